@@ -1,0 +1,28 @@
+"""Quaver: train Transformers in FP8, MXFP8 and NVFP4.
+
+This package holds what both front ends share: number formats, specs and recipes as data, and rules. The layers live in
+`quaver.torch`; importing `quaver` imports neither torch nor jax.
+"""
+
+from quaver import recipes
+from quaver.core.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Format
+from quaver.core.rules import Rule, Rules
+from quaver.core.spec import Delayed, GemmSpec, QuantSpec, Recipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "FORMATS",
+    "Delayed",
+    "Format",
+    "GemmSpec",
+    "QuantSpec",
+    "Recipe",
+    "Rule",
+    "Rules",
+    "recipes",
+]

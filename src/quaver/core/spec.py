@@ -1,0 +1,177 @@
+"""What to do to each operand of each GEMM: frozen, hashable data without a framework in it.
+
+A linear layer is three GEMMs of two operands each, every one written NT, `y[m, n] = a[m, k] @ b[n, k].T`:
+
+    fprop   output      [T, N] = input         [T, K] @ weight   [N, K].T
+    dgrad   grad_input  [T, K] = grad_output   [T, N] @ weight.T [K, N].T
+    wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
+
+A `Recipe` says how each of the six is quantized; it is never subclassed and never asked which one it is.
+"""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Literal, get_args
+
+from quaver.core.formats import FORMATS, Format
+
+#: fp32: the encode factor is format.max / amax, correctly rounded. power_of_two: the largest power of two that does not
+#: saturate. e8m0: the same power, stored as an exponent byte. two_level: an E4M3 scale a block and a power of two for the
+#: tensor (two_level_fp32: a correctly rounded tensor factor). unit: always 1, nothing is measured.
+ScaleKind = Literal["fp32", "power_of_two", "e8m0", "two_level", "two_level_fp32", "unit"]
+Rounding = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How one GEMM operand [rows, k] is quantized, k being the axis that the GEMM sums over."""
+
+    format: Format
+    #: Elements that share a scale, (rows, k); None is the whole axis. A last, partial block is a block of its own.
+    block: tuple[int | None, int | None] = (None, None)
+    scale: ScaleKind = "power_of_two"
+    rounding: Rounding = "nearest"
+    #: Rotate groups of 16 along k before anything else (k is padded with zeros to a multiple of 16).
+    hadamard: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, Format) or not self.format.signed:
+            raise ValueError(f"QuantSpec.format is {self.format!r}; give a signed Format such as quaver.E4M3")
+        _member("QuantSpec.scale", self.scale, ScaleKind)
+        _member("QuantSpec.rounding", self.rounding, Rounding)
+        if len(self.block) != 2 or any(not (b is None or (isinstance(b, int) and b > 0)) for b in self.block):
+            raise ValueError(
+                f"QuantSpec.block is {self.block!r}; give (rows, k), each a positive int, or None for the axis"
+            )
+        if self.two_level and (self.format.name != "e2m1" or None in self.block):
+            raise ValueError(
+                f"two-level scales are for e2m1 in finite blocks, not for {self.format} in {self.block}; "
+                "use scale='power_of_two'"
+            )
+
+    @cached_property
+    def two_level(self) -> bool:
+        return self.scale in ("two_level", "two_level_fp32")
+
+    @cached_property
+    def per_tensor(self) -> bool:
+        """One scale for the whole operand."""
+        return self.block == (None, None)
+
+    @cached_property
+    def power_of_two(self) -> bool:
+        """Every decode scale is a power of two, so rescaling by it is exact."""
+        return self.scale in ("power_of_two", "e8m0", "unit")
+
+    @cached_property
+    def transposable(self) -> bool:
+        """Quantizing the transpose gives the transpose of the quantized operand."""
+        return self.block[0] == self.block[1] and not self.hadamard
+
+    def blocks(self, rows: int, k: int) -> tuple[int, int]:
+        """Shape of the scales of an operand [rows, k]; k is counted after the Hadamard's padding."""
+        br, bk = self.block
+        return (1 if br is None else -(-rows // br), 1 if bk is None else -(-k // bk))
+
+    def padded(self, k: int) -> int:
+        """Columns that are stored for k columns given."""
+        return -(-k // 16) * 16 if self.hadamard else k
+
+    def __str__(self) -> str:
+        rows, k = ("*" if b is None else str(b) for b in self.block)
+        tail = ":stochastic" * (self.rounding == "stochastic") + ":hadamard" * self.hadamard
+        return f"{self.format.name}[{rows}x{k}]:{self.scale}{tail}"
+
+    @staticmethod
+    @cache
+    def parse(text: str) -> "QuantSpec":
+        """The spec that `str` wrote: compiled graphs carry specs as text."""
+        head, scale, *options = text.split(":")
+        name, _, block = head.rstrip("]").partition("[")
+        rows, k = (None if b == "*" else int(b) for b in block.split("x"))
+        rounding: Rounding = "stochastic" if "stochastic" in options else "nearest"
+        return QuantSpec(FORMATS[name], (rows, k), scale, rounding, "hadamard" in options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """The two operands of one NT GEMM; None keeps an operand in high precision."""
+
+    a: QuantSpec | None
+    b: QuantSpec | None
+    #: Let the hardware accumulate faster and coarser where it offers that (Hopper and Ada keep 13 bits). Emulation ignores it.
+    fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        for name, spec in (("a", self.a), ("b", self.b)):
+            if spec is not None and not isinstance(spec, QuantSpec):
+                raise ValueError(f"GemmSpec.{name} is {spec!r}; give a QuantSpec, or None for high precision")
+        if (self.a is None) != (self.b is None):
+            raise ValueError(
+                "a GEMM quantizes both operands or neither: no GEMM takes one of each. "
+                f"Here a is {self.a} and b is {self.b}; make both None or give both a QuantSpec"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delayed:
+    """Scale by the past: each tensor's encode factor comes from the amaxes of earlier steps."""
+
+    #: Steps of amax that are kept.
+    length: int = 1024
+    #: Halve the factor this many times, as room for growth.
+    margin: int = 0
+    #: "max" of the window, or its "most_recent" value.
+    algorithm: Literal["max", "most_recent"] = "max"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.length, int) or self.length < 1:
+            raise ValueError(
+                f"a delayed-scaling history of {self.length!r} steps cannot hold an amax; give history=1 or more, "
+                "or use the recipe 'tensorwise', which keeps none"
+            )
+        if not isinstance(self.margin, int):
+            raise ValueError(f"margin is {self.margin!r}; give a whole number: the factor is halved that often")
+        if self.algorithm not in ("max", "most_recent"):
+            raise ValueError(f"algorithm is {self.algorithm!r}; give 'max' or 'most_recent'")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the three GEMMs of a linear layer are quantized."""
+
+    name: str
+    fprop: GemmSpec
+    dgrad: GemmSpec
+    wgrad: GemmSpec
+    #: Where the scales come from a history; None measures every tensor as it comes (current scaling).
+    delayed: Delayed | None = None
+
+    def __post_init__(self) -> None:
+        if self.delayed is not None:
+            for label, spec in self.operands().items():
+                if spec is None or not spec.per_tensor or spec.scale not in ("fp32", "power_of_two"):
+                    raise ValueError(
+                        f"recipe {self.name!r} scales by a history, which needs one fp32 or power-of-two scale a tensor, "
+                        f"but {label} is {spec}; leave out `delayed` or make every operand per tensor"
+                    )
+
+    @property
+    def gemms(self) -> dict[str, GemmSpec]:
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+    def operands(self) -> dict[str, QuantSpec | None]:
+        """The table of six, by "gemm.operand"."""
+        return {f"{name}.{side}": getattr(gemm, side) for name, gemm in self.gemms.items() for side in "ab"}
+
+    @property
+    def quantizes(self) -> bool:
+        return any(spec is not None for spec in self.operands().values())
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _member(where: str, value: object, kind: object) -> None:
+    if value not in get_args(kind):
+        raise ValueError(f"{where} is {value!r}; give one of {', '.join(get_args(kind))}")

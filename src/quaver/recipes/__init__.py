@@ -1,0 +1,54 @@
+"""The recipes, one file each, and the table `RECIPES` that everything else is parametrized over.
+
+Each is a function of its options that returns a `Recipe`; its name as a string is taken wherever a recipe is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from quaver.core.spec import Recipe
+from quaver.core.suggest import suggest
+from quaver.recipes._recipe import intern, is_interned
+from quaver.recipes.bf16 import bf16
+from quaver.recipes.blockwise import blockwise
+from quaver.recipes.delayed import delayed
+from quaver.recipes.mxfp8 import mxfp8
+from quaver.recipes.nvfp4 import nvfp4
+from quaver.recipes.rowwise import rowwise, rowwise_bf16_wgrad
+from quaver.recipes.tensorwise import tensorwise
+
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "bf16": bf16,
+    "delayed": delayed,
+    "tensorwise": tensorwise,
+    "rowwise": rowwise,
+    "rowwise_bf16_wgrad": rowwise_bf16_wgrad,
+    "blockwise": blockwise,
+    "mxfp8": mxfp8,
+    "nvfp4": nvfp4,
+}
+
+
+def get(recipe: str | Recipe, **options: Any) -> Recipe:
+    """The recipe of this name with these options, or the recipe given.
+
+    Args:
+        recipe: a name from `RECIPES`, or a Recipe.
+        options: of the recipe function; only with a name.
+    Raises:
+        ValueError: unknown name or option; the message names the nearest.
+    """
+    if isinstance(recipe, Recipe):
+        if not options and is_interned(recipe):
+            return recipe
+        if options:
+            raise ValueError(f"recipe {recipe.name!r} is already built; pass its options {sorted(options)} to its function")
+        return intern(recipe)
+    if not isinstance(recipe, str):
+        raise ValueError(f"a recipe is a name or a quaver.Recipe, not {recipe!r}; try quaver.recipes.get('mxfp8')")
+    if recipe not in RECIPES:
+        raise ValueError(f"no recipe {recipe!r}; {suggest(recipe, RECIPES)}")
+    return RECIPES[recipe](**options)
+
+
+__all__ = ["RECIPES", "get", *RECIPES]

@@ -1,0 +1,21 @@
+"""OCP microscaling: 32 elements along k share a power of two, stored in one byte.
+
+Source: OCP Microscaling Formats 1.0; scales are rounded up so that nothing saturates (NVIDIA, arXiv:2506.08027).
+"""
+
+from quaver.core.formats import E4M3
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe
+from quaver.recipes._recipe import flag, recipe
+
+
+@recipe
+def mxfp8(*, weight_2d: bool = False) -> Recipe:
+    """E4M3 everywhere, E8M0 scales in 1×32 blocks.
+
+    Args:
+        weight_2d: scale weights in 32×32 blocks, so that one copy serves fprop and dgrad.
+    """
+    flag("weight_2d", weight_2d)
+    line = QuantSpec(E4M3, (1, 32), "e8m0")
+    weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else line
+    return Recipe("mxfp8", GemmSpec(line, weight), GemmSpec(line, weight), GemmSpec(line, line))

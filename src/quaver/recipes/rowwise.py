@@ -1,0 +1,42 @@
+"""One scale a row of each operand, so that a huge token or channel spoils only itself.
+
+Source: torchao.float8's recipes "rowwise" and "rowwise_with_gw_hp" (github.com/pytorch/ao).
+"""
+
+from quaver.core.formats import E4M3
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
+from quaver.recipes._recipe import flag, recipe
+
+
+@recipe
+def rowwise(*, power_of_two: bool = True, fast_accum: bool = True) -> Recipe:
+    """E4M3 everywhere, a scale for each row along the axis that the GEMM sums over.
+
+    Args:
+        power_of_two: False scales by 448 / amax.
+        fast_accum: let fprop accumulate faster where the hardware offers it.
+    """
+    row = QuantSpec(E4M3, (1, None), _kind(power_of_two))
+    flag("fast_accum", fast_accum)
+    return Recipe("rowwise", GemmSpec(row, row, fast_accum), GemmSpec(row, row), GemmSpec(row, row))
+
+
+@recipe
+def rowwise_bf16_wgrad(*, power_of_two: bool = True, fast_accum: bool = True) -> Recipe:
+    """As `rowwise`, with the weight per tensor in dgrad and the whole weight gradient in high precision.
+
+    Args:
+        power_of_two: False scales by 448 / amax.
+        fast_accum: let fprop accumulate faster where the hardware offers it.
+    """
+    row = QuantSpec(E4M3, (1, None), _kind(power_of_two))
+    tensor = QuantSpec(E4M3, (None, None), _kind(power_of_two))
+    flag("fast_accum", fast_accum)
+    return Recipe(
+        "rowwise_bf16_wgrad", GemmSpec(row, row, fast_accum), GemmSpec(row, tensor), GemmSpec(None, None)
+    )
+
+
+def _kind(power_of_two: bool) -> ScaleKind:
+    flag("power_of_two", power_of_two)
+    return "power_of_two" if power_of_two else "fp32"

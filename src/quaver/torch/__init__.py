@@ -1,0 +1,26 @@
+"""The PyTorch front end: `Linear`, `autocast`, `convert`, and the operations they are made of."""
+
+from quaver.torch.autocast import autocast
+from quaver.torch.convert import Report, convert, revert
+from quaver.torch.counters import count
+from quaver.torch.explain import explain
+from quaver.torch.linear import Linear
+from quaver.torch.ops import dequantize, matmul, only, quantize
+from quaver.torch.quantized import Quantized
+from quaver.torch.weights import refresh
+
+__all__ = [
+    "Linear",
+    "Quantized",
+    "Report",
+    "autocast",
+    "convert",
+    "count",
+    "dequantize",
+    "explain",
+    "matmul",
+    "only",
+    "quantize",
+    "refresh",
+    "revert",
+]

@@ -1,0 +1,190 @@
+"""Delayed scaling's state in a layer: a window of amaxes and the factors that follow from it, as plain buffers.
+
+`history` [length, 3] and `factor` [3] have a column each for input, weight and grad_output. Row 0 is what the present step
+has recorded so far; a factor of 0 is unset, and the tensor's own amax is used. On a CPU in eager mode the numbers are read
+and written as Python floats; elsewhere everything is tensor arithmetic without a synchronization.
+"""
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.cpu_quantize import SMALLEST_NORMAL, host_factor
+from quaver.torch.rounding import exponent, power_of_two
+
+INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
+
+#: Layers with a history, in the order in which they got one.
+_layers: dict[int, "weakref.ref[nn.Module]"] = {}
+
+
+class _Views(NamedTuple):
+    """A layer's buffers with the views that eager steps use, and the address that tells whether they still hold."""
+
+    history: Tensor
+    factor: Tensor
+    address: int
+    newest: list[Tensor]
+    factors: list[Tensor]
+
+
+def prepare(layer: nn.Module, recipe: Recipe) -> None:
+    """Give a layer the buffers that a delayed recipe needs, unless it has them."""
+    assert recipe.delayed is not None
+    length = recipe.delayed.length
+    history = layer._buffers.get("history")
+    if history is None or history.shape[0] != length:
+        device = layer._parameters["weight"].device if "weight" in layer._parameters else None  # type: ignore[union-attr]
+        # Stored column by column, so that a window is contiguous.
+        layer.register_buffer("history", torch.zeros((3, length), device=device).t())
+        layer.register_buffer("factor", torch.zeros(3, device=device))
+    layer.__dict__["_delayed"] = recipe
+    register(layer)
+
+
+def register(layer: nn.Module) -> None:
+    """Let the outermost autocast roll this layer's history."""
+    key = id(layer)
+    _layers[key] = weakref.ref(layer, lambda _: _layers.pop(key, None))
+
+
+def column_specs(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
+    """The specs behind the three columns."""
+    assert recipe.fprop.a and recipe.fprop.b and recipe.dgrad.a
+    return recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
+
+
+def saved_factors(layer: nn.Module) -> Tensor | list[float]:
+    """The factors as a forward sees them, for its backward: later rolls do not change them."""
+    factor = layer._buffers["factor"]
+    assert factor is not None
+    if torch.compiler.is_compiling() or not factor.is_cpu:
+        return factor.clone()
+    return [f.item() for f in views(layer).factors]
+
+
+def record(layer: nn.Module, column: int, amax: Tensor | float | None) -> None:
+    """Note an amax in row 0; infinities and NaN are not noted, lest one overflow freeze the scale."""
+    if isinstance(amax, float):
+        newest = views(layer).newest[column]
+        if amax < math.inf and newest.item() < amax:
+            newest.fill_(amax)
+        return
+    assert isinstance(amax, Tensor)
+    history = layer._buffers["history"]
+    assert history is not None
+    value = amax.reshape(())
+    value = torch.where(value < math.inf, value, 0.0)
+    history[0, column] = torch.maximum(history[0, column], value)
+
+
+def views(layer: nn.Module) -> _Views:
+    """The layer's buffers and their views, made again when the buffers are not those of last time."""
+    buffers = layer._buffers
+    history, factor = buffers["history"], buffers["factor"]
+    assert history is not None and factor is not None
+    cached = layer.__dict__.get("_views")
+    if cached is None or cached.history is not history or cached.factor is not factor or (
+        cached.address != history.data_ptr()
+    ):
+        cached = _Views(history, factor, history.data_ptr(), list(history[0].unbind()), list(factor.unbind()))
+        layer.__dict__["_views"] = cached
+    return cached
+
+
+def roll_all(group: Any = None) -> None:
+    """End a step for every layer with a history."""
+    if _layers:
+        roll([layer for ref in list(_layers.values()) if (layer := ref()) is not None], group)
+
+
+def roll(layers: Iterable[nn.Module], group: Any = None) -> None:
+    """What the step recorded joins each window, and the factors follow; a column that recorded nothing stays.
+
+    Args:
+        layers: with a history.
+        group: process group over which row 0 is reduced first; the default one if there is any.
+    Exact: `quaver.core.history.roll` column by column.
+    """
+    with torch.no_grad():
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            layers = list(layers)
+            _reduce(layers, group)
+        for layer in layers:
+            history = layer._buffers["history"]
+            assert history is not None
+            if torch.compiler.is_compiling() or not history.is_cpu:
+                _roll_tensors(layer)
+            elif layer.__dict__.get("_rolled") != history._version:
+                # Nothing was written since the last roll otherwise, by eager or by compiled code.
+                _roll_floats(layer)
+                layer.__dict__["_rolled"] = history._version
+
+
+def _reduce(layers: list[nn.Module], group: Any) -> None:
+    if not layers:
+        return
+    rows = [layer._buffers["history"][0] for layer in layers]  # type: ignore[index]
+    flat = torch.cat(rows)
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+    for row, value in zip(rows, flat.split(3), strict=True):
+        row.copy_(value)
+
+
+def _roll_floats(layer: nn.Module) -> None:
+    seen = views(layer)
+    newest = [v.item() for v in seen.newest]
+    if not any(newest):
+        return
+    recipe: Recipe = layer.__dict__["_delayed"]
+    assert recipe.delayed is not None
+    columns = seen.history.t()
+    top = columns.amax(1).tolist() if recipe.delayed.algorithm == "max" else newest
+    if all(newest):
+        columns.copy_(columns.roll(-1, 1))
+        columns[:, 0] = 0.0
+    for i, spec in enumerate(column_specs(recipe)):
+        if newest[i] > 0.0:
+            if not all(newest):
+                columns[i] = columns[i].roll(-1)
+                columns[i, 0] = 0.0
+            e = _factor(top[i], spec, recipe.delayed.margin)
+            if seen.factors[i].item() != e:
+                seen.factors[i].fill_(e)
+
+
+def _factor(amax: float, spec: QuantSpec, margin: int) -> float:
+    e = host_factor(amax, spec.format, spec.power_of_two)
+    if margin == 0:
+        return e
+    bounds = (2.0 ** FACTOR_EXPONENTS[0], 2.0 ** FACTOR_EXPONENTS[1]) if spec.power_of_two else (SMALLEST_NORMAL, float(FLT_MAX))
+    return min(max(math.ldexp(e, -margin), bounds[0]), bounds[1])
+
+
+def _roll_tensors(layer: nn.Module) -> None:
+    history, factor = layer._buffers["history"], layer._buffers["factor"]
+    assert history is not None and factor is not None
+    recipe: Recipe = layer.__dict__["_delayed"]
+    assert recipe.delayed is not None
+    newest = history[0].clone()
+    top = history.amax(0) if recipe.delayed.algorithm == "max" else newest
+    rolled = history.roll(-1, 0)
+    rolled[0] = 0.0
+    e = torch.stack([_factor_tensor(top[i], s, recipe.delayed.margin) for i, s in enumerate(column_specs(recipe))])
+    history.copy_(torch.where(newest > 0, rolled, history))
+    factor.copy_(torch.where(newest > 0, e, factor))
+
+
+def _factor_tensor(amax: Tensor, spec: QuantSpec, margin: int) -> Tensor:
+    if spec.power_of_two:
+        p = exponent(amax.view(torch.int32), spec.format) - margin
+        return power_of_two(p.clamp(*FACTOR_EXPONENTS))
+    e = torch.full_like(amax, spec.format.max) / amax.clamp(min=SMALLEST_NORMAL)
+    return (e.clamp(SMALLEST_NORMAL, float(FLT_MAX)) * 2.0**-margin).clamp(min=SMALLEST_NORMAL)

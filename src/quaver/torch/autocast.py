@@ -1,0 +1,68 @@
+"""Which recipe is in force: `autocast`, and what a layer finds when it asks."""
+
+import threading
+from contextlib import ContextDecorator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from quaver import recipes
+from quaver.core.spec import Recipe
+from quaver.torch import amax
+
+
+class _Ambient(threading.local):
+    # Dynamo traces a thread-local; it does not trace a ContextVar.
+    recipe: Recipe | None = None
+    disabled: bool = False
+    depth: int = 0
+
+
+ambient = _Ambient()
+
+
+class autocast(ContextDecorator):
+    """Run the layers inside under a recipe; layers with a recipe of their own keep it.
+
+    It is for the forward pass: backward uses what forward used. Entering the outermost one with gradients enabled ends a
+    step of delayed scaling: every history that recorded something rolls, after one all-reduce of the maxima.
+
+    Args:
+        recipe: a name from `quaver.recipes.RECIPES` or a Recipe.
+        enabled: False switches quantization off inside, also for layers with their own recipe.
+        group: process group that delayed scaling's maxima are reduced over; the default group if torch.distributed is
+            initialized. All its ranks must enter alike.
+    Raises:
+        ValueError: unknown recipe, or none given.
+    """
+
+    def __init__(self, recipe: str | Recipe | None = None, *, enabled: bool = True, group: Any = None) -> None:
+        if enabled and recipe is None:
+            raise ValueError("autocast needs a recipe, such as autocast('mxfp8'); autocast(enabled=False) needs none")
+        self.recipe = None if recipe is None else recipes.get(recipe)
+        self.enabled = enabled
+        self.group = group
+        self._before: list[tuple[Recipe | None, bool]] = []
+
+    def __enter__(self) -> "autocast":
+        if ambient.depth == 0 and self.enabled and torch.is_grad_enabled():
+            amax.roll_all(self.group)
+        self._before.append((ambient.recipe, ambient.disabled))
+        ambient.recipe = self.recipe if self.enabled else None
+        ambient.disabled = not self.enabled
+        ambient.depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ambient.recipe, ambient.disabled = self._before.pop()
+        ambient.depth -= 1
+
+
+def recipe_in_force(own: Recipe | None) -> Recipe | None:
+    """A layer's own recipe, else the innermost autocast's, else none; none where autocast(enabled=False) rules."""
+    if own is None:
+        return ambient.recipe
+    return None if ambient.disabled else own

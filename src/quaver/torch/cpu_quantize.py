@@ -1,0 +1,171 @@
+"""quantize on a CPU: torch's own casts, integer maxima, and plain floats where one scale serves the tensor.
+
+A bf16 value times a power of two is exact, so bf16 operands stay bf16 until the cast; torch's cast saturates only in newer
+releases and only E4M3, so whatever can overflow is clipped first. Transposes are read where they lie: an operand whose rows
+are contiguous in the other direction keeps that layout.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quaver.core.formats import Format
+from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX
+from quaver.core.spec import QuantSpec
+from quaver.torch import reference
+from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, exponent
+
+SMALLEST_NORMAL = 2.0**-126
+
+
+def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
+    """Why this implementation does not take the call, or ""."""
+    if not x.is_cpu:
+        return "the tensor is not on a CPU"
+    if spec.two_level or spec.hadamard or spec.rounding != "nearest" or spec.format.bits == 4 or spec.scale == "unit":
+        return "it is for nearest rounding to FP8 with one level of scales"
+    return ""
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | float | None = None,
+    factor: Tensor | float | None = None,
+    noise: object = None,
+) -> Quantized:
+    """As `quaver.torch.reference.quantize`, bit for bit."""
+    turned = not x.is_contiguous() and x.stride(1) != 1 and x.stride(0) == 1
+    if not spec.per_tensor:
+        return _blocks(x, spec, amax, turned)
+    shape = x.shape
+    if turned:
+        x = x.t()
+    top = host_amax(x)
+    wanted = top if amax is None else float(amax)
+    e = 0.0 if factor is None else float(factor)
+    if e == 0.0:
+        e = host_factor(wanted, spec.format, spec.power_of_two)
+    if not spec.power_of_two or x.dtype is torch.float16:
+        y = x.float() * e
+    else:
+        y = x * scalar(e)
+    limit = spec.format.max
+    if not top * e <= limit:
+        y.clamp_(-limit, limit)
+    scale = _reciprocal(e, spec.power_of_two) if top < math.inf and wanted < math.inf else math.nan
+    return Quantized(y.type(STORAGE[spec.format.name]), scale, spec, shape, turned, None, top)
+
+
+#: Powers of two as tensors without dimensions: torch multiplies by one in half the time that a Python number takes.
+_scalars: dict[float, Tensor] = {}
+
+
+def scalar(e: float) -> Tensor:
+    """A power of two as a tensor without dimensions."""
+    made = _scalars.get(e)
+    if made is None:
+        with torch.inference_mode(False):
+            made = _scalars[e] = torch.tensor(e)
+    return made
+
+
+def host_amax(x: Tensor) -> float:
+    """The largest magnitude as a Python float, NaN if there is one; subnormals and empty tensors give 0."""
+    if x.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(x)
+    a, b = low.item(), high.item()
+    top = b if b != b or b >= -a else -a
+    return 0.0 if top < SMALLEST_NORMAL else top
+
+
+def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
+    """The encode factor of one amax; 1 where it is 0, infinite or NaN. Equal to `core.scaling.encode_factor`."""
+    if not SMALLEST_NORMAL <= amax < math.inf:
+        return 1.0
+    if power_of_two:
+        # The quotient is exact in double but for its last bits, and those do not reach a power of two from below: only
+        # amax = fmt.max / 2**p gives one, exactly.
+        p = math.frexp(fmt.max / amax)[1] - 1
+        return 2.0**p if -100 < p < FACTOR_EXPONENTS[1] else 2.0 ** min(max(p, FACTOR_EXPONENTS[0]), FACTOR_EXPONENTS[1])
+    # A quotient of two float32 in double, rounded to float32, is the correctly rounded quotient.
+    return float(np.float32(min(max(fmt.max / amax, SMALLEST_NORMAL), float(FLT_MAX))))
+
+
+def _reciprocal(e: float, power_of_two: bool) -> float:
+    return 1.0 / e if power_of_two else float(np.float32(1.0 / e))
+
+
+def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: bool) -> Quantized:
+    if x.numel() == 0:
+        return reference.quantize(x, spec, amax)
+    base, block = (x.t(), spec.block[::-1]) if turned else (x, spec.block)
+    if x.dtype is torch.float16 or (not spec.power_of_two and x.dtype is not torch.float32):
+        base = base.float()
+    view, dims = blocked(base, block)
+    bits = largest_bits(view, dims)
+    measured = bits
+    if amax is not None:
+        given = reference.given_bits(amax, bits.t() if turned else bits)
+        bits = (given.t() if turned else given).contiguous()
+    e = reference.factors(bits, spec)
+    for dim in dims:
+        e = e.unsqueeze(dim)
+    y = view * e.to(view.dtype)
+    limit = spec.format.max
+    finite = (bits < INFINITY_BITS) & (measured < INFINITY_BITS)
+    if amax is not None or not finite.all().item():
+        y.clamp_(-limit, limit)
+    if spec.scale == "e8m0" and amax is not None:
+        y.masked_fill_((bits == 0).view(e.shape), 0.0)
+    data = y.to(STORAGE[spec.format.name]).view(_padded_shape(view, dims))[: base.shape[0], : base.shape[1]]
+    scale = _stored_scale(bits, finite, e.view(bits.shape), spec)
+    return Quantized(data.contiguous(), scale, spec, x.shape, turned, None, measured.view(torch.float32))
+
+
+def blocked(base: Tensor, block: tuple[int | None, int | None]) -> tuple[Tensor, list[int]]:
+    """A matrix as blocks, and the dimensions of the view that lie within a block. Ragged edges are padded with zeros."""
+    rows, columns = base.shape
+    br, bc = block[0] or rows, block[1] or columns
+    nr, nc = -(-rows // br), -(-columns // bc)
+    if (nr * br, nc * bc) != (rows, columns):
+        base = torch.nn.functional.pad(base, (0, nc * bc - columns, 0, nr * br - rows))
+    base = base.contiguous()
+    if br == 1:
+        return base.view(rows, nc, bc), [2]
+    if bc == 1:
+        return base.view(nr, br, columns), [1]
+    return base.view(nr, br, nc, bc), [1, 3]
+
+
+def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
+    """The float32 bits of the largest magnitude of each block, int32; integers reduce several times faster than floats."""
+    if view.dtype is torch.bfloat16:
+        top = view.view(torch.int16) & 0x7FFF
+    else:
+        top = view.view(torch.int32) & 0x7FFFFFFF
+    for dim in reversed(dims):
+        top = top.amax(dim)
+    if view.dtype is torch.bfloat16:
+        top = top.to(torch.int32) << 16
+    return torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
+
+
+def _stored_scale(bits: Tensor, finite: Tensor, e: Tensor, spec: QuantSpec) -> Tensor:
+    if spec.scale == "e8m0":
+        code = torch.where(bits == 0, 0, 127 - exponent(bits, spec.format))
+        return torch.where(finite, code, 255).to(torch.uint8)
+    return torch.where(finite, 1.0 / e.to(torch.float32), torch.nan)
+
+
+def _padded_shape(view: Tensor, dims: list[int]) -> tuple[int, int]:
+    s = view.shape
+    if dims == [2]:
+        return s[0], s[1] * s[2]
+    if dims == [1]:
+        return s[0] * s[1], s[2]
+    return s[0] * s[1], s[2] * s[3]

@@ -1,0 +1,281 @@
+"""The operations of the PyTorch front end, each with its implementations in order of preference.
+
+In eager mode an operation is a plain function call. Under `torch.compile` it is one opaque library operator: decoding
+happens inside it, so that a compiled graph keeps eight bits for backward and not their decoded copies, and so that the bits
+are those of eager mode (Inductor may skip the rounding to bf16 between two fused operations).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.core.registry import Impl, Op
+from quaver.core.registry import only as _only
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch import cpu_matmul, cpu_quantize, reference
+from quaver.torch.quantized import STORAGE, Quantized
+
+#: (seed, tensor id, count) of stochastic rounding; count may be an int64 tensor of one element.
+Noise = tuple[int, int, Tensor | int]
+QUIET: Noise = (0, 0, 0)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _always(*_: object) -> str:
+    return ""
+
+
+QUANTIZE = Op(
+    "quantize",
+    [Impl("cpu", cpu_quantize.quantize, cpu_quantize.reason), Impl("reference", reference.quantize, _always)],
+)
+MATMUL = Op(
+    "matmul",
+    [Impl("cpu", cpu_matmul.matmul, cpu_matmul.reason), Impl("reference", reference.matmul, _always)],
+)
+OPS = [QUANTIZE, MATMUL]
+
+
+@contextmanager
+def only(name: str) -> Iterator[None]:
+    """Run one implementation of every operation, by name ("cpu", "reference"): `with only("reference"): ...`."""
+    with _only(OPS, name):
+        _resolved.clear()
+        try:
+            yield
+        finally:
+            _resolved.clear()
+
+
+_resolved: dict[int, tuple[Recipe, Callable[..., Quantized], Callable[..., Tensor]]] = {}
+
+
+def resolve(recipe: Recipe, x: Tensor) -> tuple[Recipe, Callable[..., Quantized], Callable[..., Tensor]]:
+    """The recipe with what quantizes and multiplies its operands.
+
+    On a CPU the choice does not depend on shapes, so it is made once for a recipe: asking takes as long as a small GEMM.
+    """
+    if not x.is_cpu:
+        return recipe, QUANTIZE, MATMUL
+    found = _resolved.get(id(recipe))
+    if found is None:
+        specs = {spec for spec in recipe.operands().values() if spec is not None}
+        picks = {QUANTIZE.pick(x, spec) for spec in specs}
+        operand = Quantized(x, 1.0, next(iter(specs)), (0, 0))
+        multiply = MATMUL.pick(operand, operand, x.dtype, None)
+        found = _resolved[id(recipe)] = (recipe, picks.pop() if len(picks) == 1 else QUANTIZE, multiply)
+    return found
+
+
+def quantize(
+    x: Tensor | Quantized,
+    spec: QuantSpec,
+    amax: Tensor | float | None = None,
+    *,
+    factor: Tensor | float | None = None,
+    seed: int = 0,
+    tensor_id: int = 0,
+    count: Tensor | int = 0,
+) -> Quantized:
+    """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, a factor e for each block.
+
+    Args:
+        x: [rows, k] in float32, bfloat16 or float16, the axis that the GEMM sums over last. A `Quantized` of this spec is
+            returned as it is.
+        spec: how.
+        amax: [blocks of rows, blocks of k], or the tensor's [1, 1] for two-level scales; None measures it.
+        factor: the encode factor of delayed scaling, in place of the one that amax implies; 0 is unset.
+        seed, tensor_id, count: of stochastic rounding's Philox stream.
+    Returns:
+        A block whose amax (measured or given) is infinite or NaN has scale NaN. Not differentiable: see `Linear`.
+    Raises:
+        ValueError: x is no matrix, has another dtype, or is quantized by another spec.
+    Exact: the bits of `quaver.core.reference.quantize`, eager and compiled.
+    """
+    if isinstance(x, Quantized):
+        if x.spec != spec:
+            raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")
+        return x
+    if x.dim() != 2:
+        raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {tuple(x.shape)}: reshape it first")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"an operand is float32, bfloat16 or float16, not {x.dtype}; convert it first")
+    return run_quantize(x.detach(), spec, amax, factor, (seed, tensor_id, count))
+
+
+def dequantize(q: Quantized) -> Tensor:
+    """float32 [rows, k]: data × scale; after a Hadamard the rotated values, as the GEMM sees them. Exact."""
+    return q.dequantize()
+
+
+def matmul(a: Quantized, b: Quantized, dtype: torch.dtype = torch.float32, bias: Tensor | None = None) -> Tensor:
+    """a [m, k] @ b [n, k].T + bias [n], accumulated in float32, scaled, rounded once to dtype.
+
+    Raises:
+        ValueError: the operands do not share k, or dtype is none of float32, bfloat16, float16.
+    Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
+    """
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a is {a.shape} and b is {b.shape}: both are [rows, k] and k must agree")
+    if dtype not in DTYPES:
+        raise ValueError(f"the output is float32, bfloat16 or float16, not {dtype}")
+    with without_autocast(a.device.type):
+        return run_matmul(a, b, dtype, bias)
+
+
+def run_quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | float | None = None,
+    factor: Tensor | float | None = None,
+    noise: Noise = QUIET,
+) -> Quantized:
+    """`quantize` without its checks."""
+    if torch.compiler.is_compiling():
+        return _quantize_opaquely(x, spec, amax, factor, noise)
+    q: Quantized = QUANTIZE(x, spec, amax, factor, noise)
+    return q
+
+
+def run_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """`matmul` without its checks. Call it where torch.autocast is off: see `without_autocast`."""
+    if torch.compiler.is_compiling():
+        y: Tensor = torch.ops.quaver.matmul(*_flat(a), *_flat(b), dtype, bias)
+        return y
+    return MATMUL(a, b, dtype, bias)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def without_autocast(device: str) -> Iterator[None]:
+    """Keep an ambient torch.autocast from casting what a GEMM decodes; costs nothing where there is none."""
+    if not torch.is_autocast_enabled(device):
+        yield
+        return
+    torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, True)
+
+
+# The opaque operators. Scales travel as tensors; what a spec does not use is an empty tensor.
+
+_library = torch.library.Library("quaver", "DEF")
+_library.define(
+    "quantize(Tensor x, bool turned, str spec, Tensor? amax, Tensor? factor, int seed, int tensor_id, Tensor? count)"
+    " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax)"
+)
+_library.define(
+    "matmul(Tensor a, Tensor a_scale, Tensor a_factor, str a_spec, bool a_turned, SymInt a_k,"
+    " Tensor b, Tensor b_scale, Tensor b_factor, str b_spec, bool b_turned, SymInt b_k,"
+    " ScalarType dtype, Tensor? bias) -> Tensor"
+)
+
+
+def _quantize_opaquely(
+    x: Tensor, spec: QuantSpec, amax: Tensor | float | None, factor: Tensor | float | None, noise: Noise
+) -> Quantized:
+    turned = x.stride(1) != 1 and x.stride(0) == 1
+    amax, factor, count = (
+        torch.tensor(v) if isinstance(v, int | float) else v for v in (amax, factor, noise[2])
+    )
+    data, scale, tensor_factor, top = torch.ops.quaver.quantize(
+        x.t() if turned else x, turned, str(spec), amax, factor, noise[0], noise[1], count
+    )
+    shape = (x.shape[0], spec.padded(x.shape[1]))
+    lies_turned = turned and spec.format.bits == 8
+    return Quantized(data, scale, spec, shape, lies_turned, tensor_factor if spec.two_level else None, top)
+
+
+def _quantize_impl(
+    x: Tensor,
+    turned: bool,
+    text: str,
+    amax: Tensor | None,
+    factor: Tensor | None,
+    seed: int,
+    tensor_id: int,
+    count: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spec = QuantSpec.parse(text)
+    q: Quantized = QUANTIZE(x.t() if turned else x, spec, amax, factor, (seed, tensor_id, 0 if count is None else count))
+    data, scale = q.data, q.scale
+    if turned and spec.format.bits == 8 and not q.turned:
+        data, scale = data.t(), scale.t() if isinstance(scale, Tensor) else scale
+    elif q.turned and not turned:
+        data, scale = data.t(), scale.t() if isinstance(scale, Tensor) else scale
+    scale = scale if isinstance(scale, Tensor) else x.new_full((1, 1), scale, dtype=torch.float32)
+    empty = x.new_empty(0, dtype=torch.float32)
+    top = empty
+    if spec.per_tensor:
+        top = q.amax if isinstance(q.amax, Tensor) else x.new_full((1, 1), q.amax or 0.0, dtype=torch.float32)
+    return data.contiguous(), scale.contiguous(), empty if q.tensor_factor is None else q.tensor_factor, top
+
+
+def _quantize_fake(
+    x: Tensor,
+    turned: bool,
+    text: str,
+    amax: Tensor | None,
+    factor: Tensor | None,
+    seed: int,
+    tensor_id: int,
+    count: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spec = QuantSpec.parse(text)
+    rows, k = (x.shape[1], x.shape[0]) if turned else (x.shape[0], x.shape[1])
+    k = spec.padded(k)
+    blocks = spec.blocks(rows, k)
+    if spec.format.bits == 4:
+        shape = (rows, (k + 1) // 2)
+    elif turned:
+        shape, blocks = (k, rows), blocks[::-1]
+    else:
+        shape = (rows, k)
+    narrow = spec.scale == "e8m0" or spec.two_level
+    return (
+        x.new_empty(shape, dtype=STORAGE[spec.format.name]),
+        x.new_empty(blocks, dtype=torch.uint8 if narrow else torch.float32),
+        x.new_empty((1, 1) if spec.two_level else (0,), dtype=torch.float32),
+        x.new_empty((1, 1) if spec.per_tensor else (0,), dtype=torch.float32),
+    )
+
+
+def _flat(q: Quantized) -> tuple[Tensor, Tensor, Tensor, str, bool, int]:
+    assert isinstance(q.scale, Tensor)
+    factor = q.scale.new_empty(0) if q.tensor_factor is None else q.tensor_factor
+    return q.data, q.scale, factor, str(q.spec), q.turned, q.lying_shape[1]
+
+
+def _restore(data: Tensor, scale: Tensor, factor: Tensor, text: str, turned: bool, columns: int) -> Quantized:
+    spec = QuantSpec.parse(text)
+    lying = (data.shape[0], columns)
+    shape = lying[::-1] if turned else lying
+    host = spec.per_tensor and data.is_cpu
+    tensor_factor = factor if spec.two_level else None
+    return Quantized(data, scale.item() if host else scale, spec, shape, turned, tensor_factor)
+
+
+def _matmul_impl(*args: Any) -> Tensor:
+    a, b, (dtype, bias) = args[:6], args[6:12], args[12:]
+    with without_autocast(args[0].device.type):
+        return MATMUL(_restore(*a), _restore(*b), dtype, bias)  # type: ignore[no-any-return]
+
+
+def _matmul_fake(*args: Any) -> Tensor:
+    (a, *_, a_turned, a_columns), (b, *_, b_turned, b_columns) = args[:6], args[6:12]
+    m = a_columns if a_turned else a.shape[0]
+    n = b_columns if b_turned else b.shape[0]
+    return a.new_empty((m, n), dtype=args[12])  # type: ignore[no-any-return]
+
+
+for _name, _impl, _fake in (
+    ("quantize", _quantize_impl, _quantize_fake),
+    ("matmul", _matmul_impl, _matmul_fake),
+):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quaver::{_name}", _fake, lib=_library)

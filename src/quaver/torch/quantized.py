@@ -1,0 +1,147 @@
+"""The one container of quantized data, and how its bytes are laid out."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quaver.core.formats import E2M1
+from quaver.core.rounding import NAN_CODE, magnitudes
+from quaver.core.spec import QuantSpec
+
+#: What holds one code; two E2M1 codes share a byte, the lower nibble being the even index of k.
+STORAGE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
+
+
+@dataclass(slots=True, eq=False)
+class Quantized:
+    """A GEMM operand [rows, k] in eight or four bits: original ≈ data × scale.
+
+    Always: rows and k count codes, the Hadamard's padding included; an infinity or NaN in the original makes its scale
+    NaN; a `turned` operand lies in memory as its transpose [k, rows], data and scales alike, so that transposing is free.
+    """
+
+    #: [rows, k] in a float8 dtype, or uint8 [rows, ceil(k / 2)] for E2M1; the transpose of that if turned.
+    data: Tensor
+    #: Decode scales of the blocks as data lie: float32, or uint8 exponents (E8M0), or uint8 E4M3 codes (two-level). A plain
+    #: float where one scale serves the whole operand and lives on the host.
+    scale: Tensor | float
+    #: Of the operand [rows, k], turned or not.
+    spec: QuantSpec
+    #: (rows, k).
+    shape: tuple[int, int]
+    turned: bool = False
+    #: Two-level only: what the blocks' scales are divided by, float32 [1, 1], NaN for a tensor that is not finite. The
+    #: quotient is one rounding, a stored reciprocal would make it two.
+    tensor_factor: Tensor | None = None
+    #: Largest magnitude measured, for a history; None where nothing was measured.
+    amax: Tensor | float | None = None
+    #: The data as a float32 matrix as they lie, remembered where that is small.
+    decoded: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data and scales."""
+        tensors = [t for t in (self.data, self.scale, self.tensor_factor) if isinstance(t, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def lying_block(self) -> tuple[int | None, int | None]:
+        """The block as data lie in memory."""
+        return self.spec.block[::-1] if self.turned else self.spec.block
+
+    @property
+    def lying_shape(self) -> tuple[int, int]:
+        """The shape as codes lie in memory."""
+        return self.shape[::-1] if self.turned else self.shape
+
+    @property
+    def T(self) -> "Quantized":
+        """The transpose [k, rows], of the same memory; only specs whose blocks are square have one."""
+        assert self.spec.transposable
+        shape = (self.shape[1], self.shape[0])
+        return Quantized(
+            self.data, self.scale, self.spec, shape, not self.turned, self.tensor_factor, self.amax, self.decoded
+        )
+
+    def codes(self) -> Tensor:
+        """uint8 [rows, k], one code an element, every NaN as 0x7F."""
+        if self.spec.format.bits == 4:
+            codes = unpack(self.data, self.lying_shape[1])
+        else:
+            codes = self.data.view(torch.uint8)
+            codes = torch.where(self.data.isnan(), torch.full_like(codes, NAN_CODE), codes)
+        return codes.t() if self.turned else codes
+
+    def scales(self) -> Tensor:
+        """float32 decode scales [blocks of rows, blocks of k], both levels multiplied."""
+        scales = self.lying_scales()
+        return scales.t() if self.turned else scales
+
+    def lying_scales(self) -> Tensor:
+        """`scales()` as they lie in memory."""
+        if not isinstance(self.scale, Tensor):
+            return torch.full((1, 1), self.scale, dtype=torch.float32, device=self.device)
+        return decode_scales(self.scale, self.spec, self.tensor_factor)
+
+    def values(self) -> Tensor:
+        """float32 [rows, k]: the data without the scales."""
+        if self.spec.format.bits == 4:
+            return e2m1_values(self.device)[self.codes().long()]
+        return (self.data.t() if self.turned else self.data).to(torch.float32)
+
+    def dequantize(self) -> Tensor:
+        """float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees them."""
+        return self.values() * spread(self.scales(), self.spec.block, self.shape)
+
+
+def decode_scales(scale: Tensor, spec: QuantSpec, tensor_factor: Tensor | None) -> Tensor:
+    """Stored scales to float32 decode scales of the same shape."""
+    if spec.scale == "e8m0":
+        bits = scale.to(torch.int32)
+        # Code 0 is 2**-127, whose float32 is subnormal: its mantissa holds the one bit. Code 255 is NaN.
+        wide = torch.where(bits == 0, 0x00400000, torch.where(bits == 255, 0x7FC00000, bits << 23))
+        return wide.view(torch.float32)
+    if spec.two_level:
+        assert tensor_factor is not None
+        return scale.view(torch.float8_e4m3fn).to(torch.float32) / tensor_factor
+    return scale
+
+
+def spread(blocks: Tensor, block: tuple[int | None, int | None], shape: tuple[int, int]) -> Tensor:
+    """One value a block to one an element; an axis with a single block stays 1 wide and broadcasts."""
+    for dim in (0, 1):
+        width = block[dim]
+        if width is not None and width > 1 and blocks.shape[dim] > 0:
+            blocks = blocks.repeat_interleave(width, dim).narrow(dim, 0, shape[dim])
+    return blocks
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two four-bit codes to a byte: [rows, k] to uint8 [rows, ceil(k / 2)]."""
+    rows, k = codes.shape
+    if k % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    pairs = codes.contiguous().view(rows, -1, 2) if codes.numel() else codes.new_empty((rows, (k + 1) // 2, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack(packed: Tensor, k: int) -> Tensor:
+    """uint8 [rows, ceil(k / 2)] to one code an element, [rows, k]."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)[:, :k]
+
+
+_tables: dict[torch.device, Tensor] = {}
+
+
+def e2m1_values(device: torch.device) -> Tensor:
+    """The sixteen E2M1 values, float32, on a device."""
+    if device not in _tables:
+        
+        positive = torch.from_numpy(magnitudes(E2M1))
+        _tables[device] = torch.cat([positive, -positive]).to(device)
+    return _tables[device]

@@ -1,0 +1,220 @@
+"""The `quaver` command: train, compare, doctor.
+
+The options of `train` and `compare` are the fields of `TrainConfig`; one given here goes before the
+`--config` file, which goes before the default. A user's mistake is one sentence on stderr and exit code 1.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Optional, get_args, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from quaver.train import doctor as machine
+from quaver.train import recipe_name, report
+from quaver.train.compare import compare_runs
+from quaver.train.comparison import Run
+from quaver.train.config import TrainConfig, read_toml, reason
+from quaver.train.interrupt import Interrupted
+from quaver.train.loop import folder_of, run_training
+from quaver.train.metrics import Record, read
+from quaver.train.plots import plot_comparison, plot_loss
+
+app = typer.Typer(
+    help="Train Transformers in FP8, MXFP8 and NVFP4, by exact emulation where the hardware cannot.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    """Turn what a user can mend into one sentence and an exit code."""
+    try:
+        yield
+    except Interrupted as stopped:
+        err.print(str(stopped), style="yellow", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(stopped.exit_code) from stopped
+    except (ValueError, OSError) as error:
+        where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+        err.print(reason(error) + where, style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each field of TrainConfig but `without`, and call it with those typed."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        table = [option(field) for field in fields(TrainConfig) if field.name not in without]
+        names = [parameter.name for parameter in table]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            typed = {name: given.pop(name) for name in names}
+            with sentences():
+                command({name: value for name, value in typed.items() if value not in (None, [])}, **given)
+
+        run.__signature__ = inspect.Signature([*own, *table])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def option(field: Any) -> inspect.Parameter:
+    """A field of TrainConfig as an option that is None unless typed."""
+    kind, sentence = get_args(get_type_hints(TrainConfig, include_extras=True)[field.name])
+    shown = f"{sentence} (default {field.default})" if field.default not in ("", ()) else sentence
+    kind = kind if kind in (int, float, str) else list[str]
+    annotation: Any = Annotated[Optional[kind], typer.Option(help=shown, show_default=False)]  # noqa: UP045
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def configure(typed: dict[str, Any], file: Path | None, more_text: list[str] | None) -> TrainConfig:
+    """The configuration of a TOML file, if any, under what was typed."""
+    options = (read_toml(file) if file else {}) | typed
+    if more_text and "text" not in typed:
+        raise ValueError(
+            f"{more_text[0]!r} belongs to no option; text goes after --text, everything else after its own"
+        )
+    if "text" in typed:
+        options["text"] = (*typed["text"], *(more_text or ()))
+    return TrainConfig(**options)
+
+
+ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with any of these options", metavar="FILE")]
+MoreText = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")]
+
+
+@app.command()
+@with_options()
+def train(
+    typed: dict[str, Any],
+    *,
+    more_text: MoreText = None,
+    config: ConfigFile = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
+) -> None:
+    """Train a language model under a recipe."""
+    settings = configure(typed, config, more_text)
+    before = folder_of(settings) / "config.toml"
+    if resume and config is None and before.exists():
+        settings = configure({**typed, "out": str(before.parent)}, before, more_text)
+    with bars(quiet) as progress:
+        task = progress.add_task(settings.recipe, total=settings.steps, numbers="")
+
+        def watch(record: Record) -> None:
+            if "loss" in record:
+                progress.start()
+                progress.update(task, completed=record["step"], numbers=numbers(record))
+
+        result = run_training(settings, resume=resume, watch=watch)
+    title = f"{settings.model}, {settings.recipe}, seed {settings.seed}"
+    picture = plot_loss(read(result.folder / "metrics.jsonl"), result.folder / "loss.png", title)
+    say(str(result.conversion))
+    say(f"validation loss {result.validation_loss:.4f} nats a token after {settings.steps} steps")
+    say(f"picture: {picture}")
+
+
+@app.command()
+@with_options("recipe")
+def compare(
+    typed: dict[str, Any],
+    *,
+    more_text: MoreText = None,
+    recipes: Annotated[
+        str, typer.Option(help="separated by commas; bf16 is always among them")
+    ] = "bf16,delayed,tensorwise,mxfp8,nvfp4",
+    seeds: Annotated[int, typer.Option(help="runs per recipe, with seeds --seed, --seed + 1, ...")] = 1,
+    jobs: Annotated[int, typer.Option(help="runs at a time; 0: as many as fill the cores")] = 0,
+    config: ConfigFile = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the runs that are not finished")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bars")] = False,
+) -> None:
+    """Train under several recipes with the same data and seeds, and report the differences from bf16."""
+    settings = configure(typed, config, more_text)
+    with bars(quiet) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def watch(runs: Sequence[Run]) -> None:
+            progress.start()
+            for run in runs:
+                if run.label not in tasks:
+                    tasks[run.label] = progress.add_task(run.label, total=run.config.steps, start=False, numbers="")
+                follow(progress, tasks[run.label], run)
+
+        comparison = compare_runs(
+            settings, recipe_name.split(recipes), seeds=seeds, jobs=jobs, resume=resume, watch=watch
+        )
+    pictures = [plot_comparison(comparison, comparison.folder / "compare.png")] if comparison.rows() else []
+    path = report.write_report(comparison, pictures)
+    if comparison.rows():
+        out.print(report.rich_table(comparison))
+    for note in report.notes(comparison):
+        say(note)
+    say(f"report: {path}")
+    for picture in pictures:
+        say(f"picture: {picture}")
+    if comparison.failures:
+        raise ValueError("\n".join(report.failures(comparison)))
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine runs natively and what by emulation, and why."""
+    with sentences():
+        for name, version in machine.versions().items():
+            say(f"{name:8} {version}")
+        say(f"{'cpu':8} {machine.cpu()}")
+        devices = machine.gpus()
+        for device in devices:
+            say(f"{'gpu':8} {device.name}, sm_{device.capability[0]}{device.capability[1]}")
+        shown = Table("recipe", "runs", "because")
+        for row in machine.recipes_table(devices):
+            shown.add_row(*row)
+        out.print(shown)
+        say(machine.advice(devices))
+
+
+def say(line: str) -> None:
+    """Print a line as it is, for reading and for scripts."""
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def bars(quiet: bool) -> Iterator[Progress]:
+    """Progress that whoever reports starts, so that bad input draws no bar."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"), TimeRemainingColumn())
+    progress = Progress(TextColumn("{task.description}"), *columns, console=err, disable=quiet)
+    try:
+        yield progress
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
+def numbers(record: Record) -> str:
+    return f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
+
+
+def follow(progress: Progress, task: TaskID, run: Run) -> None:
+    """Bring a run's bar up to its records; its clock starts with its first step."""
+    latest = next((record for record in reversed(run.records) if "loss" in record), None)
+    if run.failure:
+        progress.update(task, numbers="failed")
+        progress.stop_task(task)
+    elif latest:
+        if not progress.tasks[task].started:
+            progress.start_task(task)
+        progress.update(task, completed=latest["step"], numbers=numbers(latest))

@@ -1,0 +1,147 @@
+"""Training the same model on the same batches under several recipes, each run a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from quaver.train import recipe_name, tokens, whole_file
+from quaver.train.comparison import BASELINE, Comparison, Run
+from quaver.train.config import TrainConfig, read_toml, to_toml
+from quaver.train.interrupt import Interrupt, Interrupted
+from quaver.train.loop import check_folder, device_of
+from quaver.train.metrics import Record, newest, read
+
+
+def compare_runs(
+    config: TrainConfig,
+    recipes: Sequence[str],
+    *,
+    seeds: int = 1,
+    jobs: int = 0,
+    resume: bool = False,
+    watch: Callable[[Sequence[Run]], None] = lambda runs: None,
+) -> Comparison:
+    """Train under each recipe with each seed and collect the runs; bf16 is always among them, first.
+
+    Args:
+        config: of every run; `recipe` is replaced, `seed` is the first, `out` the comparison's folder.
+        recipes: as `TrainConfig.recipe` takes them.
+        seeds: runs per recipe, with seeds config.seed, config.seed + 1, ...
+        jobs: runs at a time; 0: as many as fill the cores, one on a GPU.
+        resume: leave finished runs as they are and go on with the others.
+        watch: called a few times a second with all runs as they stand.
+    Raises: ValueError for bad input, before anything is started. A run that fails is reported, not raised.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds is {seeds}; it must be at least 1")
+    if jobs < 0:
+        raise ValueError(f"jobs is {jobs}; it must be at least 0, which is as many as fill the cores")
+    for recipe in recipes:
+        recipe_name.find(recipe)
+    folder = Path(config.out or f"runs/compare-{config.model}")
+    device = device_of(config.device)
+    threads = config.threads or 1
+    jobs = jobs or (1 if device.type != "cpu" else max(1, cores() // threads))
+    config = replace(config, tokens=shared_tokens(config, folder, resume))
+    names = list(dict.fromkeys([BASELINE, *recipes]))
+    waiting = [
+        replace(config, recipe=name, seed=seed, out=str(folder / f"{recipe_name.folder(name)}-seed{seed}"))
+        for name in names
+        for seed in range(config.seed, config.seed + seeds)  # runs of one length side by side
+    ]
+    for run in waiting:
+        check_same(run) if resume else check_folder(Path(run.out), resume)
+    runs = run_all([Run(config=run) for run in waiting], jobs, threads, watch)
+    return Comparison(folder=folder, runs=tuple(runs), jobs=jobs)
+
+
+def check_same(config: TrainConfig) -> None:
+    """Raise a ValueError if the run that is to go on was begun with other options."""
+    path = Path(config.out) / "config.toml"
+    for name, before in (read_toml(path) if path.exists() else {}).items():
+        if getattr(config, name) != before:
+            raise ValueError(
+                f"{path} has {name} = {before!r}, and now it is {getattr(config, name)!r}; "
+                "resume with the same options, or give another --out"
+            )
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def shared_tokens(config: TrainConfig, folder: Path, resume: bool) -> str:
+    """Read the text once, for its errors; with bpe, learn the tokens for all runs and return their file."""
+    path = folder / "tokenizer.json"
+    if config.tokens == "bpe" and resume and path.exists():
+        return str(path)
+    learnt = tokens.load(config).tokenizer
+    if config.tokens != "bpe" or learnt is None:
+        return config.tokens
+    folder.mkdir(parents=True, exist_ok=True)
+    whole_file.write(path, learnt.to_str(pretty=True))
+    return str(path)
+
+
+def run_all(runs: list[Run], jobs: int, threads: int, watch: Callable[[Sequence[Run]], None]) -> list[Run]:
+    """Work through the runs, `jobs` at a time; returns them with their records and failures."""
+    runs = [update(run) for run in runs]
+    waiting = [index for index, run in enumerate(runs) if not run.done]
+    active: dict[int, subprocess.Popen[bytes]] = {}
+    with Interrupt() as interrupt:
+        while waiting or active:
+            while waiting and len(active) < jobs:
+                index = waiting.pop(0)
+                active[index] = start(runs[index].config, threads)
+            time.sleep(0.2)
+            for index, process in list(active.items()):
+                ended = process.poll() is not None
+                runs[index] = update(runs[index], read if ended else newest)
+                if ended:
+                    del active[index]
+                    runs[index] = judge(runs[index], process.returncode)
+            watch(runs)
+            if interrupt.number:
+                stop(list(active.values()))
+                raise Interrupted("stopped, every run saved; go on with --resume", interrupt.number)
+    return runs
+
+
+def judge(run: Run, returncode: int) -> Run:
+    """An ended run, with its failure if it is one."""
+    return replace(run, failure=last_words(run.config)) if returncode or not run.done else run
+
+
+def update(run: Run, look: Callable[[Path], list[Record]] = read) -> Run:
+    """The run with what its metrics file holds by now, all of it or what `look` sees."""
+    return replace(run, records=tuple(look(Path(run.config.out) / "metrics.jsonl")))
+
+
+def start(config: TrainConfig, threads: int) -> "subprocess.Popen[bytes]":
+    folder = Path(config.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole_file.write(folder / "config.toml", to_toml(config))
+    command = [sys.executable, "-m", "quaver.train", "train", "--config", str(folder / "config.toml")]
+    command += ["--out", str(folder), "--quiet", "--resume"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with (folder / "log.txt").open("wb") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+
+def last_words(config: TrainConfig) -> str:
+    """The last line that a run wrote before it ended."""
+    lines = (Path(config.out) / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
+
+
+def stop(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Have the runs finish their step, save and end."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait()

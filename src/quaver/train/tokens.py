@@ -1,0 +1,92 @@
+"""Text into token ids: one token a byte, or byte-pair encoding trained on the training files.
+
+Documents are joined by token 0, which stands for nothing else: the byte NUL does not occur in text, and the
+encoding reserves it.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from quaver.train.config import TrainConfig
+from quaver.train.text import Document, read, split
+
+BETWEEN_FILES = "<|file|>"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of both parts of the text, 1-D and unsigned; `tokenizer` is None for bytes."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    vocab: int
+    tokenizer: tokenizers.Tokenizer | None
+
+    def fingerprint(self) -> str:
+        """Names this very data, so that a run is not resumed on other text."""
+        return f"{zlib.crc32(self.train.tobytes()):08x}{zlib.crc32(self.validation.tobytes()):08x}"
+
+
+def load(config: TrainConfig, saved: Path | None = None) -> Tokens:
+    """The run's text as tokens.
+
+    Args:
+        config: its `text`, `tokens`, `vocab` and `sequence` are used.
+        saved: a tokenizer.json to take instead of training one, as when a run is resumed.
+    Raises: ValueError if the text cannot be read or is too short for one sequence.
+    """
+    train, validation = split(read(config.text))
+    if config.tokens == "byte":
+        tokens = Tokens(join_bytes(train), join_bytes(validation), 256, None)
+    else:
+        path = Path(config.tokens) if config.tokens.endswith(".json") else saved
+        tokenizer = open_tokenizer(path) if path else learn(train, config.vocab)
+        size = tokenizer.get_vocab_size()
+        tokens = Tokens(encode(tokenizer, train), encode(tokenizer, validation), size, tokenizer)
+    shortest = min(len(tokens.train), len(tokens.validation))
+    if shortest <= config.sequence:
+        raise ValueError(
+            f"the text is too short: {len(tokens.train)} tokens to train on and {len(tokens.validation)} "
+            f"held out for validation, where each needs more than one sequence of {config.sequence}; "
+            "give more text with --text or a smaller --sequence"
+        )
+    return tokens
+
+
+def join_bytes(documents: Sequence[Document]) -> np.ndarray:
+    return np.frombuffer(b"\0".join(document.data for document in documents), dtype=np.uint8)
+
+
+def learn(documents: Sequence[Document], vocab: int) -> tokenizers.Tokenizer:
+    """A byte-level byte-pair encoding with `vocab` tokens, learnt from the documents."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[BETWEEN_FILES], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator((document.data.decode() for document in documents), trainer)
+    return tokenizer
+
+
+def open_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"cannot read the tokenizer {path}: {error}") from error
+    if tokenizer.token_to_id(BETWEEN_FILES) != 0:
+        raise ValueError(f"the tokenizer {path} does not begin with {BETWEEN_FILES}; take one that quaver trained")
+    return tokenizer
+
+
+def encode(tokenizer: tokenizers.Tokenizer, documents: Sequence[Document]) -> np.ndarray:
+    encoded = tokenizer.encode_batch([document.data.decode() for document in documents])
+    pieces = [np.array([*one.ids, 0], dtype=np.uint32) for one in encoded]
+    return np.concatenate(pieces)

@@ -1,0 +1,114 @@
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.train import checkpoint
+from quaver.train.checkpoint import CheckpointError
+
+ABOUT = {"model": "nano"}
+
+
+def trained(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
+    model.register_buffer("history", torch.arange(6.0).reshape(2, 3).t())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def equal(left: object, right: object) -> bool:
+    if isinstance(left, dict):
+        return isinstance(right, dict) and left.keys() == right.keys() and all(equal(left[k], right[k]) for k in left)
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right  # type: ignore[arg-type]
+
+
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = checkpoint.save(tmp_path, 12, model, optimizer, ABOUT)
+    other, its_optimizer = trained(1)
+    assert checkpoint.load(path, other, its_optimizer, ABOUT) == 12
+    assert equal(model.state_dict(), other.state_dict())
+    assert equal(optimizer.state_dict(), its_optimizer.state_dict())
+
+
+def test_the_newest_is_the_highest_number_and_old_ones_go(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    for step in (999_999, 1_000_000, 1_000_001):
+        checkpoint.save(tmp_path, step, model, optimizer, ABOUT, keep=2)
+    (tmp_path / "step-abc").mkdir()
+    assert [path.name for path in checkpoint.all_in(tmp_path)] == ["step-1000000", "step-1000001"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1000001"
+
+
+@pytest.mark.parametrize("fails_at", ["model.safetensors", "optimizer.safetensors"])
+def test_a_full_disk_keeps_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    model, optimizer = trained()
+    good = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT, keep=1)
+    save_file = checkpoint.save_file
+
+    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        save_file(tensors, path)
+        if path.name == fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device; the last good checkpoint is .*step-000001"):
+        checkpoint.save(tmp_path, 2, model, optimizer, ABOUT, keep=1)
+    assert list(tmp_path.iterdir()) == [good]
+    assert checkpoint.load(good, model, optimizer, ABOUT) == 1
+
+
+def interrupted(path: Path) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_a_killed_save_left_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "flush", interrupted)
+        checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
+    assert len(list(tmp_path.iterdir())) == 1 and checkpoint.latest(tmp_path) is None
+    checkpoint.save(tmp_path, 2, model, optimizer, ABOUT)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["cut", "garbage", "gone"])
+def test_a_broken_checkpoint_is_one_sentence(tmp_path: Path, name: str, damage: str) -> None:
+    model, optimizer = trained()
+    path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
+    whole = (path / name).read_bytes()
+    if damage == "gone":
+        (path / name).unlink()
+    else:
+        (path / name).write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"garbage " * 8)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="step-000001 is broken"):
+        checkpoint.load(path, model, optimizer, ABOUT)
+    assert equal(before, model.state_dict())
+
+
+def test_another_runs_checkpoint_is_one_sentence(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
+    with pytest.raises(CheckpointError, match="made with model 'nano', and this run has 'tiny'"):
+        checkpoint.load(path, model, optimizer, {"model": "tiny"})
+    wider = torch.nn.Sequential(torch.nn.Linear(4, 16))
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        checkpoint.load(path, wider, torch.optim.AdamW(wider.parameters()), ABOUT)
+
+
+@pytest.mark.parametrize("state", ["[]", "{}", "3", json.dumps({"format": 2, "step": 1})])
+def test_a_foreign_state_is_one_sentence(tmp_path: Path, state: str) -> None:
+    model, optimizer = trained()
+    path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
+    (path / "state.json").write_text(state)
+    with pytest.raises(CheckpointError, match="step-000001"):
+        checkpoint.load(path, model, optimizer, ABOUT)

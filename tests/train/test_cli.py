@@ -1,0 +1,128 @@
+from pathlib import Path
+
+import pytest
+from tests.train.conftest import MakeConfig
+from typer.testing import CliRunner, Result
+
+from quaver.recipes import RECIPES
+from quaver.train.cli import app
+from quaver.train.config import TrainConfig, read_toml, to_toml
+from quaver.train.doctor import NATIVE, NEEDS, Device, how
+from quaver.train.metrics import losses, read
+
+
+def quaver(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(to_toml(make_config()), encoding="utf-8")
+    return path
+
+
+def test_train_names_its_picture_and_the_command_line_goes_first(toml: Path, tmp_path: Path) -> None:
+    result = quaver("train", "--config", toml, "--steps", 4, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert "validation loss" in result.stdout and str(tmp_path / "run" / "loss.png") in result.stdout
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
+    assert read_toml(tmp_path / "run" / "config.toml")["steps"] == 4
+
+
+def test_resume_takes_its_options_from_the_run(toml: Path, tmp_path: Path) -> None:
+    assert quaver("train", "--config", toml, "--steps", 4, "--quiet").exit_code == 0
+    result = quaver("train", "--resume", "--out", tmp_path / "run", "--steps", 6, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert list(losses(read(tmp_path / "run" / "metrics.jsonl"))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_text_takes_several_paths(toml: Path, text: Path, tmp_path: Path) -> None:
+    files = [text / "00.txt", text / "01.txt", text / "02.txt"]
+    result = quaver("train", "--config", toml, "--text", *files, "--steps", 1, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert read_toml(tmp_path / "run" / "config.toml")["text"] == tuple(map(str, files))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
+        (["--recipe", "delayed(histori=3)"], "did you mean 'history'?"),
+        (["--recipe", "delayed(history=0)"], "history"),
+        (["--recipe", "delayed("], "cannot be read; write NAME or NAME(option=value, ...)"),
+        (["--model", "tinny"], "did you mean 'tiny'?"),
+        (["--dtype", "bfloat15"], "did you mean 'bfloat16'?"),
+        (["--tokens", "bite"], "did you mean 'byte'?"),
+        (["--device", "cuda:99"], "the device 'cuda:99' is not available"),
+        (["--text", "nowhere.txt"], "there is no text file nowhere.txt"),
+        (["--sequence", "100000"], "the text is too short"),
+        (["--steps", "0"], "steps is 0; it must be at least 1"),
+        (["--resume"], "holds no run to resume"),
+        (["mxfp8"], "'mxfp8' belongs to no option"),
+        (["--config", "none.toml"], "cannot read the configuration none.toml"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    toml: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    result = quaver("train", "--config", toml, "--quiet", *arguments)
+    assert result.exit_code == 1
+    assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "is empty"), (b"\xff\xfe\xfd", "is not text"), (b"ab", "too short")]
+)
+def test_a_bad_text_is_one_sentence(toml: Path, tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "x.txt").write_bytes(content)
+    result = quaver("train", "--config", toml, "--text", tmp_path / "x.txt", "--quiet")
+    assert result.exit_code == 1 and said in result.stderr
+
+
+def test_a_second_run_does_not_overwrite_the_first(toml: Path) -> None:
+    assert quaver("train", "--config", toml, "--steps", 1, "--quiet").exit_code == 0
+    result = quaver("train", "--config", toml, "--quiet")
+    assert result.exit_code == 1 and "already holds a run" in result.stderr
+
+
+def test_a_loss_that_runs_away_is_one_sentence(toml: Path) -> None:
+    result = quaver("train", "--config", toml, "--lr", 1e30, "--clip", 0, "--quiet")
+    assert result.exit_code == 1 and "stopped at step" in result.stderr and "not finite" in result.stderr
+
+
+def test_a_misspelt_option_is_suggested(toml: Path) -> None:
+    result = quaver("train", "--reciepe", "mxfp8")
+    assert result.exit_code == 2 and "--recipe" in result.stderr
+
+
+def test_compare_reports_and_names_its_pictures(toml: Path, tmp_path: Path) -> None:
+    result = quaver("compare", "--config", toml, "--recipes", "mxfp8", "--steps", 2, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert "mxfp8" in result.stdout and "no standard error" in result.stdout
+    assert result.stdout.splitlines()[-1] == f"picture: {tmp_path / 'run' / 'compare.png'}"
+    assert (tmp_path / "run" / "report.md").exists()
+
+
+def test_compare_tells_of_a_failed_run(toml: Path) -> None:
+    result = quaver("compare", "--config", toml, "--recipes", "bf16", "--lr", 1e30, "--clip", 0, "--quiet")
+    assert result.exit_code == 1 and "bf16 seed 0 failed: stopped at step" in result.stderr
+
+
+def test_every_option_is_on_the_command_line() -> None:
+    shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    for name in TrainConfig.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+def test_doctor_speaks_of_every_recipe() -> None:
+    result = quaver("doctor")
+    assert result.exit_code == 0 and all(name in result.stdout for name in (*RECIPES, "torch", "cpu"))
+
+
+def test_doctor_knows_what_each_recipe_needs() -> None:
+    assert set(NEEDS) | NATIVE == set(RECIPES)
+    hopper = [Device("H100", (9, 0))]
+    assert "need sm_100" in how("mxfp8", hopper)[1] and "could" in how("blockwise", hopper)[1]
+    assert "no GPU" in how("delayed", [])[1] and how("bf16", [])[0] == "native"

@@ -1,0 +1,127 @@
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tests.train.conftest import MakeConfig
+
+from quaver.train import checkpoint, report
+from quaver.train.compare import compare_runs
+from quaver.train.comparison import Comparison, Run, paired
+from quaver.train.config import to_toml
+from quaver.train.loop import run_training
+from quaver.train.metrics import read
+from quaver.train.plots import plot_comparison, plot_loss, spread
+
+
+def made_up(recipe: str, seed: int, offset: float, make_config: MakeConfig, failure: str | None = None) -> Run:
+    records = []
+    for step in range(1, 11):
+        loss = 5 - step / 4 + offset + seed / 10
+        records.append({"step": step, "loss": loss, "tokens_per_second": 100.0 + step, "seconds": step})
+    records.append({"step": 10, "validation_loss": 2.0 + offset + seed / 10, "seconds": 10})
+    return Run(config=make_config(recipe=recipe, seed=seed), records=tuple(records), failure=failure)
+
+
+def test_the_pair_takes_the_seeds_spread_away(make_config: MakeConfig, tmp_path: Path) -> None:
+    runs = [made_up("bf16", seed, 0, make_config) for seed in (0, 1, 2)]
+    runs += [made_up("mxfp8", seed, 0.01 * (seed + 1), make_config) for seed in (0, 1, 2)]
+    row = Comparison(folder=tmp_path, runs=tuple(runs), jobs=1).row("mxfp8")
+    assert row.difference == pytest.approx(0.02) and row.error == pytest.approx(0.01 / math.sqrt(3))
+    assert row.loss == pytest.approx(2.12) and row.seeds == 3
+
+
+def test_one_seed_has_no_error() -> None:
+    assert paired([0.5]) == (0.5, None)
+    assert paired([]) == (None, None)
+
+
+def test_a_failed_run_is_named_and_the_others_are_reported(make_config: MakeConfig, tmp_path: Path) -> None:
+    runs = (
+        made_up("bf16", 0, 0, make_config),
+        made_up("mxfp8", 0, 0.1, make_config),
+        made_up("nvfp4", 0, 0, make_config, failure="it ran away"),
+    )
+    comparison = Comparison(folder=tmp_path, runs=runs, jobs=2)
+    picture = plot_comparison(comparison, tmp_path / "compare.png")
+    text = report.write_report(comparison, [picture]).read_text()
+    assert "| mxfp8 | 2.1000 | +0.1000 one seed | +5.00 % |" in text
+    assert "nvfp4 seed 0 failed: it ran away" in text and "| nvfp4" not in text
+    assert "no standard error" in text and "compare.png" in text
+
+
+@pytest.mark.parametrize("names", [["bf16"], ["nvfp4"], []])
+def test_pictures_are_made_of_whatever_finished(make_config: MakeConfig, tmp_path: Path, names: list[str]) -> None:
+    runs = tuple(
+        made_up(name, 0, 0.1, make_config, None if name in names else "failed") for name in ("bf16", "nvfp4", "mxfp8")
+    )
+    picture = plot_comparison(Comparison(folder=tmp_path, runs=runs, jobs=1), tmp_path / "compare.png")
+    assert picture.stat().st_size > 10_000 and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_loss_is_plotted(make_config: MakeConfig, tmp_path: Path) -> None:
+    picture = plot_loss(made_up("bf16", 0, 0, make_config).records, tmp_path / "loss.png", "title")
+    assert picture.stat().st_size > 10_000
+
+
+def test_labels_are_moved_apart() -> None:
+    moved = spread([0.0, 0.01, 0.02, 0.9], 0.1)
+    assert all(right - left > 0.0999 for left, right in pairwise(moved))
+    assert moved[3] == 0.9 and sum(moved[:3]) == pytest.approx(0.03)
+
+
+def test_compare_trains_recipes_by_seeds_each_in_its_process(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config("compared", tokens="bpe", vocab=300)
+    comparison = compare_runs(config, ["bf16", "mxfp8"], seeds=2, jobs=2)
+    assert not comparison.failures and len(comparison.runs) == 4
+    assert comparison.row("bf16").difference == 0.0
+    row = comparison.row("mxfp8")
+    assert row.difference is not None and 0 < abs(row.difference) < 0.1 and row.error is not None
+    alone = run_training(make_config("alone", tokens="bpe", vocab=300, recipe="mxfp8", seed=1))
+    assert comparison.finished("mxfp8")[1].losses == alone.losses
+
+    again = compare_runs(config, ["bf16", "mxfp8"], seeds=2, resume=True)
+    assert again.runs == comparison.runs
+    with pytest.raises(ValueError, match="already holds a run"):
+        compare_runs(config, ["bf16", "mxfp8"], seeds=2)
+    with pytest.raises(ValueError, match="has steps = 10, and now it is 20; resume with the same options"):
+        compare_runs(replace(config, steps=20), ["bf16", "mxfp8"], resume=True)
+
+
+def test_a_misspelt_recipe_starts_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mxfp8"):
+        compare_runs(make_config("none"), ["mxpf8"])
+    for options in ({"seeds": 0}, {"jobs": -1}):
+        with pytest.raises(ValueError, match="it must be at least"):
+            compare_runs(make_config("none"), ["mxfp8"], **options)
+    assert not (tmp_path / "none").exists()
+
+
+def test_ctrl_c_saves_every_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config("stopped", steps=5000, checkpoint_every=0, validate_every=0)
+    (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "quaver.train",
+        "compare",
+        "--config",
+        str(tmp_path / "c.toml"),
+        "--quiet",
+    ]
+    command += ["--recipes", "bf16,mxfp8", "--jobs", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    folders = [tmp_path / "stopped" / f"{name}-seed0" for name in ("bf16", "mxfp8")]
+    while not all(read(folder / "metrics.jsonl") for folder in folders):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"go on with --resume" in said and b"Traceback" not in said
+    assert all(checkpoint.latest(folder) for folder in folders)

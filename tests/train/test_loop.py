@@ -1,0 +1,195 @@
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train.conftest import MakeConfig
+
+import quaver
+from quaver.train import checkpoint, loop
+from quaver.train.checkpoint import CheckpointError
+from quaver.train.config import to_toml
+from quaver.train.interrupt import Interrupted
+from quaver.train.loop import run_training
+from quaver.train.metrics import Record, losses, read, validation_losses
+from quaver.train.model import MODELS, build
+from quaver.train.nonfinite import NonFiniteError, first_gradient, first_module
+from quaver.train.optimizer import lr_at
+
+
+def stop_at(step: int) -> Callable[[Record], None]:
+    """A watcher that presses Ctrl-C while a step is being recorded."""
+
+    def watch(record: Record) -> None:
+        if record["step"] == step and "loss" in record:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return watch
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed(history=4)", "mxfp8", "nvfp4"])
+def test_a_resumed_run_equals_an_uninterrupted_one(make_config: MakeConfig, recipe: str) -> None:
+    whole = run_training(make_config("whole", recipe=recipe))
+    config = make_config("parts", recipe=recipe)
+    with pytest.raises(Interrupted, match=r"stopped after step 7 of 10, saved as .*step-000007") as stopped:
+        run_training(config, watch=stop_at(7))
+    assert stopped.value.exit_code == 130
+    parts = run_training(config, resume=True)
+    assert parts.losses == whole.losses
+    assert parts.validation_losses == whole.validation_losses
+    left, right = whole.model.state_dict(), parts.model.state_dict()
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint(make_config: MakeConfig) -> None:
+    whole = run_training(make_config("whole"))
+    config = make_config("killed")
+
+    def die(record: Record) -> None:
+        if record["step"] == 8:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run_training(config, watch=die)
+    assert run_training(config, resume=True).losses == whole.losses
+
+
+def test_training_learns_and_records(make_config: MakeConfig) -> None:
+    config = make_config(steps=60, validate_every=30, accumulate=2)
+    seen: list[Record] = []
+    result = run_training(config, watch=seen.append)
+    assert list(result.losses) == list(range(1, 61)) and list(result.validation_losses) == [30, 60]
+    assert result.validation_loss < 3.0 < result.losses[1]
+    assert seen == read(result.folder / "metrics.jsonl")
+    assert {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"} == set(seen[0])
+    assert losses(seen) == result.losses and validation_losses(seen) == result.validation_losses
+
+
+def test_the_same_configuration_trains_the_same_model(make_config: MakeConfig) -> None:
+    assert run_training(make_config("a")).losses == run_training(make_config("b")).losses
+
+
+def test_a_recipe_object_takes_the_place_of_the_name(make_config: MakeConfig) -> None:
+    named = run_training(make_config("a", recipe="mxfp8"))
+    given = run_training(make_config("b"), quaver.recipes.mxfp8())
+    assert named.losses == given.losses != run_training(make_config("c")).losses
+
+
+def test_accumulation_is_the_mean_over_micro_batches(make_config: MakeConfig) -> None:
+    split = run_training(make_config("a", dtype="float32", batch=2, accumulate=2))
+    whole = run_training(make_config("b", dtype="float32", batch=4, accumulate=1))
+    torch.testing.assert_close(list(split.losses.values()), list(whole.losses.values()), rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_is_never_written_over(make_config: MakeConfig) -> None:
+    config = make_config()
+    run_training(config)
+    with pytest.raises(ValueError, match="already holds a run; go on with it by --resume, or give another --out"):
+        run_training(config)
+    with pytest.raises(ValueError, match="holds no run to resume"):
+        run_training(make_config("nowhere"), resume=True)
+
+
+def test_other_text_is_not_resumed_on(make_config: MakeConfig, text: Path) -> None:
+    config = make_config()
+    run_training(config)
+    (text / "00.txt").write_text("something else")
+    with pytest.raises(CheckpointError, match="made with text"):
+        run_training(replace(config, steps=20), resume=True)
+
+
+def test_a_full_disk_ends_the_run_with_a_sentence(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+    save_file = checkpoint.save_file
+
+    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if "step-000010" in str(path):
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device; the last good checkpoint is .*step-000005"):
+        run_training(config)
+    monkeypatch.undo()
+    assert run_training(config, resume=True).losses == run_training(make_config("whole")).losses
+
+
+def test_the_first_module_that_is_not_finite_is_named() -> None:
+    model = build(MODELS["nano"], 256, 32, 0, torch.device("cpu"))
+    batch = torch.zeros((1, 2, 33), dtype=torch.int64)
+    model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: output / 0)
+    assert first_module(model, batch, "float32") == (
+        "the first output that is not finite is that of layers.0.mlp.up_proj"
+    )
+    model.norm.weight.data[3] = math.nan
+    assert first_module(model, batch, "float32") == "the parameter norm.weight is already not finite"
+    model.head.weight.grad = torch.full_like(model.head.weight, math.inf)
+    assert first_gradient(model) == "the first gradient that is not finite is that of head.weight"
+
+
+def test_a_nan_loss_stops_before_anything_is_lost(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(checkpoint_every=2)
+    convert = loop.qt.convert
+
+    def poisoned(model: torch.nn.Module, *rest: object, **options: object) -> object:
+        calls = iter(range(1000))
+
+        def hook(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+            return output * math.nan if next(calls) >= 3 else output
+
+        report = convert(model, *rest, **options)
+        model.layers[0].mlp.down_proj.register_forward_hook(hook)
+        return report
+
+    monkeypatch.setattr(loop.qt, "convert", poisoned)
+    with pytest.raises(NonFiniteError) as error:
+        run_training(replace(config, validate_every=0))
+    for said in ("stopped at step 4", "the loss is nan", "layers.0.mlp.down_proj", "step-000002"):
+        assert said in str(error.value)
+    assert list(losses(read(Path(config.out) / "metrics.jsonl"))) == [1, 2, 3]
+
+
+def test_the_rate_rises_then_falls(make_config: MakeConfig) -> None:
+    config = make_config(steps=100, warmup=10, lr=1.0, final_lr=0.1)
+    rates = [lr_at(step, config) for step in range(1, 101)]
+    assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[0] < 0.1 and 0.99 < max(rates) <= 1.0 and 0.1 < rates[-1] < 0.101
+
+
+def test_an_unknown_device_is_one_sentence(make_config: MakeConfig) -> None:
+    for name in ("tpu9", "cuda:99"):
+        with pytest.raises(ValueError, match=f"the device '{name}' is not available"):
+            run_training(make_config(device=name))
+
+
+def test_ctrl_c_saves_and_the_run_can_go_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config("stopped", steps=4000, checkpoint_every=0, validate_every=0)
+    (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
+    command = [sys.executable, "-m", "quaver.train", "train", "--config", str(tmp_path / "c.toml")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    metrics = Path(config.out) / "metrics.jsonl"
+    while len(read(metrics)) < 3:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"stopped after step" in said and b"Traceback" not in said
+    done = read(metrics)[-1]["step"]
+    last = checkpoint.latest(Path(config.out))
+    assert last is not None and last.name == f"step-{done:06d}"
+    result = run_training(replace(config, steps=done + 2), resume=True)
+    assert max(result.losses) == done + 2
+
+
+def test_a_run_is_not_resumed_backwards(make_config: MakeConfig) -> None:
+    config = make_config()
+    run_training(config)
+    with pytest.raises(ValueError, match="step-000010 is beyond the 5 steps of this run; give more --steps"):
+        run_training(replace(config, steps=5), resume=True)
