@@ -1,1 +1,1 @@
-"""Numbers and decisions: formats, specs, the numpy reference, plan, rules and the op registry. No framework is imported."""
+"""Numbers and decisions: formats, specs, the numpy reference, plan, rules, op registry. No framework is imported."""

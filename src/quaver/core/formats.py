@@ -28,6 +28,11 @@ class Format:
     #: Whether it has a sign (scale formats have none).
     signed: bool = True
 
+    def __post_init__(self) -> None:
+        # Known from the start: a compiler that traces a first access would trip over the cache's lock.
+        for name in ("emin", "emax", "max_mantissa"):
+            getattr(self, name)
+
     @cached_property
     def emin(self) -> int:
         """Exponent of the smallest normal number: 2**emin."""

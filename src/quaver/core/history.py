@@ -6,7 +6,7 @@ A column of the window holds [being recorded, oldest … newest]. Source: Transf
 import numpy as np
 
 from quaver.core.formats import Format
-from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX, exponent
+from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX, encode_factor, exponent
 from quaver.core.spec import Delayed
 
 
@@ -38,16 +38,13 @@ def roll(
         return history, factor
     amax = newest if delayed.algorithm == "most_recent" else history.max()
     rolled = np.concatenate([[np.float32(0)], history[2:], [newest]])[: len(history)].astype(np.float32)
-    if len(history) == 1:
-        rolled[0] = 0
     return rolled, factor_from(amax, delayed, fmt, power_of_two)
 
 
 def factor_from(amax: np.float32, delayed: Delayed, fmt: Format, power_of_two: bool) -> np.float32:
     """The encode factor of a window's amax, margin applied and held within bounds."""
     if power_of_two:
-        p = int(exponent(amax, fmt.max)) - delayed.margin
+        p = int(exponent(np.asarray(amax), fmt.max)) - delayed.margin
         return np.float32(2.0 ** min(max(p, FACTOR_EXPONENTS[0]), FACTOR_EXPONENTS[1]))
-    with np.errstate(over="ignore"):
-        e = np.float32(fmt.max) / np.float32(amax) * np.float32(2.0**-delayed.margin)
-    return np.float32(min(max(e, np.finfo(np.float32).tiny), FLT_MAX))
+    e = float(encode_factor(np.asarray(amax), fmt, power_of_two)) * 2.0**-delayed.margin
+    return np.float32(min(max(e, float(np.finfo(np.float32).tiny)), float(FLT_MAX)))

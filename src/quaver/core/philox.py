@@ -47,7 +47,8 @@ def uniform(rows: int, k: int, seed: int, tensor_id: int, count: int) -> np.ndar
     """
     groups = np.arange(-(-rows * k // 4), dtype=np.uint64)
     zero = np.zeros_like(groups)
-    counter = (groups & _LOW, groups >> np.uint64(32), zero + np.uint64(tensor_id), zero + np.uint64(count & 0xFFFFFFFF))
+    stream = (zero + np.uint64(tensor_id), zero + np.uint64(count & 0xFFFFFFFF))
+    counter = (groups & _LOW, groups >> np.uint64(32), *stream)
     words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)).reshape(-1)[: rows * k]
     return ((words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(rows, k)
 

@@ -1,35 +1,13 @@
-"""Which quantized operand of one GEMM serves another: the whole logic of what a layer keeps and what it quantizes again."""
+"""What a layer keeps for backward under a recipe, and what that costs; the reuse itself is `Recipe.plan`."""
 
-from dataclasses import dataclass
-from functools import cache
+from quaver.core.spec import Plan, Recipe, reusable
 
-from quaver.core.spec import QuantSpec, Recipe
-
-
-def reusable(have: QuantSpec | None, want: QuantSpec | None) -> bool:
-    """Whether an operand quantized by `have` is, transposed, exactly what `want` asks for."""
-    return have is not None and have == want and have.transposable
+__all__ = ["Plan", "plan", "reusable", "saved_bytes"]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What may be reused under a recipe."""
-
-    #: fprop's input serves wgrad: its codes are what backward keeps.
-    input: bool
-    #: fprop's weight serves dgrad.
-    weight: bool
-    #: dgrad's grad_output serves wgrad.
-    grad_output: bool
-
-
-@cache
 def plan(recipe: Recipe) -> Plan:
-    return Plan(
-        input=reusable(recipe.fprop.a, recipe.wgrad.b),
-        weight=reusable(recipe.fprop.b, recipe.dgrad.b),
-        grad_output=reusable(recipe.dgrad.a, recipe.wgrad.a),
-    )
+    """Which quantized operands of one GEMM serve another."""
+    return recipe.plan
 
 
 def saved_bytes(recipe: Recipe, tokens: int, features: int, itemsize: int = 2) -> int:

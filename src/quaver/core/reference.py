@@ -1,4 +1,4 @@
-"""The executable specification in numpy: quantize, dequantize, matmul. Plain and slow; every fast version is held to it."""
+"""The executable specification in numpy: quantize, dequantize, matmul. Slow; every fast version is held to it."""
 
 from dataclasses import dataclass
 
@@ -47,13 +47,15 @@ def quantize(
     """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, a factor e for each block.
 
     Args:
-        x: [rows, k], the axis that the GEMM sums over last; anything float32 holds. A `Quantized` of this spec is returned.
+        x: [rows, k], the axis that the GEMM sums over last; anything float32 holds. A `Quantized` of this spec is
+            returned as it is.
         spec: how.
         amax: [blocks of rows, blocks of k], or the tensor's [1, 1] for two-level scales; None measures it.
-        factor: the encode factor of delayed scaling, in place of the one that amax implies.
+        factor: the encode factor of delayed scaling, in place of the one that amax implies; 0 is unset.
         seed, tensor_id, count: of stochastic rounding's Philox stream.
     Returns:
-        Where an amax (measured or given) is infinite or NaN, the factor is 1 and the scale NaN; where it is 0, both are 1.
+        Where an amax (measured or given) is infinite or NaN, the factor is 1 and the scale NaN; where it is 0, both
+        are 1 (but E8M0's scale 2**-127 and its data 0, two-level's scale and data 0).
         A block that holds an infinity or NaN has the scale NaN whatever amax or factor was given.
     Raises:
         ValueError: x is quantized by another spec, or is not a matrix.
@@ -71,7 +73,7 @@ def quantize(
     u = None
     if spec.rounding == "stochastic":
         x = _flush(x)
-        u = uniform(*x.shape, seed, tensor_id, count)
+        u = uniform(x.shape[0], x.shape[1], seed, tensor_id, count)
     e, scale = factors(x, spec, amax, factor)
     with np.errstate(invalid="ignore", over="ignore"):
         scaled = x * spread(e, spec.block, x.shape)
@@ -89,7 +91,7 @@ def factors(
         return _two_level(x, spec, block_amax(x, (None, None)) if amax is None else _as_array(amax))
     measured = block_amax(x, spec.block)
     top = measured if amax is None else _as_array(amax).reshape(shape)
-    if factor is not None:
+    if factor:
         e = np.full(shape, factor, np.float32)
     else:
         e = encode_factor(top, spec.format, spec.power_of_two)
@@ -117,7 +119,7 @@ def _flush(x: np.ndarray) -> np.ndarray:
 
 def _as_array(amax: np.ndarray) -> np.ndarray:
     """A given amax: as magnitudes, with those whose exponent field is 0 counted as 0."""
-    a = np.atleast_2d(np.asarray(amax, np.float32))
+    a = np.abs(np.atleast_2d(np.asarray(amax, np.float32)))
     return np.where(a < np.float32(2.0**-126), np.float32(0), a)
 
 

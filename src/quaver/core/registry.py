@@ -45,9 +45,7 @@ class Op:
     def explain(self, *args: Any) -> list[tuple[str, str]]:
         """(implementation, "" or why not) in order of preference; the first "" is the one that runs."""
         allowed = {impl.name for impl in self.active}
-        return [
-            (i.name, i.reason(*args) if i.name in allowed else "switched off by only()") for i in self.impls
-        ]
+        return [(i.name, i.reason(*args) if i.name in allowed else "switched off by only()") for i in self.impls]
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def round_to(x: np.ndarray, fmt: Format, u: np.ndarray | None = None) -> np.ndar
 
 @cache
 def magnitudes(fmt: Format) -> np.ndarray:
-    """Values of the codes with sign bit 0, ascending; float32 [2**(bits - 1)], NaN and infinity where the format has them."""
+    """Values of the codes with sign bit 0, ascending: float32 [2**(bits - 1)], NaN for those above the largest."""
     codes = np.arange(2 ** (fmt.bits - 1))
     fraction = codes % 2**fmt.mantissa_bits / 2.0**fmt.mantissa_bits
     exponent = codes >> fmt.mantissa_bits

@@ -11,13 +11,13 @@ A `Recipe` says how each of the six is quantized; it is never subclassed and nev
 
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from quaver.core.formats import FORMATS, Format
 
 #: fp32: the encode factor is format.max / amax, correctly rounded. power_of_two: the largest power of two that does not
-#: saturate. e8m0: the same power, stored as an exponent byte. two_level: an E4M3 scale a block and a power of two for the
-#: tensor (two_level_fp32: a correctly rounded tensor factor). unit: always 1, nothing is measured.
+#: saturate. e8m0: the same power, stored as an exponent byte. two_level: an E4M3 scale a block and a power of two for
+#: the tensor (two_level_fp32: a correctly rounded tensor factor). unit: always 1, nothing is measured.
 ScaleKind = Literal["fp32", "power_of_two", "e8m0", "two_level", "two_level_fp32", "unit"]
 Rounding = Literal["nearest", "stochastic"]
 
@@ -39,7 +39,8 @@ class QuantSpec:
             raise ValueError(f"QuantSpec.format is {self.format!r}; give a signed Format such as quaver.E4M3")
         _member("QuantSpec.scale", self.scale, ScaleKind)
         _member("QuantSpec.rounding", self.rounding, Rounding)
-        if len(self.block) != 2 or any(not (b is None or (isinstance(b, int) and b > 0)) for b in self.block):
+        pair = isinstance(self.block, tuple) and len(self.block) == 2
+        if not pair or any(not (b is None or (isinstance(b, int) and b > 0)) for b in self.block):
             raise ValueError(
                 f"QuantSpec.block is {self.block!r}; give (rows, k), each a positive int, or None for the axis"
             )
@@ -48,6 +49,9 @@ class QuantSpec:
                 f"two-level scales are for e2m1 in finite blocks, not for {self.format} in {self.block}; "
                 "use scale='power_of_two'"
             )
+        # Known from the start: a compiler that traces a first access would trip over the cache's lock.
+        for name in ("two_level", "per_tensor", "power_of_two", "transposable", "text"):
+            getattr(self, name)
 
     @cached_property
     def two_level(self) -> bool:
@@ -77,10 +81,15 @@ class QuantSpec:
         """Columns that are stored for k columns given."""
         return -(-k // 16) * 16 if self.hadamard else k
 
-    def __str__(self) -> str:
+    @cached_property
+    def text(self) -> str:
+        """The spec in a line, which `parse` reads."""
         rows, k = ("*" if b is None else str(b) for b in self.block)
         tail = ":stochastic" * (self.rounding == "stochastic") + ":hadamard" * self.hadamard
         return f"{self.format.name}[{rows}x{k}]:{self.scale}{tail}"
+
+    def __str__(self) -> str:
+        return self.text
 
     @staticmethod
     @cache
@@ -99,7 +108,8 @@ class GemmSpec:
 
     a: QuantSpec | None
     b: QuantSpec | None
-    #: Let the hardware accumulate faster and coarser where it offers that (Hopper and Ada keep 13 bits). Emulation ignores it.
+    #: Let the hardware accumulate faster and coarser where it offers that (Hopper and Ada keep 13 bits). Emulation
+    #: ignores it.
     fast_accum: bool = False
 
     def __post_init__(self) -> None:
@@ -111,6 +121,22 @@ class GemmSpec:
                 "a GEMM quantizes both operands or neither: no GEMM takes one of each. "
                 f"Here a is {self.a} and b is {self.b}; make both None or give both a QuantSpec"
             )
+
+
+def reusable(have: QuantSpec | None, want: QuantSpec | None) -> bool:
+    """Whether an operand quantized by `have` is, transposed, exactly what `want` asks for."""
+    return have is not None and have == want and have.transposable
+
+
+class Plan(NamedTuple):
+    """Which quantized operand of one GEMM serves another, transposed."""
+
+    #: fprop's input serves wgrad: its codes are what backward keeps.
+    input: bool
+    #: fprop's weight serves dgrad.
+    weight: bool
+    #: dgrad's grad_output serves wgrad.
+    grad_output: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,12 +174,14 @@ class Recipe:
     delayed: Delayed | None = None
 
     def __post_init__(self) -> None:
+        for name in ("quantizes", "stochastic", "plan"):
+            getattr(self, name)
         if self.delayed is not None:
             for label, spec in self.operands().items():
                 if spec is None or not spec.per_tensor or spec.scale not in ("fp32", "power_of_two"):
                     raise ValueError(
-                        f"recipe {self.name!r} scales by a history, which needs one fp32 or power-of-two scale a tensor, "
-                        f"but {label} is {spec}; leave out `delayed` or make every operand per tensor"
+                        f"recipe {self.name!r} scales by a history, which needs one fp32 or power-of-two scale a "
+                        f"tensor, but {label} is {spec}; leave out `delayed` or make every operand per tensor"
                     )
 
     @property
@@ -164,9 +192,24 @@ class Recipe:
         """The table of six, by "gemm.operand"."""
         return {f"{name}.{side}": getattr(gemm, side) for name, gemm in self.gemms.items() for side in "ab"}
 
-    @property
+    @cached_property
     def quantizes(self) -> bool:
+        """Whether any operand is quantized at all."""
         return any(spec is not None for spec in self.operands().values())
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What backward may reuse."""
+        return Plan(
+            input=reusable(self.fprop.a, self.wgrad.b),
+            weight=reusable(self.fprop.b, self.dgrad.b),
+            grad_output=reusable(self.dgrad.a, self.wgrad.a),
+        )
+
+    @cached_property
+    def stochastic(self) -> bool:
+        """Whether any operand is rounded at random, which takes a count of its quantizations."""
+        return any(spec is not None and spec.rounding == "stochastic" for spec in self.operands().values())
 
     def __str__(self) -> str:
         return self.name

@@ -42,7 +42,9 @@ def get(recipe: str | Recipe, **options: Any) -> Recipe:
         if not options and is_interned(recipe):
             return recipe
         if options:
-            raise ValueError(f"recipe {recipe.name!r} is already built; pass its options {sorted(options)} to its function")
+            raise ValueError(
+                f"recipe {recipe.name!r} is already built; pass its options {sorted(options)} to its function"
+            )
         return intern(recipe)
     if not isinstance(recipe, str):
         raise ValueError(f"a recipe is a name or a quaver.Recipe, not {recipe!r}; try quaver.recipes.get('mxfp8')")

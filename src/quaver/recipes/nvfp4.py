@@ -33,6 +33,4 @@ def nvfp4(
     gradient = QuantSpec(E2M1, (1, 16), kind, "stochastic" if stochastic_rounding else "nearest")
     rotated = QuantSpec(E2M1, (1, 16), kind, "nearest", hadamard)
     rotated_gradient = QuantSpec(E2M1, (1, 16), kind, gradient.rounding, hadamard)
-    return Recipe(
-        "nvfp4", GemmSpec(line, weight), GemmSpec(gradient, weight), GemmSpec(rotated_gradient, rotated)
-    )
+    return Recipe("nvfp4", GemmSpec(line, weight), GemmSpec(gradient, weight), GemmSpec(rotated_gradient, rotated))

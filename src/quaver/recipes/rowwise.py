@@ -32,9 +32,7 @@ def rowwise_bf16_wgrad(*, power_of_two: bool = True, fast_accum: bool = True) ->
     row = QuantSpec(E4M3, (1, None), _kind(power_of_two))
     tensor = QuantSpec(E4M3, (None, None), _kind(power_of_two))
     flag("fast_accum", fast_accum)
-    return Recipe(
-        "rowwise_bf16_wgrad", GemmSpec(row, row, fast_accum), GemmSpec(row, tensor), GemmSpec(None, None)
-    )
+    return Recipe("rowwise_bf16_wgrad", GemmSpec(row, row, fast_accum), GemmSpec(row, tensor), GemmSpec(None, None))
 
 
 def _kind(power_of_two: bool) -> ScaleKind:

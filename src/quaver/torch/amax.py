@@ -5,6 +5,7 @@ has recorded so far; a factor of 0 is unset, and the tensor's own amax is used. 
 and written as Python floats; elsewhere everything is tensor arithmetic without a synchronization.
 """
 
+import itertools
 import math
 import weakref
 from collections.abc import Iterable
@@ -21,8 +22,9 @@ from quaver.torch.rounding import exponent, power_of_two
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 
-#: Layers with a history, in the order in which they got one.
+#: Every quantizable layer, by number.
 _layers: dict[int, "weakref.ref[nn.Module]"] = {}
+_numbers = itertools.count()
 
 
 class _Views(NamedTuple):
@@ -41,23 +43,31 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
     length = recipe.delayed.length
     history = layer._buffers.get("history")
     if history is None or history.shape[0] != length:
-        device = layer._parameters["weight"].device if "weight" in layer._parameters else None  # type: ignore[union-attr]
+        device = layer.weight.device
         # Stored column by column, so that a window is contiguous.
         layer.register_buffer("history", torch.zeros((3, length), device=device).t())
         layer.register_buffer("factor", torch.zeros(3, device=device))
     layer.__dict__["_delayed"] = recipe
-    register(layer)
 
 
 def register(layer: nn.Module) -> None:
-    """Let the outermost autocast roll this layer's history."""
-    key = id(layer)
-    _layers[key] = weakref.ref(layer, lambda _: _layers.pop(key, None))
+    """Number a layer, so that autocast can roll its history and a compiled backward can find it."""
+    if "_number" in layer.__dict__:
+        return
+    number = next(_numbers)
+    layer.__dict__["_number"] = torch.tensor(number)
+    _layers[number] = weakref.ref(layer, lambda _: _layers.pop(number, None))
+
+
+def layers() -> list[nn.Module]:
+    """Every layer alive that has a history, in order of construction."""
+    alive = [ref() for ref in list(_layers.values())]
+    return [layer for layer in alive if layer is not None and layer._buffers.get("history") is not None]
 
 
 def column_specs(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
     """The specs behind the three columns."""
-    assert recipe.fprop.a and recipe.fprop.b and recipe.dgrad.a
+    assert recipe.fprop.a is not None and recipe.fprop.b is not None and recipe.dgrad.a is not None
     return recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
 
 
@@ -80,9 +90,17 @@ def record(layer: nn.Module, column: int, amax: Tensor | float | None) -> None:
     assert isinstance(amax, Tensor)
     history = layer._buffers["history"]
     assert history is not None
-    value = amax.reshape(())
-    value = torch.where(value < math.inf, value, 0.0)
+    value = torch.where(amax < math.inf, amax, 0.0).reshape(())
     history[0, column] = torch.maximum(history[0, column], value)
+
+
+def record_gradient(number: Tensor, amax: Tensor) -> None:
+    """`record` for a compiled backward, which may not write to a buffer that its forward has written to: it hands over the
+    layer's number, and the write happens where the compiler does not look."""
+    ref = _layers.get(int(number))
+    layer = None if ref is None else ref()
+    if layer is not None and layer._buffers.get("history") is not None:
+        record(layer, GRAD_OUTPUT, amax)
 
 
 def views(layer: nn.Module) -> _Views:
@@ -101,8 +119,7 @@ def views(layer: nn.Module) -> _Views:
 
 def roll_all(group: Any = None) -> None:
     """End a step for every layer with a history."""
-    if _layers:
-        roll([layer for ref in list(_layers.values()) if (layer := ref()) is not None], group)
+    roll(layers(), group)
 
 
 def roll(layers: Iterable[nn.Module], group: Any = None) -> None:

@@ -40,7 +40,7 @@ class autocast(ContextDecorator):
     def __init__(self, recipe: str | Recipe | None = None, *, enabled: bool = True, group: Any = None) -> None:
         if enabled and recipe is None:
             raise ValueError("autocast needs a recipe, such as autocast('mxfp8'); autocast(enabled=False) needs none")
-        self.recipe = None if recipe is None else recipes.get(recipe)
+        self.recipe = None if recipe is None else _resolve(recipe)
         self.enabled = enabled
         self.group = group
         self._before: list[tuple[Recipe | None, bool]] = []
@@ -59,6 +59,18 @@ class autocast(ContextDecorator):
     ) -> None:
         ambient.recipe, ambient.disabled = self._before.pop()
         ambient.depth -= 1
+
+
+#: The recipes without options, ready made: a compiler traces a lookup, but not how a recipe is built and checked.
+_PLAIN = {name: build() for name, build in recipes.RECIPES.items()}
+
+
+def _resolve(recipe: str | Recipe) -> Recipe:
+    if isinstance(recipe, str) and recipe in _PLAIN:
+        return _PLAIN[recipe]
+    if torch.compiler.is_compiling() and isinstance(recipe, Recipe):
+        return recipe
+    return recipes.get(recipe)
 
 
 def recipe_in_force(own: Recipe | None) -> Recipe | None:

@@ -182,6 +182,7 @@ def _convert_layer(module: nn.Linear, recipe: Recipe, name: str, seed: int) -> N
     module.recipe = recipe  # type: ignore[assignment]
     module.seed = seed  # type: ignore[assignment]
     module.qualified_name = name  # type: ignore[assignment]
+    amax.register(module)
     prepare(module, recipe)
 
 

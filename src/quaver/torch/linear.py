@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from quaver import recipes
-from quaver.core.plan import Plan, plan
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax, counters, ops, weights
 from quaver.torch.autocast import recipe_in_force
@@ -87,11 +87,10 @@ class _Call:
         self.factors = factors
         #: Whether torch.compile is looking: then operations are opaque and nothing is kept between calls.
         self.traced = torch.compiler.is_compiling()
+        self.plan = recipe.plan
         if self.traced:
-            self.plan = plan.__wrapped__(recipe)
             self.quantize, self.matmul = ops.run_quantize, ops.run_matmul
         else:
-            self.plan = _plan(recipe)
             _, self.quantize, self.matmul = ops.resolve(recipe, x)
         #: The operand that wgrad will consume.
         self.kept: Tensor | Quantized | None = None
@@ -102,6 +101,8 @@ def quantize(
 ) -> Quantized:
     """Quantize one operand of a layer, with its history or its noise where the recipe has them."""
     if call.factors is not None:
+        if call.traced and call.record and column == amax.GRAD_OUTPUT:
+            return ops.quantize_opaquely(x, spec, None, call.factors[column], number=layer.__dict__["_number"])
         q = call.quantize(x, spec, None, call.factors[column])
         if call.record:
             amax.record(layer, column, q.amax)
@@ -192,14 +193,6 @@ class _Linear(torch.autograd.Function):
             return tuple(None if t is None else _NoDoubleBackward.apply(t, g) for t in grads[:3]) + grads[3:]
         return _backward(ctx, g)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(NO_FORWARD_MODE)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(NO_FUNCTORCH)
-
 
 NO_FORWARD_MODE = (
     "quantized layers have no forward-mode derivative; use reverse mode, or run them in high precision for this: "
@@ -279,17 +272,6 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     return grad_input, grad_weight, grad_bias, None, None, None
 
 
-_plans: dict[int, tuple[Recipe, Plan]] = {}
-
-
-def _plan(recipe: Recipe) -> Plan:
-    """The plan of an interned recipe, found by identity: hashing a recipe costs more than a small GEMM."""
-    found = _plans.get(id(recipe))
-    if found is None:
-        found = _plans[id(recipe)] = (recipe, plan(recipe))
-    return found[1]
-
-
 class Linear(nn.Linear):
     """`nn.Linear` whose GEMMs follow a recipe: its own, else the innermost `autocast`'s, else none.
 
@@ -322,6 +304,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.__dict__["_serial"] = next(_serials)
         self.seed = seed
+        amax.register(self)
         if recipe is not None:
             self.recipe = recipes.get(recipe)
             prepare(self, self.recipe)
@@ -358,6 +341,8 @@ class Linear(nn.Linear):
             return _Linear.apply(x, weight, bias, self, recipe, torch.is_grad_enabled())  # type: ignore[no-any-return]
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(NO_FUNCTORCH)
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (x, weight)):
+            raise NotImplementedError(NO_FORWARD_MODE)
         if not casting:
             return _Linear.apply(x, weight, bias, self, recipe, torch.is_grad_enabled())  # type: ignore[no-any-return]
         with ops.without_autocast(device):
@@ -383,8 +368,7 @@ class Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "history" in self._buffers:
-            amax.register(self)
+        amax.register(self)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         _match_state(self, state_dict, prefix)
@@ -392,7 +376,7 @@ class Linear(nn.Linear):
 
 
 #: Attributes that are made again when they are missing.
-TRANSIENT = ("_weights", "_views", "_rolled", "_last", "_prepared")
+TRANSIENT = ("_number", "_weights", "_views", "_rolled", "_last", "_prepared")
 #: Buffers that recipes add.
 STATE = ("history", "factor", "count")
 
@@ -401,8 +385,7 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
     """Give a layer the buffers that a recipe keeps state in."""
     if recipe.delayed is not None:
         amax.prepare(layer, recipe)
-    stochastic = any(s is not None and s.rounding == "stochastic" for s in recipe.operands().values())
-    if stochastic and layer._buffers.get("count") is None:
+    if recipe.stochastic and layer._buffers.get("count") is None:
         layer.register_buffer("count", torch.zeros(2, dtype=torch.int64, device=layer.weight.device))  # type: ignore[arg-type]
     layer.__dict__["_prepared"] = recipe
 

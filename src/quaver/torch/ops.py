@@ -15,6 +15,7 @@ from torch import Tensor
 from quaver.core.registry import Impl, Op
 from quaver.core.registry import only as _only
 from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch import amax as amax_state
 from quaver.torch import cpu_matmul, cpu_quantize, reference
 from quaver.torch.quantized import STORAGE, Quantized
 
@@ -136,7 +137,7 @@ def run_quantize(
 ) -> Quantized:
     """`quantize` without its checks."""
     if torch.compiler.is_compiling():
-        return _quantize_opaquely(x, spec, amax, factor, noise)
+        return quantize_opaquely(x, spec, amax, factor, noise)
     q: Quantized = QUANTIZE(x, spec, amax, factor, noise)
     return q
 
@@ -166,7 +167,8 @@ def without_autocast(device: str) -> Iterator[None]:
 
 _library = torch.library.Library("quaver", "DEF")
 _library.define(
-    "quantize(Tensor x, bool turned, str spec, Tensor? amax, Tensor? factor, int seed, int tensor_id, Tensor? count)"
+    "quantize(Tensor x, bool turned, str spec, Tensor? amax, Tensor? factor, int seed, int tensor_id, Tensor? count,"
+    " Tensor? number)"
     " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax)"
 )
 _library.define(
@@ -176,15 +178,21 @@ _library.define(
 )
 
 
-def _quantize_opaquely(
-    x: Tensor, spec: QuantSpec, amax: Tensor | float | None, factor: Tensor | float | None, noise: Noise
+def quantize_opaquely(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | float | None = None,
+    factor: Tensor | float | None = None,
+    noise: Noise = QUIET,
+    number: Tensor | None = None,
 ) -> Quantized:
+    """`quantize` as an opaque operator. With the number of a layer, the amax is recorded as its grad_output's."""
     turned = x.stride(1) != 1 and x.stride(0) == 1
     amax, factor, count = (
         torch.tensor(v) if isinstance(v, int | float) else v for v in (amax, factor, noise[2])
     )
     data, scale, tensor_factor, top = torch.ops.quaver.quantize(
-        x.t() if turned else x, turned, str(spec), amax, factor, noise[0], noise[1], count
+        x.t() if turned else x, turned, spec.text, amax, factor, noise[0], noise[1], count, number
     )
     shape = (x.shape[0], spec.padded(x.shape[1]))
     lies_turned = turned and spec.format.bits == 8
@@ -200,6 +208,7 @@ def _quantize_impl(
     seed: int,
     tensor_id: int,
     count: Tensor | None,
+    number: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = QuantSpec.parse(text)
     q: Quantized = QUANTIZE(x.t() if turned else x, spec, amax, factor, (seed, tensor_id, 0 if count is None else count))
@@ -209,11 +218,13 @@ def _quantize_impl(
     elif q.turned and not turned:
         data, scale = data.t(), scale.t() if isinstance(scale, Tensor) else scale
     scale = scale if isinstance(scale, Tensor) else x.new_full((1, 1), scale, dtype=torch.float32)
-    empty = x.new_empty(0, dtype=torch.float32)
-    top = empty
+    factor = x.new_empty(0, dtype=torch.float32) if q.tensor_factor is None else q.tensor_factor
+    top = x.new_empty(0, dtype=torch.float32)
     if spec.per_tensor:
         top = q.amax if isinstance(q.amax, Tensor) else x.new_full((1, 1), q.amax or 0.0, dtype=torch.float32)
-    return data.contiguous(), scale.contiguous(), empty if q.tensor_factor is None else q.tensor_factor, top
+    if number is not None:
+        amax_state.record_gradient(number, top)
+    return data.contiguous(), scale.contiguous(), factor, top
 
 
 def _quantize_fake(
@@ -225,6 +236,7 @@ def _quantize_fake(
     seed: int,
     tensor_id: int,
     count: Tensor | None,
+    number: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = QuantSpec.parse(text)
     rows, k = (x.shape[1], x.shape[0]) if turned else (x.shape[0], x.shape[1])
@@ -248,7 +260,7 @@ def _quantize_fake(
 def _flat(q: Quantized) -> tuple[Tensor, Tensor, Tensor, str, bool, int]:
     assert isinstance(q.scale, Tensor)
     factor = q.scale.new_empty(0) if q.tensor_factor is None else q.tensor_factor
-    return q.data, q.scale, factor, str(q.spec), q.turned, q.lying_shape[1]
+    return q.data, q.scale, factor, q.spec.text, q.turned, q.lying_shape[1]
 
 
 def _restore(data: Tensor, scale: Tensor, factor: Tensor, text: str, turned: bool, columns: int) -> Quantized:

@@ -1,0 +1,7 @@
+"""Benchmarks: ratios side by side in one run, and the training runs that a release is accepted by.
+
+    python -m benchmarks cpu        every case of `benchmarks.cases.CASES`, against nn.Linear and torchao
+    python -m benchmarks accept     paired training runs under every recipe, with a control that must fail
+
+Both write what they found to `benchmarks/results/`, with the machine, the versions and the commit.
+"""

@@ -1,0 +1,18 @@
+"""The registry of cases: a new one is a file and a line here."""
+
+from benchmarks.cases import frozen, imports, memory, noise, speed
+
+CASES = (
+    speed.SMALL_BF16,
+    speed.SMALL_FLOAT32,
+    speed.LARGE_BF16,
+    speed.LARGE_FLOAT32,
+    memory.LAYER,
+    memory.EAGER_MLP,
+    memory.COMPILED_MLP,
+    memory.SILU_MLP,
+    frozen.CASE,
+    imports.CASE,
+    noise.WHOLE,
+    noise.WORST_ROW,
+)

@@ -1,0 +1,128 @@
+"""Bytes of activations that autograd keeps between forward and backward, against the same layers in bf16.
+
+Every tensor saved for backward is seen by `torch.autograd.graph.saved_tensors_hooks`, also those of a compiled graph; each
+storage counts once, parameters do not count.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import quaver.torch as qt
+from benchmarks import peer
+from benchmarks.cases.speed import QUANTIZING
+from benchmarks.figure import Case, Figure, Target, at_most
+from quaver.core.plan import saved_bytes
+from quaver.core.spec import Recipe
+from quaver.recipes import RECIPES
+
+#: Tokens and features of every layer.
+SIZE, QUICK_SIZE = (2048, 1024), (64, 128)
+#: Highest share of bf16's bytes: without the scales; and for recipes that are judged with them.
+WITHOUT_SCALES, WITH_SCALES = at_most(52.0), {"nvfp4": at_most(30.0)}
+#: Those whose backward reads eight or four bits.
+SAVING = [name for name in QUANTIZING if RECIPES[name]().wgrad.b is not None]
+
+Build = Callable[[int], nn.Module]
+
+
+def layer(features: int) -> nn.Module:
+    return nn.Linear(features, features, bias=False, dtype=torch.bfloat16)
+
+
+def mlp(features: int) -> nn.Module:
+    return nn.Sequential(*(layer(features) for _ in range(3)))
+
+
+def mlp_with_silu(features: int) -> nn.Module:
+    return nn.Sequential(layer(features), nn.SiLU(), layer(features), nn.SiLU(), layer(features))
+
+
+def saved(model: nn.Module, tokens: int, features: int, compiled: bool) -> int:
+    """Bytes that one forward saves."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    # Kept alive until they are counted: an address that is used again would count once.
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    torch.manual_seed(0)
+    x = torch.randn(tokens, features, dtype=torch.bfloat16, requires_grad=True)
+    if compiled:
+        torch.compiler.reset()
+        model = torch.compile(model, fullgraph=True)
+        model(x).sum().backward()
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    y.sum().backward()
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def measure(build: Build, layers: int, quick: bool, compiled: bool = False, judged: bool = True) -> list[Figure]:
+    tokens, features = QUICK_SIZE if quick else SIZE
+    base = saved(build(features), tokens, features, compiled)
+    figures = row("nn.Linear", base, base, 0)
+    for name in peer.RECIPES:
+        figures += row(f"torchao {name}", saved(peer.convert(build(features), name), tokens, features, compiled), base, 0)
+    for name in ["tensorwise"] if quick and compiled else SAVING:
+        recipe = RECIPES[name]()
+        model = build(features)
+        qt.convert(model, recipe)
+        total = saved(model, tokens, features, compiled)
+        figures += row(f"quaver {name}", total, base, layers * scale_bytes(recipe, tokens, features), name if judged else "")
+    return figures
+
+
+def scale_bytes(recipe: Recipe, tokens: int, features: int) -> int:
+    """What the scales of one saved input weigh."""
+    assert recipe.wgrad.b is not None
+    data = features * recipe.wgrad.b.padded(tokens) * recipe.wgrad.b.format.bits // 8
+    return saved_bytes(recipe, tokens, features) - data
+
+
+def row(subject: str, total: int, base: int, scales: int, judged: str = "") -> list[Figure]:
+    """A subject's figures; what is saved and is neither eight bits nor a scale counts as data."""
+    without: Target | None = WITHOUT_SCALES if judged else None
+    return [
+        Figure(subject, "saved", total / 2**20, "MiB"),
+        Figure(subject, "of bf16 without scales", 100 * (total - scales) / base, "%", without),
+        Figure(subject, "scales", 100 * scales / base, "%"),
+        Figure(subject, "of bf16 in all", 100 * total / base, "%", WITH_SCALES.get(judged)),
+    ]
+
+
+NOTES = (
+    f"Input [{SIZE[0]}, {SIZE[1]}] bf16, layers {SIZE[1]} → {SIZE[1]} without bias; each storage saved for backward counts "
+    "once, parameters apart. Scales are those of the eight- or four-bit input; anything else that is saved counts as data."
+)
+
+LAYER = Case(
+    name="memory-layer",
+    title="Activation bytes saved for backward: one linear layer, eager",
+    notes=NOTES,
+    measure=lambda quick: measure(layer, 1, quick),
+)
+EAGER_MLP = Case(
+    name="memory-mlp",
+    title="Activation bytes saved for backward: three linear layers, eager",
+    notes=NOTES,
+    measure=lambda quick: measure(mlp, 3, quick),
+)
+COMPILED_MLP = Case(
+    name="memory-mlp-compiled",
+    title="Activation bytes saved for backward: three linear layers, torch.compile(fullgraph=True)",
+    notes=NOTES,
+    measure=lambda quick: measure(mlp, 3, quick, compiled=True),
+)
+SILU_MLP = Case(
+    name="memory-mlp-silu",
+    title="Activation bytes saved for backward: three linear layers with SiLU between, eager",
+    notes=NOTES + " SiLU keeps its own input in bf16, whatever the layers do: no target.",
+    measure=lambda quick: measure(mlp_with_silu, 3, quick, judged=False),
+)

@@ -1,0 +1,138 @@
+"""Forward and backward through one linear layer, as a ratio of nn.Linear's time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import layers, machine, peer
+from benchmarks.figure import Case, Figure, NotMeasurable, Target, at_most
+from benchmarks.timing import Step, Timing, interleave
+from quaver.recipes import RECIPES
+
+UNCHANGED, CHANGES = "weight unchanged", "weight changes"
+QUANTIZING = [name for name, build in RECIPES.items() if build().quantizes]
+NOTES = (
+    "Eager, without bias, one thread, interleaved; the median of each round's ratio. Entering autocast is part of our "
+    "step. `weight unchanged` may use the quantized weight again, as micro-batches do; `weight changes` raises the "
+    "weight's version after every step (about a microsecond, left in). torchao quantizes it every time."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is timed, and against which targets."""
+
+    features: int
+    dtype: torch.dtype
+    rounds: int
+    steps: int
+    # Highest ratios by recipe: weight unchanged, weight changing.
+    targets: Mapping[str, tuple[float, float]]
+    # Recipes to time.
+    recipes: list[str]
+    # Size and rounds when quick.
+    quick: tuple[int, int]
+    # Only where the CPU multiplies bf16 in hardware.
+    needs_bf16: bool = False
+
+    def measure(self, quick: bool) -> list[Figure]:
+        if self.needs_bf16 and not quick and not machine.multiplies_bf16():
+            raise NotMeasurable("not measurable here: the CPU has neither AVX512-BF16 nor AMX")
+        features, rounds = self.quick if quick else (self.features, self.rounds)
+        timings = interleave(subjects(features, self.dtype, self.recipes), rounds=rounds, steps=self.steps)
+        judged = features == self.features
+        return [f for name, timing in timings.items() for f in self.figures(name, timing, judged)]
+
+    def figures(self, name: str, timing: Timing, judged: bool) -> list[Figure]:
+        subject, _, column = name.partition(", ")
+        unit, scale = ("µs", 1e6) if self.features < 256 else ("ms", 1e3)
+        ratio = Figure(subject, column, timing.ratio, "×", self.target(subject, column) if judged else None)
+        time = Figure(subject, "time" if column == UNCHANGED else "time, changes", timing.seconds * scale, unit)
+        return [ratio, time]
+
+    def target(self, subject: str, column: str) -> Target | None:
+        pair = self.targets.get(subject.removeprefix("quaver "))
+        return None if pair is None else at_most(pair[column == CHANGES])
+
+
+def subjects(features: int, dtype: torch.dtype, recipes: list[str]) -> dict[str, Step]:
+    """The steps by "subject, column", nn.Linear first."""
+    base = layers.linear(features, dtype)
+    x = torch.randn(features, features, dtype=dtype, requires_grad=True)
+    g = torch.randn(features, features, dtype=dtype)
+    steps = {f"nn.Linear, {UNCHANGED}": layers.plain_step(base, x, g)}
+    for recipe in peer.RECIPES:
+        steps[f"torchao {recipe}, {UNCHANGED}"] = layers.plain_step(layers.torchao(base, recipe), x, g)
+    for name in recipes:
+        layer = layers.ours(base)
+        step = layers.recipe_step(layer, RECIPES[name](), x, g)
+        steps[f"quaver {name}, {UNCHANGED}"] = step
+        steps[f"quaver {name}, {CHANGES}"] = layers.changing(step, layer.weight)
+    return steps
+
+
+def _all(ratio: float, recipes: list[str]) -> dict[str, tuple[float, float]]:
+    return dict.fromkeys(recipes, (ratio, ratio))
+
+
+FP8 = [name for name in QUANTIZING if name != "nvfp4"]
+SMALL = ["tensorwise", "delayed"]
+
+SMALL_BF16 = Case(
+    name="small-bf16",
+    title="Linear forward + backward, 32 × 32 × 32, bf16, against nn.Linear",
+    notes=NOTES,
+    measure=Setup(
+        features=32,
+        dtype=torch.bfloat16,
+        rounds=60,
+        steps=50,
+        targets={"tensorwise": (1.7, 1.9), "delayed": (2.1, 2.4)},
+        recipes=SMALL,
+        quick=(32, 5),
+    ).measure,
+)
+SMALL_FLOAT32 = Case(
+    name="small-float32",
+    title="Linear forward + backward, 32 × 32 × 32, float32, against nn.Linear",
+    notes=NOTES,
+    measure=Setup(
+        features=32,
+        dtype=torch.float32,
+        rounds=60,
+        steps=50,
+        targets={"tensorwise": (3.6, 3.6), "delayed": (4.6, 4.6)},
+        recipes=SMALL,
+        quick=(32, 5),
+    ).measure,
+)
+LARGE_BF16 = Case(
+    name="large-bf16",
+    title="Linear forward + backward, 1024 × 1024 × 1024, bf16, against nn.Linear",
+    notes=NOTES,
+    measure=Setup(
+        features=1024,
+        dtype=torch.bfloat16,
+        rounds=9,
+        steps=1,
+        targets=_all(1.8, FP8),
+        recipes=QUANTIZING,
+        quick=(128, 2),
+    ).measure,
+)
+LARGE_FLOAT32 = Case(
+    name="large-float32",
+    title="Linear forward + backward, 2048 × 2048 × 2048, float32, against nn.Linear",
+    notes=NOTES,
+    measure=Setup(
+        features=2048,
+        dtype=torch.float32,
+        rounds=3,
+        steps=1,
+        targets=_all(0.7, FP8),
+        recipes=FP8,
+        quick=(128, 2),
+        needs_bf16=True,
+    ).measure,
+)

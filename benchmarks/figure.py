@@ -1,0 +1,108 @@
+"""What a case measures: figures, each with a target or none, and the case that yields them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: Decimals that a unit is shown with.
+DECIMALS = {"×": 2, "%": 1, "dB": 1, "s": 2, "ms": 2, "µs": 1, "MiB": 2, "GEMMs": 0, "modules": 0}
+
+
+class NotMeasurable(Exception):
+    """This machine cannot measure the case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The closed interval that a figure must lie in."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def met(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"= {self.low:g}"
+        if math.isinf(self.low):
+            return f"≤ {self.high:g}"
+        return f"≥ {self.low:g}" if math.isinf(self.high) else f"{self.low:g} to {self.high:g}"
+
+
+def at_most(value: float) -> Target:
+    return Target(high=value)
+
+
+def at_least(value: float) -> Target:
+    return Target(low=value)
+
+
+def within(middle: float, distance: float) -> Target:
+    return Target(round(middle - distance, 6), round(middle + distance, 6))
+
+
+def exactly(value: float) -> Target:
+    return Target(value, value)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One cell of a case's table."""
+
+    #: The row: whose figure it is.
+    subject: str
+    #: The column: what was measured.
+    column: str
+    value: float
+    #: A key of DECIMALS.
+    unit: str
+    target: Target | None = None
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the target is met; None without one."""
+        return None if self.target is None else self.target.met(self.value)
+
+    @property
+    def mark(self) -> str:
+        return {None: "", True: "PASS", False: "MISS"}[self.passed]
+
+    def __str__(self) -> str:
+        shown = f"{self.value:.{DECIMALS[self.unit]}f} {self.unit}"
+        return shown if self.target is None else f"{shown} ({self.target}) {self.mark}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One question, answered by a table of figures."""
+
+    #: As `--only` takes it.
+    name: str
+    title: str
+    #: How it is measured, and what one must know to read it.
+    notes: str
+    #: Called with whether to be quick: small sizes or few rounds. Where quick changes what a target is about, it gives none.
+    #: Raises NotMeasurable.
+    measure: Callable[[bool], list[Figure]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a case gave on this machine."""
+
+    case: Case
+    figures: tuple[Figure, ...]
+    seconds: float
+    #: Why there are no figures, or "".
+    reason: str = ""
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(figure.column for figure in self.figures))
+
+    def rows(self) -> list[tuple[str, list[Figure | None]]]:
+        """Subjects with their figures in the order of `columns`."""
+        cells = {(figure.subject, figure.column): figure for figure in self.figures}
+        subjects = dict.fromkeys(figure.subject for figure in self.figures)
+        return [(subject, [cells.get((subject, column)) for column in self.columns]) for subject in subjects]

@@ -1,0 +1,82 @@
+"""Timing things against each other: interleaved in one process, one thread, medians of the ratios of each round.
+
+A ratio compares two times taken within the same fraction of a second, so that a machine that is slow for a while is slow
+for both; the median over rounds drops what was interrupted.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One subject's."""
+
+    #: Median seconds of one step.
+    seconds: float
+    #: Median over rounds of its time over the first subject's in that round.
+    ratio: float
+
+
+def interleave(subjects: Mapping[str, Step], *, rounds: int, steps: int) -> dict[str, Timing]:
+    """Time every subject in every round, forwards and backwards by turns.
+
+    Args:
+        subjects: by name, the baseline first; each call is one step.
+        rounds: how often each is timed, after one round that is not counted.
+        steps: timed in one go, after one step that is not: what another subject left in the caches costs it nothing.
+    """
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    with one_thread(), no_collection():
+        for number in range(rounds + 1):
+            order = list(subjects.items())
+            for name, step in order if number % 2 else reversed(order):
+                seconds = stopwatch(step, steps)
+                if number:
+                    times[name].append(seconds)
+            gc.collect()
+    baseline = next(iter(times.values()))
+    return {
+        name: Timing(statistics.median(own), statistics.median(a / b for a, b in zip(own, baseline, strict=True)))
+        for name, own in times.items()
+    }
+
+
+def stopwatch(step: Step, steps: int) -> float:
+    """Seconds of one step."""
+    step()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - begun) / steps
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage between rounds only."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
