@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 #: Decimals that a unit is shown with.
-DECIMALS = {"×": 2, "%": 1, "dB": 1, "s": 2, "ms": 2, "µs": 1, "MiB": 2, "GEMMs": 0, "modules": 0}
+DECIMALS = {"x": 2, "%": 1, "dB": 1, "s": 2, "ms": 2, "µs": 1, "MiB": 2, "GEMMs": 0, "modules": 0}
 
 
 class NotMeasurable(Exception):
@@ -82,7 +82,7 @@ class Case:
     title: str
     #: How it is measured, and what one must know to read it.
     notes: str
-    #: Called with whether to be quick: small sizes or few rounds. Where quick changes what a target is about, it gives none.
+    #: Called with whether to be quick: small sizes or few rounds, and no target where that changes what it is about.
     #: Raises NotMeasurable.
     measure: Callable[[bool], list[Figure]]
 

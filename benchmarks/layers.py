@@ -1,4 +1,4 @@
-"""Linear layers without bias, side by side: nn.Linear, torchao's and ours with the same weight, and one step of each."""
+"""Linear layers without bias: nn.Linear, torchao's and ours with the same weight, and one step of each."""
 
 import copy
 
@@ -53,8 +53,8 @@ def recipe_step(layer: qt.Linear, recipe: Recipe, x: Tensor, g: Tensor) -> Step:
 def changing(step: Step, weight: Tensor) -> Step:
     """The step, then a weight that counts as changed: nothing that was made from it may be used again.
 
-    An optimizer's update would change the version too, but takes longer than a small layer. Raising the version alone takes
-    about a microsecond, which is left in the figure, against us.
+    An optimizer's update would change the version too, but takes as long as a small layer. Raising the version alone
+    takes about a microsecond, which is left in the figure, against us.
     """
 
     def stepped() -> None:

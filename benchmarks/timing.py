@@ -1,7 +1,8 @@
 """Timing things against each other: interleaved in one process, one thread, medians of the ratios of each round.
 
-A ratio compares two times taken within the same fraction of a second, so that a machine that is slow for a while is slow
-for both; the median over rounds drops what was interrupted.
+A ratio compares two times taken within the same fraction of a second, so that a machine that is slow for a while is
+slow for both; the median over rounds drops what was interrupted. What is counted is the processor's time: with one
+thread it is the clock's on an idle machine, and it does not run while others have the core.
 """
 
 import gc
@@ -20,7 +21,7 @@ Step = Callable[[], None]
 class Timing:
     """One subject's."""
 
-    #: Median seconds of one step.
+    #: Median processor seconds of one step.
     seconds: float
     #: Median over rounds of its time over the first subject's in that round.
     ratio: float
@@ -51,12 +52,12 @@ def interleave(subjects: Mapping[str, Step], *, rounds: int, steps: int) -> dict
 
 
 def stopwatch(step: Step, steps: int) -> float:
-    """Seconds of one step."""
+    """Processor seconds of one step, all threads together."""
     step()
-    begun = time.perf_counter()
+    begun = time.process_time()
     for _ in range(steps):
         step()
-    return (time.perf_counter() - begun) / steps
+    return (time.process_time() - begun) / steps
 
 
 @contextmanager
@@ -71,12 +72,14 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage between rounds only."""
+    """Collect garbage between rounds only, and then only what has come since."""
     enabled = gc.isenabled()
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
+        gc.unfreeze()
         if enabled:
             gc.enable()

@@ -14,6 +14,8 @@ from quaver.recipes import RECIPES
 FEATURES = 256
 #: Operators that multiply matrices, by name.
 GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "mkldnn_linear", "linear", "matmul"}
+#: Column, and whether weight and input need gradients.
+COLUMNS = (("frozen weight", False, True), ("frozen input", True, False), ("nothing frozen", True, True))
 
 
 class CountGemms(TorchDispatchMode):
@@ -49,7 +51,7 @@ def measure(quick: bool) -> list[Figure]:
     subjects += [(f"quaver {recipe}", layers.ours(base), recipe) for recipe in RECIPES]
     figures = []
     for subject, layer, recipe in subjects:
-        for column, weight, input in (("frozen weight", False, True), ("frozen input", True, False), ("none", True, True)):
+        for column, weight, input in COLUMNS:
             count = backward_gemms(layer, recipe, weight=weight, input=input)
             target = exactly(2 if weight and input else 1) if subject.startswith("quaver") else None
             figures.append(Figure(subject, column, count, "GEMMs", target))

@@ -1,8 +1,9 @@
-"""Signal to quantization noise of a linear layer's output and gradients, in decibels, against float64 on the same inputs."""
+"""Signal to quantization noise of a linear layer, in decibels, against float64 on the same inputs."""
 
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,9 @@ def plain(convert: Callable[[nn.Linear], nn.Module]) -> Layer:
         leaf = x.clone().requires_grad_()
         y = layer(leaf)
         y.backward(g)
-        assert leaf.grad is not None
-        return y.detach(), leaf.grad, layer.weight.grad
+        grad_weight = next(layer.parameters()).grad
+        assert leaf.grad is not None and grad_weight is not None
+        return y.detach(), leaf.grad, grad_weight
 
     return run
 
@@ -53,7 +55,7 @@ def subjects() -> dict[str, tuple[str, Layer]]:
     """By the name shown: the recipe whose targets hold, and the layer."""
     found = {"nn.Linear": ("", plain(lambda linear: linear))}
     for name in peer.RECIPES:
-        found[f"torchao {name}"] = ("", plain(lambda linear, name=name: peer.convert(linear, name)))
+        found[f"torchao {name}"] = ("", plain(partial(peer.convert, recipe=name)))
     return found | {f"quaver {name}": (name, ours(name)) for name in RECIPES if name != "bf16"}
 
 
@@ -86,7 +88,8 @@ def whole(quick: bool) -> list[Figure]:
                 seen[column].append(decibels(reference, value).item())
         targets: dict[str, Target] = {} if quick else EXPECTED.get(recipe, {})
         figures += [
-            Figure(subject, column, statistics.fmean(values), "dB", targets.get(column)) for column, values in seen.items()
+            Figure(subject, column, statistics.fmean(values), "dB", targets.get(column))
+            for column, values in seen.items()
         ]
     return figures
 
@@ -112,14 +115,14 @@ WHOLE = Case(
     name="noise",
     title="Signal to quantization noise, Gaussian data",
     notes=(
-        f"Tokens, input and output features {SIZE}; weights of standard deviation 0.02, bf16 inputs, float64 on the same "
-        f"inputs as reference; mean of {SEEDS} seeds. The targets are what torchao's recipes reach, ± 0.2 dB."
+        f"Tokens, input and output features {SIZE}; weights of standard deviation 0.02, bf16 inputs, float64 on the "
+        f"same inputs as reference; mean of {SEEDS} seeds. The targets are what torchao's recipes reach, ± 0.2 dB."
     ),
     measure=whole,
 )
 WORST_ROW = Case(
     name="worst-row",
     title="Signal to quantization noise of the worst row of the output, tokens scaled by 10^-3 to 10^3",
-    notes=f"As above, each token times 10^U(-3, 3); the worst row of {SEEDS} seeds. One scale a tensor cannot serve such data.",
+    notes=f"As `noise`, each token times 10^U(-3, 3); the worst row of {SEEDS} seeds. No one scale serves them all.",
     measure=worst_row,
 )

@@ -13,9 +13,9 @@ from quaver.recipes import RECIPES
 UNCHANGED, CHANGES = "weight unchanged", "weight changes"
 QUANTIZING = [name for name, build in RECIPES.items() if build().quantizes]
 NOTES = (
-    "Eager, without bias, one thread, interleaved; the median of each round's ratio. Entering autocast is part of our "
-    "step. `weight unchanged` may use the quantized weight again, as micro-batches do; `weight changes` raises the "
-    "weight's version after every step (about a microsecond, left in). torchao quantizes it every time."
+    "Eager, without bias, one thread, processor time, interleaved; the median of each round's ratio. Entering autocast "
+    "is part of our step. `weight unchanged` may use the quantized weight again, as micro-batches do; `weight changes` "
+    "raises the weight's version after every step (about a microsecond, left in). torchao quantizes it every time."
 )
 
 
@@ -47,7 +47,7 @@ class Setup:
     def figures(self, name: str, timing: Timing, judged: bool) -> list[Figure]:
         subject, _, column = name.partition(", ")
         unit, scale = ("µs", 1e6) if self.features < 256 else ("ms", 1e3)
-        ratio = Figure(subject, column, timing.ratio, "×", self.target(subject, column) if judged else None)
+        ratio = Figure(subject, column, timing.ratio, "x", self.target(subject, column) if judged else None)
         time = Figure(subject, "time" if column == UNCHANGED else "time, changes", timing.seconds * scale, unit)
         return [ratio, time]
 
@@ -81,7 +81,7 @@ SMALL = ["tensorwise", "delayed"]
 
 SMALL_BF16 = Case(
     name="small-bf16",
-    title="Linear forward + backward, 32 × 32 × 32, bf16, against nn.Linear",
+    title="Linear forward + backward, 32³, bf16, against nn.Linear",
     notes=NOTES,
     measure=Setup(
         features=32,
@@ -95,7 +95,7 @@ SMALL_BF16 = Case(
 )
 SMALL_FLOAT32 = Case(
     name="small-float32",
-    title="Linear forward + backward, 32 × 32 × 32, float32, against nn.Linear",
+    title="Linear forward + backward, 32³, float32, against nn.Linear",
     notes=NOTES,
     measure=Setup(
         features=32,
@@ -109,7 +109,7 @@ SMALL_FLOAT32 = Case(
 )
 LARGE_BF16 = Case(
     name="large-bf16",
-    title="Linear forward + backward, 1024 × 1024 × 1024, bf16, against nn.Linear",
+    title="Linear forward + backward, 1024³, bf16, against nn.Linear",
     notes=NOTES,
     measure=Setup(
         features=1024,
@@ -123,7 +123,7 @@ LARGE_BF16 = Case(
 )
 LARGE_FLOAT32 = Case(
     name="large-float32",
-    title="Linear forward + backward, 2048 × 2048 × 2048, float32, against nn.Linear",
+    title="Linear forward + backward, 2048³, float32, against nn.Linear",
     notes=NOTES,
     measure=Setup(
         features=2048,

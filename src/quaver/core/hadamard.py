@@ -22,10 +22,10 @@ def rotate(x: np.ndarray) -> np.ndarray:
     groups = -(-k // GROUP)
     padded = np.zeros((rows, groups * GROUP), np.float32)
     padded[:, :k] = x
-    y = padded.reshape(rows, groups, GROUP) * np.array(SIGNS, np.float32)
-    for stride in (1, 2, 4, 8):
-        pairs = y.reshape(rows, groups, GROUP // (2 * stride), 2, stride)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = padded.reshape(rows, groups, GROUP) * np.array(SIGNS, np.float32)
+        for stride in (1, 2, 4, 8):
+            pairs = y.reshape(rows, groups, GROUP // (2 * stride), 2, stride)
+            a, b = pairs[..., 0, :], pairs[..., 1, :]
             y = np.stack([a + b, a - b], -2).reshape(rows, groups, GROUP)
-    return (y * np.float32(0.25)).reshape(padded.shape)
+        return (y * np.float32(0.25)).reshape(padded.shape)

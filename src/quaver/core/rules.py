@@ -33,8 +33,12 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
             raise ValueError(f"a rule's pattern is a module name such as '*.k_proj', not {self.pattern!r}")
-        if self.multiple_of < 1:
-            raise ValueError(f"a rule's multiple_of is {self.multiple_of}; give 1 or more")
+        for size, least in (("min_in_features", 0), ("min_out_features", 0), ("multiple_of", 1)):
+            value = getattr(self, size)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{size} of the rule {self.pattern!r} is {value!r}; give a whole number, {least} or more"
+                )
 
     def fits(self, name: str, in_features: int, out_features: int) -> bool:
         return (
@@ -45,6 +49,11 @@ class Rule:
             and out_features % self.multiple_of == 0
         )
 
+    def __str__(self) -> str:
+        asked = {"min_in_features": 0, "min_out_features": 0, "multiple_of": 1}
+        sizes = [f"{size}={getattr(self, size)}" for size, default in asked.items() if getattr(self, size) != default]
+        return self.pattern + (f" ({', '.join(sizes)})" if sizes else "")
+
 
 class Rules:
     """An ordered list of rules.
@@ -54,6 +63,8 @@ class Rules:
     """
 
     def __init__(self, rules: Mapping[str, Recipe | str | None] | Iterable[Rule]) -> None:
+        if isinstance(rules, str | Recipe):
+            raise ValueError(f"Rules takes a dict of patterns, such as Rules({{'*': {str(rules)!r}}}), not {rules!r}")
         if isinstance(rules, Mapping):
             rules = [Rule(pattern=pattern, recipe=recipe) for pattern, recipe in rules.items()]
         self.rules = tuple(rules)

@@ -71,13 +71,15 @@ def tensor_factor(amax: np.ndarray, power_of_two: bool) -> np.ndarray:
 
 def block_scale(amax: np.ndarray, factor: np.ndarray) -> np.ndarray:
     """The second level: E4M3 values, float32 of amax's shape. Exact."""
-    return round_to(amax * (factor * np.float32(1 / 6)), E4M3)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return round_to(amax * (factor * np.float32(1 / 6)), E4M3)
 
 
 def block_factor(scale: np.ndarray, factor: np.ndarray) -> np.ndarray:
     """What two-level data are multiplied by: factor / scale, 0 where the block's scale is 0. Exact."""
     safe = np.where(scale == 0, np.float32(1), scale)
-    e = np.minimum(factor * (np.float32(1) / safe), FLT_MAX)
+    with np.errstate(over="ignore"):
+        e = np.minimum(factor * (np.float32(1) / safe), FLT_MAX)
     return np.where(scale == 0, np.float32(0), e)
 
 

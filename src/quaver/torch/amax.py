@@ -1,15 +1,17 @@
 """Delayed scaling's state in a layer: a window of amaxes and the factors that follow from it, as plain buffers.
 
-`history` [length, 3] and `factor` [3] have a column each for input, weight and grad_output. Row 0 is what the present step
-has recorded so far; a factor of 0 is unset, and the tensor's own amax is used. On a CPU in eager mode the numbers are read
-and written as Python floats; elsewhere everything is tensor arithmetic without a synchronization.
+`history` [length, 3] and `factor` [3] have a column each for input, weight and grad_output. Row 0 is what the present
+step has recorded so far; a factor of 0 is unset, and the tensor's own amax is used. On a CPU in eager mode the numbers
+are read and written as Python floats; elsewhere everything is tensor arithmetic without a synchronization.
 """
 
 import itertools
 import math
+import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,41 +24,63 @@ from quaver.torch.rounding import exponent, power_of_two
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 
-#: Every quantizable layer, by number.
+#: Every quantizable layer, by number, and the numbers of the layers.
 _layers: dict[int, "weakref.ref[nn.Module]"] = {}
-_numbers = itertools.count()
+_numbers: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+_serials = itertools.count()
 
 
-class _Views(NamedTuple):
+class _Views:
     """A layer's buffers with the views that eager steps use, and the address that tells whether they still hold."""
 
-    history: Tensor
-    factor: Tensor
-    address: int
-    newest: list[Tensor]
-    factors: list[Tensor]
+    __slots__ = ("address", "factor", "factors", "history", "newest", "rolled")
+
+    def __init__(self, history: Tensor, factor: Tensor) -> None:
+        self.history = history
+        self.factor = factor
+        self.address = history.data_ptr()
+        self.newest = list(history[0].unbind())
+        self.factors = list(factor.unbind())
+        #: The history's version when it was last rolled.
+        self.rolled = -1
 
 
 def prepare(layer: nn.Module, recipe: Recipe) -> None:
     """Give a layer the buffers that a delayed recipe needs, unless it has them."""
     assert recipe.delayed is not None
     length = recipe.delayed.length
-    history = layer._buffers.get("history")
-    if history is None or history.shape[0] != length:
-        device = layer.weight.device
+    history, factor = layer._buffers.get("history"), layer._buffers.get("factor")
+    if history is None or factor is None or history.shape[0] != length:
+        if history is not None and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"a layer's history of {history.shape[0]} steps makes room for one of {length}, which starts fresh",
+                stacklevel=4,
+            )
         # Stored column by column, so that a window is contiguous.
-        layer.register_buffer("history", torch.zeros((3, length), device=device).t())
-        layer.register_buffer("factor", torch.zeros(3, device=device))
+        layer.register_buffer("history", torch.zeros((3, length), device=layer.weight.device).t())  # type: ignore[arg-type]
+        layer.register_buffer("factor", torch.zeros(3, device=layer.weight.device))  # type: ignore[arg-type]
+    elif layer.__dict__.get("_delayed", recipe) is not recipe:
+        # Factors for other formats or another margin: the next roll finds new ones.
+        factor.zero_()
+    register(layer)
     layer.__dict__["_delayed"] = recipe
+    layer.__dict__.pop("_copied", None)
 
 
 def register(layer: nn.Module) -> None:
     """Number a layer, so that autocast can roll its history and a compiled backward can find it."""
     if "_number" in layer.__dict__:
         return
-    number = next(_numbers)
-    layer.__dict__["_number"] = torch.tensor(number)
-    _layers[number] = weakref.ref(layer, lambda _: _layers.pop(number, None))
+    number = _numbers.get(layer)
+    if number is None:
+        number = _numbers[layer] = next(_serials)
+        _layers[number] = weakref.ref(layer, partial(_forget, number, _layers))
+    with torch.inference_mode(False):
+        layer.__dict__["_number"] = torch.tensor(number, device="cpu")
+
+
+def _forget(number: int, known: dict[int, Any], _: object) -> None:
+    known.pop(number, None)
 
 
 def layers() -> list[nn.Module]:
@@ -72,9 +96,10 @@ def column_specs(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
 
 
 def saved_factors(layer: nn.Module) -> Tensor | list[float]:
-    """The factors as a forward sees them, for its backward: later rolls do not change them."""
-    factor = layer._buffers["factor"]
-    assert factor is not None
+    """The factors as a forward sees them, for its backward: later rolls do not change them. Unset without a history."""
+    factor = layer._buffers.get("factor")
+    if factor is None:
+        return torch.zeros(3, device=layer.weight.device) if torch.compiler.is_compiling() else [0.0] * 3  # type: ignore[arg-type]
     if torch.compiler.is_compiling() or not factor.is_cpu:
         return factor.clone()
     return [f.item() for f in views(layer).factors]
@@ -95,8 +120,8 @@ def record(layer: nn.Module, column: int, amax: Tensor | float | None) -> None:
 
 
 def record_gradient(number: Tensor, amax: Tensor) -> None:
-    """`record` for a compiled backward, which may not write to a buffer that its forward has written to: it hands over the
-    layer's number, and the write happens where the compiler does not look."""
+    """`record` for a compiled backward, which may not write to a buffer that its forward has written to: it hands over
+    the layer's number, and the write happens where the compiler does not look."""
     ref = _layers.get(int(number))
     layer = None if ref is None else ref()
     if layer is not None and layer._buffers.get("history") is not None:
@@ -112,55 +137,59 @@ def views(layer: nn.Module) -> _Views:
     if cached is None or cached.history is not history or cached.factor is not factor or (
         cached.address != history.data_ptr()
     ):
-        cached = _Views(history, factor, history.data_ptr(), list(history[0].unbind()), list(factor.unbind()))
-        layer.__dict__["_views"] = cached
-    return cached
+        cached = layer.__dict__["_views"] = _Views(history, factor)
+    return cached  # type: ignore[no-any-return]
 
 
-def roll_all(group: Any = None) -> None:
+def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
     """End a step for every layer with a history."""
-    roll(layers(), group)
+    roll(layers(), group, recipe)
 
 
-def roll(layers: Iterable[nn.Module], group: Any = None) -> None:
+def roll(layers: Iterable[nn.Module], group: Any = None, recipe: Recipe | None = None) -> None:
     """What the step recorded joins each window, and the factors follow; a column that recorded nothing stays.
 
     Args:
         layers: with a history.
         group: process group over which row 0 is reduced first; the default one if there is any.
+        recipe: of layers that were given a history by a checkpoint and have not run under any yet.
     Exact: `quaver.core.history.roll` column by column.
     """
     with torch.no_grad():
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             layers = list(layers)
-            _reduce(layers, group)
+            # A copy that only one rank holds, an average of weights for instance, must not wait for the others.
+            _reduce([layer for layer in layers if "_copied" not in layer.__dict__], group)
         for layer in layers:
+            rule = layer.__dict__.get("_delayed", recipe)
             history = layer._buffers["history"]
             assert history is not None
+            if rule is None or rule.delayed is None:
+                continue
             if torch.compiler.is_compiling() or not history.is_cpu:
-                _roll_tensors(layer)
-            elif layer.__dict__.get("_rolled") != history._version:
-                # Nothing was written since the last roll otherwise, by eager or by compiled code.
-                _roll_floats(layer)
-                layer.__dict__["_rolled"] = history._version
+                _roll_tensors(layer, rule)
+                continue
+            seen = views(layer)
+            # Nothing was written since the last roll otherwise, by eager or by compiled code.
+            if seen.rolled != history._version:
+                _roll_floats(seen, rule)
+                seen.rolled = history._version
 
 
 def _reduce(layers: list[nn.Module], group: Any) -> None:
     if not layers:
         return
-    rows = [layer._buffers["history"][0] for layer in layers]  # type: ignore[index]
+    rows: list[Tensor] = [layer._buffers["history"][0] for layer in layers]  # type: ignore[index]
     flat = torch.cat(rows)
     dist.all_reduce(flat, dist.ReduceOp.MAX, group)
     for row, value in zip(rows, flat.split(3), strict=True):
         row.copy_(value)
 
 
-def _roll_floats(layer: nn.Module) -> None:
-    seen = views(layer)
+def _roll_floats(seen: _Views, recipe: Recipe) -> None:
     newest = [v.item() for v in seen.newest]
     if not any(newest):
         return
-    recipe: Recipe = layer.__dict__["_delayed"]
     assert recipe.delayed is not None
     columns = seen.history.t()
     top = columns.amax(1).tolist() if recipe.delayed.algorithm == "max" else newest
@@ -181,15 +210,13 @@ def _factor(amax: float, spec: QuantSpec, margin: int) -> float:
     e = host_factor(amax, spec.format, spec.power_of_two)
     if margin == 0:
         return e
-    bounds = (2.0 ** FACTOR_EXPONENTS[0], 2.0 ** FACTOR_EXPONENTS[1]) if spec.power_of_two else (SMALLEST_NORMAL, float(FLT_MAX))
-    return min(max(math.ldexp(e, -margin), bounds[0]), bounds[1])
+    largest = 2.0 ** FACTOR_EXPONENTS[1] if spec.power_of_two else float(FLT_MAX)
+    return min(max(math.ldexp(e, -margin), SMALLEST_NORMAL), largest)
 
 
-def _roll_tensors(layer: nn.Module) -> None:
+def _roll_tensors(layer: nn.Module, recipe: Recipe) -> None:
     history, factor = layer._buffers["history"], layer._buffers["factor"]
-    assert history is not None and factor is not None
-    recipe: Recipe = layer.__dict__["_delayed"]
-    assert recipe.delayed is not None
+    assert history is not None and factor is not None and recipe.delayed is not None
     newest = history[0].clone()
     top = history.amax(0) if recipe.delayed.algorithm == "max" else newest
     rolled = history.roll(-1, 0)
@@ -204,4 +231,5 @@ def _factor_tensor(amax: Tensor, spec: QuantSpec, margin: int) -> Tensor:
         p = exponent(amax.view(torch.int32), spec.format) - margin
         return power_of_two(p.clamp(*FACTOR_EXPONENTS))
     e = torch.full_like(amax, spec.format.max) / amax.clamp(min=SMALLEST_NORMAL)
-    return (e.clamp(SMALLEST_NORMAL, float(FLT_MAX)) * 2.0**-margin).clamp(min=SMALLEST_NORMAL)
+    e = e.clamp(SMALLEST_NORMAL, float(FLT_MAX)).double() * 2.0**-margin
+    return e.clamp(SMALLEST_NORMAL, float(FLT_MAX)).float()

@@ -25,14 +25,14 @@ ambient = _Ambient()
 class autocast(ContextDecorator):
     """Run the layers inside under a recipe; layers with a recipe of their own keep it.
 
-    It is for the forward pass: backward uses what forward used. Entering the outermost one with gradients enabled ends a
-    step of delayed scaling: every history that recorded something rolls, after one all-reduce of the maxima.
+    It is for the forward pass: backward uses what forward used. Entering the outermost one with gradients enabled ends
+    a step of delayed scaling: every history that recorded something rolls, after one all-reduce of the maxima.
 
     Args:
         recipe: a name from `quaver.recipes.RECIPES` or a Recipe.
         enabled: False switches quantization off inside, also for layers with their own recipe.
-        group: process group that delayed scaling's maxima are reduced over; the default group if torch.distributed is
-            initialized. All its ranks must enter alike.
+        group: process group that delayed scaling's maxima are reduced over; the default group if torch.distributed
+            is initialized. All its ranks must enter alike.
     Raises:
         ValueError: unknown recipe, or none given.
     """
@@ -45,9 +45,13 @@ class autocast(ContextDecorator):
         self.group = group
         self._before: list[tuple[Recipe | None, bool]] = []
 
+    def _recreate_cm(self) -> "autocast":
+        # A decorated function may run in several threads at once.
+        return autocast(self.recipe, enabled=self.enabled, group=self.group)
+
     def __enter__(self) -> "autocast":
-        if ambient.depth == 0 and self.enabled and torch.is_grad_enabled():
-            amax.roll_all(self.group)
+        if ambient.depth == 0 and self.enabled and torch.is_grad_enabled() and not recomputing():
+            amax.roll_all(self.group, self.recipe)
         self._before.append((ambient.recipe, ambient.disabled))
         ambient.recipe = self.recipe if self.enabled else None
         ambient.disabled = not self.enabled
@@ -59,6 +63,11 @@ class autocast(ContextDecorator):
     ) -> None:
         ambient.recipe, ambient.disabled = self._before.pop()
         ambient.depth -= 1
+
+
+def recomputing() -> bool:
+    """Whether a backward is running: what runs forward inside it is checkpointing's recomputation."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 #: The recipes without options, ready made: a compiler traces a lookup, but not how a recipe is built and checked.

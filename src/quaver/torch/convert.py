@@ -1,22 +1,27 @@
 """Turn the nn.Linear layers of any model into quantized ones, in place, and back.
 
-A layer keeps its identity: only its class changes, so that hooks, attributes, training mode, tied weights, shared instances
-and parametrizations are what they were.
+A layer keeps its identity: only its class changes, so that hooks, attributes, training mode, tied weights, shared
+instances and parametrizations are what they were.
 """
 
+import copy
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from quaver import recipes
 from quaver.core.rules import Rule, Rules, matches
 from quaver.core.spec import Recipe
+from quaver.core.suggest import suggest
 from quaver.torch import amax
-from quaver.torch.autocast import ambient
+from quaver.torch.autocast import ambient, recomputing
 from quaver.torch.linear import STATE, TRANSIENT, Linear, prepare
 
 
@@ -28,59 +33,63 @@ class Report:
     converted: dict[str, Recipe] = field(default_factory=dict)
     #: Name of each linear layer left alone, and the reason.
     skipped: dict[str, str] = field(default_factory=dict)
-    #: Patterns, of rules and of skip, that matched nothing.
+    #: Patterns, of rules and of skip, that matched nothing, or only what an earlier one took.
     unused: list[str] = field(default_factory=list)
+    #: How many modules of other classes hold a matrix of their own, such as embeddings and transformers' Conv1D.
+    others: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        by_recipe: dict[str, int] = {}
-        for recipe in self.converted.values():
-            by_recipe[str(recipe)] = by_recipe.get(str(recipe), 0) + 1
+        by_recipe = Counter(str(recipe) for recipe in self.converted.values())
         counts = ", ".join(f"{n} to {name}" for name, n in by_recipe.items()) or "nothing"
         lines = [f"converted {counts}"]
         lines += [f"  left alone: {name or '(root)'} ({why})" for name, why in self.skipped.items()]
-        lines += [f"  matched nothing: {pattern}" for pattern in self.unused]
+        if self.others:
+            lines.append("  not nn.Linear: " + ", ".join(f"{n} {kind}" for kind, n in self.others.items()))
+        lines += [f"  matched nothing: {pattern}{self._nearest(pattern)}" for pattern in self.unused]
         return "\n".join(lines)
 
+    def _nearest(self, pattern: str) -> str:
+        """A hint for a misspelt pattern: the nearest part of a layer's name."""
+        word = pattern.partition(" (")[0].rpartition(".")[2]
+        hint = suggest(word, {part: None for name in (*self.converted, *self.skipped) for part in name.split(".")})
+        return f"; {hint}" if hint.startswith("did you mean") and repr(word) not in hint else ""
 
-def convert(
-    model: nn.Module, recipe: str | Recipe | Rules, *, skip: Sequence[str] = (), seed: int = 0
-) -> Report:
+
+def convert(model: nn.Module, recipe: str | Recipe | Rules, *, skip: Sequence[str] = (), seed: int = 0) -> Report:
     """Convert every nn.Linear that the rules name, in place.
 
-    With a delayed recipe the model rolls its histories at the start of its own forward, unless an autocast around it has
-    done so. Convert the module that DistributedDataParallel wraps, before wrapping it.
+    With a delayed recipe the model rolls its histories at the start of its own forward, unless an autocast around it
+    has done so. Convert the module that DistributedDataParallel wraps, before wrapping it.
 
     Args:
         model: any module; itself an nn.Linear too.
-        recipe: a recipe or its name for all, or `Rules`.
+        recipe: a recipe or its name for all, or `Rules`. A layer that has this recipe already keeps its state.
         skip: patterns of names to leave alone, such as "lm_head".
         seed: of stochastic rounding.
     Returns:
-        What was converted, what was not and why, and the patterns that matched nothing.
+        What was converted, what was not and why, and the patterns that matched nothing. A layer that the model holds
+        under several names is matched by any of them and listed under the first.
     Raises:
         ValueError: an unknown recipe, before anything is changed.
     """
     if isinstance(skip, str):
         raise ValueError(f"skip is the string {skip!r}; give a list of patterns: skip=[{skip!r}]")
     rules = recipe if isinstance(recipe, Rules) else Rules({"*": recipe})
-    chosen = {id(r): None if r.recipe is None else recipes.get(r.recipe) for r in rules.rules}
-    report = Report()
-    used: set[str] = set()
-    inside_attention = _unused_projections(model)
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        rule, why = _decide(name, module, rules, skip, used, inside_attention)
-        if rule is None:
-            report.skipped[name] = why
-            continue
-        wanted = chosen[id(rule)]
-        assert wanted is not None
-        _convert_layer(module, wanted, name, seed)
-        report.converted[name] = wanted
-    report.unused = [p for p in (*skip, *(_label(r) for r in rules.rules)) if p not in used]
-    if any(r.delayed is not None for r in report.converted.values()):
-        _attach(model)
+    chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in rules.rules}
+    report = Report(others=_others(model))
+    used: set[str | Rule] = set()
+    in_attention = _unused_projections(model)
+    for module, names in _linears(model):
+        rule, why = _decide(names, module, rules, skip, used)
+        wanted = None if rule is None else chosen[rule]
+        why = why or in_attention.get(id(module), "") or _unfit(module)
+        if why or wanted is None:
+            report.skipped[names[0]] = why
+        else:
+            _convert_layer(module, wanted, names[0], seed)
+            report.converted[names[0]] = wanted
+    report.unused = [str(p) for p in (*skip, *rules.rules) if p not in used]
+    _settle(model)
     if not report.converted:
         warnings.warn(f"convert changed nothing:\n{report}", stacklevel=2)
     return report
@@ -90,110 +99,117 @@ def revert(model: nn.Module) -> list[str]:
     """Give every converted layer its old class back; weights stay, state of recipes goes. Returns their names."""
     names = []
     for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            _set_class(module, back=True)
+        if isinstance(module, Linear) and _set_class(module, _original):
             for buffer in STATE:
                 module._buffers.pop(buffer, None)
-                module._non_persistent_buffers_set.discard(buffer)
-            for attribute in (*OWN, *TRANSIENT, "_delayed"):
+            for attribute in (*OWN, *TRANSIENT):
                 module.__dict__.pop(attribute, None)
             names.append(name)
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, RollHistories):
-            del model._forward_pre_hooks[key]
-    if hasattr(model, DDP_IGNORES):
-        delattr(model, DDP_IGNORES)
+    _settle(model)
     return names
 
 
 #: Attributes that convert adds to a layer.
-OWN = ("recipe", "seed", "qualified_name", "_serial")
-#: What DistributedDataParallel reads to know which buffers it need not broadcast.
-DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+OWN = ("recipe", "seed", "qualified_name", "_serial", "_delayed")
 
 
-class RollHistories:
-    """A root's forward pre-hook: ends a step of delayed scaling, as entering an outermost autocast would."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if ambient.depth > 0 or not torch.is_grad_enabled():
-            return
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            return
-        amax.roll(m for m in module.modules() if isinstance(m, Linear) and "history" in m._buffers)
+# Which layers are converted.
 
 
-def _attach(model: nn.Module) -> None:
-    """Let the model roll its histories, and keep DDP from overwriting what each rank has recorded with rank 0's."""
-    if not any(isinstance(hook, RollHistories) for hook in model._forward_pre_hooks.values()):
-        model.register_forward_pre_hook(RollHistories(), prepend=True)
-    names = set(getattr(model, DDP_IGNORES, ()))
-    names |= {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in ("history", "factor")}
-    setattr(model, DDP_IGNORES, sorted(names))
+def _linears(model: nn.Module) -> list[tuple[nn.Linear, list[str]]]:
+    """Each nn.Linear once, with all its names."""
+    found: dict[int, tuple[nn.Linear, list[str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            found.setdefault(id(module), (module, []))[1].append(name)
+    return list(found.values())
+
+
+def _others(model: nn.Module) -> dict[str, int]:
+    """Modules that are no nn.Linear and yet own a matrix, counted by class."""
+    return Counter(
+        type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, nn.Linear | nn.ParameterList | nn.ParameterDict)
+        and any(p.dim() > 1 for p in module.parameters(recurse=False) if not nn.parameter.is_lazy(p))
+    )
 
 
 def _decide(
-    name: str, module: nn.Linear, rules: Rules, skip: Sequence[str], used: set[str], in_attention: dict[int, str]
+    names: list[str], module: nn.Linear, rules: Rules, skip: Sequence[str], used: set[str | Rule]
 ) -> tuple[Rule | None, str]:
-    """The rule that converts this layer, or None and why not."""
+    """The first rule that fits any of a layer's names, and "" or why it shall not be converted."""
     for pattern in skip:
-        if matches(pattern, name):
+        if any(matches(pattern, name) for name in names):
             used.add(pattern)
             return None, f"skip pattern {pattern!r}"
-    rule = rules.match(name, module.in_features, module.out_features)
-    if rule is None:
+    fitting = [rule for n in names if (rule := rules.match(n, module.in_features, module.out_features)) is not None]
+    if not fitting:
         return None, "no rule matches it"
-    used.add(_label(rule))
-    if rule.recipe is None:
-        return None, f"rule {_label(rule)!r} leaves it untouched"
-    if id(module) in in_attention:
-        return None, in_attention[id(module)]
+    rule = min(fitting, key=rules.rules.index)
+    used.add(rule)
+    return rule, f"rule {str(rule)!r} leaves it untouched" if rule.recipe is None else ""
+
+
+def _unfit(module: nn.Linear) -> str:
+    """Why a layer cannot be converted, or ""."""
     if not isinstance(module, Linear) and type(module).forward is not nn.Linear.forward:
-        return None, f"{type(module).__name__} has a forward of its own"
-    if nn.parameter.is_lazy(getattr(module, "weight", None)):
-        return None, "its weight has no shape yet; run one forward first"
-    return rule, ""
-
-
-def _label(rule: Rule) -> str:
-    sizes = [
-        f"{name}={value}"
-        for name, value, default in (
-            ("min_in_features", rule.min_in_features, 0),
-            ("min_out_features", rule.min_out_features, 0),
-            ("multiple_of", rule.multiple_of, 1),
-        )
-        if value != default
-    ]
-    return rule.pattern + (f" ({', '.join(sizes)})" if sizes else "")
+        return f"{type(module).__name__} has a forward of its own"
+    taken = [name for name in STATE if name in module._buffers]
+    if taken and not isinstance(module, Linear):
+        return f"it has a buffer {taken[0]!r} of its own"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    weight = module._parameters.get("weight")
+    if weight is not None and nn.parameter.is_lazy(weight):
+        return "its weight has no shape yet; run one forward first"
+    return ""
 
 
 def _unused_projections(model: nn.Module) -> dict[int, str]:
-    """Linears whose weight their parent reads without calling them."""
+    """Linears whose weight their parent reads without calling them, and the reason to leave them."""
     why = "nn.MultiheadAttention reads its weight without calling it"
     return {id(m.out_proj): why for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
 
 
+# One layer: its class and its attributes.
+
+
 def _convert_layer(module: nn.Linear, recipe: Recipe, name: str, seed: int) -> None:
     if not isinstance(module, Linear):
-        _set_class(module)
-    for buffer in STATE:
-        module._buffers.pop(buffer, None)
-    module.recipe = recipe  # type: ignore[assignment]
-    module.seed = seed  # type: ignore[assignment]
-    module.qualified_name = name  # type: ignore[assignment]
+        _set_class(module, _counterpart)
+    if module.__dict__.get("recipe") is not recipe:
+        for buffer in STATE:
+            module._buffers.pop(buffer, None)
+    module.__dict__.update(recipe=recipe, seed=seed, qualified_name=name)
     amax.register(module)
     prepare(module, recipe)
 
 
-def _set_class(module: nn.Linear, back: bool = False) -> None:
-    """Swap a layer's class for its quantized counterpart; a parametrized layer's class is its own, so its base is swapped."""
+def _set_class(module: nn.Linear, exchanged: Any) -> bool:
+    """Exchange a layer's class by a function of classes; False where that knows none.
+
+    A parametrized layer has a class of its own above the one to exchange, which copies of the layer share: it gets
+    another rather than other bases.
+    """
     kind = type(module)
-    if torch.nn.utils.parametrize.is_parametrized(module):
-        base = kind.__bases__[0]
-        kind.__bases__ = (_original(base) if back else _counterpart(base),)
-    else:
-        module.__class__ = _original(kind) if back else _counterpart(kind)
+    above = is_parametrized(module)
+    base = exchanged(kind.__bases__[0] if above else kind)
+    if base is None:
+        return False
+    if above:
+        members = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+        base = type(kind.__name__, (base,), {**members, "__deepcopy__": _copied})
+    module.__class__ = base
+    return True
+
+
+def _copied(self: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
+    """Deepcopy a parametrized layer, whose class refuses to be pickled."""
+    made: nn.Linear = type(self).__new__(type(self))
+    memo[id(self)] = made
+    made.__setstate__(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in TRANSIENT}, memo))
+    return made
 
 
 _counterparts: dict[type, type] = {nn.Linear: Linear}
@@ -203,12 +219,13 @@ def _counterpart(kind: type) -> type:
     """The quantized class for nn.Linear, or for a subclass of it that has no forward of its own."""
     if kind not in _counterparts:
         members = {"__reduce_ex__": _reduce, "__module__": kind.__module__, "_original": kind}
-        _counterparts[kind] = type(kind.__name__, (Linear, kind), members)
+        _counterparts[kind] = type(kind.__name__, (kind, Linear), members)
     return _counterparts[kind]
 
 
-def _original(kind: type) -> type:
-    return getattr(kind, "_original", nn.Linear)
+def _original(kind: type) -> type | None:
+    """What `_counterpart` was given; None for classes that it did not make."""
+    return nn.Linear if kind is Linear else vars(kind).get("_original")
 
 
 def _reduce(module: Any, protocol: int) -> Any:
@@ -217,5 +234,68 @@ def _reduce(module: Any, protocol: int) -> Any:
 
 
 def _rebuild(kind: type) -> Any:
-    made = _counterpart(kind)
+    made: Any = _counterpart(kind)
     return made.__new__(made)
+
+
+# What the model around the layers needs.
+
+#: What DistributedDataParallel reads to know which buffers it need not broadcast.
+DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+#: In eval mode these read the weights of the layers in them without calling them, unless this attribute is false.
+FAST_PATHS = {nn.TransformerEncoder: "use_nested_tensor", nn.TransformerEncoderLayer: "activation_relu_or_gelu"}
+
+#: Models that roll their own histories.
+_roots: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+class RollHistories:
+    """A root's forward pre-hook: ends a step of delayed scaling, as entering an outermost autocast would."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if ambient.depth == 0 and torch.is_grad_enabled() and not recomputing():
+            amax.roll(_with_history(module))
+
+
+def _with_history(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, Linear) and "history" in m._buffers]
+
+
+def _settle(model: nn.Module) -> None:
+    """Make the hooks and switches around the layers fit what the layers now are."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            # The outermost converted model rolls: a part of it that is called twice in a step must not roll between.
+            if isinstance(hook, RollHistories):
+                del module._forward_pre_hooks[key]
+        _roots.discard(module)
+        for kind, switch in FAST_PATHS.items():
+            if isinstance(module, kind):
+                _switch_off(module, switch, any(isinstance(m, Linear) for m in module.modules()))
+    rolls = bool(_with_history(model))
+    if rolls and not any(model is part for root in _roots for part in root.modules()):
+        model.register_forward_pre_hook(RollHistories(), prepend=True)
+        _roots.add(model)
+    _ignore_histories(model)
+
+
+def _switch_off(module: nn.Module, switch: str, off: bool) -> None:
+    """Set an attribute to False and remember what it was, or give it back."""
+    mine = module.__dict__
+    if off and "_before_convert" not in mine:
+        mine["_before_convert"] = mine.get(switch, False)
+        mine[switch] = False
+    elif not off and "_before_convert" in mine:
+        mine[switch] = mine.pop("_before_convert")
+
+
+def _ignore_histories(model: nn.Module) -> None:
+    """Keep DDP from overwriting what each rank has recorded with rank 0's; what the user ignores stays ignored."""
+    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    ours = {f"{name}.{b}".lstrip("."): b in m._buffers for name, m in linears for b in ("history", "factor")}
+    before = list(getattr(model, DDP_IGNORES, ()))
+    names = [name for name in before if name not in ours] + [name for name, is_there in ours.items() if is_there]
+    if names:
+        setattr(model, DDP_IGNORES, names)
+    elif before:
+        delattr(model, DDP_IGNORES)

@@ -1,4 +1,8 @@
-"""How many values of each operand saturated, were flushed to zero or were not finite. Off, and then free, by default."""
+"""How many values of each operand saturated, were flushed to zero or were not finite.
+
+Off by default, and then free: a quantization looks at one attribute, `active.counters`. That is one for the process
+and not for the thread, because on a GPU backward runs in another thread than forward.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,6 +14,7 @@ from torch import Tensor, nn
 
 from quaver.torch.hadamard import rotate
 from quaver.torch.quantized import Quantized, spread
+from quaver.torch.weights import refresh
 
 
 @dataclass
@@ -26,36 +31,41 @@ class Counts:
 
 
 class Counters:
-    """Counts by layer and operand ("input", "weight", "grad_output", and with ".T" for a second copy along tokens)."""
+    """Counts by layer and operand: "input", "weight", "grad_output", and with ".T" the copies for other GEMMs.
+
+    `table[layer][operand]` is a `Counts`; an operand that two GEMMs share is counted once.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self.table: dict[str, dict[str, Counts]] = defaultdict(lambda: defaultdict(Counts))
 
     def note(self, layer: nn.Module, operand: str, x: Tensor, q: Quantized) -> None:
+        """Add up one operand; x is what was quantized, before a Hadamard."""
         name = self._names.get(id(layer))
-        if name is None:
+        if name is None or torch.compiler.is_compiling():
             return
         counts = self.table[name][operand]
-        exact = x.detach().to(torch.float32)
-        if q.spec.hadamard:
-            exact = rotate(exact)
-        exact = exact.abs()
+        given = x.detach().to(torch.float32)
+        exact = (rotate(given) if q.spec.hadamard else given).abs()
         finite = exact.isfinite()
-        largest = q.spec.format.max * spread(q.scales(), q.spec.block, q.shape)
-        counts.elements += exact.numel()
+        # Where a scale is rounded, its largest value may miss the amax that it was made from by its last bits.
+        tolerance = 1.0 if q.spec.power_of_two else 1.0 + 2.0**-22
+        largest = q.spec.format.max * spread(q.scales(), q.spec.block, q.shape) * tolerance
+        counts.elements += given.numel()
         counts.saturated += int((finite & (exact > largest)).sum())
         counts.flushed += int((finite & (exact > 0) & (q.values() == 0)).sum())
-        counts.nonfinite += int((~finite).sum())
+        counts.nonfinite += int((~given.isfinite()).sum())
 
     def __str__(self) -> str:
-        rows = [f"{'layer':<40}{'operand':<16}{'elements':>12}{'saturated':>12}{'flushed':>12}{'non-finite':>12}"]
+        if not self.table:
+            return "nothing was quantized while counting (compiled layers are not counted)"
+        lines = [f"{'layer':<40}{'operand':<16}{'elements':>12}{'saturated':>12}{'flushed':>12}{'non-finite':>12}"]
         for layer, operands in self.table.items():
             for operand, c in operands.items():
-                rows.append(
-                    f"{layer or '(root)':<40}{operand:<16}{c.elements:>12}{c.saturated:>12}{c.flushed:>12}{c.nonfinite:>12}"
-                )
-        return "\n".join(rows)
+                numbers = "".join(f"{n:>12}" for n in (c.elements, c.saturated, c.flushed, c.nonfinite))
+                lines.append(f"{layer or '(root)':<40}{operand:<16}{numbers}")
+        return "\n".join(lines)
 
 
 class _Active:
@@ -67,8 +77,12 @@ active = _Active()
 
 @contextmanager
 def count(model: nn.Module) -> Iterator[Counters]:
-    """Count while this is open, in eager mode: `with count(model) as c: step(); print(c)`."""
+    """Count while this is open, in eager mode: `with count(model) as counters: step()`, then `print(counters)`.
+
+    A weight is counted each time it is quantized; those kept from before are quantized anew.
+    """
     before = active.counters
+    refresh(model)
     active.counters = Counters(model)
     try:
         yield active.counters

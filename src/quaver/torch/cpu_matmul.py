@@ -19,6 +19,8 @@ from quaver.torch.quantized import Quantized, e2m1_values
 
 #: Up to this m × n × k a plain float32 GEMM is fastest.
 SMALL = 1 << 18
+#: GEMMs with an output of at most this many rows or columns are left to float64.
+NARROW = 4
 #: Exponents of block scales that may be folded into the operands: products and sums stay normal float32 numbers.
 FOLD = (-50, 6)
 #: Row scales within these go on the output one after the other without leaving the range.
@@ -41,10 +43,10 @@ def matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None =
     size = m * n * k
     if 0 < size <= SMALL and a.scale.__class__ is float and b.scale.__class__ is float:
         return _small(a, b, a.scale * b.scale, dtype, bias)  # type: ignore[operator,arg-type]
-    exact = _folds_exactly(a) and _folds_exactly(b)
-    if size == 0 or (min(m, n) == 1 and not exact):
-        # A matrix-vector product of rounded products adds up its errors; it is as cheap in float64.
+    if size == 0 or min(m, n) <= NARROW:
+        # A matrix times a few vectors is summed in one long row, whose errors add up; float64 is as cheap there.
         return reference.matmul(a, b, dtype, bias)
+    exact = _folds_exactly(a) and _folds_exactly(b)
     tiny = size <= SMALL
     half = dtype is torch.bfloat16 and bias is None and not tiny and _rescales_exactly(a) and _rescales_exactly(b)
     left, right = decode(a, half, tiny), decode(b, half, tiny)
@@ -186,8 +188,8 @@ def _decode_two_level(q: Quantized, half: bool) -> tuple[Tensor, float]:
     assert isinstance(q.scale, Tensor) and q.tensor_factor is not None
     factor = q.scale.view(torch.float8_e4m3fn).to(torch.bfloat16 if half else torch.float32)
     rows, columns = q.lying_shape
-    values = _e2m1_pairs(half).index_select(0, q.data.reshape(-1).to(torch.int32))
-    values = values.view(rows, -1)[:, :columns].contiguous()
+    pairs = _e2m1_pairs(half).index_select(0, q.data.reshape(-1).to(torch.int32))
+    values = pairs.view(factor.dtype).view(rows, -1)[:, :columns].contiguous()
     return fold(values, factor, q.lying_block), 1.0 / q.tensor_factor.item()
 
 
@@ -195,12 +197,12 @@ _pairs: dict[bool, Tensor] = {}
 
 
 def _e2m1_pairs(half: bool) -> Tensor:
-    """Both values of every byte of packed E2M1, [256, 2]."""
+    """Both values of every byte of packed E2M1, as one integer each: [256]."""
     if half not in _pairs:
         byte = torch.arange(256)
         values = e2m1_values(torch.device("cpu"))
         both = torch.stack([values[byte & 15], values[byte >> 4]], 1)
-        _pairs[half] = both.to(torch.bfloat16 if half else torch.float32)
+        _pairs[half] = both.to(torch.bfloat16).view(torch.int32)[:, 0] if half else both.view(torch.int64)[:, 0]
     return _pairs[half]
 
 

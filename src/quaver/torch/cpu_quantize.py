@@ -44,20 +44,21 @@ def quantize(
     shape = x.shape
     if turned:
         x = x.t()
-    top = host_amax(x)
-    wanted = top if amax is None else float(amax)
-    e = 0.0 if factor is None else float(factor)
+    fmt, exact = spec.format, spec.power_of_two
+    top = wanted = host_amax(x)
+    if amax is not None:
+        wanted = float(amax)
+    e = float(factor) if factor is not None else 0.0
     if e == 0.0:
-        e = host_factor(wanted, spec.format, spec.power_of_two)
-    if not spec.power_of_two or x.dtype is torch.float16:
-        y = x.float() * e
+        e = host_factor(wanted, fmt, exact)
+    y = x * scalar(e) if exact and x.dtype is not torch.float16 else x.float() * e
+    if not top * e <= fmt.max:
+        y.clamp_(-fmt.max, fmt.max)
+    if not (top < math.inf and wanted < math.inf):
+        scale = math.nan
     else:
-        y = x * scalar(e)
-    limit = spec.format.max
-    if not top * e <= limit:
-        y.clamp_(-limit, limit)
-    scale = _reciprocal(e, spec.power_of_two) if top < math.inf and wanted < math.inf else math.nan
-    return Quantized(y.type(STORAGE[spec.format.name]), scale, spec, shape, turned, None, top)
+        scale = 1.0 / e if exact else float(np.float32(1.0 / e))
+    return Quantized(y.type(STORAGE[fmt.name]), scale, spec, shape, turned, None, top)
 
 
 #: Powers of two as tensors without dimensions: torch multiplies by one in half the time that a Python number takes.
@@ -96,10 +97,6 @@ def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
     return float(np.float32(min(max(fmt.max / amax, SMALLEST_NORMAL), float(FLT_MAX))))
 
 
-def _reciprocal(e: float, power_of_two: bool) -> float:
-    return 1.0 / e if power_of_two else float(np.float32(1.0 / e))
-
-
 def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: bool) -> Quantized:
     if x.numel() == 0:
         return reference.quantize(x, spec, amax)
@@ -113,6 +110,9 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: boo
         given = reference.given_bits(amax, bits.t() if turned else bits)
         bits = (given.t() if turned else given).contiguous()
     e = reference.factors(bits, spec)
+    if spec.scale == "e8m0" and amax is not None:
+        # An amax of 0 was given for data that need not be 0: they become zeros of their sign.
+        e = torch.where(bits == 0, 0.0, e)
     for dim in dims:
         e = e.unsqueeze(dim)
     y = view * e.to(view.dtype)
@@ -120,11 +120,12 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: boo
     finite = (bits < INFINITY_BITS) & (measured < INFINITY_BITS)
     if amax is not None or not finite.all().item():
         y.clamp_(-limit, limit)
-    if spec.scale == "e8m0" and amax is not None:
-        y.masked_fill_((bits == 0).view(e.shape), 0.0)
-    data = y.to(STORAGE[spec.format.name]).view(_padded_shape(view, dims))[: base.shape[0], : base.shape[1]]
+    data = y.to(STORAGE[spec.format.name]).view(_padded_shape(view, dims))
+    if data.shape != base.shape:
+        # A copy, so that backward does not keep the padding.
+        data = data[: base.shape[0], : base.shape[1]].clone(memory_format=torch.contiguous_format)
     scale = _stored_scale(bits, finite, e.view(bits.shape), spec)
-    return Quantized(data.contiguous(), scale, spec, x.shape, turned, None, measured.view(torch.float32))
+    return Quantized(data, scale, spec, x.shape, turned, None, measured.view(torch.float32))
 
 
 def blocked(base: Tensor, block: tuple[int | None, int | None]) -> tuple[Tensor, list[int]]:

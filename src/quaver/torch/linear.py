@@ -4,12 +4,13 @@
     dgrad   grad_input  [T, K] = grad_output   [T, N] @ weight.T [K, N].T
     wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
 
-`fprop`, `dgrad` and `wgrad` below are plain functions that other layers compose; `_Linear` ties them to autograd, keeping for
-backward what the GEMM consumed (one byte an element or half of one) and the weight itself, never the input in high precision
-unless the recipe asks for it.
+`fprop`, `dgrad` and `wgrad` below are plain functions that other layers compose; `_Linear` ties them to autograd,
+keeping for backward what the GEMM consumed (one byte an element or half of one) and the weight itself, never the input
+in high precision unless the recipe asks for it.
 """
 
 import itertools
+import math
 import warnings
 import zlib
 from typing import Any
@@ -117,16 +118,19 @@ def quantize(
 
 def _with_noise(layer: nn.Module, operand: str, x: Tensor, spec: QuantSpec) -> Quantized:
     """Round at random; the count moves on, so that the next micro-batch draws other noise."""
-    count = layer._buffers["count"]
-    assert count is not None
+    count = layer._buffers.get("count")
+    if count is None:
+        count = _fresh_count(layer)
     which = int(operand.endswith(".T"))
-    q = ops.run_quantize(x, spec, None, None, (layer.seed, tensor_id(layer, operand), count[which].clone()))  # type: ignore[arg-type]
+    seed: int = layer.__dict__.get("seed", 0)
+    q = ops.run_quantize(x, spec, None, None, (seed, tensor_id(layer, operand), count[which].clone()))
     count[which] += 1
     return q
 
 
 def tensor_id(layer: nn.Module, operand: str) -> int:
-    """Which Philox stream: the crc32 of "module.operand" where convert knows the name, else the order of construction."""
+    """Which Philox stream: the crc32 of "module.operand" where convert knows the name, else the order of construction.
+    """
     name = layer.__dict__.get("qualified_name")
     if name is not None:
         return zlib.crc32(f"{name}.{operand}".encode())
@@ -175,8 +179,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         need_input, need_weight, *_ = ctx.needs_input_grad
         factors = None if recipe.delayed is None else amax.saved_factors(layer)
-        call = _Call(recipe, x, x.dtype, need_weight, record, factors)
-        y = fprop(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, bias, layer, recipe, call)
+        call = _Call(recipe, x, x.dtype, need_weight and record, record, factors)
+        y = fprop(x if x.dim() == 2 else _matrix(x), weight, bias, layer, recipe, call)
         _save(ctx, call, weight if need_input else None)
         ctx.about = layer, recipe, x.shape, weight.dtype, None if bias is None else bias.dtype
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
@@ -190,7 +194,8 @@ class _Linear(torch.autograd.Function):
             # create_graph=True: the gradients exist, only their own derivative does not.
             with torch.no_grad():
                 grads = _backward(ctx, g)
-            return tuple(None if t is None else _NoDoubleBackward.apply(t, g) for t in grads[:3]) + grads[3:]
+            sources = g, ctx.saved_tensors[0], torch.empty(0, requires_grad=True)
+            return tuple(None if t is None else _NoDoubleBackward.apply(t, *sources) for t in grads[:3]) + grads[3:]
         return _backward(ctx, g)
 
 
@@ -203,19 +208,26 @@ NO_FUNCTORCH = (
     "torch.autograd, or run them in high precision for this: with quaver.torch.autocast(enabled=False)"
 )
 NO_DOUBLE_BACKWARD = (
-    "quantized layers have no second derivative: rounding has none. Compute the part that is differentiated twice in high "
-    "precision: with quaver.torch.autocast(enabled=False)"
+    "quantized layers have no second derivative: rounding has none. Compute the part that is differentiated twice in "
+    "high precision: with quaver.torch.autocast(enabled=False)"
 )
 
 
 class _NoDoubleBackward(torch.autograd.Function):
+    """A gradient as it is, tied to what it depends on: differentiating it once more is seen and not taken for 0."""
+
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, source: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         raise NotImplementedError(NO_DOUBLE_BACKWARD)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """[..., k] to [tokens, k]."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _save(ctx: Any, call: _Call, weight: Tensor | None) -> None:
@@ -239,7 +251,7 @@ def _save(ctx: Any, call: _Call, weight: Tensor | None) -> None:
 def _kept(ctx: Any, data: Any, scale: Any, tensor_factor: Any) -> Tensor | Quantized:
     """The operand that `_save` took apart."""
     if ctx.kept is None:
-        return data  # type: ignore[no-any-return]
+        return data
     spec, shape, turned, host_scale = ctx.kept
     return Quantized(data, host_scale if scale is None else scale, spec, shape, turned, tensor_factor)
 
@@ -250,7 +262,7 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     dtype, record, host_factors = ctx.call
     layer, recipe, shape, weight_dtype, bias_dtype = ctx.about
     call = _Call(recipe, g, dtype, need_weight, record, host_factors if factors is None else factors)
-    g2 = g if g.dim() == 2 else g.reshape(-1, g.shape[-1])
+    g2 = g if g.dim() == 2 else _matrix(g)
     grad_input = grad_weight = grad_bias = None
     gq: Tensor | Quantized = g2
     if recipe.dgrad.a is not None and (need_input or (need_weight and call.plan.grad_output)):
@@ -276,14 +288,16 @@ class Linear(nn.Linear):
     """`nn.Linear` whose GEMMs follow a recipe: its own, else the innermost `autocast`'s, else none.
 
     Args:
-        in_features, out_features, bias, device, dtype: as `nn.Linear`; the state dict is the same too. Delayed scaling adds
-            buffers `history` [length, 3] and `factor` [3], stochastic rounding `count` [2]; all are ordinary state.
-        recipe: a name or Recipe that this layer always uses. A delayed recipe rolls its history when the outermost autocast
-            is entered, or at the forward of a converted model: run the model in one of them.
+        in_features, out_features, bias, device, dtype: as `nn.Linear`; the state dict is the same too. Delayed scaling
+            adds buffers `history` [length, 3] and `factor` [3], stochastic rounding `count` [3] (quantizations of
+            grad_output, of its transpose, and the number of the noise's stream); all are ordinary state.
+        recipe: a name or Recipe that this layer always uses. A delayed recipe rolls its history when the outermost
+            autocast is entered, or at the forward of a converted model: run the model in one of them.
         seed: of stochastic rounding.
-    Input [..., in_features] in float32, bfloat16 or float16, of the weight's dtype or under torch.autocast; any number of
-    tokens, none included. float64 runs unquantized, with a warning.
-    Exact: all codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in float64.
+    Input [..., in_features] in float32, bfloat16 or float16, of the weight's dtype or under torch.autocast; any number
+    of tokens, none included. float64 runs unquantized, with a warning.
+    Exact: all codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in
+    float64.
     """
 
     #: The layer's own recipe; None takes the ambient one.
@@ -312,6 +326,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         recipe = recipe_in_force(self.recipe)
         compiling = torch.compiler.is_compiling()
+        training = torch.is_grad_enabled()
         mine = self.__dict__
         if not compiling:
             # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
@@ -319,14 +334,15 @@ class Linear(nn.Linear):
                 recipe = mine["_last"]
             mine["_last"] = recipe
         parameters = self._parameters
-        weight = parameters["weight"] if "weight" in parameters else self.weight
-        bias = parameters["bias"] if "bias" in parameters else self.bias
+        # Parametrizations make attributes of them; module.__getattr__ takes as long as a small operation.
+        weight: Tensor = parameters["weight"] if "weight" in parameters else self.weight  # type: ignore[assignment] # noqa: SIM401
+        bias: Tensor | None = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
             return F.linear(input, weight, bias)
-        if mine.get("_prepared") is not recipe:
+        if training and mine.get("_prepared") is not recipe:
             prepare(self, recipe)
         device = "cpu" if input.is_cpu else input.device.type
-        casting = torch.is_autocast_enabled(device)
+        casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in ops.DTYPES
         x = input.to(torch.get_autocast_dtype(device)) if casting else input
         if x.dtype is not weight.dtype and not casting:
             raise ValueError(_dtype_sentence(self, x.dtype))
@@ -338,15 +354,17 @@ class Linear(nn.Linear):
         if x.dtype not in ops.DTYPES:
             return _unquantized(x, weight, bias)
         if compiling:
-            return _Linear.apply(x, weight, bias, self, recipe, torch.is_grad_enabled())  # type: ignore[no-any-return]
+            return _Linear.apply(x, weight, bias, self, recipe, training)
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(NO_FUNCTORCH)
-        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (x, weight)):
+        if forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(t).tangent is not None for t in (x, weight, bias) if t is not None
+        ):
             raise NotImplementedError(NO_FORWARD_MODE)
         if not casting:
-            return _Linear.apply(x, weight, bias, self, recipe, torch.is_grad_enabled())  # type: ignore[no-any-return]
+            return _Linear.apply(x, weight, bias, self, recipe, training)
         with ops.without_autocast(device):
-            return _Linear.apply(x, weight, bias, self, recipe, torch.is_grad_enabled())  # type: ignore[no-any-return]
+            return _Linear.apply(x, weight, bias, self, recipe, training)
 
     def extra_repr(self) -> str:
         own = "" if self.recipe is None else f", recipe={self.recipe}"
@@ -356,6 +374,8 @@ class Linear(nn.Linear):
         """Move and cast, but leave the histories and counts their dtype and, unless they were on meta, their values."""
         held = {name: self._buffers.pop(name) for name in STATE if name in self._buffers}
         super()._apply(fn, recurse)
+        # Casting there and back may bring other values to the same address.
+        self.__dict__.pop("_weights", None)
         for name, buffer in held.items():
             assert buffer is not None
             device = self.weight.device
@@ -368,50 +388,88 @@ class Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for name in ("recipe", "_delayed"):
+            if self.__dict__.get(name) is not None:
+                self.__dict__[name] = recipes.get(self.__dict__[name])
+        if self._buffers.get("history") is not None:
+            self.__dict__["_copied"] = True
         amax.register(self)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        _match_state(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
+    ) -> None:
+        _match_state(self, state_dict, prefix, missing)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
 
 
 #: Attributes that are made again when they are missing.
-TRANSIENT = ("_number", "_weights", "_views", "_rolled", "_last", "_prepared")
+TRANSIENT = ("_number", "_weights", "_views", "_last", "_prepared", "_copied")
 #: Buffers that recipes add.
 STATE = ("history", "factor", "count")
 
 
 def prepare(layer: nn.Module, recipe: Recipe) -> None:
-    """Give a layer the buffers that a recipe keeps state in."""
+    """Give a layer the buffers that a recipe keeps state in: for training, nothing else writes them."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return prepare(layer, recipe)
     if recipe.delayed is not None:
         amax.prepare(layer, recipe)
     if recipe.stochastic and layer._buffers.get("count") is None:
-        layer.register_buffer("count", torch.zeros(2, dtype=torch.int64, device=layer.weight.device))  # type: ignore[arg-type]
+        layer.register_buffer("count", _fresh_count(layer))
     layer.__dict__["_prepared"] = recipe
 
 
-def _match_state(layer: Linear, state_dict: Any, prefix: str) -> None:
+def _fresh_count(layer: nn.Module) -> Tensor:
+    device: Any = layer.weight.device
+    return torch.tensor([0, 0, layer.__dict__.get("_serial", 0)], device=device)
+
+
+def _match_state(layer: Linear, state_dict: Any, prefix: str, load: object) -> None:
     """Make a checkpoint of any recipe fit: adopt state that the layer may yet need, drop what its recipe does not use."""
     for name in STATE:
         key = prefix + name
-        mine = layer._buffers.get(name)
-        if key in state_dict and mine is None:
-            if layer.recipe is None:
-                layer.register_buffer(name, state_dict[key].detach().clone().to(layer.weight.device))
-            else:
-                del state_dict[key]
-        elif key in state_dict and mine is not None and mine.shape != state_dict[key].shape:
-            warnings.warn(
-                f"{key} has shape {tuple(state_dict[key].shape)} in the checkpoint and {tuple(mine.shape)} here (another "
-                "history length): it starts fresh",
-                stacklevel=2,
+        mine, given = layer._buffers.get(name), state_dict.get(key)
+        if given is None:
+            if mine is not None and name != "factor":
+                _warn_once(load, f"{key} is not in the checkpoint (another recipe wrote it): it starts fresh")
+                _start_fresh(layer, name, state_dict, prefix)
+        elif mine is None and layer.recipe is not None:
+            del state_dict[key]
+        elif mine is None:
+            layer.register_buffer(name, given.detach().clone().to(layer.weight.device))
+        elif mine.shape != given.shape:
+            _warn_once(
+                load,
+                f"{key} has shape {tuple(given.shape)} in the checkpoint and {tuple(mine.shape)} here (another history "
+                "length): it starts fresh",
             )
-            state_dict[key] = torch.zeros_like(mine)
-        elif key not in state_dict and mine is not None and name != "factor":
-            warnings.warn(f"{key} is not in the checkpoint (another recipe wrote it): it starts fresh", stacklevel=2)
-            state_dict[key] = torch.zeros_like(mine)
-            if name == "history":
-                state_dict[prefix + "factor"] = torch.zeros_like(layer._buffers["factor"])  # type: ignore[arg-type]
+            _start_fresh(layer, name, state_dict, prefix)
+        else:
+            state_dict[key] = given.to(mine.dtype)
+    if prefix + "count" in state_dict:
+        layer.__dict__["_serial"] = int(state_dict[prefix + "count"][2])
+
+
+def _start_fresh(layer: Linear, name: str, state_dict: Any, prefix: str) -> None:
+    if name == "count":
+        state_dict[prefix + name] = _fresh_count(layer)
+        return
+    for buffer in ("history", "factor"):
+        state_dict[prefix + buffer] = torch.zeros_like(layer._buffers[buffer])  # type: ignore[arg-type]
+
+
+class _Load:
+    """The load_state_dict that warned last, known by the list it collects missing keys in."""
+
+    current: object = None
+
+
+def _warn_once(load: object, sentence: str) -> None:
+    """Warn for the first layer of a load; the others say the same."""
+    if _Load.current is not load:
+        _Load.current = load
+        warnings.warn(sentence + ", and so does what other layers lack", stacklevel=2)
 
 
 def _dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:

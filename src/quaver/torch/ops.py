@@ -16,7 +16,7 @@ from quaver.core.registry import Impl, Op
 from quaver.core.registry import only as _only
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax as amax_state
-from quaver.torch import cpu_matmul, cpu_quantize, reference
+from quaver.torch import cpu_fp4, cpu_matmul, cpu_quantize, reference
 from quaver.torch.quantized import STORAGE, Quantized
 
 #: (seed, tensor id, count) of stochastic rounding; count may be an int64 tensor of one element.
@@ -32,7 +32,11 @@ def _always(*_: object) -> str:
 
 QUANTIZE = Op(
     "quantize",
-    [Impl("cpu", cpu_quantize.quantize, cpu_quantize.reason), Impl("reference", reference.quantize, _always)],
+    [
+        Impl("cpu", cpu_quantize.quantize, cpu_quantize.reason),
+        Impl("cpu_fp4", cpu_fp4.quantize, cpu_fp4.reason),
+        Impl("reference", reference.quantize, _always),
+    ],
 )
 MATMUL = Op(
     "matmul",

@@ -63,15 +63,15 @@ def encode(y: Tensor, spec: QuantSpec, u: Tensor | None) -> Tensor:
 def encode_e2m1(y: Tensor, u: Tensor | None) -> Tensor:
     """float32 to E2M1 codes, one a byte. The grid has step 1/2 below 2, 1 below 4 and 2 above; NaN becomes +6."""
     a = y.abs().clamp_(max=6.0)
-    below2, below4 = a < 2.0, a < 4.0
+    over2, over4 = (a >= 2.0).to(torch.float32), (a >= 4.0).to(torch.float32)
     # In units of its step a magnitude of the first stretch counts from 0, of the second from 2, of the third from 4.
-    a.mul_(torch.where(below2, 2.0, torch.where(below4, 1.0, 0.5)))
-    first = torch.where(below2, 0.0, torch.where(below4, 2.0, 4.0))
+    first = (over2 + over4).mul_(2.0)
+    a.mul_(over4.mul_(0.5).add_(over2).neg_().add_(2.0))
     if u is None:
         code = a.round_().add_(first)
     else:
         whole = a.floor()
-        code = (u < a.sub_(whole)).to(torch.float32).add_(whole).add_(first)
+        code = whole.add_(u < a.sub_(whole)).add_(first)
     code = code.nan_to_num_(nan=7.0).to(torch.uint8)
     negative = torch.signbit(y) & ~y.isnan()
     return code | negative.to(torch.uint8) << 3

@@ -1,7 +1,8 @@
-"""A layer's quantized weight, kept until the weight changes: once per optimizer step, however many micro-batches there are.
+"""A layer's quantized weight, kept until the weight changes: once per optimizer step, however many micro-batches.
 
-The key is the parameter itself, its address, its version and a count of optimizer steps: torch's fused optimizers write
-weights without moving `_version`. A write through `.data` is seen by none of them; `refresh` drops what is kept.
+The key is the parameter itself, its storage, its address, its version and a count of optimizer steps: torch's fused
+optimizers write weights without moving `_version`. A write through `.data` is seen by none of them; `refresh` drops
+what is kept. It belongs to one layer in one process: it is neither copied, pickled nor part of the state dict.
 """
 
 import weakref
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quaver.core.spec import QuantSpec
@@ -17,12 +19,21 @@ from quaver.torch.quantized import Quantized
 
 class _Entry(NamedTuple):
     parameter: "weakref.ref[Tensor]"
+    #: Held weakly, but held: a later storage cannot get its identity, as one can get its address (.bfloat16().float()).
+    storage: StorageWeakRef
     address: int
     version: int
     steps: int
     spec: QuantSpec
-    factor: Any
+    factor: float
     quantized: Quantized
+
+
+class _Kept(dict[str, _Entry]):
+    """What one layer keeps, by side; a copy of the layer starts without."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Kept":
+        return _Kept()
 
 
 class _Steps:
@@ -33,7 +44,7 @@ class _Steps:
 
 
 def lookup(layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: float) -> Quantized | None:
-    """The kept operand for a side ("fprop" or "dgrad"), or None where the weight, the spec or the factor has changed."""
+    """The kept operand for a side ("fprop" or "dgrad"), or None where the weight, spec or factor has changed."""
     kept = layer.__dict__.get("_weights")
     if kept is None:
         return None
@@ -46,8 +57,9 @@ def lookup(layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor:
         and entry.steps == _Steps.count
         and entry.version == weight._version
         and entry.address == weight.data_ptr()
+        and entry.storage.cdata == weight.untyped_storage()._cdata
     ):
-        return entry.quantized  # type: ignore[no-any-return]
+        return entry.quantized
     return None
 
 
@@ -58,8 +70,9 @@ def keep(layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: f
     if not _Steps.hooked:
         register_optimizer_step_post_hook(_count)
         _Steps.hooked = True
-    entry = _Entry(weakref.ref(weight), weight.data_ptr(), weight._version, _Steps.count, spec, factor, q)
-    layer.__dict__.setdefault("_weights", {})[side] = entry
+    storage = StorageWeakRef(weight.untyped_storage())
+    entry = _Entry(weakref.ref(weight), storage, weight.data_ptr(), weight._version, _Steps.count, spec, factor, q)
+    layer.__dict__.setdefault("_weights", _Kept())[side] = entry
 
 
 def refresh(model: nn.Module) -> None:

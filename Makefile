@@ -1,0 +1,55 @@
+# Two commands on a fresh machine do everything, virtual environment included: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# One thread each: two OpenMP threads on two busy cores stall one another.
+export OMP_NUM_THREADS := 1
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test slow accept bench lint format clean
+
+## Train a small language model in bf16, FP8, MXFP8 and NVFP4 side by side, and name the pictures.
+demo: $(VENV)/.train
+	$(BIN)/quaver compare --recipes bf16,delayed,tensorwise,mxfp8,nvfp4 --seeds 2 --steps 150 --out runs/demo --resume
+
+## The whole suite but what takes minutes.
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+## What `make test` leaves out.
+slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -m slow
+
+## Train every recipe and a control on three seeds, and check the differences from bf16 (about an hour).
+accept: $(VENV)/.dev
+	$(BIN)/python -m benchmarks accept
+
+## Ratios against nn.Linear and torchao on this CPU.
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks cpu
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) runs
+
+$(VENV)/.train: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch
+	$(BIN)/pip install --quiet --editable '.[train]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/.train

@@ -1,0 +1,93 @@
+"""`python -m benchmarks cpu`: runs the cases, prints their tables and keeps them."""
+
+import fnmatch
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, results
+from benchmarks.cases import CASES
+from benchmarks.figure import Case, Figure, NotMeasurable, Result
+from quaver.core.suggest import suggest
+
+COLOURS = {None: "", True: "green", False: "bold red"}
+
+
+def chosen(pattern: str | None) -> list[Case]:
+    """The cases whose name the pattern matches; all without one. Raises: ValueError if it matches none."""
+    if pattern is None:
+        return list(CASES)
+    found = [case for case in CASES if fnmatch.fnmatch(case.name, pattern)]
+    if not found:
+        raise ValueError(f"no case matches {pattern!r}; {suggest(pattern, [case.name for case in CASES])}")
+    return found
+
+
+def run_case(case: Case, quick: bool) -> Result:
+    """One case's result; one that breaks is reported as such, and the others still run."""
+    begun = time.perf_counter()
+    figures: list[Figure] = []
+    reason = ""
+    try:
+        figures = case.measure(quick)
+    except NotMeasurable as why:
+        reason = str(why)
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return Result(case=case, figures=tuple(figures), seconds=time.perf_counter() - begun, reason=reason)
+
+
+def run(quick: bool, pattern: str | None, write: bool, console: Console, folder: Path = results.FOLDER) -> list[Result]:
+    """Run, print and, if asked, write the chosen cases."""
+    cases = chosen(pattern)
+    about = machine.describe()
+    for key, value in about.items():
+        console.print(f"{key:8} {value}", highlight=False)
+    done = []
+    for case in cases:
+        with console.status(case.title):
+            done.append(run_case(case, quick))
+        show(done[-1], console)
+    console.print(summary(done), highlight=False)
+    if quick:
+        console.print("quick: small sizes or few rounds; only what does not depend on them is judged", highlight=False)
+    if write:
+        heading = "# Benchmarks on a CPU" + (", quick" if quick else "")
+        lines = [heading, "", summary(done), *(line for result in done for line in results.case_markdown(result))]
+        data = {"quick": quick, "cases": [results.case_data(result) for result in done]}
+        for path in results.write(folder, "cpu", about, lines, data):
+            console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    return done
+
+
+def show(result: Result, console: Console) -> None:
+    console.print(f"\n[bold]{result.case.title}[/bold] ({result.case.name}, {result.seconds:.0f} s)", highlight=False)
+    if result.reason:
+        console.print(result.reason, highlight=False)
+        return
+    shown = Table()
+    shown.add_column("")
+    for column in result.columns:
+        shown.add_column(column, justify="right")
+    for subject, row in result.rows():
+        shown.add_row(subject, *("" if figure is None else coloured(figure) for figure in row))
+    console.print(shown)
+
+
+def coloured(figure: Figure) -> str:
+    style = COLOURS[figure.passed]
+    return f"[{style}]{figure}[/{style}]" if style else str(figure)
+
+
+def summary(done: Sequence[Result]) -> str:
+    """How many targets are met, and which are not."""
+    judged = [(result.case.name, figure) for result in done for figure in result.figures if figure.target is not None]
+    missed = [f"{name}: {f.subject}, {f.column} {f}" for name, f in judged if not f.passed]
+    without = [f"{result.case.name}: {result.reason}" for result in done if result.reason]
+    lines = [f"{len(judged) - len(missed)} of {len(judged)} targets met.", *missed, *without]
+    return "\n\n".join(lines)

@@ -1,0 +1,207 @@
+"""The benchmarks run: every case when quick, the writer of results, and `accept` on a model that trains in a second."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import quaver.torch as qt
+from benchmarks import accept, accept_report, accept_run, machine
+from benchmarks.accept_report import BASELINE, CLOSE, RULES, Acceptance
+from benchmarks.accept_run import CONTROL, Outcome
+from benchmarks.cases import CASES
+from benchmarks.cpu import chosen, run, run_case, summary
+from benchmarks.figure import DECIMALS, Case, Figure, NotMeasurable, Target, at_least, at_most, exactly, within
+from benchmarks.timing import interleave
+from quaver.train import TrainResult
+from quaver.train.model import MODELS, build
+
+
+def test_names_of_cases_are_unique() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_every_case_runs_quickly_and_gives_finite_figures(case: Case) -> None:
+    figures = case.measure(True)
+    assert figures
+    if case.name.startswith(("memory", "frozen")):  # what depends on no machine
+        assert not [(f.subject, f.column, str(f)) for f in figures if f.passed is False]
+    for figure in figures:
+        assert math.isfinite(figure.value), figure
+        assert figure.unit in DECIMALS
+    cells = [(figure.subject, figure.column) for figure in figures]
+    assert len(set(cells)) == len(cells), "two figures in one cell"
+    assert any(subject.startswith(("quaver", "import quaver")) for subject, _ in cells)
+
+
+@pytest.mark.parametrize(
+    ("target", "met", "missed", "text"),
+    [
+        (at_most(1.7), 1.7, 1.71, "≤ 1.7"),
+        (at_least(27), 27.0, 26.9, "≥ 27"),
+        (exactly(1), 1, 2, "= 1"),
+        (within(28.5, 0.2), 28.7, 28.8, "28.3 to 28.7"),
+    ],
+)
+def test_targets(target: Target, met: float, missed: float, text: str) -> None:
+    assert str(target) == text
+    assert Figure("a", "b", met, "x", target).mark == "PASS"
+    assert Figure("a", "b", missed, "x", target).mark == "MISS"
+    assert not target.met(math.nan)
+
+
+def test_interleaving_finds_what_takes_twice_as_long() -> None:
+    a = torch.randn(128, 128)
+
+    def once() -> None:
+        a @ a
+
+    def twice() -> None:
+        a @ a
+        a @ a
+
+    timings = interleave({"once": once, "twice": twice}, rounds=9, steps=10)
+    assert timings["once"].ratio == 1.0
+    assert 1.3 < timings["twice"].ratio < 3.0
+
+
+def toy(name: str, value: float) -> Case:
+    figures = [Figure("quaver", "time", value, "ms", at_most(2.0)), Figure("nn.Linear", "time", 1.0, "ms")]
+    return Case(name=name, title=name, notes="A toy.", measure=lambda quick: figures)
+
+
+def test_results_are_written_for_reading_and_for_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(quick: bool) -> list[Figure]:
+        raise NotMeasurable("not measurable here: no such CPU")
+
+    def broken(quick: bool) -> list[Figure]:
+        raise RuntimeError("it broke")
+
+    hidden = dataclasses.replace(toy("hidden", 0.0), measure=absent)
+    broke = dataclasses.replace(toy("broke", 0.0), measure=broken)
+    monkeypatch.setattr("benchmarks.cpu.CASES", (toy("good", 1.5), toy("bad", math.inf), hidden, broke))
+    done = run(True, None, True, Console(quiet=True), tmp_path)
+    assert summary(done).startswith("1 of 2 targets met.")
+    stem = f"cpu-{machine.today()}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{stem}.json", f"{stem}.md"]
+    text = (tmp_path / f"{stem}.md").read_text(encoding="utf-8")
+    assert "| quaver | 1.50 ms (≤ 2) PASS |" in text
+    assert "MISS" in text and "not measurable here: no such CPU" in text and "failed: RuntimeError: it broke" in text
+    assert torch.__version__ in text and "commit" in text
+    data = json.loads((tmp_path / f"{stem}.json").read_text(encoding="utf-8"))
+    assert [case["name"] for case in data["cases"]] == ["good", "bad", "hidden", "broke"]
+    assert data["cases"][0]["figures"][0] == {
+        **{"subject": "quaver", "column": "time", "value": 1.5, "unit": "ms"},
+        **{"target": "≤ 2", "passed": True},
+    }
+    assert data["cases"][1]["figures"][0]["value"] == "inf"
+    assert set(data["machine"]) >= {"cpu", "flags", "torch", "torchao", "python", "commit"}
+
+
+def test_an_unknown_pattern_names_the_nearest_case() -> None:
+    assert [case.name for case in chosen("memory*")] == [c.name for c in CASES if c.name.startswith("memory")]
+    with pytest.raises(ValueError, match="did you mean 'frozen'"):
+        chosen("frozne")
+
+
+def test_a_case_that_breaks_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    case = dataclasses.replace(toy("broke", 0.0), measure=lambda quick: [Figure("a", "b", 1 / 0, "x")])
+    assert run_case(case, True).reason == "failed: ZeroDivisionError: division by zero"
+    assert "Traceback" in capsys.readouterr().err
+
+
+def acceptance(**losses: float | None) -> Acceptance:
+    """Two seeds each, the second 0.001 above the first; None is a run that failed."""
+    outcomes = {
+        (recipe, seed): Outcome(failure="it became NaN") if loss is None else Outcome(loss=loss + 0.001 * seed)
+        for recipe, loss in losses.items()
+        for seed in range(2)
+    }
+    names = tuple(losses)
+    return Acceptance(steps=1, seeds=2, model="nano", text="none", recipes=names, outcomes=outcomes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "loss", "accepted"),
+    [
+        ("mxfp8", 2.0099, True),
+        ("mxfp8", 1.9899, False),
+        ("mxfp8", None, False),
+        ("nvfp4", 2.0399, True),
+        ("nvfp4", 2.05, False),
+        (CONTROL, 2.2, False),
+        (CONTROL, 2.4, True),
+        (CONTROL, None, True),
+    ],
+)
+def test_verdicts(recipe: str, loss: float | None, accepted: bool) -> None:
+    done = acceptance(bf16=2.0, **{recipe: loss})
+    assert done.accepted == accepted
+    row = done.row(recipe)
+    assert row.accepted == accepted
+    if loss is not None:
+        assert row.difference == pytest.approx(loss - 2.0)
+        assert row.error == pytest.approx(0.0, abs=1e-12)
+    assert ("**Not accepted.**" in "\n".join(accept_report.markdown(done))) == (not accepted)
+
+
+def test_the_baseline_must_not_fail() -> None:
+    assert not acceptance(bf16=None).accepted
+
+
+def test_every_recipe_that_is_judged_exists() -> None:
+    assert RULES["tensorwise"] is CLOSE
+    for name in (BASELINE, *RULES):
+        accept_run.find(name)
+    assert all(spec is not None and spec.scale == "unit" for spec in accept_run.control().operands().values())
+
+
+def trained(weight: float | None, skip: list[str]) -> TrainResult:
+    model = build(MODELS["nano"], 256, 8, 0, torch.device("cpu"))
+    conversion = qt.convert(model, "mxfp8", skip=skip)
+    if weight is not None:
+        torch.nn.init.constant_(model.layers[0].mlp.up_proj.weight, weight)
+    return TrainResult(folder=Path(), losses={}, validation_losses={1: 1.0}, model=model, conversion=conversion)
+
+
+def test_weight_errors_are_of_every_converted_layer_and_not_zero() -> None:
+    recipe = accept_run.find("mxfp8")
+    errors = accept_run.weight_errors(trained(None, ["head"]), recipe)
+    assert len(errors) == 7 and all(0.01 < error < 0.05 for error in errors.values())
+    with pytest.raises(RuntimeError, match="up_proj has a quantization error of 0"):
+        accept_run.weight_errors(trained(1.0, ["head"]), recipe)
+    with pytest.raises(RuntimeError, match="head"):
+        accept_run.weight_errors(trained(None, []), recipe)
+    with pytest.raises(RuntimeError, match="up_proj"):
+        accept_run.weight_errors(trained(None, ["head", "up_proj"]), recipe)
+
+
+def test_accept_trains_judges_and_does_not_train_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(2000)), encoding="utf-8")
+    plan = accept.Plan(
+        steps=2,
+        seeds=1,
+        model="nano",
+        text=(str(text),),
+        recipes=(BASELINE, CONTROL),
+        folder=tmp_path / "runs",
+    )
+    monkeypatch.setattr(accept, "checksum", lambda: "these sources")
+    done = accept.accept(plan, 2, Console(quiet=True), tmp_path / "results")
+    assert all(math.isfinite(loss) for recipe in plan.recipes for loss in done.losses(recipe).values())
+    assert done.row(CONTROL).weight_errors is not None and not done.accepted  # two steps cannot ruin the control
+    written = {path.suffix: path.read_text(encoding="utf-8") for path in (tmp_path / "results").iterdir()}
+    assert CONTROL in written[".md"] and json.loads(written[".json"])["accepted"] is False
+
+    monkeypatch.setattr(accept, "start", lambda run: pytest.fail(f"{run.label} was trained again"))
+    again = accept.accept(plan, 2, Console(quiet=True), tmp_path / "results")
+    assert again.outcomes == done.outcomes

@@ -1,0 +1,179 @@
+"""Bits are part of the API: numpy, torch's plain tensors, the fast CPU path and torch.compile store the same."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import quaver.torch as qt
+from quaver.core import reference
+from quaver.core.plan import saved_bytes
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.ops import QUANTIZE
+from quaver.torch.philox import philox, uniform
+from tests.close import assert_bitwise
+from tests.core.test_philox import KNOWN
+from tests.operands import SPECS, nasty, variants
+
+STREAM = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(37, 70), (1, 1), (130, 257), (16, 16), (3, 129), (0, 5), (5, 0), (0, 0)]
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+@pytest.fixture(params=["as preferred", "reference"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The implementation that a user gets on this machine, and the plain one."""
+    if request.param == "as preferred":
+        yield request.param
+    else:
+        with qt.only(request.param):
+            yield request.param
+
+
+def same(got: qt.Quantized, expected: reference.Quantized, what: str) -> None:
+    assert_bitwise(got.scales(), expected.scales(), f"{what}, scales")
+    assert_bitwise(got.codes(), expected.codes(), f"{what}, codes")
+
+
+def inputs(x: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[torch.Tensor]]]:
+    """The operand in every dtype: its float32 values, and tensors in order and as the transpose of others."""
+    for dtype in DTYPES:
+        t = torch.from_numpy(x.copy()).to(dtype)
+        yield str(dtype), t.float().numpy(), [t, t.t().contiguous().t()]
+
+
+@every_spec
+@pytest.mark.parametrize("shape", SHAPES)
+def test_torch_stores_the_bits_of_numpy(spec: QuantSpec, shape: tuple[int, int], implementation: str) -> None:
+    for name, x in nasty(shape).items():
+        for dtype, values, pair in inputs(x):
+            expected = reference.quantize(values, spec, **STREAM)  # type: ignore[arg-type]
+            for t in pair:
+                same(qt.quantize(t, spec, **STREAM), expected, f"{name}, {dtype}, strides {t.stride()}")  # type: ignore[arg-type]
+
+
+@every_spec
+@pytest.mark.parametrize("amax", [1.3, 0.0, 1e-39, 3e38, np.inf, np.nan])
+def test_torch_stores_the_bits_of_numpy_under_a_given_amax(spec: QuantSpec, amax: float, implementation: str) -> None:
+    given = np.full((1, 1) if spec.two_level else spec.blocks(19, spec.padded(70)), amax, np.float32)
+    for name, x in nasty((19, 70)).items():
+        for dtype, values, pair in inputs(x):
+            expected = reference.quantize(values, spec, given)
+            for t in pair:
+                what = f"{name}, {dtype}, strides {t.stride()}"
+                same(qt.quantize(t, spec, torch.from_numpy(given)), expected, what)
+                if spec.per_tensor:
+                    same(qt.quantize(t, spec, amax), expected, f"{what}, given as a number")
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.per_tensor], ids=str)
+def test_torch_stores_the_bits_of_numpy_under_a_given_factor(spec: QuantSpec, implementation: str) -> None:
+    factors = (0.0, 8.0, 2.0**-126, 2.0**100) if spec.power_of_two else (0.0, 8.0, 0.3, 1e30)
+    for name, x in nasty((19, 70)).items():
+        for factor in factors:
+            for dtype, values, pair in inputs(x):
+                expected = reference.quantize(values, spec, factor=factor)
+                for t in pair:
+                    what = f"{name}, {dtype}, strides {t.stride()}, factor {factor}"
+                    same(qt.quantize(t, spec, factor=factor), expected, what)
+                    same(qt.quantize(t, spec, factor=torch.tensor(factor)), expected, f"{what} as a tensor")
+
+
+@every_spec
+def test_dequantize_and_the_transpose_are_those_of_numpy(spec: QuantSpec, implementation: str) -> None:
+    for name, x in nasty((19, 70)).items():
+        for dtype, values, pair in inputs(x):
+            expected = reference.quantize(values, spec).dequantize()
+            for t in pair:
+                q = qt.quantize(t, spec)
+                assert_bitwise(qt.dequantize(q), expected, f"{name}, {dtype}, strides {t.stride()}")
+                if spec.transposable:
+                    assert_bitwise(q.T.dequantize(), expected.T, f"{name}, {dtype}, transposed")
+
+
+def every_bf16() -> dict[str, torch.Tensor]:
+    """All 65,536 of them as one operand; and with those that are not finite as zeros, lest they spoil every scale."""
+    codes = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    values = codes.view(torch.bfloat16).reshape(256, 256)
+    finite = torch.where(values.isfinite(), values, torch.zeros_like(values))
+    return {"all": values, "finite": finite, "finite, along k": finite.t().contiguous()}
+
+
+@every_spec
+def test_every_bf16_value_is_stored_as_in_numpy(spec: QuantSpec, implementation: str) -> None:
+    for name, x in every_bf16().items():
+        same(qt.quantize(x, spec, **STREAM), reference.quantize(x.float().numpy(), spec, **STREAM), name)  # type: ignore[arg-type]
+
+
+@every_spec
+def test_compiled_code_stores_the_bits_of_numpy(spec: QuantSpec) -> None:
+    """Between an operation in bf16 that a compiler would fuse and a GEMM that it would feed."""
+    torch._dynamo.reset()
+    weight = torch.randn(32, 256, dtype=torch.bfloat16)
+    other = qt.quantize(weight, spec)
+
+    @torch.compile(fullgraph=True)
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q = qt.quantize(x * 0.37, spec, **STREAM)  # type: ignore[arg-type]
+        return q.codes(), q.scales(), qt.matmul(q, qt.quantize(weight, spec), torch.bfloat16)
+
+    for name, x in every_bf16().items():
+        codes, scales, y = step(x)
+        expected = reference.quantize((x * 0.37).float().numpy(), spec, **STREAM)  # type: ignore[arg-type]
+        assert_bitwise(scales, expected.scales(), f"{name}, scales")
+        assert_bitwise(codes, expected.codes(), f"{name}, codes")
+        q = qt.quantize(x * 0.37, spec, **STREAM)  # type: ignore[arg-type]
+        assert_bitwise(y, qt.matmul(q, other, torch.bfloat16), f"{name}, GEMM")
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.per_tensor], ids=str)
+def test_compiled_code_takes_amax_and_factor(spec: QuantSpec) -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True)
+    def step(x: torch.Tensor, amax: torch.Tensor, factor: torch.Tensor) -> list[torch.Tensor]:
+        given, set_ = qt.quantize(x.t(), spec, amax), qt.quantize(x.t(), spec, factor=factor)
+        return [given.codes(), given.scales(), set_.codes(), set_.scales()]
+
+    x = torch.randn(40, 24)
+    got = step(x, torch.tensor(1.3), torch.tensor(8.0))
+    turned = np.ascontiguousarray(x.t().numpy())
+    given = reference.quantize(turned, spec, np.full((1, 1), 1.3, np.float32))
+    set_ = reference.quantize(turned, spec, factor=8.0)
+    for a, b in zip(got, [given.codes(), given.scales(), set_.codes(), set_.scales()], strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("counter, key, words", KNOWN)
+def test_torchs_philox_gives_the_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
+) -> None:
+    got = philox(*(torch.tensor([c]) for c in counter), key[0] | key[1] << 32)
+    assert tuple(int(w) for w in got) == words
+
+
+@pytest.mark.parametrize("shape", [(300, 301), (7, 3), (0, 4), (4, 0)])
+def test_torch_draws_the_numbers_of_numpy(shape: tuple[int, int]) -> None:
+    for count in (5, (7 << 32) + 5):
+        stream = (STREAM["seed"], STREAM["tensor_id"], count)
+        expected = reference.uniform(*shape, *stream)
+        assert_bitwise(uniform(*shape, *stream, torch.device("cpu")), expected)
+        assert_bitwise(uniform(*shape, *stream[:2], torch.tensor(count), torch.device("cpu")), expected)
+
+
+@every_spec
+def test_what_is_preferred_here_is_not_the_plain_one(spec: QuantSpec) -> None:
+    runs = next(name for name, why in QUANTIZE.explain(torch.zeros(2, 2), spec) if not why)
+    assert runs != "reference", "the two implementations that the tests above compare are one"
+
+
+@pytest.mark.parametrize("recipe", variants().values(), ids=variants())
+def test_the_plan_counts_the_bytes_that_are_stored(recipe: Recipe) -> None:
+    spec = recipe.wgrad.b
+    if spec is not None:
+        for tokens, features in ((64, 48), (100, 33)):
+            stored = qt.quantize(torch.randn(features, tokens), spec).nbytes
+            # One scale a tensor is kept on the host or in four bytes, two levels have four bytes more.
+            assert abs(saved_bytes(recipe, tokens, features) - stored) <= 4

@@ -1,0 +1,166 @@
+"""The GEMM is bounded: in float32 within 1e-6 relative RMS of float64 on the same operands; bf16 rounds that once."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import quaver.torch as qt
+from quaver.core import reference
+from quaver.core.spec import GemmSpec, QuantSpec
+from quaver.torch.reference import double
+from tests.close import assert_bitwise, assert_close
+from tests.operands import GEMMS
+
+every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
+SIZES = [(8, 16, 8), (100, 300, 70), (192, 512, 256), (1, 2000, 130), (130, 2000, 1), (3, 4000, 90)]
+
+
+def powers(rng: np.random.Generator, low: float, high: float, shape: tuple[int, ...]) -> np.ndarray:
+    return (10.0 ** rng.uniform(low, high, shape)).astype(np.float32)
+
+
+def outlier(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x.flat[rng.integers(x.size)] = 1e4
+    return x
+
+
+def half_zeros(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x[:, : x.shape[1] // 2] = 0
+    x[0] = 0
+    return x
+
+
+#: What is done to normal a; b stays normal (or counteracts, so that the result is a float32).
+MAGNITUDES: dict[str, tuple[Callable[[np.random.Generator, np.ndarray], np.ndarray], float]] = {
+    "normal": (lambda rng, x: x, 1.0),
+    "rows spread": (lambda rng, x: x * powers(rng, -3, 3, (len(x), 1)), 1.0),
+    "tiny": (lambda rng, x: x * np.float32(1e-30), 1.0),
+    "big": (lambda rng, x: x * np.float32(1e30), 1.0),
+    "tiny twice": (lambda rng, x: x * np.float32(1e-30), 1e-5),
+    "big and tiny": (lambda rng, x: x * np.float32(1e30), 1e-30),
+    "wide": (lambda rng, x: x * powers(rng, -18, 18, x.shape), 1.0),
+    "zeros": (half_zeros, 1.0),
+    "all zeros": (lambda rng, x: x * np.float32(0), 1.0),
+    "one outlier": (outlier, 1.0),
+}
+
+
+def operands(magnitude: str, gemm: GemmSpec, m: int, k: int, n: int) -> tuple[qt.Quantized, qt.Quantized]:
+    """a [m, k] and b [n, k]; every other size as transposed views."""
+    rng = np.random.default_rng(m * k * n)
+    change, scale = MAGNITUDES[magnitude]
+    a = change(rng, rng.normal(size=(m, k)).astype(np.float32))
+    b = rng.normal(size=(n, k)).astype(np.float32) * np.float32(scale)
+    pair = []
+    for x, spec in ((a, gemm.a), (b, gemm.b)):
+        assert spec is not None
+        t = torch.from_numpy(x)
+        pair.append(qt.quantize(t.t().contiguous().t() if k == 300 else t, spec, seed=1))
+    return pair[0], pair[1]
+
+
+def exact(a: qt.Quantized, b: qt.Quantized) -> torch.Tensor:
+    return double(a) @ double(b).t()
+
+
+@every_gemm
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+def test_float32_output_is_within_1e_6_of_float64(gemm: GemmSpec, magnitude: str) -> None:
+    for m, k, n in SIZES:
+        a, b = operands(magnitude, gemm, m, k, n)
+        bias = torch.randn(n)
+        y = exact(a, b)
+        assert_close(f"m {m}, k {k}, n {n}", qt.matmul(a, b), y.float(), 1e-6)
+        # A bias of ordinary size would hide small products, so it is of theirs.
+        bias *= y.abs().amax().clamp(1e-30, 1e30).float()
+        assert_close(f"m {m}, k {k}, n {n}, bias", qt.matmul(a, b, bias=bias), (y + bias.double()).float(), 1e-6)
+
+
+@every_gemm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_output_is_float64_rounded_once(gemm: GemmSpec, dtype: torch.dtype) -> None:
+    for magnitude in ("normal", "rows spread", "zeros", "one outlier"):
+        wrong = total = 0
+        for m, k, n in SIZES:
+            a, b = operands(magnitude, gemm, m, k, n)
+            for bias in (None, torch.randn(n)):
+                y = exact(a, b)
+                # Through float32 by way of rounding: twice rounded only where float32 falls on a tie, once in 2**16.
+                once = (y if bias is None else y + bias.double()).float().to(dtype)
+                got = qt.matmul(a, b, dtype, bias)
+                assert got.dtype == dtype
+                wrong += int((got != once).sum())
+                total += once.numel()
+        allowed = 1e-3 if dtype is torch.bfloat16 else 8e-3  # float16 is eight times finer
+        assert wrong <= allowed * total, f"{magnitude}: {wrong} of {total} elements are not the rounded float64"
+
+
+@every_gemm
+def test_torch_multiplies_what_numpy_multiplies(gemm: GemmSpec) -> None:
+    assert gemm.a is not None and gemm.b is not None
+    rng = np.random.default_rng(5)
+    a, b = (rng.normal(size=(rows, 70)).astype(np.float32) for rows in (33, 20))
+    bias = rng.normal(size=20).astype(np.float32)
+    expected = reference.matmul(reference.quantize(a, gemm.a), reference.quantize(b, gemm.b), bias)
+    pair = qt.quantize(torch.from_numpy(a), gemm.a), qt.quantize(torch.from_numpy(b), gemm.b)
+    assert_close("with bias", qt.matmul(*pair, bias=torch.from_numpy(bias)), expected, 1e-6)
+    with qt.only("reference"):
+        assert_close("plain", qt.matmul(*pair, bias=torch.from_numpy(bias)), expected, 1e-6)
+
+
+def touched(spec: QuantSpec, rows: int) -> torch.Tensor:
+    """Rows that share a block with an infinity or NaN in row 0."""
+    hit = torch.zeros(rows, dtype=torch.bool)
+    hit[: rows if spec.two_level or spec.block[0] is None else spec.block[0]] = True
+    return hit
+
+
+@every_gemm
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [40, 512])
+def test_what_is_not_finite_makes_nan_of_what_consumes_its_block_and_of_nothing_else(
+    gemm: GemmSpec, value: float, dtype: torch.dtype, k: int
+) -> None:
+    assert gemm.a is not None and gemm.b is not None
+    a, b = torch.randn(150, k), torch.randn(140, k)
+    clean = qt.quantize(a, gemm.a), qt.quantize(b, gemm.b)
+    assert qt.matmul(*clean, dtype).isfinite().all()
+    a[0, k - 1] = b[0, 3] = value
+    bad_a, bad_b = qt.quantize(a, gemm.a), qt.quantize(b, gemm.b)
+    rows, columns = touched(gemm.a, 150)[:, None].expand(150, 140), touched(gemm.b, 140).expand(150, 140)
+    assert_bitwise(qt.matmul(bad_a, clean[1], dtype).isnan(), rows, "in a")
+    assert_bitwise(qt.matmul(clean[0], bad_b, dtype).isnan(), columns, "in b")
+    assert_bitwise(qt.matmul(bad_a, bad_b, dtype, torch.randn(140)).isnan(), rows | columns, "in both, with bias")
+
+
+@every_gemm
+@pytest.mark.parametrize("m, k, n", [(0, 16, 8), (8, 16, 0), (8, 0, 4), (0, 0, 0)])
+def test_an_empty_gemm_is_zeros_or_the_bias(gemm: GemmSpec, m: int, k: int, n: int) -> None:
+    assert gemm.a is not None and gemm.b is not None
+    a, b = qt.quantize(torch.randn(m, k), gemm.a), qt.quantize(torch.randn(n, k), gemm.b)
+    bias = torch.randn(n)
+    assert_bitwise(qt.matmul(a, b), torch.zeros(m, n))
+    assert_bitwise(qt.matmul(a, b, bias=bias), bias.expand(m, n))
+
+
+def test_the_precision_setting_of_the_process_is_put_back() -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    gemm = next(iter(GEMMS.values()))
+    qt.matmul(*operands("normal", gemm, 192, 512, 256))
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_operands_that_do_not_share_k_and_odd_dtypes_are_refused() -> None:
+    gemm = next(iter(GEMMS.values()))
+    a, b = operands("normal", gemm, 4, 16, 4)[0], operands("normal", gemm, 4, 32, 4)[1]
+    with pytest.raises(ValueError, match="k must agree"):
+        qt.matmul(a, b)
+    with pytest.raises(ValueError, match=r"not torch\.float64"):
+        qt.matmul(a, a, torch.float64)
+    with pytest.raises(ValueError, match=r"not torch\.float64"):
+        qt.quantize(torch.zeros(2, 2, dtype=torch.float64), gemm.a)  # type: ignore[arg-type]

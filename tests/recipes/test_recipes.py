@@ -1,0 +1,169 @@
+"""The recipes are the table of the design, row by row; a misspelt name or option suggests the nearest."""
+
+import inspect
+import pickle
+
+import pytest
+
+import quaver
+from quaver.core.formats import E2M1, E4M3, E5M2
+from quaver.core.spec import Delayed, GemmSpec, QuantSpec, Recipe
+from quaver.recipes import RECIPES, get
+from tests.operands import variants
+
+VARIANTS = variants()
+
+TENSOR = QuantSpec(E4M3, (None, None), "power_of_two")
+TENSOR_GRADIENT = QuantSpec(E5M2, (None, None), "power_of_two")
+ROW = QuantSpec(E4M3, (1, None), "power_of_two")
+LINE = QuantSpec(E4M3, (1, 128), "power_of_two")
+SQUARE = QuantSpec(E4M3, (128, 128), "power_of_two")
+MX = QuantSpec(E4M3, (1, 32), "e8m0")
+NV = QuantSpec(E2M1, (1, 16), "two_level")
+NV_WEIGHT = QuantSpec(E2M1, (16, 16), "two_level")
+NV_GRADIENT = QuantSpec(E2M1, (1, 16), "two_level", "stochastic")
+NV_ROTATED = QuantSpec(E2M1, (1, 16), "two_level", "nearest", True)
+NV_ROTATED_GRADIENT = QuantSpec(E2M1, (1, 16), "two_level", "stochastic", True)
+
+#: fprop (input, weight), dgrad (grad_output, weight.T), wgrad (grad_output.T, input.T).
+TABLE = {
+    "bf16": ((None, None), (None, None), (None, None)),
+    "delayed": ((TENSOR, TENSOR), (TENSOR_GRADIENT, TENSOR), (TENSOR_GRADIENT, TENSOR)),
+    "tensorwise": ((TENSOR, TENSOR), (TENSOR_GRADIENT, TENSOR), (TENSOR_GRADIENT, TENSOR)),
+    "rowwise": ((ROW, ROW), (ROW, ROW), (ROW, ROW)),
+    "rowwise_bf16_wgrad": ((ROW, ROW), (ROW, TENSOR), (None, None)),
+    "blockwise": ((LINE, SQUARE), (LINE, SQUARE), (LINE, LINE)),
+    "mxfp8": ((MX, MX), (MX, MX), (MX, MX)),
+    "nvfp4": ((NV, NV_WEIGHT), (NV_GRADIENT, NV_WEIGHT), (NV_ROTATED_GRADIENT, NV_ROTATED)),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
+    recipe = get(name)
+    got = tuple((gemm.a, gemm.b) for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    assert got == TABLE[name]
+    assert recipe.name == name == str(recipe)
+    assert recipe.quantizes == (name != "bf16")
+    assert recipe.delayed == (Delayed(length=1024, margin=0, algorithm="max") if name == "delayed" else None)
+
+
+def test_the_table_has_no_row_without_a_recipe() -> None:
+    assert set(TABLE) == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_fast_accumulation_is_fprops_only(name: str) -> None:
+    recipe = get(name)
+    assert not recipe.dgrad.fast_accum and not recipe.wgrad.fast_accum
+    option = inspect.signature(RECIPES[name]).parameters.get("fast_accum")
+    assert recipe.fprop.fast_accum == (option is not None and option.default)
+
+
+@pytest.mark.parametrize("name", [n for n, f in RECIPES.items() if "power_of_two" in inspect.signature(f).parameters])
+def test_power_of_two_false_divides_everywhere(name: str) -> None:
+    scales = {spec.scale for spec in get(name, power_of_two=False).operands().values() if spec}
+    assert scales == ({"two_level_fp32"} if name == "nvfp4" else {"fp32"})
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_format_e4m3_makes_gradients_e4m3(name: str) -> None:
+    assert {spec.format for spec in get(name, format="e4m3").operands().values() if spec} == {E4M3}
+
+
+def test_options_of_delayed_arrive() -> None:
+    recipe = quaver.recipes.delayed(margin=1, history=16, algorithm="most_recent")
+    assert recipe.delayed == Delayed(length=16, margin=1, algorithm="most_recent")
+
+
+def test_options_of_mxfp8_and_nvfp4_arrive() -> None:
+    square = get("mxfp8", weight_2d=True)
+    assert square.fprop.b == square.dgrad.b == QuantSpec(E4M3, (32, 32), "e8m0") and square.fprop.a == MX
+    plain = get("nvfp4", stochastic_rounding=False, hadamard=False, weight_2d=False)
+    assert set(plain.operands().values()) == {NV}
+
+
+@pytest.mark.parametrize("label", VARIANTS)
+def test_equal_recipes_are_one_object(label: str) -> None:
+    recipe = VARIANTS[label]
+    assert variants()[label] is recipe
+    assert get(recipe) is recipe
+    copied = pickle.loads(pickle.dumps(recipe))
+    assert copied is not recipe and get(copied) is recipe
+
+
+def test_recipes_with_other_numbers_are_other_objects() -> None:
+    assert len(set(VARIANTS.values())) == len(VARIANTS)
+
+
+def test_a_recipe_of_ones_own_is_taken_as_it_is_and_interned() -> None:
+    def mine() -> Recipe:
+        return Recipe("mine", GemmSpec(ROW, ROW), GemmSpec(None, None), GemmSpec(None, None))
+
+    assert get(mine()) is get(mine())
+    assert get(mine()) == mine()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_name_is_a_function_of_the_package_and_of_get(name: str) -> None:
+    assert getattr(quaver.recipes, name)() is get(name)
+
+
+@pytest.mark.parametrize("wrong, right", [("mxpf8", "mxfp8"), ("tensorwize", "tensorwise"), ("row_wise", "rowwise")])
+def test_a_misspelt_name_suggests_the_nearest(wrong: str, right: str) -> None:
+    with pytest.raises(ValueError, match=f"no recipe '{wrong}'; did you mean '{right}'"):
+        get(wrong)
+
+
+def test_a_name_like_no_other_lists_all() -> None:
+    with pytest.raises(ValueError, match="known: bf16, delayed") as error:
+        get("zzz")
+    assert all(name in str(error.value) for name in RECIPES)
+
+
+@pytest.mark.parametrize("name", [n for n, f in RECIPES.items() if inspect.signature(f).parameters])
+def test_a_misspelt_option_suggests_the_nearest(name: str) -> None:
+    right = next(iter(inspect.signature(RECIPES[name]).parameters))
+    with pytest.raises(ValueError, match=f"'{name}' has no option '{right}z'; did you mean '{right}'"):
+        get(name, **{right + "z": True})
+
+
+def test_an_option_of_a_recipe_without_options_says_so() -> None:
+    with pytest.raises(ValueError, match="it takes no options"):
+        get("bf16", margin=1)
+
+
+@pytest.mark.parametrize("label", VARIANTS)
+def test_a_switch_takes_true_or_false_only(label: str) -> None:
+    name = label.partition("(")[0]
+    for option in inspect.signature(RECIPES[name]).parameters.values():
+        if isinstance(option.default, bool):
+            with pytest.raises(ValueError, match=f"{option.name} is 'false'; give True or False"):
+                get(name, **{option.name: "false"})
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"history": 0}, "history=1 or more"),
+        ({"history": "16"}, "history of '16'"),
+        ({"margin": 0.5}, "whole number"),
+        ({"algorithm": "mean"}, "'max' or 'most_recent'"),
+        ({"format": "e5m2"}, "'hybrid'"),
+    ],
+)
+def test_a_wrong_value_says_what_to_give(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        get("delayed", **options)
+
+
+def test_options_go_by_name() -> None:
+    with pytest.raises(ValueError, match="by name: format"):
+        quaver.recipes.tensorwise("e4m3")  # type: ignore[misc]
+
+
+def test_a_built_recipe_takes_no_options_and_a_number_is_no_recipe() -> None:
+    with pytest.raises(ValueError, match=r"already built; pass its options \['margin'\]"):
+        get(get("delayed"), margin=1)
+    with pytest.raises(ValueError, match=r"a name or a quaver\.Recipe, not 8"):
+        get(8)  # type: ignore[arg-type]

@@ -1,0 +1,353 @@
+"""torch.compile traces every recipe in one graph, gives eager mode's bits and keeps eight bits for backward."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.close import assert_bitwise, assert_close
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core.spec import Recipe
+from quaver.torch import linear, ops
+from quaver.torch.quantized import Quantized
+
+ALL = pytest.mark.parametrize("name", recipes.RECIPES)
+QUANTIZED = pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().quantizes])
+Step = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """A scaling before the first layer, which Inductor would fuse with a quantization that it sees."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.first = qt.Linear(64, 96, dtype=dtype)
+        self.second = qt.Linear(96, 32, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x * 0.37)))
+
+
+def train(net: nn.Module, step: Step, steps: int = 3, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Outputs, gradients and buffers of each step."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    found = {}
+    for i in range(steps):
+        x = (torch.randn(5, 7, 64) * (i + 1)).to(dtype).requires_grad_()
+        y = step(x)
+        y.float().square().sum().backward()
+        assert x.grad is not None
+        found |= {f"output {i}": y.detach().clone(), f"grad_input {i}": x.grad}
+        found |= {f"grad of {name} {i}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+        found |= {f"{name} {i}": b.clone() for name, b in net.named_buffers()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def assert_trained_alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(one) == list(other)
+    for what, value in other.items():
+        if "bias" in what:
+            # A plain sum over tokens, which Inductor takes in another order; it is float32 before it is rounded.
+            step = 1e-6 if value.dtype is torch.float32 else torch.finfo(value.dtype).eps
+            assert_close(what, one[what], value, step)
+        else:
+            assert_bitwise(one[what], value, what)
+
+
+def autocast_outside(net: nn.Module, recipe: str | Recipe, compiled: bool) -> Step:
+    f = torch.compile(net, fullgraph=True) if compiled else net
+
+    def step(x: Tensor) -> Tensor:
+        with qt.autocast(recipe):
+            return f(x)  # type: ignore[no-any-return]
+
+    return step
+
+
+def autocast_inside(net: nn.Module, recipe: str | Recipe, compiled: bool) -> Step:
+    def step(x: Tensor) -> Tensor:
+        with qt.autocast(recipe):
+            return net(x)  # type: ignore[no-any-return]
+
+    return torch.compile(step, fullgraph=True) if compiled else step
+
+
+def converted(net: nn.Module, recipe: str | Recipe, compiled: bool) -> Step:
+    qt.convert(net, recipe)
+    return torch.compile(net, fullgraph=True) if compiled else net
+
+
+@ALL
+@pytest.mark.parametrize("how", [autocast_outside, autocast_inside, converted])
+def test_one_graph_with_the_bits_of_eager_mode(name: str, how: Callable[..., Step]) -> None:
+    nets = [Net()]
+    nets.append(copy.deepcopy(nets[0]))
+    results = [train(net, how(net, name, compiled)) for net, compiled in zip(nets, (False, True), strict=True)]
+    assert_trained_alike(results[1], results[0])
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_too(name: str, dtype: torch.dtype) -> None:
+    nets = [Net(dtype)]
+    nets.append(copy.deepcopy(nets[0]))
+    nets[0].first.bias.requires_grad_(False)
+    nets[1].first.bias.requires_grad_(False)
+    results = [
+        train(net, autocast_outside(net, name, compiled), 2, dtype)
+        for net, compiled in zip(nets, (False, True), strict=True)
+    ]
+    assert_trained_alike(results[1], results[0])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipes.delayed(history=2, margin=1, algorithm="most_recent"),
+        recipes.delayed(history=1, format="e4m3", power_of_two=False),
+        recipes.tensorwise(power_of_two=False),
+        recipes.mxfp8(weight_2d=True),
+        recipes.nvfp4(stochastic_rounding=False, weight_2d=False),
+    ],
+    ids=str,
+)
+def test_options_too(recipe: Recipe) -> None:
+    nets = [Net()]
+    nets.append(copy.deepcopy(nets[0]))
+    results = [
+        train(net, autocast_outside(net, recipe, compiled)) for net, compiled in zip(nets, (False, True), strict=True)
+    ]
+    assert_trained_alike(results[1], results[0])
+
+
+@QUANTIZED
+def test_under_torch_autocast(name: str) -> None:
+    nets = [Net(torch.float32)]
+    nets.append(copy.deepcopy(nets[0]))
+    results = []
+    for net, compiled in zip(nets, (False, True), strict=True):
+        inner = autocast_outside(net, name, compiled)
+
+        def step(x: Tensor, inner: Step = inner) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return inner(x)
+
+        results.append(train(net, step, 2, torch.float32))
+    assert_trained_alike(results[1], results[0])
+
+
+@QUANTIZED
+@pytest.mark.parametrize("how", [autocast_outside, autocast_inside, converted])
+def test_no_step_compiles_again(name: str, how: Callable[..., Step]) -> None:
+    net = Net()
+    step = how(net, name, True)
+    # The first step gives the layers their buffers.
+    train(net, step, 2)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        train(net, step, 6)
+
+
+@ALL
+def test_eval_and_no_grad(name: str) -> None:
+    net = Net()
+    x = torch.randn(6, 64, dtype=torch.bfloat16)
+    compiled = torch.compile(net, fullgraph=True)
+    with qt.autocast(name), torch.no_grad():
+        assert_bitwise(compiled(x), net(x))
+        net.eval()
+        assert_bitwise(compiled(x), net(x))
+    assert not list(net.buffers())
+
+
+@QUANTIZED
+def test_a_layer_used_twice(name: str) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = qt.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.relu(self.layer(x)))
+
+    nets = [Twice()]
+    nets.append(copy.deepcopy(nets[0]))
+    results = [train(net, converted(net, name, compiled)) for net, compiled in zip(nets, (False, True), strict=True)]
+    assert_trained_alike(results[1], results[0])
+
+
+@QUANTIZED
+@pytest.mark.parametrize("use_reentrant", [False])
+def test_checkpoint_inside(name: str, use_reentrant: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(super().forward, x, use_reentrant=use_reentrant)
+            return y
+
+    nets = [Net(), Checkpointed()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net in nets:
+        net.first.bias.requires_grad_(False)
+    results = [
+        train(net, how(net, name, compiled))
+        for net, how, compiled in ((nets[0], converted, False), (nets[1], converted, True))
+    ]
+    assert_trained_alike(results[1], results[0])
+
+
+class Blocks(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(qt.Linear(64, 64, bias=False, dtype=torch.bfloat16), nn.ReLU()) for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@QUANTIZED
+def test_blocks_compiled_one_by_one_stay_below_the_recompile_limit(name: str) -> None:
+    nets = [Blocks(12)]
+    nets.append(copy.deepcopy(nets[0]))
+    for net in nets:
+        qt.convert(net, name)
+    for block in nets[1].blocks:
+        block.compile(fullgraph=True)
+    results = [train(net, net) for net in nets]
+    assert_trained_alike(results[1], results[0])
+
+
+@QUANTIZED
+def test_token_counts_may_vary(name: str) -> None:
+    net = Net()
+    compiled = torch.compile(net, fullgraph=True, dynamic=True)
+    for tokens in (5, 3, 48, 17, 1):
+        x = torch.randn(tokens, 64, dtype=torch.bfloat16)
+        outcomes = []
+        for f in (net, compiled):
+            net.zero_grad()
+            for module in net.modules():
+                if "count" in module._buffers:
+                    module.count[:2] = 0
+            with qt.autocast(name):
+                y = f(x)
+            y.backward(torch.ones_like(y))
+            outcomes.append((y, net.first.weight.grad, net.second.weight.grad))
+            if name == "delayed":
+                # Both start from unset factors.
+                for module in (net.first, net.second):
+                    module.history.zero_()
+                    module.factor.zero_()
+        for one, other in zip(*outcomes, strict=True):
+            assert_bitwise(one, other)
+
+
+@pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().wgrad.b is not None])
+def test_backward_keeps_eight_bits(name: str) -> None:
+    """Decoding is hidden in an operator: a graph that saw it would keep the decoded operands."""
+    net = nn.Sequential(*(qt.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(3)))
+    x = torch.randn(512, 256, dtype=torch.bfloat16)
+    parameters = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    step = autocast_outside(net, name, True)
+    for _ in range(2):
+        storages: dict[int, int] = {}
+
+        def pack(t: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = step(x)
+        y.sum().backward()
+    saved = sum(size for at, size in storages.items() if at not in parameters)
+    plain = 3 * 2 * x.numel()
+    assert saved <= (0.30 if name == "nvfp4" else 0.54) * plain
+
+
+def test_float64_stays_one_graph() -> None:
+    layer = qt.Linear(8, 8, dtype=torch.float64, recipe="mxfp8")
+    x = torch.randn(4, 8, dtype=torch.float64)
+    linear._warned.add("float64")
+    eager = layer(x)
+    assert_bitwise(torch.compile(layer, fullgraph=True)(x), eager)
+
+
+def test_a_model_made_on_meta_trains() -> None:
+    with torch.device("meta"):
+        net = Net()
+        qt.convert(net, recipes.delayed(history=4))
+    net.to_empty(device="cpu")
+    twin = Net()
+    qt.convert(twin, recipes.delayed(history=4))
+    net.load_state_dict(twin.state_dict())
+    results = [train(twin, twin), train(net, torch.compile(net, fullgraph=True))]
+    assert_trained_alike(results[1], results[0])
+
+
+# The two operators.
+
+
+def quantize_arguments() -> dict[str, tuple[Any, ...]]:
+    x = torch.randn(24, 40)
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, make in recipes.RECIPES.items():
+        for operand, spec in make().operands().items():
+            if spec is None:
+                continue
+            count = torch.tensor(3) if spec.rounding == "stochastic" else None
+            factor = torch.tensor(4.0) if make().delayed is not None else None
+            for turned in (False, True):
+                key = f"{spec.text}{' turned' * turned}{' with a factor' * (factor is not None)}"
+                found.setdefault(key, (x.bfloat16(), turned, spec.text, None, factor, 1, 2, count, None))
+    return found
+
+
+QUANTIZE = quantize_arguments()
+#: All that opcheck knows but test_schema, which compares inputs before and after and cannot compare float8 tensors.
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("arguments", QUANTIZE.values(), ids=QUANTIZE)
+def test_quantize_is_a_proper_operator(arguments: tuple[Any, ...]) -> None:
+    torch.library.opcheck(torch.ops.quaver.quantize.default, arguments)
+
+
+@QUANTIZED
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
+    spec = recipes.get(name).gemms[gemm]
+    if spec.a is None or spec.b is None:
+        pytest.skip("this GEMM is not quantized")
+    operands = []
+    for rows, one in ((24, spec.a), (16, spec.b)):
+        for turned in (False, True):
+            x = torch.randn(rows, 48)
+            data, scale, factor, _ = torch.ops.quaver.quantize(
+                x.t().contiguous() if turned else x, turned, one.text, None, None, 0, 0, None, None
+            )
+            lies = turned and one.format.bits == 8
+            q = Quantized(data, scale, one, (rows, 48), lies, factor if one.two_level else None)
+            operands.append(ops._flat(q))
+    for a in operands[:2]:
+        for b in operands[2:]:
+            last = torch.randn(16) if bias else None
+            arguments = (*a, *b, torch.bfloat16, last)
+            torch.library.opcheck(torch.ops.quaver.matmul.default, arguments, test_utils=CHECKS)

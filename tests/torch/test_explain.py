@@ -1,0 +1,116 @@
+"""explain: which implementation runs, and why the others do not."""
+
+import pytest
+import torch
+from torch import nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch import ops
+
+GEMMS = ["fprop GEMM", "dgrad GEMM", "wgrad GEMM"]
+OPERANDS = ["input", "weight", "grad_output", "weight.T", "grad_output.T", "input.T"]
+NAMES = [impl.name for impl in ops.QUANTIZE.impls]
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (2, 3, 48), (48,), (0, 48)])
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_it_names_three_gemms_and_six_quantizations(
+    recipe: str, shape: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = qt.Linear(48, 32, recipe=recipe)
+    found = qt.explain(layer, torch.randn(shape))
+    rows = {row.what: row for row in found.rows}
+    assert sorted(rows) == sorted(GEMMS + OPERANDS)
+    r = recipes.get(recipe)
+    for gemm, operands in zip(GEMMS, (OPERANDS[0:2], OPERANDS[2:4], OPERANDS[4:6]), strict=True):
+        spec = r.gemms[gemm.split()[0]]
+        for what, side in zip(operands, (spec.a, spec.b), strict=True):
+            assert rows[what].how.split(",")[0] == ("high precision" if side is None else str(side))
+            assert rows[what].runs == "torch" if side is None else rows[what].runs in NAMES
+        assert rows[gemm].runs == ("torch" if spec.a is None else "cpu")
+    printed = capsys.readouterr().out
+    assert printed == f"{found}\n" and printed.startswith(f"recipe {recipe}\n")
+    assert all(what in printed for what in rows)
+
+
+@pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
+def test_what_it_names_is_what_runs(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = qt.Linear(48, 32, recipe=recipe)
+    x = torch.randn(5, 48, requires_grad=True)
+    found = qt.explain(layer, x)
+    expected = {(row.how, row.runs) for row in found.rows if "[" in row.how and ", the codes of" not in row.how}
+    ran: set[tuple[str, str]] = set()
+    for op in (ops.QUANTIZE,):
+        impls = [
+            type(i)(i.name, lambda x, s, *a, i=i: (ran.add((str(s), i.name)), i.run(x, s, *a))[1], i.reason)
+            for i in op.impls
+        ]
+        monkeypatch.setattr(op, "active", impls)
+    ops._resolved.clear()
+    layer(x).sum().backward()
+    ops._resolved.clear()
+    assert ran == expected
+
+
+def test_codes_that_serve_a_second_gemm_are_named() -> None:
+    found = {row.what: row.how for row in qt.explain(qt.Linear(48, 32, recipe="tensorwise"), torch.randn(5, 48)).rows}
+    assert found["weight.T"].endswith(", the codes of weight")
+    assert found["input.T"].endswith(", the codes of input")
+    assert found["grad_output.T"].endswith(", the codes of grad_output")
+    found = {row.what: row.how for row in qt.explain(qt.Linear(48, 32, recipe="rowwise"), torch.randn(5, 48)).rows}
+    assert not any("codes" in how for how in found.values())
+
+
+@pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
+def test_those_passed_over_have_a_reason(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    layer = qt.Linear(48, 32, recipe=recipe)
+    with qt.only("reference"):
+        found = qt.explain(layer, torch.randn(5, 48))
+    quantized = [row for row in found.rows if row.how != "high precision"]
+    assert quantized and all(row.runs == "reference" for row in quantized)
+    for row in quantized:
+        assert "reference" not in dict(row.passed_over)
+        assert all("switched off" in why for _, why in row.passed_over)
+    assert all(row.passed_over for row in quantized)
+    assert "not cpu: switched off" in capsys.readouterr().out
+
+
+def test_where_nothing_runs_it_says_so_instead_of_failing() -> None:
+    layer = qt.Linear(48, 32, recipe="nvfp4")
+    x = torch.randn(5, 48)
+    with qt.only("cpu"):
+        rows = {row.what: row for row in qt.explain(layer, x).rows}
+        try:
+            layer(x)
+        except ValueError:
+            assert rows["input"].runs == "nothing" and dict(rows["input"].passed_over)["reference"]
+        else:
+            assert rows["input"].runs == "cpu"
+
+
+def test_without_a_recipe_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = qt.Linear(48, 32)
+    assert qt.explain(layer, torch.randn(5, 48)).recipe is None
+    assert capsys.readouterr().out == "no recipe is in force: nn.Linear's own GEMMs, unquantized\n"
+    with qt.autocast("mxfp8"):
+        assert str(qt.explain(layer, torch.randn(5, 48)).recipe) == "mxfp8"
+    with qt.autocast(enabled=False):
+        assert qt.explain(qt.Linear(48, 32, recipe="mxfp8"), torch.randn(5, 48)).rows == ()
+
+
+def test_float64_is_explained_as_high_precision() -> None:
+    layer = qt.Linear(48, 32, dtype=torch.float64, recipe="mxfp8")
+    assert {row.runs for row in qt.explain(layer, torch.randn(5, 48, dtype=torch.float64)).rows} == {"torch"}
+
+
+def test_it_changes_nothing() -> None:
+    layer = qt.Linear(48, 32, recipe="delayed")
+    with torch.autocast("cpu", torch.bfloat16):
+        qt.explain(layer, torch.randn(5, 48))
+    assert not layer.history.any() and "_weights" not in layer.__dict__
+
+
+def test_a_plain_linear_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"takes a quaver.torch.Linear, not Linear; convert the model first"):
+        qt.explain(nn.Linear(4, 4), torch.randn(2, 4))  # type: ignore[arg-type]
