@@ -8,7 +8,8 @@ from torch import Tensor
 
 from quaver.core import reference
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.linear import Linear, tensor_id
+from quaver.torch.linear import Linear
+from quaver.torch.noise import tensor_id
 
 
 @dataclass

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.close import assert_bitwise, assert_close
-from tests.torch.composition import compose
 from torch import Tensor, nn
 
 import quaver.torch as qt
@@ -16,7 +14,10 @@ from quaver import recipes
 from quaver.core import history
 from quaver.core.spec import Recipe
 from quaver.torch import amax
-from quaver.torch.linear import Linear, prepare
+from quaver.torch.linear import Linear
+from quaver.torch.state import prepare
+from tests.close import assert_bitwise, assert_close
+from tests.torch.composition import compose
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"history": 4},
@@ -201,7 +202,7 @@ def test_two_calls_in_a_step_record_the_maximum_of_both() -> None:
         outputs = [layer(one) for one in x]
     for y, one in zip(outputs, g, strict=True):
         y.backward(one)
-    assert layer.history[0].tolist() == [float(t.abs().max()) for t in (x, layer.weight, g)]
+    assert layer.history[0].tolist() == [t.abs().max().item() for t in (x, layer.weight, g)]
 
 
 @pytest.mark.parametrize("calls", [1, 3])

@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tests.close import assert_bitwise
 from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.autocast import recipe_in_force
+from tests.close import assert_bitwise
 
 
 @pytest.fixture

@@ -215,7 +215,6 @@ def test_converting_a_parametrized_layer_leaves_its_copies_alone() -> None:
     assert after.factor.all(), "autocast rolls the copy's history"
 
 
-@pytest.mark.xfail(reason="torch copies such a layer past __setstate__: Linear needs a __deepcopy__ of its own")
 def test_a_copy_of_a_layer_that_was_parametrized_after_converting_rolls() -> None:
     layer = nn.Linear(16, 16)
     qt.convert(layer, "delayed")

@@ -1,8 +1,8 @@
 import numpy as np
 import torch
-from tests.train.conftest import MakeConfig
 
 from quaver.train.batches import training_batch, validation_batches
+from tests.train.conftest import MakeConfig
 
 TOKENS = np.arange(1000, dtype=np.uint32)
 

@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-from tests.train.conftest import MakeConfig
 from typer.testing import CliRunner, Result
 
 from quaver.recipes import RECIPES
@@ -9,6 +8,7 @@ from quaver.train.cli import app
 from quaver.train.config import TrainConfig, read_toml, to_toml
 from quaver.train.doctor import NATIVE, NEEDS, Device, how
 from quaver.train.metrics import losses, read
+from tests.train.conftest import MakeConfig
 
 
 def quaver(*arguments: object) -> Result:

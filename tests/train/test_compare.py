@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.train.conftest import MakeConfig
 
 from quaver.train import checkpoint, report
 from quaver.train.compare import compare_runs
@@ -18,6 +17,7 @@ from quaver.train.config import to_toml
 from quaver.train.loop import run_training
 from quaver.train.metrics import read
 from quaver.train.plots import plot_comparison, plot_loss, spread
+from tests.train.conftest import MakeConfig
 
 
 def made_up(recipe: str, seed: int, offset: float, make_config: MakeConfig, failure: str | None = None) -> Run:

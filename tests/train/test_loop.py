@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.conftest import MakeConfig
 
 import quaver
 from quaver.train import checkpoint, loop
@@ -22,6 +21,7 @@ from quaver.train.metrics import Record, losses, read, validation_losses
 from quaver.train.model import MODELS, build
 from quaver.train.nonfinite import NonFiniteError, first_gradient, first_module
 from quaver.train.optimizer import lr_at
+from tests.train.conftest import MakeConfig
 
 
 def stop_at(step: int) -> Callable[[Record], None]:

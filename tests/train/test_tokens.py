@@ -2,9 +2,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.train.conftest import MakeConfig
 
 from quaver.train.tokens import load
+from tests.train.conftest import MakeConfig
 
 
 def test_bytes_are_the_text_with_a_mark_between_files(make_config: MakeConfig, text: Path) -> None:

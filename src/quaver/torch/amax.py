@@ -33,13 +33,28 @@ _serials = itertools.count()
 class _Views:
     """A layer's buffers with the views that eager steps use, and the address that tells whether they still hold."""
 
-    __slots__ = ("address", "factor", "factors", "history", "newest", "rolled")
+    __slots__ = (
+        "address",
+        "columns",
+        "factor",
+        "factors",
+        "first",
+        "head",
+        "history",
+        "last",
+        "newest",
+        "rolled",
+        "tail",
+    )
 
     def __init__(self, history: Tensor, factor: Tensor) -> None:
         self.history = history
         self.factor = factor
         self.address = history.data_ptr()
         self.newest = list(history[0].unbind())
+        self.columns = columns = history.t()
+        self.first, self.last = columns[:, 0], columns[:, -1]
+        self.head, self.tail = columns[:, :-1], columns[:, 1:]
         self.factors = list(factor.unbind())
         #: The history's version when it was last rolled.
         self.rolled = -1
@@ -134,11 +149,14 @@ def views(layer: nn.Module) -> _Views:
     history, factor = buffers["history"], buffers["factor"]
     assert history is not None and factor is not None
     cached = layer.__dict__.get("_views")
-    if cached is None or cached.history is not history or cached.factor is not factor or (
-        cached.address != history.data_ptr()
+    if (
+        cached is None
+        or cached.history is not history
+        or cached.factor is not factor
+        or (cached.address != history.data_ptr())
     ):
         cached = layer.__dict__["_views"] = _Views(history, factor)
-    return cached  # type: ignore[no-any-return]
+    return cached
 
 
 def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
@@ -155,9 +173,11 @@ def roll(layers: Iterable[nn.Module], group: Any = None, recipe: Recipe | None =
         recipe: of layers that were given a history by a checkpoint and have not run under any yet.
     Exact: `quaver.core.history.roll` column by column.
     """
+    layers = list(layers)
+    if not layers:
+        return
     with torch.no_grad():
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            layers = list(layers)
             # A copy that only one rank holds, an average of weights for instance, must not wait for the others.
             _reduce([layer for layer in layers if "_copied" not in layer.__dict__], group)
         for layer in layers:
@@ -191,11 +211,13 @@ def _roll_floats(seen: _Views, recipe: Recipe) -> None:
     if not any(newest):
         return
     assert recipe.delayed is not None
-    columns = seen.history.t()
+    columns = seen.columns
     top = columns.amax(1).tolist() if recipe.delayed.algorithm == "max" else newest
     if all(newest):
-        columns.copy_(columns.roll(-1, 1))
-        columns[:, 0] = 0.0
+        rest = seen.tail.clone()
+        seen.last.copy_(seen.first)
+        seen.head.copy_(rest)
+        seen.first.zero_()
     for i, spec in enumerate(column_specs(recipe)):
         if newest[i] > 0.0:
             if not all(newest):

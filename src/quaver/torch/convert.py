@@ -22,7 +22,8 @@ from quaver.core.spec import Recipe
 from quaver.core.suggest import suggest
 from quaver.torch import amax
 from quaver.torch.autocast import ambient, recomputing
-from quaver.torch.linear import STATE, TRANSIENT, Linear, prepare
+from quaver.torch.linear import TRANSIENT, Linear
+from quaver.torch.state import STATE, prepare
 
 
 @dataclass

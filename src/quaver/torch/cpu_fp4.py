@@ -1,6 +1,7 @@
 """Two-level quantization to E2M1 on a CPU, in pieces that stay in its cache.
 
-Rounding to nearest is one table look-up: the upper half of a float32, with its last bit set if anything lies below, tells
+Rounding to nearest is one table look-up: the upper half of a float32, with its last bit set if anything lies below,
+tells
 the code, sign and NaN included.
 """
 
@@ -108,7 +109,7 @@ def _codes(
         if spec.rounding == "stochastic":
             piece = flush(piece)
             if turned:
-                u = turned_uniform(*shape, *noise, at, count)
+                u = turned_uniform(shape[0], shape[1], *noise, at, count)
             else:
                 u = uniform(count, columns, *noise, x.device, at)
         y = piece * spread(e[at // height : -(-(at + count) // height)], block, (count, columns))

@@ -1,13 +1,15 @@
 """matmul on a CPU, fast and exact: eight-bit operands are decoded to bf16 values and multiplied with float32 sums.
 
 Every E4M3, E5M2 and E2M1 value is a bf16 value, also after multiplying by a power of two or by an E4M3 scale, and the
-product of two of them is exact in float32. So a bf16 GEMM, or a float32 GEMM that works in bf16 inside, adds up exactly the
+product of two of them is exact in float32. So a bf16 GEMM, or a float32 GEMM that works in bf16 inside, adds up
+exactly the
 products that the recipe defines. The decoding and the speed that it gives are described in docs/numerics.md.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ ROWS = (2.0**-60, 2.0**60)
 #: A per-tensor operand of at most this many elements remembers its decoded matrix: decoding costs as much as its GEMM.
 REMEMBERED = 4096
 
-_precision = torch.backends.mkldnn.matmul
+_precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> str:
@@ -38,11 +40,12 @@ def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) 
 
 
 def matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a [m, k] @ b [n, k].T + bias. Bounded: relative RMS below 1e-6 of float64 on the same operands, float32 output."""
+    """a [m, k] @ b [n, k].T + bias. Bounded: relative RMS below 1e-6 of float64 on the same operands, float32
+    output."""
     (m, k), n = a.shape, b.shape[0]
     size = m * n * k
     if 0 < size <= SMALL and a.scale.__class__ is float and b.scale.__class__ is float:
-        return _small(a, b, a.scale * b.scale, dtype, bias)  # type: ignore[operator,arg-type]
+        return _small(a, b, a.scale * b.scale, dtype, bias)
     if size == 0 or min(m, n) <= NARROW:
         # A matrix times a few vectors is summed in one long row, whose errors add up; float64 is as cheap there.
         return reference.matmul(a, b, dtype, bias)
@@ -95,7 +98,8 @@ def _small(a: Quantized, b: Quantized, scale: float, dtype: torch.dtype, bias: T
 
 @contextmanager
 def bf16_products() -> Iterator[None]:
-    """float32 GEMMs that multiply in bf16. The setting is the process's, and is put back; no hardware bf16, no effect."""
+    """float32 GEMMs that multiply in bf16. The setting is the process's, and is put back; no hardware bf16, no
+    effect."""
     before = _precision.fp32_precision
     _precision.fp32_precision = "bf16"
     try:
@@ -126,7 +130,8 @@ def _rescale(y: Tensor, s: float) -> Tensor:
 def decode(q: Quantized, half: bool, tiny: bool) -> tuple[Tensor, Tensor | float] | None:
     """An operand as a matrix of bf16 or float32 values as it lies, and what its product is to be multiplied by.
 
-    Block scales are in the matrix; scales of rows and of the tensor are not. None: the scales are too far apart for that.
+    Block scales are in the matrix; scales of rows and of the tensor are not. None: the scales are too far apart for
+    that.
     """
     if q.spec.two_level:
         return _decode_two_level(q, half)

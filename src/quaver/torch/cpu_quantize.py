@@ -1,7 +1,9 @@
 """quantize on a CPU: torch's own casts, integer maxima, and plain floats where one scale serves the tensor.
 
-A bf16 value times a power of two is exact, so bf16 operands stay bf16 until the cast; torch's cast saturates only in newer
-releases and only E4M3, so whatever can overflow is clipped first. Transposes are read where they lie: an operand whose rows
+A bf16 value times a power of two is exact, so bf16 operands stay bf16 until the cast; torch's cast saturates only in
+newer
+releases and only E4M3, so whatever can overflow is clipped first. Transposes are read where they lie: an operand
+whose rows
 are contiguous in the other direction keeps that layout.
 """
 
@@ -41,7 +43,7 @@ def quantize(
     turned = not x.is_contiguous() and x.stride(1) != 1 and x.stride(0) == 1
     if not spec.per_tensor:
         return _blocks(x, spec, amax, turned)
-    shape = x.shape
+    shape = (x.shape[0], x.shape[1])
     if turned:
         x = x.t()
     fmt, exact = spec.format, spec.power_of_two
@@ -92,7 +94,9 @@ def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
         # The quotient is exact in double but for its last bits, and those do not reach a power of two from below: only
         # amax = fmt.max / 2**p gives one, exactly.
         p = math.frexp(fmt.max / amax)[1] - 1
-        return 2.0**p if -100 < p < FACTOR_EXPONENTS[1] else 2.0 ** min(max(p, FACTOR_EXPONENTS[0]), FACTOR_EXPONENTS[1])
+        return (
+            2.0**p if -100 < p < FACTOR_EXPONENTS[1] else 2.0 ** min(max(p, FACTOR_EXPONENTS[0]), FACTOR_EXPONENTS[1])
+        )
     # A quotient of two float32 in double, rounded to float32, is the correctly rounded quotient.
     return float(np.float32(min(max(fmt.max / amax, SMALLEST_NORMAL), float(FLT_MAX))))
 
@@ -125,11 +129,12 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: boo
         # A copy, so that backward does not keep the padding.
         data = data[: base.shape[0], : base.shape[1]].clone(memory_format=torch.contiguous_format)
     scale = _stored_scale(bits, finite, e.view(bits.shape), spec)
-    return Quantized(data, scale, spec, x.shape, turned, None, measured.view(torch.float32))
+    return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), turned, None, measured.view(torch.float32))
 
 
 def blocked(base: Tensor, block: tuple[int | None, int | None]) -> tuple[Tensor, list[int]]:
-    """A matrix as blocks, and the dimensions of the view that lie within a block. Ragged edges are padded with zeros."""
+    """A matrix as blocks, and the dimensions of the view that lie within a block. Ragged edges are padded with
+    zeros."""
     rows, columns = base.shape
     br, bc = block[0] or rows, block[1] or columns
     nr, nc = -(-rows // br), -(-columns // bc)
@@ -144,7 +149,8 @@ def blocked(base: Tensor, block: tuple[int | None, int | None]) -> tuple[Tensor,
 
 
 def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
-    """The float32 bits of the largest magnitude of each block, int32; integers reduce several times faster than floats."""
+    """The float32 bits of the largest magnitude of each block, int32; integers reduce several times faster than
+    floats."""
     if view.dtype is torch.bfloat16:
         top = view.view(torch.int16) & 0x7FFF
     else:

@@ -1,7 +1,8 @@
 """The operations of the PyTorch front end, each with its implementations in order of preference.
 
 In eager mode an operation is a plain function call. Under `torch.compile` it is one opaque library operator: decoding
-happens inside it, so that a compiled graph keeps eight bits for backward and not their decoded copies, and so that the bits
+happens inside it, so that a compiled graph keeps eight bits for backward and not their decoded copies, and so that
+the bits
 are those of eager mode (Inductor may skip the rounding to bf16 between two fused operations).
 """
 
@@ -20,7 +21,7 @@ from quaver.torch import cpu_fp4, cpu_matmul, cpu_quantize, reference
 from quaver.torch.quantized import STORAGE, Quantized
 
 #: (seed, tensor id, count) of stochastic rounding; count may be an int64 tensor of one element.
-Noise = tuple[int, int, Tensor | int]
+Noise = tuple[int, Tensor | int, Tensor | int]
 QUIET: Noise = (0, 0, 0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,7 +63,8 @@ _resolved: dict[int, tuple[Recipe, Callable[..., Quantized], Callable[..., Tenso
 def resolve(recipe: Recipe, x: Tensor) -> tuple[Recipe, Callable[..., Quantized], Callable[..., Tensor]]:
     """The recipe with what quantizes and multiplies its operands.
 
-    On a CPU the choice does not depend on shapes, so it is made once for a recipe: asking takes as long as a small GEMM.
+    On a CPU the choice does not depend on shapes, so it is made once for a recipe: asking takes as long as a small
+    GEMM.
     """
     if not x.is_cpu:
         return recipe, QUANTIZE, MATMUL
@@ -89,7 +91,8 @@ def quantize(
     """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, a factor e for each block.
 
     Args:
-        x: [rows, k] in float32, bfloat16 or float16, the axis that the GEMM sums over last. A `Quantized` of this spec is
+        x: [rows, k] in float32, bfloat16 or float16, the axis that the GEMM sums over last. A `Quantized` of this
+        spec is
             returned as it is.
         spec: how.
         amax: [blocks of rows, blocks of k], or the tensor's [1, 1] for two-level scales; None measures it.
@@ -151,7 +154,7 @@ def run_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | No
     if torch.compiler.is_compiling():
         y: Tensor = torch.ops.quaver.matmul(*_flat(a), *_flat(b), dtype, bias)
         return y
-    return MATMUL(a, b, dtype, bias)  # type: ignore[no-any-return]
+    return MATMUL(a, b, dtype, bias)
 
 
 @contextmanager
@@ -171,8 +174,8 @@ def without_autocast(device: str) -> Iterator[None]:
 
 _library = torch.library.Library("quaver", "DEF")
 _library.define(
-    "quantize(Tensor x, bool turned, str spec, Tensor? amax, Tensor? factor, int seed, int tensor_id, Tensor? count,"
-    " Tensor? number)"
+    "quantize(Tensor x, bool turned, str spec, Tensor? amax, Tensor? factor, int seed, Tensor? tensor_id,"
+    " Tensor? count, Tensor? number)"
     " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax)"
 )
 _library.define(
@@ -192,11 +195,12 @@ def quantize_opaquely(
 ) -> Quantized:
     """`quantize` as an opaque operator. With the number of a layer, the amax is recorded as its grad_output's."""
     turned = x.stride(1) != 1 and x.stride(0) == 1
-    amax, factor, count = (
-        torch.tensor(v) if isinstance(v, int | float) else v for v in (amax, factor, noise[2])
+    # A tensor id that is a tensor is no constant of the graph: layers that share code share a graph.
+    amax, factor, tensor_id, count = (
+        torch.tensor(v) if isinstance(v, int | float) else v for v in (amax, factor, *noise[1:])
     )
     data, scale, tensor_factor, top = torch.ops.quaver.quantize(
-        x.t() if turned else x, turned, spec.text, amax, factor, noise[0], noise[1], count, number
+        x.t() if turned else x, turned, spec.text, amax, factor, noise[0], tensor_id, count, number
     )
     shape = (x.shape[0], spec.padded(x.shape[1]))
     lies_turned = turned and spec.format.bits == 8
@@ -210,16 +214,15 @@ def _quantize_impl(
     amax: Tensor | None,
     factor: Tensor | None,
     seed: int,
-    tensor_id: int,
+    tensor_id: Tensor | None,
     count: Tensor | None,
     number: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = QuantSpec.parse(text)
-    q: Quantized = QUANTIZE(x.t() if turned else x, spec, amax, factor, (seed, tensor_id, 0 if count is None else count))
+    noise = (seed, 0 if tensor_id is None else int(tensor_id), 0 if count is None else count)
+    q: Quantized = QUANTIZE(x.t() if turned else x, spec, amax, factor, noise)
     data, scale = q.data, q.scale
-    if turned and spec.format.bits == 8 and not q.turned:
-        data, scale = data.t(), scale.t() if isinstance(scale, Tensor) else scale
-    elif q.turned and not turned:
+    if (turned and spec.format.bits == 8 and not q.turned) or (q.turned and not turned):
         data, scale = data.t(), scale.t() if isinstance(scale, Tensor) else scale
     scale = scale if isinstance(scale, Tensor) else x.new_full((1, 1), scale, dtype=torch.float32)
     factor = x.new_empty(0, dtype=torch.float32) if q.tensor_factor is None else q.tensor_factor
@@ -238,7 +241,7 @@ def _quantize_fake(
     amax: Tensor | None,
     factor: Tensor | None,
     seed: int,
-    tensor_id: int,
+    tensor_id: Tensor | None,
     count: Tensor | None,
     number: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -279,14 +282,14 @@ def _restore(data: Tensor, scale: Tensor, factor: Tensor, text: str, turned: boo
 def _matmul_impl(*args: Any) -> Tensor:
     a, b, (dtype, bias) = args[:6], args[6:12], args[12:]
     with without_autocast(args[0].device.type):
-        return MATMUL(_restore(*a), _restore(*b), dtype, bias)  # type: ignore[no-any-return]
+        return MATMUL(_restore(*a), _restore(*b), dtype, bias)
 
 
 def _matmul_fake(*args: Any) -> Tensor:
     (a, *_, a_turned, a_columns), (b, *_, b_turned, b_columns) = args[:6], args[6:12]
     m = a_columns if a_turned else a.shape[0]
     n = b_columns if b_turned else b.shape[0]
-    return a.new_empty((m, n), dtype=args[12])  # type: ignore[no-any-return]
+    return a.new_empty((m, n), dtype=args[12])
 
 
 for _name, _impl, _fake in (

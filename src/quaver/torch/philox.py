@@ -15,7 +15,8 @@ _CHUNK = 1 << 15
 def uniform(
     rows: int, k: int, seed: int, tensor_id: int, count: Tensor | int, device: torch.device, first_row: int = 0
 ) -> Tensor:
-    """The number in [0, 1) that each element of an operand is rounded with, float32 [rows, k]; see `quaver.core.philox`.
+    """The number in [0, 1) that each element of an operand is rounded with, float32 [rows, k]; see
+    `quaver.core.philox`.
 
     Args:
         rows, k: shape of the operand, or of the piece of it that starts at `first_row`, a multiple of four.
@@ -60,7 +61,8 @@ def words(g: Tensor, seed: int, tensor_id: int, count: Tensor | int) -> tuple[Te
 def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten rounds on four int64 tensors of 32-bit words, which it overwrites.
 
-    Products wrap in int64, whose bits are those of uint64. Constants are tensors: torch wraps a Python number anew each time.
+    Products wrap in int64, whose bits are those of uint64. Constants are tensors: torch wraps a Python number anew
+    each time.
     """
     device = c0.device
     low, half, m0, m1 = (torch.tensor(v, device=device) for v in (_LOW, 32, *MULTIPLIERS))

@@ -18,12 +18,14 @@ class Quantized:
     """A GEMM operand [rows, k] in eight or four bits: original ≈ data × scale.
 
     Always: rows and k count codes, the Hadamard's padding included; an infinity or NaN in the original makes its scale
-    NaN; a `turned` operand lies in memory as its transpose [k, rows], data and scales alike, so that transposing is free.
+    NaN; a `turned` operand lies in memory as its transpose [k, rows], data and scales alike, so that transposing is
+    free.
     """
 
     #: [rows, k] in a float8 dtype, or uint8 [rows, ceil(k / 2)] for E2M1; the transpose of that if turned.
     data: Tensor
-    #: Decode scales of the blocks as data lie: float32, or uint8 exponents (E8M0), or uint8 E4M3 codes (two-level). A plain
+    #: Decode scales of the blocks as data lie: float32, or uint8 exponents (E8M0), or uint8 E4M3 codes (two-level). A
+    #: plain
     #: float where one scale serves the whole operand and lives on the host.
     scale: Tensor | float
     #: Of the operand [rows, k], turned or not.
@@ -141,7 +143,6 @@ _tables: dict[torch.device, Tensor] = {}
 def e2m1_values(device: torch.device) -> Tensor:
     """The sixteen E2M1 values, float32, on a device."""
     if device not in _tables:
-        
         positive = torch.from_numpy(magnitudes(E2M1))
         _tables[device] = torch.cat([positive, -positive]).to(device)
     return _tables[device]

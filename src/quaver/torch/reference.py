@@ -30,7 +30,8 @@ def quantize(
     factor: Tensor | float | None = None,
     noise: tuple[int, int, Tensor | int] = (0, 0, 0),
 ) -> Quantized:
-    """One GEMM operand [rows, k]; see `quaver.core.reference.quantize`. `noise` is (seed, tensor id, count); a factor of 0
+    """One GEMM operand [rows, k]; see `quaver.core.reference.quantize`. `noise` is (seed, tensor id, count); a factor
+    of 0
     is an unset one."""
     x = x.to(torch.float32)
     if spec.hadamard:
@@ -65,9 +66,7 @@ def factors(bits: Tensor, spec: QuantSpec) -> Tensor:
     return power_of_two(exponent(bits, spec.format)) if spec.power_of_two else ratio(spec.format.max, bits)
 
 
-def _two_level(
-    x: Tensor, spec: QuantSpec, amax: Tensor | float | None, blocks: Tensor, u: Tensor | None
-) -> Quantized:
+def _two_level(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, blocks: Tensor, u: Tensor | None) -> Quantized:
     top = blocks.max().view(1, 1) if blocks.numel() else blocks.new_zeros((1, 1))
     tensor = top if amax is None else given_bits(amax, top)
     big = power_of_two(tensor_exponent(tensor)) if spec.scale == "two_level" else ratio(TWO_LEVEL_MAX, tensor)

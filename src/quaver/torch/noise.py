@@ -1,0 +1,56 @@
+"""Stochastic rounding's state in a layer: which Philox stream an operand draws from, and how often it has drawn."""
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.spec import QuantSpec
+from quaver.torch import ops
+from quaver.torch.quantized import Quantized
+
+
+def quantize_with_noise(layer: nn.Module, operand: str, x: Tensor, spec: QuantSpec) -> Quantized:
+    """Round at random; the count moves on, so that the next micro-batch draws other noise."""
+    count = layer._buffers.get("count")
+    if count is None:
+        count = fresh_count(layer)
+    which = int(operand.endswith(".T"))
+    seed: int = layer.__dict__.get("seed", 0)
+    stream = streams(layer)[operand] if torch.compiler.is_compiling() else tensor_id(layer, operand)
+    q = ops.run_quantize(x, spec, None, None, (seed, stream, count[which].clone()))
+    count[which] += 1
+    return q
+
+
+def tensor_id(layer: nn.Module, operand: str) -> int:
+    """Which Philox stream: the crc32 of "module.operand" where convert knows the name, else by order of making."""
+    return int(streams(layer)[operand])
+
+
+def streams(layer: nn.Module) -> dict[str, Tensor]:
+    """`tensor_id` of every operand, found before a compiler looks: it cannot trace a checksum.
+
+    They are tensors because a number would be a constant of the graph, and layers could not share one.
+    """
+    kept: tuple[Any, dict[str, Tensor]] | None = layer.__dict__.get("_streams")
+    if kept is not None and torch.compiler.is_compiling():
+        return kept[1]
+    name, serial = source = layer.__dict__.get("qualified_name"), layer.__dict__.get("_serial", 0)
+    if kept is None or kept[0] != source:
+        operands = [o + t for o in ("input", "weight", "grad_output") for t in ("", ".T")]
+        if name is None:
+            numbers = {operand: 2 * serial + operand.endswith(".T") for operand in operands}
+        else:
+            numbers = {operand: zlib.crc32(f"{name}.{operand}".encode()) for operand in operands}
+        tensors = {operand: torch.tensor(number, device="cpu") for operand, number in numbers.items()}
+        kept = layer.__dict__["_streams"] = source, tensors
+    return kept[1]
+
+
+def fresh_count(layer: nn.Module) -> Tensor:
+    """Nothing quantized yet; the stream's number goes with it, or -1 where a name tells."""
+    device: Any = layer.weight.device
+    named = layer.__dict__.get("qualified_name") is not None
+    return torch.tensor([0, 0, -1 if named else layer.__dict__.get("_serial", 0)], device=device)

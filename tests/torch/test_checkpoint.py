@@ -1,0 +1,158 @@
+"""Activation checkpointing recomputes in backward what the first pass did, and notes nothing twice."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import quaver.torch as qt
+from quaver import recipes
+from tests.close import assert_bitwise
+
+ALL = pytest.mark.parametrize("name", recipes.RECIPES)
+KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+
+def model() -> nn.Sequential:
+    blocks = [nn.Sequential(qt.Linear(48, 64), nn.GELU(), qt.Linear(64, 48), nn.Dropout(0.1)) for _ in range(2)]
+    return nn.Sequential(*blocks, qt.Linear(48, 16))
+
+
+def train(net: nn.Module, forward: Forward, steps: int = 3) -> dict[str, Tensor]:
+    """Outputs, gradients and buffers of each step."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    found = {}
+    for i in range(steps):
+        x = (torch.randn(2, 9, 48) * (i + 1)).requires_grad_()
+        y = forward(net, x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        found |= {f"output {i}": y.detach(), f"grad_input {i}": x.grad}
+        found |= {f"grad of {n} {i}": p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+        found |= {f"{n} {i}": b.clone() for n, b in net.named_buffers()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def assert_alike(nets: list[nn.Module], forwards: list[Forward], steps: int = 3) -> None:
+    one, other = (train(net, forward, steps) for net, forward in zip(nets, forwards, strict=True))
+    assert list(one) == list(other) and any("grad of" in key for key in one)
+    for key, value in one.items():
+        assert_bitwise(other[key], value, key)
+
+
+def twins() -> list[nn.Module]:
+    net = model()
+    return [net, copy.deepcopy(net)]
+
+
+@ALL
+@KINDS
+def test_checkpointing_changes_no_bit(name: str, use_reentrant: bool) -> None:
+    """Autocast has ended before backward, where the recomputation runs."""
+
+    def plain(net: nn.Module, x: Tensor) -> Tensor:
+        with qt.autocast(name):
+            return net(x)  # type: ignore[no-any-return]
+
+    def checkpointed(net: nn.Module, x: Tensor) -> Tensor:
+        with qt.autocast(name):
+            for block in net.children():
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+        return x
+
+    assert_alike(twins(), [plain, checkpointed])
+
+
+@ALL
+@KINDS
+def test_converted_models_too(name: str, use_reentrant: bool) -> None:
+    class Blocks(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint_sequential(self, 2, x, use_reentrant=use_reentrant)
+            return y
+
+    nets = [model()]
+    nets.append(Blocks(*copy.deepcopy(nets[0])))
+    for net in nets:
+        qt.convert(net, name)
+    assert_alike(nets, [lambda net, x: net(x)] * 2)
+
+
+@ALL
+@KINDS
+def test_under_torch_autocast_too(name: str, use_reentrant: bool) -> None:
+    def plain(net: nn.Module, x: Tensor) -> Tensor:
+        with qt.autocast(name), torch.autocast("cpu", torch.bfloat16):
+            return net(x).float()  # type: ignore[no-any-return]
+
+    def checkpointed(net: nn.Module, x: Tensor) -> Tensor:
+        with qt.autocast(name), torch.autocast("cpu", torch.bfloat16):
+            for block in net.children():
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+        return x.float()
+
+    assert_alike(twins(), [plain, checkpointed], 2)
+
+
+@ALL
+def test_autocast_inside_the_checkpointed_function_rolls_once(name: str) -> None:
+    def plain(net: nn.Module, x: Tensor) -> Tensor:
+        with qt.autocast(name):
+            return net(x)  # type: ignore[no-any-return]
+
+    def inside(net: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(plain, net, x, use_reentrant=False)
+        return y
+
+    assert_alike(twins(), [plain, inside])
+
+
+@KINDS
+def test_a_part_switched_off_stays_off(use_reentrant: bool) -> None:
+    def plain(net: nn.Module, x: Tensor) -> Tensor:
+        first, second, head = net.children()
+        with qt.autocast("mxfp8"):
+            x = first(x)
+            with qt.autocast(enabled=False):
+                x = second(x)
+            return head(x)  # type: ignore[no-any-return]
+
+    def checkpointed(net: nn.Module, x: Tensor) -> Tensor:
+        first, second, head = net.children()
+        with qt.autocast("mxfp8"):
+            x = checkpoint(first, x, use_reentrant=use_reentrant)
+            with qt.autocast(enabled=False):
+                x = checkpoint(second, x, use_reentrant=use_reentrant)
+            return head(x)  # type: ignore[no-any-return]
+
+    assert_alike(twins(), [plain, checkpointed])
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+def test_micro_batches_accumulate_alike(name: str, use_reentrant: bool) -> None:
+    """All forwards under one autocast, then all backwards."""
+
+    def run(net: nn.Module, x: Tensor, block: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        with qt.autocast(name):
+            outputs = []
+            for part in x.chunk(3, 1):
+                for child in net.children():
+                    part = block(child, part)
+                outputs.append(part)
+        return torch.cat(outputs, 1)
+
+    assert_alike(
+        twins(),
+        [
+            lambda net, x: run(net, x, lambda child, part: child(part)),
+            lambda net, x: run(net, x, lambda child, part: checkpoint(child, part, use_reentrant=use_reentrant)),
+        ],
+    )

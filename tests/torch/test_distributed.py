@@ -1,0 +1,179 @@
+"""Two processes on gloo: delayed scaling's maxima are those of all ranks, and DDP sees one model."""
+
+import copy
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch import amax
+from tests.close import assert_bitwise, assert_close
+
+RANKS = 2
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(qt.Linear(32, 48), nn.ReLU(), qt.Linear(48, 16))
+
+
+def data(rank: int, step: int) -> Tensor:
+    """Another magnitude on each rank, so that a local maximum is seen."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(64, 32, generator=generator) * (1 + 9 * rank) * (1 + step)
+
+
+def gathered(t: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(t.contiguous()) for _ in range(RANKS)]
+    dist.all_gather(parts, t.contiguous())
+    return parts
+
+
+def assert_equal_on_ranks(net: nn.Module, what: str) -> None:
+    for name, value in (*net.named_parameters(), *net.named_buffers()):
+        one, other = gathered(value.detach())
+        assert_bitwise(one, other, f"{what}: {name}")
+        if value.grad is not None:
+            assert_bitwise(*gathered(value.grad), f"{what}: gradient of {name}")
+
+
+def train(net: nn.Module, wrapped: nn.Module, rank: int, recipe: str | None, steps: int = 3) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for step in range(steps):
+        x = data(rank, step)
+        if recipe is None:
+            y = wrapped(x)
+        else:
+            with qt.autocast(recipe):
+                y = wrapped(x)
+        y.square().mean().backward()
+        for name, p in net.named_parameters():
+            assert p.grad is not None
+            assert_bitwise(*gathered(p.grad), f"gradient of {name} in step {step}")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def recorded(net: nn.Module) -> Tensor:
+    return torch.stack([layer.history[0] for layer in net.modules() if isinstance(layer, qt.Linear)])
+
+
+def check_factors(net: nn.Module, roll: Callable[[], None]) -> None:
+    local = gathered(recorded(net))
+    assert not torch.equal(*local), "the ranks saw different data"
+    wanted = torch.stack(local).amax(0)
+    roll()
+    layers = [layer for layer in net.modules() if isinstance(layer, qt.Linear)]
+    assert_bitwise(torch.stack([layer.history[-1] for layer in layers]), wanted)
+    assert_equal_on_ranks(net, "after a roll")
+    assert all(layer.factor.all() for layer in layers)
+
+
+def converted_delayed(rank: int) -> None:
+    net = model()
+    qt.convert(net, recipes.delayed(history=4))
+    wrapped = DistributedDataParallel(net)
+    train(net, wrapped, rank, None)
+
+    def roll() -> None:
+        wrapped(data(rank, 7))
+        for layer in (net[0], net[2]):
+            layer.history[0] = 0
+
+    check_factors(net, roll)
+
+
+def autocast_around_ddp(rank: int) -> None:
+    net = model()
+    wrapped = DistributedDataParallel(net)
+    train(net, wrapped, rank, "delayed")
+    # A copy that one rank holds does not take part; nor does a model that it only evaluates.
+    copies = []
+    if rank == 0:
+        copies.append(copy.deepcopy(net))
+        with torch.no_grad(), qt.autocast("delayed"):
+            copies[0](data(0, 0))
+            copies.append(model())
+            copies[1](data(0, 0))
+
+    def roll() -> None:
+        with qt.autocast("delayed"):
+            pass
+
+    check_factors(net, roll)
+
+
+def a_group_of_ones_own(rank: int) -> None:
+    groups = [dist.new_group([r]) for r in range(RANKS)]
+    net = model()
+    for step in range(2):
+        with qt.autocast("delayed", group=groups[rank]):
+            net(data(rank, step)).square().mean().backward()
+    assert not torch.equal(*gathered(net[0].factor)), "each rank keeps its own"
+
+
+def as_one_process(rank: int) -> None:
+    """Blocks of 32 tokens lie within a rank, so the ranks' gradients average to those of the whole batch."""
+    net, whole = model(), model()
+    for each in (net, whole):
+        qt.convert(each, "mxfp8")
+    wrapped = DistributedDataParallel(net)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (net, whole)]
+    for step in range(2):
+        batch = torch.cat([data(r, step) for r in range(RANKS)])
+        wrapped(data(rank, step)).square().mean().backward()
+        whole(batch).square().mean().backward()
+        for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
+            # The mean's factor 1/ranks is a power of two, so no code differs.
+            assert_close(f"gradient of {name}", p.grad, q.grad, 1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        net.load_state_dict(whole.state_dict())
+
+
+def every_recipe(rank: int) -> None:
+    for name in recipes.RECIPES:
+        net = model()
+        qt.convert(net, name)
+        train(net, DistributedDataParallel(net), rank, None, 2)
+        amax.roll_all()
+        assert_equal_on_ranks(net, name)
+
+
+CASES = [converted_delayed, autocast_around_ddp, a_group_of_ones_own, as_one_process, every_recipe]
+
+
+def _run(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    try:
+        for case in CASES:
+            try:
+                case(rank)
+            except Exception as error:
+                raise AssertionError(f"{case.__name__} on rank {rank}: {error}") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+@pytest.mark.filterwarnings("default")
+def test_two_ranks_are_one_model() -> None:
+    """One start of two processes for all of `CASES`; the failing case is named."""
+    multiprocessing.spawn(_run, (_free_port(),), nprocs=RANKS)
