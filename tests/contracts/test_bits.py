@@ -8,6 +8,7 @@ import torch
 
 import quaver.torch as qt
 from quaver.core import reference
+from quaver.core.formats import E4M3
 from quaver.core.plan import saved_bytes
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.ops import QUANTIZE
@@ -177,3 +178,12 @@ def test_the_plan_counts_the_bytes_that_are_stored(recipe: Recipe) -> None:
             stored = qt.quantize(torch.randn(features, tokens), spec).nbytes
             # One scale a tensor is kept on the host or in four bytes, two levels have four bytes more.
             assert abs(saved_bytes(recipe, tokens, features) - stored) <= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_given_factor_need_not_be_a_power_of_two(dtype: torch.dtype) -> None:
+    spec = QuantSpec(E4M3)
+    x = torch.randn(64, 96).to(dtype)
+    q = qt.quantize(x, spec, factor=5.3)
+    r = reference.quantize(x.float().numpy(), spec, factor=5.3)
+    assert (q.codes().numpy() == r.codes()).all() and (q.scales().numpy() == r.scales()).all()

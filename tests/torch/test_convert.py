@@ -675,3 +675,9 @@ def test_gpt2_of_transformers_has_one_linear_and_the_report_says_so() -> None:
         made = transformers.GPT2LMHeadModel(model.config)
         qt.convert(made, "delayed")
         made.load_state_dict(model.state_dict())
+
+
+def test_a_dict_of_patterns_serves_as_rules() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    report = qt.convert(model, {"1": None, "*": "mxfp8"})
+    assert list(report.converted) == ["0"] and list(report.skipped) == ["1"]

@@ -8,7 +8,7 @@ import copy
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,13 @@ class Report:
         return f"; {hint}" if hint.startswith("did you mean") and repr(word) not in hint else ""
 
 
-def convert(model: nn.Module, recipe: str | Recipe | Rules, *, skip: Sequence[str] = (), seed: int = 0) -> Report:
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None],
+    *,
+    skip: Sequence[str] = (),
+    seed: int = 0,
+) -> Report:
     """Convert every nn.Linear that the rules name, in place.
 
     With a delayed recipe the model rolls its histories at the start of its own forward, unless an autocast around it
@@ -64,7 +70,7 @@ def convert(model: nn.Module, recipe: str | Recipe | Rules, *, skip: Sequence[st
 
     Args:
         model: any module; itself an nn.Linear too.
-        recipe: a recipe or its name for all, or `Rules`. A layer that has this recipe already keeps its state.
+        recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes. A layer that has this recipe already keeps its state.
         skip: patterns of names to leave alone, such as "lm_head".
         seed: of stochastic rounding.
     Returns:
@@ -75,7 +81,9 @@ def convert(model: nn.Module, recipe: str | Recipe | Rules, *, skip: Sequence[st
     """
     if isinstance(skip, str):
         raise ValueError(f"skip is the string {skip!r}; give a list of patterns: skip=[{skip!r}]")
-    rules = recipe if isinstance(recipe, Rules) else Rules({"*": recipe})
+    if not isinstance(recipe, Rules):
+        recipe = Rules(recipe if isinstance(recipe, Mapping) else {"*": recipe})
+    rules = recipe
     chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in rules.rules}
     report = Report(others=_others(model))
     used: set[str | Rule] = set()

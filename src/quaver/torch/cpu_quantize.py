@@ -53,6 +53,9 @@ def quantize(
     e = float(factor) if factor is not None else 0.0
     if e == 0.0:
         e = host_factor(wanted, fmt, exact)
+    elif math.frexp(e)[0] != 0.5:
+        # A factor from elsewhere, such as an average of several.
+        e, exact = float(np.float32(e)), False
     y = x * scalar(e) if exact and x.dtype is not torch.float16 else x.float() * e
     if not top * e <= fmt.max:
         y.clamp_(-fmt.max, fmt.max)
