@@ -70,7 +70,8 @@ def convert(
 
     Args:
         model: any module; itself an nn.Linear too.
-        recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes. A layer that has this recipe already keeps its state.
+        recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
+            A layer that has this recipe already keeps its state.
         skip: patterns of names to leave alone, such as "lm_head".
         seed: of stochastic rounding.
     Returns:
