@@ -83,7 +83,7 @@ def _small(a: Quantized, b: Quantized, scale: float, dtype: torch.dtype, bias: T
     if a.turned:
         x = x.t()
     if not b.turned:
-        y = y.t()
+        y = _transposed(b, y)
     y = torch.mm(x, y)
     if 1e-37 < scale < 1e37 and a.spec.power_of_two and b.spec.power_of_two:
         y.mul_(scalar(scale))
@@ -94,6 +94,14 @@ def _small(a: Quantized, b: Quantized, scale: float, dtype: torch.dtype, bias: T
     if dtype is torch.float32:
         return y
     return y.bfloat16() if dtype is torch.bfloat16 else y.to(dtype)
+
+
+def _transposed(q: Quantized, decoded: Tensor) -> Tensor:
+    if q.decoded is None:
+        return decoded.t()
+    if q.decoded_t is None:
+        q.decoded_t = decoded.t()
+    return q.decoded_t
 
 
 @contextmanager

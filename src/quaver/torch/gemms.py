@@ -30,6 +30,8 @@ def fprop(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, reci
     else:
         xq = quantize(layer, amax.INPUT, "input", x, a, recipe, call)
         wq = quantized_weight(layer, weight, "fprop", b, recipe, call)
+        if call.plan.weight and not call.traced and "_weights" in layer.__dict__:
+            call.weight = wq
         y = call.matmul(xq, wq, x.dtype, bias)
     if call.keep_input:
         c = recipe.wgrad.b
@@ -64,7 +66,7 @@ def wgrad(g: Tensor | Quantized, kept: Tensor | Quantized, recipe: Recipe, call:
 class Call:
     """What one forward of one layer decides, and what its backward needs besides tensors."""
 
-    __slots__ = ("dtype", "factors", "keep_input", "kept", "matmul", "plan", "quantize", "record", "traced")
+    __slots__ = ("dtype", "factors", "keep_input", "kept", "matmul", "plan", "quantize", "record", "traced", "weight")
 
     def __init__(
         self, recipe: Recipe, x: Tensor, dtype: torch.dtype, keep_input: bool, record: bool, factors: Factors
@@ -85,6 +87,8 @@ class Call:
             _, self.quantize, self.matmul = ops.resolve(recipe, x)
         #: The operand that wgrad will consume.
         self.kept: Tensor | Quantized | None = None
+        #: fprop's weight where dgrad will consume it too and the layer keeps it anyway.
+        self.weight: Quantized | None = None
 
 
 def quantize(
@@ -111,6 +115,8 @@ def quantized_weight(
 ) -> Quantized:
     """The weight [N, K] for fprop, or its transpose [K, N] for dgrad; kept until the weight changes."""
     shared = side == "dgrad" and call.plan.weight
+    if shared and call.weight is not None:
+        return call.weight.T
     if call.traced:
         if shared:
             return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT]).T

@@ -211,7 +211,7 @@ class Linear(nn.Linear):
         x = input.to(torch.get_autocast_dtype(device)) if casting else input
         if x.dtype is not weight.dtype and not casting:
             raise ValueError(_dtype_sentence(self, x.dtype))
-        if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
+        if x.dim() == 0 or x.size(-1) != weight.size(-1):
             raise ValueError(
                 f"Linear({self.in_features} → {self.out_features}) got an input of shape {tuple(x.shape)}; "
                 f"its last axis must be {self.in_features}"

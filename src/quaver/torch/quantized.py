@@ -38,8 +38,9 @@ class Quantized:
     tensor_factor: Tensor | None = None
     #: Largest magnitude measured, for a history; None where nothing was measured.
     amax: Tensor | float | None = None
-    #: The data as a float32 matrix as they lie, remembered where that is small.
+    #: The data as a float32 matrix as they lie, and its transpose, remembered where that is small.
     decoded: Tensor | None = None
+    decoded_t: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -66,9 +67,8 @@ class Quantized:
         """The transpose [k, rows], of the same memory; only specs whose blocks are square have one."""
         assert self.spec.transposable
         shape = (self.shape[1], self.shape[0])
-        return Quantized(
-            self.data, self.scale, self.spec, shape, not self.turned, self.tensor_factor, self.amax, self.decoded
-        )
+        factor, amax, decoded, decoded_t = self.tensor_factor, self.amax, self.decoded, self.decoded_t
+        return Quantized(self.data, self.scale, self.spec, shape, not self.turned, factor, amax, decoded, decoded_t)
 
     def codes(self) -> Tensor:
         """uint8 [rows, k], one code an element, every NaN as 0x7F."""
