@@ -1,8 +1,7 @@
 """Two-level quantization to E2M1 on a CPU, in pieces that stay in its cache.
 
 Rounding to nearest is one table look-up: the upper half of a float32, with its last bit set if anything lies below,
-tells
-the code, sign and NaN included.
+tells the code, sign and NaN included.
 """
 
 from functools import cache

@@ -2,8 +2,7 @@
 
 Every E4M3, E5M2 and E2M1 value is a bf16 value, also after multiplying by a power of two or by an E4M3 scale, and the
 product of two of them is exact in float32. So a bf16 GEMM, or a float32 GEMM that works in bf16 inside, adds up
-exactly the
-products that the recipe defines. The decoding and the speed that it gives are described in docs/numerics.md.
+exactly the products that the recipe defines. docs/numerics.md describes the decoding.
 """
 
 import math
@@ -40,14 +39,16 @@ def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) 
 
 
 def matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a [m, k] @ b [n, k].T + bias. Bounded: relative RMS below 1e-6 of float64 on the same operands, float32
-    output."""
+    """a [m, k] @ b [n, k].T + bias.
+
+    Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
+    """
     (m, k), n = a.shape, b.shape[0]
     size = m * n * k
     if 0 < size <= SMALL and a.scale.__class__ is float and b.scale.__class__ is float:
         return _small(a, b, a.scale * b.scale, dtype, bias)
     if size == 0 or min(m, n) <= NARROW:
-        # A matrix times a few vectors is summed in one long row, whose errors add up; float64 is as cheap there.
+        # A matrix times a few vectors is summed in one long row, whose errors add up: float64 keeps the bound.
         return reference.matmul(a, b, dtype, bias)
     exact = _folds_exactly(a) and _folds_exactly(b)
     tiny = size <= SMALL

@@ -1,10 +1,8 @@
 """quantize on a CPU: torch's own casts, integer maxima, and plain floats where one scale serves the tensor.
 
 A bf16 value times a power of two is exact, so bf16 operands stay bf16 until the cast; torch's cast saturates only in
-newer
-releases and only E4M3, so whatever can overflow is clipped first. Transposes are read where they lie: an operand
-whose rows
-are contiguous in the other direction keeps that layout.
+newer releases and only E4M3, so whatever can overflow is clipped first. Transposes are read where they lie: an operand
+whose rows are contiguous in the other direction keeps that layout.
 """
 
 import math

@@ -5,8 +5,7 @@
     wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
 
 A `Call` carries what one forward decides to its backward. Kept for backward is what the GEMM consumed, one byte an
-element or
-half of one, never the input in high precision unless the recipe asks for it.
+element or half of one, never the input in high precision unless the recipe asks for it.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""y = x @ weight.T + bias, with every operand of its three GEMMs quantized as a recipe says: `quaver.torch.gemms`,
-tied to
-autograd and dressed as nn.Linear.
+"""y = x @ weight.T + bias, every operand of its three GEMMs quantized as a recipe says.
+
+`quaver.torch.gemms`, tied to autograd and dressed as nn.Linear.
 """
 
 import copy

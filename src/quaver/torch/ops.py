@@ -2,8 +2,7 @@
 
 In eager mode an operation is a plain function call. Under `torch.compile` it is one opaque library operator: decoding
 happens inside it, so that a compiled graph keeps eight bits for backward and not their decoded copies, and so that
-the bits
-are those of eager mode (Inductor may skip the rounding to bf16 between two fused operations).
+the bits are those of eager mode (Inductor may skip the rounding to bf16 between two fused operations).
 """
 
 from collections.abc import Callable, Iterator
@@ -92,8 +91,7 @@ def quantize(
 
     Args:
         x: [rows, k] in float32, bfloat16 or float16, the axis that the GEMM sums over last. A `Quantized` of this
-        spec is
-            returned as it is.
+            spec is returned as it is.
         spec: how.
         amax: [blocks of rows, blocks of k], or the tensor's [1, 1] for two-level scales; None measures it.
         factor: the encode factor of delayed scaling, in place of the one that amax implies; 0 is unset.

@@ -25,8 +25,7 @@ class Quantized:
     #: [rows, k] in a float8 dtype, or uint8 [rows, ceil(k / 2)] for E2M1; the transpose of that if turned.
     data: Tensor
     #: Decode scales of the blocks as data lie: float32, or uint8 exponents (E8M0), or uint8 E4M3 codes (two-level). A
-    #: plain
-    #: float where one scale serves the whole operand and lives on the host.
+    #: plain float where one scale serves the whole operand and lives on the host.
     scale: Tensor | float
     #: Of the operand [rows, k], turned or not.
     spec: QuantSpec

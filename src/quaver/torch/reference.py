@@ -31,8 +31,8 @@ def quantize(
     noise: tuple[int, int, Tensor | int] = (0, 0, 0),
 ) -> Quantized:
     """One GEMM operand [rows, k]; see `quaver.core.reference.quantize`. `noise` is (seed, tensor id, count); a factor
-    of 0
-    is an unset one."""
+    of 0 is an unset one.
+    """
     x = x.to(torch.float32)
     if spec.hadamard:
         x = rotate(x)
