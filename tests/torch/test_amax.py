@@ -122,6 +122,28 @@ def test_the_tensors_path_rolls_as_the_floats_path_does(options: dict[str, Any],
         mirror.check(other, "tensors")
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_a_long_run_rolls_as_the_reference_does(length: int, algorithm: str) -> None:
+    """The largest value of a window is carried from step to step: it must leave when its step leaves."""
+    recipe = recipes.delayed(history=length, algorithm=algorithm)
+    rng = np.random.default_rng(length)
+    layer, mirror = qt.Linear(4, 4, recipe=recipe), Mirror(recipe)
+    for number in range(60):
+        newest = rng.choice([0.0, 1.0, 1.0, 2.0, 4.0, 100.0], 3).astype(np.float32)
+        for column, value in enumerate(newest.tolist()):
+            amax.record(layer, column, value)
+        mirror.history[0] = np.maximum(mirror.history[0], newest)
+        if number == 30:
+            # Loading writes into the buffers: what was carried is no longer true.
+            loaded = rng.choice([0.0, 3.0, 50.0], mirror.history.shape).astype(np.float32)
+            layer.history.copy_(torch.from_numpy(loaded))
+            mirror.history = loaded
+        mirror.roll()
+        amax.roll([layer])
+        mirror.check(layer, f"step {number}")
+
+
 def test_an_unset_factor_uses_the_tensors_own_amax() -> None:
     delayed, current = qt.Linear(8, 6), qt.Linear(8, 6)
     current.load_state_dict(delayed.state_dict())

@@ -13,10 +13,9 @@ from quaver.torch import amax
 
 
 class _Ambient(threading.local):
-    # Dynamo traces a thread-local; it does not trace a ContextVar.
-    recipe: Recipe | None = None
-    disabled: bool = False
-    depth: int = 0
+    # Dynamo traces a thread-local; it does not trace a ContextVar. One tuple is one look-up.
+    #: The recipe, whether autocast(enabled=False) rules, and how many autocasts are open.
+    now: tuple[Recipe | None, bool, int] = None, False, 0
 
 
 ambient = _Ambient()
@@ -43,26 +42,24 @@ class autocast(ContextDecorator):
         self.recipe = None if recipe is None else _resolve(recipe)
         self.enabled = enabled
         self.group = group
-        self._before: list[tuple[Recipe | None, bool]] = []
+        self._before: list[tuple[Recipe | None, bool, int]] = []
 
     def _recreate_cm(self) -> "autocast":
         # A decorated function may run in several threads at once.
         return autocast(self.recipe, enabled=self.enabled, group=self.group)
 
     def __enter__(self) -> "autocast":
-        if ambient.depth == 0 and self.enabled and torch.is_grad_enabled() and not recomputing():
+        before = ambient.now
+        if before[2] == 0 and self.enabled and torch.is_grad_enabled() and not recomputing():
             amax.roll_all(self.group, self.recipe)
-        self._before.append((ambient.recipe, ambient.disabled))
-        ambient.recipe = self.recipe if self.enabled else None
-        ambient.disabled = not self.enabled
-        ambient.depth += 1
+        self._before.append(before)
+        ambient.now = (self.recipe if self.enabled else None, not self.enabled, before[2] + 1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ambient.recipe, ambient.disabled = self._before.pop()
-        ambient.depth -= 1
+        ambient.now = self._before.pop()
 
 
 def recomputing() -> bool:
@@ -84,6 +81,7 @@ def _resolve(recipe: str | Recipe) -> Recipe:
 
 def recipe_in_force(own: Recipe | None) -> Recipe | None:
     """A layer's own recipe, else the innermost autocast's, else none; none where autocast(enabled=False) rules."""
+    recipe, disabled, _ = ambient.now
     if own is None:
-        return ambient.recipe
-    return None if ambient.disabled else own
+        return recipe
+    return None if disabled else own

@@ -263,7 +263,7 @@ class RollHistories:
     """A root's forward pre-hook: ends a step of delayed scaling, as entering an outermost autocast would."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if ambient.depth == 0 and torch.is_grad_enabled() and not recomputing():
+        if ambient.now[2] == 0 and torch.is_grad_enabled() and not recomputing():
             amax.roll(_with_history(module))
 
 

@@ -29,7 +29,8 @@ ROWS = (2.0**-60, 2.0**60)
 
 #: A per-tensor operand of at most this many elements remembers its decoded matrix: decoding costs as much as its GEMM.
 REMEMBERED = 4096
-
+#: Products of scales within these can be folded into an eight-bit operand: its values and the sums stay normal.
+LIFTS = (2.0**-60, 2.0**60)
 _precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
@@ -72,24 +73,19 @@ def matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None =
 
 def _small(a: Quantized, b: Quantized, scale: float, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """Per-tensor operands of a few thousand elements: every call counts."""
-    x, y = a.decoded, b.decoded
-    if x is None:
-        x = a.data.float()
-        if x.numel() <= REMEMBERED:
-            a.decoded = x
-    if y is None:
-        y = b.data.float()
-        if y.numel() <= REMEMBERED:
-            b.decoded = y
+    left = a.decoded
+    if left is None:
+        left = _remember(a)
     if a.turned:
-        x = x.t()
-    if not b.turned:
-        y = _transposed(b, y)
-    y = torch.mm(x, y)
-    if 1e-37 < scale < 1e37 and a.spec.power_of_two and b.spec.power_of_two:
-        y.mul_(scalar(scale))
+        left = left.t()
+    exact = LIFTS[0] < scale < LIFTS[1] and a.spec.power_of_two and b.spec.power_of_two
+    if exact and b.decoded is not None:
+        # Used before, as weights are: the scale is in the operand already, or goes there for the next time.
+        y = torch.mm(left, b.right if b.lift == scale and b.right is not None else _lifted(b, b.decoded, scale))
     else:
-        y = rescale(y, a.scale, b.scale)
+        right = _remember(b) if b.decoded is None else b.decoded
+        y = torch.mm(left, right if b.turned else right.t())
+        y = y.mul_(scalar(scale)) if exact else rescale(y, a.scale, b.scale)
     if bias is not None:
         y += bias
     if dtype is torch.float32:
@@ -97,12 +93,18 @@ def _small(a: Quantized, b: Quantized, scale: float, dtype: torch.dtype, bias: T
     return y.bfloat16() if dtype is torch.bfloat16 else y.to(dtype)
 
 
-def _transposed(q: Quantized, decoded: Tensor) -> Tensor:
-    if q.decoded is None:
-        return decoded.t()
-    if q.decoded_t is None:
-        q.decoded_t = decoded.t()
-    return q.decoded_t
+def _remember(q: Quantized) -> Tensor:
+    decoded = q.data.float()
+    if decoded.numel() <= REMEMBERED:
+        q.decoded = decoded
+    return decoded
+
+
+def _lifted(b: Quantized, decoded: Tensor, scale: float) -> Tensor:
+    """The right side of a product with both scales in it: a power of two, so that every sum is what it would be."""
+    right = decoded * scalar(scale)
+    b.right, b.lift = right if b.turned else right.t(), scale
+    return b.right
 
 
 @contextmanager

@@ -37,11 +37,11 @@ class _Linear(torch.autograd.Function):
         factors = None if recipe.delayed is None else amax.saved_factors(layer)
         call = Call(recipe, x, x.dtype, need_weight and record, record, factors)
         y = fprop(x if x.dim() == 2 else _matrix(x), weight, bias, layer, recipe, call)
-        _save(ctx, call, weight if need_input else None)
+        kept = _save(ctx, call, weight if need_input else None)
         # A compiler carries tensors and plain values from forward to backward, no objects.
         reused = None if call.traced else call
-        ctx.dtype, ctx.record = x.dtype, record
-        ctx.about = layer, recipe, reused, x.shape, weight.dtype, None if bias is None else bias.dtype
+        bias_dtype = None if bias is None else bias.dtype
+        ctx.about = layer, recipe, reused, x.shape, x.dtype, weight.dtype, bias_dtype, record, kept
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -89,37 +89,38 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _save(ctx: Any, call: Call, weight: Tensor | None) -> None:
-    """Tensors to autograd, the rest beside them."""
+def _save(ctx: Any, call: Call, weight: Tensor | None) -> tuple[Any, ...] | None:
+    """Tensors to autograd; what lies beside them is returned."""
     kept, factors = call.kept, call.factors
     on_device = factors if isinstance(factors, Tensor) else None
     if not call.traced:
         call.kept = None
         if on_device is not None:
             call.factors = None
-    if isinstance(kept, Quantized):
-        host_scale, scale = (None, kept.scale) if isinstance(kept.scale, Tensor) else (kept.scale, None)
-        ctx.save_for_backward(weight, on_device, kept.data, scale, kept.tensor_factor)
-        ctx.kept = (kept.spec, kept.shape, kept.turned, host_scale)
-    else:
-        ctx.save_for_backward(weight, on_device, kept, None, None)
-        ctx.kept = None
+    if not isinstance(kept, Quantized):
+        ctx.save_for_backward(weight, kept, on_device)
+        return None
+    if isinstance(kept.scale, Tensor):
+        ctx.save_for_backward(weight, kept.data, on_device, kept.scale, kept.tensor_factor)
+        return kept.spec, kept.shape, kept.turned, None
+    ctx.save_for_backward(weight, kept.data, on_device)
+    return kept.spec, kept.shape, kept.turned, kept.scale
 
 
-def _kept(ctx: Any, data: Any, scale: Any, tensor_factor: Any) -> Tensor | Quantized:
+def _kept(about: tuple[Any, ...] | None, data: Any, scale: Any = None, tensor_factor: Any = None) -> Tensor | Quantized:
     """The operand that `_save` took apart."""
-    if ctx.kept is None:
+    if about is None:
         return data
-    spec, shape, turned, host_scale = ctx.kept
+    spec, shape, turned, host_scale = about
     return Quantized(data, host_scale if scale is None else scale, spec, shape, turned, tensor_factor)
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
     need_input, need_weight, need_bias, *_ = ctx.needs_input_grad
-    weight, factors, data, scale, tensor_factor = ctx.saved_tensors
-    layer, recipe, call, shape, weight_dtype, bias_dtype = ctx.about
+    weight, data, factors, *scales = ctx.saved_tensors
+    layer, recipe, call, shape, dtype, weight_dtype, bias_dtype, record, kept = ctx.about
     if call is None:
-        call = Call(recipe, g, ctx.dtype, need_weight, ctx.record, factors)
+        call = Call(recipe, g, dtype, need_weight, record, factors)
     elif factors is not None:
         call.factors = factors
     g2 = g if g.dim() == 2 else _matrix(g)
@@ -138,7 +139,7 @@ def _backward(ctx: Any, g: Tensor) -> Any:
             gt = gq.T
         else:
             gt = quantize(layer, amax.GRAD_OUTPUT, "grad_output.T", g2.t(), recipe.wgrad.a, recipe, call)
-        grad_weight = wgrad(gt, _kept(ctx, data, scale, tensor_factor), recipe, call, weight_dtype)
+        grad_weight = wgrad(gt, _kept(kept, data, *scales), recipe, call, weight_dtype)
     if need_bias:
         grad_bias = g2.sum(0, dtype=torch.float32).to(bias_dtype)
     return grad_input, grad_weight, grad_bias, None, None, None

@@ -37,9 +37,13 @@ class Quantized:
     tensor_factor: Tensor | None = None
     #: Largest magnitude measured, for a history; None where nothing was measured.
     amax: Tensor | float | None = None
-    #: The data as a float32 matrix as they lie, and its transpose, remembered where that is small.
+    #: The data as a float32 matrix as they lie, remembered where that is small.
     decoded: Tensor | None = None
-    decoded_t: Tensor | None = None
+    #: That as the right side of a product, times a power of two; and which.
+    right: Tensor | None = None
+    lift: float = 1.0
+    #: The transpose, once it was asked for.
+    twin: "Quantized | None" = None
 
     @property
     def device(self) -> torch.device:
@@ -65,9 +69,12 @@ class Quantized:
     def T(self) -> "Quantized":
         """The transpose [k, rows], of the same memory; only specs whose blocks are square have one."""
         assert self.spec.transposable
-        shape = (self.shape[1], self.shape[0])
-        factor, amax, decoded, decoded_t = self.tensor_factor, self.amax, self.decoded, self.decoded_t
-        return Quantized(self.data, self.scale, self.spec, shape, not self.turned, factor, amax, decoded, decoded_t)
+        if self.twin is None:
+            shape, turned = (self.shape[1], self.shape[0]), not self.turned
+            self.twin = Quantized(
+                self.data, self.scale, self.spec, shape, turned, self.tensor_factor, self.amax, self.decoded
+            )
+        return self.twin
 
     def codes(self) -> Tensor:
         """uint8 [rows, k], one code an element, every NaN as 0x7F."""

@@ -41,6 +41,7 @@ def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) ->
             del state_dict[key]
         elif mine is None:
             layer.register_buffer(name, given.detach().clone().to(layer.weight.device))
+            amax.register(layer)
         elif mine.shape != given.shape:
             _warn_once(
                 load,
