@@ -35,7 +35,7 @@ def run_case(case: Case, quick: bool) -> Result:
     try:
         figures = case.measure(quick)
     except NotMeasurable as why:
-        reason = str(why)
+        figures, reason = list(why.figures), str(why)
     except Exception as error:
         traceback.print_exc()
         reason = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -69,6 +69,7 @@ def show(result: Result, console: Console) -> None:
     console.print(f"\n[bold]{result.case.title}[/bold] ({result.case.name}, {result.seconds:.0f} s)", highlight=False)
     if result.reason:
         console.print(result.reason, highlight=False)
+    if not result.figures:
         return
     shown = Table()
     shown.add_column("")

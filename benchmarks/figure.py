@@ -1,7 +1,7 @@
 """What a case measures: figures, each with a target or none, and the case that yields them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 #: Decimals that a unit is shown with.
@@ -9,7 +9,12 @@ DECIMALS = {"x": 2, "%": 1, "dB": 1, "s": 2, "ms": 2, "µs": 1, "MiB": 2, "GEMMs
 
 
 class NotMeasurable(Exception):
-    """This machine cannot measure the case; the message says why."""
+    """This machine cannot measure what the case asks; the message says why."""
+
+    def __init__(self, reason: str, figures: "Sequence[Figure]" = ()) -> None:
+        super().__init__(reason)
+        #: What it measured all the same, to be shown and not judged.
+        self.figures = tuple(figures)
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Result:
     case: Case
     figures: tuple[Figure, ...]
     seconds: float
-    #: Why there are no figures, or "".
+    #: Why there are no figures, or why they are not judged, or "".
     reason: str = ""
 
     @property

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.timing import Step, interleave
+from quaver.torch.cpu_matmul import bf16_products
+
 #: CPU features that decide how fast bf16 products are.
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,8 +45,19 @@ def flags() -> set[str]:
     return set(_cpuinfo("flags").split())
 
 
-def multiplies_bf16() -> bool:
-    return bool(flags() & {"avx512_bf16", "amx_bf16"})
+def bf16_inside() -> float:
+    """Time of a float32 product that may multiply in bf16 over that of a plain one; 1 where oneDNN has no such kernel.
+
+    The CPU's flags do not tell: on a Zen 4, which has AVX512-BF16, oneDNN 3.12 takes the hint and runs float32.
+    """
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+
+    def hinted() -> None:
+        with bf16_products():
+            torch.mm(a, b)
+
+    steps: dict[str, Step] = {"plain": lambda: torch.mm(a, b), "hinted": hinted}
+    return interleave(steps, rounds=7, steps=1)["hinted"].ratio
 
 
 def commit() -> str:

@@ -63,7 +63,9 @@ def case_markdown(result: Result) -> list[str]:
     case = result.case
     lines = ["", f"## {case.title}", "", f"`{case.name}`. {case.notes}", ""]
     if result.reason:
-        return [*lines, f"**{result.reason}**"]
+        lines += [f"**{result.reason}**", ""]
+    if not result.figures:
+        return lines[:-1]
     return lines + table(("", *result.columns), cells(result))
 
 

@@ -12,6 +12,12 @@ from quaver.recipes import RECIPES
 
 UNCHANGED, CHANGES = "weight unchanged", "weight changes"
 QUANTIZING = [name for name, build in RECIPES.items() if build().quantizes]
+#: Largest time of a float32 product with bf16 inside, over a plain one, that counts as having one.
+MULTIPLIES_BF16 = 0.6
+NO_BF16 = (
+    "not measurable here: a float32 product that may multiply in bf16 takes {:.2f} of a plain one's time: oneDNN has "
+    "no kernel for it on this CPU; the ratios are shown, not judged"
+)
 NOTES = (
     "Eager, without bias, one thread, processor time, interleaved; the median of each round's ratio. Entering autocast "
     "is part of our step. `weight unchanged` may use the quantized weight again, as micro-batches do; `weight changes` "
@@ -27,22 +33,24 @@ class Setup:
     dtype: torch.dtype
     rounds: int
     steps: int
-    # Highest ratios by recipe: weight unchanged, weight changing.
-    targets: Mapping[str, tuple[float, float]]
+    # Highest ratios by recipe: weight unchanged, weight changing (None: not judged).
+    targets: Mapping[str, tuple[float, float | None]]
     # Recipes to time.
     recipes: list[str]
     # Size and rounds when quick.
     quick: tuple[int, int]
-    # Only where the CPU multiplies bf16 in hardware.
+    # Judged only where a float32 product can multiply in bf16 inside.
     needs_bf16: bool = False
 
     def measure(self, quick: bool) -> list[Figure]:
-        if self.needs_bf16 and not quick and not machine.multiplies_bf16():
-            raise NotMeasurable("not measurable here: the CPU has neither AVX512-BF16 nor AMX")
         features, rounds = self.quick if quick else (self.features, self.rounds)
+        ratio = machine.bf16_inside() if self.needs_bf16 and not quick else 0.0
         timings = interleave(subjects(features, self.dtype, self.recipes), rounds=rounds, steps=self.steps)
-        judged = features == self.features
-        return [f for name, timing in timings.items() for f in self.figures(name, timing, judged)]
+        judged = features == self.features and ratio <= MULTIPLIES_BF16
+        figures = [f for name, timing in timings.items() for f in self.figures(name, timing, judged)]
+        if ratio > MULTIPLIES_BF16:
+            raise NotMeasurable(NO_BF16.format(ratio), figures)
+        return figures
 
     def figures(self, name: str, timing: Timing, judged: bool) -> list[Figure]:
         subject, _, column = name.partition(", ")
@@ -52,8 +60,8 @@ class Setup:
         return [ratio, time]
 
     def target(self, subject: str, column: str) -> Target | None:
-        pair = self.targets.get(subject.removeprefix("quaver "))
-        return None if pair is None else at_most(pair[column == CHANGES])
+        highest = self.targets.get(subject.removeprefix("quaver "), (None, None))[column == CHANGES]
+        return None if highest is None else at_most(highest)
 
 
 def subjects(features: int, dtype: torch.dtype, recipes: list[str]) -> dict[str, Step]:
@@ -72,7 +80,7 @@ def subjects(features: int, dtype: torch.dtype, recipes: list[str]) -> dict[str,
     return steps
 
 
-def _all(ratio: float, recipes: list[str]) -> dict[str, tuple[float, float]]:
+def _all(ratio: float, recipes: list[str]) -> dict[str, tuple[float, float | None]]:
     return dict.fromkeys(recipes, (ratio, ratio))
 
 
@@ -102,7 +110,7 @@ SMALL_FLOAT32 = Case(
         dtype=torch.float32,
         rounds=60,
         steps=50,
-        targets={"tensorwise": (3.6, 3.6), "delayed": (4.6, 4.6)},
+        targets={"tensorwise": (3.6, None), "delayed": (4.6, None)},
         recipes=SMALL,
         quick=(32, 5),
     ).measure,

@@ -14,6 +14,7 @@ from benchmarks import accept, accept_report, accept_run, machine
 from benchmarks.accept_report import BASELINE, CLOSE, RULES, Acceptance
 from benchmarks.accept_run import CONTROL, Outcome
 from benchmarks.cases import CASES
+from benchmarks.cases.speed import Setup
 from benchmarks.cpu import chosen, run, run_case, summary
 from benchmarks.figure import DECIMALS, Case, Figure, NotMeasurable, Target, at_least, at_most, exactly, within
 from benchmarks.timing import interleave
@@ -104,6 +105,40 @@ def test_results_are_written_for_reading_and_for_computing(tmp_path: Path, monke
     }
     assert data["cases"][1]["figures"][0]["value"] == "inf"
     assert set(data["machine"]) >= {"cpu", "flags", "torch", "torchao", "python", "commit"}
+
+
+def test_what_cannot_be_judged_is_shown_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unjudged(quick: bool) -> list[Figure]:
+        raise NotMeasurable("not measurable here: no such kernel", [Figure("quaver", "time", 1.0, "ms")])
+
+    monkeypatch.setattr("benchmarks.cpu.CASES", (dataclasses.replace(toy("slow", 0.0), measure=unjudged),))
+    (done,) = run(True, None, True, Console(quiet=True), tmp_path)
+    assert summary([done]).startswith("0 of 0 targets met.")
+    text = (tmp_path / f"cpu-{machine.today()}.md").read_text(encoding="utf-8")
+    assert "**not measurable here: no such kernel**" in text and "| quaver | 1.00 ms |" in text
+
+
+@pytest.mark.parametrize("ratio", [0.4, 0.9])
+def test_float32_is_judged_only_where_its_products_multiply_in_bf16(
+    ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "bf16_inside", lambda: ratio)
+    setup = Setup(
+        features=8,
+        dtype=torch.float32,
+        rounds=1,
+        steps=1,
+        targets={"tensorwise": (0.7, 0.7)},
+        recipes=["tensorwise"],
+        quick=(8, 1),
+        needs_bf16=True,
+    )
+    if ratio == 0.4:
+        assert any(figure.target is not None for figure in setup.measure(False))
+        return
+    with pytest.raises(NotMeasurable, match=r"takes 0\.90 of a plain one's time") as refused:
+        setup.measure(False)
+    assert refused.value.figures and all(figure.target is None for figure in refused.value.figures)
 
 
 def test_an_unknown_pattern_names_the_nearest_case() -> None:
