@@ -7,6 +7,7 @@ replaces afterwards; embedding and head stay as they are.
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -36,7 +37,7 @@ class ModelConfig:
 
 MODELS = {
     "nano": ModelConfig(layers=1, dim=64, heads=2, kv_heads=1, hidden=128, lr=5e-3),
-    "tiny": ModelConfig(layers=4, dim=128, heads=4, kv_heads=2, hidden=384, lr=2e-3),
+    "tiny": ModelConfig(layers=4, dim=128, heads=4, kv_heads=2, hidden=384, lr=3e-3),
     "small": ModelConfig(layers=6, dim=256, heads=8, kv_heads=4, hidden=768, lr=2e-3),
     "125m": ModelConfig(layers=12, dim=768, heads=12, kv_heads=4, hidden=2048, lr=6e-4, tied=True),
     "350m": ModelConfig(layers=24, dim=1024, heads=16, kv_heads=8, hidden=2816, lr=3e-4, tied=True),
@@ -128,20 +129,31 @@ class Decoder(nn.Module):
 
 
 def build(config: ModelConfig, vocab: int, sequence: int, seed: int, device: torch.device) -> Decoder:
-    """A decoder with initial weights that depend on nothing but the sizes, the seed and the kind of device.
+    """A decoder with initial weights that depend on nothing but the sizes and the seed.
 
-    Matrices are normal with variance 1 / dim; what writes to the residual stream is sqrt(2 layers) smaller.
+    Matrices are normal with variance 1 / dim; what writes to the residual stream is sqrt(2 layers) smaller, and an
+    embedding that is not the head as well has variance 1: the stream then begins as large as the norms make it, and
+    what a quantized layer adds to it, error included, is small beside it.
     """
     with torch.device(device):
         model = Decoder(config, math.ceil(vocab / 32) * 32, sequence)
-    random = torch.Generator(device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            std = config.dim**-0.5
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                std /= math.sqrt(2 * config.layers)
-            nn.init.normal_(parameter, std=std, generator=random)
+    random = np.random.default_rng(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                values = random.standard_normal(tuple(parameter.shape), np.float32)
+                parameter.copy_(torch.from_numpy(values * np.float32(deviation(name, config))))
     return model
+
+
+def deviation(name: str, config: ModelConfig) -> float:
+    """The standard deviation of a matrix's first values."""
+    if name == "embedding.weight" and not config.tied:
+        return 1.0
+    std = config.dim**-0.5
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        std /= math.sqrt(2 * config.layers)
+    return std
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor, dtype: str) -> torch.Tensor:
