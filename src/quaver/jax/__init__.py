@@ -1,0 +1,13 @@
+"""The JAX front end: the recipes of `quaver.recipes` for arrays, functions, Flax linen and NNX modules."""
+
+import jax
+
+if jax.__version_info__ < (0, 10, 2):
+    raise ImportError(
+        f"quaver.jax needs jax 0.10.2 or newer and found {jax.__version__}; run: pip install -U 'jax>=0.10.2'"
+    )
+
+from quaver.jax.ops import dequantize, matmul, quantize
+from quaver.jax.quantized import Quantized
+
+__all__ = ["Quantized", "dequantize", "matmul", "quantize"]
