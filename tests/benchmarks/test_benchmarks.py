@@ -18,7 +18,8 @@ from benchmarks.cpu import chosen, run, run_case, summary
 from benchmarks.figure import DECIMALS, Case, Figure, NotMeasurable, Target, at_least, at_most, exactly, within
 from benchmarks.timing import interleave
 from quaver.train import TrainResult
-from quaver.train.model import MODELS, build
+from quaver.train.sizes import MODELS
+from quaver.train.torch.decoder import build
 
 
 def test_names_of_cases_are_unique() -> None:
