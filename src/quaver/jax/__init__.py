@@ -10,8 +10,9 @@ if jax.__version_info__ < (0, 10, 2):
 from quaver.jax import sharding, state
 from quaver.jax.autocast import autocast
 from quaver.jax.dot_general import dot_general
+from quaver.jax.gather import Gather
 from quaver.jax.linear import linear
 from quaver.jax.ops import dequantize, matmul, quantize
 from quaver.jax.quantized import Quantized
 
-__all__ = ["Quantized", "autocast", "dequantize", "dot_general", "linear", "matmul", "quantize", "sharding", "state"]
+__all__ = ["Gather", "Quantized", "autocast", "dequantize", "dot_general", "linear", "matmul", "quantize", "sharding", "state"]

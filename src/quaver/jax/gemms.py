@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from quaver.core.spec import QuantSpec, Recipe
+from quaver.jax.gather import Along, cut_by, whole
 from quaver.jax.ops import matmul
 from quaver.jax.quantized import Quantized
 from quaver.jax.sharding import Axes, quantize_piece
@@ -33,6 +34,9 @@ class Call:
     seed: int
     #: The mesh axes that cut its GEMMs; None reads them off the types.
     axes: Axes | None
+    #: How shards of x [T, K] and of w [K, N] are gathered; None where they are multiplied as they lie.
+    input: Along | None
+    weight: Along | None
     #: How often this state has been read.
     uses: Uses
 
@@ -43,19 +47,22 @@ class Call:
 def fprop(
     call: Call, x: Array | Quantized, w: Array | Quantized, bias: Array | None, state: State, axes: Axes
 ) -> tuple[Array, Quantized | None, Quantized | None]:
-    """The output [T, N], and the operands input [T, K] and weight [N, K] if they were quantized."""
+    """The output [T, N], and the operands input [T, K] and weight [N, K], not gathered, if they were quantized."""
     gemm = call.recipe.fprop
+    turned = None if call.weight is None else call.weight.T
     if gemm.a is None or gemm.b is None:
-        x, w = _unquantized(call, x), _unquantized(call, w)
-        return product(x, w.T, call.dtype, bias), None, None
-    xq = quantize_piece(x, gemm.a, axes.tokens, axes.inputs, factor=_factor(state, INPUT))
-    weight = w if isinstance(w, Quantized) else w.T
-    wq = quantize_piece(weight, gemm.b, axes.outputs, axes.inputs, factor=_factor(state, WEIGHT))
-    return matmul(xq, wq, call.dtype, bias, fast_accum=gemm.fast_accum), xq, wq
+        high = whole(_unquantized(call, x), call.input), whole(_unquantized(call, w), call.weight).T
+        return product(*high, call.dtype, bias), None, None
+    tokens, (rows, k) = cut_by(call.input, axes.tokens, axes.inputs)[0], cut_by(turned, axes.outputs, axes.inputs)
+    xq = quantize_piece(x, gemm.a, tokens, axes.inputs, factor=_factor(state, INPUT))
+    wq = quantize_piece(w if isinstance(w, Quantized) else w.T, gemm.b, rows, k, factor=_factor(state, WEIGHT))
+    y = matmul(whole(xq, call.input), whole(wq, turned), call.dtype, bias, fast_accum=gemm.fast_accum)
+    return y, xq, wq
 
 
 def kept_input(call: Call, x: Array | Quantized, xq: Quantized | None, state: State, axes: Axes) -> Array | Quantized:
-    """What wgrad will need of the input: fprop's operand where that serves, else input.T [K, T], else the input."""
+    """What wgrad will need of the input, not gathered: fprop's operand where that serves, else input.T [K, T], else
+    the input."""
     spec = call.recipe.wgrad.b
     if call.recipe.plan.input:
         assert xq is not None
@@ -63,7 +70,8 @@ def kept_input(call: Call, x: Array | Quantized, xq: Quantized | None, state: St
     x = _unquantized(call, x)
     if spec is None:
         return x
-    return quantize_piece(x.T, spec, axes.inputs, axes.tokens, factor=_factor(state, INPUT))
+    tokens, inputs = cut_by(call.input, axes.tokens, axes.inputs)
+    return quantize_piece(x.T, spec, inputs, tokens, factor=_factor(state, INPUT))
 
 
 def kept_weight(call: Call, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
@@ -102,17 +110,19 @@ def _gradient(
     return quantize_piece(g, spec, rows, k, factor=_factor(state, GRAD_OUTPUT), count=count, **stream)
 
 
-def dgrad(call: Call, g: Array, gq: Quantized | None, weight: Array | Quantized, axes: Axes, dtype: Any) -> Array:
+def dgrad(
+    call: Call, g: Array, gq: Quantized | None, weight: Array | Quantized, state: State, axes: Axes, dtype: Any
+) -> Array:
     """grad_input [T, K] from what `kept_weight` kept."""
     gemm = call.recipe.dgrad
     if gemm.b is None:
-        assert not isinstance(weight, Quantized)
-        return product(g, weight, dtype)
+        return product(g, whole(weight, call.weight), dtype)
     assert gq is not None
     if isinstance(weight, Quantized):
-        operand = weight.T
+        operand = whole(weight, None if call.weight is None else call.weight.T).T
     else:
-        operand = quantize_piece(weight, gemm.b, axes.inputs, axes.outputs)
+        inputs, outputs = cut_by(call.weight, axes.inputs, axes.outputs)
+        operand = whole(quantize_piece(weight, gemm.b, inputs, outputs, factor=_factor(state, WEIGHT)), call.weight)
     return matmul(gq, operand, dtype, fast_accum=gemm.fast_accum)
 
 
@@ -120,10 +130,12 @@ def wgrad(call: Call, g: Array, gq: Quantized | None, kept: Array | Quantized, d
     """The gradient of w, grad_weight.T [K, N], from what `kept_input` kept."""
     gemm = call.recipe.wgrad
     if gemm.b is None:
-        assert not isinstance(kept, Quantized)
-        return product(kept.T, g.T, dtype)
-    assert gq is not None and isinstance(kept, Quantized)
-    operand = kept.T if call.recipe.plan.input else kept
+        return product(whole(kept, call.input).T, g.T, dtype)
+    assert gq is not None
+    if call.recipe.plan.input:
+        operand = whole(kept, call.input).T
+    else:
+        operand = whole(kept, None if call.input is None else call.input.T)
     return matmul(operand, gq, dtype, fast_accum=gemm.fast_accum)
 
 

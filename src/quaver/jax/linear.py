@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
 
 from quaver.core.spec import Recipe
 from quaver.jax import gemms
 from quaver.jax import state as states
 from quaver.jax.autocast import recipe_in_force
+from quaver.jax.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
 from quaver.jax.gemms import Call
 from quaver.jax.ops import DTYPES
 from quaver.jax.quantized import Quantized
@@ -41,6 +43,8 @@ def linear(
     name: str = "linear",
     seed: int = 0,
     axes: Axes | None = None,
+    gather_input: Gather | None = None,
+    gather_weight: Gather | None = None,
 ) -> Array:
     """x @ w + bias under a recipe: the one given, else the innermost `autocast`'s, else none.
 
@@ -56,6 +60,7 @@ def linear(
             crc32("name.grad_output.T"), so layers should differ in it.
         seed: of random rounding.
         axes: the mesh axes that cut the GEMMs, inside shard_map; None reads them off the types (`quaver.jax.sharding`).
+        gather_input, gather_weight: gather x or w in eight bits, as it is quantized (`quaver.jax.Gather`).
     Returns:
         [..., N]. Without a recipe, in dtype's own precision; float64 is never quantized, with a warning.
     Raises:
@@ -64,18 +69,20 @@ def linear(
         products in float64.
     """
     found = recipe_in_force(recipe)
-    shape = _fitting(x, w, bias, name)
+    along = along_input(gather_input, x.shape), along_weight(gather_weight, w.shape)
+    shape = _fitting(x, w, bias, name, along[1])
     dtype = _dtype(x, w, dtype)
     if found is None or not found.quantizes:
         return high_precision(x, w, bias, dtype)
     if dtype not in DTYPES:
         _refuse(dtype)
         return high_precision(x, w, bias, dtype)
-    state = _fitting_state(state, found, name)
-    call = Call(found, dtype, name, seed, axes, uses_of(state))
+    state = {} if state is None else dict(state)
+    states.fitting(state, found, name)
+    call = Call(found, dtype, name, seed, axes, *along, uses_of(state))
     rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
     y = _linear(call, rows, w, bias, state)
-    return y if len(shape) == 2 else y.reshape(*shape[:-1], y.shape[-1])
+    return y if len(shape) == 2 else y.reshape(*whole_lead(shape[:-1], along[0]), y.shape[-1])
 
 
 def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
@@ -107,6 +114,8 @@ def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, 
     perturbed = [any(p.perturbed for p in _primals(part)) for part in (x, w, bias, state)]
     x, w, bias, state = (jax.tree.map(lambda p: p.value, part, is_leaf=_is_primal) for part in (x, w, bias, state))
     _refuse_forgotten(call, state, perturbed)
+    if call.recipe.delayed is not None or call.recipe.stochastic:
+        state = _mapped_alike(call, state, x, w)
     axes = _axes(call, x, w, state)
     needs = _Needs(perturbed[0], perturbed[1], perturbed[2], axes)
     ready = states.ready(state, call.recipe)
@@ -127,11 +136,13 @@ def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
     gq, gt = gemms.quantized_gradient(call, g, ready, axes, needs.input, needs.weight)
     grad_x = grad_w = grad_bias = None
     if needs.input:
-        grad_x = gemms.dgrad(call, g, gq, kept_w, axes, jnp.float32 if axes.outputs else like_x.dtype)
-        grad_x = sum_like(grad_x, like_x).astype(like_x.dtype)
+        summed = axes.outputs or call.input is not None
+        grad_x = gemms.dgrad(call, g, gq, kept_w, ready, axes, jnp.float32 if summed else like_x.dtype)
+        grad_x = sum_like(piece(grad_x, call.input), like_x).astype(like_x.dtype)
     if needs.weight:
-        grad_w = gemms.wgrad(call, g, gt, kept_x, jnp.float32 if axes.tokens else like_w.dtype)
-        grad_w = sum_like(grad_w, like_w).astype(like_w.dtype)
+        summed = axes.tokens or call.weight is not None
+        grad_w = gemms.wgrad(call, g, gt, kept_x, jnp.float32 if summed else like_w.dtype)
+        grad_w = sum_like(piece(grad_w, call.weight), like_w).astype(like_w.dtype)
     if needs.bias:
         grad_bias = sum_like(g.sum(0, dtype=jnp.float32), like_bias).astype(like_bias.dtype)
     return grad_x, grad_w, grad_bias, _next_state(call, ready, state, amaxes, gq, gt)
@@ -157,7 +168,10 @@ _linear.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _axes(call: Call, x: Any, w: Any, state: State) -> Axes:
-    return axes_of(x, w, state) if call.axes is None else call.axes
+    if call.axes is not None:
+        return call.axes
+    gathered = [None if along is None else along.gather.axis for along in (call.input, call.weight)]
+    return axes_of(x, w, state, gathered[0], gathered[1])
 
 
 def _is_primal(node: Any) -> bool:
@@ -191,12 +205,31 @@ def _refuse_forgotten(call: Call, state: State, perturbed: list[bool]) -> None:
         )
 
 
-def _fitting(x: Any, w: Any, bias: Any, name: str) -> tuple[int, ...]:
+def _mapped_alike(call: Call, state: State, *operands: Any) -> State:
+    """The state, refused under a vmap that maps the operands and not the state: autodiff would add up the slices."""
+
+    @custom_vmap
+    def same(state: State, operands: Any) -> State:
+        return state
+
+    @same.def_vmap
+    def rule(axis_size: int, mapped: Any, state: State, operands: Any) -> tuple[State, Any]:
+        if any(jax.tree.leaves(mapped[1])) and not all(jax.tree.leaves(mapped[0])):
+            raise ValueError(
+                f"{call.name}: a vmap over {axis_size} slices shares one state, and autodiff would add up what they "
+                f"return for it; map quaver.jax.state.share(state, {axis_size}) along with them"
+            )
+        return state, mapped[0]
+
+    return same(state, operands)
+
+
+def _fitting(x: Any, w: Any, bias: Any, name: str, weight: Along | None) -> tuple[int, ...]:
     """The shape of x, if everything fits it."""
     shape = tuple(x.shape)
-    k, n = w.shape[::-1] if isinstance(w, Quantized) else w.shape if len(w.shape) == 2 else (None, None)
-    if k is None:
+    if len(w.shape) != 2:
         raise ValueError(f"{name}: w has shape {tuple(w.shape)}; give a matrix [K, N], or use quaver.jax.dot_general")
+    k, n = whole_shape(w.shape[::-1] if isinstance(w, Quantized) else w.shape, weight)
     if not shape or shape[-1] != k:
         raise ValueError(f"{name}: x has shape {shape} and w is [K, N] = [{k}, {n}]; the last axis of x must be {k}")
     if bias is not None and bias.shape != (n,):
@@ -218,23 +251,3 @@ def _refuse(dtype: Any) -> None:
     warnings.warn(
         f"{dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
     )
-
-
-def _fitting_state(state: State | None, recipe: Recipe, name: str) -> State:
-    """The state, if it is what the recipe needs."""
-    state = {} if state is None else dict(state)
-    if recipe.delayed is None:
-        return state
-    if "history" not in state or "factor" not in state:
-        raise ValueError(
-            f"{name}: recipe {recipe.name!r} scales by a history and got none; pass "
-            "state=quaver.jax.state.init(recipe), use a module, which keeps it, or the recipe 'tensorwise'"
-        )
-    wanted = {"history": (recipe.delayed.length, 3), "factor": (3,)}
-    for key, shape in wanted.items():
-        if state[key].shape != shape or state[key].dtype != jnp.float32:
-            raise ValueError(
-                f"{name}: the state's {key!r} is {state[key].dtype}{list(state[key].shape)} and recipe {recipe.name!r} "
-                f"needs float32{list(shape)}: begin with quaver.jax.state.init(recipe), and keep casts away from it"
-            )
-    return state

@@ -47,10 +47,11 @@ def ordered(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in chosen) if chosen else ()
 
 
-def axes_of(x: Any, w: Any, state: Any = None) -> Axes:
+def axes_of(x: Any, w: Any, state: Any = None, gathered_x: str | None = None, gathered_w: str | None = None) -> Axes:
     """How a linear layer is cut, from the types of what it is given.
 
-    An axis over which the layer's state varies separates layers, such as the stages of a pipeline, and cuts nothing.
+    An axis over which the layer's state varies separates layers, such as the stages of a pipeline, and cuts nothing;
+    nor does one over which x or w is gathered first.
     Raises:
         ValueError: inside a shard_map that does not keep track (check_vma=False).
     """
@@ -63,7 +64,7 @@ def axes_of(x: Any, w: Any, state: Any = None) -> Axes:
             "of a whole, so that its scales would differ from shard to shard; leave check_vma at True"
         )
     own = varying(state)
-    a, b = varying(x) - own, varying(w) - own
+    a, b = varying(x) - own - {gathered_x}, varying(w) - own - {gathered_w}
     return Axes(ordered(a - b), ordered(a & b), ordered(b - a))
 
 

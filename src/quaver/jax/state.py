@@ -241,3 +241,55 @@ def _share_backward(n: int, before: Any, gradient: Any) -> tuple[Any]:
 
 
 share.defvjp(_share_forward, _share_backward)
+
+
+def check(states: Any, recipe: str | Recipe) -> None:
+    """Refuse states that no step under this recipe can have returned; call it on values, outside jit.
+
+    Raises:
+        ValueError: naming the first: of another dtype or length, not finite, or with a factor that does not follow from
+            its window, as where states were added up, averaged, clipped or handed to an optimizer.
+    """
+    recipe = recipes.get(recipe)
+    if recipe.delayed is None:
+        return
+    for path, state in jax.tree_util.tree_leaves_with_path(states, is_leaf=is_state):
+        if not is_state(state) or "history" not in state:
+            continue
+        where = jax.tree_util.keystr(path) or "the state"
+        fitting(state, recipe, where)
+        # A leading axis is that of a scan or of `share`.
+        slices = zip(
+            state["history"].reshape(-1, recipe.delayed.length, 3), state["factor"].reshape(-1, 3), strict=True
+        )
+        for history, factor in slices:
+            used = ready({"history": history, "factor": factor}, recipe)
+            if not jnp.isfinite(used["factor"]).all() or not jnp.isfinite(history).all():
+                raise ValueError(
+                    f"{where} is not what a step under recipe {recipe.name!r} returns: its factors do not follow from "
+                    "its history. Was it added up (a layer used twice needs quaver.jax.state.share, micro-batches "
+                    "quaver.jax.state.merge), clipped, given to an optimizer, or written under other options? "
+                    "quaver.jax.state.init(recipe) begins afresh"
+                )
+
+
+def fitting(state: State, recipe: Recipe, where: str) -> None:
+    """Refuse a state that lacks what a delayed recipe needs, or has it in another dtype or length.
+
+    Raises:
+        ValueError.
+    """
+    if recipe.delayed is None:
+        return
+    if "history" not in state or "factor" not in state:
+        raise ValueError(
+            f"{where}: recipe {recipe.name!r} scales by a history and got none; pass "
+            "state=quaver.jax.state.init(recipe), use a module, which keeps it, or the recipe 'tensorwise'"
+        )
+    wanted = {"history": (recipe.delayed.length, 3), "factor": (3,)}
+    for key, shape in wanted.items():
+        if state[key].shape[-len(shape) :] != shape or state[key].dtype != jnp.float32:
+            raise ValueError(
+                f"{where}: {key} is {state[key].dtype}{list(state[key].shape)} and recipe {recipe.name!r} needs "
+                f"float32{list(shape)}; begin with quaver.jax.state.init(recipe), and keep casts away from it"
+            )
