@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from quaver.core.spec import QuantSpec
 from quaver.jax import native
@@ -82,14 +82,18 @@ def _quantize(
     seed: int,
     whole: int | None,
 ) -> Quantized:
+    if spec.hadamard or spec.rounding == "stochastic":
+        # What made x (its transpose, say) is not computed again for the amax and for the data; nor are random numbers.
+        x = lax.optimization_barrier(x)
     x = rotate(x) if spec.hadamard else widen(x)
     rows, k = x.shape
     u = None
     if spec.rounding == "stochastic":
         x = flush(x)
-        u = uniform(rows, k, seed, tensor_id, count, None if whole is None else (*at, whole))
+        drawn = uniform(rows, k, seed, tensor_id, count, None if whole is None else (*at, whole))
+        u = lax.optimization_barrier(drawn)
     e, scale, tensor_factor, top = factors(x, spec, amax, factor)
-    data = encode(over_blocks(x, jax.lax.optimization_barrier(e), spec.block), spec.format, u)
+    data = encode(over_blocks(x, lax.optimization_barrier(e), spec.block), spec.format, u)
     if spec.format.bits == 4:
         data = pack(data)
     return Quantized(data, scale, tensor_factor, top, spec, (rows, k))

@@ -1,6 +1,6 @@
 """Philox4x32-10 in uint32 arrays: the twin of `quaver.core.philox`, the same words on any device.
 
-JAX has no 64-bit integers unless it is asked for them, so products are put together from 16-bit halves.
+JAX has no 64-bit integers unless it is asked for them: the upper half of a product is an operation of its own.
 """
 
 import jax.numpy as jnp
@@ -30,7 +30,9 @@ def uniform(
     first_row, first_column, whole = (0, 0, k) if place is None else place
     row = lax.broadcasted_iota(jnp.uint32, (rows, 1), 0) + _word(first_row)
     # Where no counter serves two rows, the four words of each are four neighbours.
-    together = k % 4 == 0 and whole % 4 == 0 and (place is None or not isinstance(first_column, int) or first_column % 4 == 0)
+    together = (
+        k % 4 == 0 and whole % 4 == 0 and (place is None or not isinstance(first_column, int) or first_column % 4 == 0)
+    )
     step = 4 if together else 1
     column = lax.broadcasted_iota(jnp.uint32, (1, k // step), 1) + _word(first_column) // step
     high, low = product(row, whole // step)
@@ -59,11 +61,7 @@ def philox(counter: tuple[Array, Array, Array, Array], seed: int) -> tuple[Array
 
 def product(a: Array, m: int) -> tuple[Array, Array]:
     """High and low word of a 32 × 32 bit product."""
-    mh, ml = jnp.uint32(m >> 16), jnp.uint32(m & 0xFFFF)
-    ah, al = a >> 16, a & jnp.uint32(0xFFFF)
-    middle = ah * ml + (al * ml >> 16)
-    other = al * mh + (middle & jnp.uint32(0xFFFF))
-    return ah * mh + (middle >> 16) + (other >> 16), a * jnp.uint32(m)
+    return lax.mulhi(a, jnp.full_like(a, m)), a * jnp.uint32(m)
 
 
 def _word(x: Array | int) -> Array:

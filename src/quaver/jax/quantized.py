@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from quaver.core.rounding import NAN_CODE
@@ -95,7 +94,7 @@ class Quantized:
 
 def over_blocks(x: Array, factor: Array, block: tuple[int | None, int | None]) -> Array:
     """x [rows, k] with the elements of each block multiplied by the block's factor."""
-    (rows, k), (br, bk) = x.shape, block
+    rows, k = x.shape
     if x.size == 0:
         return x
     if block in ((None, None), (1, None), (None, 1)):
@@ -138,8 +137,3 @@ def e2m1_values(codes: Array, dtype: Any) -> Array:
     bits = jnp.where(magnitude == 1, jnp.uint16(0x3F00), (magnitude << 6) + jnp.uint16(0x3F00))
     bits = jnp.where(magnitude == 0, jnp.uint16(0), bits) | (code & 8) << 12
     return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(dtype)
-
-
-def size_of(shape: tuple[int, ...]) -> int:
-    """Elements of a shape."""
-    return int(np.prod(shape))
