@@ -66,7 +66,10 @@ def _emulated(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any) -> 
     (x, s), (y, t) = decoded(a), decoded(b)
     if x.dtype != y.dtype:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return _finish(scaled(lax.dot_general(x, y, NT, preferred_element_type=jnp.float32), s, t.T), bias, dtype)
+    # On a GPU float32 operands would lose bits to TF32.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    product = lax.dot_general(x, y, NT, precision=precision, preferred_element_type=jnp.float32)
+    return _finish(scaled(product, s, t.T), bias, dtype)
 
 
 def _finish(y: Array, bias: Array | None, dtype: Any) -> Array:

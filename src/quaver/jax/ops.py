@@ -46,9 +46,9 @@ def quantize(
         A block whose amax (measured or given) is infinite or NaN has scale NaN. Not differentiable: see `linear`.
     Raises:
         ValueError: x is no matrix, has another dtype, or is quantized by another spec.
-    Exact: the bits of `quaver.core.reference.quantize`, eager and under jit. Scales that are no powers of two are
-        within an ulp, and a code within a step where its scale is. Quaver's rotation has an exception of its own
-        (`quaver.jax.hadamard.rotate`).
+    Exact: the bits of `quaver.core.reference.quantize`, eager and under jit. Bounded where scales are no powers of two:
+        they are within an ulp, codes within a step, and subnormals (scales too) count as 0 on a CPU. Rotated operands
+        have an exception (`quaver.jax.hadamard.rotate`).
     """
     if isinstance(x, Quantized):
         if x.spec != spec:
