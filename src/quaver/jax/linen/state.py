@@ -18,6 +18,7 @@ COLLECTION = OVERWRITE_WITH_GRADIENT
 def layer_state(module: nn.Module, own: str | Recipe | None) -> dict[str, Array] | None:
     """The state of a module's linear layer under the recipe in force; made by `init`, None where it has none.
 
+    A count of random roundings may be missing where no gradients are taken; `linear` sees to that.
     Raises:
         ValueError: `apply` was not given the collection, or one of another recipe.
     """
@@ -25,8 +26,11 @@ def layer_state(module: nn.Module, own: str | Recipe | None) -> dict[str, Array]
     fresh = {} if recipe is None else state.init(recipe)
     if not fresh:
         return None
+    given = all(module.has_variable(COLLECTION, key) for key in fresh) or module.is_mutable_collection(COLLECTION)
+    if not given and set(fresh) == {"count"}:
+        return None
     where = f"{type(module).__name__} {'.'.join(module.path) or '(root)'} under recipe {str(recipe)!r}"
-    if not all(module.has_variable(COLLECTION, key) for key in fresh) and not module.is_mutable_collection(COLLECTION):
+    if not given:
         raise ValueError(
             f"{where} needs its state, {' and '.join(fresh)} in the collection {COLLECTION!r}, and it was not given. "
             "Initialize under the same recipe (with quaver.jax.autocast(recipe): variables = model.init(...)) and pass "

@@ -31,12 +31,15 @@ class LayerState(nnx.Pytree):
     def read(self, own: str | Recipe | None, where: str) -> dict[str, Array] | None:
         """The state under the recipe in force; None where that needs none.
 
+        A count of random roundings may be missing where no gradients are taken; `linear` sees to that.
         Raises:
             ValueError: the layer was made under another recipe.
         """
         recipe = recipe_in_force(own)
         needed = {} if recipe is None else state.init(recipe)
         if not needed:
+            return None
+        if set(needed) == {"count"} and not hasattr(self, "count"):
             return None
         held: dict[str, Any] = {name: getattr(self, name, None) for name in needed}
         if any(held[name] is None or held[name].shape != value.shape for name, value in needed.items()):
