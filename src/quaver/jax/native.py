@@ -9,12 +9,14 @@ deleted, and the FP8 GEMM with it. Blocks of MXFP8 and NVFP4 go into XLA's block
 Blackwell on. Other blocks are emulated there as on a CPU.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 
 from quaver.core.spec import QuantSpec
 from quaver.jax.quantized import Quantized, e2m1_values, over_blocks, unpack
@@ -85,13 +87,32 @@ def _fp8(a: Quantized, b: Quantized, out: Any, fast_accum: bool) -> tuple[Array,
 
 def _block_scaled(a: Quantized, b: Quantized, out: Any) -> tuple[Array, Array, Array]:
     """The product with the blocks' scales in it, and what is left: 1 / each tensor's factor."""
-    (x, s), (y, t) = _blocks(a), _blocks(b)
-    product = jax.nn.scaled_matmul(x[None], y[None], s[None], t[None], preferred_element_type=out)[0]
+    operands = [x[None] for x in (*_blocks(a), *_blocks(b))]
+    product = _scaled_matmul(out)(*operands)[0]
     # Under shard_map the result forgets over which axes of the mesh it varies.
-    axes = frozenset().union(*(jax.typeof(z).manual_axis_type.varying for z in (x, y, s, t)))
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
     lost = tuple(sorted(axes - jax.typeof(product).manual_axis_type.varying))
-    product = lax.pcast(product, lost, to="varying") if lost else product
-    return product, _tensor_scale(a), _tensor_scale(b)
+    return lax.pcast(product, lost, to="varying") if lost else product, _tensor_scale(a), _tensor_scale(b)
+
+
+@cache
+def _scaled_matmul(out: Any) -> Callable[..., Array]:
+    """`jax.nn.scaled_matmul` of [batch, m, k], [batch, n, k] and their scales; its own vmap takes only operands that
+    are all batched."""
+
+    @custom_vmap
+    def multiply(a: Array, s: Array, b: Array, t: Array) -> Array:
+        return jax.nn.scaled_matmul(a, b, s, t, preferred_element_type=out)
+
+    @multiply.def_vmap
+    def of_batch(size: int, batched: list[bool], *operands: Array) -> tuple[Array, bool]:
+        each = [
+            x if is_so else jnp.broadcast_to(x, (size, *x.shape)) for x, is_so in zip(operands, batched, strict=True)
+        ]
+        y = multiply(*(x.reshape(-1, *x.shape[2:]) for x in each))
+        return y.reshape(size, -1, *y.shape[1:]), True
+
+    return multiply
 
 
 def _blocks(q: Quantized) -> tuple[Array, Array]:
