@@ -35,6 +35,9 @@ State = dict[str, Array]
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 
+#: float32 has every whole number up to here.
+MOST_COUNTED = 2**24
+
 
 def init(recipe: str | Recipe | None) -> State:
     """The state of one layer before its first step; {} for a recipe that remembers nothing."""
@@ -66,7 +69,7 @@ def roll(state: State, recipe: Recipe) -> State:
     history, factor = state["history"], state["factor"]
     newest = history[0]
     top = history.max(0) if recipe.delayed.algorithm == "max" else newest
-    e = jnp.stack([_factor(top[i], spec, recipe.delayed.margin) for i, spec in enumerate(columns(recipe))])
+    e = _factors(top, recipe)
     rolled = jnp.concatenate([jnp.zeros((1, 3), jnp.float32), history[2:], newest[None]])[: len(history)]
     recorded = newest > 0
     return state | {"history": jnp.where(recorded, rolled, history), "factor": jnp.where(recorded, e, factor)}
@@ -80,10 +83,9 @@ def ready(state: State, recipe: Recipe) -> State:
     state = roll(state, recipe)
     history, factor = state["history"], state["factor"]
     top = history.max(0) if recipe.delayed.algorithm == "max" else history[-1]
-    largest = jnp.stack([_factor(top[i], spec, recipe.delayed.margin) for i, spec in enumerate(columns(recipe))])
     # Values that have left the window since can only have made it smaller. A factor that is no power of two may be an
     # ulp off.
-    wrong = (top > 0) & (factor > 1.5 * largest)
+    wrong = (top > 0) & (factor > 1.5 * _factors(top, recipe))
     return state | {"factor": jnp.where(wrong, jnp.float32(jnp.nan), factor)}
 
 
@@ -91,8 +93,7 @@ def amaxes_of(state: State, *amaxes: Array | None) -> Array:
     """The amaxes of input, weight and grad_output as float32 [3], 0 for what was not quantized, and all shards' if
     the state is all shards'."""
     given = [jnp.float32(0) if a is None else a.reshape(()) for a in amaxes]
-    stacked = jnp.stack(given + [jnp.float32(0)] * (3 - len(given)))
-    return max_like(stacked, state["factor"])
+    return max_like(jnp.stack(given), state["factor"])
 
 
 def record(state: State, amaxes: Array, recipe: Recipe) -> State:
@@ -104,8 +105,19 @@ def record(state: State, amaxes: Array, recipe: Recipe) -> State:
     return rolled | {"history": rolled["history"].at[0].set(row)}
 
 
+def _factors(amax: Array, recipe: Recipe) -> Array:
+    """The encode factors that the windows' amaxes [3] imply."""
+    assert recipe.delayed is not None
+    specs = columns(recipe)
+    e = _factor(amax, specs[0], recipe.delayed.margin)
+    for i, spec in enumerate(specs):
+        if spec != specs[0]:
+            e = jnp.where(jnp.arange(3) == i, _factor(amax, spec, recipe.delayed.margin), e)
+    return e
+
+
 def _factor(amax: Array, spec: QuantSpec, margin: int) -> Array:
-    """The encode factor of a window's amax: `quaver.core.history.factor_from`."""
+    """`quaver.core.history.factor_from`."""
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     if spec.power_of_two:
         return two_to_the(jnp.clip(exponent(bits, spec.format.max) - margin, *FACTOR_EXPONENTS))
@@ -164,17 +176,19 @@ def _merge(a: State, b: State) -> State:
         merged["count"] = jnp.maximum(a["count"], b["count"])
     if "history" in a:
         ra, rb = _recorded(a), _recorded(b)
-        both = ra & rb
+        both, alone = (
+            c[..., None, :] for c in (ra & rb, rb)
+        )  # of every row, and of every layer where they are stacked
         # Windows that rolled differ in the newest value alone, and the factor falls as that rises.
-        history = jnp.where(both, jnp.maximum(a["history"], b["history"]), jnp.where(rb, b["history"], a["history"]))
-        factor = jnp.where(both, jnp.minimum(a["factor"], b["factor"]), jnp.where(rb, b["factor"], a["factor"]))
+        history = jnp.where(both, jnp.maximum(a["history"], b["history"]), jnp.where(alone, b["history"], a["history"]))
+        factor = jnp.where(ra & rb, jnp.minimum(a["factor"], b["factor"]), jnp.where(rb, b["factor"], a["factor"]))
         merged |= {"history": history, "factor": factor}
     return merged
 
 
 def _recorded(state: State) -> Array:
     """Whether each column of a next state recorded an amax: then it has a factor, and row 0 is +0. bool [3]."""
-    return ~jnp.signbit(state["history"][0]) & (state["factor"] > 0)
+    return ~jnp.signbit(state["history"][..., 0, :]) & (state["factor"] > 0)
 
 
 def unrecorded(states: Any) -> Any:
@@ -183,7 +197,7 @@ def unrecorded(states: Any) -> Any:
     def mark(state: State) -> State:
         if "history" not in state:
             return state
-        return state | {"history": state["history"].at[0].set(-0.0)}
+        return state | {"history": state["history"].at[..., 0, :].set(-0.0)}
 
     return per_layer(mark, states)
 
@@ -206,7 +220,7 @@ def update(before: Any, after: Any) -> Any:
             kept["count"] = jnp.maximum(old["count"], new["count"])
         if "history" in old:
             took_part = new["factor"] > 0
-            kept["history"] = jnp.where(took_part, new["history"], old["history"])
+            kept["history"] = jnp.where(took_part[..., None, :], new["history"], old["history"])
             kept["factor"] = jnp.where(took_part, new["factor"], old["factor"])
         return kept
 
@@ -251,12 +265,17 @@ def check(states: Any, recipe: str | Recipe) -> None:
             its window, as where states were added up, averaged, clipped or handed to an optimizer.
     """
     recipe = recipes.get(recipe)
-    if recipe.delayed is None:
-        return
     for path, state in jax.tree_util.tree_leaves_with_path(states, is_leaf=is_state):
-        if not is_state(state) or "history" not in state:
+        if not is_state(state):
             continue
         where = jax.tree_util.keystr(path) or "the state"
+        if "count" in state and not (state["count"] <= MOST_COUNTED).all():
+            raise ValueError(
+                f"{where} counts {state['count'].max()} roundings: float32 counts to {MOST_COUNTED}. Was it added up? A "
+                "layer used twice needs quaver.jax.state.share, micro-batches quaver.jax.state.merge"
+            )
+        if recipe.delayed is None:
+            continue
         fitting(state, recipe, where)
         # A leading axis is that of a scan or of `share`.
         slices = zip(

@@ -179,7 +179,7 @@ def _kind_of(module: Any) -> Any:
 def _layers(model: nnx.Module) -> Iterator[tuple[str, Any, Any]]:
     """Each linear layer with its name and its kind."""
     found = [(path, module) for path, module in nnx.iter_modules(model) if _kind_of(module) is not None]
-    for path, module in sorted(found, key=lambda item: tuple(str(part).zfill(8) for part in item[0])):
+    for path, module in sorted(found, key=lambda item: [(isinstance(p, str), p) for p in item[0]]):
         yield ".".join(map(str, path)), module, _kind_of(module)
 
 
@@ -195,8 +195,4 @@ def _others(model: nnx.Module) -> dict[str, int]:
 
 def _stacked_state(recipe: Recipe, kernel: nnx.Param[Any], ndim: int) -> LayerState:
     """A fresh state, with the leading axes that nnx.vmap gave the kernel."""
-    leading = kernel.shape[: kernel.ndim - ndim]
-    state = LayerState(recipe)
-    for variable in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable)):
-        variable[...] = jnp.broadcast_to(variable[...], (*leading, *variable.shape))
-    return state
+    return LayerState(recipe, kernel.shape[: kernel.ndim - ndim])

@@ -112,7 +112,7 @@ class TransformerLayer(nnx.Module):
         self.post_norm = post_norm
         self.parallel = parallel
         self.drop_path = drop_path
-        self.drop = nnx.Dropout(dropout, rngs=rngs)
+        self.drop = nnx.Dropout(dropout, rngs=rngs if dropout else None)
         self.deterministic = False
         self.rngs = dropout_stream(rngs, drop_path)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import Array
@@ -21,12 +22,17 @@ class OverwriteWithGradient(nnx.Variable):
 
 
 class LayerState(nnx.Pytree):
-    """The state of one linear layer under one recipe: nothing, or Variables `history` and `factor`, or `count`."""
+    """The state of one linear layer under one recipe: nothing, or Variables `history` and `factor`, or `count`.
 
-    def __init__(self, recipe: str | Recipe | None) -> None:
+    Args:
+        recipe: whose state it is; None has none.
+        stacked: leading axes of layers that nnx.vmap made.
+    """
+
+    def __init__(self, recipe: str | Recipe | None, stacked: tuple[int, ...] = ()) -> None:
         self.of = None if recipe is None else recipes.get(recipe)
         for name, value in state.init(self.of).items():
-            setattr(self, name, OverwriteWithGradient(value))
+            setattr(self, name, OverwriteWithGradient(jnp.broadcast_to(value, (*stacked, *value.shape))))
 
     def read(self, own: str | Recipe | None, where: str) -> dict[str, Array] | None:
         """The state under the recipe in force; None where that needs none.
