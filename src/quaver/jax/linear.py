@@ -122,22 +122,24 @@ def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, 
     y, xq, wq = gemms.fprop(call, x, w, bias, ready, axes)
     kept_x = gemms.kept_input(call, x, xq, ready, axes) if needs.weight else None
     kept_w = gemms.kept_weight(call, w, wq) if needs.input else None
-    amaxes = (xq.amax, wq.amax) if call.recipe.delayed is not None and xq is not None and wq is not None else None
+    amaxes = None
+    if call.recipe.delayed is not None:
+        assert xq is not None and wq is not None
+        amaxes = xq.amax, wq.amax
     kept_x, kept_w = (checkpoint_name(k, KEPT) if isinstance(k, Quantized) else k for k in (kept_x, kept_w))
     # Gradients have their dtypes; an array without elements carries one, and its type under shard_map.
     likes = [None if isinstance(p, Quantized) or p is None else p[..., :0] for p in (x, w, bias)]
-    return y, (needs, kept_x, kept_w, likes, amaxes, state)
+    return y, (needs, kept_x, kept_w, likes, amaxes, ready)
 
 
 def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
     needs, kept_x, kept_w, (like_x, like_w, like_bias), amaxes, state = kept
-    ready = states.ready(state, call.recipe)
     axes = needs.axes
-    gq, gt = gemms.quantized_gradient(call, g, ready, axes, needs.input, needs.weight)
+    gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
     grad_x = grad_w = grad_bias = None
     if needs.input:
         summed = axes.outputs or call.input is not None
-        grad_x = gemms.dgrad(call, g, gq, kept_w, ready, axes, jnp.float32 if summed else like_x.dtype)
+        grad_x = gemms.dgrad(call, g, gq, kept_w, state, axes, jnp.float32 if summed else like_x.dtype)
         grad_x = sum_like(piece(grad_x, call.input), like_x).astype(like_x.dtype)
     if needs.weight:
         summed = axes.tokens or call.weight is not None
@@ -145,21 +147,18 @@ def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
         grad_w = sum_like(piece(grad_w, call.weight), like_w).astype(like_w.dtype)
     if needs.bias:
         grad_bias = sum_like(g.sum(0, dtype=jnp.float32), like_bias).astype(like_bias.dtype)
-    return grad_x, grad_w, grad_bias, _next_state(call, ready, state, amaxes, gq, gt)
+    return grad_x, grad_w, grad_bias, _next_state(call, state, amaxes, gq, gt)
 
 
-def _next_state(call: Call, ready: State, state: State, amaxes: Any, gq: Any, gt: Any) -> State:
+def _next_state(call: Call, state: State, amaxes: Any, gq: Any, gt: Any) -> State:
     """What the state's gradient is."""
-    after = dict(ready)
+    after = dict(state)
     if call.recipe.delayed is not None:
-        after = states.record(
-            after, states.amaxes_of(state, *(amaxes or ()), None if gq is None else gq.amax), call.recipe
-        )
+        seen = states.amaxes_of(state, *amaxes, None if gq is None else gq.amax)
+        after = states.record(after, seen, call.recipe)
     if call.recipe.stochastic:
-        drawn = [
-            q is not None and q.spec.rounding == "stochastic"
-            for q in (gq, None if call.recipe.plan.grad_output else gt)
-        ]
+        own = gq, None if call.recipe.plan.grad_output else gt
+        drawn = [q is not None and q.spec.rounding == "stochastic" for q in own]
         after["count"] = after["count"] + jnp.asarray(drawn, jnp.float32)
     return after
 

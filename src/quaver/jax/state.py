@@ -86,6 +86,8 @@ def ready(state: State, recipe: Recipe) -> State:
     # Values that have left the window since can only have made it smaller. A factor that is no power of two may be an
     # ulp off.
     wrong = (top > 0) & (factor > 1.5 * _factors(top, recipe))
+    if all(spec.power_of_two for spec in columns(recipe)):
+        wrong |= lax.bitcast_convert_type(factor, jnp.int32) & 0x7FFFFF != 0
     return state | {"factor": jnp.where(wrong, jnp.float32(jnp.nan), factor)}
 
 
@@ -123,7 +125,8 @@ def _factor(amax: Array, spec: QuantSpec, margin: int) -> Array:
         return two_to_the(jnp.clip(exponent(bits, spec.format.max) - margin, *FACTOR_EXPONENTS))
     # In two halves, each of which float32 can hold.
     half = margin // 2
-    e = encode_factor(bits, spec.format, False) * np.float32(2.0**-half) * np.float32(2.0 ** -(margin - half))
+    e = lax.optimization_barrier(encode_factor(bits, spec.format, False) * np.float32(2.0**-half))
+    e = e * np.float32(2.0 ** -(margin - half))
     return jnp.clip(e, np.finfo(np.float32).tiny, FLT_MAX)
 
 
@@ -271,8 +274,8 @@ def check(states: Any, recipe: str | Recipe) -> None:
         where = jax.tree_util.keystr(path) or "the state"
         if "count" in state and not (state["count"] <= MOST_COUNTED).all():
             raise ValueError(
-                f"{where} counts {state['count'].max()} roundings: float32 counts to {MOST_COUNTED}. Was it added up? A "
-                "layer used twice needs quaver.jax.state.share, micro-batches quaver.jax.state.merge"
+                f"{where} counts {state['count'].max()} roundings, and float32 counts to {MOST_COUNTED}. Was it added "
+                "up? A layer used twice needs quaver.jax.state.share, micro-batches quaver.jax.state.merge"
             )
         if recipe.delayed is None:
             continue
