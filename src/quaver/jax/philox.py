@@ -1,6 +1,6 @@
 """Philox4x32-10 in uint32 arrays: the twin of `quaver.core.philox`, the same words on any device.
 
-JAX has no 64-bit integers unless it is asked for them: the upper half of a product is an operation of its own.
+JAX has no 64-bit integers unless it is asked for them: products are put together from 16-bit halves.
 """
 
 import jax.numpy as jnp
@@ -60,8 +60,12 @@ def philox(counter: tuple[Array, Array, Array, Array], seed: int) -> tuple[Array
 
 
 def product(a: Array, m: int) -> tuple[Array, Array]:
-    """High and low word of a 32 × 32 bit product."""
-    return lax.mulhi(a, jnp.full_like(a, m)), a * jnp.uint32(m)
+    """High and low word of a 32 × 32 bit product, from 16-bit halves: XLA does not compile `lax.mulhi` for shards."""
+    mh, ml = jnp.uint32(m >> 16), jnp.uint32(m & 0xFFFF)
+    ah, al = a >> 16, a & jnp.uint32(0xFFFF)
+    middle = ah * ml + (al * ml >> 16)
+    other = al * mh + (middle & jnp.uint32(0xFFFF))
+    return ah * mh + (middle >> 16) + (other >> 16), a * jnp.uint32(m)
 
 
 def _word(x: Array | int) -> Array:
