@@ -38,7 +38,7 @@ class ModelConfig:
 
 MODELS = {
     "nano": ModelConfig(layers=1, dim=64, heads=2, kv_heads=1, hidden=128, lr=5e-3),
-    "tiny": ModelConfig(layers=4, dim=128, heads=4, kv_heads=2, hidden=384, lr=2e-3),
+    "tiny": ModelConfig(layers=4, dim=128, heads=4, kv_heads=2, hidden=384, lr=3e-3),
     "small": ModelConfig(layers=6, dim=256, heads=8, kv_heads=4, hidden=768, lr=2e-3),
     "125m": ModelConfig(layers=12, dim=768, heads=12, kv_heads=4, hidden=2048, lr=6e-4, tied=True),
     "350m": ModelConfig(layers=24, dim=1024, heads=16, kv_heads=8, hidden=2816, lr=3e-4, tied=True),
@@ -89,7 +89,8 @@ def initial(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, n
     """Every parameter's first value in float32: of the sizes and the seed, and of nothing else.
 
     Norms are 1. Matrices are normal with variance 1 / dim; what writes to the residual stream is sqrt(2 layers)
-    smaller.
+    smaller, and an embedding that is not the head as well has variance 1: the stream then begins as large as the norms
+    make it, and what a quantized layer adds to it, error included, is small beside it.
     """
     random = np.random.default_rng(seed)
     for name, shape in parameters(config, vocab).items():
@@ -101,6 +102,8 @@ def initial(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, n
 
 def deviation(name: str, config: ModelConfig) -> float:
     """The standard deviation of a matrix's first values."""
+    if name == "embedding.weight" and not config.tied:
+        return 1.0
     std = config.dim**-0.5
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= math.sqrt(2 * config.layers)
