@@ -18,6 +18,7 @@ from benchmarks.cpu import chosen, run, run_case, summary
 from benchmarks.figure import DECIMALS, Case, Figure, NotMeasurable, Target, at_least, at_most, exactly, within
 from benchmarks.timing import interleave
 from quaver.train import TrainResult
+from quaver.train.config import FRAMEWORKS
 from quaver.train.sizes import MODELS
 from quaver.train.torch.decoder import build
 
@@ -185,7 +186,10 @@ def test_weight_errors_are_of_every_converted_layer_and_not_zero() -> None:
         accept_run.weight_errors(trained(None, ["head", "up_proj"]), recipe)
 
 
-def test_accept_trains_judges_and_does_not_train_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_accept_trains_judges_and_does_not_train_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(2000)), encoding="utf-8")
     plan = accept.Plan(
@@ -194,6 +198,7 @@ def test_accept_trains_judges_and_does_not_train_twice(tmp_path: Path, monkeypat
         model="nano",
         text=(str(text),),
         recipes=(BASELINE, CONTROL),
+        framework=framework,
         folder=tmp_path / "runs",
     )
     monkeypatch.setattr(accept, "checksum", lambda: "these sources")
