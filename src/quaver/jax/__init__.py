@@ -11,8 +11,21 @@ from quaver.jax import sharding, state
 from quaver.jax.autocast import autocast
 from quaver.jax.dot_general import dot_general
 from quaver.jax.gather import Gather
+from quaver.jax.grouped import grouped_dot
 from quaver.jax.linear import linear
 from quaver.jax.ops import dequantize, matmul, quantize
 from quaver.jax.quantized import Quantized
 
-__all__ = ["Gather", "Quantized", "autocast", "dequantize", "dot_general", "linear", "matmul", "quantize", "sharding", "state"]
+__all__ = [
+    "Gather",
+    "Quantized",
+    "autocast",
+    "dequantize",
+    "dot_general",
+    "grouped_dot",
+    "linear",
+    "matmul",
+    "quantize",
+    "sharding",
+    "state",
+]
