@@ -304,3 +304,17 @@ def test_logical_axes_are_named_and_change_nothing_else() -> None:
 def test_what_does_not_fit_is_a_sentence(layer: nn.Module, inputs: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         layer.init(KEY, *inputs)
+
+
+def test_states_of_scanned_layers_merge_and_update_layer_by_layer() -> None:
+    def after(amaxes: Any) -> Any:
+        return [states.record(states.init(DELAYED), jnp.asarray(a, jnp.float32), DELAYED) for a in amaxes]
+
+    def stack(layers: Any) -> Any:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+    a, b = after([[1, 2, 3], [4, 0, 6]]), after([[2, 1, 3], [5, 7, 0]])
+    assert_same(states.merge(stack(a), stack(b)), stack([states.merge(*pair) for pair in zip(a, b, strict=True)]))
+    nothing = jax.tree.map(jnp.zeros_like, b[1])
+    updated = states.update(stack(a), stack([b[0], nothing]))
+    assert_same(updated, stack([states.update(a[0], b[0]), a[1]]))
