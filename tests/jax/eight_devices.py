@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import quaver.jax as qj
 from quaver import recipes
-from quaver.core.spec import QuantSpec, Recipe
+from quaver.core.spec import Recipe
 from quaver.jax.sharding import quantize_piece
 from tests.close import assert_bitwise, assert_close
 
@@ -133,39 +133,38 @@ def check_layer(recipe: Recipe) -> None:
                 assert kinds and set(kinds) == {"u8"}, f"{what} gathers {kinds}"
 
 
-def operand(spec: QuantSpec, x: Array, rows: tuple[str, ...] = (), k: tuple[str, ...] = ()) -> tuple[Array, Array]:
-    q = quantize_piece(x, spec, rows, k, tensor_id=7, count=3)
-    return q.codes(), q.scales()
-
-
 def check_operands(recipe: Recipe) -> None:
     """Codes and scales of all six operands, cut every way, against those of the whole."""
     x, w, _, g = arrays()
     x, g = x.reshape(B * S, K), g.reshape(B * S, N)
+    tables = {key: (x, w.T, g, w, g.T, x.T)[i] for i, key in enumerate(recipe.operands())}
+    specs = {key: spec for key, spec in recipe.operands().items() if spec is not None}
+    given = {key: tables[key] for key in specs}
+
+    def quantized(arrays: Any, cuts: Any) -> Any:
+        found = {}
+        for key, spec in specs.items():
+            q = quantize_piece(arrays[key], spec, *cuts[key], tensor_id=7, count=3)
+            found[key] = q.codes(), q.scales()
+        return found
+
+    nothing: Any = dict.fromkeys(specs, ((), ()))
+    whole = jax.jit(partial(quantized, cuts=nothing))(given)
     for name in ("data", "column", "row"):
-        cut = LAYOUTS[name]
-        table = {
-            "fprop.a": (x, cut.tokens, cut.inputs),
-            "fprop.b": (w.T, cut.outputs, cut.inputs),
-            "dgrad.a": (g, cut.tokens, cut.outputs),
-            "dgrad.b": (w, cut.inputs, cut.outputs),
-            "wgrad.a": (g.T, cut.outputs, cut.tokens),
-            "wgrad.b": (x.T, cut.inputs, cut.tokens),
-        }
-        for key, spec in recipe.operands().items():
-            if spec is None:
-                continue
-            array, rows, k = table[key]
-            whole = jax.jit(partial(operand, spec))(array)
-            lies = P(rows or None, k or None)
-            run = partial(operand, spec, rows=rows, k=k)
-            shards = jax.jit(jax.shard_map(run, mesh=MESH, in_specs=lies, out_specs=(lies, lies)))(array)
-            jitted = jax.jit(partial(operand, spec), in_shardings=NamedSharding(MESH, lies))(array)
-            for how, got in (("shard_map", shards), ("jit", jitted)):
-                assert_bitwise(got[0], whole[0], f"{name} by {how}, {key}, codes")
+        t, k, n = (getattr(LAYOUTS[name], axis) for axis in ("tokens", "inputs", "outputs"))
+        cuts = dict(zip(recipe.operands(), ((t, k), (n, k), (t, n), (k, n), (n, t), (k, t)), strict=True))
+        lie = {key: P(cuts[key][0] or None, cuts[key][1] or None) for key in specs}
+        outs = {key: (spec, spec) for key, spec in lie.items()}
+        run = jax.shard_map(partial(quantized, cuts=cuts), mesh=MESH, in_specs=(lie,), out_specs=outs)
+        shards = jax.jit(run)(given)
+        jitted = jax.jit(partial(quantized, cuts=nothing), in_shardings=(named(lie),))(given)
+        for how, got in (("shard_map", shards), ("jit", jitted)):
+            for key, (codes, scales) in got.items():
+                what = f"{name} by {how}, {key}"
+                assert_bitwise(codes, whole[key][0], f"{what}, codes")
                 # A scale that reaches over shards is on each of them.
-                repeats = [n // m for n, m in zip(got[1].shape, whole[1].shape, strict=True)]
-                assert_bitwise(got[1], np.tile(whole[1], repeats), f"{name} by {how}, {key}, scales")
+                repeats = [a // b for a, b in zip(scales.shape, whole[key][1].shape, strict=True)]
+                assert_bitwise(scales, np.tile(whole[key][1], repeats), f"{what}, scales")
 
 
 def fails(sentence: str, function: Any, specs: tuple[P, ...], out: P, *args: Array, **options: Any) -> None:

@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from quaver.jax.quantized import Quantized
+from quaver.jax.sharding import varying
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,23 @@ class Along(NamedTuple):
         return Along(self.gather, 1 - self.axis, self.lead, self.position, (self.entries[1], self.entries[0]))
 
 
-def along_weight(gather: Gather | None, shape: tuple[int, ...]) -> Along | None:
+def along_weight(gather: Gather | None, w: Any) -> Along | None:
     """Of w [K, N]."""
     if gather is None:
         return None
-    position = gather.position(2)
+    position, shape = gather.position(2), w.shape
+    _refuse_whole(gather, w)
     a, b = (*tuple(gather.spec), None, None)[:2]
     return Along(gather, position, (shape[position],), 0, (a, b))
 
 
-def along_input(gather: Gather | None, shape: tuple[int, ...]) -> Along | None:
+def along_input(gather: Gather | None, x: Any) -> Along | None:
     """Of x [..., K] as the matrix [T, K]."""
     if gather is None:
         return None
-    ndim = len(shape)
+    shape, ndim = x.shape, len(x.shape)
     position = gather.position(ndim)
+    _refuse_whole(gather, x)
     entries = (*tuple(gather.spec), *[None] * ndim)[:ndim]
     if position == ndim - 1:
         raise ValueError(
@@ -151,11 +154,6 @@ def _gathered(a: Array, along: Along) -> Array:
         a = _constrained(a, along, along.entries)
         rest = tuple(_without(entry, along.gather.axis) for entry in along.entries)
         return _constrained(a, along, rest)
-    if along.gather.axis not in jax.typeof(a).manual_axis_type.varying:
-        raise ValueError(
-            f"Gather({along.gather.axis!r}, {along.gather.spec}): the operand does not vary over that mesh axis; leave "
-            "out the gather, or shard the operand over it"
-        )
     view, dim = _unflattened(a, along)
     return _flattened(lax.all_gather(view, along.gather.axis, axis=dim, tiled=True, to="invarying"), along)
 
@@ -163,6 +161,11 @@ def _gathered(a: Array, along: Along) -> Array:
 def _unflattened(a: Array, along: Along) -> tuple[Array, int]:
     """The matrix with the axes before the cut one apart, so that the shards lie one after the other along it."""
     other, before = a.shape[1 - along.axis], along.lead[: along.position]
+    if a.shape[along.axis] % max(math.prod(before), 1):
+        raise ValueError(
+            f"Gather({along.gather.axis!r}, {along.gather.spec}): a shard {along.lead} of the tokens ends within a "
+            "block of the recipe; make it a multiple of the block, or use a recipe with other blocks"
+        )
     shape = (*before, -1, other) if along.axis == 0 else (other, *before, -1)
     return a.reshape(shape), along.position + along.axis
 
@@ -180,6 +183,14 @@ def _constrained(a: Array, along: Along, entries: tuple[Any, ...]) -> Array:
     ]
     spec = PartitionSpec(*(e if even else None for e, even in zip(entries, divides, strict=True)))
     return lax.with_sharding_constraint(a, NamedSharding(mesh, spec) if isinstance(sharding, NamedSharding) else spec)
+
+
+def _refuse_whole(gather: Gather, x: Any) -> None:
+    if _manual(gather) and gather.axis not in varying(x):
+        raise ValueError(
+            f"Gather({gather.axis!r}, {gather.spec}): the operand does not vary over that mesh axis; leave out the "
+            "gather, or shard the operand over it"
+        )
 
 
 def _manual(gather: Gather) -> bool:

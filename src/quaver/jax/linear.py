@@ -69,7 +69,7 @@ def linear(
         products in float64.
     """
     found = recipe_in_force(recipe)
-    along = along_input(gather_input, x.shape), along_weight(gather_weight, w.shape)
+    along = along_input(gather_input, x), along_weight(gather_weight, w)
     shape = _fitting(x, w, bias, name, along[1])
     dtype = _dtype(x, w, dtype)
     if found is None or not found.quantizes:
