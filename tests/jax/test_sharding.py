@@ -11,25 +11,25 @@ from quaver import recipes
 
 ROOT = Path(__file__).parents[2]
 
-#: Of every kind of scale one; the others take minutes together and have nothing of their own here.
-FAST = ("delayed", "rowwise", "mxfp8")
-CASES = [
-    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-    for name, build in recipes.RECIPES.items()
-    if build().quantizes
-]
+QUANTIZED = [name for name, build in recipes.RECIPES.items() if build().quantizes]
 
 
-def run(case: str) -> None:
+def run(*case: str) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    command = [sys.executable, "-W", "error", "-m", "tests.jax.eight_devices", case]
+    command = [sys.executable, "-W", "error", "-m", "tests.jax.eight_devices", *case]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 def test_eight_devices_give_the_bits_of_one(name: str) -> None:
-    """Data, column, row, fully sharded and sequence parallel, by shard_map and by shardings; gathers are of bytes."""
+    """Data, column, row, fully sharded and sequence parallel; what is gathered are bytes."""
+    run(name, "some")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_eight_devices_give_the_bits_of_one_by_shard_map_and_by_shardings(name: str) -> None:
     run(name)
 
 
