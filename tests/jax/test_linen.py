@@ -198,6 +198,33 @@ def test_a_scan_without_the_collection_is_a_sentence() -> None:
         Stack(scanned=True, collections=("params",)).init(KEY, X)
 
 
+def test_a_layer_used_twice_is_a_sentence_and_a_scan_gives_each_use_its_state() -> None:
+    class Twice(nn.Module):
+        scanned: bool = False
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            layer = ql.DenseGeneral(32, use_bias=False, recipe=DELAYED, name="layer")
+            if not self.scanned:
+                return layer(layer(x))
+            axes = {ql.COLLECTION: 0}
+            scan = nn.scan(
+                lambda m, x, _: (m(x), None), variable_broadcast="params", variable_axes=axes,
+                split_rngs={"params": False}, length=2,
+            )  # fmt: skip
+            return scan(layer, x, None)[0]
+
+    with pytest.raises(ValueError, match="2 calls read the same state in one step"):
+        step(Twice(), filled(Twice(), X), X)
+    variables = filled(Twice(scanned=True), X)
+    kernel = variables["params"]["layer"]["kernel"]
+    assert kernel.shape == (32, 32)
+    _, following = step(Twice(scanned=True), variables, X)
+    history = following[ql.COLLECTION]["layer"]["history"]
+    between = qj.linear(X, kernel, recipe=DELAYED, state=states.init(DELAYED))
+    assert history[:, 2, :2].tolist() == [[a.max(), jnp.abs(kernel).max()] for a in (jnp.abs(X), jnp.abs(between))]
+
+
 def test_state_under_vmap_is_each_layers_own() -> None:
     axes = {"params": 0, ql.COLLECTION: 0}
     model = nn.vmap(ql.DenseGeneral, variable_axes=axes, split_rngs={"params": True})(8, use_bias=False, recipe=DELAYED)

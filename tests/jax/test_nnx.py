@@ -404,6 +404,27 @@ def test_a_linen_model_crosses_the_bridge_with_its_state() -> None:
     assert any((leaf[..., 0] == jnp.abs(X).max()).any() for leaf in history)
 
 
+def test_logical_axes_place_the_parameters_and_are_linens() -> None:
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rules = (("embed", "data"), ("heads", "model"), ("mlp", "model"), ("head_dim", None))
+    options = {"groups": 2, "activation": "swiglu", "partition": True}
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+        model = nnx.eval_shape(lambda: qn.TransformerLayer(32, 4, 48, **options, rngs=rngs()))
+        layer = qn.MLP(32, 48, partition=True, rngs=rngs())
+    assert layer.wi.kernel[...].sharding.spec == jax.sharding.PartitionSpec("data", "model")
+    ours = nnx.to_pure_dict(
+        jax.tree.map(
+            lambda v: v.get_metadata().get("out_sharding"),
+            nnx.state(model, nnx.Param),
+            is_leaf=lambda v: isinstance(v, nnx.Variable),
+        )
+    )
+    boxed = jax.eval_shape(ql.TransformerLayer(heads=4, hidden=48, **options).init, KEY, X)["params"]
+    for part, names in (("attention", ("qkv", "out")), ("mlp", ("wi", "wo"))):
+        for name in names:
+            assert {k: tuple(v.names) for k, v in boxed[part][name].items()} == ours[part][name]
+
+
 def test_norms_and_relative_position_bias_are_linens() -> None:
     for name, ours in (("LayerNorm", qn.LayerNorm), ("RMSNorm", qn.RMSNorm)):
         module = ours(32, zero_centered=True)

@@ -1,6 +1,9 @@
 """Where a linen module keeps a recipe's state: the collection whose gradient is its next value.
 
 It is Flax's own, so that `flax.training.train_state.TrainState` and what else knows Flax's FP8 modules know it too.
+
+A layer that is used several times in one step needs a state for each use, as autodiff would add up what they return for
+one. nn.scan with variable_broadcast="params" and variable_axes={COLLECTION: 0} gives each use its own history.
 """
 
 from flax import linen as nn

@@ -84,6 +84,7 @@ class MultiHeadAttention(nnx.Module):
         qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys; None has none.
         qk_norm_after_rope: turn first.
         mask_type, window, scale, soft_cap, dropout: of `quaver.jax.attention.attention`.
+        partition: name the kernels' axes "embed", "heads" and "head_dim", for nnx.logical_axis_rules.
         options: DenseGeneral's.
     """
 
@@ -105,6 +106,7 @@ class MultiHeadAttention(nnx.Module):
         scale: float | None = None,
         soft_cap: float | None = None,
         dropout: float = 0.0,
+        partition: bool = False,
         param_dtype: DTypeLike = jnp.float32,
         name: str = "",
         rngs: nnx.Rngs,
@@ -112,24 +114,34 @@ class MultiHeadAttention(nnx.Module):
     ) -> None:
         heads, groups, dim = count_heads(in_features, heads, groups, head_dim)
 
-        def project(part: str, inputs: Any, features: Any) -> DenseGeneral:
+        def project(part: str, inputs: Any, features: Any, *axes: str | None) -> DenseGeneral:
+            rows = 1 if isinstance(inputs, int) else len(inputs)
             return DenseGeneral(
-                inputs, features, param_dtype=param_dtype, name=joined(name, part), rngs=rngs, **options
+                inputs,
+                features,
+                kernel_axes=axes if partition else (),
+                bias_axes=axes[rows:] if partition else (),
+                param_dtype=param_dtype,
+                name=joined(name, part),
+                rngs=rngs,
+                **options,
             )
 
+        of_heads = ("embed", "heads", "head_dim")
+        of_groups = ("embed", "heads", None, "head_dim")
         memory = in_features if memory_features is None else memory_features
         self.attends_to_itself = memory_features is None
         self.shared = heads // groups
         self.fused = fused
         if fused and memory_features is None:
-            self.qkv = project("qkv", in_features, (groups, self.shared + 2, dim))
+            self.qkv = project("qkv", in_features, (groups, self.shared + 2, dim), *of_groups)
         else:
-            self.query = project("query", in_features, (heads, dim))
+            self.query = project("query", in_features, (heads, dim), *of_heads)
             if fused:
-                self.kv = project("kv", memory, (groups, 2, dim))
+                self.kv = project("kv", memory, (groups, 2, dim), *of_groups)
             else:
-                self.key = project("key", memory, (groups, dim))
-                self.value = project("value", memory, (groups, dim))
+                self.key = project("key", memory, (groups, dim), *of_heads)
+                self.value = project("value", memory, (groups, dim), *of_heads)
         self.query_norm = self.key_norm = nnx.data(None)
         if qk_norm is not None:
             self.query_norm = make_norm(qk_norm, dim, param_dtype=param_dtype)
@@ -139,7 +151,7 @@ class MultiHeadAttention(nnx.Module):
         self.attention = DotProductAttention(
             mask_type=mask_type, window=window, scale=scale, soft_cap=soft_cap, dropout=dropout, rngs=rngs
         )
-        self.out = project("out", (heads, dim), out or in_features)
+        self.out = project("out", (heads, dim), out or in_features, "heads", "head_dim", "embed")
 
     def __call__(
         self,

@@ -30,7 +30,9 @@ class DenseGeneral(nnx.Module):
         dtype: of the computation; None promotes the input's and the kernel's.
         param_dtype: of the parameters.
         kernel_init, bias_init: initializers; they see the kernel as a matrix, so that fan-in is what it is.
-        kernel_metadata, bias_metadata: of the parameters' Variables, such as their sharding.
+        kernel_axes, bias_axes: names of the parameters' axes, of a mesh or logical ones, for NNX's eager sharding: make
+            the module in `jax.set_mesh(mesh)`, logical names also in `nnx.logical_axis_rules(rules)`. Empty names none.
+        kernel_metadata, bias_metadata: what else the parameters' Variables shall carry.
         recipe: name or Recipe that this layer always uses; None takes the ambient one.
         seed: of stochastic rounding.
         name: with dots, tells the streams of random rounding apart; `convert` gives every layer its path.
@@ -51,6 +53,8 @@ class DenseGeneral(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Initializer = KERNEL_INIT,
         bias_init: Initializer = BIAS_INIT,
+        kernel_axes: tuple[str | None, ...] = (),
+        bias_axes: tuple[str | None, ...] = (),
         kernel_metadata: Mapping[str, Any] | None = None,
         bias_metadata: Mapping[str, Any] | None = None,
         recipe: str | Recipe | None = None,
@@ -64,11 +68,11 @@ class DenseGeneral(nnx.Module):
         if len(axes) != len(rows):
             raise ValueError(f"in_features {in_features} and axis {axis} name different numbers of axes")
         matrix = kernel_init(rngs.params(), (math.prod(rows), math.prod(columns)), param_dtype)
-        self.kernel = nnx.Param(matrix.reshape(*rows, *columns), **(kernel_metadata or {}))
+        self.kernel = nnx.Param(matrix.reshape(*rows, *columns), **_metadata(kernel_axes, kernel_metadata))
         self.bias = nnx.data(None)
         if use_bias:
             vector = bias_init(rngs.params(), (math.prod(columns),), param_dtype)
-            self.bias = nnx.Param(vector.reshape(columns), **(bias_metadata or {}))
+            self.bias = nnx.Param(vector.reshape(columns), **_metadata(bias_axes, bias_metadata))
         self.axis = axes
         self.ndim = len(rows) + len(columns)
         self.dtype = dtype
@@ -89,3 +93,7 @@ class DenseGeneral(nnx.Module):
             name=self.name,
             seed=self.seed,
         )
+
+
+def _metadata(axes: tuple[str | None, ...], more: Mapping[str, Any] | None) -> dict[str, Any]:
+    return ({"out_sharding": axes} if axes else {}) | dict(more or {})

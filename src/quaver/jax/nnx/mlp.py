@@ -20,6 +20,7 @@ class MLP(nnx.Module):
         in_features, hidden: of the input, and between the two.
         activation: a row of `quaver.jax.activation.ACTIVATIONS`.
         out: features of the output; None keeps the input's.
+        partition: name the kernels' axes "embed" and "mlp", for nnx.logical_axis_rules.
         options: DenseGeneral's.
     """
 
@@ -30,14 +31,28 @@ class MLP(nnx.Module):
         *,
         activation: str = "gelu",
         out: int | None = None,
+        partition: bool = False,
         name: str = "",
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
         self.activation = activation
         self.features = hidden_features(activation, hidden)
-        self.wi = DenseGeneral(in_features, self.features, name=joined(name, "wi"), rngs=rngs, **options)
-        self.wo = DenseGeneral(hidden, out or in_features, name=joined(name, "wo"), rngs=rngs, **options)
+        inner: tuple[str | None, ...] = ("mlp", None)[: len(self.features)]
+
+        def make(part: str, rows: int, columns: Any, *axes: str | None) -> DenseGeneral:
+            return DenseGeneral(
+                rows,
+                columns,
+                kernel_axes=axes if partition else (),
+                bias_axes=axes[1:] if partition else (),
+                name=joined(name, part),
+                rngs=rngs,
+                **options,
+            )
+
+        self.wi = make("wi", in_features, self.features, "embed", *inner)
+        self.wo = make("wo", hidden, out or in_features, "mlp", "embed")
 
     def __call__(self, x: Array) -> Array:
         return self.wo(activate_fused(self.activation, self.wi(x), len(self.features)))

@@ -29,7 +29,7 @@ class TransformerLayer(nnx.Module):
         parallel: attention and MLP read the same normalized input and are added at once.
         dropout: of each part's output; attention_dropout: of the probabilities.
         drop_path: probability of leaving a part out of a sample.
-        options: those of DenseGeneral; the others are those of MultiHeadAttention and MLP.
+        options: those of DenseGeneral, and `partition`; the others are those of MultiHeadAttention and MLP.
     Submodules: `attention`, `cross_attention`, `mlp`, and `attention_norm`, `cross_attention_norm`, `mlp_norm`
     (parallel: `norm` alone).
     """
