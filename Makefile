@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test slow accept bench lint format clean
+.PHONY: demo test slow test-lowering accept bench lint format clean
 
 ## Train a small language model in bf16, FP8, MXFP8 and NVFP4 side by side, and name the pictures.
 demo: $(VENV)/.train
@@ -21,6 +21,10 @@ test: $(VENV)/.dev
 ## What `make test` leaves out.
 slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m slow
+
+## Compile JAX layers for H200 and B200 without either, and read the programs. Downloads jax's CUDA plugin (480 MB).
+test-lowering: $(VENV)/.cuda
+	JAX_PLATFORMS=cpu QUAVER_TEST_LOWERING=1 PYTHONPATH=$(VENV)/cuda $(BIN)/python -m pytest -n 0 tests/jax/test_compiled.py
 
 ## Train every recipe and a control on three seeds, and check the differences from bf16 (about an hour).
 accept: $(VENV)/.dev
@@ -53,3 +57,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet torch
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.train
+
+# Beside the environment, not in it: there the plugin would look for a GPU whenever jax is imported.
+$(VENV)/.cuda: $(VENV)/.dev
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && $(BIN)/pip install --quiet --no-deps --upgrade \
+		--target $(VENV)/cuda jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
+	touch $@

@@ -32,6 +32,7 @@ def accept(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe, paired by seed.")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 2,
     model: Annotated[str, typer.Option(help="Size of the model.")] = "tiny",
+    framework: Annotated[str, typer.Option(help="torch or jax.")] = "torch",
     runs: Annotated[Path, typer.Option(help="Where finished and interrupted runs are kept.")] = Path("runs/accept"),
 ) -> None:
     """Train under every recipe, and judge the paired differences of the validation loss from bf16."""
@@ -39,7 +40,11 @@ def accept(
 
     console = Console()
     try:
-        done = accept(Plan(steps=steps, seeds=seeds, model=model, folder=runs), jobs, console)
+        plan = Plan(steps=steps, seeds=seeds, model=model, framework=framework, folder=runs)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        done = accept(plan, jobs, console)
     except KeyboardInterrupt:
         console.print("stopped, every run saved; the same command goes on")
         raise typer.Exit(130) from None

@@ -19,6 +19,7 @@ import quaver
 from benchmarks import accept_report, machine, results
 from benchmarks.accept_report import BASELINE, RULES, Acceptance
 from benchmarks.accept_run import Outcome, Run, read, write
+from quaver.train.config import FRAMEWORKS, choose
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,11 +34,15 @@ class Plan:
     # Of text files and folders; none is the default text.
     text: tuple[str, ...] = ()
     recipes: tuple[str, ...] = (BASELINE, *RULES)
+    framework: str = "torch"
     # Where runs are kept.
     folder: Path = Path("runs/accept")
 
+    def __post_init__(self) -> None:
+        choose("framework", self.framework, FRAMEWORKS)
+
     def runs(self) -> list[Run]:
-        folder = self.folder.resolve() / f"{self.model}-{self.steps}-{checksum()}"
+        folder = self.folder.resolve() / f"{self.framework}-{self.model}-{self.steps}-{checksum()}"
         return [
             Run(
                 recipe=recipe,
@@ -46,6 +51,7 @@ class Plan:
                 model=self.model,
                 text=self.text,
                 folder=str(folder / f"{recipe}-seed{seed}"),
+                framework=self.framework,
             )
             for seed in range(self.seeds)
             for recipe in self.recipes
@@ -72,12 +78,14 @@ def accept(plan: Plan, jobs: int, console: Console, folder: Path = results.FOLDE
         model=plan.model,
         text=" ".join(plan.text) or "the standard library of this Python",
         recipes=plan.recipes,
+        framework=plan.framework,
         outcomes=outcomes,
     )
     console.print(accept_report.rich_table(done))
     console.print("accepted" if done.accepted else "not accepted", style="green" if done.accepted else "bold red")
     lines, data = accept_report.markdown(done), accept_report.data(done)
-    for path in results.write(folder, "accept", machine.describe(), lines, data):
+    name = "accept" if plan.framework == "torch" else f"accept-{plan.framework}"
+    for path in results.write(folder, name, machine.describe(), lines, data):
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return done
 

@@ -74,6 +74,7 @@ class Acceptance:
     # What was trained on, in words.
     text: str
     recipes: tuple[str, ...]
+    framework: str = "torch"
     outcomes: Mapping[tuple[str, int], Outcome]
 
     @property
@@ -144,8 +145,9 @@ def markdown(done: Acceptance) -> list[str]:
     return [
         "# Training runs that a release is accepted by",
         "",
-        f"Model `{done.model}`, {done.steps} steps, seeds 0 to {done.seeds - 1}, text: {done.text}; the same initial "
-        "weights and batches under every recipe, embedding and head in bf16. Nats a token.",
+        f"Framework {done.framework}, model `{done.model}`, {done.steps} steps, seeds 0 to {done.seeds - 1}, text: "
+        f"{done.text}; the same initial weights and batches under every recipe, embedding and head in bf16. Nats a "
+        "token.",
         "",
         *results.table(COLUMNS, [cells(row) for row in rows]),
         *failures,
@@ -163,6 +165,7 @@ def data(done: Acceptance) -> dict[str, Any]:
         for (recipe, seed), outcome in done.outcomes.items()
     ]
     about = {
+        "framework": done.framework,
         "model": done.model,
         "text": done.text,
         "steps": done.steps,

@@ -35,6 +35,7 @@ class Run:
     text: tuple[str, ...]
     # Where everything about this run is kept.
     folder: str
+    framework: str = "torch"
 
     @property
     def description(self) -> Path:
@@ -80,6 +81,7 @@ def train(run: Run) -> Outcome:
         steps=run.steps,
         seed=run.seed,
         text=run.text,
+        framework=run.framework,
         device="cpu",
         threads=1,
         validate_every=0,
@@ -91,7 +93,12 @@ def train(run: Run) -> Outcome:
         done = run_training(config, recipe, resume=(out / "config.toml").exists())
     except ValueError as error:
         return Outcome(failure=str(error), seconds=time.perf_counter() - begun)
-    errors = weight_errors(done, recipe)
+    if run.framework == "jax":
+        from benchmarks import accept_jax
+
+        errors = accept_jax.weight_errors(done, recipe)
+    else:
+        errors = weight_errors(done, recipe)
     return Outcome(loss=done.validation_loss, weight_errors=errors, seconds=time.perf_counter() - begun)
 
 
@@ -110,7 +117,11 @@ def weight_errors(done: TrainResult, recipe: Recipe) -> dict[str, float]:
     if spec is None:
         return {}
     layers = {name: model.get_submodule(name) for name in done.conversion.converted}
-    errors = {name: relative_rms(layer.weight.detach(), spec) for name, layer in layers.items()}
+    return check({name: relative_rms(layer.weight.detach(), spec) for name, layer in layers.items()})
+
+
+def check(errors: dict[str, float]) -> dict[str, float]:
+    """The errors by layer. Raises: RuntimeError if one is no loss at all, as if the layer were not quantized."""
     for name, error in errors.items():
         if not error > 0:
             raise RuntimeError(f"the weight of {name} has a quantization error of {error}: is it quantized?")

@@ -28,6 +28,7 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchao": version("torchao"),
+        "jax": version("jax"),
         "commit": commit(),
     }
 

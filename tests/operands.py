@@ -1,6 +1,7 @@
 """What the tables of recipes and formats give tests to run over, and values that break careless code."""
 
 import inspect
+from collections.abc import Callable
 
 import numpy as np
 
@@ -53,3 +54,35 @@ def nasty(shape: tuple[int, int], seed: int = 0) -> dict[str, np.ndarray]:
         found[name] = normal.copy()
         found[name].flat[rng.integers(normal.size)] = value
     return found
+
+
+def powers(rng: np.random.Generator, low: float, high: float, shape: tuple[int, ...]) -> np.ndarray:
+    return (10.0 ** rng.uniform(low, high, shape)).astype(np.float32)
+
+
+def outlier(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x.flat[rng.integers(x.size)] = 1e4
+    return x
+
+
+def half_zeros(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x[:, : x.shape[1] // 2] = 0
+    x[0] = 0
+    return x
+
+
+#: What is done to normal a; b stays normal (or counteracts, so that the result is a float32).
+MAGNITUDES: dict[str, tuple[Callable[[np.random.Generator, np.ndarray], np.ndarray], float]] = {
+    "normal": (lambda rng, x: x, 1.0),
+    "rows spread": (lambda rng, x: x * powers(rng, -3, 3, (len(x), 1)), 1.0),
+    "tiny": (lambda rng, x: x * np.float32(1e-30), 1.0),
+    "big": (lambda rng, x: x * np.float32(1e30), 1.0),
+    "tiny twice": (lambda rng, x: x * np.float32(1e-30), 1e-5),
+    "big and tiny": (lambda rng, x: x * np.float32(1e30), 1e-30),
+    "wide": (lambda rng, x: x * powers(rng, -18, 18, x.shape), 1.0),
+    "zeros": (half_zeros, 1.0),
+    "all zeros": (lambda rng, x: x * np.float32(0), 1.0),
+    "one outlier": (outlier, 1.0),
+}

@@ -19,7 +19,9 @@ from benchmarks.cpu import chosen, run, run_case, summary
 from benchmarks.figure import DECIMALS, Case, Figure, NotMeasurable, Target, at_least, at_most, exactly, within
 from benchmarks.timing import interleave
 from quaver.train import TrainResult
-from quaver.train.model import MODELS, build
+from quaver.train.config import FRAMEWORKS
+from quaver.train.sizes import MODELS
+from quaver.train.torch.decoder import build
 
 
 def test_names_of_cases_are_unique() -> None:
@@ -219,7 +221,10 @@ def test_weight_errors_are_of_every_converted_layer_and_not_zero() -> None:
         accept_run.weight_errors(trained(None, ["head", "up_proj"]), recipe)
 
 
-def test_accept_trains_judges_and_does_not_train_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_accept_trains_judges_and_does_not_train_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(2000)), encoding="utf-8")
     plan = accept.Plan(
@@ -228,6 +233,7 @@ def test_accept_trains_judges_and_does_not_train_twice(tmp_path: Path, monkeypat
         model="nano",
         text=(str(text),),
         recipes=(BASELINE, CONTROL),
+        framework=framework,
         folder=tmp_path / "runs",
     )
     monkeypatch.setattr(accept, "checksum", lambda: "these sources")

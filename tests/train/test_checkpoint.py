@@ -2,8 +2,8 @@ import errno
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from quaver.train import checkpoint
 from quaver.train.checkpoint import CheckpointError
@@ -11,29 +11,30 @@ from quaver.train.checkpoint import CheckpointError
 ABOUT = {"model": "nano"}
 
 
-def trained(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
-    model.register_buffer("history", torch.arange(6.0).reshape(2, 3).t())
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(2, 4)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
+Tensors = dict[str, np.ndarray]
 
 
-def equal(left: object, right: object) -> bool:
-    if isinstance(left, dict):
-        return isinstance(right, dict) and left.keys() == right.keys() and all(equal(left[k], right[k]) for k in left)
-    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right  # type: ignore[arg-type]
+def trained(seed: int = 0) -> tuple[Tensors, Tensors]:
+    """A matrix, a state that lies column by column and a count; moments and a number."""
+    random = np.random.default_rng(seed)
+    weight = random.standard_normal((8, 4), np.float32)
+    history = np.arange(6, dtype=np.float32).reshape(2, 3).T + seed
+    model = {"0.weight": weight, "0.history": history, "0.count": np.array([seed, 0, -1])}
+    return model, {"0.weight/exp_avg": weight * 0.1, "0.weight/step": np.array(7, np.float32)}
+
+
+def equal(left: Tensors, right: Tensors) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and np.array_equal(left[name], right[name]) for name in left
+    )
 
 
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = checkpoint.save(tmp_path, 12, model, optimizer, ABOUT)
-    other, its_optimizer = trained(1)
-    assert checkpoint.load(path, other, its_optimizer, ABOUT) == 12
-    assert equal(model.state_dict(), other.state_dict())
-    assert equal(optimizer.state_dict(), its_optimizer.state_dict())
+    saved = checkpoint.load(path, ABOUT)
+    assert saved.step == 12
+    assert equal(model, saved.model) and equal(optimizer, saved.optimizer)
 
 
 def test_the_newest_is_the_highest_number_and_old_ones_go(tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     good = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT, keep=1)
     save_file = checkpoint.save_file
 
-    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def full(tensors: Tensors, path: Path) -> None:
         save_file(tensors, path)
         if path.name == fails_at:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -62,7 +63,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     with pytest.raises(CheckpointError, match=r"No space left on device; the last good checkpoint is .*step-000001"):
         checkpoint.save(tmp_path, 2, model, optimizer, ABOUT, keep=1)
     assert list(tmp_path.iterdir()) == [good]
-    assert checkpoint.load(good, model, optimizer, ABOUT) == 1
+    assert checkpoint.load(good, ABOUT).step == 1
 
 
 def interrupted(path: Path) -> None:
@@ -89,20 +90,15 @@ def test_a_broken_checkpoint_is_one_sentence(tmp_path: Path, name: str, damage: 
         (path / name).unlink()
     else:
         (path / name).write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"garbage " * 8)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(CheckpointError, match="step-000001 is broken"):
-        checkpoint.load(path, model, optimizer, ABOUT)
-    assert equal(before, model.state_dict())
+        checkpoint.load(path, ABOUT)
 
 
 def test_another_runs_checkpoint_is_one_sentence(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
     with pytest.raises(CheckpointError, match="made with model 'nano', and this run has 'tiny'"):
-        checkpoint.load(path, model, optimizer, {"model": "tiny"})
-    wider = torch.nn.Sequential(torch.nn.Linear(4, 16))
-    with pytest.raises(CheckpointError, match="does not fit this model"):
-        checkpoint.load(path, wider, torch.optim.AdamW(wider.parameters()), ABOUT)
+        checkpoint.load(path, {"model": "tiny"})
 
 
 @pytest.mark.parametrize("state", ["[]", "{}", "3", json.dumps({"format": 2, "step": 1})])
@@ -111,4 +107,4 @@ def test_a_foreign_state_is_one_sentence(tmp_path: Path, state: str) -> None:
     path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
     (path / "state.json").write_text(state)
     with pytest.raises(CheckpointError, match="step-000001"):
-        checkpoint.load(path, model, optimizer, ABOUT)
+        checkpoint.load(path, ABOUT)

@@ -8,19 +8,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 import quaver
-from quaver.train import checkpoint, loop
+from quaver.train import checkpoint
 from quaver.train.checkpoint import CheckpointError
-from quaver.train.config import to_toml
+from quaver.train.config import FRAMEWORKS, to_toml
 from quaver.train.interrupt import Interrupted
 from quaver.train.loop import run_training
 from quaver.train.metrics import Record, losses, read, validation_losses
-from quaver.train.model import MODELS, build
-from quaver.train.nonfinite import NonFiniteError, first_gradient, first_module
-from quaver.train.optimizer import lr_at
+from quaver.train.nonfinite import NonFiniteError
+from quaver.train.schedule import lr_at
+from quaver.train.sizes import MODELS
+from quaver.train.torch import learner
+from quaver.train.torch.decoder import build
+from quaver.train.torch.nonfinite import first_gradient, first_module
 from tests.train.conftest import MakeConfig
 
 
@@ -105,11 +110,22 @@ def test_other_text_is_not_resumed_on(make_config: MakeConfig, text: Path) -> No
         run_training(replace(config, steps=20), resume=True)
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_checkpoint_of_another_model_is_one_sentence(make_config: MakeConfig, framework: str) -> None:
+    config = make_config(framework=framework)
+    run_training(config)
+    path = Path(config.out) / "step-000010" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, path)
+    with pytest.raises(CheckpointError, match=r"step-000010 does not fit this model: .*norm\.weight"):
+        run_training(replace(config, steps=20), resume=True)
+
+
 def test_a_full_disk_ends_the_run_with_a_sentence(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
     save_file = checkpoint.save_file
 
-    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def full(tensors: dict[str, np.ndarray], path: Path) -> None:
         if "step-000010" in str(path):
             raise OSError(28, "No space left on device")
         save_file(tensors, path)
@@ -136,7 +152,7 @@ def test_the_first_module_that_is_not_finite_is_named() -> None:
 
 def test_a_nan_loss_stops_before_anything_is_lost(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(checkpoint_every=2)
-    convert = loop.qt.convert
+    convert = learner.qt.convert
 
     def poisoned(model: torch.nn.Module, *rest: object, **options: object) -> object:
         calls = iter(range(1000))
@@ -148,7 +164,7 @@ def test_a_nan_loss_stops_before_anything_is_lost(make_config: MakeConfig, monke
         model.layers[0].mlp.down_proj.register_forward_hook(hook)
         return report
 
-    monkeypatch.setattr(loop.qt, "convert", poisoned)
+    monkeypatch.setattr(learner.qt, "convert", poisoned)
     with pytest.raises(NonFiniteError) as error:
         run_training(replace(config, validate_every=0))
     for said in ("stopped at step 4", "the loss is nan", "layers.0.mlp.down_proj", "step-000002"):

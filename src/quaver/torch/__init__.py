@@ -1,7 +1,8 @@
 """The PyTorch front end: `Linear`, `autocast`, `convert`, and the operations they are made of."""
 
+from quaver.core.conversion import Report
 from quaver.torch.autocast import autocast
-from quaver.torch.convert import Report, convert, revert
+from quaver.torch.convert import convert, revert
 from quaver.torch.counters import count
 from quaver.torch.explain import explain
 from quaver.torch.linear import Linear

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,43 +16,13 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from quaver import recipes
-from quaver.core.rules import Rule, Rules, matches
+from quaver.core.conversion import Choice, Report
+from quaver.core.rules import Rules
 from quaver.core.spec import Recipe
-from quaver.core.suggest import suggest
 from quaver.torch import amax
 from quaver.torch.autocast import ambient, recomputing
 from quaver.torch.linear import TRANSIENT, Linear
 from quaver.torch.state import STATE, prepare
-
-
-@dataclass
-class Report:
-    """What `convert` did, and why it left the rest alone."""
-
-    #: Name of each converted layer, and its recipe.
-    converted: dict[str, Recipe] = field(default_factory=dict)
-    #: Name of each linear layer left alone, and the reason.
-    skipped: dict[str, str] = field(default_factory=dict)
-    #: Patterns, of rules and of skip, that matched nothing, or only what an earlier one took.
-    unused: list[str] = field(default_factory=list)
-    #: How many modules of other classes hold a matrix of their own, such as embeddings and transformers' Conv1D.
-    others: dict[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        by_recipe = Counter(str(recipe) for recipe in self.converted.values())
-        counts = ", ".join(f"{n} to {name}" for name, n in by_recipe.items()) or "nothing"
-        lines = [f"converted {counts}"]
-        lines += [f"  left alone: {name or '(root)'} ({why})" for name, why in self.skipped.items()]
-        if self.others:
-            lines.append("  not nn.Linear: " + ", ".join(f"{n} {kind}" for kind, n in self.others.items()))
-        lines += [f"  matched nothing: {pattern}{self._nearest(pattern)}" for pattern in self.unused]
-        return "\n".join(lines)
-
-    def _nearest(self, pattern: str) -> str:
-        """A hint for a misspelt pattern: the nearest part of a layer's name."""
-        word = pattern.partition(" (")[0].rpartition(".")[2]
-        hint = suggest(word, {part: None for name in (*self.converted, *self.skipped) for part in name.split(".")})
-        return f"; {hint}" if hint.startswith("did you mean") and repr(word) not in hint else ""
 
 
 def convert(
@@ -80,17 +49,12 @@ def convert(
     Raises:
         ValueError: an unknown recipe, before anything is changed.
     """
-    if isinstance(skip, str):
-        raise ValueError(f"skip is the string {skip!r}; give a list of patterns: skip=[{skip!r}]")
-    if not isinstance(recipe, Rules):
-        recipe = Rules(recipe if isinstance(recipe, Mapping) else {"*": recipe})
-    rules = recipe
-    chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in rules.rules}
+    choice = Choice(recipe, skip)
+    chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
     report = Report(others=_others(model))
-    used: set[str | Rule] = set()
     in_attention = _unused_projections(model)
     for module, names in _linears(model):
-        rule, why = _decide(names, module, rules, skip, used)
+        rule, why = choice.decide(names, module.in_features, module.out_features)
         wanted = None if rule is None else chosen[rule]
         why = why or in_attention.get(id(module), "") or _unfit(module)
         if why or wanted is None:
@@ -98,7 +62,7 @@ def convert(
         else:
             _convert_layer(module, wanted, names[0], seed)
             report.converted[names[0]] = wanted
-    report.unused = [str(p) for p in (*skip, *rules.rules) if p not in used]
+    report.unused = choice.unused
     _settle(model)
     if not report.converted:
         warnings.warn(f"convert changed nothing:\n{report}", stacklevel=2)
@@ -143,22 +107,6 @@ def _others(model: nn.Module) -> dict[str, int]:
         if not isinstance(module, nn.Linear | nn.ParameterList | nn.ParameterDict)
         and any(p.dim() > 1 for p in module.parameters(recurse=False) if not nn.parameter.is_lazy(p))
     )
-
-
-def _decide(
-    names: list[str], module: nn.Linear, rules: Rules, skip: Sequence[str], used: set[str | Rule]
-) -> tuple[Rule | None, str]:
-    """The first rule that fits any of a layer's names, and "" or why it shall not be converted."""
-    for pattern in skip:
-        if any(matches(pattern, name) for name in names):
-            used.add(pattern)
-            return None, f"skip pattern {pattern!r}"
-    fitting = [rule for n in names if (rule := rules.match(n, module.in_features, module.out_features)) is not None]
-    if not fitting:
-        return None, "no rule matches it"
-    rule = min(fitting, key=rules.rules.index)
-    used.add(rule)
-    return rule, f"rule {str(rule)!r} leaves it untouched" if rule.recipe is None else ""
 
 
 def _unfit(module: nn.Linear) -> str:

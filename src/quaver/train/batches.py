@@ -5,19 +5,18 @@ same ones.
 """
 
 import numpy as np
-import torch
 
 from quaver.train.config import TrainConfig
 
 
-def training_batch(tokens: np.ndarray, config: TrainConfig, step: int) -> torch.Tensor:
+def training_batch(tokens: np.ndarray, config: TrainConfig, step: int) -> np.ndarray:
     """The sequences of one step and the token after each: int64 [accumulate, batch, sequence + 1]."""
     random = np.random.default_rng([config.seed, step])
     starts = random.integers(0, len(tokens) - config.sequence, (config.accumulate, config.batch))
     return windows(tokens, starts, config.sequence)
 
 
-def validation_batches(tokens: np.ndarray, config: TrainConfig) -> torch.Tensor:
+def validation_batches(tokens: np.ndarray, config: TrainConfig) -> np.ndarray:
     """Sequences spread evenly over the held-out text: int64 [batches, batch, sequence + 1].
 
     There are `config.validation_batches`, or as many as the text fills without overlap, but at least one.
@@ -28,5 +27,5 @@ def validation_batches(tokens: np.ndarray, config: TrainConfig) -> torch.Tensor:
     return windows(tokens, starts.reshape(batches, config.batch), config.sequence)
 
 
-def windows(tokens: np.ndarray, starts: np.ndarray, sequence: int) -> torch.Tensor:
-    return torch.from_numpy(tokens[starts[..., None] + np.arange(sequence + 1)].astype(np.int64))
+def windows(tokens: np.ndarray, starts: np.ndarray, sequence: int) -> np.ndarray:
+    return tokens[starts[..., None] + np.arange(sequence + 1)].astype(np.int64)

@@ -1,5 +1,6 @@
 """Checkpoints: a folder `step-000100` with model.safetensors, optimizer.safetensors, state.json; no pickles.
 
+The tensors' names, shapes and layout are PyTorch's, whichever framework wrote them; here they are numpy arrays.
 A checkpoint is written to a hidden folder beside its place, flushed to the disk and then renamed: at every
 moment the newest `step-*` folder is whole, whatever happens to the disk or the process.
 """
@@ -7,13 +8,14 @@ moment the newest `step-*` folder is whole, whatever happens to the disk or the 
 import json
 import os
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import nn
+from safetensors.numpy import save_file
 
 from quaver.train.config import reason
 
@@ -22,6 +24,16 @@ FORMAT = 1
 
 class CheckpointError(ValueError):
     """A checkpoint that could not be written or read; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds."""
+
+    # The optimizer step after which it was saved.
+    step: int
+    model: dict[str, np.ndarray]
+    optimizer: dict[str, np.ndarray]
 
 
 def all_in(folder: Path) -> list[Path]:
@@ -38,8 +50,8 @@ def latest(folder: Path) -> Path | None:
 def save(
     folder: Path,
     step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: Mapping[str, np.ndarray],
+    optimizer: Mapping[str, np.ndarray],
     about: dict[str, Any],
     keep: int = 0,
 ) -> Path:
@@ -55,8 +67,8 @@ def save(
         for left_over in folder.glob(".step-*.partial"):
             shutil.rmtree(left_over)
         partial.mkdir(parents=True)
-        save_file(plain(model.state_dict()), partial / "model.safetensors")
-        save_file(plain(optimizer_tensors(model, optimizer)), partial / "optimizer.safetensors")
+        save_file(contiguous(model), partial / "model.safetensors")
+        save_file(contiguous(optimizer), partial / "optimizer.safetensors")
         state = {"format": FORMAT, "step": step, **about}
         (partial / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         for path in [*partial.iterdir(), partial]:
@@ -77,12 +89,11 @@ def save(
     return target
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> int:
-    """Put a checkpoint's state into the model and the optimizer, in place.
+def load(path: Path, about: dict[str, Any]) -> Saved:
+    """What a checkpoint holds.
 
     Args:
         about: entries of the checkpoint's state that must be equal, such as the model's size and the text.
-    Returns: the step after which it was saved.
     Raises: CheckpointError if it is broken, another program's or another run's.
     """
     state = read_state(path)
@@ -93,13 +104,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: 
                 "resume with the options and the text it was made with, or give another --out"
             )
     weights, moments = read_tensors(path / "model.safetensors"), read_tensors(path / "optimizer.safetensors")
-    try:
-        model.load_state_dict(weights)
-        load_optimizer(model, optimizer, moments)
-    except (RuntimeError, KeyError) as error:
-        what = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"the checkpoint {path} does not fit this model: {what}") from error
-    return int(state["step"])
+    return Saved(int(state["step"]), weights, moments)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -115,9 +120,9 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(broken(path.parent, f"{path.name}: {reason(error)}")) from error
@@ -127,32 +132,9 @@ def broken(path: Path, why: str) -> str:
     return f"the checkpoint {path} is broken ({why}); delete that folder to go on from the one before it"
 
 
-def plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each tensor contiguous and with storage of its own, as safetensors wants them."""
-    own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    whole = {name for name, t in own.items() if t.numel() * t.element_size() == t.untyped_storage().nbytes()}
-    return {name: tensor if name in whole else tensor.clone() for name, tensor in own.items()}
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state under the parameters' names: `head.weight/exp_avg`."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[id(parameter)]}/{key}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-
-
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    index = {name: number for number, name in enumerate(order)}
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition("/")
-        state.setdefault(index[name], {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+def contiguous(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Each tensor row by row, as safetensors writes it."""
+    return {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
 
 
 def flush(path: Path) -> None:

@@ -180,6 +180,8 @@ def doctor() -> None:
         devices = machine.gpus()
         for device in devices:
             say(f"{'gpu':8} {device.name}, sm_{device.capability[0]}{device.capability[1]}")
+        for line in machine.frameworks():
+            say(line)
         shown = Table("recipe", "runs", "because")
         for row in machine.recipes_table(devices):
             shown.add_row(*row)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quaver.train import recipe_name, tokens, whole_file
+from quaver.train import frameworks, recipe_name, tokens, whole_file
 from quaver.train.comparison import BASELINE, Comparison, Run
 from quaver.train.config import TrainConfig, read_toml, to_toml
 from quaver.train.interrupt import Interrupt, Interrupted
-from quaver.train.loop import check_folder, device_of
+from quaver.train.loop import check_folder
 from quaver.train.metrics import Record, newest, read
 
 
@@ -42,10 +42,10 @@ def compare_runs(
         raise ValueError(f"jobs is {jobs}; it must be at least 0, which is as many as fill the cores")
     for recipe in recipes:
         recipe_name.find(recipe)
-    folder = Path(config.out or f"runs/compare-{config.model}")
-    device = device_of(config.device)
+    framework = "" if config.framework == "torch" else f"-{config.framework}"
+    folder = Path(config.out or f"runs/compare-{config.model}{framework}")
     threads = config.threads or 1
-    jobs = jobs or (1 if device.type != "cpu" else max(1, cores() // threads))
+    jobs = jobs or (max(1, cores() // threads) if frameworks.on_cpu(config) else 1)
     config = replace(config, tokens=shared_tokens(config, folder, resume))
     names = list(dict.fromkeys([BASELINE, *recipes]))
     waiting = [

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from quaver.core.suggest import suggest
-from quaver.train.model import MODELS
+from quaver.train.sizes import MODELS
+
+FRAMEWORKS = ("torch", "jax")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class TrainConfig:
     clip: Annotated[float, "largest norm of the gradient; 0: no clipping"] = 1.0
     seed: Annotated[int, "of the initial weights and of the batches"] = 0
 
+    framework: Annotated[str, "torch or jax: the same weights, batches and checkpoints"] = "torch"
     dtype: Annotated[str, "bfloat16 (autocast over float32 parameters) or float32"] = "bfloat16"
     device: Annotated[str, "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"] = "auto"
     threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0
@@ -52,6 +55,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         choose("model", self.model, MODELS)
+        choose("framework", self.framework, FRAMEWORKS)
         choose("dtype", self.dtype, ("bfloat16", "float32"))
         if not self.tokens.endswith(".json"):
             choose("tokens", self.tokens, ("byte", "bpe"))

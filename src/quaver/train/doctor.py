@@ -1,16 +1,17 @@
 """What this machine can run natively, what by emulation, and why."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import quaver
 from quaver.recipes import RECIPES
+from quaver.train.config import FRAMEWORKS
+from quaver.train.frameworks import EXTRAS
 
 # Lowest compute capability whose tensor cores take the recipe's operands.
 NEEDS = {
@@ -39,8 +40,8 @@ class Device:
 
 def versions() -> dict[str, str]:
     """Version of everything that numbers could depend on; what is not installed says so."""
-    shown = {"quaver": quaver.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "jax"):
+    shown = {"quaver": quaver.__version__, "python": platform.python_version()}
+    for package in ("torch", "triton", "jax", "flax"):
         try:
             shown[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -48,13 +49,40 @@ def versions() -> dict[str, str]:
     return shown
 
 
+def has(framework: str) -> bool:
+    return importlib.util.find_spec(framework) is not None
+
+
+def frameworks() -> list[str]:
+    """What `--framework` can be here, and what it takes for the rest."""
+    return [
+        f"quaver train --framework {name}"
+        + (f" runs on {', '.join(_kinds(name))}" if has(name) else f" needs: pip install 'quaver[{EXTRAS[name]}]'")
+        for name in FRAMEWORKS
+    ]
+
+
+def _kinds(framework: str) -> list[str]:
+    """The kinds of device that a framework sees."""
+    if framework == "jax":
+        import jax
+
+        return sorted({device.platform for device in jax.devices()} | {"cpu"})
+    return ["cpu"] + ["cuda"] * bool(gpus())
+
+
 def cpu() -> str:
-    """Architecture, threads and those instructions that make exact emulation fast."""
+    """Architecture, cores and those instructions that make exact emulation fast."""
     found = [flag for flag in CPU_FLAGS if flag in cpu_flags()]
-    kind = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()}, {os.cpu_count()} cores, torch uses {kind}; " + (
-        ", ".join(found) or "no bf16 instructions"
-    )
+    return f"{platform.machine()}, {os.cpu_count()} cores{_torch_uses()}; {', '.join(found) or 'no bf16 instructions'}"
+
+
+def _torch_uses() -> str:
+    if not has("torch"):
+        return ""
+    import torch
+
+    return f", torch uses {torch.backends.cpu.get_cpu_capability()}"
 
 
 def cpu_flags() -> set[str]:
@@ -66,16 +94,35 @@ def cpu_flags() -> set[str]:
 
 
 def gpus() -> list[Device]:
+    """NVIDIA GPUs as torch sees them, or where it is not installed as jax does."""
+    if not has("torch"):
+        return _jax_gpus()
+    import torch
+
     return [
         Device(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
         for index in range(torch.cuda.device_count())
     ]
 
 
+def _jax_gpus() -> list[Device]:
+    if not has("jax"):
+        return []
+    import jax
+
+    found = [device for device in jax.devices() if device.platform == "gpu"]
+    return [Device(gpu.device_kind, _capability(gpu.compute_capability)) for gpu in found]
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)
+
+
 def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
     """How a recipe runs here ("native" or "emulated") and why, in a few words."""
     if recipe in NATIVE:
-        return "native", "nothing is quantized; torch's own GEMMs"
+        return "native", "nothing is quantized; the framework's own GEMMs"
     needed = NEEDS[recipe]
     sm = f"sm_{needed[0]}{needed[1]}"
     if not devices:

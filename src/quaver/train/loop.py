@@ -5,19 +5,19 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import torch
+import numpy as np
 
-import quaver.torch as qt
 from quaver.core.spec import Recipe
-from quaver.train import checkpoint, recipe_name, whole_file
+from quaver.train import checkpoint, frameworks, recipe_name, whole_file
 from quaver.train.batches import training_batch, validation_batches
 from quaver.train.config import TrainConfig, to_toml
 from quaver.train.interrupt import Interrupt, Interrupted
+from quaver.train.learner import Learner
 from quaver.train.metrics import Metrics, Record, losses, read, validation_losses
-from quaver.train.model import MODELS, Decoder, build, loss_of
-from quaver.train.nonfinite import NonFiniteError, first_gradient, first_module
-from quaver.train.optimizer import adamw, lr_at
+from quaver.train.nonfinite import NonFiniteError
+from quaver.train.schedule import lr_at
 from quaver.train.tokens import Tokens, load
 
 
@@ -30,10 +30,10 @@ class TrainResult:
     # Training loss by step, and validation loss by the step that it was taken after.
     losses: dict[int, float]
     validation_losses: dict[int, float]
-    # The trained model, converted, on its device.
-    model: Decoder
-    # What `quaver.torch.convert` reported.
-    conversion: qt.Report
+    # The trained model: PyTorch's `Decoder`, converted and on its device, or JAX's `Model`.
+    model: Any
+    # What the recipe was applied to; its str is a report.
+    conversion: Any
 
     @property
     def validation_loss(self) -> float:
@@ -62,24 +62,19 @@ def run_training(
     folder = folder_of(config)
     check_folder(folder, resume)
     recipe = recipe or recipe_name.find(config.recipe)
-    device = device_of(config.device)
-    if config.threads or device.type == "cpu":
-        torch.set_num_threads(config.threads or 1)
+    frameworks.on_cpu(config)  # for its errors, before the text is read
     saved_tokenizer = folder / "tokenizer.json"
     tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None)
 
-    model = build(MODELS[config.model], tokens.vocab, config.sequence, config.seed, device)
-    head = ["head"] if model.head is not None else []
-    conversion = qt.convert(model, recipe, skip=head, seed=config.seed)
-    optimizer = adamw(model, config)
+    trained = frameworks.make(config, recipe, tokens.vocab)
     about = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint()}
     start = 0
     if resume and (last := checkpoint.latest(folder)):
-        start = checkpoint.load(last, model, optimizer, about)
+        start = take_up(last, trained, about)
         if start > config.steps:
             raise ValueError(f"{last} is beyond the {config.steps} steps of this run; give more --steps")
     prepare(folder, config, tokens)
-    held_out = validation_batches(tokens.validation, config).to(device)
+    held_out = validation_batches(tokens.validation, config)
 
     with Metrics(folder / "metrics.jsonl", start) as metrics, Interrupt() as interrupt:
         begun = time.perf_counter() - metrics.seconds
@@ -89,13 +84,14 @@ def run_training(
             watch(metrics.records[-1])
 
         for step in range(start + 1, config.steps + 1):
-            batch = training_batch(tokens.train, config, step).to(device)
-            log(train_step(model, optimizer, batch, step, config))
+            batch = training_batch(tokens.train, config, step)
+            log(train_step(trained, batch, step, config))
             last_one = step == config.steps
             if last_one or due(step, config.validate_every):
-                log({"step": step, "validation_loss": validate(model, held_out, step, config)})
+                log({"step": step, "validation_loss": validate(trained, held_out, step, config)})
             if last_one or due(step, config.checkpoint_every) or interrupt.number:
-                path = checkpoint.save(folder, step, model, optimizer, {**about, "config": asdict(config)}, config.keep)
+                state = {**about, "config": asdict(config)}
+                path = checkpoint.save(folder, step, *trained.tensors(), state, config.keep)
             if interrupt.number and not last_one:
                 message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"
                 raise Interrupted(message, interrupt.number)
@@ -103,39 +99,38 @@ def run_training(
         folder=folder,
         losses=losses(metrics.records),
         validation_losses=validation_losses(metrics.records),
-        model=model,
-        conversion=conversion,
+        model=trained.model,
+        conversion=trained.conversion,
     )
 
 
-def train_step(
-    model: Decoder, optimizer: torch.optim.Optimizer, batch: torch.Tensor, step: int, config: TrainConfig
-) -> Record:
+def take_up(path: Path, trained: Learner, about: dict[str, Any]) -> int:
+    """Go on from a checkpoint, whichever framework wrote it; returns its step. Raises: CheckpointError."""
+    saved = checkpoint.load(path, about)
+    try:
+        trained.load(saved.model, saved.optimizer)
+    except ValueError as error:
+        raise checkpoint.CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
+    return saved.step
+
+
+def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConfig) -> Record:
     """One update from batch int64 [accumulate, B, S + 1]; returns its record.
 
-    Raises: NonFiniteError before the update if the loss or the gradient is not finite.
+    Raises: NonFiniteError if the loss or the gradient is not finite; nothing was updated then.
     """
     begun = time.perf_counter()
-    total = torch.zeros((), device=batch.device)
-    for micro_batch in batch:
-        loss = loss_of(model, micro_batch, config.dtype) / len(batch)
-        loss.backward()
-        total += loss.detach()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or float("inf"))
-    value, grad_norm = total.item(), norm.item()
-    if not torch.isfinite(total):
-        raise NonFiniteError(stopped(step, f"the loss is {value}", first_module(model, batch, config.dtype), config))
-    if not torch.isfinite(norm):
-        raise NonFiniteError(stopped(step, f"the gradient's norm is {grad_norm}", first_gradient(model), config))
     lr = lr_at(step, config)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    speed = batch[..., 1:].numel() / (time.perf_counter() - begun)
+    loss, grad_norm = trained.step(batch, lr)
+    if not math.isfinite(loss):
+        raise NonFiniteError(stopped(step, f"the loss is {loss}", trained.first_output(batch), config))
+    if not math.isfinite(grad_norm):
+        where = trained.first_gradient(batch)
+        raise NonFiniteError(stopped(step, f"the gradient's norm is {grad_norm}", where, config))
+    speed = batch[..., 1:].size / (time.perf_counter() - begun)
     return {
         "step": step,
-        "loss": value,
+        "loss": loss,
         "lr": lr,
         "grad_norm": grad_norm,
         "tokens_per_second": round(speed, 1),
@@ -149,18 +144,14 @@ def stopped(step: int, what: str, where: str, config: TrainConfig) -> str:
     return f"stopped at step {step}: {what}; {where}; {kept}; {ways}"
 
 
-def validate(model: Decoder, batches: torch.Tensor, step: int, config: TrainConfig) -> float:
+def validate(trained: Learner, batches: np.ndarray, step: int, config: TrainConfig) -> float:
     """Mean loss over batches int64 [n, B, S + 1], in nats a token.
 
     Raises: NonFiniteError if it is not finite.
     """
-    model.eval()
-    with torch.no_grad():
-        mean = sum(loss_of(model, batch, config.dtype).item() for batch in batches) / len(batches)
+    mean = trained.loss(batches)
     if not math.isfinite(mean):
-        where = first_module(model, batches, config.dtype)
-        raise NonFiniteError(stopped(step, f"the validation loss is {mean}", where, config))
-    model.train()
+        raise NonFiniteError(stopped(step, f"the validation loss is {mean}", trained.first_output(batches), config))
     return mean
 
 
@@ -170,7 +161,8 @@ def due(step: int, every: int) -> bool:
 
 def folder_of(config: TrainConfig) -> Path:
     """The run's folder: `config.out`, or a name made of what distinguishes a run."""
-    name = f"{config.model}-{recipe_name.folder(config.recipe)}-seed{config.seed}"
+    framework = "" if config.framework == "torch" else f"-{config.framework}"
+    name = f"{config.model}-{recipe_name.folder(config.recipe)}{framework}-seed{config.seed}"
     return Path(config.out) if config.out else Path("runs") / name
 
 
@@ -181,19 +173,6 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise ValueError(f"{folder} already holds a run; go on with it by --resume, or give another --out")
     if resume and not (folder / "config.toml").exists():
         raise ValueError(f"{folder} holds no run to resume; give the run's folder with --out")
-
-
-def device_of(name: str) -> torch.device:
-    """The device that a name means. Raises: ValueError if this machine has no such device."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"the device {name!r} is not available ({why}); try --device cpu") from error
-    return device
 
 
 def prepare(folder: Path, config: TrainConfig, tokens: Tokens) -> None:

@@ -2,9 +2,9 @@
 
 import platform
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from rich import box
 from rich.table import Table
 
@@ -76,7 +76,8 @@ def write_report(comparison: Comparison, pictures: Sequence[Path]) -> Path:
     lines += [f"{note}\n" for note in notes(comparison)]
     lines += [f"**{failure}**\n" for failure in failures(comparison)]
     lines += [f"![{path.stem}]({path.name})\n" for path in pictures]
-    lines += [f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}."]
+    framework = comparison.runs[0].config.framework
+    lines += [f"{framework} {version(framework)}, Python {platform.python_version()}, {platform.machine()}."]
     path = comparison.folder / "report.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

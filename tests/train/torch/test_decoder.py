@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from quaver.train.model import MODELS, Decoder, build, loss_of, rotate
+from quaver.train.sizes import MODELS
+from quaver.train.torch.decoder import Decoder, build, loss_of, rotate
 
 CPU = torch.device("cpu")
 

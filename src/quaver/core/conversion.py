@@ -1,0 +1,79 @@
+"""What a front end's `convert` decides about each layer of a model, and how it reports it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quaver.core.rules import Rule, Rules, matches
+from quaver.core.spec import Recipe
+from quaver.core.suggest import suggest
+
+
+@dataclass
+class Report:
+    """What `convert` did, and why it left the rest alone."""
+
+    #: Name of each converted layer, and its recipe.
+    converted: dict[str, Recipe] = field(default_factory=dict)
+    #: Name of each linear layer left alone, and the reason.
+    skipped: dict[str, str] = field(default_factory=dict)
+    #: Patterns, of rules and of skip, that matched nothing, or only what an earlier one took.
+    unused: list[str] = field(default_factory=list)
+    #: How many modules of other classes hold a matrix of their own, such as embeddings and transformers' Conv1D.
+    others: dict[str, int] = field(default_factory=dict)
+    #: What the front end converts, in a word.
+    kind: str = "nn.Linear"
+
+    def __str__(self) -> str:
+        by_recipe = Counter(str(recipe) for recipe in self.converted.values())
+        counts = ", ".join(f"{n} to {name}" for name, n in by_recipe.items()) or "nothing"
+        lines = [f"converted {counts}"]
+        lines += [f"  left alone: {name or '(root)'} ({why})" for name, why in self.skipped.items()]
+        if self.others:
+            lines.append(f"  not {self.kind}: " + ", ".join(f"{n} {kind}" for kind, n in self.others.items()))
+        lines += [f"  matched nothing: {pattern}{self._nearest(pattern)}" for pattern in self.unused]
+        return "\n".join(lines)
+
+    def _nearest(self, pattern: str) -> str:
+        """A hint for a misspelt pattern: the nearest part of a layer's name."""
+        word = pattern.partition(" (")[0].rpartition(".")[2]
+        hint = suggest(word, {part: None for name in (*self.converted, *self.skipped) for part in name.split(".")})
+        return f"; {hint}" if hint.startswith("did you mean") and repr(word) not in hint else ""
+
+
+class Choice:
+    """Rules and patterns to skip, and which of them have been of use.
+
+    Args:
+        recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
+        skip: patterns of names to leave alone.
+    Raises:
+        ValueError: skip is a string.
+    """
+
+    def __init__(self, recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None], skip: Sequence[str]) -> None:
+        if isinstance(skip, str):
+            raise ValueError(f"skip is the string {skip!r}; give a list of patterns: skip=[{skip!r}]")
+        if not isinstance(recipe, Rules):
+            recipe = Rules(recipe if isinstance(recipe, Mapping) else {"*": recipe})
+        self.rules = recipe
+        self.skip = skip
+        self._used: set[str | Rule] = set()
+
+    def decide(self, names: Sequence[str], in_features: int, out_features: int) -> tuple[Rule | None, str]:
+        """The first rule that fits any of a layer's names, and "" or why it shall not be converted."""
+        for pattern in self.skip:
+            if any(matches(pattern, name) for name in names):
+                self._used.add(pattern)
+                return None, f"skip pattern {pattern!r}"
+        fitting = [rule for n in names if (rule := self.rules.match(n, in_features, out_features)) is not None]
+        if not fitting:
+            return None, "no rule matches it"
+        rule = min(fitting, key=self.rules.rules.index)
+        self._used.add(rule)
+        return rule, f"rule {str(rule)!r} leaves it untouched" if rule.recipe is None else ""
+
+    @property
+    def unused(self) -> list[str]:
+        """Patterns and rules that decided nothing."""
+        return [str(p) for p in (*self.skip, *self.rules.rules) if p not in self._used]

@@ -1,0 +1,76 @@
+"""`lax.dot_general` under a recipe: what goes where a library takes a `dot_general` to call in place of JAX's own."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from quaver.core.spec import Recipe
+from quaver.jax import state as states
+from quaver.jax.autocast import recipe_in_force
+from quaver.jax.linear import linear
+from quaver.jax.state import State
+
+DimensionNumbers = tuple[tuple[Any, Any], tuple[Any, Any]]
+
+
+def dot_general(
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: str | Recipe | None = None,
+    state: State | None = None,
+    name: str = "dot_general",
+    seed: int = 0,
+    out_sharding: Any = None,
+) -> Array:
+    """`jax.lax.dot_general` with the operands quantized: lhs as the input of a linear layer, rhs as its weight.
+
+    Args:
+        lhs, rhs, dimension_numbers: as `jax.lax.dot_general`. Batch axes make one GEMM a slice, each with its own
+            scales; a state is shared by the slices.
+        precision: of what is not quantized.
+        preferred_element_type: dtype of the output; None takes the promotion of lhs and rhs.
+        recipe, state, name, seed: as `quaver.jax.linear`.
+        out_sharding: as `jax.lax.dot_general`, where nothing is quantized.
+    Raises:
+        ValueError: as `quaver.jax.linear`.
+    Exact and Bounded as `quaver.jax.linear`.
+    """
+    found = recipe_in_force(recipe)
+    if found is None or not found.quantizes:
+        return lax.dot_general(
+            lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+        )
+    (contract_l, contract_r), (batch_l, batch_r) = ([tuple(map(int, a)) for a in pair] for pair in dimension_numbers)
+    free_l, free_r = _rest(lhs.ndim, contract_l, batch_l), _rest(rhs.ndim, contract_r, batch_r)
+    batch, lead, k = _sizes(lhs, batch_l), _sizes(lhs, free_l), math.prod(_sizes(lhs, contract_l))
+    out = _sizes(rhs, free_r)
+    x = lhs.transpose(*batch_l, *free_l, *contract_l)
+    w = rhs.transpose(*batch_r, *contract_r, *free_r)
+    dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
+
+    def slice_(x: Array, w: Array, state: State | None) -> Array:
+        return linear(x, w, recipe=recipe, state=state, dtype=dtype, name=name, seed=seed)
+
+    if not batch:
+        y = slice_(x.reshape(*lead, k), w.reshape(k, math.prod(out)), state)
+    else:
+        slices = math.prod(batch)
+        shared = states.share({} if state is None else state, slices)
+        y = jax.vmap(slice_)(x.reshape(slices, *lead, k), w.reshape(slices, k, math.prod(out)), shared)
+    return y.reshape(*batch, *lead, *out)
+
+
+def _sizes(x: Array, axes: Sequence[int]) -> list[int]:
+    return [x.shape[i] for i in axes]
+
+
+def _rest(ndim: int, *used: tuple[int, ...]) -> list[int]:
+    return [i for i in range(ndim) if not any(i in axes for axes in used)]

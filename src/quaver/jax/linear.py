@@ -1,0 +1,252 @@
+"""y = x @ w + bias, every operand of its three GEMMs quantized as a recipe says: a function of arrays.
+
+`quaver.jax.gemms`, tied to autodiff. One custom derivative serves every recipe: it keeps what the GEMM consumed, one
+byte an element or half of one, and returns the layer's next state as the gradient of its state.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+
+from quaver.core.spec import Recipe
+from quaver.jax import gemms
+from quaver.jax import state as states
+from quaver.jax.autocast import recipe_in_force
+from quaver.jax.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
+from quaver.jax.gemms import Call
+from quaver.jax.ops import DTYPES
+from quaver.jax.quantized import Quantized
+from quaver.jax.sharding import Axes, axes_of, sum_like
+from quaver.jax.state import State
+from quaver.jax.uses import uses_of
+
+#: The name of kept operands, for `jax.checkpoint_policies.save_only_these_names`.
+KEPT = "quaver.quantized"
+
+
+def linear(
+    x: Array | Quantized,
+    w: Array | Quantized,
+    bias: Array | None = None,
+    *,
+    recipe: str | Recipe | None = None,
+    state: State | None = None,
+    dtype: Any = None,
+    name: str = "linear",
+    seed: int = 0,
+    axes: Axes | None = None,
+    gather_input: Gather | None = None,
+    gather_weight: Gather | None = None,
+) -> Array:
+    """x @ w + bias under a recipe: the one given, else the innermost `autocast`'s, else none.
+
+    Args:
+        x: [..., K] in float32, bfloat16 or float16, or a `Quantized` [T, K] of the spec that fprop wants.
+        w: [K, N]; its gradient has its dtype. Or a `Quantized` [N, K] of the spec that fprop wants.
+        bias: [N], added in float32.
+        recipe: a name or Recipe.
+        state: of this layer, from `quaver.jax.state.init`; its gradient is its next value. None for recipes that
+            remember nothing, and where no gradients are taken under recipes that round at random.
+        dtype: that x is cast to and the output has; None takes the promotion of x and w.
+        name: of the layer. Random rounding draws from the streams crc32("name.grad_output") and
+            crc32("name.grad_output.T"), so layers should differ in it.
+        seed: of random rounding.
+        axes: the mesh axes that cut the GEMMs, inside shard_map; None reads them off the types (`quaver.jax.sharding`).
+        gather_input, gather_weight: gather x or w in eight bits, as it is quantized (`quaver.jax.Gather`).
+    Returns:
+        [..., N]. Without a recipe, in dtype's own precision; float64 is never quantized, with a warning.
+    Raises:
+        ValueError: shapes or dtypes that do not fit, a missing state, or gradients that leave out the state.
+    Exact: all codes, scales and states. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same
+        products in float64.
+    """
+    found = recipe_in_force(recipe)
+    along = along_input(gather_input, x), along_weight(gather_weight, w)
+    shape = _fitting(x, w, bias, name, along[1])
+    dtype = _dtype(x, w, dtype)
+    if found is None or not found.quantizes:
+        return high_precision(x, w, bias, dtype)
+    if dtype not in DTYPES:
+        _refuse(dtype)
+        return high_precision(x, w, bias, dtype)
+    state = {} if state is None else dict(state)
+    states.fitting(state, found, name)
+    call = Call(found, dtype, name, seed, axes, *along, uses_of(state))
+    rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
+    y = _linear(call, rows, w, bias, state)
+    return y if len(shape) == 2 else y.reshape(*whole_lead(shape[:-1], along[0]), y.shape[-1])
+
+
+def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
+    """x [..., K] @ w [K, N] + bias unquantized, as Flax's Dense computes it."""
+    x = x.dequantize() if isinstance(x, Quantized) else x
+    w = w.dequantize().T if isinstance(w, Quantized) else w
+    y = lax.dot_general(x.astype(dtype), w.astype(dtype), (((x.ndim - 1,), (0,)), ((), ())))
+    return y if bias is None else y + bias.astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(call: Call, x: Any, w: Any, bias: Array | None, state: State) -> Array:
+    """x [T, K] and w [K, N] to [T, N]."""
+    return gemms.fprop(call, x, w, bias, states.ready(state, call.recipe), _axes(call, x, w, state))[0]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Needs:
+    """Whose gradients are asked for, and how the GEMMs are cut."""
+
+    input: bool
+    weight: bool
+    bias: bool
+    axes: Axes
+
+
+def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, Any]:
+    perturbed = [any(p.perturbed for p in _primals(part)) for part in (x, w, bias, state)]
+    x, w, bias, state = (jax.tree.map(lambda p: p.value, part, is_leaf=_is_primal) for part in (x, w, bias, state))
+    _refuse_forgotten(call, state, perturbed)
+    if call.recipe.delayed is not None or call.recipe.stochastic:
+        state = _mapped_alike(call, state, x, w)
+    axes = _axes(call, x, w, state)
+    needs = _Needs(perturbed[0], perturbed[1], perturbed[2], axes)
+    ready = states.ready(state, call.recipe)
+    y, xq, wq = gemms.fprop(call, x, w, bias, ready, axes)
+    kept_x = gemms.kept_input(call, x, xq, ready, axes) if needs.weight else None
+    kept_w = gemms.kept_weight(call, w, wq) if needs.input else None
+    amaxes = None
+    if call.recipe.delayed is not None:
+        assert xq is not None and wq is not None
+        amaxes = xq.amax, wq.amax
+    kept_x, kept_w = (checkpoint_name(k, KEPT) if isinstance(k, Quantized) else k for k in (kept_x, kept_w))
+    # Gradients have their dtypes; an array without elements carries one, and its type under shard_map.
+    likes = [None if isinstance(p, Quantized) or p is None else p[..., :0] for p in (x, w, bias)]
+    return y, (needs, kept_x, kept_w, likes, amaxes, ready)
+
+
+def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
+    needs, kept_x, kept_w, (like_x, like_w, like_bias), amaxes, state = kept
+    axes = needs.axes
+    gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
+    grad_x = grad_w = grad_bias = None
+    if needs.input:
+        summed = axes.outputs or call.input is not None
+        grad_x = gemms.dgrad(call, g, gq, kept_w, state, axes, jnp.float32 if summed else like_x.dtype)
+        grad_x = sum_like(piece(grad_x, call.input), like_x).astype(like_x.dtype)
+    if needs.weight:
+        summed = axes.tokens or call.weight is not None
+        grad_w = gemms.wgrad(call, g, gt, kept_x, jnp.float32 if summed else like_w.dtype)
+        grad_w = sum_like(piece(grad_w, call.weight), like_w).astype(like_w.dtype)
+    if needs.bias:
+        grad_bias = sum_like(g.sum(0, dtype=jnp.float32), like_bias).astype(like_bias.dtype)
+    return grad_x, grad_w, grad_bias, _next_state(call, state, amaxes, gq, gt)
+
+
+def _next_state(call: Call, state: State, amaxes: Any, gq: Any, gt: Any) -> State:
+    """What the state's gradient is."""
+    after = dict(state)
+    if call.recipe.delayed is not None:
+        seen = states.amaxes_of(state, *amaxes, None if gq is None else gq.amax)
+        after = states.record(after, seen, call.recipe)
+    if call.recipe.stochastic:
+        own = gq, None if call.recipe.plan.grad_output else gt
+        drawn = [q is not None and q.spec.rounding == "stochastic" for q in own]
+        after["count"] = after["count"] + jnp.asarray(drawn, jnp.float32)
+    return after
+
+
+_linear.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _axes(call: Call, x: Any, w: Any, state: State) -> Axes:
+    if call.axes is not None:
+        return call.axes
+    gathered = [None if along is None else along.gather.axis for along in (call.input, call.weight)]
+    return axes_of(x, w, state, gathered[0], gathered[1])
+
+
+def _is_primal(node: Any) -> bool:
+    return hasattr(node, "perturbed")
+
+
+def _primals(part: Any) -> list[Any]:
+    return jax.tree.leaves(part, is_leaf=_is_primal)
+
+
+def _refuse_forgotten(call: Call, state: State, perturbed: list[bool]) -> None:
+    remembers = call.recipe.delayed is not None or call.recipe.stochastic
+    if not remembers:
+        return
+    if call.recipe.stochastic and "count" not in state:
+        raise ValueError(
+            f"{call.name}: recipe {call.recipe.name!r} rounds gradients at random and got no state, so every step "
+            "would draw the same noise; pass state=quaver.jax.state.init(recipe) and differentiate with respect to it, "
+            "or take the recipe with stochastic_rounding=False"
+        )
+    if not perturbed[3]:
+        raise ValueError(
+            f"{call.name}: gradients are taken under recipe {call.recipe.name!r}, but not with respect to the layer's "
+            "state, so the next step would know nothing of this one; differentiate with respect to both, "
+            "jax.value_and_grad(loss, argnums=(0, 1))(parameters, state): the state's gradient is its next value"
+        )
+    if call.uses.count > 1:
+        raise ValueError(
+            f"{call.name}: {call.uses.count} calls read the same state in one step, and autodiff would add up what "
+            f"they return for it; give each a slice of quaver.jax.state.share(state, {call.uses.count})"
+        )
+
+
+def _mapped_alike(call: Call, state: State, *operands: Any) -> State:
+    """The state, refused under a vmap that maps the operands and not the state: autodiff would add up the slices."""
+
+    @custom_vmap
+    def same(state: State, operands: Any) -> State:
+        return state
+
+    @same.def_vmap
+    def rule(axis_size: int, mapped: Any, state: State, operands: Any) -> tuple[State, Any]:
+        if any(jax.tree.leaves(mapped[1])) and not all(jax.tree.leaves(mapped[0])):
+            raise ValueError(
+                f"{call.name}: a vmap over {axis_size} slices shares one state, and autodiff would add up what they "
+                f"return for it; map quaver.jax.state.share(state, {axis_size}) along with them"
+            )
+        return state, mapped[0]
+
+    return same(state, operands)
+
+
+def _fitting(x: Any, w: Any, bias: Any, name: str, weight: Along | None) -> tuple[int, ...]:
+    """The shape of x, if everything fits it."""
+    shape = tuple(x.shape)
+    if len(w.shape) != 2:
+        raise ValueError(f"{name}: w has shape {tuple(w.shape)}; give a matrix [K, N], or use quaver.jax.dot_general")
+    k, n = whole_shape(w.shape[::-1] if isinstance(w, Quantized) else w.shape, weight)
+    if not shape or shape[-1] != k:
+        raise ValueError(f"{name}: x has shape {shape} and w is [K, N] = [{k}, {n}]; the last axis of x must be {k}")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)} and w has {n} outputs; give a bias [{n}]")
+    return shape
+
+
+def _dtype(x: Any, w: Any, dtype: Any) -> Any:
+    if dtype is None:
+        own = [a.dtype for a in (x, w) if not isinstance(a, Quantized)]
+        dtype = jnp.result_type(*own) if own else jnp.float32
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"a linear layer computes in a floating dtype, not {dtype}; convert x, or give dtype=")
+    return dtype
+
+
+def _refuse(dtype: Any) -> None:
+    warnings.warn(
+        f"{dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
+    )

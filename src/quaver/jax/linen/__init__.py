@@ -1,0 +1,29 @@
+"""Flax linen modules whose GEMMs follow a recipe: their own, else the innermost `autocast`'s, else none."""
+
+from quaver.jax.heads import Rope
+from quaver.jax.linen.attention import DotProductAttention, MultiHeadAttention, RelativePositionBias
+from quaver.jax.linen.dense import DenseGeneral
+from quaver.jax.linen.inject import DotGeneral, Einsum, dot_general_cls, einsum_cls
+from quaver.jax.linen.mlp import MLP, LayerNormMLP
+from quaver.jax.linen.norm import LayerNorm, LayerNormDenseGeneral, RMSNorm
+from quaver.jax.linen.state import COLLECTION
+from quaver.jax.linen.transformer import TransformerLayer
+
+__all__ = [
+    "COLLECTION",
+    "MLP",
+    "DenseGeneral",
+    "DotGeneral",
+    "DotProductAttention",
+    "Einsum",
+    "LayerNorm",
+    "LayerNormDenseGeneral",
+    "LayerNormMLP",
+    "MultiHeadAttention",
+    "RMSNorm",
+    "RelativePositionBias",
+    "Rope",
+    "TransformerLayer",
+    "dot_general_cls",
+    "einsum_cls",
+]

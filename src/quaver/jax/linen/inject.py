@@ -1,0 +1,99 @@
+"""Recipes for models that somebody else wrote: what goes into the slots that Flax's own modules have.
+
+nn.Dense(4096, dot_general_cls=dot_general_cls("tensorwise"))
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+from jax.typing import DTypeLike
+
+from quaver import recipes
+from quaver.core.spec import Recipe
+from quaver.jax.dot_general import dot_general
+from quaver.jax.linen.state import layer_state, qualified_name
+
+
+def dot_general_cls(recipe: str | Recipe | None = None, *, seed: int = 0) -> Callable[[], "DotGeneral"]:
+    """For the slot `dot_general_cls` of flax.linen's Dense, DenseGeneral and MultiHeadDotProductAttention.
+
+    Args:
+        recipe: name or Recipe; None takes the ambient one.
+        seed: of stochastic rounding.
+    Returns:
+        A class, as the slot wants it: called without arguments it makes the operation.
+    Raises:
+        ValueError: no such recipe.
+    """
+    return functools.partial(DotGeneral, recipe=None if recipe is None else recipes.get(recipe), seed=seed)
+
+
+def einsum_cls(recipe: str | Recipe | None = None, *, seed: int = 0) -> Callable[[], "Einsum"]:
+    """The same for where a model takes an einsum, as with flax.linen.fp8_ops.Fp8Einsum."""
+    return functools.partial(Einsum, recipe=None if recipe is None else recipes.get(recipe), seed=seed)
+
+
+class DotGeneral(nn.Module):
+    """jax.lax.dot_general of an input and a kernel under a recipe; the state of delayed scaling is the module's."""
+
+    recipe: str | Recipe | None = None
+    seed: int = 0
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        **options: Any,
+    ) -> Array:
+        return dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            recipe=self.recipe,
+            state=layer_state(self, self.recipe),
+            name=_layer_name(self),
+            seed=self.seed,
+            **options,
+        )
+
+
+class Einsum(nn.Module):
+    """jnp.einsum of an input and a kernel under a recipe; the second operand is the kernel."""
+
+    recipe: str | Recipe | None = None
+    seed: int = 0
+
+    @nn.compact
+    def __call__(
+        self,
+        equation: str,
+        lhs: Array,
+        rhs: Array,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Array:
+        run = functools.partial(
+            dot_general,
+            recipe=self.recipe,
+            state=layer_state(self, self.recipe),
+            name=_layer_name(self),
+            seed=self.seed,
+        )
+        return jnp.einsum(
+            equation, lhs, rhs, precision=precision, preferred_element_type=preferred_element_type, _dot_general=run
+        )
+
+
+def _layer_name(module: nn.Module) -> str:
+    """The name of the layer that the operation was put into: "layers_0.Dense_0", not "….DotGeneral_0"."""
+    return qualified_name(module).rpartition(".")[0]

@@ -1,0 +1,34 @@
+"""Flax NNX modules whose GEMMs follow a recipe: their own, else the innermost `autocast`'s, else none."""
+
+from quaver.core.conversion import Report
+from quaver.jax.heads import Rope
+from quaver.jax.nnx.attention import DotProductAttention, MultiHeadAttention, RelativePositionBias
+from quaver.jax.nnx.convert import convert, revert
+from quaver.jax.nnx.dense import DenseGeneral
+from quaver.jax.nnx.gradient import value_and_grad
+from quaver.jax.nnx.inject import DotGeneral, Einsum
+from quaver.jax.nnx.mlp import MLP, LayerNormMLP
+from quaver.jax.nnx.norm import LayerNorm, LayerNormDenseGeneral, RMSNorm
+from quaver.jax.nnx.transformer import TransformerLayer
+from quaver.jax.nnx.variable import OverwriteWithGradient
+
+__all__ = [
+    "MLP",
+    "DenseGeneral",
+    "DotGeneral",
+    "DotProductAttention",
+    "Einsum",
+    "LayerNorm",
+    "LayerNormDenseGeneral",
+    "LayerNormMLP",
+    "MultiHeadAttention",
+    "OverwriteWithGradient",
+    "RMSNorm",
+    "RelativePositionBias",
+    "Report",
+    "Rope",
+    "TransformerLayer",
+    "convert",
+    "revert",
+    "value_and_grad",
+]

@@ -1,0 +1,125 @@
+"""quantize, dequantize and matmul: the operations that every JAX layer is made of, on arrays and `Quantized`."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from quaver.core.spec import QuantSpec
+from quaver.jax import native
+from quaver.jax.hadamard import rotate
+from quaver.jax.philox import Place, uniform
+from quaver.jax.quantized import Quantized, over_blocks, pack
+from quaver.jax.rounding import encode, flush, widen
+from quaver.jax.scaling import factors
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def quantize(
+    x: Array | Quantized,
+    spec: QuantSpec,
+    amax: Array | float | None = None,
+    *,
+    factor: Array | float | None = None,
+    seed: int = 0,
+    tensor_id: Array | int = 0,
+    count: Array | int = 0,
+    place: Place | None = None,
+) -> Quantized:
+    """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, a factor e for each block.
+
+    Args:
+        x: [rows, k] in float32, bfloat16 or float16, the axis that the GEMM sums over last. A `Quantized` of this
+            spec is returned as it is.
+        spec: how.
+        amax: [blocks of rows, blocks of k], or the tensor's [1, 1] for two-level scales, or one number; None measures
+            it.
+        factor: the encode factor of delayed scaling, in place of the one that amax implies; 0 is unset.
+        seed: 64 bits, a Python int: the key of stochastic rounding's Philox stream.
+        tensor_id, count: of that stream.
+        place: (first row, first column, columns of the whole) where x is a piece of an operand, as under shard_map:
+            it then draws what the whole would have drawn.
+    Returns:
+        A block whose amax (measured or given) is infinite or NaN has scale NaN. Not differentiable: see `linear`.
+    Raises:
+        ValueError: x is no matrix, has another dtype, or is quantized by another spec.
+    Exact: the bits of `quaver.core.reference.quantize`, eager and under jit. Bounded where scales are no powers of two:
+        they are within an ulp, codes within a step, and subnormals (scales too) count as 0 on a CPU. Rotated operands
+        have an exception (`quaver.jax.hadamard.rotate`).
+    """
+    if isinstance(x, Quantized):
+        if x.spec != spec:
+            raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")
+        return x
+    if jnp.ndim(x) != 2:
+        raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {jnp.shape(x)}: reshape it first")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"an operand is float32, bfloat16 or float16, not {x.dtype}; convert it first")
+    whole = None if place is None else place[2]
+    at = (0, 0) if place is None else place[:2]
+    if isinstance(count, int):
+        count &= 0xFFFFFFFF
+    return _quantize(x, amax, factor, _word(tensor_id), _word(count), at, spec=spec, seed=seed, whole=whole)
+
+
+def _word(x: Array | int) -> Array:
+    return jnp.uint32(x) if isinstance(x, int) else x
+
+
+@partial(jax.jit, static_argnames=("spec", "seed", "whole"))
+def _quantize(
+    x: Array,
+    amax: Array | float | None,
+    factor: Array | float | None,
+    tensor_id: Array,
+    count: Array,
+    at: tuple[Array, Array],
+    *,
+    spec: QuantSpec,
+    seed: int,
+    whole: int | None,
+) -> Quantized:
+    if spec.hadamard or spec.rounding == "stochastic":
+        # What made x (its transpose, say) is not computed again for the amax and for the data; nor are random numbers.
+        x = lax.optimization_barrier(x)
+    x = rotate(x) if spec.hadamard else widen(x)
+    rows, k = x.shape
+    u = None
+    if spec.rounding == "stochastic":
+        x = flush(x)
+        drawn = uniform(rows, k, seed, tensor_id, count, None if whole is None else (*at, whole))
+        u = lax.optimization_barrier(drawn)
+    e, scale, tensor_factor, top = factors(x, spec, amax, factor)
+    data = encode(over_blocks(x, lax.optimization_barrier(e), spec.block), spec.format, u)
+    if spec.format.bits == 4:
+        data = pack(data)
+    return Quantized(data, scale, tensor_factor, top, spec, (rows, k))
+
+
+def dequantize(q: Quantized) -> Array:
+    """float32 [rows, k]: data × scale; after a Hadamard the rotated values, as the GEMM sees them. Exact."""
+    return q.dequantize()
+
+
+def matmul(
+    a: Quantized, b: Quantized, dtype: Any = jnp.float32, bias: Array | None = None, *, fast_accum: bool = False
+) -> Array:
+    """a [m, k] @ b [n, k].T + bias [n], accumulated in float32, scaled, rounded once to dtype.
+
+    Args:
+        a, b: quantized operands that share k.
+        dtype: of the output: float32, bfloat16 or float16.
+        bias: added in float32.
+        fast_accum: let a GPU accumulate faster and coarser where it can.
+    Raises:
+        ValueError: the operands do not share k, or dtype is none of the three.
+    Bounded: on a CPU relative RMS below 1e-6 of float64 on the same operands for float32 output.
+    """
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a is {a.shape} and b is {b.shape}: both are [rows, k] and k must agree")
+    if dtype not in DTYPES:
+        raise ValueError(f"the output is float32, bfloat16 or float16, not {jnp.dtype(dtype).name}")
+    return native.matmul(a, b, bias, dtype=jnp.dtype(dtype), fast_accum=fast_accum)

@@ -1,0 +1,42 @@
+"""What a framework does in a run, and nothing more: a model with its optimizer, behind six methods.
+
+The loop, the text, the batches, the checkpoints and the reports know no framework.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+#: Arrays by name.
+Tensors = Mapping[str, np.ndarray]
+
+
+class Learner(Protocol):
+    """A model in training. Arrays go in and out as numpy's; a batch is int64 [accumulate, B, S + 1]."""
+
+    @property
+    def model(self) -> Any:
+        """The trained model, in the framework's own terms."""
+
+    @property
+    def conversion(self) -> Any:
+        """What the recipe was applied to and what not, and why; its str is a report."""
+
+    def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
+        """One update; returns the loss and the gradient's norm. Where either is not finite nothing is updated."""
+
+    def loss(self, batches: np.ndarray) -> float:
+        """Mean loss in nats a token, without an update."""
+
+    def first_output(self, batch: np.ndarray) -> str:
+        """Where, in order of computation, something first is not finite, in words."""
+
+    def first_gradient(self, batch: np.ndarray) -> str:
+        """The parameter, from the head down, whose gradient first is not finite, in words."""
+
+    def tensors(self) -> tuple[Tensors, Tensors]:
+        """The model's and the optimizer's state as checkpoints hold them: names, shapes and layout of PyTorch."""
+
+    def load(self, model: Tensors, optimizer: Tensors) -> None:
+        """Take up what `tensors` gave, in whichever framework. Raises: ValueError where it does not fit."""

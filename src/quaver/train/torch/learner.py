@@ -1,0 +1,78 @@
+"""A model in training under PyTorch: what the loop asks of a framework, with what torch has for it."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+import quaver.torch as qt
+from quaver.core.spec import Recipe
+from quaver.train.config import TrainConfig
+from quaver.train.learner import Tensors
+from quaver.train.sizes import MODELS
+from quaver.train.torch.decoder import build, loss_of
+from quaver.train.torch.device import device_of
+from quaver.train.torch.nonfinite import first_gradient, first_module
+from quaver.train.torch.optimizer import adamw, load_state, state_of
+
+
+class TorchLearner:
+    """A converted `Decoder` and its AdamW."""
+
+    def __init__(self, config: TrainConfig, recipe: Recipe, vocab: int) -> None:
+        self.device = device_of(config.device)
+        if config.threads or self.device.type == "cpu":
+            torch.set_num_threads(config.threads or 1)
+        self.config = config
+        self.model = build(MODELS[config.model], vocab, config.sequence, config.seed, self.device)
+        head = ["head"] if self.model.head is not None else []
+        self.conversion = qt.convert(self.model, recipe, skip=head, seed=config.seed)
+        self.optimizer = adamw(self.model, config)
+
+    def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
+        total = torch.zeros((), device=self.device)
+        for micro_batch in self._ids(batch):
+            loss = loss_of(self.model, micro_batch, self.config.dtype) / len(batch)
+            loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
+        if torch.isfinite(total) and torch.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return total.item(), norm.item()
+
+    def loss(self, batches: np.ndarray) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            losses = [loss_of(self.model, batch, self.config.dtype).item() for batch in self._ids(batches)]
+        self.model.train()
+        return sum(losses) / len(losses)
+
+    def first_output(self, batch: np.ndarray) -> str:
+        return first_module(self.model, self._ids(batch), self.config.dtype)
+
+    def first_gradient(self, batch: np.ndarray) -> str:
+        return first_gradient(self.model)
+
+    def tensors(self) -> tuple[Tensors, Tensors]:
+        return arrays(self.model.state_dict()), arrays(state_of(self.model, self.optimizer))
+
+    def load(self, model: Tensors, optimizer: Tensors) -> None:
+        try:
+            self.model.load_state_dict(_tensors(model))
+            load_state(self.model, self.optimizer, _tensors(optimizer))
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(" ".join(str(error).split())[:300]) from error
+
+    def _ids(self, batch: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(batch).to(self.device)
+
+
+def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def _tensors(arrays: Tensors) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,0 +1,182 @@
+"""Bits are part of the API: what JAX stores is what numpy and torch store, eager and under jit."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import quaver.jax as qj
+import quaver.torch as qt
+from quaver.core import reference
+from quaver.core.formats import E2M1, E4M3, E5M2
+from quaver.core.spec import QuantSpec
+from tests.close import assert_bitwise
+from tests.operands import SPECS, nasty
+
+STREAM: dict[str, Any] = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
+#: What a jitted function takes these as.
+WORDS = {"tensor_id": np.uint32, "count": np.uint32, "factor": np.float32}
+DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(ml_dtypes.bfloat16): torch.bfloat16}
+#: Operands that no recipe has but that a recipe of one's own may.
+OTHERS = {
+    "stochastic e4m3": QuantSpec(E4M3, (1, 32), "e8m0", "stochastic"),
+    "stochastic e5m2": QuantSpec(E5M2, rounding="stochastic"),
+    "unit": QuantSpec(E5M2, scale="unit"),
+    "one-level e2m1": QuantSpec(E2M1, (None, 16), "power_of_two", hadamard=True),
+    "columns": QuantSpec(E4M3, (None, 1), "power_of_two"),
+}
+EVERY = SPECS | OTHERS
+every_spec = pytest.mark.parametrize("spec", EVERY.values(), ids=EVERY)
+
+
+@partial(jax.jit, static_argnames=("spec", "seed"))
+def stored(x: Any, spec: QuantSpec, amax: Any = None, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a program compiled as a whole stores and reads back."""
+    q = qj.quantize(x, spec, amax, **options)
+    return q.scales(), q.codes(), q.dequantize()
+
+
+def eager(x: Any, spec: QuantSpec, amax: Any = None, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q = qj.quantize(x, spec, amax, **options)
+    return q.scales(), q.codes(), q.dequantize()
+
+
+def same(got: tuple[Any, Any, Any], expected: reference.Quantized, what: str) -> None:
+    """Bit for bit; where scales are no powers of two they may be an ulp off, and then codes a step."""
+    scales, codes, values = (np.asarray(x) for x in got)
+    with np.errstate(over="ignore", invalid="ignore"):
+        right = expected.scales(), expected.codes(), expected.dequantize()
+    if expected.spec.scale in ("fp32", "two_level_fp32"):
+        ulps = np.abs(scales.view(np.int32).astype(np.int64) - flushed(right[0]).view(np.int32))
+        odd = np.where(np.isnan(right[0]), ~np.isnan(scales), ulps > 1)
+        assert not odd.any(), f"{what}: a scale is {scales[odd][0]}, expected {right[0][odd][0]}"
+        if ulps.any():
+            assert np.abs(codes.astype(int) - right[1]).max(initial=0) <= 1, f"{what}: a code is more than a step off"
+        else:
+            assert_bitwise(codes, right[1], f"{what}, codes")
+        return
+    assert_bitwise(scales, right[0], f"{what}, scales")
+    assert_bitwise(codes, right[1], f"{what}, codes")
+    assert_bitwise(flushed(values), flushed(right[2]), f"{what}, values")
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+    """Subnormals as XLA on a CPU takes them: for zeros of their sign."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+
+
+def torchs(x: np.ndarray, spec: QuantSpec, amax: np.ndarray | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    t = torch.from_numpy(x.astype(np.float32)).to(DTYPES[x.dtype])
+    q = qt.quantize(t, spec, None if amax is None else torch.from_numpy(amax), **options)
+    return q.scales(), q.codes(), q.dequantize()
+
+
+def agree(x: np.ndarray, spec: QuantSpec, amax: np.ndarray | None, what: str, **options: Any) -> None:
+    """numpy, torch, and JAX as one program store the same."""
+    expected = reference.quantize(x.astype(np.float32), spec, amax, **options)
+    words = {name: value if name == "seed" else np.asarray(value, WORDS[name]) for name, value in options.items()}
+    same(torchs(x, spec, amax, **options), expected, f"{what}, torch")
+    if spec.scale in ("fp32", "two_level_fp32") and not spec.hadamard:
+        # These factors are so large that a subnormal would count, and XLA on a CPU does not see it.
+        expected = reference.quantize(flushed(x.astype(np.float32)), spec, amax, **options)
+    same(stored(x, spec, amax, **words), expected, f"{what}, jax")
+
+
+def every_bf16() -> Iterator[tuple[str, np.ndarray]]:
+    """All 65,536 of them as one operand; and with those that are not finite as zeros, lest they spoil every scale."""
+    values = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
+    finite = np.where(np.isfinite(values.astype(np.float32)), values, values.dtype.type(0))
+    yield from (("all", values), ("finite", finite), ("finite, along k", np.ascontiguousarray(finite.T)))
+
+
+def floats(bits: np.ndarray) -> np.ndarray:
+    """float32 numbers of these bits, without NaN and infinities."""
+    x = bits.astype(np.uint32).view(np.float32)
+    return np.where(np.isfinite(x), x, np.float32(1))
+
+
+@every_spec
+def test_every_bf16_value_is_stored_alike(spec: QuantSpec) -> None:
+    for name, x in every_bf16():
+        agree(x, spec, None, name, **STREAM)
+
+
+@every_spec
+def test_random_float32_bits_are_stored_alike(spec: QuantSpec) -> None:
+    rng = np.random.default_rng(0)
+    x = floats(rng.integers(0, 2**32, (256, 256)))
+    agree(x, spec, None, "any bits", **STREAM)
+    # All exponents within reach of one another, every mantissa bit in use.
+    near = floats(rng.integers(0, 2**23, (256, 256)) + (rng.integers(117, 137, (256, 256)) << 23))
+    agree(near * rng.choice(np.array([-1, 1], np.float32), near.shape), spec, None, "near one", **STREAM)
+
+
+@every_spec
+def test_what_breaks_careless_code_is_stored_alike(spec: QuantSpec) -> None:
+    for name, x in nasty((19, 70)).items():
+        agree(x, spec, None, name, **STREAM)
+
+
+@every_spec
+@pytest.mark.parametrize("shape", [(1, 1), (0, 5), (5, 0)])
+def test_the_smallest_shapes_are_stored_alike(spec: QuantSpec, shape: tuple[int, int]) -> None:
+    agree(np.full(shape, -1.7, np.float32), spec, None, str(shape), **STREAM)
+
+
+@every_spec
+def test_a_given_amax_is_used_alike(spec: QuantSpec) -> None:
+    shape = (1, 1) if spec.two_level else spec.blocks(19, spec.padded(70))
+    for amax in (1.3, 0.0, 1e-39, 3e38, np.inf, np.nan):
+        for name, x in nasty((19, 70)).items():
+            agree(x, spec, np.full(shape, amax, np.float32), f"{name}, amax {amax}")
+
+
+@pytest.mark.parametrize("spec", [s for s in EVERY.values() if s.per_tensor and s.scale != "unit"], ids=str)
+def test_a_given_factor_is_used_alike(spec: QuantSpec) -> None:
+    for factor in (0.0, 8.0, 2.0**-126, 2.0**100) if spec.power_of_two else (0.0, 8.0, 0.3, 1e30):
+        for name, x in nasty((19, 70)).items():
+            agree(x, spec, None, f"{name}, factor {factor}", factor=factor)
+
+
+@every_spec
+def test_eager_calls_store_what_compiled_ones_do(spec: QuantSpec) -> None:
+    for name, x in nasty((37, 128)).items():
+        narrow = x.astype(ml_dtypes.bfloat16)
+        same(eager(narrow, spec, **STREAM), reference.quantize(narrow.astype(np.float32), spec, **STREAM), name)
+
+
+@pytest.mark.parametrize("name", ["mxfp8(weight_2d=True).fprop.b", "nvfp4.wgrad.a"])
+def test_nothing_rests_on_operations_being_compiled_together(name: str) -> None:
+    x = nasty((19, 70))["normal"]
+    with jax.disable_jit():
+        same(eager(jnp.asarray(x), SPECS[name], **STREAM), reference.quantize(x, SPECS[name], **STREAM), name)
+
+
+@pytest.mark.parametrize("name, dtype", [*((name, jnp.bfloat16) for name in SPECS), ("mxfp8.fprop.a", jnp.float16)])
+def test_a_rounding_before_the_operand_is_not_skipped(name: str, dtype: Any) -> None:
+    """Within a fusion XLA may keep more than sixteen bits between two operations; the operand has its dtype's."""
+    spec = SPECS[name]
+
+    @jax.jit
+    def step(x: jax.Array) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
+        y = x * jnp.asarray(0.37, dtype) + x
+        return eager(y, spec, **STREAM), jax.lax.optimization_barrier(y)
+
+    x = jax.random.normal(jax.random.key(0), (64, 96), dtype)
+    got, y = step(x)
+    same(got, reference.quantize(np.asarray(y, np.float32), spec, **STREAM), "after two operations")
+
+
+@pytest.mark.parametrize("spec", [s for s in EVERY.values() if s.transposable], ids=str)
+def test_the_transpose_of_a_square_block_is_that_of_numpy(spec: QuantSpec) -> None:
+    turn = jax.jit(lambda x: (lambda q: (q.scales(), q.codes(), q.dequantize()))(qj.quantize(x, spec, **STREAM).T))
+    x = nasty((37, 71))["normal"]
+    q = reference.quantize(x, spec, **STREAM)
+    for got, right in zip(turn(x), (q.scales(), q.codes(), q.dequantize()), strict=True):
+        assert_bitwise(np.asarray(got), right.T)

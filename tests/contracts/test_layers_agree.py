@@ -1,0 +1,115 @@
+"""A layer in torch and one in JAX store the same: codes and scales of every operand of their three GEMMs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import quaver.jax as qj
+import quaver.torch as qt
+from quaver.core.spec import Recipe
+from quaver.jax import gemms
+from quaver.recipes import RECIPES
+from quaver.torch import counters
+from tests.close import assert_bitwise, assert_close
+from tests.operands import variants
+
+T, K, N = 48, 80, 33
+#: Which operand a matrix is, by its shape; a rotated one is padded.
+SHAPES = {
+    (T, K): "input",
+    (N, K): "weight",
+    (T, N): "grad_output",
+    (K, N): "weight.T",
+    (N, T): "grad_output.T",
+    (K, T): "input.T",
+}
+#: Those whose codes differ, with scales that are bits.
+OTHERS = ("mxfp8(weight_2d=True)", *(f"nvfp4({o}=False)" for o in ("stochastic_rounding", "hadamard", "weight_2d")))
+CASES = [
+    pytest.param(recipe, dtype, id=f"{name}, {dtype}")
+    for name, recipe in variants().items()
+    for dtype in ("float32", "bfloat16")
+    if recipe.quantizes and (name in RECIPES or (name in OTHERS and dtype == "float32"))
+]
+Operands = dict[str, Any]
+
+
+class Notes:
+    """Stands where the counters do, and keeps what is quantized."""
+
+    def __init__(self) -> None:
+        self.operands: Operands = {}
+
+    def note(self, layer: object, operand: str, x: torch.Tensor, q: qt.Quantized) -> None:
+        self.operands[operand] = q
+
+
+def in_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dtype) -> tuple[Operands, list[Any]]:
+    """The operands of one step, and its output and gradients."""
+    layer = qt.Linear(K, N)
+    layer.__dict__["qualified_name"] = "layer"
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(w.T.copy()))
+        layer.bias.copy_(torch.from_numpy(bias))
+    tx, notes = torch.from_numpy(x).to(dtype).requires_grad_(), Notes()
+    counters.active.counters = notes  # type: ignore[assignment]
+    try:
+        with qt.autocast(recipe), torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            y = layer(tx)
+        y.backward(torch.from_numpy(g).to(dtype))
+    finally:
+        counters.active.counters = None
+    kept = layer.__dict__["_weights"]
+    operands = notes.operands | {"weight": kept["fprop"].quantized}
+    if "dgrad" in kept:
+        operands["weight.T"] = kept["dgrad"].quantized
+    assert tx.grad is not None and layer.weight.grad is not None
+    return operands, [y, tx.grad, layer.weight.grad.t()]
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
+    """What JAX's layer quantizes while it is traced."""
+    operands: Operands = {}
+    original = gemms.quantize_piece
+
+    def note(x: Any, spec: Any, *args: Any, **options: Any) -> qj.Quantized:
+        q = original(x, spec, *args, **options)
+        operands[SHAPES[x.shape]] = q
+        return q
+
+    monkeypatch.setattr(gemms, "quantize_piece", note)
+    yield operands
+
+
+@pytest.mark.parametrize("recipe, dtype", CASES)
+def test_every_operand_has_the_codes_and_scales_of_torchs(recipe: Recipe, dtype: str, noted: Operands) -> None:
+    rng = np.random.default_rng(0)
+    x, w, bias, g = (rng.normal(size=s).astype(np.float32) for s in ((T, K), (K, N), (N,), (T, N)))
+    expected, results = in_torch(recipe, x, w, bias, g, getattr(torch, dtype))
+    wide = jnp.dtype(dtype)
+
+    @jax.jit
+    def step(x: Any, w: Any, state: Any, g: Any) -> Any:
+        def layer(x: Any, w: Any, state: Any) -> Any:
+            return qj.linear(x, w, jnp.asarray(bias), recipe=recipe, state=state, dtype=wide, name="layer")
+
+        y, back = jax.vjp(layer, x, w, state)
+        grad_x, grad_w, _ = back(g)
+        return {name: (q.codes(), q.scales()) for name, q in noted.items()}, (y, grad_x, grad_w)
+
+    args = jnp.asarray(x).astype(wide), jnp.asarray(w), qj.state.init(recipe), jnp.asarray(g).astype(wide)
+    got, ours = step(*args)
+    assert set(got) == set(expected)
+    assert ("weight.T" in got) != recipe.plan.weight
+    for name, (codes, scales) in got.items():
+        assert_bitwise(scales, expected[name].scales(), f"{name}, scales")
+        assert_bitwise(codes, expected[name].codes(), f"{name}, codes")
+    one_rounding = 1e-6 if dtype == "float32" else 2.0**-8
+    for what, a, b in zip(("output", "grad_x", "grad_w"), ours, results, strict=True):
+        assert_close(what, np.asarray(a, np.float32), b, 1e-6 if what == "grad_w" else one_rounding)

@@ -1,0 +1,213 @@
+"""One recipe on eight virtual devices against one device: `python -m tests.jax.eight_devices mxfp8`, or `mxfp8 some`.
+
+A process of its own, for the number of devices is fixed when JAX begins.
+"""
+
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import quaver.jax as qj
+from quaver import recipes
+from quaver.core.spec import Recipe
+from quaver.jax.sharding import quantize_piece
+from tests.close import assert_bitwise, assert_close
+
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+B, S, K, N = 4, 256, 512, 512
+BOTH = ("data", "model")
+
+
+@dataclass
+class Layout:
+    """How x [B, S, K], w [K, N], bias [N] and y [B, S, N] lie, and the mesh axes that cut tokens, K and N."""
+
+    x: P
+    w: P
+    bias: P
+    y: P
+    tokens: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    gathers: dict[str, qj.Gather] = field(default_factory=dict)
+
+
+LAYOUTS = {
+    "data": Layout(P("data", "model"), P(), P(), P("data", "model"), tokens=BOTH),
+    "column": Layout(P("data"), P(None, "model"), P("model"), P("data", None, "model"), ("data",), (), ("model",)),
+    "row": Layout(P("data", None, "model"), P("model"), P(), P("data"), ("data",), ("model",), ()),
+    "fsdp": Layout(
+        P("data"), P("data"), P(), P("data"), ("data",), gathers={"weight": qj.Gather("data", P("data", None))}
+    ),
+    "sequence": Layout(
+        P("data", "model"),
+        P(None, "model"),
+        P("model"),
+        P("data", None, "model"),
+        ("data",),
+        (),
+        ("model",),
+        {"input": qj.Gather("model", P("data", "model", None))},
+    ),
+}
+
+
+#: Each layout once: what there is time for where every test runs.
+SOME = {("data", "jit"), ("column", "jit"), ("row", "shard_map"), ("fsdp", "jit"), ("sequence", "shard_map")}
+
+
+def arrays() -> tuple[Array, ...]:
+    """x, w, bias and grad_output, rows and columns of many sizes."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(B, S, K)) * np.exp2(rng.integers(-6, 7, (B, S, 1)))
+    w = rng.normal(size=(K, N)) * np.exp2(rng.integers(-6, 7, (1, N)))
+    g = rng.normal(size=(B, S, N)) * np.exp2(rng.integers(-6, 7, (B, S, 1)))
+    return tuple(jnp.asarray(a, jnp.float32) for a in (x, w, rng.normal(size=N), g))
+
+
+def step(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, state: Any, summed: str = "", **gathers: Any) -> Any:
+    """Output, gradients and next state; a row-parallel output is summed over the axis `summed`."""
+
+    def layer(x: Array, w: Array, bias: Array, state: Any) -> Array:
+        if not summed:
+            return qj.linear(x, w, bias, recipe=recipe, state=state, **gathers)
+        return lax.psum(qj.linear(x, w, recipe=recipe, state=state, **gathers), summed) + bias
+
+    y, back = jax.vjp(layer, x, w, bias, state)
+    return (y, *back(g))
+
+
+def named(tree: Any) -> Any:
+    return jax.tree.map(lambda spec: NamedSharding(MESH, spec), tree, is_leaf=lambda node: isinstance(node, P))
+
+
+def pieces(layout: Layout, recipe: Recipe, state: Any, how: str) -> Any:
+    """A jitted step on eight devices, by shard_map or by shardings."""
+    ins = (layout.x, layout.w, layout.bias, layout.y, jax.tree.map(lambda _: P(), state))
+    outs = (layout.y, layout.x, layout.w, layout.bias, ins[4])
+    gathers = {f"gather_{operand}": gather for operand, gather in layout.gathers.items()}
+    if how == "shard_map":
+        summed = layout.inputs[0] if layout.inputs else ""
+        run = partial(step, recipe, summed=summed, **gathers)
+        return jax.jit(jax.shard_map(run, mesh=MESH, in_specs=ins, out_specs=outs))
+    whole = {key: qj.Gather(gather.axis, named(gather.sharding)) for key, gather in gathers.items()}
+    return jax.jit(partial(step, recipe, **whole), in_shardings=named(ins), out_shardings=named(outs))
+
+
+def gathered(program: str) -> list[str]:
+    """The types that a compiled program gathers, those of mere scales left out."""
+    found = re.findall(r"= \(?(\w+)\[([\d,]*)\][^=]*? all-gather(?:-start)?\(", program)
+    return [kind for kind, shape in found if np.prod([int(n) for n in shape.split(",") if n]) > 8 * S * B]
+
+
+def check_layer(recipe: Recipe, some: bool) -> None:
+    args = arrays()
+    state = first = qj.state.init(recipe)
+    alone = jax.jit(partial(step, recipe))
+    expected = []
+    for _ in range(2):
+        expected.append(alone(*args, state))
+        state = expected[-1][4]
+    for name, layout in LAYOUTS.items():
+        for how in ("shard_map", "jit"):
+            if (how == "jit" and "input" in layout.gathers) or (some and (name, how) not in SOME):
+                continue
+            run, state, what = pieces(layout, recipe, first, how), first, f"{name} by {how}"
+            for right in expected:
+                got = run(*args, state)
+                state = got[4]
+                for part, a, b in zip(("y", "grad_x", "grad_w", "grad_bias"), got, right, strict=False):
+                    assert_close(f"{what}, {part}", a, b, 1e-6)
+                for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(right[4]), strict=True):
+                    assert_bitwise(a, b, f"{what}, state")
+            if layout.gathers and recipe.wgrad.b is not None:
+                kinds = gathered(run.lower(*args, state).compile().as_text())
+                assert kinds and set(kinds) == {"u8"}, f"{what} gathers {kinds}"
+
+
+def check_operands(recipe: Recipe) -> None:
+    """Codes and scales of all six operands, cut every way, against those of the whole."""
+    x, w, _, g = arrays()
+    x, g = x.reshape(B * S, K), g.reshape(B * S, N)
+    tables = {key: (x, w.T, g, w, g.T, x.T)[i] for i, key in enumerate(recipe.operands())}
+    specs = {key: spec for key, spec in recipe.operands().items() if spec is not None}
+    given = {key: tables[key] for key in specs}
+
+    def quantized(arrays: Any, cuts: Any) -> Any:
+        found = {}
+        for key, spec in specs.items():
+            q = quantize_piece(arrays[key], spec, *cuts[key], tensor_id=7, count=3)
+            found[key] = q.codes(), q.scales()
+        return found
+
+    nothing: Any = dict.fromkeys(specs, ((), ()))
+    whole = jax.jit(partial(quantized, cuts=nothing))(given)
+    for name in ("data", "column", "row"):
+        t, k, n = (getattr(LAYOUTS[name], axis) for axis in ("tokens", "inputs", "outputs"))
+        cuts = dict(zip(recipe.operands(), ((t, k), (n, k), (t, n), (k, n), (n, t), (k, t)), strict=True))
+        lie = {key: P(cuts[key][0] or None, cuts[key][1] or None) for key in specs}
+        outs = {key: (spec, spec) for key, spec in lie.items()}
+        run = jax.shard_map(partial(quantized, cuts=cuts), mesh=MESH, in_specs=(lie,), out_specs=outs)
+        shards = jax.jit(run)(given)
+        jitted = jax.jit(partial(quantized, cuts=nothing), in_shardings=(named(lie),))(given)
+        for how, got in (("shard_map", shards), ("jit", jitted)):
+            for key, (codes, scales) in got.items():
+                what = f"{name} by {how}, {key}"
+                assert_bitwise(codes, whole[key][0], f"{what}, codes")
+                # A scale that reaches over shards is on each of them.
+                repeats = [a // b for a, b in zip(scales.shape, whole[key][1].shape, strict=True)]
+                assert_bitwise(scales, np.tile(whole[key][1], repeats), f"{what}, scales")
+
+
+def fails(sentence: str, function: Any, specs: tuple[P, ...], out: P, *args: Array, **options: Any) -> None:
+    try:
+        jax.jit(jax.shard_map(function, mesh=MESH, in_specs=specs, out_specs=out, **options))(*args)
+    except ValueError as error:
+        assert sentence in str(error), str(error)
+    else:
+        raise AssertionError(f"nothing said {sentence!r}")
+
+
+def check_sentences(_: Recipe) -> None:
+    x, w = jnp.ones((64, 96)), jnp.ones((96, 32))
+
+    def layer(x: Array, w: Array, **options: Any) -> Array:
+        return qj.linear(x, w, recipe="mxfp8", **options)
+
+    row = (P(None, BOTH), P(BOTH, None))
+    fails("cut the operand into shards of 12", lambda x, w: lax.psum(layer(x, w), BOTH), row, P(), x, w)
+    fails("leave check_vma at True", layer, (P(BOTH), P()), P(BOTH), x, w, check_vma=False)
+    for gather, sentence in (
+        (qj.Gather("model", P("data", None)), "the spec says nothing of that axis"),
+        (qj.Gather("model", P("model", None)), "does not vary over that mesh axis"),
+    ):
+        fails(sentence, partial(layer, gather_weight=gather), (P("data"), P()), P("data"), x, w)
+    fails(
+        "which the GEMM sums over",
+        partial(layer, gather_input=qj.Gather("data", P(None, "data"))),
+        (P(None, "data"), P()),
+        P(),
+        x,
+        w,
+    )
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1]
+    if chosen == "sentences":
+        check_sentences(recipes.get("mxfp8"))
+    else:
+        check_operands(recipes.get(chosen))
+        check_layer(recipes.get(chosen), some="some" in sys.argv)

@@ -1,0 +1,126 @@
+"""What reaches the compiler: programs are lowered for CUDA without a GPU, and for the CPU, and read."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import quaver.jax as qj
+from quaver.core.spec import GemmSpec, QuantSpec
+from quaver.jax.native import on_cuda
+from quaver.recipes import RECIPES, get
+from tests.operands import GEMMS
+
+TYPES = {"e4m3": "f8E4M3FN", "e5m2": "f8E5M2", "e2m1": "f4E2M1FN"}
+every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
+#: How each recipe's GEMMs run on CUDA.
+EXPECTED = {
+    "delayed": "fp8",
+    "tensorwise": "fp8",
+    "rowwise": "fp8",
+    "rowwise_bf16_wgrad": "fp8",
+    "blockwise": "emulated",
+    "mxfp8": "block-scaled",
+    "nvfp4": "block-scaled",
+}
+
+
+def lowered(gemm: GemmSpec, platform: str, dtype: Any = jnp.bfloat16, **options: Any) -> str:
+    """The program of a GEMM [64, 96] @ [48, 96].T of operands that it quantizes itself."""
+    assert gemm.a is not None and gemm.b is not None
+    a, b = gemm.a, gemm.b
+
+    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+        return qj.matmul(qj.quantize(x, a), qj.quantize(w, b), dtype, **options)
+
+    shapes = jax.ShapeDtypeStruct((64, 96), jnp.bfloat16), jax.ShapeDtypeStruct((48, 96), jnp.float32)
+    return jax.jit(program).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+
+
+def dots(text: str) -> list[tuple[str, str, str]]:
+    """Element types of both operands and of the result of every plain dot."""
+    return re.findall(r"dot_general .*: \(tensor<[\dx]+x(\w+)>, tensor<[\dx]+x(\w+)>\) -> tensor<[\dx]+x(\w+)>", text)
+
+
+def block_scaled_dots(text: str) -> list[tuple[str, ...]]:
+    """Element types of the operands, their scales and the result of every block-scaled dot."""
+    kind = r"tensor<[\dx]+x(\w+)>"
+    return re.findall(rf"@__op\$block_scaled_dot.*: \({kind}, {kind}, {kind}, {kind}\) -> {kind}", text)
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_on_cuda_a_gemm_is_native_where_the_hardware_has_its_scales(name: str) -> None:
+    gemm = GEMMS[name]
+    assert gemm.a is not None and gemm.b is not None
+    expected = EXPECTED[re.split(r"[.(]", name)[0]]
+    assert on_cuda(gemm.a, gemm.b) == expected
+    text = lowered(gemm, "cuda", jnp.float32)
+    types = TYPES[gemm.a.format.name], TYPES[gemm.b.format.name]
+    if expected == "fp8":
+        assert dots(text) == [(*types, "f32")] and not block_scaled_dots(text)
+    elif expected == "block-scaled":
+        scale = "f8E8M0FNU" if gemm.a.scale == "e8m0" else "f8E4M3FN"
+        assert block_scaled_dots(text) == [(*types, scale, scale, "f32")] and not dots(text)
+    else:
+        wide = "bf16" if gemm.a.power_of_two else "f32"
+        assert dots(text) == [(wide, wide, "f32")] and not block_scaled_dots(text)
+
+
+@every_gemm
+def test_on_a_cpu_operands_are_bf16_and_sums_float32(gemm: GemmSpec) -> None:
+    assert gemm.a is not None
+    folds = gemm.a.power_of_two or gemm.a.two_level or gemm.a.block[1] is None
+    wide = "bf16" if folds else "f32"
+    assert dots(lowered(gemm, "cpu")) == [(wide, wide, "f32")]
+
+
+def test_a_rounding_that_commutes_with_the_scales_is_the_gemms_own() -> None:
+    """A GEMM that writes bf16 moves half of the bytes; with float32 scales or a bias it must not round yet."""
+    types = ("f8E4M3FN", "f8E4M3FN")
+    assert dots(lowered(GEMMS["delayed.fprop"], "cuda")) == [(*types, "bf16")]
+    assert dots(lowered(GEMMS["delayed(power_of_two=False).fprop"], "cuda")) == [(*types, "f32")]
+    assert dots(lowered(GEMMS["delayed.fprop"], "cuda", bias=jnp.zeros(48))) == [(*types, "f32")]
+    assert block_scaled_dots(lowered(GEMMS["mxfp8.fprop"], "cuda"))[0][-1] == "bf16"
+    assert block_scaled_dots(lowered(GEMMS["nvfp4(power_of_two=False).fprop"], "cuda"))[0][-1] == "f32"
+
+
+def test_fast_accumulation_is_asked_for_and_not_the_default() -> None:
+    gemm = GEMMS["delayed.fprop"]
+    assert "precision = [HIGHEST, HIGHEST]" in lowered(gemm, "cuda")
+    assert "precision = [HIGHEST" not in lowered(gemm, "cuda", fast_accum=True)
+
+
+def test_decoding_stands_behind_a_barrier() -> None:
+    """XLA on a GPU deletes a cast to FP8 and back, and the rounding with it."""
+    spec = QuantSpec(GEMMS["delayed.fprop"].a.format)  # type: ignore[union-attr]
+    program = jax.jit(lambda x: qj.dequantize(qj.quantize(x, spec)))
+    text = program.trace(jax.ShapeDtypeStruct((8, 8), jnp.float32)).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(r"optimization_barrier %.* : tensor<8x8xf8E4M3FN>", text)
+    assert re.search(r"optimization_barrier %.* : tensor<64x96xf8E4M3FN>", lowered(GEMMS["blockwise.fprop"], "cuda"))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_all_three_gemms_of_a_layer_are_what_its_recipe_promises(name: str) -> None:
+    recipe = get(name)
+
+    def program(x: jax.Array, w: jax.Array, g: jax.Array, state: Any) -> Any:
+        y, backward = jax.vjp(lambda x, w, state: qj.linear(x, w, recipe=recipe, state=state, name="a"), x, w, state)
+        return y, backward(g)
+
+    state = qj.state.init(recipe) or None
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 96), (96, 48), (64, 48))]
+    text = jax.jit(program).trace(*shapes, state).lower(lowering_platforms=("cuda",)).as_text()
+    found = {
+        "fp8": [d for d in dots(text) if d[0].startswith("f8")],
+        "block-scaled": block_scaled_dots(text),
+        "emulated": dots(text),
+    }
+    kept_high = sum(gemm.a is None for gemm in recipe.gemms.values())
+    assert len(found[EXPECTED[name]]) == 3 - kept_high
+    assert len(dots(text)) + len(block_scaled_dots(text)) == 3
+
+
+def test_the_table_covers_every_recipe() -> None:
+    assert set(EXPECTED) == {name for name in RECIPES if get(name).quantizes}

@@ -1,0 +1,154 @@
+"""The GEMM is bounded: in float32 within 1e-6 relative RMS of float64 on the same operands; bf16 rounds that once."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaver.jax as qj
+from quaver.core.reference import spread
+from quaver.core.spec import GemmSpec, QuantSpec
+from tests.close import assert_bitwise, assert_close
+from tests.operands import GEMMS, MAGNITUDES
+
+every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
+#: GEMMs that stand for the ways in which one is computed.
+KINDS = ["delayed.dgrad", "rowwise(power_of_two=False).fprop", "blockwise.fprop", "mxfp8.fprop", "nvfp4.wgrad"]
+each_kind = pytest.mark.parametrize("gemm", [GEMMS[name] for name in KINDS], ids=KINDS)
+
+
+@partial(jax.jit, static_argnames=("gemm",))
+def quantized(a: Any, b: Any, gemm: GemmSpec) -> tuple[qj.Quantized, qj.Quantized]:
+    assert gemm.a is not None and gemm.b is not None
+    return qj.quantize(a, gemm.a, seed=1), qj.quantize(b, gemm.b, seed=1)
+
+
+def operands(magnitude: str, gemm: GemmSpec, m: int, k: int, n: int) -> tuple[qj.Quantized, qj.Quantized]:
+    rng = np.random.default_rng(m * k * n)
+    change, scale = MAGNITUDES[magnitude]
+    a = change(rng, rng.normal(size=(m, k)).astype(np.float32))
+    return quantized(a, rng.normal(size=(n, k)).astype(np.float32) * np.float32(scale), gemm)
+
+
+def double(q: qj.Quantized) -> np.ndarray:
+    """The operand in float64, where no scale overflows."""
+    return np.asarray(q.values(), np.float64) * spread(np.asarray(q.scales(), np.float64), q.spec.block, q.shape)
+
+
+def exact(a: qj.Quantized, b: qj.Quantized) -> np.ndarray:
+    return double(a) @ double(b).T
+
+
+def within(a: qj.Quantized, b: qj.Quantized, what: str) -> None:
+    with np.errstate(over="ignore", under="ignore"):
+        assert_close(what, qj.matmul(a, b), exact(a, b).astype(np.float32), 1e-6)
+
+
+@every_gemm
+def test_float32_output_is_within_1e_6_of_float64(gemm: GemmSpec) -> None:
+    for magnitude in MAGNITUDES:
+        within(*operands(magnitude, gemm, 40, 300, 70), magnitude)
+
+
+@each_kind
+@pytest.mark.parametrize("size", [(192, 512, 256), (1, 2000, 130), (3, 8000, 90), (500, 16, 1)])
+def test_sums_of_any_shape_are_within_1e_6_of_float64(gemm: GemmSpec, size: tuple[int, int, int]) -> None:
+    for magnitude in ("normal", "one outlier"):
+        within(*operands(magnitude, gemm, *size), magnitude)
+
+
+@each_kind
+def test_rows_of_every_size_keep_their_own_precision(gemm: GemmSpec) -> None:
+    """Each row of the output is compared by itself, so that the largest does not hide what the others lost."""
+    rng = np.random.default_rng(0)
+    sizes = 2.0 ** np.linspace(-60, 60, 40)[:, None]
+    assert gemm.a is not None
+    if gemm.a.two_level or gemm.a.block[0] is None:
+        # One factor serves all rows, and can keep only so many.
+        sizes = sizes**0.1
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((40, 300), (70, 300)))
+    qa, qb = quantized((a * sizes).astype(np.float32), b, gemm)
+    for row, (y, right) in enumerate(zip(np.asarray(qj.matmul(qa, qb)), exact(qa, qb), strict=True)):
+        assert_close(f"row {row}", y, right.astype(np.float32), 2e-6)
+
+
+@pytest.mark.parametrize("name", ["mxfp8.fprop", "blockwise.fprop"])
+def test_blocks_along_k_may_differ_by_what_float32_holds(name: str) -> None:
+    """The small blocks of a row meet large ones of the other operand, and neither is lost."""
+    rng = np.random.default_rng(0)
+    sizes = np.repeat(2.0 ** np.array([70.0, -70.0, 0.0]), 128)
+    a, b = (rng.normal(size=(20, 384)) * s for s in (sizes, 1 / sizes))
+    within(*quantized(a.astype(np.float32), b.astype(np.float32), GEMMS[name]), "opposite sizes")
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_half_precision_output_is_float64_rounded_once(gemm: GemmSpec, dtype: Any) -> None:
+    wrong = total = 0
+    for magnitude in ("normal", "zeros", "one outlier"):
+        a, b = operands(magnitude, gemm, 40, 300, 70)
+        for bias in (None, np.random.default_rng(1).normal(size=70).astype(np.float32)):
+            y = exact(a, b)
+            with np.errstate(over="ignore"):
+                once = (y if bias is None else y + bias).astype(np.float32).astype(dtype)
+            got = np.asarray(qj.matmul(a, b, dtype, bias))
+            assert got.dtype == dtype
+            wrong += int((got != once).sum())
+            total += once.size
+    # Where float32 sums fall on the other side of a tie; float16 is eight times finer.
+    assert wrong <= (1e-3 if dtype == jnp.bfloat16 else 8e-3) * total, f"{wrong} of {total} are not rounded once"
+
+
+def touched(spec: QuantSpec, rows: int) -> np.ndarray:
+    """Rows that share a block with an infinity or NaN in row 0."""
+    return np.arange(rows) < (rows if spec.two_level or spec.block[0] is None else spec.block[0])
+
+
+@every_gemm
+def test_what_is_not_finite_makes_nan_of_what_consumes_its_block_and_of_nothing_else(gemm: GemmSpec) -> None:
+    assert gemm.a is not None and gemm.b is not None
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((40, 300), (70, 300)))
+    assert np.isfinite(qj.matmul(*quantized(a, b, gemm))).all()
+    rows = np.broadcast_to(touched(gemm.a, 40)[:, None], (40, 70))
+    columns = np.broadcast_to(touched(gemm.b, 70), (40, 70))
+    for value in (np.nan, np.inf, -np.inf):
+        bad_a, bad_b = a.copy(), b.copy()
+        bad_a[0, 299] = bad_b[0, 3] = value
+        for pair, nan, what in (
+            ((bad_a, b), rows, "a"),
+            ((a, bad_b), columns, "b"),
+            ((bad_a, bad_b), rows | columns, ""),
+        ):
+            y = qj.matmul(*quantized(*pair, gemm))
+            assert_bitwise(np.isnan(y), nan, f"{value} in {what or 'both'}")
+
+
+@each_kind
+@pytest.mark.parametrize("m, k, n", [(0, 16, 8), (8, 16, 0), (8, 0, 4), (0, 0, 0)])
+def test_an_empty_gemm_is_zeros_or_the_bias(gemm: GemmSpec, m: int, k: int, n: int) -> None:
+    a, b = quantized(np.ones((m, k), np.float32), np.ones((n, k), np.float32), gemm)
+    bias = np.arange(n, dtype=np.float32)
+    assert_bitwise(np.asarray(qj.matmul(a, b)), np.zeros((m, n), np.float32))
+    assert_bitwise(np.asarray(qj.matmul(a, b, bias=bias)), np.broadcast_to(bias, (m, n)))
+
+
+@each_kind
+def test_a_batch_is_its_matrices_one_by_one(gemm: GemmSpec) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(3, 20, 70)).astype(np.float32), rng.normal(size=(11, 70)).astype(np.float32)
+    together = jax.vmap(lambda x: qj.matmul(*quantized(x, b, gemm)))(a)
+    for x, y in zip(a, together, strict=True):
+        assert_close("one of the batch", y, qj.matmul(*quantized(x, b, gemm)), 1e-6)
+
+
+def test_operands_that_do_not_share_k_and_odd_dtypes_are_refused() -> None:
+    gemm = GEMMS["delayed.fprop"]
+    a, b = operands("normal", gemm, 4, 16, 4)[0], operands("normal", gemm, 4, 32, 4)[1]
+    with pytest.raises(ValueError, match="k must agree"):
+        qj.matmul(a, b)
+    with pytest.raises(ValueError, match="not float64"):
+        qj.matmul(a, a, np.float64)

@@ -1,0 +1,113 @@
+"""The decoder of JAX beside that of PyTorch, from the same weights and batches."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import quaver.jax as qj
+import quaver.recipes
+import quaver.torch as qt
+from quaver.recipes import RECIPES
+from quaver.train import frameworks
+from quaver.train.batches import training_batch
+from quaver.train.config import TrainConfig
+from quaver.train.jax.decoder import ignore, logits_of, norm
+from quaver.train.jax.learner import JaxLearner
+from quaver.train.schedule import lr_at
+from quaver.train.sizes import MODELS, parameters
+from quaver.train.torch.decoder import Decoder
+from quaver.train.torch.learner import TorchLearner
+from tests.train.conftest import MakeConfig
+
+TEXT = " ".join(f"{n} times {m} is {n * m}." for n in range(60) for m in range(40))
+TOKENS = np.frombuffer(TEXT.encode(), np.uint8)
+
+
+def pair(config: TrainConfig) -> tuple[TorchLearner, JaxLearner]:
+    recipe = quaver.recipes.get(config.recipe)
+    left = frameworks.make(replace(config, framework="torch"), recipe, 256)
+    right = frameworks.make(replace(config, framework="jax"), recipe, 256)
+    assert isinstance(left, TorchLearner) and isinstance(right, JaxLearner)
+    return left, right
+
+
+def same_step_losses(config: TrainConfig, steps: int) -> tuple[list[float], list[float]]:
+    """Both frameworks' losses, JAX beginning every step from PyTorch's weights, moments and state."""
+    left, right = pair(config)
+    losses: tuple[list[float], list[float]] = ([], [])
+    for step in range(1, steps + 1):
+        right.load(*left.tensors())
+        batch, lr = training_batch(TOKENS, config, step), lr_at(step, config)
+        for learner, own in zip((left, right), losses, strict=True):
+            own.append(learner.step(batch, lr)[0])
+    return losses
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_from_the_same_weights_the_first_codes_are_equal_and_losses_within_2e_4(
+    make_config: MakeConfig, name: str
+) -> None:
+    config = make_config(dtype="float32", recipe=name)
+    left, right = pair(config)
+    ids = training_batch(TOKENS, config, 1)[0, :, :-1]
+    seen: dict[str, torch.Tensor] = {}
+    left.model.layers[0].attention_norm.register_forward_hook(
+        lambda module, inputs, output: seen.setdefault("torch", output.detach())
+    )
+    left.model(torch.from_numpy(ids))
+    x = seen["torch"].reshape(-1, 64)
+    y = norm("layers.0.attention_norm", right.params, right.params["embedding.weight"][ids], ignore).reshape(-1, 64)
+    w = left.model.layers[0].attention.q_proj.weight.detach()
+    gemm = quaver.recipes.get(name).fprop
+    for spec, mine, theirs in ((gemm.a, x, y), (gemm.b, w, right.params["layers.0.attention.q_proj.weight"])):
+        if spec is not None:
+            np.testing.assert_array_equal(qt.quantize(mine, spec).codes().numpy(), qj.quantize(theirs, spec).codes())
+    losses = same_step_losses(config, 4)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_one_of_50_steps_from_the_same_weights_has_the_same_loss(make_config: MakeConfig, name: str) -> None:
+    config = make_config(dtype="float32", recipe=name, steps=50, warmup=30, batch=8, sequence=128)
+    losses = same_step_losses(config, 50)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0, atol=2e-4)
+
+
+def test_50_steps_by_themselves_stay_together_in_float32(make_config: MakeConfig) -> None:
+    config = make_config(dtype="float32", steps=50, warmup=30)
+    left, right = pair(config)
+    for step in range(1, 51):
+        batch, lr = training_batch(TOKENS, config, step), lr_at(step, config)
+        (loss, norm), (other, its_norm) = left.step(batch, lr), right.step(batch, lr)
+        assert abs(loss - other) < 1e-4 and abs(norm / its_norm - 1) < 1e-3
+
+
+def test_bfloat16_casts_what_torch_autocast_casts(make_config: MakeConfig) -> None:
+    config = make_config()
+    left, right = pair(config)
+    ids = training_batch(TOKENS, config, 1)[0, :, :-1]
+    dtypes: dict[str, str] = {}
+    for name, module in left.model.named_modules():
+        if name:
+            module.register_forward_hook(
+                lambda module, inputs, output, name=name: dtypes.update({name: str(output.dtype)[6:]})
+            )
+    with torch.autocast("cpu", torch.bfloat16):
+        left.model(torch.from_numpy(ids))
+    heard: dict[str, str] = {}
+    look = partial(logits_of, right.decoder, look=lambda name, x: heard.update({name: str(x.dtype)}))
+    jax.eval_shape(look, right.params, right.state, jnp.asarray(ids, jnp.int32))
+    assert heard == dtypes and list(heard) == list(dtypes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_parameters_are_pytorchs(name: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(MODELS[name], 256, 32)
+    assert [(n, tuple(p.shape)) for n, p in model.named_parameters()] == list(parameters(MODELS[name], 250).items())
