@@ -24,7 +24,7 @@ from quaver.jax.gather import Along, Gather, along_input, along_weight, piece, w
 from quaver.jax.gemms import Call
 from quaver.jax.ops import DTYPES
 from quaver.jax.quantized import Quantized
-from quaver.jax.sharding import Axes, axes_of, sum_like
+from quaver.jax.sharding import Axes, axes_of, shardings_inferred, spec_of, sum_like
 from quaver.jax.state import State
 from quaver.jax.uses import uses_of
 
@@ -80,9 +80,15 @@ def linear(
     state = {} if state is None else dict(state)
     states.fitting(state, found, name)
     call = Call(found, dtype, name, seed, axes, *along, uses_of(state))
-    rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
-    y = _linear(call, rows, w, bias, state)
-    return y if len(shape) == 2 else y.reshape(*whole_lead(shape[:-1], along[0]), y.shape[-1])
+
+    def tokens(x: Any, w: Any, bias: Array | None, state: State) -> Array:
+        rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
+        y = _linear(call, rows, w, bias, state)
+        return y if len(shape) == 2 else y.reshape(*whole_lead(shape[:-1], along[0]), y.shape[-1])
+
+    return shardings_inferred(tokens, x, (*spec_of(x)[:-1], spec_of(w)[0 if isinstance(w, Quantized) else 1]))(
+        x, w, bias, state
+    )
 
 
 def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
