@@ -188,6 +188,8 @@ def check_sentences(_: Recipe) -> None:
 
     row = (P(None, BOTH), P(BOTH, None))
     fails("cut the operand into shards of 12", lambda x, w: lax.psum(layer(x, w), BOTH), row, P(), x, w)
+    biased = partial(qj.linear, bias=jnp.ones(32), recipe="mxfp8")
+    fails("add it after jax.lax.psum", lambda x, w: lax.psum(biased(x, w), BOTH), row, P(), x, w)
     fails("leave check_vma at True", layer, (P(BOTH), P()), P(BOTH), x, w, check_vma=False)
     for gather, sentence in (
         (qj.Gather("model", P("data", None)), "the spec says nothing of that axis"),
