@@ -318,7 +318,7 @@ def test_logical_axes_are_named_and_change_nothing_else() -> None:
     [
         (ql.TransformerLayer(heads=3, hidden=8), (X,), "32 features do not divide among 3 heads"),
         (ql.TransformerLayer(heads=4, groups=3, hidden=8), (X,), "4 query heads cannot share 3 heads"),
-        (ql.TransformerLayer(heads=4, hidden=8, cross_attention=True), (X,), "needs a memory"),
+        (ql.TransformerLayer(heads=4, hidden=8, cross_attention=True), (X,), "cross_attention=True needs a memory"),
         (ql.TransformerLayer(heads=4, hidden=8), (X, MEMORY), "has no cross attention"),
         (ql.TransformerLayer(heads=4, hidden=8, parallel=True, post_norm=True), (X,), "is pre-norm"),
         (ql.LayerNormMLP(8, normalization="layer"), (X,), "give one of 'LayerNorm', 'RMSNorm'"),
