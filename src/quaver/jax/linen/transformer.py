@@ -92,7 +92,7 @@ class TransformerLayer(nn.Module):
             raise ValueError(
                 "TransformerLayer with cross_attention=True needs a memory"
                 if self.cross_attention
-                else "TransformerLayer has no cross attention; make it with cross_attention=True, or leave out the memory"
+                else "TransformerLayer has no cross attention; make it with cross_attention=True or give no memory"
             )
         if self.parallel and (self.post_norm or self.cross_attention):
             raise ValueError("a parallel TransformerLayer is pre-norm and has no cross attention")
