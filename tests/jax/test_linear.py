@@ -22,7 +22,6 @@ from tests.jax.composition import compose
 from tests.operands import variants
 
 EVERY = pytest.mark.parametrize("recipe", variants().values(), ids=variants())
-ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 QUANTIZED = pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().quantizes])
 #: Recipes that remember something, each of its kind.
 REMEMBERING = pytest.mark.parametrize("name", ["delayed", "nvfp4"])
@@ -70,8 +69,8 @@ def test_eager_and_jitted_give_the_same_bits(name: str) -> None:
         assert_bitwise(a, b)
 
 
-@ALL
-@pytest.mark.parametrize("shape", [((0,), 16, 8), ((5,), 16, 0), ((2, 0), 16, 8)])
+@pytest.mark.parametrize("name", ["delayed", "rowwise_bf16_wgrad", "nvfp4"])
+@pytest.mark.parametrize("shape", [((2, 0), 16, 8), ((5,), 16, 0)])
 def test_empty_operands_give_zeros(name: str, shape: Any) -> None:
     x, w, bias, g = operands(*shape)
     y, grad_x, grad_w, grad_bias, _ = run(recipes.get(name), x, w, bias, qj.state.init(name), g)
@@ -79,8 +78,10 @@ def test_empty_operands_give_zeros(name: str, shape: Any) -> None:
     assert not grad_w.any() and not grad_x.any()
 
 
-@ALL
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, jnp.bfloat16) for name in recipes.RECIPES] + [("delayed", jnp.float16), ("mxfp8", jnp.float16)],
+)
 def test_narrow_activations_and_wide_parameters_round_once(name: str, dtype: Any) -> None:
     recipe = recipes.get(name)
     x, w, bias, g = operands((48,), 96, 64)
