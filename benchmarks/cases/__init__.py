@@ -1,12 +1,13 @@
 """The registry of cases: a new one is a file and a line here."""
 
-from benchmarks.cases import frozen, imports, memory, noise, speed
+from benchmarks.cases import frozen, imports, jax_speed, memory, noise, speed
 
 CASES = (
     speed.SMALL_BF16,
     speed.SMALL_FLOAT32,
     speed.LARGE_BF16,
     speed.LARGE_FLOAT32,
+    jax_speed.CASE,
     memory.LAYER,
     memory.EAGER_MLP,
     memory.COMPILED_MLP,

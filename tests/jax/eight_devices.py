@@ -188,6 +188,8 @@ def check_sentences(_: Recipe) -> None:
 
     row = (P(None, BOTH), P(BOTH, None))
     fails("cut the operand into shards of 12", lambda x, w: lax.psum(layer(x, w), BOTH), row, P(), x, w)
+    biased = partial(qj.linear, bias=jnp.ones(32), recipe="mxfp8")
+    fails("add it after jax.lax.psum", lambda x, w: lax.psum(biased(x, w), BOTH), row, P(), x, w)
     fails("leave check_vma at True", layer, (P(BOTH), P()), P(BOTH), x, w, check_vma=False)
     for gather, sentence in (
         (qj.Gather("model", P("data", None)), "the spec says nothing of that axis"),
@@ -204,10 +206,30 @@ def check_sentences(_: Recipe) -> None:
     )
 
 
+def check_explicit(recipe: Recipe) -> None:
+    """Types that carry shardings keep them, and the bits are those of one device."""
+    x, w, bias, g = arrays()
+    state = qj.state.init(recipe)
+    expected = jax.jit(partial(step, recipe))(x, w, bias, g, state)
+    mesh = jax.make_mesh((4, 2), BOTH, axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        layout = LAYOUTS["column"]
+        args = [jax.device_put(a, getattr(layout, name)) for a, name in ((x, "x"), (w, "w"), (bias, "bias"), (g, "y"))]
+        got = jax.jit(partial(step, recipe))(*args, state)
+        for a, spec in zip(got, (layout.y, layout.x, layout.w), strict=False):
+            assert jax.typeof(a).sharding.spec == P(*spec, *[None] * (a.ndim - len(spec))), jax.typeof(a)
+    for a, b in zip(jax.tree.leaves(got[4]), jax.tree.leaves(expected[4]), strict=True):
+        assert_bitwise(a, b, "state")
+    for part, a, b in zip(("y", "grad_x", "grad_w"), got, expected, strict=False):
+        assert_close(part, a, b, 1e-6)
+
+
 if __name__ == "__main__":
     chosen = sys.argv[1]
     if chosen == "sentences":
         check_sentences(recipes.get("mxfp8"))
+    elif chosen == "explicit":
+        check_explicit(recipes.get("delayed"))
     else:
         check_operands(recipes.get(chosen))
         check_layer(recipes.get(chosen), some="some" in sys.argv)

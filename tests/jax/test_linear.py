@@ -21,8 +21,9 @@ from tests.close import assert_bitwise, assert_close
 from tests.jax.composition import compose
 from tests.operands import variants
 
-EVERY = pytest.mark.parametrize("recipe", variants().values(), ids=variants())
-ALL = pytest.mark.parametrize("name", recipes.RECIPES)
+#: Fast accumulation changes nothing here.
+DIFFERENT = {name: recipe for name, recipe in variants().items() if "fast_accum" not in name}
+EVERY = pytest.mark.parametrize("recipe", DIFFERENT.values(), ids=DIFFERENT)
 QUANTIZED = pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().quantizes])
 #: Recipes that remember something, each of its kind.
 REMEMBERING = pytest.mark.parametrize("name", ["delayed", "nvfp4"])
@@ -60,7 +61,7 @@ def test_forward_and_backward_equal_a_plain_composition(recipe: Recipe) -> None:
     agree(recipe, run(recipe, x, w, bias, state, g), compose(recipe, x, w, bias, g, counts=(3, 5)))
 
 
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed"])
 def test_eager_and_jitted_give_the_same_bits(name: str) -> None:
     recipe = recipes.get(name)
     x, w, bias, g = operands((8,), 48, 32)
@@ -70,8 +71,8 @@ def test_eager_and_jitted_give_the_same_bits(name: str) -> None:
         assert_bitwise(a, b)
 
 
-@ALL
-@pytest.mark.parametrize("shape", [((0,), 16, 8), ((5,), 16, 0), ((2, 0), 16, 8)])
+@pytest.mark.parametrize("name", ["delayed", "rowwise_bf16_wgrad", "nvfp4"])
+@pytest.mark.parametrize("shape", [((2, 0), 16, 8), ((5,), 16, 0)])
 def test_empty_operands_give_zeros(name: str, shape: Any) -> None:
     x, w, bias, g = operands(*shape)
     y, grad_x, grad_w, grad_bias, _ = run(recipes.get(name), x, w, bias, qj.state.init(name), g)
@@ -79,8 +80,10 @@ def test_empty_operands_give_zeros(name: str, shape: Any) -> None:
     assert not grad_w.any() and not grad_x.any()
 
 
-@ALL
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, jnp.bfloat16) for name in recipes.RECIPES] + [("delayed", jnp.float16), ("mxfp8", jnp.float16)],
+)
 def test_narrow_activations_and_wide_parameters_round_once(name: str, dtype: Any) -> None:
     recipe = recipes.get(name)
     x, w, bias, g = operands((48,), 96, 64)
@@ -291,9 +294,7 @@ def test_inference_leaves_the_state_alone() -> None:
 # --- transformations -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, how", [("delayed", "checkpoint"), ("nvfp4", "checkpoint"), ("mxfp8", "policy"), ("delayed", "scan")]
-)
+@pytest.mark.parametrize("name, how", [("delayed", "checkpoint"), ("mxfp8", "policy"), ("delayed", "scan")])
 def test_scan_and_checkpoint_give_what_a_loop_gives(name: str, how: str) -> None:
     layers = 2
     x, w, _, g = operands((32,), 64, 64)
@@ -321,7 +322,7 @@ def test_scan_and_checkpoint_give_what_a_loop_gives(name: str, how: str) -> None
         assert_close("loss, gradient or state", a, b, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["delayed", "rowwise", "nvfp4"])
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 def test_vmap_scales_every_slice_by_itself(name: str) -> None:
     n = 3
     x, w, _, g = operands((n, 16), 64, 32)

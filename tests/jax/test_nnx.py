@@ -143,9 +143,9 @@ def test_a_layer_that_took_no_part_keeps_its_state() -> None:
     model = nnx.Dict(
         a=qn.DenseGeneral(32, 4, recipe=DELAYED, rngs=rngs()), b=qn.DenseGeneral(32, 4, recipe=DELAYED, rngs=rngs())
     )
-    qn.value_and_grad(lambda m: squared(m["a"], X) + squared(m["b"], X))(model)
+    nnx.jit(qn.value_and_grad(lambda m: squared(m["a"], X) + squared(m["b"], X)))(model)
     before = pure(model["b"], qn.OverwriteWithGradient)
-    qn.value_and_grad(lambda m: squared(m["a"], X))(model)
+    nnx.jit(qn.value_and_grad(lambda m: squared(m["a"], X)))(model)
     assert_same(pure(model["b"], qn.OverwriteWithGradient), before)
     assert (model["a"].state.history[1:, 0] == jnp.abs(X).max()).all()
 
@@ -199,17 +199,14 @@ def test_state_under_scan_and_remat_is_that_of_a_loop() -> None:
     train_step(loop, X)
     graph = nnx.graphdef(loop.layers[0])
     expected_layers = [nnx.state(layer) for layer in loop.layers]
-    scanned = []
-    for recomputed in (False, True):
-        stacked = nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected_layers))
-        scanned.append(Stack(stacked, True, recomputed))
+    stacked = nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected_layers))
+    model = Stack(stacked, True, True)
     _, expected = train_step(loop, X)
     expected = jax.tree.map(lambda *g: jnp.stack(g), *(nnx.to_pure_dict(expected)["layers"][i] for i in range(2)))
     following = jax.tree.map(lambda *s: jnp.stack(s), *(pure(m, qn.OverwriteWithGradient) for m in loop.layers))
-    for model in scanned:
-        _, gradients = train_step(model, X)
-        assert_same(nnx.to_pure_dict(gradients)["layers"], expected, f"remat {model.recomputed}")
-        assert_same(pure(model.layers, qn.OverwriteWithGradient), following, f"remat {model.recomputed}")
+    _, gradients = train_step(model, X)
+    assert_same(nnx.to_pure_dict(gradients)["layers"], expected)
+    assert_same(pure(model.layers, qn.OverwriteWithGradient), following)
 
 
 def test_layers_made_and_run_under_vmap_have_states_of_their_own() -> None:
@@ -220,7 +217,7 @@ def test_layers_made_and_run_under_vmap_have_states_of_their_own() -> None:
     model = make(jax.random.split(KEY, 2))
     assert model.state.history.shape == (2, 3, 3)
     each = nnx.vmap(lambda layer, x: layer(x))
-    qn.value_and_grad(lambda m: jnp.square(each(m, X)).sum())(model)
+    nnx.jit(qn.value_and_grad(lambda m: jnp.square(each(m, X)).sum()))(model)
     assert_bitwise(model.state.history[:, 2, 0], jnp.abs(X).max((1, 2)))
     assert_bitwise(model.state.history[:, 2, 1], jnp.abs(model.kernel[...]).max((1, 2)))
 
@@ -314,12 +311,12 @@ def test_a_converted_layer_is_the_function_with_its_name() -> None:
     layer = nnx.Dict(up=nnx.Linear(32, 48, use_bias=False, rngs=rngs()))
     qn.convert(layer, "nvfp4", seed=5)
     kernel, direction = layer["up"].kernel[...], jnp.ones((2, 4, 48))
-    _, gradients = qn.value_and_grad(lambda m: (m["up"](X) * direction).sum())(layer)
+    _, gradients = nnx.jit(qn.value_and_grad(lambda m: (m["up"](X) * direction).sum()))(layer)
 
     def expected(kernel: Any, state: Any) -> Any:
         return (qj.linear(X, kernel, recipe="nvfp4", state=state, name="up", seed=5) * direction).sum()
 
-    gradient, state = jax.grad(expected, argnums=(0, 1))(kernel, states.init("nvfp4"))
+    gradient, state = jax.jit(jax.grad(expected, argnums=(0, 1)))(kernel, states.init("nvfp4"))
     assert_bitwise(gradients["up"]["kernel"][...], gradient)
     assert_bitwise(layer["up"].dot_general.state.count[...], state["count"])
 
@@ -368,7 +365,7 @@ def test_what_cannot_be_converted_says_why() -> None:
 
 def test_converting_again_keeps_the_state_of_the_same_recipe() -> None:
     model = nnx.Dict(up=nnx.Linear(32, 8, rngs=rngs()), own=qn.DenseGeneral(32, 8, rngs=rngs()))
-    loss = qn.value_and_grad(lambda m: squared(m["up"], X) + squared(m["own"], X))
+    loss = nnx.jit(qn.value_and_grad(lambda m: squared(m["up"], X) + squared(m["own"], X)))
     qn.convert(model, DELAYED)
     loss(model)
     before = pure(model, qn.OverwriteWithGradient)
@@ -392,14 +389,14 @@ def test_lora_and_stacked_layers_convert() -> None:
         scan = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         return scan(X, model).sum()
 
-    qn.value_and_grad(loss)(stacked)
+    nnx.jit(qn.value_and_grad(loss))(stacked)
     assert_bitwise(stacked.dot_general.state.history[:, 2, 1], jnp.abs(stacked.kernel[...]).max((1, 2)))
 
 
 def test_a_linen_model_crosses_the_bridge_with_its_state() -> None:
     model = nnx.bridge.ToNNX(ql.DenseGeneral(8, recipe=DELAYED), rngs=rngs())
     nnx.bridge.lazy_init(model, X)
-    qn.value_and_grad(squared)(model, X)
+    train_step(model, X)
     history = jax.tree.leaves(nnx.state(model, qn.OverwriteWithGradient))
     assert any((leaf[..., 0] == jnp.abs(X).max()).any() for leaf in history)
 

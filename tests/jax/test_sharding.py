@@ -35,3 +35,7 @@ def test_eight_devices_give_the_bits_of_one_by_shard_map_and_by_shardings(name: 
 
 def test_what_cannot_be_sharded_is_told() -> None:
     run("sentences")
+
+
+def test_a_mesh_with_explicit_axes_keeps_its_types() -> None:
+    run("explicit")

@@ -1,9 +1,11 @@
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from quaver.recipes import RECIPES
+from quaver.train import doctor
 from quaver.train.cli import app
 from quaver.train.config import TrainConfig, read_toml, to_toml
 from quaver.train.doctor import NATIVE, NEEDS, Device, how
@@ -52,6 +54,8 @@ def test_text_takes_several_paths(toml: Path, text: Path, tmp_path: Path) -> Non
         (["--recipe", "delayed(history=0)"], "history"),
         (["--recipe", "delayed("], "cannot be read; write NAME or NAME(option=value, ...)"),
         (["--model", "tinny"], "did you mean 'tiny'?"),
+        (["--framework", "jaxx"], "framework 'jaxx' is not known; did you mean 'jax'?"),
+        (["--framework", "jax", "--device", "cuda:99"], "the device 'cuda:99' is not available to JAX"),
         (["--dtype", "bfloat15"], "did you mean 'bfloat16'?"),
         (["--tokens", "bite"], "did you mean 'byte'?"),
         (["--device", "cuda:99"], "the device 'cuda:99' is not available"),
@@ -105,6 +109,15 @@ def test_compare_reports_and_names_its_pictures(toml: Path, tmp_path: Path) -> N
     assert (tmp_path / "run" / "report.md").exists()
 
 
+def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path) -> None:
+    arguments = ["--framework", "jax", "--recipes", "tensorwise", "--steps", 2, "--jobs", 1, "--quiet"]
+    result = quaver("compare", "--config", toml, *arguments)
+    assert result.exit_code == 0, result.output
+    report = (tmp_path / "run" / "report.md").read_text()
+    row = next(line for line in report.splitlines() if line.startswith("| tensorwise"))
+    assert re.search(r"[+-]0\.\d{4} one seed \| [+-]0\.\d\d %", row) and "jax 0." in report
+
+
 def test_compare_tells_of_a_failed_run(toml: Path) -> None:
     result = quaver("compare", "--config", toml, "--recipes", "bf16", "--lr", 1e30, "--clip", 0, "--quiet")
     assert result.exit_code == 1 and "bf16 seed 0 failed: stopped at step" in result.stderr
@@ -119,6 +132,15 @@ def test_every_option_is_on_the_command_line() -> None:
 def test_doctor_speaks_of_every_recipe() -> None:
     result = quaver("doctor")
     assert result.exit_code == 0 and all(name in result.stdout for name in (*RECIPES, "torch", "cpu"))
+    assert "quaver train --framework torch runs on cpu" in result.stdout
+    assert "quaver train --framework jax runs on cpu" in result.stdout
+
+
+def test_doctor_says_what_to_install_for_a_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "has", lambda framework: framework == "torch")
+    assert doctor.frameworks()[1] == "quaver train --framework jax needs: pip install 'quaver[train-jax]'"
+    monkeypatch.setattr(doctor, "has", lambda framework: framework == "jax")
+    assert doctor.gpus() == [] and "torch" not in doctor.cpu()
 
 
 def test_doctor_knows_what_each_recipe_needs() -> None:

@@ -24,7 +24,7 @@ from quaver.jax.gather import Along, Gather, along_input, along_weight, piece, w
 from quaver.jax.gemms import Call
 from quaver.jax.ops import DTYPES
 from quaver.jax.quantized import Quantized
-from quaver.jax.sharding import Axes, axes_of, sum_like
+from quaver.jax.sharding import Axes, axes_of, shardings_inferred, spec_of, sum_like, varying
 from quaver.jax.state import State
 from quaver.jax.uses import uses_of
 
@@ -80,9 +80,16 @@ def linear(
     state = {} if state is None else dict(state)
     states.fitting(state, found, name)
     call = Call(found, dtype, name, seed, axes, *along, uses_of(state))
-    rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
-    y = _linear(call, rows, w, bias, state)
-    return y if len(shape) == 2 else y.reshape(*whole_lead(shape[:-1], along[0]), y.shape[-1])
+    _refuse_repeated_bias(call, x, w, bias, state)
+
+    def tokens(x: Any, w: Any, bias: Array | None, state: State) -> Array:
+        rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
+        y = _linear(call, rows, w, bias, state)
+        return y if len(shape) == 2 else y.reshape(*whole_lead(shape[:-1], along[0]), y.shape[-1])
+
+    return shardings_inferred(tokens, x, (*spec_of(x)[:-1], spec_of(w)[0 if isinstance(w, Quantized) else 1]))(
+        x, w, bias, state
+    )
 
 
 def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
@@ -171,6 +178,15 @@ def _axes(call: Call, x: Any, w: Any, state: State) -> Axes:
         return call.axes
     gathered = [None if along is None else along.gather.axis for along in (call.input, call.weight)]
     return axes_of(x, w, state, gathered[0], gathered[1])
+
+
+def _refuse_repeated_bias(call: Call, x: Any, w: Any, bias: Array | None, state: State) -> None:
+    cut = () if bias is None else tuple(axis for axis in _axes(call, x, w, state).inputs if axis not in varying(bias))
+    if cut:
+        raise ValueError(
+            f"{call.name}: mesh axes {cut} cut K, so each shard computes a part of the sum, and the bias would be "
+            "added on every one; add it after jax.lax.psum, or give axes= if they do not cut K"
+        )
 
 
 def _is_primal(node: Any) -> bool:

@@ -140,11 +140,10 @@ def decoded(q: Quantized) -> tuple[Array, Array]:
     """
     spec = q.spec
     dtype = jnp.float32 if spec.scale == "fp32" and spec.block[1] is not None else jnp.bfloat16
-    if spec.format.bits == 4:
-        values = e2m1_values(unpack(q.data, q.shape[1]), dtype)
-    else:
-        # Without the barrier XLA on a GPU deletes the pair of casts, and the rounding with it.
-        values = lax.optimization_barrier(q.data).astype(dtype)
+    # Without the barrier XLA on a GPU deletes a cast to FP8 and back, and the rounding with it; and wherever packing
+    # meets unpacking in one program, it computes every code again for each of its uses.
+    data = lax.optimization_barrier(q.data)
+    values = e2m1_values(unpack(data, q.shape[1]), dtype) if spec.format.bits == 4 else data.astype(dtype)
     if spec.two_level:
         blocks = lax.bitcast_convert_type(q.scale, jnp.float8_e4m3fn).astype(dtype)
         return over_blocks(values, blocks, spec.block), _tensor_scale(q)

@@ -95,8 +95,24 @@ def _quantize(
     e, scale, tensor_factor, top = factors(x, spec, amax, factor)
     data = encode(over_blocks(x, lax.optimization_barrier(e), spec.block), spec.format, u)
     if spec.format.bits == 4:
-        data = pack(data)
+        data = pack(data) if tensor_factor is None else _once(pack(data), tensor_factor)
     return Quantized(data, scale, tensor_factor, top, spec, (rows, k))
+
+
+def _once(packed: Array, tensor_factor: Array) -> Array:
+    """Packed codes that are computed once, though what unpacks them may be compiled with them.
+
+    XLA's fusions for CPUs reach through optimization barriers, and would work out each code four times. They end at a
+    conditional; a tensor's factor is never 0, but no compiler knows that.
+    """
+
+    def fenced(packed: Array, tensor_factor: Array) -> Array:
+        return lax.cond(tensor_factor.reshape(()) != 0, lambda x: x, lambda x: x & jnp.uint8(0), packed)
+
+    def barred(packed: Array, _: Array) -> Array:
+        return lax.optimization_barrier(packed)
+
+    return lax.platform_dependent(packed, tensor_factor, cpu=fenced, default=barred)
 
 
 def dequantize(q: Quantized) -> Array:

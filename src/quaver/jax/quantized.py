@@ -126,7 +126,8 @@ def pack(codes: Array) -> Array:
 def unpack(packed: Array, k: int) -> Array:
     """uint8 [rows, ceil(k / 2)] to one code an element, [rows, k]."""
     rows, half = packed.shape
-    return jnp.stack([packed & 15, packed >> 4], -1).reshape(rows, 2 * half)[:, :k]
+    shifts = jnp.array([0, 4], jnp.uint8)
+    return (packed[..., None] >> shifts & 15).reshape(rows, 2 * half)[:, :k]
 
 
 def e2m1_values(codes: Array, dtype: Any) -> Array:

@@ -12,12 +12,13 @@ So amaxes agree over the pieces, noise depends on an element's place in the whol
 the axes that their parameter does not vary over.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from quaver.core.spec import QuantSpec
 from quaver.jax.hadamard import rotate
@@ -143,3 +144,32 @@ def max_like(x: Array, like: Array) -> Array:
     x = lax.pmax(x, axes) if axes else x
     more = ordered(varying(like) - varying(x))
     return lax.pcast(x, more, to="varying") if more else x
+
+
+def spec_of(x: Any) -> tuple[Any, ...]:
+    """What the type of an array says of each axis on a mesh with explicit axes; of an operand that is quantized, of
+    codes [rows, k] as they lie."""
+    leaf = jax.typeof(jax.tree.leaves(x)[0])
+    return (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
+
+
+def shardings_inferred(function: Callable[..., Array], x: Any, out: tuple[Any, ...]) -> Callable[..., Array]:
+    """A function whose inside leaves shardings to the compiler on a mesh whose axes are explicit.
+
+    Blocks and flattened axes have no sharding that a type could express.
+    Args:
+        x: one of its arguments, whose type knows the mesh.
+        out: the output's sharding by axis; a mesh axis that comes twice counts once.
+    """
+    mesh = jax.typeof(jax.tree.leaves(x)[0]).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return function
+    seen: set[str] = set()
+    entries = []
+    for entry in out:
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        entries.append(tuple(name for name in names if name not in seen) or None)
+        seen.update(names)
+    return jax.sharding.auto_axes(
+        function, axes=mesh.explicit_axes, out_sharding=NamedSharding(mesh, PartitionSpec(*entries))
+    )

@@ -13,7 +13,7 @@ import quaver.jax as qj
 import quaver.recipes
 import quaver.torch as qt
 from quaver.recipes import RECIPES
-from quaver.train import frameworks
+from quaver.train import frameworks, recipe_name
 from quaver.train.batches import training_batch
 from quaver.train.config import TrainConfig
 from quaver.train.jax.decoder import ignore, logits_of, norm
@@ -29,7 +29,7 @@ TOKENS = np.frombuffer(TEXT.encode(), np.uint8)
 
 
 def pair(config: TrainConfig) -> tuple[TorchLearner, JaxLearner]:
-    recipe = quaver.recipes.get(config.recipe)
+    recipe = recipe_name.find(config.recipe)
     left = frameworks.make(replace(config, framework="torch"), recipe, 256)
     right = frameworks.make(replace(config, framework="jax"), recipe, 256)
     assert isinstance(left, TorchLearner) and isinstance(right, JaxLearner)
@@ -67,7 +67,13 @@ def test_from_the_same_weights_the_first_codes_are_equal_and_losses_within_2e_4(
     for spec, mine, theirs in ((gemm.a, x, y), (gemm.b, w, right.params["layers.0.attention.q_proj.weight"])):
         if spec is not None:
             np.testing.assert_array_equal(qt.quantize(mine, spec).codes().numpy(), qj.quantize(theirs, spec).codes())
-    losses = same_step_losses(config, 4)
+    batch = training_batch(TOKENS, config, 1)
+    assert left.loss(batch) == pytest.approx(right.loss(batch), rel=0, abs=2e-4)
+
+
+@pytest.mark.parametrize("name", ["delayed(history=4)", "nvfp4"])
+def test_state_goes_from_step_to_step_as_in_pytorch(make_config: MakeConfig, name: str) -> None:
+    losses = same_step_losses(make_config(dtype="float32", recipe=name), 6)
     np.testing.assert_allclose(losses[0], losses[1], rtol=0, atol=2e-4)
 
 

@@ -89,10 +89,11 @@ class TransformerLayer(nn.Module):
             ValueError: a memory is missing or not wanted; and as the parts.
         """
         if self.cross_attention is (memory is None):
-            need = (
-                "needs a memory" if self.cross_attention else "has no cross attention; make it with one, or leave out"
+            raise ValueError(
+                "TransformerLayer with cross_attention=True needs a memory"
+                if self.cross_attention
+                else "TransformerLayer has no cross attention; make it with cross_attention=True or give no memory"
             )
-            raise ValueError(f"TransformerLayer {need}{'' if self.cross_attention else ' the memory'}")
         if self.parallel and (self.post_norm or self.cross_attention):
             raise ValueError("a parallel TransformerLayer is pre-norm and has no cross attention")
 

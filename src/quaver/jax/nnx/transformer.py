@@ -138,7 +138,7 @@ class TransformerLayer(nnx.Module):
         cross = self.cross_attention
         if (cross is None) is not (memory is None):
             raise ValueError(
-                "TransformerLayer has no cross attention; make it with memory_features, or leave out the memory"
+                "TransformerLayer has no cross attention; make it with memory_features or give no memory"
                 if cross is None
                 else "TransformerLayer needs a memory"
             )
