@@ -1,6 +1,7 @@
 """What reaches the compiler: programs are lowered for CUDA without a GPU, and for the CPU, and read."""
 
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import quaver.jax as qj
 from quaver.core.spec import GemmSpec, QuantSpec
-from quaver.jax.native import on_cuda
+from quaver.jax.native import on_cuda, tell
 from quaver.recipes import RECIPES, get
 from tests.operands import GEMMS
 
@@ -48,6 +49,29 @@ def block_scaled_dots(text: str) -> list[tuple[str, ...]]:
     """Element types of the operands, their scales and the result of every block-scaled dot."""
     kind = r"tensor<[\dx]+x(\w+)>"
     return re.findall(rf"@__op\$block_scaled_dot.*: \({kind}, {kind}, {kind}, {kind}\) -> {kind}", text)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "why"),
+    [
+        ("tensorwise", "9.0", None),
+        ("tensorwise", "8.0", "8.9 and newer do"),
+        ("mxfp8", "10.0", None),
+        ("mxfp8", "9.0", "10.0 and newer do"),
+        ("blockwise", "10.0", "no GEMM for their blocks"),
+        ("tensorwise", None, "CUDA only"),
+    ],
+)
+def test_a_gemm_that_a_gpu_does_not_have_is_told_once(recipe: str, capability: str | None, why: str | None) -> None:
+    gemm = get(recipe).fprop
+    assert gemm.a is not None and gemm.b is not None
+    tell.cache_clear()
+    for times in range(2):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            tell(on_cuda(gemm.a, gemm.b), gemm.a, gemm.b, capability)
+        assert len(told) == (why is not None and times == 0)
+        assert not told or (why is not None and why in str(told[0].message))
 
 
 @pytest.mark.parametrize("name", GEMMS)

@@ -22,7 +22,7 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.jax import state as states
 from quaver.jax.autocast import recipe_in_force
 from quaver.jax.gemms import Call
-from quaver.jax.linear import _is_primal, _next_state, _primals, _refuse_forgotten
+from quaver.jax.linear import is_primal, next_state, primals, refuse_forgotten
 from quaver.jax.native import decoded, scaled
 from quaver.jax.ops import DTYPES, quantize
 from quaver.jax.quantized import Quantized
@@ -89,9 +89,9 @@ def _fprop(call: Call, x: Array, w: Array, lay: "Layout", state: State) -> tuple
 
 
 def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array, Any]:
-    perturbed = [any(p.perturbed for p in _primals(part)) for part in (x, w, sizes, state)]
-    x, w, sizes, state = (jax.tree.map(lambda p: p.value, part, is_leaf=_is_primal) for part in (x, w, sizes, state))
-    _refuse_forgotten(call, state, perturbed)
+    perturbed = [any(p.perturbed for p in primals(part)) for part in (x, w, sizes, state)]
+    x, w, sizes, state = (jax.tree.map(lambda p: p.value, part, is_leaf=is_primal) for part in (x, w, sizes, state))
+    refuse_forgotten(call, state, perturbed)
     recipe, state = call.recipe, states.ready(state, call.recipe)
     lay = _layout(recipe, x, sizes)
     y, xq, wq = _fprop(call, x, w, lay, state)
@@ -113,7 +113,7 @@ def _backward(call: Call, kept: Any, g: Array) -> tuple[Any, ...]:
     tokens = _laid_columns(kept_x.T, lay) if plan.input else _operand(kept_x)
     gradients = _laid_columns(gt.T, lay) if plan.grad_output else _operand(gt)
     grad_w = sum_like(_by_tokens(tokens, gradients, lay), like_w).astype(like_w.dtype)
-    return grad_x, grad_w, None, _next_state(call, state, amaxes, gq, gt)
+    return grad_x, grad_w, None, next_state(call, state, amaxes, gq, gt)
 
 
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -118,9 +118,9 @@ class _Needs:
 
 
 def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, Any]:
-    perturbed = [any(p.perturbed for p in _primals(part)) for part in (x, w, bias, state)]
-    x, w, bias, state = (jax.tree.map(lambda p: p.value, part, is_leaf=_is_primal) for part in (x, w, bias, state))
-    _refuse_forgotten(call, state, perturbed)
+    perturbed = [any(p.perturbed for p in primals(part)) for part in (x, w, bias, state)]
+    x, w, bias, state = (jax.tree.map(lambda p: p.value, part, is_leaf=is_primal) for part in (x, w, bias, state))
+    refuse_forgotten(call, state, perturbed)
     if call.recipe.delayed is not None or call.recipe.stochastic:
         state = _mapped_alike(call, state, x, w)
     axes = _axes(call, x, w, state)
@@ -154,10 +154,10 @@ def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
         grad_w = sum_like(piece(grad_w, call.weight), like_w).astype(like_w.dtype)
     if needs.bias:
         grad_bias = sum_like(g.sum(0, dtype=jnp.float32), like_bias).astype(like_bias.dtype)
-    return grad_x, grad_w, grad_bias, _next_state(call, state, amaxes, gq, gt)
+    return grad_x, grad_w, grad_bias, next_state(call, state, amaxes, gq, gt)
 
 
-def _next_state(call: Call, state: State, amaxes: Any, gq: Any, gt: Any) -> State:
+def next_state(call: Call, state: State, amaxes: Any, gq: Any, gt: Any) -> State:
     """What the state's gradient is."""
     after = dict(state)
     if call.recipe.delayed is not None:
@@ -189,15 +189,15 @@ def _refuse_repeated_bias(call: Call, x: Any, w: Any, bias: Array | None, state:
         )
 
 
-def _is_primal(node: Any) -> bool:
+def is_primal(node: Any) -> bool:
     return hasattr(node, "perturbed")
 
 
-def _primals(part: Any) -> list[Any]:
-    return jax.tree.leaves(part, is_leaf=_is_primal)
+def primals(part: Any) -> list[Any]:
+    return jax.tree.leaves(part, is_leaf=is_primal)
 
 
-def _refuse_forgotten(call: Call, state: State, perturbed: list[bool]) -> None:
+def refuse_forgotten(call: Call, state: State, perturbed: list[bool]) -> None:
     remembers = call.recipe.delayed is not None or call.recipe.stochastic
     if not remembers:
         return

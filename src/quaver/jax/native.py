@@ -9,6 +9,7 @@ deleted, and the FP8 GEMM with it. Blocks of MXFP8 and NVFP4 go into XLA's block
 Blackwell on. Other blocks are emulated there as on a CPU.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -35,6 +36,8 @@ def matmul(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_a
     (m, k), n = a.shape, b.shape[0]
     if m * k * n == 0:
         return _finish(jnp.zeros((m, n), jnp.float32), bias, dtype)
+    if jax.default_backend() == "gpu":
+        tell(on_cuda(a.spec, b.spec), a.spec, b.spec, getattr(jax.devices()[0], "compute_capability", None))
     cuda = partial(_on_cuda, dtype=dtype, fast_accum=fast_accum)
     return lax.platform_dependent(a, b, bias, cuda=cuda, default=partial(_emulated, dtype=dtype))
 
@@ -44,6 +47,28 @@ def on_cuda(a: QuantSpec, b: QuantSpec) -> str:
     if a.format.bits == b.format.bits == 8 and a.block[1] is b.block[1] is None:
         return "fp8"
     return "block-scaled" if _hardware_block(a) == _hardware_block(b) != "" else "emulated"
+
+
+@cache
+def tell(kind: str, a: QuantSpec, b: QuantSpec, capability: str | None) -> None:
+    """Say, once for each pair of specs, that a GPU multiplies them in high precision, and why.
+
+    Args:
+        kind: from `on_cuda`.
+        capability: of the GPU, such as "9.0"; None where it is not NVIDIA's.
+    """
+    if capability is None:
+        why = "FP8 GEMMs are lowered for CUDA only"
+    elif kind == "emulated":
+        why = "XLA has no GEMM for their blocks"
+    elif float(capability) < (least := {"fp8": 8.9, "block-scaled": 10.0}[kind]):
+        why = f"the tensor cores of compute capability {capability} do not take them, {least} and newer do"
+    else:
+        return
+    warnings.warn(
+        f"GEMMs of {a} and {b} run in high precision on this GPU, on the exact values of their codes: {why}",
+        stacklevel=3,
+    )
 
 
 def _hardware_block(spec: QuantSpec) -> str:
