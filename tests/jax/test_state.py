@@ -252,3 +252,23 @@ def test_a_recipe_that_remembers_nothing_has_no_state() -> None:
 def test_counts_that_were_added_up_are_told() -> None:
     with pytest.raises(ValueError, match="roundings"):
         qj.state.check([{"count": jnp.float32([2.0**25, 0])}], "nvfp4")
+
+
+CURRENT = recipes.delayed(history=4)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "sentence"),
+    [
+        (lambda state, n: jax.jit(lambda s: states.check(s, CURRENT))(state), "call it outside jit"),
+        (lambda state, n: jax.jit(states.share)(state, n), "n is a Python int, known when jit traces"),
+        (
+            lambda state, n: jax.jit(lambda x, n: qj.quantize(x, CURRENT.fprop.a, seed=n))(jnp.ones((4, 4)), n),
+            "seed is",
+        ),
+        (lambda state, n: jax.jit(lambda x, n: qj.linear(x, x, seed=n))(jnp.ones((4, 4)), n), "seed is a Python int"),
+    ],
+)
+def test_what_must_be_known_when_a_program_is_traced_is_told(misuse: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        misuse(states.init(CURRENT), 3)

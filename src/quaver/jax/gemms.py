@@ -40,6 +40,11 @@ class Call:
     #: How often this state has been read.
     uses: Uses
 
+    @property
+    def where(self) -> str:
+        """The layer in an error's words: the root of a model has no name."""
+        return self.name or "this layer"
+
     def tensor_id(self, operand: str) -> int:
         return zlib.crc32(f"{self.name}.{operand}".encode())
 
@@ -154,7 +159,7 @@ def _factor(state: State, column: int) -> Array | None:
 def _unquantized(call: Call, x: Array | Quantized) -> Array:
     if isinstance(x, Quantized):
         raise ValueError(
-            f"{call.name}: recipe {call.recipe.name!r} needs this operand also in other blocks than the {x.spec} it "
+            f"{call.where}: recipe {call.recipe.name!r} needs this operand also in other blocks than the {x.spec} it "
             "was given in: give it unquantized"
         )
     return x

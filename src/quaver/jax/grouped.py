@@ -24,7 +24,7 @@ from quaver.jax.autocast import recipe_in_force
 from quaver.jax.gemms import Call
 from quaver.jax.linear import is_primal, next_state, primals, refuse_forgotten
 from quaver.jax.native import decoded, scaled
-from quaver.jax.ops import DTYPES, quantize
+from quaver.jax.ops import DTYPES, quantize, static
 from quaver.jax.quantized import Quantized
 from quaver.jax.sharding import sum_like
 from quaver.jax.state import GRAD_OUTPUT, INPUT, WEIGHT, State
@@ -65,6 +65,9 @@ def grouped_dot(
             f"{name}: x is [T, K], w [experts, K, N] and group_sizes [experts]; these are {x.shape}, {w.shape} and "
             f"{group_sizes.shape}"
         )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"{name}: group_sizes count tokens and are {group_sizes.dtype}; convert them to int32")
+    static("seed", seed, "the steps' noise differs by the count in the state")
     dtype = jnp.dtype(jnp.result_type(x, w) if dtype is None else dtype)
     if found is None or not found.quantizes or dtype not in DTYPES:
         high = x.astype(dtype), w.astype(dtype)

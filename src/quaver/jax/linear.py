@@ -22,7 +22,7 @@ from quaver.jax import state as states
 from quaver.jax.autocast import recipe_in_force
 from quaver.jax.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
 from quaver.jax.gemms import Call
-from quaver.jax.ops import DTYPES
+from quaver.jax.ops import DTYPES, static
 from quaver.jax.quantized import Quantized
 from quaver.jax.sharding import Axes, axes_of, shardings_inferred, spec_of, sum_like, varying
 from quaver.jax.state import State
@@ -69,8 +69,9 @@ def linear(
         products in float64.
     """
     found = recipe_in_force(recipe)
+    static("seed", seed, "the steps' noise differs by the count in the state")
     along = along_input(gather_input, x), along_weight(gather_weight, w)
-    shape = _fitting(x, w, bias, name, along[1])
+    shape = _fitting(x, w, bias, name or "this layer", along[1])
     dtype = _dtype(x, w, dtype)
     if found is None or not found.quantizes:
         return high_precision(x, w, bias, dtype)
@@ -78,7 +79,7 @@ def linear(
         _refuse(dtype)
         return high_precision(x, w, bias, dtype)
     state = {} if state is None else dict(state)
-    states.fitting(state, found, name)
+    states.fitting(state, found, name or "this layer")
     call = Call(found, dtype, name, seed, axes, *along, uses_of(state))
     _refuse_repeated_bias(call, x, w, bias, state)
 
@@ -184,7 +185,7 @@ def _refuse_repeated_bias(call: Call, x: Any, w: Any, bias: Array | None, state:
     cut = () if bias is None else tuple(axis for axis in _axes(call, x, w, state).inputs if axis not in varying(bias))
     if cut:
         raise ValueError(
-            f"{call.name}: mesh axes {cut} cut K, so each shard computes a part of the sum, and the bias would be "
+            f"{call.where}: mesh axes {cut} cut K, so each shard computes a part of the sum, and the bias would be "
             "added on every one; add it after jax.lax.psum, or give axes= if they do not cut K"
         )
 
@@ -203,19 +204,19 @@ def refuse_forgotten(call: Call, state: State, perturbed: list[bool]) -> None:
         return
     if call.recipe.stochastic and "count" not in state:
         raise ValueError(
-            f"{call.name}: recipe {call.recipe.name!r} rounds gradients at random and got no state, so every step "
+            f"{call.where}: recipe {call.recipe.name!r} rounds gradients at random and got no state, so every step "
             "would draw the same noise; pass state=quaver.jax.state.init(recipe) and differentiate with respect to it, "
             "or take the recipe with stochastic_rounding=False"
         )
     if not perturbed[3]:
         raise ValueError(
-            f"{call.name}: gradients are taken under recipe {call.recipe.name!r}, but not with respect to the layer's "
+            f"{call.where}: gradients are taken under recipe {call.recipe.name!r}, but not with respect to the layer's "
             "state, so the next step would know nothing of this one; differentiate with respect to both, "
             "jax.value_and_grad(loss, argnums=(0, 1))(parameters, state): the state's gradient is its next value"
         )
     if call.uses.count > 1:
         raise ValueError(
-            f"{call.name}: {call.uses.count} calls read the same state in one step, and autodiff would add up what "
+            f"{call.where}: {call.uses.count} calls read the same state in one step, and autodiff would add up what "
             f"they return for it; give each a slice of quaver.jax.state.share(state, {call.uses.count})"
         )
 
@@ -231,7 +232,7 @@ def _mapped_alike(call: Call, state: State, *operands: Any) -> State:
     def rule(axis_size: int, mapped: Any, state: State, operands: Any) -> tuple[State, Any]:
         if any(jax.tree.leaves(mapped[1])) and not all(jax.tree.leaves(mapped[0])):
             raise ValueError(
-                f"{call.name}: a vmap over {axis_size} slices shares one state, and autodiff would add up what they "
+                f"{call.where}: a vmap over {axis_size} slices shares one state, and autodiff would add up what they "
                 f"return for it; map quaver.jax.state.share(state, {axis_size}) along with them"
             )
         return state, mapped[0]

@@ -58,11 +58,18 @@ def quantize(
         raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {jnp.shape(x)}: reshape it first")
     if x.dtype not in DTYPES:
         raise ValueError(f"an operand is float32, bfloat16 or float16, not {x.dtype}; convert it first")
+    static("seed", seed, "let tensor_id or count differ instead")
     whole = None if place is None else place[2]
     at = (0, 0) if place is None else place[:2]
     if isinstance(count, int):
         count &= 0xFFFFFFFF
     return _quantize(x, amax, factor, _word(tensor_id), _word(count), at, spec=spec, seed=seed, whole=whole)
+
+
+def static(what: str, number: object, instead: str) -> None:
+    """Refuse an array where a program is made for one number. Raises: ValueError."""
+    if not isinstance(number, int):
+        raise ValueError(f"{what} is a Python int, known when jit traces, and this is {number!r}; {instead}")
 
 
 def _word(x: Array | int) -> Array:

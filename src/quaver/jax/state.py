@@ -27,6 +27,7 @@ from jax import Array, lax
 from quaver import recipes
 from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX
 from quaver.core.spec import QuantSpec, Recipe
+from quaver.jax.ops import static
 from quaver.jax.rounding import two_to_the
 from quaver.jax.scaling import encode_factor, exponent
 from quaver.jax.sharding import max_like
@@ -230,7 +231,6 @@ def update(before: Any, after: Any) -> Any:
     return per_layer(keep, before, after)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def share(states: Any, n: int) -> Any:
     """States for n uses of the same layers in one step: every leaf gets a leading axis of n.
 
@@ -238,6 +238,12 @@ def share(states: Any, n: int) -> Any:
     their maximum, where autodiff's sum would be wrong; each use draws noise of its own.
     """
 
+    static("n", n, "count the uses where the program is written")
+    return _share(states, n)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _share(states: Any, n: int) -> Any:
     def fan(state: State) -> State:
         fanned = {name: jnp.broadcast_to(leaf, (n, *leaf.shape)) for name, leaf in state.items()}
         if "count" in fanned:
@@ -249,7 +255,7 @@ def share(states: Any, n: int) -> Any:
 
 
 def _share_forward(states: Any, n: int) -> tuple[Any, Any]:
-    return share(states, n), states
+    return _share(states, n), states
 
 
 def _share_backward(n: int, before: Any, gradient: Any) -> tuple[Any]:
@@ -257,7 +263,7 @@ def _share_backward(n: int, before: Any, gradient: Any) -> tuple[Any]:
     return (update(before, merge(unrecorded(before), *uses)),)
 
 
-share.defvjp(_share_forward, _share_backward)
+_share.defvjp(_share_forward, _share_backward)
 
 
 def check(states: Any, recipe: str | Recipe) -> None:
@@ -268,6 +274,8 @@ def check(states: Any, recipe: str | Recipe) -> None:
             its window, as where states were added up, averaged, clipped or handed to an optimizer.
     """
     recipe = recipes.get(recipe)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(states)):
+        raise ValueError("quaver.jax.state.check looks at values; call it outside jit, on what a step returned")
     for path, state in jax.tree_util.tree_leaves_with_path(states, is_leaf=is_state):
         if not is_state(state):
             continue
