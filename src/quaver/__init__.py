@@ -7,7 +7,7 @@ This package holds what both front ends share: number formats, specs and recipes
 from quaver import recipes
 from quaver.core.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Format
 from quaver.core.rules import Rule, Rules
-from quaver.core.spec import Delayed, GemmSpec, QuantSpec, Recipe
+from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 
 __version__ = "0.1.0"
 
@@ -17,6 +17,7 @@ __all__ = [
     "E5M2",
     "E8M0",
     "FORMATS",
+    "AttentionSpec",
     "Delayed",
     "Format",
     "GemmSpec",

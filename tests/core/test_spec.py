@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from quaver.core.formats import E2M1, E4M3, E5M2, E8M0
-from quaver.core.spec import Delayed, GemmSpec, QuantSpec, Recipe
+from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 from tests.operands import SPECS, variants
 
 E4M3_ROW = QuantSpec(E4M3, (1, None))
@@ -31,6 +31,12 @@ REFUSED: list[tuple[Callable[[], object], tuple[str, ...]]] = [
     (lambda: QuantSpec(E2M1, (1, None), "two_level"), ("two-level", "finite blocks")),
     (lambda: GemmSpec(E4M3_ROW, None), ("both operands or neither", "e4m3[1x*]:power_of_two", "None")),
     (lambda: GemmSpec("e4m3", "e4m3"), ("GemmSpec.a", "'e4m3'", "QuantSpec")),  # type: ignore[arg-type]
+    (lambda: AttentionSpec(E4M3_ROW, None), ("AttentionSpec.grad_output", "None", "QuantSpec")),  # type: ignore[arg-type]
+    (lambda: AttentionSpec(QuantSpec(E2M1), E4M3_ROW), ("AttentionSpec.input", "e2m1", "eight-bit")),
+    (lambda: AttentionSpec(E4M3_ROW, QuantSpec(E4M3, rounding="stochastic")), ("AttentionSpec.grad", "nearest")),
+    (lambda: AttentionSpec(QuantSpec(E4M3, (1, 16), hadamard=True), E4M3_ROW), ("AttentionSpec.input", "not rotated")),
+    (lambda: AttentionSpec(QuantSpec(E4M3, (32, 32)), E4M3_ROW), ("AttentionSpec.input", "32x32", "(1, k)")),
+    (lambda: Recipe("mine", HIGH, HIGH, HIGH, attention=E4M3_ROW), ("'mine'", "attention", "AttentionSpec")),  # type: ignore[arg-type]
     (lambda: Delayed(length=0), ("history of 0", "history=1", "tensorwise")),
     (lambda: Delayed(length=1.5), ("1.5", "history=1")),  # type: ignore[arg-type]
     (lambda: Delayed(margin=0.5), ("margin", "0.5", "whole")),  # type: ignore[arg-type]

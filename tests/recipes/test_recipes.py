@@ -7,7 +7,7 @@ import pytest
 
 import quaver
 from quaver.core.formats import E2M1, E4M3, E5M2
-from quaver.core.spec import Delayed, GemmSpec, QuantSpec, Recipe
+from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 from quaver.recipes import RECIPES, get
 from tests.operands import variants
 
@@ -69,6 +69,36 @@ def test_power_of_two_false_divides_everywhere(name: str) -> None:
 @pytest.mark.parametrize("name", ["delayed", "tensorwise"])
 def test_format_e4m3_makes_gradients_e4m3(name: str) -> None:
     assert {spec.format for spec in get(name, format="e4m3").operands().values() if spec} == {E4M3}
+
+
+#: input and grad_output of attention's products.
+ATTENTION = {
+    "delayed": (TENSOR, TENSOR_GRADIENT),
+    "tensorwise": (TENSOR, TENSOR_GRADIENT),
+    "rowwise": (ROW, ROW),
+    "rowwise_bf16_wgrad": (ROW, ROW),
+    "blockwise": (LINE, LINE),
+    "mxfp8": (MX, MX),
+    "nvfp4": (MX, MX),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_attention_is_a_choice_that_leaves_the_gemms_alone(name: str) -> None:
+    assert get(name).attention is None
+    if name not in ATTENTION:
+        with pytest.raises(ValueError, match="no option 'attention'"):
+            get(name, attention=True)
+        return
+    recipe = get(name, attention=True)
+    assert recipe.attention == AttentionSpec(*ATTENTION[name])
+    assert recipe.operands() == get(name).operands() and recipe.delayed == get(name).delayed
+    assert recipe != get(name) and get(name, attention=False) is get(name) and str(recipe) == name
+
+
+def test_attention_follows_the_other_options() -> None:
+    spec = get("tensorwise", format="e4m3", power_of_two=False, attention=True).attention
+    assert spec is not None and spec.input == spec.grad_output == QuantSpec(E4M3, scale="fp32")
 
 
 def test_options_of_delayed_arrive() -> None:

@@ -163,8 +163,39 @@ class Delayed:
 
 
 @dataclass(frozen=True)
+class AttentionSpec:
+    """How the operands of attention's products are quantized, each (batch, head) a matrix [rows, k] of its own.
+
+    Probabilities need no spec: they lie in [0, 1] and are E4M3 times the fixed factor `PROBABILITY_FACTOR`.
+    """
+
+    #: q, k and v, and their transposes in backward.
+    input: QuantSpec
+    #: The gradient of the output, that of the scores, and their transposes.
+    grad_output: QuantSpec
+
+    def __post_init__(self) -> None:
+        for name, spec in (("input", self.input), ("grad_output", self.grad_output)):
+            if not isinstance(spec, QuantSpec):
+                raise ValueError(f"AttentionSpec.{name} is {spec!r}; give a QuantSpec of an eight-bit format")
+            if spec.format.bits != 8 or spec.rounding != "nearest" or spec.hadamard:
+                raise ValueError(
+                    f"AttentionSpec.{name} is {spec}; attention takes eight-bit formats rounded to nearest, not rotated"
+                )
+            if not spec.per_tensor and spec.block[0] != 1:
+                raise ValueError(
+                    f"AttentionSpec.{name} is {spec}; its block is a whole matrix, (None, None), or lies within a "
+                    "row, (1, k)"
+                )
+
+
+#: What probabilities are multiplied by before they are rounded to E4M3.
+PROBABILITY_FACTOR = 256.0
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """How the three GEMMs of a linear layer are quantized."""
+    """How the three GEMMs of a linear layer are quantized, and the products of attention if `attention` is given."""
 
     name: str
     fprop: GemmSpec
@@ -172,8 +203,15 @@ class Recipe:
     wgrad: GemmSpec
     #: Where the scales come from a history; None measures every tensor as it comes (current scaling).
     delayed: Delayed | None = None
+    #: How attention's products are quantized; None leaves them in high precision.
+    attention: AttentionSpec | None = None
 
     def __post_init__(self) -> None:
+        if self.attention is not None and not isinstance(self.attention, AttentionSpec):
+            raise ValueError(
+                f"recipe {self.name!r} has attention={self.attention!r}; give an AttentionSpec, or None to leave "
+                "attention in high precision"
+            )
         for name in ("quantizes", "stochastic", "plan"):
             getattr(self, name)
         if self.delayed is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
 
-from quaver.core.spec import Recipe
+from quaver.core.spec import AttentionSpec, QuantSpec, Recipe
 from quaver.core.suggest import suggest
 
 P = ParamSpec("P")
@@ -48,3 +48,12 @@ def flag(name: str, value: object) -> None:
     """Refuse what is not True or False, such as the string "false" from a command line."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; give True or False")
+
+
+def attention_spec(wanted: bool, input: QuantSpec | None, grad_output: QuantSpec | None) -> AttentionSpec | None:
+    """Attention quantized as a recipe's GEMMs quantize their input and grad_output, if it is wanted."""
+    flag("attention", wanted)
+    if not wanted:
+        return None
+    assert input is not None and grad_output is not None
+    return AttentionSpec(input, grad_output)

@@ -5,18 +5,20 @@ Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.
 
 from quaver.core.formats import E4M3
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
-from quaver.recipes._recipe import flag, recipe
+from quaver.recipes._recipe import attention_spec, flag, recipe
 
 
 @recipe
-def blockwise(*, power_of_two: bool = True) -> Recipe:
+def blockwise(*, power_of_two: bool = True, attention: bool = False) -> Recipe:
     """E4M3 everywhere; 1×128 blocks, 128×128 for weights, whose transpose is reused.
 
     Args:
         power_of_two: False scales by 448 / amax.
+        attention: quantize attention too, q, k, v and the gradients in 1×128 blocks along the axis that is summed.
     """
     flag("power_of_two", power_of_two)
     kind: ScaleKind = "power_of_two" if power_of_two else "fp32"
     line = QuantSpec(E4M3, (1, 128), kind)
     square = QuantSpec(E4M3, (128, 128), kind)
-    return Recipe("blockwise", GemmSpec(line, square), GemmSpec(line, square), GemmSpec(line, line))
+    fprop, wgrad = GemmSpec(line, square), GemmSpec(line, line)
+    return Recipe("blockwise", fprop, fprop, wgrad, attention=attention_spec(attention, line, line))

@@ -5,12 +5,18 @@ Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149
 
 from quaver.core.formats import E2M1
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
-from quaver.recipes._recipe import flag, recipe
+from quaver.recipes._recipe import attention_spec, flag, recipe
+from quaver.recipes.mxfp8 import LINE as MXFP8_LINE
 
 
 @recipe
 def nvfp4(
-    *, stochastic_rounding: bool = True, hadamard: bool = True, weight_2d: bool = True, power_of_two: bool = True
+    *,
+    stochastic_rounding: bool = True,
+    hadamard: bool = True,
+    weight_2d: bool = True,
+    power_of_two: bool = True,
+    attention: bool = False,
 ) -> Recipe:
     """E2M1 everywhere; 1×16 blocks, 16×16 for weights; stochastic gradients; both wgrad operands rotated.
 
@@ -19,6 +25,8 @@ def nvfp4(
         hadamard: rotate groups of 16 tokens of both wgrad operands, which spreads outliers.
         weight_2d: scale weights in 16×16 blocks, so that forward and backward see the same weight.
         power_of_two: False takes 2688 / amax as the tensor's factor, as Transformer Engine does.
+        attention: quantize attention too, in eight bits as `mxfp8` does it: E4M3 in 1×32 blocks, rounded to nearest.
+            Four bits, noise and rotation stay with the linear layers.
     """
     for name, value in (
         ("stochastic_rounding", stochastic_rounding),
@@ -33,4 +41,6 @@ def nvfp4(
     gradient = QuantSpec(E2M1, (1, 16), kind, "stochastic" if stochastic_rounding else "nearest")
     rotated = QuantSpec(E2M1, (1, 16), kind, "nearest", hadamard)
     rotated_gradient = QuantSpec(E2M1, (1, 16), kind, gradient.rounding, hadamard)
-    return Recipe("nvfp4", GemmSpec(line, weight), GemmSpec(gradient, weight), GemmSpec(rotated_gradient, rotated))
+    fprop, dgrad, wgrad = GemmSpec(line, weight), GemmSpec(gradient, weight), GemmSpec(rotated_gradient, rotated)
+    quantized_attention = attention_spec(attention, MXFP8_LINE, MXFP8_LINE)
+    return Recipe("nvfp4", fprop, dgrad, wgrad, attention=quantized_attention)

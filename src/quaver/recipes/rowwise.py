@@ -5,34 +5,39 @@ Source: torchao.float8's recipes "rowwise" and "rowwise_with_gw_hp" (github.com/
 
 from quaver.core.formats import E4M3
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
-from quaver.recipes._recipe import flag, recipe
+from quaver.recipes._recipe import attention_spec, flag, recipe
 
 
 @recipe
-def rowwise(*, power_of_two: bool = True, fast_accum: bool = True) -> Recipe:
+def rowwise(*, power_of_two: bool = True, fast_accum: bool = True, attention: bool = False) -> Recipe:
     """E4M3 everywhere, a scale for each row along the axis that the GEMM sums over.
 
     Args:
         power_of_two: False scales by 448 / amax.
         fast_accum: let fprop accumulate faster where the hardware offers it.
+        attention: quantize attention too, with a scale for each row of each operand.
     """
     row = QuantSpec(E4M3, (1, None), _kind(power_of_two))
     flag("fast_accum", fast_accum)
-    return Recipe("rowwise", GemmSpec(row, row, fast_accum), GemmSpec(row, row), GemmSpec(row, row))
+    plain = GemmSpec(row, row)
+    fprop = GemmSpec(row, row, fast_accum)
+    return Recipe("rowwise", fprop, plain, plain, attention=attention_spec(attention, row, row))
 
 
 @recipe
-def rowwise_bf16_wgrad(*, power_of_two: bool = True, fast_accum: bool = True) -> Recipe:
+def rowwise_bf16_wgrad(*, power_of_two: bool = True, fast_accum: bool = True, attention: bool = False) -> Recipe:
     """As `rowwise`, with the weight per tensor in dgrad and the whole weight gradient in high precision.
 
     Args:
         power_of_two: False scales by 448 / amax.
         fast_accum: let fprop accumulate faster where the hardware offers it.
+        attention: quantize attention too, with a scale for each row of each operand.
     """
     row = QuantSpec(E4M3, (1, None), _kind(power_of_two))
     tensor = QuantSpec(E4M3, (None, None), _kind(power_of_two))
     flag("fast_accum", fast_accum)
-    return Recipe("rowwise_bf16_wgrad", GemmSpec(row, row, fast_accum), GemmSpec(row, tensor), GemmSpec(None, None))
+    fprop, dgrad, wgrad = GemmSpec(row, row, fast_accum), GemmSpec(row, tensor), GemmSpec(None, None)
+    return Recipe("rowwise_bf16_wgrad", fprop, dgrad, wgrad, attention=attention_spec(attention, row, row))
 
 
 def _kind(power_of_two: bool) -> ScaleKind:

@@ -2,7 +2,7 @@
 
 from quaver.core.formats import E4M3, E5M2
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
-from quaver.recipes._recipe import flag, recipe
+from quaver.recipes._recipe import attention_spec, flag, recipe
 
 
 def per_tensor_gemms(format: str, power_of_two: bool, fast_accum: bool) -> tuple[GemmSpec, GemmSpec, GemmSpec]:
@@ -18,12 +18,16 @@ def per_tensor_gemms(format: str, power_of_two: bool, fast_accum: bool) -> tuple
 
 
 @recipe
-def tensorwise(*, format: str = "hybrid", power_of_two: bool = True, fast_accum: bool = True) -> Recipe:
+def tensorwise(
+    *, format: str = "hybrid", power_of_two: bool = True, fast_accum: bool = True, attention: bool = False
+) -> Recipe:
     """E4M3 with E5M2 gradients, one power-of-two scale a tensor.
 
     Args:
         format: "hybrid" (gradients in E5M2) or "e4m3" (gradients in E4M3 too).
         power_of_two: False scales by format.max / amax, as Transformer Engine and torchao do by default.
         fast_accum: let fprop accumulate faster where the hardware offers it.
+        attention: quantize attention too, with one scale for each operand of each head.
     """
-    return Recipe("tensorwise", *per_tensor_gemms(format, power_of_two, fast_accum))
+    fprop, dgrad, wgrad = per_tensor_gemms(format, power_of_two, fast_accum)
+    return Recipe("tensorwise", fprop, dgrad, wgrad, attention=attention_spec(attention, fprop.a, dgrad.a))
