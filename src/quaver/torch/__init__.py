@@ -2,6 +2,7 @@
 
 from quaver.core.conversion import Report
 from quaver.torch.autocast import autocast
+from quaver.torch.checkpoint import checkpoint
 from quaver.torch.convert import convert, revert
 from quaver.torch.counters import count
 from quaver.torch.explain import explain
@@ -15,6 +16,7 @@ __all__ = [
     "Quantized",
     "Report",
     "autocast",
+    "checkpoint",
     "convert",
     "count",
     "dequantize",
