@@ -1,110 +1,159 @@
-"""What a model is made of, in no framework's terms: its sizes, its parameters' shapes and their initial values.
+"""What a model is made of, in no framework's terms: the parts that families differ in, and a table of models.
 
-Both frameworks train the same decoder from the same weights, under the same names: a checkpoint of one is the other's.
+A family is a dict of parts, a model is a family with sizes. The published sizes are those of the configurations that
+Hugging Face's models come with (config.json of the model named beside the row, and transformers' defaults for what it
+leaves out); learning rates are the papers' where they say one.
 """
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes of a decoder; every feature size is a multiple of 32, the block of MXFP8."""
+    """A decoder; every feature size is a multiple of 32, the block of MXFP8."""
 
-    # Number of blocks of attention and MLP.
+    # Number of layers, each of attention and MLP.
     layers: int
     # Width of the residual stream.
     dim: int
-    # Heads of the queries; a head is dim // heads wide.
+    # Heads of the queries.
     heads: int
-    # Heads of keys and values, each shared by heads // kv_heads query heads.
-    kv_heads: int
+    # Heads of keys and values, each shared by heads // groups query heads.
+    groups: int
+    # Width of a head.
+    head_dim: int
     # Width of the MLP.
     hidden: int
     # Learning rate that suits the size.
     lr: float
+    # Most tokens that the model is meant to see at once; a run with a longer --sequence raises it.
+    positions: int = 2048
+
+    # "LayerNorm" (with a bias) or "RMSNorm" (without), and what is added under its root.
+    normalization: str = "RMSNorm"
+    eps: float = 1e-5
+    # Norms multiply by 1 + weight.
+    zero_centered: bool = False
+    # "pre", or "sandwich": a norm after attention and MLP too, before the sum.
+    norm_position: str = "pre"
+    # Attention and MLP side by side: after one norm (True), or each after its own ("two_norms").
+    parallel: bool | str = False
+    # A row of quaver.torch.ACTIVATIONS.
+    activation: str = "swiglu"
+    # Every matrix of a layer has a bias.
+    bias: bool = False
+
+    # The tokens before its own that a query sees, -1 for all: layer i takes the i-th, and the pattern repeats.
+    windows: tuple[int, ...] = (-1,)
+    # Attention's scores become cap * tanh(scores / cap).
+    soft_cap: float | None = None
+    # Of the scores; None is head_dim**-0.5.
+    scale: float | None = None
+    # The norm of each head's queries and keys before they are turned, or None.
+    qk_norm: str | None = None
+    # Base of the rotary frequencies, and which features turn: the first `fraction` of each head.
+    theta: float = 10_000.0
+    fraction: float = 1.0
+    # Items of Hugging Face's rope_parameters for longer contexts.
+    scaling: tuple[tuple[str, str | float], ...] = ()
+
+    # The embedding is multiplied by the root of `dim`.
+    scaled_embedding: bool = False
     # The head is the embedding's matrix.
     tied: bool = False
-    # Base of the rotary frequencies.
-    theta: float = 10_000.0
+    # Logits become cap * tanh(logits / cap).
+    logit_cap: float | None = None
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
+    def gated(self) -> bool:
+        """Whether the MLP has a gate: such activations have "glu" in their names."""
+        return "glu" in self.activation
+
+    def window(self, layer: int) -> tuple[int, int] | None:
+        """The window of a layer, as attention takes it."""
+        left = self.windows[layer % len(self.windows)]
+        return None if left < 0 else (left, 0)
+
+
+#: The same in every model of a family. A window of w counts the query's own token: it sees w - 1 before it.
+LLAMA: dict[str, Any] = {}
+LLAMA3: dict[str, Any] = LLAMA | {"theta": 5e5, "positions": 8192}
+FALCON: dict[str, Any] = {"normalization": "LayerNorm", "parallel": True, "activation": "gelu_exact", "tied": True}
+NEOX: dict[str, Any] = {
+    "normalization": "LayerNorm",
+    "parallel": "two_norms",
+    "activation": "gelu",
+    "bias": True,
+    "fraction": 0.25,
+}
+GEMMA2: dict[str, Any] = {
+    "eps": 1e-6,
+    "zero_centered": True,
+    "norm_position": "sandwich",
+    "activation": "geglu",
+    "soft_cap": 50.0,
+    "logit_cap": 30.0,
+    "scaled_embedding": True,
+    "tied": True,
+    "positions": 8192,
+}
+GEMMA2_WINDOWS = (4095, -1)
+MISTRAL: dict[str, Any] = {"windows": (4095,), "positions": 32_768}
+QWEN3: dict[str, Any] = {"eps": 1e-6, "qk_norm": "RMSNorm", "theta": 1e6, "positions": 40_960}
+#: Llama 3.1's stretching of its frequencies from 8192 positions.
+LLAMA31 = (
+    ("rope_type", "llama3"),
+    ("factor", 8.0),
+    ("low_freq_factor", 1.0),
+    ("high_freq_factor", 4.0),
+    ("original_max_position_embeddings", 8192),
+)
+
+
+def model(
+    layers: int, dim: int, heads: int, groups: int, head_dim: int, hidden: int, lr: float, **parts: Any
+) -> ModelConfig:
+    """A row of the table: the sizes in this order, then the family."""
+    return ModelConfig(
+        layers=layers, dim=dim, heads=heads, groups=groups, head_dim=head_dim, hidden=hidden, lr=lr, **parts
+    )
 
 
 MODELS = {
-    "nano": ModelConfig(layers=1, dim=64, heads=2, kv_heads=1, hidden=128, lr=5e-3),
-    "tiny": ModelConfig(layers=4, dim=128, heads=4, kv_heads=2, hidden=384, lr=2e-3),
-    "small": ModelConfig(layers=6, dim=256, heads=8, kv_heads=4, hidden=768, lr=2e-3),
-    "125m": ModelConfig(layers=12, dim=768, heads=12, kv_heads=4, hidden=2048, lr=6e-4, tied=True),
-    "350m": ModelConfig(layers=24, dim=1024, heads=16, kv_heads=8, hidden=2816, lr=3e-4, tied=True),
-    "1b": ModelConfig(layers=16, dim=2048, heads=32, kv_heads=8, hidden=8192, lr=3e-4, tied=True, theta=5e5),
-    "3b": ModelConfig(layers=28, dim=3072, heads=24, kv_heads=8, hidden=8192, lr=3e-4, tied=True, theta=5e5),
-    "8b": ModelConfig(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, lr=3e-4, theta=5e5),
+    # Llama (arXiv:2302.13971) with grouped queries, from a test's size to that of Llama 3.
+    "nano": model(1, 64, 2, 1, 32, 128, 5e-3, **LLAMA),
+    "tiny": model(4, 128, 4, 2, 32, 384, 2e-3, **LLAMA),
+    "small": model(6, 256, 8, 4, 32, 768, 2e-3, **LLAMA),
+    "125m": model(12, 768, 12, 4, 64, 2048, 6e-4, tied=True, **LLAMA),
+    "350m": model(24, 1024, 16, 8, 64, 2816, 3e-4, tied=True, **LLAMA),
+    "1b": model(16, 2048, 32, 8, 64, 8192, 3e-4, tied=True, **LLAMA3),
+    "3b": model(28, 3072, 24, 8, 128, 8192, 3e-4, tied=True, **LLAMA3),
+    "8b": model(32, 4096, 32, 8, 128, 14_336, 3e-4, **LLAMA3),
+    # One small model of each family.
+    "llama-tiny": model(4, 128, 4, 2, 32, 384, 2e-3, **LLAMA),
+    "falcon-tiny": model(4, 128, 4, 1, 32, 512, 2e-3, **FALCON),
+    "gpt-neox-tiny": model(4, 128, 4, 4, 32, 512, 2e-3, **NEOX),
+    "gemma2-tiny": model(4, 128, 4, 2, 64, 384, 2e-3, scale=32**-0.5, windows=(15, -1), **GEMMA2),
+    "mistral-tiny": model(4, 128, 4, 2, 32, 384, 2e-3, **MISTRAL | {"windows": (15,)}),
+    "qwen3-tiny": model(4, 128, 4, 2, 64, 384, 2e-3, tied=True, **QWEN3),
+    # meta-llama/Meta-Llama-3-8B, Llama-3.1-8B, Meta-Llama-3-70B.
+    "llama3-8b": model(32, 4096, 32, 8, 128, 14_336, 3e-4, **LLAMA3),
+    "llama3.1-8b": model(32, 4096, 32, 8, 128, 14_336, 3e-4, **LLAMA3 | {"scaling": LLAMA31, "positions": 131_072}),
+    "llama3-70b": model(80, 8192, 64, 8, 128, 28_672, 1.5e-4, **LLAMA3),
+    # tiiuae/falcon-7b.
+    "falcon-7b": model(32, 4544, 71, 1, 64, 18_176, 6e-4, **FALCON),
+    # EleutherAI/gpt-neox-20b.
+    "gpt-neox-20b": model(44, 6144, 64, 64, 96, 24_576, 9.7e-5, **NEOX),
+    # google/gemma-2-2b, gemma-2-9b, gemma-2-27b.
+    "gemma2-2b": model(26, 2304, 8, 4, 256, 9216, 3e-4, windows=GEMMA2_WINDOWS, **GEMMA2),
+    "gemma2-9b": model(42, 3584, 16, 8, 256, 14_336, 3e-4, windows=GEMMA2_WINDOWS, **GEMMA2),
+    "gemma2-27b": model(46, 4608, 32, 16, 128, 36_864, 1.5e-4, scale=144**-0.5, windows=GEMMA2_WINDOWS, **GEMMA2),
+    # mistralai/Mistral-7B-v0.1.
+    "mistral-7b": model(32, 4096, 32, 8, 128, 14_336, 3e-4, **MISTRAL),
+    # Qwen/Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Qwen3-8B.
+    "qwen3-0.6b": model(28, 1024, 16, 8, 128, 3072, 3e-4, tied=True, **QWEN3),
+    "qwen3-1.7b": model(28, 2048, 16, 8, 128, 6144, 3e-4, tied=True, **QWEN3),
+    "qwen3-4b": model(36, 2560, 32, 8, 128, 9728, 3e-4, tied=True, **QWEN3),
+    "qwen3-8b": model(36, 4096, 32, 8, 128, 12_288, 3e-4, **QWEN3),
 }
-
-#: epsilon of every RMSNorm.
-EPS = 1e-5
-
-
-def padded(vocab: int) -> int:
-    """Rows of the embedding for so many tokens: a multiple of 32."""
-    return math.ceil(vocab / 32) * 32
-
-
-def projections(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The matrices between embedding and head, which recipes quantize: [out, in] by name, in order of computation."""
-    kv_dim = config.kv_heads * config.head_dim
-    shapes = {
-        "attention.q_proj": (config.dim, config.dim),
-        "attention.k_proj": (kv_dim, config.dim),
-        "attention.v_proj": (kv_dim, config.dim),
-        "attention.o_proj": (config.dim, config.dim),
-        "mlp.gate_proj": (config.hidden, config.dim),
-        "mlp.up_proj": (config.hidden, config.dim),
-        "mlp.down_proj": (config.dim, config.hidden),
-    }
-    return {f"layers.{layer}.{name}": shape for layer in range(config.layers) for name, shape in shapes.items()}
-
-
-def parameters(config: ModelConfig, vocab: int) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape by name, in order of computation."""
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (padded(vocab), config.dim)}
-    for name, shape in projections(config).items():
-        block, _, projection = name.rpartition(".")
-        if projection in ("q_proj", "gate_proj"):
-            shapes[f"{block}_norm.weight"] = (config.dim,)
-        shapes[f"{name}.weight"] = shape
-    shapes["norm.weight"] = (config.dim,)
-    if not config.tied:
-        shapes["head.weight"] = (padded(vocab), config.dim)
-    return shapes
-
-
-def initial(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Every parameter's first value in float32: of the sizes and the seed, and of nothing else.
-
-    Norms are 1. Matrices are normal with variance 1 / dim; what writes to the residual stream is sqrt(2 layers)
-    smaller, and an embedding that is not the head as well has variance 1: the stream then begins as large as the norms
-    make it, and what a quantized layer adds to it, error included, is small beside it.
-    """
-    random = np.random.default_rng(seed)
-    for name, shape in parameters(config, vocab).items():
-        if len(shape) == 1:
-            yield name, np.ones(shape, np.float32)
-        else:
-            yield name, random.standard_normal(shape, np.float32) * np.float32(deviation(name, config))
-
-
-def deviation(name: str, config: ModelConfig) -> float:
-    """The standard deviation of a matrix's first values."""
-    if name == "embedding.weight" and not config.tied:
-        return 1.0
-    std = config.dim**-0.5
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        std /= math.sqrt(2 * config.layers)
-    return std

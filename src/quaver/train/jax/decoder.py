@@ -18,7 +18,7 @@ from quaver.jax.attention import attention
 from quaver.jax.linear import linear
 from quaver.jax.norm import rms_norm
 from quaver.jax.rope import rope
-from quaver.train.sizes import EPS, ModelConfig
+from quaver.train.sizes import ModelConfig
 
 Params = Mapping[str, Array]
 #: What a recipe keeps between steps, by the name of the layer.
@@ -68,23 +68,23 @@ def block(model: Decoder, params: Params, state: State, name: str, x: Array, loo
         return y
 
     config = model.config
-    y = norm(f"{name}.attention_norm", params, x, look)
+    y = norm(f"{name}.attention.norm", params, x, look)
     q, k, v = (
         project(f"attention.{part}", y).reshape(*y.shape[:-1], heads, config.head_dim)  # [B, S, H, D]
-        for part, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads), ("v_proj", config.kv_heads))
+        for part, heads in (("q_proj", config.heads), ("k_proj", config.groups), ("v_proj", config.groups))
     )
     q, k = rope(q, theta=config.theta), rope(k, theta=config.theta)
     y = project("attention.o_proj", attention(q, k, v, mask_type="causal").reshape(y.shape))
     look(f"{name}.attention", y)
     x = x + y
-    y = norm(f"{name}.mlp_norm", params, x, look)
+    y = norm(f"{name}.mlp.norm", params, x, look)
     y = project("mlp.down_proj", activate("swiglu", project("mlp.gate_proj", y), project("mlp.up_proj", y)))
     look(f"{name}.mlp", y)
     return x + y
 
 
 def norm(name: str, params: Params, x: Array, look: Look) -> Array:
-    y = rms_norm(x, params[f"{name}.weight"], eps=EPS)
+    y = rms_norm(x, params[f"{name}.weight"], eps=1e-5)
     look(name, y)
     return y
 

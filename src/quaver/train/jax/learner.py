@@ -15,7 +15,8 @@ from quaver.train.jax.decoder import Decoder, Params, State
 from quaver.train.jax.device import find
 from quaver.train.jax.optimizer import Moments, rates, start
 from quaver.train.learner import Tensors
-from quaver.train.sizes import MODELS, initial, parameters, projections
+from quaver.train.parameters import initial, parameters, projections
+from quaver.train.sizes import MODELS
 
 
 @dataclass(frozen=True, kw_only=True)

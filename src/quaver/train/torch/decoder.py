@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quaver.train.sizes import EPS, ModelConfig, initial, padded
+from quaver.train.parameters import initial, padded
+from quaver.train.sizes import ModelConfig
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -23,13 +24,15 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        kv_dim = config.kv_heads * self.head_dim
+        self.norm = nn.RMSNorm(config.dim, eps=config.eps)
+        kv_dim = config.groups * self.head_dim
         self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -44,25 +47,25 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.norm = nn.RMSNorm(config.dim, eps=config.eps)
         self.gate_proj = nn.Linear(config.dim, config.hidden, bias=False)
         self.up_proj = nn.Linear(config.dim, config.hidden, bias=False)
         self.down_proj = nn.Linear(config.hidden, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=EPS)
         self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.dim, eps=EPS)
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention(x, cos, sin)
+        return x + self.mlp(x)
 
 
 class Decoder(nn.Module):
@@ -75,7 +78,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocab, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, eps=EPS)
+        self.norm = nn.RMSNorm(config.dim, eps=config.eps)
         self.head = None if config.tied else nn.Linear(config.dim, vocab, bias=False)
         half = config.dim // config.heads // 2
         frequency = config.theta ** -(torch.arange(half, dtype=torch.float32) / half)
