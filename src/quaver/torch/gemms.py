@@ -20,27 +20,65 @@ from quaver.torch.quantized import Quantized
 Factors = Tensor | list[float] | None
 
 
-def fprop(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe, call: "Call") -> Tensor:
-    """x [T, K] to [T, N]; what backward will need is left in `call`."""
+def fprop(
+    x: Tensor | Quantized, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe, call: "Call"
+) -> Tensor:
+    """x [T, K], perhaps quantized already, to [T, N]; what backward will need is left in `call`."""
     a, b = recipe.fprop.a, recipe.fprop.b
+    xq = x
     if a is None or b is None:
+        assert isinstance(x, Tensor)
         y = high_precision(x, weight, x.dtype, bias)
-        xq: Tensor | Quantized = x
     else:
-        xq = quantize(layer, amax.INPUT, "input", x, a, recipe, call)
+        if x.__class__ is not Quantized:
+            xq = quantize(layer, amax.INPUT, "input", x, a, recipe, call)  # type: ignore[arg-type]
         wq = quantized_weight(layer, weight, "fprop", b, recipe, call)
         if call.plan.weight and not call.traced and "_weights" in layer.__dict__:
             call.weight = wq
-        y = call.matmul(xq, wq, x.dtype, bias)
+        y = call.matmul(xq, wq, call.dtype, bias)
     if call.keep_input:
-        c = recipe.wgrad.b
-        if c is None:
-            call.kept = x
-        elif call.plan.input:
-            call.kept = xq
-        else:
-            call.kept = quantize(layer, amax.INPUT, "input.T", x.t(), c, recipe, call)
+        assert isinstance(x, Tensor)
+        call.kept = kept_input(x, xq, layer, recipe, call)
     return y
+
+
+def kept_input(x: Tensor, xq: Tensor | Quantized, layer: nn.Module, recipe: Recipe, call: "Call") -> Tensor | Quantized:
+    """The operand of wgrad: of x [T, K], and of what fprop consumed of it."""
+    c = recipe.wgrad.b
+    if c is None:
+        return x
+    if call.plan.input:
+        return xq
+    return quantize(layer, amax.INPUT, "input.T", x.t(), c, recipe, call)
+
+
+def backward(
+    g: Tensor,
+    weight: Tensor,
+    kept: Tensor | Quantized,
+    layer: nn.Module,
+    recipe: Recipe,
+    call: "Call",
+    need_input: bool,
+    need_weight: bool,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """grad_output [T, N] to grad_input [T, K] and grad_weight [N, K], as far as they are needed."""
+    gq: Tensor | Quantized = g
+    grad_input = grad_weight = None
+    if recipe.dgrad.a is not None and (need_input or (need_weight and call.plan.grad_output)):
+        gq = quantize(layer, amax.GRAD_OUTPUT, "grad_output", g, recipe.dgrad.a, recipe, call)
+    if need_input:
+        grad_input = dgrad(gq, weight, layer, recipe, call)
+    if need_weight:
+        if recipe.wgrad.a is None:
+            gt: Tensor | Quantized = g.t()
+        elif call.plan.grad_output:
+            gt = gq.T
+        else:
+            gt = quantize(layer, amax.GRAD_OUTPUT, "grad_output.T", g.t(), recipe.wgrad.a, recipe, call)
+        grad_weight = wgrad(gt, kept, recipe, call, weight_dtype)
+    return grad_input, grad_weight
 
 
 def dgrad(g: Tensor | Quantized, weight: Tensor, layer: nn.Module, recipe: Recipe, call: "Call") -> Tensor:

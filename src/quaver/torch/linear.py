@@ -18,9 +18,9 @@ from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch import amax, ops
 from quaver.torch.autocast import recipe_in_force
-from quaver.torch.gemms import Call, dgrad, fprop, quantize, wgrad
+from quaver.torch.gemms import Call, backward, fprop
 from quaver.torch.noise import fresh_count
-from quaver.torch.quantized import Quantized
+from quaver.torch.quantized import put_together, take_apart
 from quaver.torch.state import STATE, match_state, prepare
 
 _serials = itertools.count()
@@ -36,7 +36,7 @@ class _Linear(torch.autograd.Function):
         need_input, need_weight, *_ = ctx.needs_input_grad
         factors = None if recipe.delayed is None else amax.saved_factors(layer)
         call = Call(recipe, x, x.dtype, need_weight and record, record, factors)
-        y = fprop(x if x.dim() == 2 else _matrix(x), weight, bias, layer, recipe, call)
+        y = fprop(matrix(x), weight, bias, layer, recipe, call)
         kept = _save(ctx, call, weight if need_input else None)
         # A compiler carries tensors and plain values from forward to backward, no objects.
         reused = None if call.traced else call
@@ -53,9 +53,18 @@ class _Linear(torch.autograd.Function):
             # create_graph=True: the gradients exist, only their own derivative does not.
             with torch.no_grad():
                 grads = _backward(ctx, g)
-            sources = g, ctx.saved_tensors[0], torch.empty(0, requires_grad=True)
-            return tuple(None if t is None else _NoDoubleBackward.apply(t, *sources) for t in grads[:3]) + grads[3:]
+            return no_second_derivative(grads, g, ctx.saved_tensors[0])
         return _backward(ctx, g)
+
+
+def refuse_transforms(*tensors: Tensor | None) -> None:
+    """Raise a NotImplementedError under vmap, torch.func.grad and forward mode."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(NO_FUNCTORCH)
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(t).tangent is not None for t in tensors if t is not None
+    ):
+        raise NotImplementedError(NO_FORWARD_MODE)
 
 
 NO_FORWARD_MODE = (
@@ -72,8 +81,14 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
+def no_second_derivative(grads: tuple[Any, ...], *sources: Tensor | None) -> tuple[Any, ...]:
+    """The gradients tied to what they depend on: differentiating one once more is an error and not 0."""
+    tied = *sources, torch.empty(0, requires_grad=True)
+    return tuple(_NoDoubleBackward.apply(g, *tied) if isinstance(g, Tensor) else g for g in grads)
+
+
 class _NoDoubleBackward(torch.autograd.Function):
-    """A gradient as it is, tied to what it depends on: differentiating it once more is seen and not taken for 0."""
+    """A gradient as it is, tied to what it depends on."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
@@ -84,9 +99,9 @@ class _NoDoubleBackward(torch.autograd.Function):
         raise NotImplementedError(NO_DOUBLE_BACKWARD)
 
 
-def _matrix(x: Tensor) -> Tensor:
+def matrix(x: Tensor) -> Tensor:
     """[..., k] to [tokens, k]."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _save(ctx: Any, call: Call, weight: Tensor | None) -> tuple[Any, ...] | None:
@@ -97,49 +112,24 @@ def _save(ctx: Any, call: Call, weight: Tensor | None) -> tuple[Any, ...] | None
         call.kept = None
         if on_device is not None:
             call.factors = None
-    if not isinstance(kept, Quantized):
-        ctx.save_for_backward(weight, kept, on_device)
-        return None
-    if isinstance(kept.scale, Tensor):
-        ctx.save_for_backward(weight, kept.data, on_device, kept.scale, kept.tensor_factor)
-        return kept.spec, kept.shape, kept.turned, None
-    ctx.save_for_backward(weight, kept.data, on_device)
-    return kept.spec, kept.shape, kept.turned, kept.scale
-
-
-def _kept(about: tuple[Any, ...] | None, data: Any, scale: Any = None, tensor_factor: Any = None) -> Tensor | Quantized:
-    """The operand that `_save` took apart."""
-    if about is None:
-        return data
-    spec, shape, turned, host_scale = about
-    return Quantized(data, host_scale if scale is None else scale, spec, shape, turned, tensor_factor)
+    tensors, about = take_apart(kept)
+    ctx.save_for_backward(weight, on_device, *tensors)
+    return about
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
     need_input, need_weight, need_bias, *_ = ctx.needs_input_grad
-    weight, data, factors, *scales = ctx.saved_tensors
+    weight, factors, *tensors = ctx.saved_tensors
     layer, recipe, call, shape, dtype, weight_dtype, bias_dtype, record, kept = ctx.about
     if call is None:
         call = Call(recipe, g, dtype, need_weight, record, factors)
     elif factors is not None:
         call.factors = factors
-    g2 = g if g.dim() == 2 else _matrix(g)
-    grad_input = grad_weight = grad_bias = None
-    gq: Tensor | Quantized = g2
-    if recipe.dgrad.a is not None and (need_input or (need_weight and call.plan.grad_output)):
-        gq = quantize(layer, amax.GRAD_OUTPUT, "grad_output", g2, recipe.dgrad.a, recipe, call)
-    if need_input:
-        grad_input = dgrad(gq, weight, layer, recipe, call)
-        if g.dim() != 2:
-            grad_input = grad_input.view(shape)
-    if need_weight:
-        if recipe.wgrad.a is None:
-            gt: Tensor | Quantized = g2.t()
-        elif call.plan.grad_output:
-            gt = gq.T
-        else:
-            gt = quantize(layer, amax.GRAD_OUTPUT, "grad_output.T", g2.t(), recipe.wgrad.a, recipe, call)
-        grad_weight = wgrad(gt, _kept(kept, data, *scales), recipe, call, weight_dtype)
+    g2 = matrix(g)
+    kept = put_together(kept, tensors)
+    found, grad_weight = backward(g2, weight, kept, layer, recipe, call, need_input, need_weight, weight_dtype)
+    grad_input = found if found is None or g.dim() == 2 else found.view(shape)
+    grad_bias = None
     if need_bias:
         grad_bias = g2.sum(0, dtype=torch.float32).to(bias_dtype)
     return grad_input, grad_weight, grad_bias, None, None, None
@@ -148,6 +138,18 @@ def _backward(ctx: Any, g: Tensor) -> Any:
 #: `Function.apply` without its checks for torch.func, which the layer has made itself; they take as long as a small
 #: GEMM.
 _apply: Any = super(torch.autograd.Function, _Linear).apply
+
+
+def recipe_of(layer: nn.Module) -> Recipe | None:
+    """The recipe that a forward of this layer follows; inside backward the one of its last forward."""
+    recipe = recipe_in_force(layer.recipe)  # type: ignore[arg-type]
+    if not torch.compiler.is_compiling():
+        mine = layer.__dict__
+        # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
+        if torch._C._current_graph_task_id() != -1 and "_last" in mine:
+            recipe = mine["_last"]
+        mine["_last"] = recipe
+    return recipe
 
 
 class Linear(nn.Linear):
@@ -190,15 +192,10 @@ class Linear(nn.Linear):
             prepare(self, self.recipe)
 
     def forward(self, input: Tensor) -> Tensor:
-        recipe = recipe_in_force(self.recipe)
         compiling = torch.compiler.is_compiling()
         training = torch.is_grad_enabled()
         mine = self.__dict__
-        if not compiling:
-            # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
-            if torch._C._current_graph_task_id() != -1 and "_last" in mine:
-                recipe = mine["_last"]
-            mine["_last"] = recipe
+        recipe = recipe_of(self)
         parameters = self._parameters
         # Parametrizations make attributes of them; module.__getattr__ takes as long as a small operation.
         weight: Tensor = parameters["weight"] if "weight" in parameters else self.weight  # type: ignore[assignment] # noqa: SIM401
@@ -211,7 +208,7 @@ class Linear(nn.Linear):
         casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in ops.DTYPES
         x = input.to(torch.get_autocast_dtype(device)) if casting else input
         if x.dtype is not weight.dtype and not casting:
-            raise ValueError(_dtype_sentence(self, x.dtype))
+            raise ValueError(dtype_sentence(self, x.dtype))
         if x.dim() == 0 or x.size(-1) != weight.size(-1):
             raise ValueError(
                 f"Linear({self.in_features} → {self.out_features}) got an input of shape {tuple(x.shape)}; "
@@ -221,12 +218,7 @@ class Linear(nn.Linear):
             return _unquantized(x, weight, bias)
         if compiling:
             return _Linear.apply(x, weight, bias, self, recipe, training)
-        if torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(NO_FUNCTORCH)
-        if forward_ad._current_level >= 0 and any(
-            forward_ad.unpack_dual(t).tangent is not None for t in (x, weight, bias) if t is not None
-        ):
-            raise NotImplementedError(NO_FORWARD_MODE)
+        refuse_transforms(x, weight, bias)
         if not casting:
             return _apply(x, weight, bias, self, recipe, training)
         with ops.without_autocast(device):
@@ -289,7 +281,7 @@ class Linear(nn.Linear):
 TRANSIENT = ("_number", "_weights", "_views", "_last", "_prepared", "_copied", "_streams")
 
 
-def _dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
+def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
     return (
         f"Linear({layer.in_features} → {layer.out_features}) has {layer.weight.dtype} weights and got a {dtype} input; "
         "convert the input, or enter torch.autocast"

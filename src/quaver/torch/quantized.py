@@ -1,6 +1,8 @@
 """The one container of quantized data, and how its bytes are laid out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,3 +154,22 @@ def e2m1_values(device: torch.device) -> Tensor:
         positive = torch.from_numpy(magnitudes(E2M1))
         _tables[device] = torch.cat([positive, -positive]).to(device)
     return _tables[device]
+
+
+def take_apart(value: Tensor | Quantized | None) -> tuple[list[Tensor | None], tuple[Any, ...] | None]:
+    """The tensors of an operand, which autograd may keep, and what `put_together` needs besides."""
+    if not isinstance(value, Quantized):
+        return [value], None
+    if isinstance(value.scale, Tensor):
+        return [value.data, value.scale, value.tensor_factor], (value.spec, value.shape, value.turned, None)
+    return [value.data], (value.spec, value.shape, value.turned, value.scale)
+
+
+def put_together(about: tuple[Any, ...] | None, tensors: Sequence[Any]) -> Any:
+    """The operand that `take_apart` took apart."""
+    if about is None:
+        return tensors[0]
+    spec, shape, turned, host_scale = about
+    if host_scale is not None:
+        return Quantized(tensors[0], host_scale, spec, shape, turned)
+    return Quantized(tensors[0], tensors[1], spec, shape, turned, tensors[2])

@@ -1,0 +1,249 @@
+"""What an MLP applies between its two matrices: a table; adding an activation is adding a row.
+
+A gated one takes two tensors, the gate that passes through the nonlinearity and the value that it multiplies; a fused
+projection puts them side by side in one tensor, gate first. All are computed in float32 and rounded once. Backward
+starts from the inputs again: nothing else is kept.
+Source of the gated ones: Shazeer 2020, arXiv:2002.05202.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.core.suggest import suggest
+
+_aten = torch.ops.aten
+Function = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of one float32 tensor, or of gate and value, and its derivative."""
+
+    #: (x, *options) or (gate, value, *options) to the result.
+    forward: Function
+    #: (gradient of the result, x or gate and value, *options) to the gradients of the inputs.
+    backward: Callable[..., tuple[Tensor, ...]]
+    gated: bool = False
+    #: Options with what they are by default, in the order in which the functions take them.
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> int:
+        """How many tensors it takes, each as wide as its result."""
+        return 2 if self.gated else 1
+
+
+def _plain(forward: Function, backward: Function) -> Activation:
+    return Activation(forward, lambda g, x: (backward(g, x),))
+
+
+def _gated(forward: Function, backward: Function) -> Activation:
+    """forward(gate) · value."""
+    return Activation(
+        lambda gate, value: forward(gate).mul_(value),
+        lambda g, gate, value: (backward(g * value, gate), forward(gate).mul_(g)),
+        gated=True,
+    )
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gelu_backward(g: Tensor, x: Tensor) -> Tensor:
+    return _aten.gelu_backward(g, x, approximate="tanh")
+
+
+def _relu_backward(g: Tensor, x: Tensor) -> Tensor:
+    return _aten.threshold_backward(g, x, 0)
+
+
+def _sigmoid_backward(g: Tensor, x: Tensor) -> Tensor:
+    return _aten.sigmoid_backward(g, torch.sigmoid(x))
+
+
+#: CLIP's approximation of gelu: x sigmoid(1.702 x).
+QUICK = 1.702
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return torch.sigmoid(x * QUICK).mul_(x)
+
+
+def _quick_gelu_backward(g: Tensor, x: Tensor) -> Tensor:
+    return _aten.silu_backward(g, x * QUICK)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)², of Primer (arXiv:2109.08668)."""
+    return torch.relu(x).square_()
+
+
+def _squared_relu_backward(g: Tensor, x: Tensor) -> Tensor:
+    return torch.relu(x).mul_(2).mul_(g)
+
+
+def _clamped_swiglu(gate: Tensor, value: Tensor, limit: float, alpha: float) -> Tensor:
+    """gpt-oss's: gate held below `limit`, value within ±limit; gate sigmoid(alpha gate) (value + 1)."""
+    gate = gate.clamp(max=limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(value.clamp(-limit, limit).add_(1))
+
+
+def _clamped_swiglu_backward(
+    g: Tensor, gate: Tensor, value: Tensor, limit: float, alpha: float
+) -> tuple[Tensor, Tensor]:
+    held = gate.clamp(max=limit)
+    shifted = value.clamp(-limit, limit).add_(1)
+    of_gate = _aten.silu_backward(g * shifted, held * alpha)
+    of_value = torch.sigmoid(held * alpha).mul_(held).mul_(g)
+    # The gradient of clamp is 1 on its bounds; comparisons with NaN are false, and NaN stays in the other factor.
+    return of_gate.mul_(~(gate > limit)), of_value.mul_(~(value.abs() > limit))
+
+
+#: "gelu" is the tanh form, as in JAX and Flax; "gelu_exact" is the error function's, torch's default.
+ACTIVATIONS: dict[str, Activation] = {
+    "linear": _plain(lambda x: x.clone(), lambda g, x: g.clone()),
+    "gelu": _plain(_gelu, _gelu_backward),
+    "gelu_exact": _plain(F.gelu, _aten.gelu_backward),
+    "quick_gelu": _plain(_quick_gelu, _quick_gelu_backward),
+    "relu": _plain(torch.relu, _relu_backward),
+    "squared_relu": _plain(_squared_relu, _squared_relu_backward),
+    "silu": _plain(F.silu, _aten.silu_backward),
+    "glu": _gated(torch.sigmoid, _sigmoid_backward),
+    "geglu": _gated(_gelu, _gelu_backward),
+    "geglu_exact": _gated(F.gelu, _aten.gelu_backward),
+    "quick_geglu": _gated(_quick_gelu, _quick_gelu_backward),
+    "reglu": _gated(torch.relu, _relu_backward),
+    "squared_reglu": _gated(_squared_relu, _squared_relu_backward),
+    "swiglu": _gated(F.silu, _aten.silu_backward),
+    "clamped_swiglu": Activation(
+        _clamped_swiglu, _clamped_swiglu_backward, gated=True, options={"limit": 7.0, "alpha": 1.702}
+    ),
+}
+
+
+def get_activation(name: str) -> Activation:
+    """The row of this name.
+
+    Raises:
+        ValueError: there is none; the message names the nearest.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"no activation {name!r}; {suggest(str(name), ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def option_values(name: str, options: Mapping[str, float]) -> tuple[float, ...]:
+    """The options of an activation in its own order, those not given as they are by default."""
+    known = get_activation(name).options
+    for option in options:
+        if option not in known:
+            hint = suggest(option, known) if known else "it takes none"
+            raise ValueError(f"activation {name!r} has no option {option!r}; {hint}")
+    return tuple({**known, **options}.values())
+
+
+def activate(name: str, *x: Tensor, **options: float) -> Tensor:
+    """Apply an activation in float32, differentiably; only x is kept for backward.
+
+    Args:
+        name: a row of `ACTIVATIONS`.
+        x: one tensor; or gate and value of one shape for a gated activation, or one tensor [..., 2 d] that holds the
+            gate and then the value.
+        options: of the function, such as clamped_swiglu's `limit`.
+    Returns:
+        [..., d] in x's dtype, rounded once.
+    Raises:
+        ValueError: unknown name or option, or tensors that do not fit.
+    Bounded: relative RMS 1e-6 of float64 in float32. NaN gives NaN.
+    """
+    row = get_activation(name)
+    if len(x) not in (1, row.inputs) or any(a.shape != x[0].shape or a.dtype != x[0].dtype for a in x):
+        shapes = ", ".join(f"{tuple(a.shape)} {a.dtype}" for a in x)
+        raise ValueError(
+            f"activation {name!r} takes {'gate and value of one shape' if row.gated else 'one tensor'}, got {shapes}"
+        )
+    if row.gated and len(x) == 1 and x[0].shape[-1] % 2:
+        raise ValueError(f"activation {name!r} takes gate and value side by side, an even width; got {x[0].shape[-1]}")
+    y: Tensor = _Activate.apply(name, option_values(name, options), *x)
+    return y
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
+        ctx.save_for_backward(*x)
+        ctx.about = name, options
+        return forward(name, options, x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        name, options = ctx.about
+        return None, None, *backward(name, options, g, ctx.saved_tensors)
+
+
+# What layers compose. Compilers see opaque operators: eager's bits, and nothing but the inputs kept for backward.
+
+
+def forward(name: str, options: tuple[float, ...], x: Sequence[Tensor]) -> Tensor:
+    """`activate` without its checks, outside autograd."""
+    if torch.compiler.is_compiling():
+        y: Tensor = torch.ops.quaver.activate(name, options, list(x))
+        return y
+    return _forward(name, options, x)
+
+
+def backward(name: str, options: tuple[float, ...], g: Tensor, x: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of the inputs, as those came: one tensor or two."""
+    if torch.compiler.is_compiling():
+        return tuple(torch.ops.quaver.activate_backward(name, options, g, list(x)))
+    return tuple(_backward(name, options, g, x))
+
+
+def _forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
+    row, dtype = ACTIVATIONS[name], x[0].dtype
+    return row.forward(*_wide(row, x), *options).to(dtype)
+
+
+def _backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
+    row, dtype = ACTIVATIONS[name], x[0].dtype
+    grads = row.backward(g.float(), *_wide(row, x), *options)
+    if row.gated and len(x) == 1:
+        whole = torch.empty_like(x[0], memory_format=torch.contiguous_format)
+        for half, grad in zip(whole.chunk(2, -1), grads, strict=True):
+            half.copy_(grad)
+        return [whole]
+    return [grad.to(dtype) for grad in grads]
+
+
+def _wide(row: Activation, x: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each input in float32; of one tensor that holds two, both halves."""
+    if row.gated and len(x) == 1:
+        x = x[0].chunk(2, -1)
+    return [a.float() for a in x]
+
+
+def _fake_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
+    width = x[0].shape[-1] // (2 if ACTIVATIONS[name].gated and len(x) == 1 else 1)
+    return x[0].new_empty((*x[0].shape[:-1], width))
+
+
+def _fake_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
+    return [a.new_empty(a.shape) for a in x]
+
+
+_library = torch.library.Library("quaver", "FRAGMENT")
+_library.define("activate(str name, float[] options, Tensor[] x) -> Tensor")
+_library.define("activate_backward(str name, float[] options, Tensor g, Tensor[] x) -> Tensor[]")
+for _name, _impl, _fake in (
+    ("activate", _forward, _fake_forward),
+    ("activate_backward", _backward, _fake_backward),
+):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quaver::{_name}", _fake, lib=_library)

@@ -1,0 +1,134 @@
+"""A normalization and the linear layers that read its output: at the entrance of attention, of an MLP, of a head."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.spec import Recipe
+from quaver.torch import norm as norms
+from quaver.torch.linear import Linear
+from quaver.torch.norm import Norm
+from quaver.torch.projections import project
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """The prologue that takes x, weight and bias of a `Norm`; backward keeps x and the rows' statistics."""
+
+    normalization: str
+    eps: float
+    zero_centered: bool
+    remakes: bool = False
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        value, weight, bias = x
+        assert value is not None
+        return norms.normalize(value, weight, bias, self.normalization, self.eps, self.zero_centered)
+
+    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        value, weight, bias = x
+        assert value is not None
+        y, mean, factor = norms.forward(value, weight, bias, self.normalization, self.eps, self.zero_centered)
+        return y, (value, weight, bias, mean, factor)
+
+    def remake(self, saved: Sequence[Any]) -> Tensor:
+        x, weight, bias, *_ = saved
+        return norms.forward(x, weight, bias, self.normalization, self.eps, self.zero_centered)[0]
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, factor = saved
+        return norms.backward(g, x, weight, bias, (mean, factor), self.normalization, self.zero_centered)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The prologue of an input that is there already: nothing is made, and nothing kept but what wgrad consumes."""
+
+    remakes: bool = False
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        (value,) = x
+        assert value is not None
+        return value
+
+    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        return self(*x), ()
+
+    def remake(self, saved: Sequence[Any]) -> Tensor:
+        raise AssertionError("what is given is kept")
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        return (g,)
+
+
+GIVEN = Given()
+
+
+def normalized_projections(
+    norm: nn.Module | None, x: Tensor, layers: Sequence[Linear], return_input: bool = False
+) -> tuple[Tensor, ...]:
+    """norm(x), or x, through several layers that share its quantization.
+
+    Args:
+        norm: a `Norm`; any other module is called as it is; None leaves x alone.
+        x: [..., dim].
+        layers: each of dim features in.
+        return_input: give the layers' input too, first.
+    """
+    if norm is None or norm.__class__.forward is not Norm.forward or norm._forward_hooks or norm._forward_pre_hooks:
+        y = x if norm is None else norm(x)
+        if len(layers) == 1 and not return_input:
+            return (layers[0](y),)
+        return project(GIVEN, (y,), layers, return_input)
+    assert isinstance(norm, Norm)
+    norm.check_input(x)
+    prologue = norm.__dict__.get("_prologue")
+    if prologue is None:
+        prologue = norm.__dict__["_prologue"] = Normalized(norm.normalization, norm.eps, norm.zero_centered)
+    return project(prologue, (x, norm.weight, norm.bias), layers, return_input)
+
+
+class LayerNormLinear(nn.Module):
+    """Linear(norm(x)), of whose normalized input only what the GEMM consumed is kept for backward.
+
+    Args:
+        in_features, out_features, bias: of the linear layer.
+        normalization, eps, zero_centered, norm_bias: of the `Norm`.
+        return_normalized: give (output, norm(x)) instead of the output.
+        recipe, seed: as `quaver.torch.Linear`.
+    Submodules: `norm` and `linear`; the same bits as calling one after the other.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        eps: float = 1e-5,
+        zero_centered: bool = False,
+        norm_bias: bool = True,
+        return_normalized: bool = False,
+        recipe: str | Recipe | None = None,
+        seed: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.norm = Norm(normalization, in_features, eps, zero_centered=zero_centered, bias=norm_bias, **made)
+        self.linear = Linear(in_features, out_features, bias, recipe=recipe, seed=seed, **made)
+        self.return_normalized = return_normalized
+
+    def reset_parameters(self) -> None:
+        """Norm to one, linear layer as `nn.Linear` begins."""
+        self.norm.reset_parameters()
+        self.linear.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        found = normalized_projections(self.norm, x, (self.linear,), self.return_normalized)
+        return (found[1], found[0]) if self.return_normalized else found[0]

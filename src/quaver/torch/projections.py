@@ -1,0 +1,228 @@
+"""Several linear layers of one input that is made on the way: by a normalization, by an activation, or given.
+
+    y = prologue(x)        output_i = y @ weight_i.T + bias_i
+
+y is quantized once for all of them and goes to their GEMMs as it is; of it backward keeps eight bits, or nothing where
+the prologue makes it again from what it keeps anyway. The same bits as the prologue followed by each layer alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quaver.core.spec import Recipe
+from quaver.torch import amax, ops
+from quaver.torch.gemms import Call, backward, fprop, kept_input, quantize
+from quaver.torch.linear import Linear, dtype_sentence, matrix, no_second_derivative, recipe_of, refuse_transforms
+from quaver.torch.quantized import Quantized, put_together, take_apart
+from quaver.torch.state import prepare
+
+
+class Prologue(Protocol):
+    """How the layers' input is made. Its methods are called with as many tensors as it takes, None among them."""
+
+    @property
+    def remakes(self) -> bool:
+        """Whether backward makes the input again, so that nothing of it is kept."""
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        """Differentiably, for layers that are not quantized."""
+
+    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
+        """Outside autograd: the input, and what backward needs."""
+
+    def remake(self, saved: Sequence[Any]) -> Tensor:
+        """The input once more, bit for bit."""
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """The gradients of what it took."""
+
+
+def project(
+    prologue: Prologue, x: Sequence[Tensor | None], layers: Sequence[Linear], return_input: bool = False
+) -> tuple[Tensor, ...]:
+    """The outputs of the layers, and before them their input if it is asked for.
+
+    Layers that are called together take one history of their input, the first one's.
+    """
+    recipe = _shared_recipe(layers)
+    if recipe is None or x[0] is None or x[0].dtype not in ops.DTYPES:
+        y = prologue(*x)
+        outputs = [layer(y) for layer in layers]
+        return (y, *outputs) if return_input else tuple(outputs)
+    training = torch.is_grad_enabled()
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers]
+    device = "cpu" if x[0].is_cpu else x[0].device.type
+    casting = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if casting else x[0].dtype
+    refuse_transforms(*x, *weights, *biases)
+    for layer, weight in zip(layers, weights, strict=True):
+        if not casting and weight.dtype is not dtype:
+            raise ValueError(dtype_sentence(layer, dtype))
+        if training and layer.__dict__.get("_prepared") is not recipe:
+            prepare(layer, recipe)
+    what = _What(prologue, tuple(layers), recipe, dtype, training, return_input, len(x))
+    with ops.without_autocast(device):
+        outputs = _Projections.apply(what, *x, *weights, *biases)
+    return outputs
+
+
+def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
+    """The recipe that all layers quantize by, if nothing about one of them wants it called as a module."""
+    recipe = None
+    for layer in layers:
+        mine = layer.__dict__
+        if (
+            layer.__class__ is not Linear
+            or "forward" in mine
+            or layer._forward_hooks
+            or layer._forward_pre_hooks
+            or layer._backward_hooks
+            or layer._backward_pre_hooks
+        ):
+            return None
+        found = recipe_of(layer)
+        if found is None or found.fprop.a is None or (recipe is not None and found is not recipe):
+            return None
+        recipe = found
+    return recipe
+
+
+class _What(NamedTuple):
+    """Everything about one call that is no tensor."""
+
+    prologue: Prologue
+    layers: tuple[Linear, ...]
+    recipe: Recipe
+    #: Of the GEMMs' inputs and outputs.
+    dtype: torch.dtype
+    training: bool
+    return_input: bool
+    #: Tensors that the prologue takes.
+    taken: int
+
+
+class _Projections(torch.autograd.Function):
+    """Saves plain tensors only; see `quaver.torch.linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, what: _What, *tensors: Tensor | None) -> Any:
+        n, recipe = len(what.layers), what.recipe
+        x, weights, biases = tensors[: what.taken], tensors[what.taken : what.taken + n], tensors[what.taken + n :]
+        needed = ctx.needs_input_grad[1 + what.taken : 1 + what.taken + n]
+        made, saved = what.prologue.forward(*x)
+        lead = made.shape[:-1]
+        y = matrix(made.to(what.dtype))
+        keeps = any(needed) and what.training and not what.prologue.remakes
+        calls = [_call(what, layer, y) for layer in what.layers]
+        first = what.layers[0]
+        assert recipe.fprop.a is not None
+        yq = quantize(first, amax.INPUT, "input", y, recipe.fprop.a, recipe, calls[0])
+        outputs = []
+        for layer, weight, bias, call in zip(what.layers, weights, biases, calls, strict=True):
+            assert weight is not None
+            if layer is not first and call.record and call.factors is not None:
+                amax.record(layer, amax.INPUT, yq.amax)
+            z = fprop(yq, weight, bias, layer, recipe, call)
+            outputs.append(z.view(*lead, weight.shape[0]))
+        if keeps:
+            calls[0].kept = kept_input(y, yq, first, recipe, calls[0])
+        ctx.about = what, lead, _save(ctx, calls, saved, weights), [b is not None and b.dtype for b in biases]
+        ctx.calls = None if calls[0].traced else calls
+        return (made, *outputs) if what.return_input else tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        device = "cpu" if grads[0].is_cpu else grads[0].device.type
+        if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
+            with ops.without_autocast(device):
+                return _Projections.backward(ctx, *grads)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                found = _backward(ctx, grads)
+            return no_second_derivative(found, grads[0], *ctx.saved_tensors)
+        return _backward(ctx, grads)
+
+
+def _call(what: _What, layer: Linear, y: Tensor) -> Call:
+    factors = None if what.recipe.delayed is None else amax.saved_factors(layer)
+    return Call(what.recipe, y, what.dtype, False, what.training, factors)
+
+
+def _save(ctx: Any, calls: list[Call], saved: Sequence[Any], weights: Sequence[Tensor | None]) -> list[tuple[int, Any]]:
+    """Tensors to autograd; what they are of is returned: weights, the kept input, factors, and the prologue's."""
+    factors = [call.factors if isinstance(call.factors, Tensor) else None for call in calls]
+    everything = [*weights, calls[0].kept, *factors, *saved]
+    packed, tensors = [], []
+    for value in everything:
+        parts, about = take_apart(value)
+        packed.append((len(parts), about))
+        tensors += parts
+    ctx.save_for_backward(*tensors)
+    calls[0].kept = None
+    return packed
+
+
+def _restore(ctx: Any) -> tuple[list[Any], Any, list[Any], list[Any]]:
+    """What `_save` took apart."""
+    what, _, packed, _ = ctx.about
+    tensors, values, n = list(ctx.saved_tensors), [], len(what.layers)
+    for parts, about in packed:
+        values.append(put_together(about, tensors[:parts]))
+        tensors = tensors[parts:]
+    return values[:n], values[n], values[n + 1 : 2 * n + 1], values[2 * n + 1 :]
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
+    what, lead, _, bias_dtypes = ctx.about
+    weights, kept, factors, saved = _restore(ctx)
+    n, taken, prologue = len(what.layers), what.taken, what.prologue
+    needs = ctx.needs_input_grad[1:]
+    of_input = any(needs[:taken])
+    needs_weight = needs[taken : taken + n]
+    of_y = grads[0].reshape(-1, grads[0].shape[-1]) if what.return_input else None
+    gs = [matrix(g) for g in grads[-n:]]
+    calls = ctx.calls or [
+        Call(what.recipe, g, what.dtype, False, what.training, f) for g, f in zip(gs, factors, strict=True)
+    ]
+    if kept is None and any(needs_weight):
+        kept = _remade(what, saved, calls[0])
+    of_weights: list[Tensor | None] = [None] * n
+    of_biases: list[Tensor | None] = [None] * n
+    # As autograd adds them up: what was computed last comes first.
+    for i in reversed(range(n)):
+        found, of_weights[i] = backward(
+            gs[i],
+            weights[i],
+            kept,
+            what.layers[i],
+            what.recipe,
+            calls[i],
+            of_input,
+            needs_weight[i],
+            weights[i].dtype,
+        )
+        if found is not None:
+            of_y = found if of_y is None else of_y + found.to(of_y.dtype)
+        if needs[taken + n + i]:
+            of_biases[i] = gs[i].sum(0, dtype=torch.float32).to(bias_dtypes[i])
+    of_x: tuple[Tensor | None, ...] = (None,) * taken
+    if of_input:
+        assert of_y is not None
+        of_x = prologue.backward(of_y.view(*lead, of_y.shape[-1]), saved)
+    return None, *of_x, *of_weights, *of_biases
+
+
+def _remade(what: _What, saved: Sequence[Any], call: Call) -> Tensor | Quantized:
+    """The input that wgrad consumes, from what the prologue kept; no history and no counter sees it twice."""
+    y, recipe = matrix(what.prologue.remake(saved).to(what.dtype)), what.recipe
+    c, factor = recipe.wgrad.b, None if call.factors is None else call.factors[amax.INPUT]
+    if c is None:
+        return y
+    if call.plan.input:
+        assert recipe.fprop.a is not None
+        return call.quantize(y, recipe.fprop.a, None, factor)
+    return call.quantize(y.t(), c, None, factor)
