@@ -1,0 +1,6 @@
+"""Attention: the function, the module, and what says which implementation runs."""
+
+from quaver.torch.attention.dot_product import DotProductAttention
+from quaver.torch.attention.op import attention
+
+__all__ = ["DotProductAttention", "attention"]

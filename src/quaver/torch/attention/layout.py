@@ -1,0 +1,133 @@
+"""Layouts of attention's tensors, and ragged batches: sequences laid end to end, told apart by cumulative lengths.
+
+Inside, everything is [B, H, S, D]; a ragged batch is a batch of one. Both ways are views.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.core.suggest import suggest
+
+#: What the axes of q, k and v are.
+LAYOUTS = {
+    "bshd": "[batch, tokens, heads, features]",
+    "sbhd": "[tokens, batch, heads, features]",
+    "thd": "[tokens, heads, features]",
+}
+
+CuSeqlens = Tensor | tuple[Tensor, Tensor]
+
+
+class Ragged(NamedTuple):
+    """Where sequences begin and end among the tokens."""
+
+    #: int [sequences + 1] each, from 0 to the number of tokens.
+    of_queries: Tensor
+    of_keys: Tensor
+    #: The lengths on the host, (of queries, of keys); None while a compiler traces.
+    lengths: tuple[list[int], list[int]] | None
+
+    def sequence_of_tokens(self, queries: int, keys: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+        """The number of the sequence that each query and each key belongs to, [queries] and [keys]."""
+        pairs = ((self.of_queries, queries), (self.of_keys, keys))
+        of_queries, of_keys = (_sequence(ends.to(device), tokens) for ends, tokens in pairs)
+        return of_queries, of_keys
+
+    def positions(
+        self, queries: int, keys: int, bottom_right: bool, device: torch.device | str | None
+    ) -> tuple[Tensor, Tensor]:
+        """The position in its own sequence of each query and key, queries' shifted to the keys' end on demand."""
+        starts, key_starts = self.of_queries.to(device), self.of_keys.to(device)
+        sequence = _sequence(starts, queries)
+        of_queries = torch.arange(queries, device=device) - starts[sequence]
+        of_keys = torch.arange(keys, device=device) - key_starts[_sequence(key_starts, keys)]
+        if bottom_right:
+            of_queries = of_queries + (key_starts.diff() - starts.diff())[sequence]
+        return of_queries, of_keys
+
+
+def _sequence(cumulative: Tensor, tokens: int) -> Tensor:
+    found = torch.bucketize(torch.arange(tokens, device=cumulative.device), cumulative[1:].long(), right=True)
+    # A compiler does not look whether the last sequence ends with the tokens; what lies beyond belongs to it.
+    return found.clamp(max=max(cumulative.shape[0] - 2, 0))
+
+
+def heads_first(x: Tensor, layout: str) -> Tensor:
+    """[B, H, S, D], a view."""
+    if layout == "bshd":
+        return x.transpose(1, 2)
+    return x.permute(1, 2, 0, 3) if layout == "sbhd" else x.transpose(0, 1).unsqueeze(0)
+
+
+def heads_back(x: Tensor, layout: str) -> Tensor:
+    """[B, H, S, D] in the layout, a view."""
+    if layout == "bshd":
+        return x.transpose(1, 2)
+    return x.permute(2, 0, 1, 3) if layout == "sbhd" else x.squeeze(0).transpose(0, 1)
+
+
+def check_layout(layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise a ValueError where the layout is none or shapes, heads or dtypes do not go together."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"no layout {layout!r}; {suggest(str(layout), LAYOUTS)}")
+    axes = LAYOUTS[layout]
+    shapes = f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
+    if any(x.dim() != axes.count(",") + 1 for x in (q, k, v)):
+        raise ValueError(f"attention in layout {layout!r} takes {axes}; got {shapes}")
+    (qb, qh, _, qd), (kb, kh, ks, kd), (vb, vh, vs, _) = (heads_first(x, layout).shape for x in (q, k, v))
+    if not (qb == kb == vb and (ks, kh) == (vs, vh) and qd == kd):
+        raise ValueError(
+            f"{shapes} do not fit {axes}: q and k share batch and features, k and v share batch, tokens and heads"
+        )
+    if kh == 0 or qh % kh:
+        raise ValueError(
+            f"{qh} query heads cannot share {kh} heads of keys and values evenly; make {qh} a multiple of {kh}"
+        )
+    if not q.dtype is k.dtype is v.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; convert them to one floating-point dtype, "
+            "or enter torch.autocast"
+        )
+
+
+def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int) -> Ragged | None:
+    """The cumulative lengths, checked; values only in eager mode, where those of a GPU cost a synchronization."""
+    if layout != "thd":
+        if cu_seqlens is not None:
+            raise ValueError(f"cu_seqlens goes with layout 'thd'; {layout!r} has a batch axis and takes a padding mask")
+        return None
+    if cu_seqlens is None:
+        raise ValueError("layout 'thd' needs cu_seqlens: int [sequences + 1], from 0 to the number of tokens")
+    pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    lengths = []
+    for name, ends, tokens in zip(("queries", "keys"), pair, (queries, keys), strict=True):
+        if ends.dim() != 1 or ends.shape[0] < 1 or ends.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"cu_seqlens of the {name} is {ends.dtype} {list(ends.shape)}; "
+                "give int32 or int64 [sequences + 1], from 0 to the number of tokens"
+            )
+        if not torch.compiler.is_compiling():
+            lengths.append(_lengths(name, ends.tolist(), tokens))
+    if pair[0].shape != pair[1].shape:
+        raise ValueError(
+            f"cu_seqlens has {pair[0].shape[0] - 1} sequences of queries and {pair[1].shape[0] - 1} of keys; "
+            "give each sequence of queries its keys"
+        )
+    return Ragged(*pair, (lengths[0], lengths[1]) if lengths else None)
+
+
+def _lengths(name: str, ends: list[int], tokens: int) -> list[int]:
+    found = [b - a for a, b in pairwise(ends)]
+    if ends[0] != 0:
+        raise ValueError(f"cu_seqlens of the {name} starts at {ends[0]}; it starts at 0")
+    for n, length in enumerate(found):
+        if length < 0:
+            raise ValueError(
+                f"cu_seqlens of the {name} falls from {ends[n]} to {ends[n + 1]} at position {n + 1}; it must ascend"
+            )
+    if ends[-1] != tokens:
+        raise ValueError(f"cu_seqlens of the {name} ends at {ends[-1]} and there are {tokens} tokens; they must agree")
+    return found
