@@ -9,12 +9,15 @@ from quaver.torch.explain import explain
 from quaver.torch.linear import Linear
 from quaver.torch.ops import dequantize, matmul, only, quantize
 from quaver.torch.quantized import Quantized
+from quaver.torch.rope import RotaryEmbedding, apply_rotary
 from quaver.torch.weights import refresh
 
 __all__ = [
     "Linear",
     "Quantized",
     "Report",
+    "RotaryEmbedding",
+    "apply_rotary",
     "autocast",
     "checkpoint",
     "convert",
