@@ -108,9 +108,10 @@ class MLP(nn.Module):
         self._prologue = Activated(activation, options, eight_bit_activations)
         made = {"device": device, "dtype": dtype}
         of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **made}
-        self.norm = None
+        norm = None
         if normalization is not None:
-            self.norm = Norm(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **made)
+            norm = Norm(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **made)
+        self.register_module("norm", norm)
         if gated and fused:
             self.gate_up_proj = Linear(dim, 2 * hidden, **of_linear)
         else:

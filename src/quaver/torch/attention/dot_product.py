@@ -78,14 +78,19 @@ class DotProductAttention(nn.Module):
         mask: Mask | None = None,
         bias: Tensor | None = None,
         cu_seqlens: CuSeqlens | None = None,
+        mask_type: str | None = None,
     ) -> Tensor:
-        """Attention of q on k and v, in the module's layout; see `quaver.torch.attention.attention`."""
+        """Attention of q on k and v, in the module's layout; see `quaver.torch.attention.attention`.
+
+        Args:
+            mask_type: another than the module's for this call, as when keys are cached and queries are the last ones.
+        """
         self._check_heads(q, k, v)
         return attention(
             q,
             k,
             v,
-            mask_type=self.mask_type,
+            mask_type=self.mask_type if mask_type is None else mask_type,
             mask=mask,
             window=self.window,
             bias=bias,
