@@ -6,14 +6,18 @@ from quaver.torch.checkpoint import checkpoint
 from quaver.torch.convert import convert, revert
 from quaver.torch.counters import count
 from quaver.torch.explain import explain
+from quaver.torch.kv_cache import KVCache
 from quaver.torch.linear import Linear
 from quaver.torch.ops import dequantize, matmul, only, quantize
+from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.torch.quantized import Quantized
 from quaver.torch.rope import RotaryEmbedding, apply_rotary
 from quaver.torch.weights import refresh
 
 __all__ = [
+    "KVCache",
     "Linear",
+    "PagedKVCache",
     "Quantized",
     "Report",
     "RotaryEmbedding",

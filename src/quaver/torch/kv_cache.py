@@ -1,0 +1,156 @@
+"""Keys and values of the tokens so far, so that decoding computes each token once."""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """One stretch of memory a layer, [B, capacity, G, D], made when the first keys and values come.
+
+    Args:
+        layers: how many attention layers share it.
+        capacity: tokens that each of a batch's sequences may have.
+    Raises:
+        ValueError: numbers that are not positive.
+    All sequences of a batch have the same length; `PagedKVCache` holds different ones. Gradients do not pass.
+    Exact.
+    """
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        if layers < 1 or capacity < 1:
+            raise ValueError(f"a cache for {layers} layers of {capacity} tokens holds nothing; give numbers above 0")
+        self.capacity = capacity
+        self._counts = [0] * layers
+        self._keys: list[Tensor | None] = [None] * layers
+        self._values: list[Tensor | None] = [None] * layers
+
+    @property
+    def layers(self) -> int:
+        """How many layers share the cache."""
+        return len(self._counts)
+
+    @property
+    def batch(self) -> int | None:
+        """B; None before the first update."""
+        first = next((k for k in self._keys if k is not None), None)
+        return None if first is None else first.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens that every layer holds: during a forward pass, those before it."""
+        return min(self._counts)
+
+    @property
+    def lengths(self) -> Tensor:
+        """`length` of each sequence, int64 [B], where the keys are: rope's offset."""
+        first = next((k for k in self._keys if k is not None), None)
+        if first is None:
+            return torch.zeros(0, dtype=torch.int64)
+        return torch.full((first.shape[0],), self.length, device=first.device)
+
+    def held(self, layer: int) -> int:
+        """Tokens that one layer holds."""
+        return self._counts[layer]
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append one layer's keys and values.
+
+        Args:
+            layer: from 0.
+            k: [B, S, G, D]; v: [B, S, G, Dv].
+        Returns:
+            (keys, values) of all tokens so far, [B, total, G, D] and [B, total, G, Dv]: views of the cache, which hold
+            until the next reset, reorder or truncate.
+        Raises:
+            ValueError: no room, shapes or dtypes other than before, or tensors that require gradients; nothing has
+                been written then.
+        """
+        check_new(k, v, layer, self.layers)
+        start = self._counts[layer]
+        end = start + k.shape[1]
+        if end > self.capacity:
+            raise ValueError(
+                f"the cache holds {start} of {self.capacity} tokens, and {k.shape[1]} more do not fit; "
+                f"make it with a capacity of {end} or more, or reset() it"
+            )
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None or start == 0:
+            keys, values = self._memory(layer, k, v)
+        check_same(keys, k, "keys")
+        check_same(values, v, "values")
+        keys[:, start:end] = k
+        values[:, start:end] = v
+        self._counts[layer] = end
+        return keys[:, :end], values[:, :end]
+
+    def _memory(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Of an empty layer: what it has if the new tokens fit in, else new."""
+        held = self._keys[layer], self._values[layer]
+        made = []
+        # An inference tensor could not be written outside inference mode.
+        with torch.inference_mode(False):
+            for old, new in zip(held, (k, v), strict=True):
+                fits = old is not None and same(old, new)
+                made.append(old if fits else new.new_empty(new.shape[0], self.capacity, *new.shape[2:]))
+        self._keys[layer], self._values[layer] = made
+        return made[0], made[1]
+
+    def reset(self) -> None:
+        """Forget every token; the next update may bring another batch or dtype."""
+        self._counts = [0] * self.layers
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"the cache holds {self.length} tokens; it cannot be cut to {length}")
+        self._counts = [length] * self.layers
+
+    def reorder(self, indices: Tensor) -> None:
+        """Sequence i becomes what sequence indices[i] was, as beam search needs it.
+
+        Args:
+            indices: int [B'], each below B; B' may differ from B, to widen a batch into beams.
+        Raises:
+            ValueError: nothing is held yet.
+        """
+        if not any(self._counts):
+            raise ValueError("the cache is empty; reorder it after the first update")
+        for layer, count in enumerate(self._counts):
+            for store in (self._keys, self._values):
+                old = store[layer]
+                if old is None:
+                    continue
+                taken = old[indices.to(old.device), :count]
+                if taken.shape[0] != old.shape[0]:
+                    with torch.inference_mode(False):
+                        old = store[layer] = old.new_empty(taken.shape[0], *old.shape[1:])
+                old[:, :count] = taken
+
+
+def check_new(k: Tensor, v: Tensor, layer: int, layers: int) -> None:
+    """Raise a ValueError where these are not one layer's keys and values."""
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer {layer} of a cache for {layers}; make it for more layers, or count from 0")
+    if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"keys have shape {tuple(k.shape)} and values {tuple(v.shape)}; both are [B, S, G, D or Dv]")
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        raise ValueError("a cache passes no gradients on to earlier tokens; decode under torch.no_grad()")
+
+
+def same(held: Tensor, new: Tensor, axes: tuple[int, ...] = (0, 2, 3)) -> bool:
+    """Whether new tokens fit those held in dtype, device and along these axes."""
+    sizes = all(held.shape[a] == new.shape[a] for a in axes)
+    return sizes and held.dtype == new.dtype and held.device == new.device
+
+
+def check_same(held: Tensor, new: Tensor, what: str, axes: tuple[int, ...] = (0, 2, 3)) -> None:
+    """Raise a ValueError where they do not."""
+    if not same(held, new, axes):
+        raise ValueError(
+            f"the cache holds {what} {tuple(held.shape)} in {held.dtype} on {held.device}, and was given "
+            f"{tuple(new.shape)} in {new.dtype} on {new.device}; reset() it, or use another"
+        )

@@ -1,0 +1,228 @@
+"""A cache gives back what it was given, in order, and decoding token by token is one whole forward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.torch as qt
+from quaver.torch.attention import attention
+from tests.close import assert_bitwise, assert_close
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "plain": lambda layers, capacity: qt.KVCache(layers, capacity),
+    "paged": lambda layers, capacity: qt.PagedKVCache(layers, 3 * -(-capacity // 4), page_size=4),
+}
+BOTH = pytest.mark.parametrize("kind", MAKERS)
+
+
+def tokens(batch: int, count: int, dim: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(batch, count, 2, dim).to(dtype)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_append(kind: str, dtype: torch.dtype) -> None:
+    cache = MAKERS[kind](2, 12)
+    k, v = tokens(3, 11, 4, dtype), tokens(3, 11, 6, dtype)
+    k[0, 3], k[1, 2, 0, 0], v[2, 1] = torch.nan, torch.inf, -0.0
+    start = 0
+    for count in (5, 1, 0, 4, 1):
+        end = start + count
+        for layer in range(2):
+            assert cache.length == start and cache.lengths.tolist() in ([start] * 3, [])
+            keys, values = cache.update(layer, k[:, start:end] * (layer + 1), v[:, start:end] * (layer + 1))
+            assert_bitwise(keys, k[:, :end] * (layer + 1), f"keys of {end}")
+            assert_bitwise(values, v[:, :end] * (layer + 1), f"values of {end}")
+        start = end
+    assert cache.length == 11 and cache.batch == 3
+
+
+@BOTH
+def test_a_full_cache_is_a_sentence_and_nothing_is_written(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    k, v = tokens(3, 6), tokens(3, 6)
+    cache.update(0, k, v)
+    said = {
+        "plain": r"holds 6 of 8 tokens, and 3 more do not fit; make it with a capacity of 9",
+        "paged": r"3 more pages of 4 tokens are needed, and 0 of 6 are free",
+    }
+    with pytest.raises(ValueError, match=said[kind]):
+        cache.update(0, tokens(3, 3), tokens(3, 3))
+    assert cache.length == 6
+    more = tokens(3, 2)
+    assert_bitwise(cache.update(0, more, more)[0], torch.cat([k, more], 1))
+    with pytest.raises(ValueError, match=r"do not fit|are needed"):
+        MAKERS[kind](1, 8).update(0, tokens(3, 9), tokens(3, 9))
+
+
+@BOTH
+def test_reset_takes_another_batch_and_dtype(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    cache.update(0, tokens(3, 6), tokens(3, 6))
+    cache.reset()
+    assert cache.length == 0
+    k = tokens(2, 8, 8, torch.bfloat16)
+    assert_bitwise(cache.update(0, k, k)[0], k)
+
+
+@BOTH
+def test_reorder_is_indexing(kind: str) -> None:
+    cache = MAKERS[kind](2, 8)
+    k, v = tokens(3, 5), tokens(3, 5, 6)
+    for layer in range(2):
+        cache.update(layer, k, v)
+    cache.reorder(torch.tensor([2, 0, 2]))
+    more = tokens(3, 2), tokens(3, 2, 6)
+    for layer in range(2):
+        keys, values = cache.update(layer, *more)
+        assert_bitwise(keys, torch.cat([k[[2, 0, 2]], more[0]], 1))
+        assert_bitwise(values, torch.cat([v[[2, 0, 2]], more[1]], 1))
+
+
+def test_reorder_widens_a_batch_into_beams() -> None:
+    cache = qt.KVCache(1, 4)
+    k = tokens(2, 3)
+    cache.update(0, k, k)
+    cache.reorder(torch.tensor([0, 0, 1, 1]))
+    assert cache.batch == 4
+    more = tokens(4, 1)
+    assert_bitwise(cache.update(0, more, more)[0], torch.cat([k[[0, 0, 1, 1]], more], 1))
+
+
+@BOTH
+def test_truncating_forgets_the_last_tokens(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    k, more = tokens(3, 7), tokens(3, 2)
+    cache.update(0, k, k)
+    cache.truncate(2 if kind == "plain" else [2, 2, 2])
+    assert cache.length == 2
+    assert_bitwise(cache.update(0, more, more)[0], torch.cat([k[:, :2], more], 1))
+    with pytest.raises(ValueError, match="cannot be cut to"):
+        cache.truncate(5 if kind == "plain" else [1, 5, 1])
+
+
+@BOTH
+def test_decoding_by_token_is_one_forward(kind: str) -> None:
+    """Rope and grouped attention, a prompt of 4 and then one token at a time."""
+    torch.manual_seed(3)
+    rope = qt.RotaryEmbedding(8)
+    q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 6)
+    whole = attention(rope(q), rope(k), v, mask_type="causal")
+    cache = MAKERS[kind](1, 9)
+    got, start = [], 0
+    for count in (4, 1, 1, 1, 2):
+        part = slice(start, start + count)
+        offset: int | Tensor = cache.length if kind == "plain" or not start else cache.lengths
+        keys, values = cache.update(0, rope(k[:, part], offset=offset), v[:, part])
+        got.append(attention(rope(q[:, part], offset=offset), keys, values, mask_type="causal_bottom_right"))
+        start += count
+    assert_close("outputs", torch.cat(got, 1), whole, 1e-6)
+
+
+def test_sequences_of_different_lengths_come_and_go() -> None:
+    rope = qt.RotaryEmbedding(8)
+    cache = qt.PagedKVCache(1, pages=8, page_size=2)
+    made = {name: (torch.randn(1, n, 2, 8), torch.randn(1, n, 2, 8)) for name, n in (("a", 6), ("b", 3), ("c", 4))}
+    ids = {}
+
+    def prompt(name: str, count: int) -> None:
+        ids[name] = cache.add()
+        cache.use([ids[name]])
+        k, v = made[name]
+        cache.update(0, rope(k[:, :count]), v[:, :count])
+
+    def step(*names: str) -> None:
+        """The next token of each; what attention gives must be what it gives to each sequence alone."""
+        cache.use([ids[n] for n in names])
+        offset = cache.lengths
+        at = offset.tolist()
+        k, v = (torch.cat([made[n][i][:, t : t + 1] for n, t in zip(names, at, strict=True)]) for i in (0, 1))
+        keys, values = cache.update(0, rope(k, offset=offset), v)
+        padding = cache.padding()
+        assert padding.sum(1).tolist() == [max(at) - t for t in at]
+        alone = torch.zeros(len(names), 1, dtype=torch.bool)
+        y = attention(rope(k, offset=offset), keys, values, mask_type="padding", mask=(alone, padding))
+        for row, (name, t) in enumerate(zip(names, at, strict=True)):
+            one_k, one_v = (m[:, : t + 1] for m in made[name])
+            whole = attention(rope(one_k), rope(one_k), one_v, mask_type="causal")
+            assert_close(f"{name} at {t}", y[row], whole[0, -1:], 1e-6)
+
+    prompt("a", 4)
+    prompt("b", 1)
+    step("a", "b")
+    step("b", "a")
+    assert cache.free_pages == 8 - 3 - 2
+    cache.free(ids["a"])
+    assert cache.free_pages == 6 and cache.sequences == [ids["b"]]
+    made["c"][0][0, 3] = torch.nan
+    prompt("c", 4)
+    cache.free(ids["c"])
+    made["d"] = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
+    prompt("d", 8)
+    cache.truncate([5])
+    step("d")
+    cache.use(None)
+    assert cache.sequences == [ids["b"], ids["d"]] and cache.lengths.tolist() == [3, 6]
+
+
+def test_padding_never_shows_another_sequences_nan() -> None:
+    cache = qt.PagedKVCache(1, pages=4, page_size=2)
+    bad, good = cache.add(), cache.add()
+    cache.use([bad])
+    cache.update(0, torch.full((1, 4, 1, 2), torch.nan), torch.full((1, 4, 1, 2), torch.nan))
+    cache.use([good])
+    cache.update(0, torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    cache.use([bad, good])
+    keys, values = cache.update(0, torch.ones(2, 1, 1, 2), torch.ones(2, 1, 1, 2))
+    assert keys[1].isfinite().all() and values[1].isfinite().all() and keys.shape == (2, 5, 1, 2)
+
+
+@BOTH
+def test_what_is_held_works_in_inference_mode_and_outside(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    k = tokens(3, 2)
+    with torch.inference_mode():
+        cache.update(0, k, k)
+    cache.update(0, k, k)
+    with torch.inference_mode():
+        keys, _ = cache.update(0, k, k)
+    assert_bitwise(keys, torch.cat([k, k, k], 1))
+
+
+@BOTH
+def test_what_does_not_fit_is_a_sentence(kind: str) -> None:
+    cache = MAKERS[kind](2, 8)
+    k = tokens(3, 2)
+    with pytest.raises(ValueError, match=r"layer 2 of a cache for 2"):
+        cache.update(2, k, k)
+    with pytest.raises(ValueError, match=r"keys have shape \(3, 2, 2, 4\) and values \(3, 1, 2, 4\)"):
+        cache.update(0, k, k[:, :1])
+    with pytest.raises(ValueError, match=r"decode under torch\.no_grad\(\)"):
+        cache.update(0, k.clone().requires_grad_(), k)
+    cache.update(0, k, k)
+    for other in (k[..., :3], k.double()):
+        with pytest.raises(ValueError, match=r"the cache holds keys .* and was given"):
+            cache.update(0, other, other)
+    with pytest.raises(ValueError, match=r"holds keys|has 2 rows and 3 sequences"):
+        cache.update(0, k[:2], k[:2])
+    assert cache.held(0) == 2 if kind == "plain" else cache.held(0).tolist() == [2, 2, 2]
+
+
+def test_what_a_paged_cache_does_not_know_is_a_sentence() -> None:
+    cache = qt.PagedKVCache(1, pages=4, page_size=2)
+    one = cache.add()
+    with pytest.raises(ValueError, match=r"there is no sequence 7; those held are \[0\]"):
+        cache.free(7)
+    with pytest.raises(ValueError, match="name one twice"):
+        cache.use([one, one])
+    with pytest.raises(ValueError, match="2 indices for 1 rows"):
+        cache.reorder(torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match="give numbers above 0"):
+        qt.PagedKVCache(1, pages=0)
+    with pytest.raises(ValueError, match="give numbers above 0"):
+        qt.KVCache(1, 0)
+    with pytest.raises(ValueError, match="reorder it after the first update"):
+        qt.KVCache(1, 2).reorder(torch.tensor([0]))
