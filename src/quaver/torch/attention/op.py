@@ -9,7 +9,7 @@ from torch import Tensor
 from quaver.core.registry import Impl, Op
 from quaver.core.spec import AttentionSpec, Recipe
 from quaver.torch import ops
-from quaver.torch.attention import reference, sdpa
+from quaver.torch.attention import flash, flex, reference, sdpa
 from quaver.torch.attention.call import Call
 from quaver.torch.attention.layout import CuSeqlens, check_layout, heads_back, heads_first, ragged_of
 from quaver.torch.attention.masks import Mask, Window, check_fits, check_mask, simplify
@@ -22,7 +22,9 @@ def _always(*_: object) -> str:
 ATTENTION = Op(
     "attention",
     [
+        Impl("flash", flash.attend, flash.reason),
         Impl("sdpa", sdpa.attend, sdpa.reason),
+        Impl("flex", flex.attend, flex.reason),
         Impl("reference", reference.attend, _always),
     ],
 )
@@ -89,6 +91,7 @@ def attention(
         and sinks is None is soft_cap is None is cu_seqlens
         and (recipe is None or recipe.attention is None)
         and ATTENTION.active is ATTENTION.impls
+        and (q.is_cpu or not flash.installed())
         and _plain(q, k, v)
     ):
         # Masks, options and reasons would take as long as the kernel of a small layer.
@@ -102,18 +105,25 @@ def attention(
             enable_gqa=q.shape[2] != k.shape[2],
         )
         return y.transpose(1, 2)
-    device = q.device.type
-    casting = torch.is_autocast_enabled(device)
-    if casting:
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (x.to(dtype) if x.dtype in ops.DTYPES else x for x in (q, k, v))
-    check_layout(layout, q, k, v)
-    wide, keys, values = (heads_first(x, layout) for x in (q, k, v))
-    call = prepare(
-        wide, keys, mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, layout, cu_seqlens
+    wide, keys, values, call = prepare(
+        q,
+        k,
+        v,
+        mask_type=mask_type,
+        mask=mask,
+        window=window,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        scale=scale,
+        soft_cap=soft_cap,
+        dropout=dropout,
+        layout=layout,
+        cu_seqlens=cu_seqlens,
     )
     spec = None if recipe is None else recipe.attention
-    if not casting:
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
         return heads_back(_run(wide, keys, values, call, spec), layout)
     # Autocast would narrow the reference's float32, and a bias.
     with torch.autocast(device, enabled=False):
@@ -123,19 +133,26 @@ def attention(
 def prepare(
     q: Tensor,
     k: Tensor,
-    mask_type: str,
-    mask: Mask | None,
-    window: Window | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: str | Tensor | None,
-    scale: float | None,
-    soft_cap: float | None,
-    dropout: float,
-    layout: str,
-    cu_seqlens: CuSeqlens | None,
-) -> Call:
-    """The options checked against q [B, H, Sq, D] and k [B, G, Sk, D], in one form."""
+    v: Tensor,
+    *,
+    mask_type: str = "none",
+    mask: Mask | None = None,
+    window: Window | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: str | Tensor | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    dropout: float = 0.0,
+    layout: str = "bshd",
+    cu_seqlens: CuSeqlens | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Call]:
+    """q [B, H, Sq, D], k [B, G, Sk, D], v [B, G, Sk, Dv] and the options, all checked and in one form."""
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) if x.dtype in ops.DTYPES else x for x in (q, k, v))
+    check_layout(layout, q, k, v)
+    q, k, v = (heads_first(x, layout) for x in (q, k, v))
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
     shape = (batch, heads, queries, keys)
@@ -144,24 +161,35 @@ def prepare(
     if bias is not None:
         check_fits("bias", bias, shape)
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    if isinstance(sinks, str) and sinks == OFF_BY_ONE:
+        sinks = q.new_zeros(heads, dtype=torch.float32)
+    _check_options(shape, alibi_slopes, sinks, soft_cap, dropout)
+    assert not isinstance(sinks, str)
+    if ragged is None:
+        mask_type, window = simplify(mask_type, window, queries, keys)
+    scale = (1 / math.sqrt(dim) if dim else 1.0) if scale is None else scale
+    return q, k, v, Call(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, ragged)
+
+
+def _check_options(
+    shape: tuple[int, int, int, int],
+    alibi_slopes: Tensor | None,
+    sinks: str | Tensor | None,
+    soft_cap: float | None,
+    dropout: float,
+) -> None:
+    batch, heads, *_ = shape
     if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(
             f"alibi_slopes has shape {list(alibi_slopes.shape)}; give [heads] = [{heads}] or [batch, heads]"
         )
-    if isinstance(sinks, str):
-        if sinks != OFF_BY_ONE:
-            raise ValueError(f"sinks is {sinks!r}; give 'off_by_one' or a tensor of logits [heads]")
-        sinks = q.new_zeros(heads, dtype=torch.float32)
-    if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise ValueError(f"sinks has shape {list(sinks.shape)}; give logits [heads] = [{heads}], or 'off_by_one'")
+    if sinks is not None and (isinstance(sinks, str) or tuple(sinks.shape) != (heads,)):
+        given = repr(sinks) if isinstance(sinks, str) else f"of shape {list(sinks.shape)}"
+        raise ValueError(f"sinks is {given}; give 'off_by_one', or a tensor of logits [heads] = [{heads}]")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}; give a positive number, or None for no cap")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}; give a probability in [0, 1)")
-    if ragged is None:
-        mask_type, window = simplify(mask_type, window, queries, keys)
-    scale = (1 / math.sqrt(dim) if dim else 1.0) if scale is None else scale
-    return Call(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, ragged)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
