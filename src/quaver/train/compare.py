@@ -41,7 +41,7 @@ def compare_runs(
     if jobs < 0:
         raise ValueError(f"jobs is {jobs}; it must be at least 0, which is as many as fill the cores")
     for recipe in recipes:
-        recipe_name.find(recipe)
+        frameworks.check(config, recipe_name.find(recipe))
     framework = "" if config.framework == "torch" else f"-{config.framework}"
     folder = Path(config.out or f"runs/compare-{config.model}{framework}")
     threads = config.threads or 1

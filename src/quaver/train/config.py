@@ -16,6 +16,7 @@ from quaver.core.suggest import suggest
 from quaver.train.sizes import MODELS
 
 FRAMEWORKS = ("torch", "jax")
+RECOMPUTE = ("none", "mlp", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class TrainConfig:
     framework: Annotated[str, "torch or jax: the same weights, batches and checkpoints"] = "torch"
     dtype: Annotated[str, "bfloat16 (autocast over float32 parameters) or float32"] = "bfloat16"
     device: Annotated[str, "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"] = "auto"
+    recompute: Annotated[str, "what backward computes again to save memory: none, mlp or full (whole layers)"] = "none"
     threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0
 
     out: Annotated[str, "folder of the run; none: runs/MODEL-RECIPE-seedN"] = ""
@@ -57,6 +59,7 @@ class TrainConfig:
         choose("model", self.model, MODELS)
         choose("framework", self.framework, FRAMEWORKS)
         choose("dtype", self.dtype, ("bfloat16", "float32"))
+        choose("recompute", self.recompute, RECOMPUTE)
         if not self.tokens.endswith(".json"):
             choose("tokens", self.tokens, ("byte", "bpe"))
         for name, least in SMALLEST.items():

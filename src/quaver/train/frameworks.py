@@ -5,6 +5,7 @@ import importlib.util
 from quaver.core.spec import Recipe
 from quaver.train.config import TrainConfig
 from quaver.train.learner import Learner
+from quaver.train.sizes import MODELS
 
 #: What to install for each.
 EXTRAS = {"torch": "train", "jax": "train-jax"}
@@ -20,6 +21,17 @@ def make(config: TrainConfig, recipe: Recipe, vocab: int) -> Learner:
     from quaver.train.torch.learner import TorchLearner
 
     return TorchLearner(config, recipe, vocab)
+
+
+def check(config: TrainConfig, recipe: Recipe) -> None:
+    """Raise a ValueError if the run's framework, its device or what the framework can do is not enough for it."""
+    on_cpu(config)
+    if config.framework != "jax":
+        return
+    if recipe.attention is not None:
+        raise ValueError(f"JAX cannot run attention in eight bits yet, as {recipe.name} asks; take --framework torch")
+    if MODELS[config.model].scaling:
+        raise ValueError(f"JAX cannot stretch rotary positions yet, as {config.model} asks; take --framework torch")
 
 
 def on_cpu(config: TrainConfig) -> bool:

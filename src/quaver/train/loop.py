@@ -62,7 +62,7 @@ def run_training(
     folder = folder_of(config)
     check_folder(folder, resume)
     recipe = recipe or recipe_name.find(config.recipe)
-    frameworks.on_cpu(config)  # for its errors, before the text is read
+    frameworks.check(config, recipe)  # before the text is read
     saved_tokenizer = folder / "tokenizer.json"
     tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None)
 

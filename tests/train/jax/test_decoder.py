@@ -63,7 +63,9 @@ def test_from_the_same_weights_the_first_codes_are_equal_and_losses_within_2e_4(
     )
     left.model(torch.from_numpy(ids))
     x = seen["torch"].reshape(-1, 64)
-    y = norm("layers.0.attention.norm", right.params, right.params["embedding.weight"][ids], ignore).reshape(-1, 64)
+    y = norm(
+        "layers.0.attention.norm", right.decoder.config, right.params, right.params["embedding.weight"][ids], ignore
+    ).reshape(-1, 64)
     w = left.model.layers[0].attention.q_proj.weight.detach()
     gemm = quaver.recipes.get(name).fprop
     for spec, mine, theirs in ((gemm.a, x, y), (gemm.b, w, right.params["layers.0.attention.q_proj.weight"])):

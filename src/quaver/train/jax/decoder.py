@@ -16,7 +16,7 @@ from quaver.core.spec import Recipe
 from quaver.jax.activation import activate
 from quaver.jax.attention import attention
 from quaver.jax.linear import linear
-from quaver.jax.norm import rms_norm
+from quaver.jax.norm import normalize
 from quaver.jax.rope import rope
 from quaver.train.sizes import ModelConfig
 
@@ -37,6 +37,8 @@ class Decoder:
     dtype: str
     # Of stochastic rounding.
     seed: int
+    # What backward computes again: "none", "mlp" or "full", a layer.
+    recompute: str = "none"
 
 
 def ignore(name: str, x: Array) -> None:
@@ -45,46 +47,96 @@ def ignore(name: str, x: Array) -> None:
 
 def logits_of(model: Decoder, params: Params, state: State, ids: Array, look: Look = ignore) -> Array:
     """Token ids [B, S] to logits [B, S, vocab]."""
+    config = model.config
     x = params["embedding.weight"][ids]
     look("embedding", x)
-    for layer in range(model.config.layers):
-        x = block(model, params, state, f"layers.{layer}", x, look)
-        look(f"layers.{layer}", x)
-    x = norm("norm", params, x, look)
-    head = params["embedding.weight" if model.config.tied else "head.weight"]
+    if config.scaled_embedding:
+        x = x * jnp.float32(config.dim**0.5)
+    for number in range(config.layers):
+        layer = Layer(model, params, state, number, look)
+        x = layer.again("full", layer)(x)
+        look(layer.name, x)
+    x = norm("norm", config, params, x, look)
+    head = params["embedding.weight" if config.tied else "head.weight"]
     logits = linear(x, head.T, dtype=model.dtype)
     look("head", logits)
-    return logits
+    return capped(logits, config.logit_cap)
 
 
-def block(model: Decoder, params: Params, state: State, name: str, x: Array, look: Look) -> Array:
-    """x [B, S, dim] through attention and MLP."""
+def capped(logits: Array, cap: float | None) -> Array:
+    """cap tanh(logits / cap) in float32."""
+    return logits if cap is None else cap * jnp.tanh(logits.astype(jnp.float32) / cap)
 
-    def project(part: str, x: Array) -> Array:
-        full = f"{name}.{part}"
-        w = params[f"{full}.weight"].T
-        y = linear(x, w, recipe=model.recipe, state=state.get(full), dtype=model.dtype, name=full, seed=model.seed)
-        look(full, y)
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of a model with its arrays, a function of x [B, S, dim]."""
+
+    model: Decoder
+    params: Params
+    state: State
+    number: int
+    look: Look
+
+    @property
+    def name(self) -> str:
+        return f"layers.{self.number}"
+
+    def __call__(self, x: Array) -> Array:
+        mlp = self.again("mlp", self.mlp)
+        if self.model.config.parallel:
+            shared = self.norm("norm", x) if self.model.config.parallel is True else None
+            return x + (self.attention(x, shared) + mlp(x, shared))
+        x = x + self.norm("attention_post_norm", self.attention(x))
+        return x + self.norm("mlp_post_norm", mlp(x))
+
+    def again(self, what: str, part: Callable[..., Array]) -> Callable[..., Array]:
+        """The part, computed again in backward where the model says so."""
+        chosen = self.model.recompute == what and self.look is ignore
+        return jax.checkpoint(part) if chosen else part
+
+    def attention(self, x: Array, normalized: Array | None = None) -> Array:
+        config = self.model.config
+        y = self.norm("attention.norm", x) if normalized is None else normalized
+        heads = {"q_proj": config.heads, "k_proj": config.groups, "v_proj": config.groups}
+        q, k, v = (
+            self.project(f"attention.{part}", y).reshape(*y.shape[:-1], count, config.head_dim)  # [B, S, H, D]
+            for part, count in heads.items()
+        )
+        q, k = self.norm("attention.q_norm", q, config.qk_norm), self.norm("attention.k_norm", k, config.qk_norm)
+        q, k = (rope(x, theta=config.theta, fraction=config.fraction) for x in (q, k))
+        window, scale, cap = config.window(self.number), config.scale, config.soft_cap
+        y = attention(q, k, v, mask_type="causal", window=window, scale=scale, soft_cap=cap)
+        y = self.project("attention.o_proj", y.reshape(*x.shape[:-1], -1))
+        self.look(f"{self.name}.attention", y)
         return y
 
-    config = model.config
-    y = norm(f"{name}.attention.norm", params, x, look)
-    q, k, v = (
-        project(f"attention.{part}", y).reshape(*y.shape[:-1], heads, config.head_dim)  # [B, S, H, D]
-        for part, heads in (("q_proj", config.heads), ("k_proj", config.groups), ("v_proj", config.groups))
-    )
-    q, k = rope(q, theta=config.theta), rope(k, theta=config.theta)
-    y = project("attention.o_proj", attention(q, k, v, mask_type="causal").reshape(y.shape))
-    look(f"{name}.attention", y)
-    x = x + y
-    y = norm(f"{name}.mlp.norm", params, x, look)
-    y = project("mlp.down_proj", activate("swiglu", project("mlp.gate_proj", y), project("mlp.up_proj", y)))
-    look(f"{name}.mlp", y)
-    return x + y
+    def mlp(self, x: Array, normalized: Array | None = None) -> Array:
+        config = self.model.config
+        y = self.norm("mlp.norm", x) if normalized is None else normalized
+        wide = [self.project(f"mlp.{part}", y) for part in ("gate_proj", "up_proj")[not config.gated :]]
+        y = self.project("mlp.down_proj", activate(config.activation, *wide))
+        self.look(f"{self.name}.mlp", y)
+        return y
+
+    def project(self, part: str, x: Array) -> Array:
+        model, full = self.model, f"{self.name}.{part}"
+        w, bias = self.params[f"{full}.weight"].T, self.params.get(f"{full}.bias")
+        state = self.state.get(full)
+        y = linear(x, w, bias, recipe=model.recipe, state=state, dtype=model.dtype, name=full, seed=model.seed)
+        self.look(full, y)
+        return y
+
+    def norm(self, part: str, x: Array, kind: str | None = None) -> Array:
+        """The norm of this name; x itself where the model has none."""
+        full = f"{self.name}.{part}"
+        return norm(full, self.model.config, self.params, x, self.look, kind) if f"{full}.weight" in self.params else x
 
 
-def norm(name: str, params: Params, x: Array, look: Look) -> Array:
-    y = rms_norm(x, params[f"{name}.weight"], eps=1e-5)
+def norm(name: str, config: ModelConfig, params: Params, x: Array, look: Look, kind: str | None = None) -> Array:
+    weight, bias = params[f"{name}.weight"], params.get(f"{name}.bias")
+    kind = kind or config.normalization
+    y = normalize(x, weight, bias, normalization=kind, eps=config.eps, zero_centered=config.zero_centered)
     look(name, y)
     return y
 

@@ -52,7 +52,9 @@ class JaxLearner:
         self.config = config
         sizes = MODELS[config.model]
         self.shapes = parameters(sizes, vocab)
-        self.decoder = Decoder(config=sizes, recipe=recipe, dtype=config.dtype, seed=config.seed)
+        self.decoder = Decoder(
+            config=sizes, recipe=recipe, dtype=config.dtype, seed=config.seed, recompute=config.recompute
+        )
         layers = projections(sizes)
         self.fresh = {name: own for name in layers if (own := states.init(recipe))}
         skipped = {} if sizes.tied else {"head": "as the embedding, it stays in high precision"}
