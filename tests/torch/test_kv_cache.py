@@ -115,9 +115,10 @@ def test_decoding_by_token_is_one_forward(kind: str) -> None:
     got, start = [], 0
     for count in (4, 1, 1, 1, 2):
         part = slice(start, start + count)
-        offset: int | Tensor = cache.length if kind == "plain" or not start else cache.lengths
+        offset = cache.offset
         keys, values = cache.update(0, rope(k[:, part], offset=offset), v[:, part])
-        got.append(attention(rope(q[:, part], offset=offset), keys, values, mask_type="causal_bottom_right"))
+        mask, mask_type = cache.mask(None, "causal", count)
+        got.append(attention(rope(q[:, part], offset=offset), keys, values, mask_type=mask_type, mask=mask))
         start += count
     assert_close("outputs", torch.cat(got, 1), whole, 1e-6)
 
@@ -137,14 +138,12 @@ def test_sequences_of_different_lengths_come_and_go() -> None:
     def step(*names: str) -> None:
         """The next token of each; what attention gives must be what it gives to each sequence alone."""
         cache.use([ids[n] for n in names])
-        offset = cache.lengths
-        at = offset.tolist()
+        offset, at = cache.offset, cache.lengths.tolist()
         k, v = (torch.cat([made[n][i][:, t : t + 1] for n, t in zip(names, at, strict=True)]) for i in (0, 1))
         keys, values = cache.update(0, rope(k, offset=offset), v)
-        padding = cache.padding()
-        assert padding.sum(1).tolist() == [max(at) - t for t in at]
-        alone = torch.zeros(len(names), 1, dtype=torch.bool)
-        y = attention(rope(k, offset=offset), keys, values, mask_type="padding", mask=(alone, padding))
+        assert cache.padding().sum(1).tolist() == [max(at) - t for t in at]
+        mask, mask_type = cache.mask(None, "causal", 1)
+        y = attention(rope(k, offset=offset), keys, values, mask_type=mask_type, mask=mask)
         for row, (name, t) in enumerate(zip(names, at, strict=True)):
             one_k, one_v = (m[:, : t + 1] for m in made[name])
             whole = attention(rope(one_k), rope(one_k), one_v, mask_type="causal")
@@ -166,6 +165,29 @@ def test_sequences_of_different_lengths_come_and_go() -> None:
     step("d")
     cache.use(None)
     assert cache.sequences == [ids["b"], ids["d"]] and cache.lengths.tolist() == [3, 6]
+
+
+def test_padded_prompts_are_masked_and_cut() -> None:
+    """Two prompts in one batch, the shorter one padded on the right; then a token of each."""
+    rope = qt.RotaryEmbedding(8)
+    cache = qt.PagedKVCache(1, pages=8, page_size=2)
+    q, k, v = (torch.randn(2, 6, 2, 8) for _ in range(3))
+    padded = torch.arange(5) >= torch.tensor([[5], [2]])
+    keys, values = cache.update(0, rope(k[:, :5]), v[:, :5])
+    mask, mask_type = cache.mask(padded, "padding_causal", 5)
+    y = attention(rope(q[:, :5]), keys, values, mask_type=mask_type, mask=mask)
+    cache.truncate([5, 2])
+    offset = cache.offset
+    assert isinstance(offset, Tensor) and offset.tolist() == [5, 2] and cache.free_pages == 4
+    last = torch.stack([k[0, 5:], k[1, 2:3]]), torch.stack([v[0, 5:], v[1, 2:3]]), torch.stack([q[0, 5:], q[1, 2:3]])
+    keys, values = cache.update(0, rope(last[0], offset=offset), last[1])
+    mask, mask_type = cache.mask(None, "padding_causal", 1)
+    z = attention(rope(last[2], offset=offset), keys, values, mask_type=mask_type, mask=mask)
+    for row, length in enumerate((5, 2)):
+        one = slice(row, row + 1), slice(0, length + 1)
+        whole = attention(rope(q[one]), rope(k[one]), v[one], mask_type="causal")[0]
+        assert_close(f"prompt {row}", y[row, :length], whole[:length], 1e-6)
+        assert_close(f"token of {row}", z[row], whole[length:], 1e-6)
 
 
 def test_padding_never_shows_another_sequences_nan() -> None:
@@ -224,5 +246,10 @@ def test_what_a_paged_cache_does_not_know_is_a_sentence() -> None:
         qt.PagedKVCache(1, pages=0)
     with pytest.raises(ValueError, match="give numbers above 0"):
         qt.KVCache(1, 0)
+    cache.update(0, torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    with pytest.raises(ValueError, match=r"which of the new tokens \[1, 1\] are padding; .* shape \(1, 3\)"):
+        cache.mask(torch.zeros(1, 3, dtype=torch.bool), "padding_causal", 1)
+    with pytest.raises(ValueError, match="without padding; give prompts of different lengths to a PagedKVCache"):
+        qt.KVCache(1, 2).mask(torch.zeros(1, 1, dtype=torch.bool), "padding_causal", 1)
     with pytest.raises(ValueError, match="reorder it after the first update"):
         qt.KVCache(1, 2).reorder(torch.tensor([0]))

@@ -1,5 +1,7 @@
 """Keys and values of the tokens so far, so that decoding computes each token once."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,8 +43,13 @@ class KVCache:
         return min(self._counts)
 
     @property
+    def offset(self) -> int:
+        """Where the next tokens stand, for rope: `length`."""
+        return self.length
+
+    @property
     def lengths(self) -> Tensor:
-        """`length` of each sequence, int64 [B], where the keys are: rope's offset."""
+        """`length` of each sequence, int64 [B], where the keys are."""
         first = next((k for k in self._keys if k is not None), None)
         if first is None:
             return torch.zeros(0, dtype=torch.int64)
@@ -51,6 +58,25 @@ class KVCache:
     def held(self, layer: int) -> int:
         """Tokens that one layer holds."""
         return self._counts[layer]
+
+    def mask(self, mask: Any, mask_type: str, queries: int) -> tuple[Any, str]:
+        """(mask, mask_type) for attention of the newest tokens to what `update` returned.
+
+        Args:
+            mask: for mask type "arbitrary", broadcastable to [B, H, queries, total].
+            mask_type: the layer's; a causal one puts the last query at the last key.
+            queries: how many tokens are new.
+        Raises:
+            ValueError: padding, which sequences of one length do not have.
+        """
+        if mask_type.startswith("padding") and mask is not None:
+            raise ValueError(
+                "a KVCache holds sequences of one length, without padding; give prompts of different lengths to a "
+                "PagedKVCache, or each its own KVCache"
+            )
+        if mask_type == "arbitrary":
+            return mask, mask_type
+        return mask, "causal_bottom_right" if "causal" in mask_type else "none"
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append one layer's keys and values.
@@ -86,14 +112,15 @@ class KVCache:
     def _memory(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Of an empty layer: what it has if the new tokens fit in, else new."""
         held = self._keys[layer], self._values[layer]
-        made = []
+        made: list[Tensor] = []
         # An inference tensor could not be written outside inference mode.
         with torch.inference_mode(False):
             for old, new in zip(held, (k, v), strict=True):
-                fits = old is not None and same(old, new)
-                made.append(old if fits else new.new_empty(new.shape[0], self.capacity, *new.shape[2:]))
-        self._keys[layer], self._values[layer] = made
-        return made[0], made[1]
+                if old is None or not same(old, new):
+                    old = new.new_empty(new.shape[0], self.capacity, *new.shape[2:])
+                made.append(old)
+        keys, values = self._keys[layer], self._values[layer] = made
+        return keys, values
 
     def reset(self) -> None:
         """Forget every token; the next update may bring another batch or dtype."""

@@ -4,6 +4,8 @@ Source: Kwon et al. 2023 (PagedAttention), arXiv:2309.06180. Attention reads con
 them, so that memory is saved between steps and not during one.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ class PagedKVCache:
         self._table: dict[int, list[int]] = {}
         self._counts: dict[int, list[int]] = {}
         self._rows: list[int] | None = None
+        self._made: tuple[tuple[int, ...], Tensor] | None = None
         self._last: tuple[object, Tensor, Tensor] | None = None
 
     @property
@@ -66,23 +69,54 @@ class PagedKVCache:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each of them that every layer holds, int64 [B], where the keys are: rope's offset."""
-        return torch.tensor([min(self._counts[s]) for s in self.sequences], dtype=torch.int64, device=self._device())
+        """Tokens of each of them that every layer holds, int64 [B], where the keys are."""
+        return self._tensor(tuple(min(self._counts[s]) for s in self.sequences))
 
     @property
     def length(self) -> int:
         """The largest of `lengths`."""
         return max((min(self._counts[s]) for s in self.sequences), default=0)
 
+    @property
+    def offset(self) -> int | Tensor:
+        """Where the next tokens stand, for rope: `lengths`, or one number where they are equal."""
+        found = {min(self._counts[s]) for s in self.sequences} or {0}
+        return found.pop() if len(found) == 1 else self.lengths
+
     def held(self, layer: int) -> Tensor:
         """Tokens of each of them that one layer holds, int64 [B]."""
-        return torch.tensor([self._counts[s][layer] for s in self.sequences], dtype=torch.int64, device=self._device())
+        return self._tensor(tuple(self._counts[s][layer] for s in self.sequences))
 
-    def padding(self, layer: int = 0) -> Tensor:
-        """bool [B, longest], True where what `update` last returned is padding: attention's mask of keys."""
-        held = self.held(layer)
-        longest = int(held.max()) if len(held) else 0
-        return torch.arange(longest, device=held.device) >= held[:, None]
+    def padding(self) -> Tensor:
+        """bool [B, longest], True where what `update` last returned is padding."""
+        held = self._newest()
+        at = torch.arange(max(held, default=0), device=self._device())
+        return at >= self._tensor(held)[:, None]
+
+    def mask(self, mask: Any, mask_type: str, queries: int) -> tuple[Any, str]:
+        """(mask, mask_type) for attention of the newest tokens to what `update` returned.
+
+        Args:
+            mask: None, or bool [B, queries], True where new tokens at the end of a row are padding; `truncate` forgets
+                those afterwards.
+            mask_type: the layer's; a causal one puts each row's last query at its last key.
+            queries: how many tokens are new.
+        Raises:
+            ValueError: a mask of another shape, or an arbitrary one.
+        """
+        if mask_type == "arbitrary" or (mask is not None and mask.shape != (self.batch, queries)):
+            raise ValueError(
+                f"with a PagedKVCache a mask says which of the new tokens [{self.batch}, {queries}] are padding; "
+                f"this one has mask_type {mask_type!r} and shape {None if mask is None else tuple(mask.shape)}"
+            )
+        causal = "causal" in mask_type
+        held = self._newest()
+        if mask is None and len(set(held)) < 2:
+            return None, "causal_bottom_right" if causal else "none"
+        of_queries = torch.zeros(self.batch, queries, dtype=torch.bool, device=self._device()) if mask is None else mask
+        real = self._tensor(held)[:, None] - of_queries.sum(1, keepdim=True)
+        of_keys = torch.arange(max(held), device=real.device) >= real
+        return (of_queries, of_keys), "padding_causal_bottom_right" if causal else "padding"
 
     def add(self) -> int:
         """A new, empty sequence; its number."""
@@ -196,6 +230,16 @@ class PagedKVCache:
     def _device(self) -> torch.device | None:
         first = next((k for k in self._keys if k is not None), None)
         return None if first is None else first.device
+
+    def _newest(self) -> tuple[int, ...]:
+        """Tokens of each row in the layer that was updated last."""
+        return tuple(max(self._counts[s]) for s in self.sequences)
+
+    def _tensor(self, values: tuple[int, ...]) -> Tensor:
+        """int64; the same object for the same numbers, so that a step's layers share what rope makes of it."""
+        if self._made is None or self._made[0] != values:
+            self._made = values, torch.tensor(values, dtype=torch.int64, device=self._device())
+        return self._made[1]
 
     def _check_known(self, sequences: list[int]) -> None:
         for sequence in sequences:
