@@ -1,6 +1,8 @@
 """The PyTorch front end: `Linear`, `autocast`, `convert`, and the operations they are made of."""
 
 from quaver.core.conversion import Report
+from quaver.torch.activation import ACTIVATIONS, activate
+from quaver.torch.attention import DotProductAttention, attention
 from quaver.torch.autocast import autocast
 from quaver.torch.checkpoint import checkpoint
 from quaver.torch.convert import convert, revert
@@ -8,20 +10,36 @@ from quaver.torch.counters import count
 from quaver.torch.explain import explain
 from quaver.torch.kv_cache import KVCache
 from quaver.torch.linear import Linear
+from quaver.torch.mlp import MLP, LayerNormMLP
+from quaver.torch.multihead import MultiheadAttention
+from quaver.torch.norm import LayerNorm, RMSNorm
+from quaver.torch.norm_linear import LayerNormLinear
 from quaver.torch.ops import dequantize, matmul, only, quantize
 from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.torch.quantized import Quantized
 from quaver.torch.rope import RotaryEmbedding, apply_rotary
+from quaver.torch.transformer import TransformerLayer
 from quaver.torch.weights import refresh
 
 __all__ = [
+    "ACTIVATIONS",
+    "MLP",
+    "DotProductAttention",
     "KVCache",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "PagedKVCache",
     "Quantized",
+    "RMSNorm",
     "Report",
     "RotaryEmbedding",
+    "TransformerLayer",
+    "activate",
     "apply_rotary",
+    "attention",
     "autocast",
     "checkpoint",
     "convert",

@@ -18,6 +18,7 @@ from quaver.torch.gemms import Call, backward, fprop, kept_input, quantize
 from quaver.torch.linear import Linear, dtype_sentence, matrix, no_second_derivative, recipe_of, refuse_transforms
 from quaver.torch.quantized import Quantized, put_together, take_apart
 from quaver.torch.state import prepare
+from quaver.torch.sums import add
 
 
 class Prologue(Protocol):
@@ -206,7 +207,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
             weights[i].dtype,
         )
         if found is not None:
-            of_y = found if of_y is None else of_y + found.to(of_y.dtype)
+            of_y = found if of_y is None else add(of_y, found.to(of_y.dtype))
         if needs[taken + n + i]:
             of_biases[i] = gs[i].sum(0, dtype=torch.float32).to(bias_dtypes[i])
     of_x: tuple[Tensor | None, ...] = (None,) * taken

@@ -15,6 +15,7 @@ from quaver.torch.mlp import MLP
 from quaver.torch.multihead import MultiheadAttention
 from quaver.torch.norm import Norm
 from quaver.torch.rope import RotaryEmbedding
+from quaver.torch.sums import fork, join
 
 #: Where the norms stand. "pre": x + part(norm(x)). "post": norm(x + part(x)). "sandwich": x + norm(part(norm(x))).
 NORM_POSITIONS = ("pre", "post", "sandwich")
@@ -207,12 +208,16 @@ class TransformerLayer(nn.Module):
         parts: Any = self._modules
         attention, mlp = parts["attention"], parts["mlp"]
         if self.parallel:
-            h = x if self.parallel == "two_norms" else parts["norm"](x)
-            return self._add(x, attention(h, **of_attention) + mlp(h), "")
-        x = self._add(x, attention(x, **of_attention), "attention_post_norm")
+            x, h = fork(x)
+            left, right = fork(h if self.parallel == "two_norms" else parts["norm"](h))
+            return self._add(x, join(attention(left, **of_attention), mlp(right)), "")
+        x, h = fork(x)
+        x = self._add(x, attention(h, **of_attention), "attention_post_norm")
         if memory is not None:
-            x = self._add(x, parts["cross_attention"](x, memory, mask=memory_mask), "cross_attention_post_norm")
-        return self._add(x, mlp(x), "mlp_post_norm")
+            x, h = fork(x)
+            x = self._add(x, parts["cross_attention"](h, memory, mask=memory_mask), "cross_attention_post_norm")
+        x, h = fork(x)
+        return self._add(x, mlp(h), "mlp_post_norm")
 
     def _add(self, x: Tensor, y: Tensor, norm: str) -> Tensor:
         """A part's output joins the residual stream."""
@@ -224,7 +229,7 @@ class TransformerLayer(nn.Module):
                 y = F.dropout(y, self.dropout)
             if self.drop_path:
                 y = drop_path(y, self.drop_path, 1 if self.layout == "sbhd" else 0)
-        x = x + (y if self.residual_scale == 1.0 else y * self.residual_scale)
+        x = join(x, y, self.residual_scale)
         return after(x) if after is not None and self.norm_position == "post" else x
 
     def extra_repr(self) -> str:

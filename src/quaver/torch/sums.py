@@ -1,0 +1,70 @@
+"""Sums that are rounded where eager mode rounds them.
+
+Inductor keeps a bf16 sum in float32 where it fuses it with what follows, and the bits of what is quantized next differ
+from eager's. Compiled, these sums are opaque operators; in eager mode they are torch's own.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b of one shape and dtype, for backward functions; not differentiable."""
+    if torch.compiler.is_compiling():
+        total: Tensor = torch.ops.quaver.add(a, b)
+        return total
+    return a + b
+
+
+def fork(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x twice, for two uses whose gradients `add` sums."""
+    if torch.compiler.is_compiling():
+        first, second = _Fork.apply(x)
+        return first, second
+    return x, x
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return add(*grads)
+
+
+def join(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+    """x + scale · y, differentiably; the product is rounded before the sum."""
+    if torch.compiler.is_compiling():
+        total: Tensor = _Join.apply(x, y, scale)
+        return total
+    return x + y if scale == 1.0 else x + y * scale
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, scale: float) -> Tensor:
+        ctx.about = scale, x.dtype, y.dtype
+        total: Tensor = torch.ops.quaver.join(x, y, scale)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        scale, of_x, of_y = ctx.about
+        narrow = g.to(of_y)
+        return g.to(of_x), narrow if scale == 1.0 else narrow * scale, None
+
+
+def _join(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    return x + y if scale == 1.0 else x + y * scale
+
+
+_library = torch.library.Library("quaver", "FRAGMENT")
+_library.define("add(Tensor a, Tensor b) -> Tensor")
+_library.define("join(Tensor x, Tensor y, float scale) -> Tensor")
+for _name, _impl in (("add", torch.add), ("join", _join)):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quaver::{_name}", _impl, lib=_library)
