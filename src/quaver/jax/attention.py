@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from quaver.core.spec import Recipe
 from quaver.core.suggest import suggest
+from quaver.jax.autocast import recipe_in_force
 
 #: The masks by name, and whether each takes a `mask` and hides later keys.
 MASKS = {
@@ -38,6 +40,7 @@ def attention(
     soft_cap: float | None = None,
     dropout: float = 0.0,
     dropout_key: Array | None = None,
+    recipe: str | Recipe | None = None,
 ) -> Array:
     """Attention of [B, Sq, H, D] on [B, Sk, G, D], each of G heads serving H / G query heads (MQA, GQA).
 
@@ -57,12 +60,14 @@ def attention(
         soft_cap: scores become cap tanh(scores / cap), before bias and mask (Gemma-2).
         dropout: probability of dropping a probability; the others grow by 1 / (1 - dropout).
         dropout_key: jax.random key; needed where dropout is not 0.
+        recipe: the caller's own; None takes the ambient one. One with attention=True is refused, not ignored.
     Returns:
         [B, Sq, H, Dv] in q's dtype. A query that sees no key gets 0, and so do its gradients.
     Raises:
-        ValueError: shapes, heads or masks that do not fit.
+        ValueError: shapes, heads or masks that do not fit, or a recipe that quantizes attention.
     Bounded: relative RMS 1e-6 of float64 in float32, without dropout. Statistical with it.
     """
+    refuse_quantized(recipe)
     _check(q, k, v, mask_type, mask, window)
     batch, queries, heads, dim = q.shape
     keys, groups = k.shape[1:3]
@@ -84,6 +89,16 @@ def attention(
     probabilities = probabilities.reshape(batch, groups, shared, queries, keys).astype(v.dtype)
     out = jnp.einsum("bgsqk,bkgd->bqgsd", probabilities, v, preferred_element_type=jnp.float32)
     return out.reshape(batch, queries, heads, v.shape[-1]).astype(q.dtype)
+
+
+def refuse_quantized(own: str | Recipe | None = None) -> None:
+    """Raise a ValueError where the recipe in force asks for what is not here: quantized attention."""
+    recipe = recipe_in_force(own)
+    if recipe is not None and recipe.attention is not None:
+        raise ValueError(
+            f"recipe {recipe.name!r} has attention=True and quaver.jax does not quantize attention; use the recipe "
+            "without it, or quaver.torch"
+        )
 
 
 def hidden(mask_type: str, mask: Mask | None, window: tuple[int, int] | None, shape: tuple[int, ...]) -> Array | None:

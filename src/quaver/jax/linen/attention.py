@@ -26,6 +26,7 @@ class DotProductAttention(nn.Module):
     scale: float | None = None
     soft_cap: float | None = None
     dropout: float = 0.0
+    recipe: str | Recipe | None = None
 
     @nn.compact
     def __call__(
@@ -51,6 +52,7 @@ class DotProductAttention(nn.Module):
             soft_cap=self.soft_cap,
             dropout=self.dropout if dropping else 0.0,
             dropout_key=self.make_rng("dropout") if dropping else None,
+            recipe=self.recipe,
         )
 
 
@@ -131,7 +133,7 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self._project(x, memory, heads, groups, dim)
         q, k = self._prepare(q, "query_norm", positions, offset), self._prepare(k, "key_norm", positions, offset)
         core = DotProductAttention(
-            self.mask_type, self.window, self.scale, self.soft_cap, self.dropout, name="attention"
+            self.mask_type, self.window, self.scale, self.soft_cap, self.dropout, self.recipe, name="attention"
         )
         y = core(q, k, v, mask, bias, deterministic=deterministic)
         return self._dense(self.out or x.shape[-1], "out", ("heads", "head_dim", "embed"), axis=(-2, -1))(y)

@@ -7,6 +7,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from quaver.core.spec import Recipe
 from quaver.jax.attention import Mask, attention
 from quaver.jax.heads import Rope, count_heads, split_fused, turn
 from quaver.jax.nnx.dense import DenseGeneral, Initializer
@@ -29,6 +30,7 @@ class DotProductAttention(nnx.Module):
         scale: float | None = None,
         soft_cap: float | None = None,
         dropout: float = 0.0,
+        recipe: str | Recipe | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
         self.mask_type = mask_type
@@ -36,6 +38,7 @@ class DotProductAttention(nnx.Module):
         self.scale = scale
         self.soft_cap = soft_cap
         self.dropout = dropout
+        self.recipe = recipe
         self.deterministic = False
         self.rngs = dropout_stream(rngs, dropout)
 
@@ -53,6 +56,7 @@ class DotProductAttention(nnx.Module):
             soft_cap=self.soft_cap,
             dropout=self.dropout if dropping else 0.0,
             dropout_key=self.rngs() if dropping else None,
+            recipe=self.recipe,
         )
 
 
@@ -149,7 +153,13 @@ class MultiHeadAttention(nnx.Module):
         self.qk_norm_after_rope = qk_norm_after_rope
         self.rope = rope
         self.attention = DotProductAttention(
-            mask_type=mask_type, window=window, scale=scale, soft_cap=soft_cap, dropout=dropout, rngs=rngs
+            mask_type=mask_type,
+            window=window,
+            scale=scale,
+            soft_cap=soft_cap,
+            dropout=dropout,
+            recipe=options.get("recipe"),
+            rngs=rngs,
         )
         self.out = project("out", (heads, dim), out or in_features, "heads", "head_dim", "embed")
 

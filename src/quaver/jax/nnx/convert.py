@@ -19,6 +19,7 @@ from quaver import recipes
 from quaver.core.conversion import Choice, Report
 from quaver.core.rules import Rules
 from quaver.core.spec import Recipe
+from quaver.jax.attention import refuse_quantized
 from quaver.jax.nnx.dense import DenseGeneral
 from quaver.jax.nnx.inject import DotGeneral, Einsum
 from quaver.jax.nnx.variable import LayerState
@@ -45,10 +46,12 @@ def convert(
     Returns:
         What was converted, what was not and why, and the patterns that matched nothing.
     Raises:
-        ValueError: an unknown recipe, before anything is changed.
+        ValueError: an unknown recipe, or one that quantizes attention, before anything is changed.
     """
     choice = Choice(recipe, skip)
     chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
+    for wanted in chosen.values():
+        refuse_quantized(wanted)
     report = Report(others=_others(model), kind="linear")
     for name, layer, kind in _layers(model):
         rule, why = choice.decide([name], *kind.features(layer))

@@ -101,7 +101,7 @@ def forward(
         values = along_rows(_groups(codes_v, part), _groups(codes_vt, part))
         y = _grouped(p, values.shape[1]) @ values
         y = y.mul_(1 / PROBABILITY_FACTOR).div_(1 - options.dropout)
-        out[part.batch, part.heads] = y.view(*p.shape[:3], -1).float().to(q.dtype)
+        out[part.batch, part.heads] = _ungrouped(y, p).float().to(q.dtype)
     if codes_v is None or not training:
         return out, logsumexp, None
     qt, kt = quantize_along_rows(q, spec, codes_q), quantize_along_rows(k, spec, codes_k)
@@ -223,6 +223,11 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.reshape(batch, groups, heads // groups * rows, k)
 
 
+def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse: [b, h, rows, k], the first three as those of `like`."""
+    return x.view(*like.shape[:3], x.shape[3])
+
+
 def _sum_shared(x: Tensor, groups: int) -> Tensor:
     """The sums [b, g, rows, k] over the heads that share a group."""
     return x.unflatten(1, (groups, x.shape[1] // groups)).sum(2)
@@ -237,7 +242,7 @@ def _scores_backward(
     if dq is not None:
         keys = along_rows(_groups(kept.k, part), _groups(kept.kt, part))
         made = (_grouped(codes.decode(), keys.shape[1]) @ keys).mul_(options.scale)
-        dq[part.batch, part.heads] = made.view(*ds.shape[:3], -1).float().to(dq.dtype)
+        dq[part.batch, part.heads] = _ungrouped(made, ds).float().to(dq.dtype)
     if dk is not None:
         queries = along_rows(_heads(kept.q, part), _heads(kept.qt, part))
         turned = along_rows(codes, quantize_along_rows(ds, spec, codes)).mT

@@ -1,0 +1,46 @@
+"""A recipe that quantizes attention is refused in JAX, which does not: it must not be ignored."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import quaver
+import quaver.jax as qj
+import quaver.jax.linen as ql
+import quaver.jax.nnx as qn
+from quaver.jax.attention import attention
+
+QUANTIZED = quaver.recipes.tensorwise(attention=True)
+X = jnp.ones((1, 3, 8))
+HEADS = jnp.ones((1, 3, 2, 4))
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "the function": lambda recipe: attention(HEADS, HEADS, HEADS, recipe=recipe),
+    "linen's core": lambda recipe: ql.DotProductAttention(recipe=recipe).apply({}, HEADS, HEADS, HEADS),
+    "linen": lambda recipe: ql.MultiHeadAttention(2, recipe=recipe).init(jax.random.key(0), X),
+    "nnx's core": lambda recipe: qn.DotProductAttention(recipe=recipe)(HEADS, HEADS, HEADS),
+    "nnx": lambda recipe: qn.MultiHeadAttention(8, 2, recipe=recipe, rngs=nnx.Rngs(0))(X),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_recipe_that_quantizes_attention_is_refused(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match="'tensorwise' has attention=True and quaver"):
+        call(QUANTIZED)
+    with qj.autocast(QUANTIZED):
+        with pytest.raises(ValueError, match="attention=True"):
+            call(None)
+        # One's own recipe comes before the ambient one.
+        call("tensorwise")
+    with qj.autocast(QUANTIZED), qj.autocast(enabled=False):
+        call(None)
+
+
+def test_convert_refuses_it_before_anything_is_changed() -> None:
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="attention=True"):
+        qn.convert(model, {"*": QUANTIZED})
