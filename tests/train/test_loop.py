@@ -23,7 +23,7 @@ from quaver.train.metrics import Record, losses, read, validation_losses
 from quaver.train.nonfinite import NonFiniteError
 from quaver.train.schedule import lr_at
 from quaver.train.sizes import MODELS
-from quaver.train.torch import learner
+from quaver.train.torch import decoder
 from quaver.train.torch.decoder import build
 from quaver.train.torch.nonfinite import first_gradient, first_module
 from tests.train.conftest import MakeConfig
@@ -138,7 +138,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence(make_config: MakeConfig, monke
 
 
 def test_the_first_module_that_is_not_finite_is_named() -> None:
-    model = build(MODELS["nano"], 256, 32, 0, torch.device("cpu"))
+    model = build(MODELS["nano"], 256, 0, torch.device("cpu"))
     batch = torch.zeros((1, 2, 33), dtype=torch.int64)
     model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: output / 0)
     assert first_module(model, batch, "float32") == (
@@ -152,7 +152,7 @@ def test_the_first_module_that_is_not_finite_is_named() -> None:
 
 def test_a_nan_loss_stops_before_anything_is_lost(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(checkpoint_every=2)
-    convert = learner.qt.convert
+    convert = decoder.qt.convert
 
     def poisoned(model: torch.nn.Module, *rest: object, **options: object) -> object:
         calls = iter(range(1000))
@@ -164,7 +164,7 @@ def test_a_nan_loss_stops_before_anything_is_lost(make_config: MakeConfig, monke
         model.layers[0].mlp.down_proj.register_forward_hook(hook)
         return report
 
-    monkeypatch.setattr(learner.qt, "convert", poisoned)
+    monkeypatch.setattr(decoder.qt, "convert", poisoned)
     with pytest.raises(NonFiniteError) as error:
         run_training(replace(config, validate_every=0))
     for said in ("stopped at step 4", "the loss is nan", "layers.0.mlp.down_proj", "step-000002"):

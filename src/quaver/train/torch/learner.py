@@ -5,12 +5,11 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-import quaver.torch as qt
 from quaver.core.spec import Recipe
 from quaver.train.config import TrainConfig
 from quaver.train.learner import Tensors
 from quaver.train.sizes import MODELS
-from quaver.train.torch.decoder import build, loss_of
+from quaver.train.torch.decoder import build, loss_of, quantize_layers
 from quaver.train.torch.device import device_of
 from quaver.train.torch.nonfinite import first_gradient, first_module
 from quaver.train.torch.optimizer import adamw, load_state, state_of
@@ -24,9 +23,9 @@ class TorchLearner:
         if config.threads or self.device.type == "cpu":
             torch.set_num_threads(config.threads or 1)
         self.config = config
-        self.model = build(MODELS[config.model], vocab, config.sequence, config.seed, self.device)
-        head = ["head"] if self.model.head is not None else []
-        self.conversion = qt.convert(self.model, recipe, skip=head, seed=config.seed)
+        sizes = MODELS[config.model]
+        self.model = build(sizes, vocab, config.seed, self.device, config.recompute)
+        self.conversion = quantize_layers(self.model, recipe, config.seed)
         self.optimizer = adamw(self.model, config)
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
@@ -61,10 +60,10 @@ class TorchLearner:
 
     def load(self, model: Tensors, optimizer: Tensors) -> None:
         try:
-            self.model.load_state_dict(_tensors(model))
-            load_state(self.model, self.optimizer, _tensors(optimizer))
+            self.model.load_state_dict(tensors_of(model))
+            load_state(self.model, self.optimizer, tensors_of(optimizer))
         except (RuntimeError, KeyError) as error:
-            raise ValueError(" ".join(str(error).split())[:300]) from error
+            raise ValueError(in_short(error)) from error
 
     def _ids(self, batch: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(batch).to(self.device)
@@ -74,5 +73,10 @@ def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
 
 
-def _tensors(arrays: Tensors) -> dict[str, torch.Tensor]:
+def in_short(error: Exception) -> str:
+    """The beginning of what a long error says, in one line."""
+    return " ".join(str(error).split())[:300]
+
+
+def tensors_of(arrays: Tensors) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
