@@ -32,12 +32,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     if hidden is None:
         assert bias is not None
         return _run(q, k, v, _as_queries(bias, q), False, call)
-    # Not every kernel gives 0 to a row that sees nothing, and gradients without NaN: such a row sees everything here,
-    # and its output is thrown away.
+    if q.is_cpu:
+        return _run(q, k, v, _joined(hidden, bias, q), False, call)
+    # Not every kernel of a GPU gives 0 to a row that sees nothing, and gradients without NaN: such a row sees
+    # everything here, and its output is thrown away.
     empty = hidden.all(-1, keepdim=True)
-    seen = ~hidden | empty
-    mask = seen if bias is None else _as_queries(bias, q).masked_fill(~seen, -torch.inf)
-    return _run(q, k, v, mask, False, call).masked_fill(empty, 0)
+    return torch.where(empty, 0, _run(q, k, v, _joined(hidden & ~empty, bias, q), False, call))
+
+
+def _joined(hidden: Tensor, bias: Tensor | None, q: Tensor) -> Tensor:
+    """One mask as torch takes it: True where seen, or a bias that is -inf where hidden."""
+    return ~hidden if bias is None else _as_queries(bias, q).masked_fill(hidden, -torch.inf)
 
 
 def _each_sequence(q: Tensor, k: Tensor, v: Tensor, call: Call, of_queries: list[int], of_keys: list[int]) -> Tensor:
