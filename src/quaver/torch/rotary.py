@@ -1,0 +1,128 @@
+"""Turning pairs of features by angles, as plain functions of tensors.
+
+Cosines and sines stand at both places of their pair, a sine negative at the first one, so that turning is
+x * cos + partner(x) * sin: a few operations whatever the pairs are, of which autograd keeps cos and sin alone.
+Compiled, both the tables and the turning are opaque operators: Inductor's cosine, its fused multiply-add on a GPU and
+its skipped rounding to bf16 would give other bits than eager mode.
+
+Source: Su et al. 2021, arXiv:2104.09864.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.torch import rope_scaling
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x * cos + partner(x) * sin for the first features of x, as many as the tables have; the rest stay.
+
+    Args:
+        x: [..., D].
+        cos: float32, broadcastable to [..., turning]: the cosine of a pair's angle, at both of its places.
+        sin: the same of the sine, negative at the first place. `RotaryEmbedding.tables` makes both.
+        interleaved: pairs are neighbours (0, 1), (2, 3) ...; else feature i goes with i + turning / 2.
+    Returns:
+        [..., D] in x's dtype, computed in float32 and rounded once, gradients too.
+    Exact: the bits of eager mode, compiled too.
+    """
+    if torch.compiler.is_compiling():
+        turned: Tensor = _Turn.apply(x, cos, sin, interleaved, False)
+        return turned
+    return _turn(x, cos, sin, interleaved, False)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    """One way or back. Plain operations: autograd, torch.func and double backward follow them."""
+    turning = cos.shape[-1]
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    if turning != x.shape[-1]:
+        wide = wide[..., :turning]
+    if interleaved:
+        partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = wide.roll(turning // 2, -1)
+    turned = wide * cos
+    turned = turned - partner * sin if back else turned + partner * sin
+    if turning != x.shape[-1]:
+        return torch.cat([turned.to(x.dtype), x[..., turning:]], dim=-1)
+    return turned if x.dtype is turned.dtype else turned.to(x.dtype)
+
+
+class _Turn(torch.autograd.Function):
+    """The opaque turning, whose gradient is the turning back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.about = interleaved, back
+        turned: Tensor = torch.ops.quaver.turn(x, cos, sin, interleaved, back)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        interleaved, back = ctx.about
+        return torch.ops.quaver.turn(g, cos, sin, interleaved, not back), None, None, None, None
+
+
+def rotary_tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """What `apply_rotary` takes.
+
+    Args:
+        where: positions [...].
+        rows: `Frequencies.rows`, [n, turning / 2].
+        length: of the longest sequence, for frequencies that go by it; -1 takes the largest position's.
+        text: `Frequencies.text`.
+        interleaved: as `apply_rotary`.
+    Returns:
+        (cos, sin) float32 [..., 1, turning], the 1 for the heads.
+    Exact: eager's bits, compiled too.
+    """
+    if torch.compiler.is_compiling():
+        made: tuple[Tensor, Tensor] = torch.ops.quaver.rotary_tables(where, rows, length, text, interleaved)
+        return made
+    return _tables(where, rows, length, text, interleaved)
+
+
+def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+    frequencies = rope_scaling.parse(text)
+    longest: int | Tensor = length
+    if length < 0 and frequencies.by_length:
+        longest = where.max() + 1 if where.numel() else 0
+    angle = where.float()[..., None, None] * frequencies.at(rows.to(where.device), longest)
+    cos, sin = angle.cos(), angle.sin()
+    if frequencies.attention_factor != 1:
+        cos, sin = cos * frequencies.attention_factor, sin * frequencies.attention_factor
+    if interleaved:
+        return torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+# The opaque operators of compiled code.
+
+_library = torch.library.Library("quaver", "FRAGMENT")
+_library.define("turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor")
+_library.define(
+    "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)"
+)
+
+
+def _turn_impl(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    return _turn(x, cos, sin, interleaved, back).contiguous()
+
+
+def _turn_fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+    shape = (*where.shape, 1, 2 * rows.shape[1])
+    return where.new_empty(shape, dtype=torch.float32), where.new_empty(shape, dtype=torch.float32)
+
+
+for _name, _impl, _fake in (("turn", _turn_impl, _turn_fake), ("rotary_tables", _tables, _tables_fake)):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quaver::{_name}", _fake, lib=_library)
