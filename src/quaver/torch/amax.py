@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX
 from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch import recomputation
 from quaver.torch.cpu_quantize import SMALLEST_NORMAL, host_factor
 from quaver.torch.rounding import exponent, power_of_two
 
@@ -110,18 +111,25 @@ def column_specs(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
 
 
 def saved_factors(layer: nn.Module) -> Tensor | list[float]:
-    """The factors as a forward sees them, for its backward: later rolls do not change them. Unset without a history."""
+    """The factors as a forward sees them, for its backward: later rolls do not change them. Unset without a history.
+
+    A forward that is run again sees what it saw first.
+    """
     factor = layer._buffers.get("factor")
     if factor is None:
         return torch.zeros(3, device=layer.weight.device) if torch.compiler.is_compiling() else [0.0] * 3  # type: ignore[arg-type]
-    if torch.compiler.is_compiling() or not factor.is_cpu:
+    if torch.compiler.is_compiling():
         return factor.clone()
-    found: list[float] = views(layer).factors.tolist()
+    found: Tensor | list[float] = views(layer).factors.tolist() if factor.is_cpu else factor.clone()
+    if recomputation.state.replay is not None or recomputation.state.writing:
+        found = recomputation.noted(layer, "factors", found)
     return found
 
 
 def record(layer: nn.Module, column: int, amax: Tensor | float | None) -> None:
     """Note an amax in row 0; infinities and NaN are not noted, lest one overflow freeze the scale."""
+    if recomputation.replaying():
+        return
     if isinstance(amax, float):
         seen = views(layer)
         if amax < math.inf and seen.newest[column] < amax:

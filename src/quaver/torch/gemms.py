@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, counters, ops, weights
+from quaver.torch import amax, counters, ops, recomputation, weights
 from quaver.torch.noise import quantize_with_noise
 from quaver.torch.quantized import Quantized
 
@@ -142,7 +142,7 @@ def quantize(
         q = call.quantize(x, spec)
     else:
         q = quantize_with_noise(layer, operand, x, spec)
-    if counters.active.counters is not None:
+    if counters.active.counters is not None and not recomputation.replaying():
         counters.active.counters.note(layer, operand, x, q)
     return q
 

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from quaver import recipes
 from quaver.core.spec import Recipe
-from quaver.torch import amax, ops
+from quaver.torch import amax, ops, recomputation
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gemms import Call, backward, fprop
 from quaver.torch.noise import fresh_count
@@ -146,8 +146,11 @@ def recipe_of(layer: nn.Module) -> Recipe | None:
     if not torch.compiler.is_compiling():
         mine = layer.__dict__
         # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
-        if torch._C._current_graph_task_id() != -1 and "_last" in mine:
-            recipe = mine["_last"]
+        if torch._C._current_graph_task_id() != -1:
+            if recomputation.state.replay is not None:
+                return recipe
+            if "_last" in mine:
+                recipe = mine["_last"]
         mine["_last"] = recipe
     return recipe
 

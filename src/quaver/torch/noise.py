@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec
-from quaver.torch import ops
+from quaver.torch import ops, recomputation
 from quaver.torch.quantized import Quantized
 
 
@@ -19,8 +19,12 @@ def quantize_with_noise(layer: nn.Module, operand: str, x: Tensor, spec: QuantSp
     which = int(operand.endswith(".T"))
     seed: int = layer.__dict__.get("seed", 0)
     stream = streams(layer)[operand] if torch.compiler.is_compiling() else tensor_id(layer, operand)
-    q = ops.run_quantize(x, spec, None, None, (seed, stream, count[which].clone()))
-    count[which] += 1
+    number = count[which].clone()
+    if not torch.compiler.is_compiling() and operand.startswith("input"):
+        number = recomputation.noted(layer, operand, number)
+    q = ops.run_quantize(x, spec, None, None, (seed, stream, number))
+    if not recomputation.replaying():
+        count[which] += 1
     return q
 
 

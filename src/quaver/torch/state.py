@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quaver.core.spec import Recipe
-from quaver.torch import amax
+from quaver.torch import amax, recomputation
 from quaver.torch.noise import fresh_count, streams
 
 #: Buffers that recipes add.
@@ -16,6 +16,9 @@ STATE = ("history", "factor", "count")
 
 def prepare(layer: nn.Module, recipe: Recipe) -> None:
     """Give a layer the buffers that a recipe keeps state in: for training, nothing else writes them."""
+    if recomputation.replaying():
+        # The first run has prepared it; since then another recipe may have.
+        return
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return prepare(layer, recipe)
