@@ -3,7 +3,6 @@
 It aligns everything bottom right.
 """
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,16 +12,13 @@ from torch import Tensor
 from quaver.torch.attention.call import Call
 from quaver.torch.attention.masks import MASKS
 
-
-@cache
-def installed() -> bool:
-    """Whether there is a flash-attn to import."""
-    return find_spec("flash_attn") is not None
+#: Whether there is a flash-attn to import.
+INSTALLED = find_spec("flash_attn") is not None
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     """ "" to take the call, else why not."""
-    if not installed():
+    if not INSTALLED:
         return "flash-attn is not installed"
     if not q.is_cuda:
         return f"flash-attn runs on GPUs, and this is {q.device.type!r}"

@@ -11,6 +11,7 @@ from quaver.core.spec import AttentionSpec, Recipe
 from quaver.torch import ops
 from quaver.torch.attention import flash, flex, reference, sdpa
 from quaver.torch.attention.call import Call
+from quaver.torch.attention.fp8 import attention_fp8
 from quaver.torch.attention.layout import CuSeqlens, check_layout, heads_back, heads_first, ragged_of
 from quaver.torch.attention.masks import Mask, Window, check_fits, check_mask, simplify
 
@@ -91,7 +92,7 @@ def attention(
         and sinks is None is soft_cap is None is cu_seqlens
         and (recipe is None or recipe.attention is None)
         and ATTENTION.active is ATTENTION.impls
-        and (q.is_cpu or not flash.installed())
+        and (q.is_cpu or not flash.INSTALLED)
         and _plain(q, k, v)
     ):
         # Masks, options and reasons would take as long as the kernel of a small layer.
@@ -215,8 +216,6 @@ def _run(q: Tensor, k: Tensor, v: Tensor, call: Call, spec: AttentionSpec | None
     if spec is None:
         y: Tensor = ATTENTION(q, k, v, call)
         return y
-    from quaver.torch.attention.fp8 import attention_fp8
-
     return attention_fp8(
         q,
         k,

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.torch.attention.call import Call, scores_shape
+from quaver.torch.attention.call import Call
 from quaver.torch.attention.masks import simplify
 
 
@@ -47,12 +47,11 @@ def _joined(hidden: Tensor, bias: Tensor | None, q: Tensor) -> Tensor:
 
 def _each_sequence(q: Tensor, k: Tensor, v: Tensor, call: Call, of_queries: list[int], of_keys: list[int]) -> Tensor:
     alone = call._replace(ragged=None)
+    if not of_queries:
+        return attend(q, k, v, alone)
     parts = zip(q.split(of_queries, 2), k.split(of_keys, 2), v.split(of_keys, 2), strict=True)
-    outs = [attend(*part, alone) for part in parts]
-    # Joined with the tokens outside the heads, as one kernel over all would have written them.
-    return (
-        torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2) if outs else v.new_zeros(scores_shape(q, v))
-    )
+    # Joined with the heads inside the tokens, as a kernel writes them.
+    return torch.cat([attend(*part, alone).transpose(1, 2) for part in parts], 1).transpose(1, 2)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, call: Call) -> Tensor:
