@@ -10,6 +10,7 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver.torch.attention import attention
 from tests.close import assert_bitwise, assert_close
+from tests.torch.hf_layers import LAYERS
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "plain": lambda layers, capacity: qt.KVCache(layers, capacity),
@@ -253,3 +254,44 @@ def test_what_a_paged_cache_does_not_know_is_a_sentence() -> None:
         qt.KVCache(1, 2).mask(torch.zeros(1, 1, dtype=torch.bool), "padding_causal", 1)
     with pytest.raises(ValueError, match="reorder it after the first update"):
         qt.KVCache(1, 2).reorder(torch.tensor([0]))
+
+
+@BOTH
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_decodes_as_it_runs_whole(name: str, kind: str) -> None:
+    """Windows, sinks, caps, norms of queries and keys, partial and stretched rope: two layers in a row."""
+    layers = [LAYERS[name].build("causal") for _ in range(2)]
+    for parameter in (p for layer in layers for p in layer.parameters()):
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(3, 9, 32)
+    cache = MAKERS[kind](2, 9)
+
+    def run(part: Tensor, **options: Any) -> Tensor:
+        for number, layer in enumerate(layers):
+            part = layer(part, **(options | {"layer": number} if options else {}))
+        return part
+
+    with torch.no_grad():
+        whole = run(x)
+        steps = [run(part, cache=cache) for part in x.split([4, 1, 1, 2, 1], dim=1)]
+        assert_close("outputs", torch.cat(steps, 1), whole, 1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_decodes_sequences_of_different_lengths(name: str) -> None:
+    layer = LAYERS[name].build("causal")
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, cache = torch.randn(2, 9, 32), qt.PagedKVCache(1, pages=8, page_size=4)
+    long, short = cache.add(), cache.add()
+    with torch.no_grad():
+        whole = layer(x)
+        cache.use([long])
+        layer(x[:1, :6], cache=cache)
+        cache.use([short])
+        layer(x[1:, :2], cache=cache)
+        cache.use([long, short])
+        for step in range(3):
+            y = layer(torch.stack([x[0, 6 + step], x[1, 2 + step]])[:, None], cache=cache)
+            expected = torch.stack([whole[0, 6 + step], whole[1, 2 + step]])[:, None]
+            assert_close(f"step {step}", y, expected, 1e-5)
