@@ -1,6 +1,6 @@
 """The registry of cases: a new one is a file and a line here."""
 
-from benchmarks.cases import frozen, imports, jax_speed, memory, noise, speed
+from benchmarks.cases import attention_noise, frozen, imports, jax_speed, memory, noise, speed
 
 CASES = (
     speed.SMALL_BF16,
@@ -16,4 +16,7 @@ CASES = (
     imports.CASE,
     noise.WHOLE,
     noise.WORST_ROW,
+    attention_noise.GAUSSIAN,
+    attention_noise.OUTLYING,
+    attention_noise.SHIFTED,
 )
