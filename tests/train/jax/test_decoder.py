@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +14,24 @@ import quaver.jax as qj
 import quaver.recipes
 import quaver.torch as qt
 from quaver.recipes import RECIPES
-from quaver.train import frameworks, recipe_name
+from quaver.train import compare_runs, frameworks, recipe_name, run_training
 from quaver.train.batches import training_batch
 from quaver.train.config import TrainConfig
 from quaver.train.jax.decoder import ignore, logits_of, norm
 from quaver.train.jax.learner import JaxLearner
-from quaver.train.parameters import parameters
+from quaver.train.jax.steps import gradients
 from quaver.train.schedule import lr_at
 from quaver.train.sizes import MODELS
 from quaver.train.tokens import load
-from quaver.train.torch.decoder import Decoder
+from quaver.train.torch.decoder import loss_of
 from quaver.train.torch.learner import TorchLearner
+from tests.close import assert_close
 from tests.train.conftest import MakeConfig
 
 TEXT = " ".join(f"{n} times {m} is {n * m}." for n in range(60) for m in range(40))
 TOKENS = np.frombuffer(TEXT.encode(), np.uint8)
+
+TINY = [name for name in MODELS if name.endswith("-tiny")]
 
 
 def pair(config: TrainConfig, vocab: int = 256) -> tuple[TorchLearner, JaxLearner]:
@@ -114,8 +118,9 @@ def test_50_steps_of_tiny_on_the_default_text_differ_little_on_average(make_conf
     assert max(apart) > 0 and np.mean(apart) < 1e-3
 
 
-def test_bfloat16_casts_what_torch_autocast_casts(make_config: MakeConfig) -> None:
-    config = make_config()
+@pytest.mark.parametrize("family", TINY)
+def test_bfloat16_casts_what_torch_autocast_casts(make_config: MakeConfig, family: str) -> None:
+    config = make_config(model=family)
     left, right = pair(config)
     ids = training_batch(TOKENS, config, 1)[0, :, :-1]
     dtypes: dict[str, str] = {}
@@ -129,11 +134,59 @@ def test_bfloat16_casts_what_torch_autocast_casts(make_config: MakeConfig) -> No
     heard: dict[str, str] = {}
     look = partial(logits_of, right.decoder, look=lambda name, x: heard.update({name: str(x.dtype)}))
     jax.eval_shape(look, right.params, right.state, jnp.asarray(ids, jnp.int32))
+    if MODELS[family].tied:
+        heard.pop("head")  # in PyTorch the embedding's matrix, and no module
     assert heard == dtypes and list(heard) == list(dtypes)
 
 
-@pytest.mark.parametrize("name", ["nano", "tiny", "125m", "8b"])
-def test_the_parameters_are_pytorchs(name: str) -> None:
-    with torch.device("meta"):
-        model = Decoder(MODELS[name], 256, 32)
-    assert [(n, tuple(p.shape)) for n, p in model.named_parameters()] == list(parameters(MODELS[name], 250).items())
+@pytest.fixture(params=TINY)
+def two_layers(request: pytest.FixtureRequest, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """Of each family: Gemma 2 has a layer of either kind among them."""
+    monkeypatch.setitem(MODELS, "two layers", replace(MODELS[request.param], layers=2))
+    return make_config(dtype="float32", model="two layers")
+
+
+def test_every_family_has_pytorchs_loss_under_a_recipe(two_layers: TrainConfig) -> None:
+    left, right = pair(replace(two_layers, recipe="rowwise"))
+    batch = training_batch(TOKENS, two_layers, 1)
+    assert left.loss(batch) == pytest.approx(right.loss(batch), rel=0, abs=2e-4)
+
+
+def test_every_family_has_pytorchs_loss_and_gradients(two_layers: TrainConfig) -> None:
+    left, right = pair(two_layers)
+    batch = training_batch(TOKENS, two_layers, 1)
+    expected = loss_of(left.model, torch.from_numpy(batch[0]), "float32")
+    expected.backward()
+    differentiate = jax.jit(gradients, static_argnums=0)
+    loss, grads, _ = differentiate(right.decoder, right.params, right.state, batch.astype(np.int32))
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in left.model.named_parameters():
+        assert_close(name, grads[name], parameter.grad, 1e-5)
+
+
+@pytest.mark.parametrize("recompute, recipe", [("mlp", "bf16"), ("full", "delayed(history=4)")])
+def test_recomputation_changes_no_loss(make_config: MakeConfig, recompute: str, recipe: str) -> None:
+    config = make_config(dtype="float32", recipe=recipe, framework="jax")
+    losses = []
+    for what in ("none", recompute):
+        learner = frameworks.make(replace(config, recompute=what), recipe_name.find(config.recipe), 256)
+        losses.append([learner.step(training_batch(TOKENS, config, step), 1e-2)[0] for step in (1, 2, 3)])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"recipe": "tensorwise(attention=True)"}, "JAX cannot run attention in eight bits yet"),
+        ({"model": "llama3.1-8b"}, "JAX cannot stretch rotary positions yet, as llama3.1-8b asks"),
+    ],
+)
+def test_what_jax_cannot_do_yet_is_said_before_the_run_starts(
+    make_config: MakeConfig, options: dict[str, str], message: str
+) -> None:
+    config = make_config(framework="jax", **options)
+    with pytest.raises(ValueError, match=message):
+        run_training(config)
+    with pytest.raises(ValueError, match=message):
+        compare_runs(config, [config.recipe])
+    assert not Path(config.out).exists()

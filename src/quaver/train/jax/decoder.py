@@ -107,6 +107,7 @@ class Layer:
         q, k = (rope(x, theta=config.theta, fraction=config.fraction) for x in (q, k))
         window, scale, cap = config.window(self.number), config.scale, config.soft_cap
         y = attention(q, k, v, mask_type="causal", window=window, scale=scale, soft_cap=cap)
+        self.look(f"{self.name}.attention.core", y)
         y = self.project("attention.o_proj", y.reshape(*x.shape[:-1], -1))
         self.look(f"{self.name}.attention", y)
         return y
