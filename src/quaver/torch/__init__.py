@@ -17,7 +17,8 @@ from quaver.torch.norm_linear import LayerNormLinear
 from quaver.torch.ops import dequantize, matmul, only, quantize
 from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.torch.quantized import Quantized
-from quaver.torch.rope import RotaryEmbedding, apply_rotary
+from quaver.torch.rope import RotaryEmbedding
+from quaver.torch.rotary import apply_rotary
 from quaver.torch.transformer import TransformerLayer
 from quaver.torch.weights import refresh
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.core.suggest import suggest
+from quaver.torch.second_derivative import no_second_derivative
 
 _aten = torch.ops.aten
 Function = Callable[..., Tensor]
@@ -29,6 +30,8 @@ class Activation:
     #: (gradient of the result, x or gate and value, *options) to the gradients of the inputs.
     backward: Callable[..., tuple[Tensor, ...]]
     gated: bool = False
+    #: torch's own operation, which works in float32 inside whatever the dtype: the same bits without casts.
+    native: bool = False
     #: Options with what they are by default, in the order in which the functions take them.
     options: Mapping[str, float] = field(default_factory=dict)
 
@@ -38,8 +41,8 @@ class Activation:
         return 2 if self.gated else 1
 
 
-def _plain(forward: Function, backward: Function) -> Activation:
-    return Activation(forward, lambda g, x: (backward(g, x),))
+def _plain(forward: Function, backward: Function, native: bool = False) -> Activation:
+    return Activation(forward, lambda g, x: (backward(g, x),), native=native)
 
 
 def _gated(forward: Function, backward: Function) -> Activation:
@@ -108,12 +111,12 @@ def _clamped_swiglu_backward(
 #: "gelu" is the tanh form, as in JAX and Flax; "gelu_exact" is the error function's, torch's default.
 ACTIVATIONS: dict[str, Activation] = {
     "linear": _plain(lambda x: x.clone(), lambda g, x: g.clone()),
-    "gelu": _plain(_gelu, _gelu_backward),
-    "gelu_exact": _plain(F.gelu, _aten.gelu_backward),
+    "gelu": _plain(_gelu, _gelu_backward, native=True),
+    "gelu_exact": _plain(F.gelu, _aten.gelu_backward, native=True),
     "quick_gelu": _plain(_quick_gelu, _quick_gelu_backward),
-    "relu": _plain(torch.relu, _relu_backward),
+    "relu": _plain(torch.relu, _relu_backward, native=True),
     "squared_relu": _plain(_squared_relu, _squared_relu_backward),
-    "silu": _plain(F.silu, _aten.silu_backward),
+    "silu": _plain(F.silu, _aten.silu_backward, native=True),
     "glu": _gated(torch.sigmoid, _sigmoid_backward),
     "geglu": _gated(_gelu, _gelu_backward),
     "geglu_exact": _gated(F.gelu, _aten.gelu_backward),
@@ -170,8 +173,22 @@ def activate(name: str, *x: Tensor, **options: float) -> Tensor:
         )
     if row.gated and len(x) == 1 and x[0].shape[-1] % 2:
         raise ValueError(f"activation {name!r} takes gate and value side by side, an even width; got {x[0].shape[-1]}")
-    y: Tensor = _Activate.apply(name, option_values(name, options), *x)
+    return apply(name, option_values(name, options), *x)
+
+
+def apply(name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
+    """`activate` without its checks."""
+    row = ACTIVATIONS[name]
+    if row.native and not torch.compiler.is_compiling():
+        return row.forward(*x)
+    y: Tensor = _Activate.apply(name, options, *x)
     return y
+
+
+SENTENCE = (
+    "this activation has no second derivative: its backward is written by hand. Use torch's own operations for the "
+    "part that is differentiated twice"
+)
 
 
 class _Activate(torch.autograd.Function):
@@ -182,9 +199,12 @@ class _Activate(torch.autograd.Function):
         return forward(name, options, x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         name, options = ctx.about
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                grads = backward(name, options, g, ctx.saved_tensors)
+            return None, None, *no_second_derivative(grads, SENTENCE, g, *ctx.saved_tensors)
         return None, None, *backward(name, options, g, ctx.saved_tensors)
 
 
@@ -208,11 +228,15 @@ def backward(name: str, options: tuple[float, ...], g: Tensor, x: Sequence[Tenso
 
 def _forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
     row, dtype = ACTIVATIONS[name], x[0].dtype
+    if row.native:
+        return row.forward(*x)
     return row.forward(*_wide(row, x), *options).to(dtype)
 
 
 def _backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
     row, dtype = ACTIVATIONS[name], x[0].dtype
+    if row.native:
+        return list(row.backward(g, *x))
     grads = row.backward(g.float(), *_wide(row, x), *options)
     if row.gated and len(x) == 1:
         whole = torch.empty_like(x[0], memory_format=torch.contiguous_format)

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from quaver import recipes
-from quaver.core.spec import Recipe
-from quaver.torch import amax, ops, recomputation
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch import amax, ops, recomputation, stored
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gemms import Call, backward, fprop
 from quaver.torch.noise import fresh_count
 from quaver.torch.quantized import put_together, take_apart
+from quaver.torch.second_derivative import no_second_derivative
 from quaver.torch.state import STATE, match_state, prepare
 
 _serials = itertools.count()
@@ -53,7 +54,7 @@ class _Linear(torch.autograd.Function):
             # create_graph=True: the gradients exist, only their own derivative does not.
             with torch.no_grad():
                 grads = _backward(ctx, g)
-            return no_second_derivative(grads, g, ctx.saved_tensors[0])
+            return no_second_derivative(grads, NO_DOUBLE_BACKWARD, g, ctx.saved_tensors[0])
         return _backward(ctx, g)
 
 
@@ -79,24 +80,6 @@ NO_DOUBLE_BACKWARD = (
     "quantized layers have no second derivative: rounding has none. Compute the part that is differentiated twice in "
     "high precision: with quaver.torch.autocast(enabled=False)"
 )
-
-
-def no_second_derivative(grads: tuple[Any, ...], *sources: Tensor | None) -> tuple[Any, ...]:
-    """The gradients tied to what they depend on: differentiating one once more is an error and not 0."""
-    tied = *sources, torch.empty(0, requires_grad=True)
-    return tuple(_NoDoubleBackward.apply(g, *tied) if isinstance(g, Tensor) else g for g in grads)
-
-
-class _NoDoubleBackward(torch.autograd.Function):
-    """A gradient as it is, tied to what it depends on."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        raise NotImplementedError(NO_DOUBLE_BACKWARD)
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -174,6 +157,10 @@ class Linear(nn.Linear):
     #: The layer's own recipe; None takes the ambient one.
     recipe: Recipe | None = None
     seed: int = 0
+    #: How the weight is quantized where it exists only in eight bits (`quaver.torch.quantized_init`), else None.
+    weight_spec: QuantSpec | None = None
+    #: What such a weight dequantizes to.
+    weight_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -193,6 +180,18 @@ class Linear(nn.Linear):
         if recipe is not None:
             self.recipe = recipes.get(recipe)
             prepare(self, self.recipe)
+        construction.apply(self)
+
+    def reset_parameters(self) -> None:
+        """Fill weight and bias as nn.Linear does."""
+        if self.weight_spec is None:
+            super().reset_parameters()
+        else:
+            stored.reset(self)
+
+    def set_weight(self, value: Tensor) -> None:
+        """Give the weight a new value [out_features, in_features], in place; one in eight bits is quantized anew."""
+        stored.write(self, value)
 
     def forward(self, input: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
@@ -204,22 +203,25 @@ class Linear(nn.Linear):
         weight: Tensor = parameters["weight"] if "weight" in parameters else self.weight  # type: ignore[assignment] # noqa: SIM401
         bias: Tensor | None = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
-            return F.linear(input, weight, bias)
+            return F.linear(input, weight, bias) if weight.dtype not in stored.CODES else self._stored(input, weight, bias)
         if training and mine.get("_prepared") is not recipe:
             prepare(self, recipe)
         device = "cpu" if input.is_cpu else input.device.type
-        casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in ops.DTYPES
+        casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in stored.WEIGHTS
         x = input.to(torch.get_autocast_dtype(device)) if casting else input
-        if x.dtype is not weight.dtype and not casting:
+        if x.dtype is not weight.dtype and not casting and weight.dtype not in stored.CODES:
             raise ValueError(dtype_sentence(self, x.dtype))
-        if x.dim() == 0 or x.size(-1) != weight.size(-1):
+        packed = weight.dtype is torch.uint8
+        if x.dim() == 0 or x.size(-1) != (self.in_features if packed else weight.size(-1)):
             raise ValueError(
                 f"Linear({self.in_features} → {self.out_features}) got an input of shape {tuple(x.shape)}; "
                 f"its last axis must be {self.in_features}"
             )
         if x.dtype not in ops.DTYPES:
-            return _unquantized(x, weight, bias)
+            return _unquantized(self, x, weight, bias)
         if compiling:
+            if weight.dtype in stored.CODES:
+                stored.refuse_compiled_gradient(weight)
             return _Linear.apply(x, weight, bias, self, recipe, training)
         refuse_transforms(x, weight, bias)
         if not casting:
@@ -227,14 +229,24 @@ class Linear(nn.Linear):
         with ops.without_autocast(device):
             return _apply(x, weight, bias, self, recipe, training)
 
+    def _stored(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Without a recipe, where the weight is codes."""
+        if torch.compiler.is_compiling():
+            stored.refuse_compiled_gradient(weight)
+        return stored.linear(x, weight, bias, self)
+
     def extra_repr(self) -> str:
         own = "" if self.recipe is None else f", recipe={self.recipe}"
+        own += "" if self.weight_spec is None else f", weight={self.weight_spec}"
         return super().extra_repr() + own
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move and cast, but leave the histories and counts their dtype and, unless they were on meta, their values."""
-        held = {name: self._buffers.pop(name) for name in STATE if name in self._buffers}
-        super()._apply(fn, recurse)
+        held = {name: self._buffers.pop(name) for name in (*STATE, *stored.SCALES) if name in self._buffers}
+        if self.weight_spec is None:
+            super()._apply(fn, recurse)
+        else:
+            stored.moved(self, fn, super()._apply)
         # Casting there and back may bring other values to the same address.
         self.__dict__.pop("_weights", None)
         for name, buffer in held.items():
@@ -264,6 +276,8 @@ class Linear(nn.Linear):
                 self.__dict__[name] = recipes.get(self.__dict__[name])
         if self._buffers.get("history") is not None:
             self.__dict__["_copied"] = True
+        if self.weight_spec is not None:
+            stored.settle(self)
         amax.register(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -277,11 +291,14 @@ class Linear(nn.Linear):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
         match_state(self, state_dict, prefix, missing)
+        stored.adapt(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+        if self.weight_spec is not None:
+            stored.settle(self)
 
 
 #: Attributes that are made again when they are missing.
-TRANSIENT = ("_number", "_weights", "_views", "_last", "_prepared", "_copied", "_streams")
+TRANSIENT = ("_number", "_weights", "_views", "_last", "_prepared", "_copied", "_streams", "_initial")
 
 
 def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
@@ -294,10 +311,10 @@ def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
 _warned: set[str] = set()
 
 
-def _unquantized(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if "float64" not in _warned:
         _warned.add("float64")
         warnings.warn(
             f"{x.dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
         )
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight, bias) if weight.dtype not in stored.CODES else layer._stored(x, weight, bias)

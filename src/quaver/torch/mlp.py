@@ -17,7 +17,7 @@ from quaver.core.formats import E4M3
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import activation as activations
 from quaver.torch import ops
-from quaver.torch.activation import activate, get_activation, option_values
+from quaver.torch.activation import get_activation, option_values
 from quaver.torch.checkpoint import checkpoint
 from quaver.torch.linear import Linear
 from quaver.torch.norm import Norm
@@ -43,8 +43,7 @@ class Activated:
         return not self.eight_bits
 
     def __call__(self, *x: Tensor | None) -> Tensor:
-        names = get_activation(self.name).options
-        return activate(self.name, *x, **dict(zip(names, self.options, strict=True)))  # type: ignore[arg-type]
+        return activations.apply(self.name, self.options, *x)  # type: ignore[arg-type]
 
     def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
         y = activations.forward(self.name, self.options, x)  # type: ignore[arg-type]

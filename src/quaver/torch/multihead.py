@@ -11,7 +11,9 @@ from quaver.torch.kv_cache import KVCache
 from quaver.torch.linear import Linear
 from quaver.torch.norm import Norm
 from quaver.torch.norm_linear import normalized_projections
-from quaver.torch.rope import RotaryEmbedding, apply_rotary
+from quaver.torch.paged_kv_cache import PagedKVCache
+from quaver.torch.rope import RotaryEmbedding
+from quaver.torch.rotary import apply_rotary
 
 
 class MultiheadAttention(nn.Module):
@@ -125,7 +127,7 @@ class MultiheadAttention(nn.Module):
         bias: Tensor | None = None,
         positions: Tensor | None = None,
         cu_seqlens: Any = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedKVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
         """Attend from x to itself, or to a memory.
@@ -176,7 +178,7 @@ class MultiheadAttention(nn.Module):
             for part in (y.split(self._parts[name], -1) if len(self._parts[name]) > 1 else (y,))
         ]
         wide, narrow = self.core.head_dim
-        q, k, v = (a.unflatten(-1, (-1, d)) for a, d in zip(split, (wide, wide, narrow), strict=True))
+        q, k, v = (a.view(*a.shape[:-1], -1, d) for a, d in zip(split, (wide, wide, narrow), strict=True))
         if len(names) < 3 and self.rope is not None and parts["q_norm"] is None and torch.is_grad_enabled():
             # Of a fused projection backward will need v alone: a copy lets the rest go.
             v = v.contiguous()

@@ -31,16 +31,15 @@ class Normalized:
     def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         value, weight, bias = x
         assert value is not None
-        y, mean, factor = norms.forward(value, weight, bias, self.normalization, self.eps, self.zero_centered)
-        return y, (value, weight, bias, mean, factor)
+        gamma, beta = norms.wide_parameters(weight, bias, self.zero_centered)
+        y, mean, factor = norms.forward(value, gamma, beta, self.normalization, self.eps)
+        return y, (value, gamma, mean, factor)
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
-        x, weight, bias, *_ = saved
-        return norms.forward(x, weight, bias, self.normalization, self.eps, self.zero_centered)[0]
+        raise AssertionError("what a norm made is kept")
 
     def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, factor = saved
-        return norms.backward(g, x, weight, bias, (mean, factor), self.normalization, self.zero_centered)
+        return norms.backward(g, *saved, self.normalization)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from quaver.core.spec import Recipe
 from quaver.torch import amax, ops
+from quaver.torch.autocast import ambient, recomputing
 from quaver.torch.gemms import Call, backward, fprop, kept_input, quantize
-from quaver.torch.linear import Linear, dtype_sentence, matrix, no_second_derivative, recipe_of, refuse_transforms
+from quaver.torch.linear import NO_DOUBLE_BACKWARD, Linear, dtype_sentence, matrix, recipe_of, refuse_transforms
 from quaver.torch.quantized import Quantized, put_together, take_apart
+from quaver.torch.second_derivative import no_second_derivative
 from quaver.torch.state import prepare
 from quaver.torch.sums import add
 
@@ -73,6 +75,9 @@ def project(
 
 def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
     """The recipe that all layers quantize by, if nothing about one of them wants it called as a module."""
+    recipe = ambient.now[0]
+    if recipe is None and layers[0].recipe is None and not recomputing():
+        return None
     recipe = None
     for layer in layers:
         mine = layer.__dict__
@@ -144,7 +149,7 @@ class _Projections(torch.autograd.Function):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 found = _backward(ctx, grads)
-            return no_second_derivative(found, grads[0], *ctx.saved_tensors)
+            return no_second_derivative(found, NO_DOUBLE_BACKWARD, grads[0], *ctx.saved_tensors)
         return _backward(ctx, grads)
 
 

@@ -14,6 +14,7 @@ from quaver.torch.kv_cache import KVCache
 from quaver.torch.mlp import MLP
 from quaver.torch.multihead import MultiheadAttention
 from quaver.torch.norm import Norm
+from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.torch.rope import RotaryEmbedding
 from quaver.torch.sums import fork, join
 
@@ -176,7 +177,7 @@ class TransformerLayer(nn.Module):
         bias: Tensor | None = None,
         positions: Tensor | None = None,
         cu_seqlens: Any = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedKVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
         """x [B, S, dim], or as the layout, to the same.
