@@ -113,5 +113,5 @@ def expected(
 
 def gradients(y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Of a fixed weighting of the output."""
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y)
     return torch.autograd.grad(y, inputs, weights)

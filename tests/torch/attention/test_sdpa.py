@@ -183,3 +183,16 @@ def test_one_query_on_a_cache_bottom_right_takes_no_mask(monkeypatch: pytest.Mon
     first = attention(q, k, v, mask_type="causal")
     assert_close("top left sees the first key alone", first, v[:, :1].repeat_interleave(2, 2), 1e-6)
     assert masks == [(None, False), (None, False), (None, True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask_type, window, queries, keys", cases())
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_on_a_gpu_it_equals_the_reference(
+    mask_type: str, window: Any, queries: int, keys: int, dtype: torch.dtype
+) -> None:
+    mask = mask_of(mask_type, queries, keys)
+    mask = tuple(m.cuda() for m in mask) if isinstance(mask, tuple) else None if mask is None else mask.cuda()
+    for groups in GROUPS:
+        inputs = tuple(x.detach().cuda().requires_grad_() for x in operands(queries, keys, groups, D, dtype))
+        compare(dtype, inputs, mask_type=mask_type, mask=mask, window=window)

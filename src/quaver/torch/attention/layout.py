@@ -69,28 +69,40 @@ def heads_back(x: Tensor, layout: str) -> Tensor:
     return x.permute(2, 0, 1, 3) if layout == "sbhd" else x.squeeze(0).transpose(0, 1)
 
 
-def check_layout(layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise a ValueError where the layout is none or shapes, heads or dtypes do not go together."""
+def all_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv], views.
+
+    Raises:
+        ValueError: the layout is none, or shapes, heads or dtypes do not go together.
+    """
     if layout not in LAYOUTS:
         raise ValueError(f"no layout {layout!r}; {suggest(str(layout), LAYOUTS)}")
     axes = LAYOUTS[layout]
-    shapes = f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
-    if any(x.dim() != axes.count(",") + 1 for x in (q, k, v)):
-        raise ValueError(f"attention in layout {layout!r} takes {axes}; got {shapes}")
-    (qb, qh, _, qd), (kb, kh, ks, kd), (vb, vh, vs, _) = (heads_first(x, layout).shape for x in (q, k, v))
-    if not (qb == kb == vb and (ks, kh) == (vs, vh) and qd == kd):
+    dims = 3 if layout == "thd" else 4
+    if q.dim() != dims or k.dim() != dims or v.dim() != dims:
+        raise ValueError(f"attention in layout {layout!r} takes {axes}; got {_shapes(q, k, v)}")
+    wide, keys, values = heads_first(q, layout), heads_first(k, layout), heads_first(v, layout)
+    (batch, heads, _, dim), (key_batch, groups, _, key_dim) = wide.shape, keys.shape
+    if batch != key_batch or dim != key_dim or keys.shape[:3] != values.shape[:3]:
         raise ValueError(
-            f"{shapes} do not fit {axes}: q and k share batch and features, k and v share batch, tokens and heads"
+            f"{_shapes(q, k, v)} do not fit {axes}: q and k share batch and features, "
+            "k and v share batch, tokens and heads"
         )
-    if kh == 0 or qh % kh:
+    if groups == 0 or heads % groups:
         raise ValueError(
-            f"{qh} query heads cannot share {kh} heads of keys and values evenly; make {qh} a multiple of {kh}"
+            f"{heads} query heads cannot share {groups} heads of keys and values evenly; "
+            f"make {heads} a multiple of {groups}"
         )
     if not q.dtype is k.dtype is v.dtype or not q.is_floating_point():
         raise ValueError(
             f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; convert them to one floating-point dtype, "
             "or enter torch.autocast"
         )
+    return wide, keys, values
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
 
 
 def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int) -> Ragged | None:

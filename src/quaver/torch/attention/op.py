@@ -12,7 +12,7 @@ from quaver.torch import ops
 from quaver.torch.attention import flash, flex, reference, sdpa
 from quaver.torch.attention.call import Call
 from quaver.torch.attention.fp8 import attention_fp8
-from quaver.torch.attention.layout import CuSeqlens, check_layout, heads_back, heads_first, ragged_of
+from quaver.torch.attention.layout import CuSeqlens, all_heads_first, heads_back, ragged_of
 from quaver.torch.attention.masks import Mask, Window, check_fits, check_mask, simplify
 
 
@@ -152,8 +152,7 @@ def prepare(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if x.dtype in ops.DTYPES else x for x in (q, k, v))
-    check_layout(layout, q, k, v)
-    q, k, v = (heads_first(x, layout) for x in (q, k, v))
+    q, k, v = all_heads_first(layout, q, k, v)
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
     shape = (batch, heads, queries, keys)

@@ -22,12 +22,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     ragged = call.ragged
     if ragged is not None and ragged.lengths is not None and call.bias is None and call.mask is None:
         return _each_sequence(q, k, v, call, *ragged.lengths)
-    mask_type, window = call.mask_type, call.window
-    if ragged is None:
-        mask_type, window = simplify(mask_type, window, q.shape[2], k.shape[2])
-    call = call._replace(mask_type=mask_type, window=window)
-    if mask_type in ("none", "causal") and window is None is ragged is call.bias is call.alibi_slopes:
-        return _run(q, k, v, None, mask_type == "causal", call)
+    if call.mask_type in ("none", "causal") and call.window is None is ragged is call.bias is call.alibi_slopes:
+        return _run(q, k, v, None, call.mask_type == "causal", call)
     hidden, bias = call.hidden(q, k), call.whole_bias(q, k)
     if hidden is None:
         assert bias is not None
@@ -46,12 +42,17 @@ def _joined(hidden: Tensor, bias: Tensor | None, q: Tensor) -> Tensor:
 
 
 def _each_sequence(q: Tensor, k: Tensor, v: Tensor, call: Call, of_queries: list[int], of_keys: list[int]) -> Tensor:
-    alone = call._replace(ragged=None)
     if not of_queries:
-        return attend(q, k, v, alone)
+        return attend(q, k, v, call._replace(ragged=None))
     parts = zip(q.split(of_queries, 2), k.split(of_keys, 2), v.split(of_keys, 2), strict=True)
     # Joined with the heads inside the tokens, as a kernel writes them.
-    return torch.cat([attend(*part, alone).transpose(1, 2) for part in parts], 1).transpose(1, 2)
+    return torch.cat([_alone(*part, call).transpose(1, 2) for part in parts], 1).transpose(1, 2)
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """One sequence of a ragged batch."""
+    mask_type, window = simplify(call.mask_type, call.window, q.shape[2], k.shape[2])
+    return attend(q, k, v, call._replace(ragged=None, mask_type=mask_type, window=window))
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, call: Call) -> Tensor:
