@@ -17,6 +17,13 @@ from quaver.torch.norm_linear import LayerNormLinear
 from quaver.torch.ops import dequantize, matmul, only, quantize
 from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.torch.quantized import Quantized
+from quaver.torch.quantized_init import (
+    dequantize_weights,
+    drop_initial_value,
+    initial_value,
+    quantize_weights,
+    quantized_init,
+)
 from quaver.torch.rope import RotaryEmbedding
 from quaver.torch.rotary import apply_rotary
 from quaver.torch.transformer import TransformerLayer
@@ -46,10 +53,15 @@ __all__ = [
     "convert",
     "count",
     "dequantize",
+    "dequantize_weights",
+    "drop_initial_value",
     "explain",
+    "initial_value",
     "matmul",
     "only",
     "quantize",
+    "quantize_weights",
+    "quantized_init",
     "refresh",
     "revert",
 ]

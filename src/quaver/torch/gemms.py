@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, counters, ops, recomputation, weights
+from quaver.torch import amax, counters, ops, recomputation, stored, weights
 from quaver.torch.noise import quantize_with_noise
 from quaver.torch.quantized import Quantized
 
@@ -28,7 +28,8 @@ def fprop(
     xq = x
     if a is None or b is None:
         assert isinstance(x, Tensor)
-        y = high_precision(x, weight, x.dtype, bias)
+        w = stored.dequantized(layer, weight, x.dtype) if weight.dtype in stored.CODES else weight
+        y = high_precision(x, w, x.dtype, bias)
     else:
         if x.__class__ is not Quantized:
             xq = quantize(layer, amax.INPUT, "input", x, a, recipe, call)  # type: ignore[arg-type]
@@ -86,13 +87,19 @@ def dgrad(g: Tensor | Quantized, weight: Tensor, layer: nn.Module, recipe: Recip
     spec = recipe.dgrad.b
     if spec is None:
         assert isinstance(g, Tensor)
-        return high_precision(g, weight.t(), call.dtype)
+        w = stored.dequantized(layer, weight, g.dtype) if weight.dtype in stored.CODES else weight
+        return high_precision(g, w.t(), call.dtype)
     assert isinstance(g, Quantized)
     return call.matmul(g, quantized_weight(layer, weight, "dgrad", spec, recipe, call), call.dtype, None)
 
 
 def wgrad(g: Tensor | Quantized, kept: Tensor | Quantized, recipe: Recipe, call: "Call", dtype: torch.dtype) -> Tensor:
-    """grad_output.T [N, T] and what fprop kept of the input to grad_weight [N, K] in the parameter's dtype."""
+    """grad_output.T [N, T] and what fprop kept of the input to grad_weight [N, K] in the parameter's dtype.
+
+    A parameter that is codes takes float32.
+    """
+    if dtype in stored.CODES:
+        dtype = torch.float32
     if isinstance(kept, Tensor):
         assert isinstance(g, Tensor)
         return high_precision(g, kept.t(), dtype)
@@ -154,6 +161,8 @@ def quantized_weight(
     shared = side == "dgrad" and call.plan.weight
     if shared and call.weight is not None:
         return call.weight.T
+    if weight.dtype in stored.CODES:
+        return stored.operand(layer, weight, side == "dgrad", call.plan.weight, spec, call)
     if call.traced:
         if shared:
             return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT]).T

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from quaver import recipes
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, ops, recomputation, stored
+from quaver.torch import amax, ops, recomputation, stored, storing
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gemms import Call, backward, fprop
 from quaver.torch.noise import fresh_count
@@ -180,18 +180,18 @@ class Linear(nn.Linear):
         if recipe is not None:
             self.recipe = recipes.get(recipe)
             prepare(self, self.recipe)
-        construction.apply(self)
+        storing.begin(self)
 
     def reset_parameters(self) -> None:
         """Fill weight and bias as nn.Linear does."""
         if self.weight_spec is None:
             super().reset_parameters()
         else:
-            stored.reset(self)
+            storing.reset(self)
 
     def set_weight(self, value: Tensor) -> None:
         """Give the weight a new value [out_features, in_features], in place; one in eight bits is quantized anew."""
-        stored.write(self, value)
+        storing.write(self, value)
 
     def forward(self, input: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
@@ -203,7 +203,9 @@ class Linear(nn.Linear):
         weight: Tensor = parameters["weight"] if "weight" in parameters else self.weight  # type: ignore[assignment] # noqa: SIM401
         bias: Tensor | None = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
-            return F.linear(input, weight, bias) if weight.dtype not in stored.CODES else self._stored(input, weight, bias)
+            return (
+                F.linear(input, weight, bias) if weight.dtype not in stored.CODES else self._stored(input, weight, bias)
+            )
         if training and mine.get("_prepared") is not recipe:
             prepare(self, recipe)
         device = "cpu" if input.is_cpu else input.device.type
@@ -246,7 +248,7 @@ class Linear(nn.Linear):
         if self.weight_spec is None:
             super()._apply(fn, recurse)
         else:
-            stored.moved(self, fn, super()._apply)
+            storing.moved(self, fn, super()._apply)
         # Casting there and back may bring other values to the same address.
         self.__dict__.pop("_weights", None)
         for name, buffer in held.items():
@@ -260,24 +262,27 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: everything but what can be made again."""
+        return storing.packed(self._copied_state())
+
+    def _copied_state(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in TRANSIENT}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Linear":
         # A parametrization would bring its own, which copies what belongs to this layer alone.
         made: Linear = type(self).__new__(type(self))
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(Linear.__getstate__(self), memo))
+        made.__setstate__(copy.deepcopy(self._copied_state(), memo))
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(storing.unpacked(state))
         for name in ("recipe", "_delayed"):
             if self.__dict__.get(name) is not None:
                 self.__dict__[name] = recipes.get(self.__dict__[name])
         if self._buffers.get("history") is not None:
             self.__dict__["_copied"] = True
         if self.weight_spec is not None:
-            stored.settle(self)
+            storing.settle(self)
         amax.register(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -291,10 +296,10 @@ class Linear(nn.Linear):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
         match_state(self, state_dict, prefix, missing)
-        stored.adapt(self, state_dict, prefix, args[-1])
+        storing.adapt(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
         if self.weight_spec is not None:
-            stored.settle(self)
+            storing.settle(self)
 
 
 #: Attributes that are made again when they are missing.

@@ -1,0 +1,117 @@
+"""A layer's weight that exists only in eight (or four) bits: the parameter holds the codes, buffers hold the scales.
+
+    weight         codes: a float8 dtype [N, K], or uint8 [N, ceil(K / 2)] for E2M1
+    weight_scale   decode scales of its blocks, as `Quantized.scale`
+    weight_factor  of two-level scales, as `Quantized.tensor_factor`
+
+GEMMs take the codes as they are; what needs other numbers (another recipe, a transpose whose blocks lie otherwise, no
+recipe at all) is computed from them for the moment and dropped. The parameter's gradient is float32, which
+`Tensor.grad_dtype` says; codes of four bits, two to a byte, have none.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from quaver.core.spec import QuantSpec
+from quaver.torch import ops, weights
+from quaver.torch.quantized import STORAGE, Quantized
+
+#: Dtypes of a weight that is codes.
+CODES = tuple(dict.fromkeys(STORAGE.values()))
+#: Of weights that torch.autocast may take: high precision, and codes.
+WEIGHTS = (*ops.DTYPES, *CODES)
+#: Buffers that a layer has where its weight is codes.
+SCALES = ("weight_scale", "weight_factor")
+
+
+def codes(layer: nn.Module, weight: Tensor) -> Quantized:
+    """The weight as the operand that it is."""
+    spec: QuantSpec = layer.__dict__["weight_spec"]
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        kept = weights.lookup(layer, "stored", weight, spec, 0.0)
+        if kept is not None:
+            return kept
+    scale = layer._buffers["weight_scale"]
+    assert scale is not None
+    on_host = spec.per_tensor and not traced and scale.is_cpu
+    shape = layer.out_features, layer.in_features
+    factor = layer._buffers.get("weight_factor")
+    q = Quantized(weight.detach(), scale.item() if on_host else scale, spec, shape, False, factor)  # type: ignore[arg-type]
+    if not traced:
+        weights.keep(layer, "stored", weight, spec, 0.0, q)
+    return q
+
+
+def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, spec: QuantSpec, call: Any) -> Quantized:
+    """The weight, or its transpose, as a recipe asks for it.
+
+    Args:
+        layer, weight: its codes.
+        transposed: for dgrad.
+        reuses: whether dgrad takes the transpose of what fprop takes.
+        spec: the recipe's.
+        call: what quantizes.
+    """
+    q = codes(layer, weight)
+    same = q.spec is spec or q.spec == spec
+    if same and (reuses or not transposed):
+        return q.T if transposed else q
+    value = q.dequantize()
+    if transposed and reuses:
+        turned: Quantized = call.quantize(value, spec)
+        return turned.T
+    made: Quantized = call.quantize(value.t() if transposed else value, spec)
+    return made
+
+
+def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] in high precision, to be dropped soon."""
+    return codes(layer, weight).dequantize().to(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
+    """F.linear for a weight that is codes; backward dequantizes them again."""
+    device = x.device.type
+    casting = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64
+    dtype = torch.get_autocast_dtype(device) if casting else x.dtype
+    with ops.without_autocast(device):
+        y: Tensor = _Unquantized.apply(x.to(dtype), weight, None if bias is None else bias.to(dtype), layer)
+    return y
+
+
+class _Unquantized(torch.autograd.Function):
+    """F.linear that saves codes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return F.linear(x, dequantized(layer, weight, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        need_input, need_weight, need_bias, _ = ctx.needs_input_grad
+        of_x = g @ dequantized(ctx.layer, weight, g.dtype) if need_input else None
+        g2, of_weight = g.reshape(-1, g.shape[-1]), None
+        if need_weight:
+            of_weight = (g2.t() @ x.reshape(-1, x.shape[-1])).float()
+        return of_x, of_weight, g2.sum(0) if need_bias else None, None
+
+
+def refuse_compiled_gradient(weight: Tensor) -> None:
+    """Raise a sentence where a compiler would round the gradient of codes to their dtype."""
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(COMPILED_GRADIENT)
+
+
+COMPILED_GRADIENT = (
+    "torch.compile rounds the gradient of an eight-bit weight to eight bits; train such layers in eager mode, or "
+    "freeze the weight with weight.requires_grad_(False)"
+)
