@@ -233,8 +233,7 @@ class Linear(nn.Linear):
 
     def _stored(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Without a recipe, where the weight is codes."""
-        if torch.compiler.is_compiling():
-            stored.refuse_compiled_gradient(weight)
+        stored.refuse_compiled_gradient(weight)
         return stored.linear(x, weight, bias, self)
 
     def extra_repr(self) -> str:

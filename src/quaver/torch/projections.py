@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quaver.core.spec import Recipe
-from quaver.torch import amax, ops
+from quaver.torch import amax, ops, stored
 from quaver.torch.autocast import ambient, recomputing
 from quaver.torch.gemms import Call, backward, fprop, kept_input, quantize
 from quaver.torch.linear import NO_DOUBLE_BACKWARD, Linear, dtype_sentence, matrix, recipe_of, refuse_transforms
@@ -63,7 +63,9 @@ def project(
     dtype = torch.get_autocast_dtype(device) if casting else x[0].dtype
     refuse_transforms(*x, *weights, *biases)
     for layer, weight in zip(layers, weights, strict=True):
-        if not casting and weight.dtype is not dtype:
+        if weight.dtype in stored.CODES:
+            stored.refuse_compiled_gradient(weight)
+        elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))
         if training and layer.__dict__.get("_prepared") is not recipe:
             prepare(layer, recipe)

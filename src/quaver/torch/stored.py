@@ -107,7 +107,7 @@ class _Unquantized(torch.autograd.Function):
 
 def refuse_compiled_gradient(weight: Tensor) -> None:
     """Raise a sentence where a compiler would round the gradient of codes to their dtype."""
-    if weight.requires_grad and torch.is_grad_enabled():
+    if torch.compiler.is_compiling() and weight.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(COMPILED_GRADIENT)
 
 
