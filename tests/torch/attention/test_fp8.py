@@ -290,3 +290,17 @@ def test_a_second_derivative_is_an_error_and_not_0() -> None:
     (grad,) = torch.autograd.grad(attention_fp8(q, q, q, spec=SPECS["mxfp8"]).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         grad.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_gpu_gives_the_specifications_output(name: str) -> None:
+    arrays, grad = operands((2, 4, 2, 17, 33, 16, 24))
+    hidden = masked(17, 33)
+    want = expected(arrays, grad, SPECS[name], hidden=hidden)
+    leaves = [torch.tensor(x, device="cuda", requires_grad=True) for x in arrays]
+    mask = torch.tensor(hidden, device="cuda")
+    out = attention_fp8(*leaves[:3], bias=leaves[3], sinks=leaves[4], hidden=mask, spec=SPECS[name])
+    grads = torch.autograd.grad(out, leaves, torch.tensor(grad, device="cuda"))
+    for label, got, exact in zip(("out", *NAMES), (out, *grads), want, strict=True):
+        assert_close(label, got, exact, 1e-6)

@@ -15,7 +15,8 @@ from quaver.torch import ops
 from quaver.torch.attention import fp8_passes
 from quaver.torch.attention.fp8_passes import Kept, Options, empty_tokens
 from quaver.torch.attention.operands import Heads, empty_heads
-from quaver.torch.linear import no_second_derivative, refuse_transforms
+from quaver.torch.linear import NO_DOUBLE_BACKWARD, refuse_transforms
+from quaver.torch.second_derivative import no_second_derivative
 
 #: Dropout's masks are told apart by this many bits.
 _DRAWS = 1 << 31
@@ -97,7 +98,7 @@ class _Attention(torch.autograd.Function):
             # create_graph=True: the gradients exist, only their own derivative does not.
             with torch.no_grad():
                 grads = _gradients(ctx, grad)
-            return no_second_derivative(grads, grad, ctx.saved_tensors[4])
+            return no_second_derivative(grads, NO_DOUBLE_BACKWARD, grad, *ctx.saved_tensors)
         return _gradients(ctx, grad)
 
 
