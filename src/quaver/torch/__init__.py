@@ -2,7 +2,7 @@
 
 from quaver.core.conversion import Report
 from quaver.torch.activation import ACTIVATIONS, activate
-from quaver.torch.attention import DotProductAttention, attention
+from quaver.torch.attention import DotProductAttention
 from quaver.torch.autocast import autocast
 from quaver.torch.checkpoint import checkpoint
 from quaver.torch.convert import convert, revert
@@ -47,7 +47,6 @@ __all__ = [
     "TransformerLayer",
     "activate",
     "apply_rotary",
-    "attention",
     "autocast",
     "checkpoint",
     "convert",

@@ -131,17 +131,19 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         gamma, beta = wide_parameters(weight, bias, zero_centered)
         y, mean, factor = forward(x, gamma, beta, normalization, eps)
-        ctx.save_for_backward(x, gamma, mean, factor)
+        ctx.save_for_backward(x, gamma, beta, mean, factor)
         ctx.normalization = normalization
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
+        with torch.no_grad():
+            of_x, of_weight, of_bias = backward(g, *ctx.saved_tensors, ctx.normalization)
+        # A LayerNorm without a bias has a gradient of it all the same, which autograd refuses.
+        grads = of_x, of_weight, of_bias if ctx.needs_input_grad[2] else None
         if torch.is_grad_enabled():
-            with torch.no_grad():
-                grads = backward(g, *ctx.saved_tensors, ctx.normalization)
-            return *no_second_derivative(grads, SENTENCE, g, *ctx.saved_tensors), None, None, None
-        return *backward(g, *ctx.saved_tensors, ctx.normalization), None, None, None
+            grads = no_second_derivative(grads, SENTENCE, g, *ctx.saved_tensors)
+        return *grads, None, None, None
 
 
 def wide_parameters(
@@ -170,14 +172,18 @@ def forward(
 
 
 def backward(
-    g: Tensor, x: Tensor, gamma: Tensor | None, mean: Tensor, factor: Tensor, normalization: str
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    factor: Tensor,
+    normalization: str,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x in its dtype, and of gamma and beta in float32, None where the normalization has none."""
     run = torch.ops.quaver.normalize_backward if torch.compiler.is_compiling() else _backward
-    of_x, of_gamma, of_beta = run(g, x, gamma, mean, factor, normalization)
-    if gamma is None:
-        return of_x, None, None
-    return of_x, of_gamma, of_beta if NORMALIZATIONS[normalization][0] else None
+    of_x, of_gamma, of_beta = run(g, x, gamma, beta, mean, factor, normalization)
+    return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta
 
 
 def _forward(
@@ -199,17 +205,23 @@ def _forward(
 
 
 def _backward(
-    g: Tensor, x: Tensor, gamma: Tensor | None, mean: Tensor, factor: Tensor, normalization: str
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    factor: Tensor,
+    normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     centred, averaged = NORMALIZATIONS[normalization]
     nothing = factor.new_empty
     if centred:
         # In float32: of bf16 the CPU's kernel sums the parameters' gradients in bf16, 5 to 10 % off over 4096 rows.
-        wanted = [True, gamma is not None, gamma is not None]
+        wanted = [True, gamma is not None, beta is not None]
         of_x, of_gamma, of_beta = torch.ops.aten.native_layer_norm_backward(
-            g.float(), x.float(), x.shape[-1:], mean, factor, gamma, gamma, wanted
+            g.float(), x.float(), x.shape[-1:], mean, factor, gamma, beta, wanted
         )
-        return of_x.to(x.dtype), nothing(0) if gamma is None else of_gamma, nothing(0) if gamma is None else of_beta
+        return of_x.to(x.dtype), nothing(0) if gamma is None else of_gamma, nothing(0) if beta is None else of_beta
     # y = x f gamma with f = (mean(x²) + eps)^-½, so dx = f (g gamma - x̂ mean(g gamma x̂)) where x̂ = x f.
     wide, along = x.float() * factor, g.float()
     product = along * wide
@@ -232,11 +244,16 @@ def _fake_forward(
 
 
 def _fake_backward(
-    g: Tensor, x: Tensor, gamma: Tensor | None, mean: Tensor, factor: Tensor, normalization: str
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    factor: Tensor,
+    normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_gamma = factor.new_empty(0 if gamma is None else gamma.shape)
-    centred = NORMALIZATIONS[normalization][0]
-    return x.new_empty(x.shape), of_gamma, torch.empty_like(of_gamma) if centred else factor.new_empty(0)
+    made = [factor.new_empty(0 if p is None else p.shape) for p in (gamma, beta)]
+    return x.new_empty(x.shape), made[0], made[1]
 
 
 _library = torch.library.Library("quaver", "FRAGMENT")
@@ -244,7 +261,7 @@ _library.define(
     "normalize(Tensor x, Tensor? gamma, Tensor? beta, str normalization, float eps) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "normalize_backward(Tensor g, Tensor x, Tensor? gamma, Tensor mean, Tensor factor, str normalization)"
+    "normalize_backward(Tensor g, Tensor x, Tensor? gamma, Tensor? beta, Tensor mean, Tensor factor, str normalization)"
     " -> (Tensor, Tensor, Tensor)"
 )
 for _name, _impl, _fake in (

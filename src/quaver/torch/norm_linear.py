@@ -21,6 +21,8 @@ class Normalized:
     normalization: str
     eps: float
     zero_centered: bool
+    #: Whether there is a bias, and so a gradient of it.
+    biased: bool
     remakes: bool = False
 
     def __call__(self, *x: Tensor | None) -> Tensor:
@@ -33,13 +35,14 @@ class Normalized:
         assert value is not None
         gamma, beta = norms.wide_parameters(weight, bias, self.zero_centered)
         y, mean, factor = norms.forward(value, gamma, beta, self.normalization, self.eps)
-        return y, (value, gamma, mean, factor)
+        return y, (value, gamma, beta, mean, factor)
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("what a norm made is kept")
 
     def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        return norms.backward(g, *saved, self.normalization)
+        of_x, of_weight, of_bias = norms.backward(g, *saved, self.normalization)
+        return of_x, of_weight, of_bias if self.biased else None
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def normalized_projections(
     norm.check_input(x)
     prologue = norm.__dict__.get("_prologue")
     if prologue is None:
-        prologue = norm.__dict__["_prologue"] = Normalized(norm.normalization, norm.eps, norm.zero_centered)
+        biased = norm.bias is not None
+        prologue = norm.__dict__["_prologue"] = Normalized(norm.normalization, norm.eps, norm.zero_centered, biased)
     return project(prologue, (x, norm.weight, norm.bias), layers, return_input)
 
 
