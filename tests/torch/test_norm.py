@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver.torch import norm
 from quaver.torch.norm import NORMALIZATIONS, Norm, normalize
+from quaver.torch.norm_linear import LayerNormLinear
 from tests.close import assert_bitwise, assert_close
 
 KINDS = pytest.mark.parametrize("kind", NORMALIZATIONS)
@@ -160,3 +161,19 @@ def test_opaque_operators_say_their_shapes() -> None:
         y, mean, factor = norm._forward(x, gamma, beta, kind, 1e-5)
         torch.library.opcheck(torch.ops.quaver.normalize, (x, gamma, beta, kind, 1e-5))
         torch.library.opcheck(torch.ops.quaver.normalize_backward, (y, x, gamma, beta, mean, factor, kind))
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16", "tensorwise", "mxfp8"])
+def test_a_layer_norm_without_a_bias_has_gradients(recipe: str | None) -> None:
+    """Alone and before a projection, whose results are those of a bias of 0."""
+    x, g = torch.randn(5, 32), torch.randn(5, 16)
+    found = {}
+    for norm_bias in (True, False):
+        torch.manual_seed(0)
+        layer = LayerNormLinear(32, 16, norm_bias=norm_bias, recipe=recipe)
+        for module, of_y in ((layer, g), (layer.norm, torch.ones(5, 32))):
+            leaf = x.clone().requires_grad_()
+            module(leaf).backward(of_y)
+            found[norm_bias, module is layer] = leaf.grad
+    for whole in (True, False):
+        assert_close(f"{whole}", found[False, whole], found[True, whole], 0)

@@ -41,7 +41,7 @@ class Normalized:
         raise AssertionError("what a norm made is kept")
 
     def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        of_x, of_weight, of_bias = norms.backward(g, *saved, self.normalization)
+        of_x, of_weight, of_bias = norms.backward(g, *saved, normalization=self.normalization)
         return of_x, of_weight, of_bias if self.biased else None
 
 
