@@ -101,10 +101,18 @@ def test_another_runs_checkpoint_is_one_sentence(tmp_path: Path) -> None:
         checkpoint.load(path, {"model": "tiny"})
 
 
-@pytest.mark.parametrize("state", ["[]", "{}", "3", json.dumps({"format": 2, "step": 1})])
+@pytest.mark.parametrize("state", ["[]", "{}", "3", json.dumps({"format": 3, "step": 1})])
 def test_a_foreign_state_is_one_sentence(tmp_path: Path, state: str) -> None:
     model, optimizer = trained()
     path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
     (path / "state.json").write_text(state)
     with pytest.raises(CheckpointError, match="step-000001"):
+        checkpoint.load(path, ABOUT)
+
+
+def test_a_checkpoint_from_before_the_blocks_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
+    (path / "state.json").write_text(json.dumps({"format": 1, "step": 1}))
+    with pytest.raises(CheckpointError, match="format 1, and this quaver reads 2; train that run again"):
         checkpoint.load(path, ABOUT)

@@ -10,6 +10,7 @@ from quaver.train.cli import app
 from quaver.train.config import TrainConfig, read_toml, to_toml
 from quaver.train.doctor import NATIVE, NEEDS, Device, how
 from quaver.train.metrics import losses, read
+from quaver.train.sizes import MODELS
 from tests.train.conftest import MakeConfig
 
 
@@ -148,3 +149,46 @@ def test_doctor_knows_what_each_recipe_needs() -> None:
     hopper = [Device("H100", (9, 0))]
     assert "need sm_100" in how("mxfp8", hopper)[1] and "could" in how("blockwise", hopper)[1]
     assert "no GPU" in how("delayed", [])[1] and how("bf16", [])[0] == "native"
+
+
+def test_generate_prints_prompt_and_text_and_the_speed_beside_it(toml: Path, tmp_path: Path) -> None:
+    assert quaver("train", "--config", toml, "--steps", 2, "--quiet").exit_code == 0
+    result = quaver("generate", tmp_path / "run", "--prompt", "[bold]7", "--tokens", 40, "--temperature", 0)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("[bold]7") and result.stdout.endswith("\n")
+    assert "tokens/s" in result.stderr and "trained on 32 tokens at a time" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "7", "--temperature", -1], "temperature is -1.0; give 0"),
+        (["--prompt", "7", "--top-k", -1], "top_k is -1"),
+        (["--prompt", "7", "--top-p", 0], "top_p is 0.0"),
+        (["--prompt", "7", "--tokens", 99_999], "99999 more do not fit; give --tokens 2047 or fewer"),
+        (["--prompt", "7", "--cache", "pagd"], "did you mean 'paged'?"),
+        (["--prompt", "7", "--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
+    ],
+)
+def test_generate_says_a_users_mistake_in_one_sentence(
+    toml: Path, tmp_path: Path, arguments: list[object], said: str
+) -> None:
+    assert quaver("train", "--config", toml, "--steps", 1, "--quiet").exit_code == 0
+    result = quaver("generate", tmp_path / "run", *arguments)
+    assert result.exit_code == 1 and said in result.stderr and result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_generate_without_a_run_is_one_sentence(tmp_path: Path) -> None:
+    result = quaver("generate", tmp_path / "none", "--prompt", "7")
+    assert result.exit_code == 1 and "holds no run" in result.stderr
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name.endswith("-tiny")])
+def test_every_family_is_a_word_after_model(toml: Path, tmp_path: Path, model: str) -> None:
+    options = ("--model", model, "--recipe", "mxfp8", "--recompute", "mlp", "--steps", 5, "--quiet")
+    result = quaver("train", "--config", toml, *options)
+    assert result.exit_code == 0, result.output
+    seen = losses(read(tmp_path / "run" / "metrics.jsonl"))
+    assert seen[5] < seen[1]

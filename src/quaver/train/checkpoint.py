@@ -19,7 +19,8 @@ from safetensors.numpy import save_file
 
 from quaver.train.config import reason
 
-FORMAT = 1
+#: 2 since the norms of a layer are named with what they precede; 1 is refused.
+FORMAT = 2
 
 
 class CheckpointError(ValueError):
@@ -116,7 +117,9 @@ def read_state(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(broken(path, "its state.json is not one that quaver wrote")) from error
     if not known:
-        raise CheckpointError(f"{path} has checkpoint format {state['format']!r}, and this quaver reads {FORMAT}")
+        raise CheckpointError(
+            f"{path} has checkpoint format {state['format']!r}, and this quaver reads {FORMAT}; train that run again"
+        )
     return state
 
 

@@ -1,4 +1,4 @@
-"""The `quaver` command: train, compare, doctor.
+"""The `quaver` command: train, compare, generate, doctor.
 
 The options of `train` and `compare` are the fields of `TrainConfig`; one given here goes before the
 `--config` file, which goes before the default. A user's mistake is one sentence on stderr and exit code 1.
@@ -22,10 +22,12 @@ from quaver.train import recipe_name, report
 from quaver.train.compare import compare_runs
 from quaver.train.comparison import Run
 from quaver.train.config import TrainConfig, read_toml, reason
+from quaver.train.generate import generate
 from quaver.train.interrupt import Interrupted
 from quaver.train.loop import folder_of, run_training
 from quaver.train.metrics import Record, read
 from quaver.train.plots import plot_comparison, plot_loss
+from quaver.train.sampling import Sampling
 
 app = typer.Typer(
     help="Train Transformers in FP8, MXFP8 and NVFP4, by exact emulation where the hardware cannot.",
@@ -168,6 +170,41 @@ def compare(
         say(f"picture: {picture}")
     if comparison.failures:
         raise ValueError("\n".join(report.failures(comparison)))
+
+
+@app.command(name="generate")
+def generate_text(
+    run: Annotated[Path, typer.Argument(help="folder of a run of quaver train", metavar="RUN_DIR")],
+    prompt: Annotated[str, typer.Option(help="text to go on from")],
+    tokens: Annotated[int, typer.Option(help="tokens at most; the mark between files ends the text before")] = 200,
+    temperature: Annotated[float, typer.Option(help="logits are divided by it; 0: always the likeliest token")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="choose among so many of the likeliest tokens; 0: all")] = 50,
+    top_p: Annotated[float, typer.Option(help="choose among the likeliest that together have this probability")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the choice")] = 0,
+    recipe: Annotated[str, typer.Option(help="as of train; none: the run's own", show_default=False)] = "",
+    cache: Annotated[
+        str,
+        typer.Option(
+            help="keys and values of earlier tokens: plain, paged, or none (computed again). Where a recipe's scale "
+            "covers a whole tensor it sees other tokens with a cache than without, and the text may differ"
+        ),
+    ] = "plain",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")] = "auto",
+) -> None:
+    """Go on from a prompt with the newest checkpoint of a run."""
+    with sentences():
+        how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        first = iter([prompt])
+
+        def emit(text: str) -> None:
+            out.print(next(first, "") + text, end="", markup=False, highlight=False, soft_wrap=True)
+
+        result = generate(
+            run, prompt, tokens=tokens, how=how, seed=seed, recipe=recipe, cache=cache, device=device, emit=emit
+        )
+        say("")
+        for line in (*result.notes, str(result)):
+            err.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -1,6 +1,6 @@
 """The frameworks by name: each is imported when a run asks for it, so that the other need not be installed."""
 
-import importlib.util
+from importlib.util import find_spec
 
 from quaver.core.spec import Recipe
 from quaver.train.config import TrainConfig
@@ -13,7 +13,7 @@ EXTRAS = {"torch": "train", "jax": "train-jax"}
 
 def make(config: TrainConfig, recipe: Recipe, vocab: int) -> Learner:
     """A run's model at its first step. Raises: ValueError without the framework or the device."""
-    installed(config.framework)
+    installed(config.framework, f"--framework {config.framework}")
     if config.framework == "jax":
         from quaver.train.jax.learner import JaxLearner
 
@@ -36,7 +36,7 @@ def check(config: TrainConfig, recipe: Recipe) -> None:
 
 def on_cpu(config: TrainConfig) -> bool:
     """Whether the run's device is a CPU. Raises: ValueError without the framework or the device."""
-    installed(config.framework)
+    installed(config.framework, f"--framework {config.framework}")
     if config.framework == "jax":
         from quaver.train.jax.device import find
 
@@ -46,8 +46,8 @@ def on_cpu(config: TrainConfig) -> bool:
     return device_of(config.device).type == "cpu"
 
 
-def installed(framework: str) -> None:
-    """Raise a ValueError that says what to install if a framework is missing."""
-    if importlib.util.find_spec(framework) is None:
+def installed(framework: str, what: str) -> None:
+    """Raise a ValueError that says what to install if a framework is missing that something needs."""
+    if find_spec(framework) is None:
         install = f"pip install 'quaver[{EXTRAS[framework]}]'"
-        raise ValueError(f"--framework {framework} needs {framework}, which is not installed: {install}")
+        raise ValueError(f"{what} needs {framework}, which is not installed: {install}")

@@ -147,7 +147,7 @@ def test_an_unknown_device_is_one_sentence(make_config: MakeConfig) -> None:
 def test_a_missing_framework_is_one_sentence(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, framework: str, extra: str
 ) -> None:
-    monkeypatch.setattr(frameworks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(frameworks, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"--framework {framework} needs {framework}, .*quaver\[{extra}\]'"):
         run_training(make_config(framework=framework))
 
