@@ -137,13 +137,11 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        with torch.no_grad():
-            of_x, of_weight, of_bias = backward(g, *ctx.saved_tensors, normalization=ctx.normalization)
-        # A LayerNorm without a bias has a gradient of it all the same, which autograd refuses.
-        grads = of_x, of_weight, of_bias if ctx.needs_input_grad[2] else None
         if torch.is_grad_enabled():
-            grads = no_second_derivative(grads, SENTENCE, g, *ctx.saved_tensors)
-        return *grads, None, None, None
+            with torch.no_grad():
+                grads = backward(g, *ctx.saved_tensors, ctx.normalization)
+            return *no_second_derivative(grads, SENTENCE, g, *ctx.saved_tensors), None, None, None
+        return *backward(g, *ctx.saved_tensors, ctx.normalization), None, None, None
 
 
 def wide_parameters(

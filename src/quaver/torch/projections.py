@@ -138,7 +138,13 @@ class _Projections(torch.autograd.Function):
             outputs.append(z.view(*lead, weight.shape[0]))
         if keeps:
             calls[0].kept = kept_input(y, yq, first, recipe, calls[0])
-        ctx.about = what, lead, _save(ctx, calls, saved, weights), [b is not None and b.dtype for b in biases]
+        ctx.about = (
+            what,
+            made.shape,
+            made.dtype,
+            _save(ctx, calls, saved, weights),
+            [b is not None and b.dtype for b in biases],
+        )
         ctx.calls = None if calls[0].traced else calls
         return (made, *outputs) if what.return_input else tuple(outputs)
 
@@ -176,7 +182,7 @@ def _save(ctx: Any, calls: list[Call], saved: Sequence[Any], weights: Sequence[T
 
 def _restore(ctx: Any) -> tuple[list[Any], Any, list[Any], list[Any]]:
     """What `_save` took apart."""
-    what, _, packed, _ = ctx.about
+    what, _, _, packed, _ = ctx.about
     tensors, values, n = list(ctx.saved_tensors), [], len(what.layers)
     for parts, about in packed:
         values.append(put_together(about, tensors[:parts]))
@@ -185,7 +191,7 @@ def _restore(ctx: Any) -> tuple[list[Any], Any, list[Any], list[Any]]:
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
-    what, lead, _, bias_dtypes = ctx.about
+    what, shape, dtype, _, bias_dtypes = ctx.about
     weights, kept, factors, saved = _restore(ctx)
     n, taken, prologue = len(what.layers), what.taken, what.prologue
     needs = ctx.needs_input_grad[1:]
@@ -214,13 +220,14 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
             weights[i].dtype,
         )
         if found is not None:
-            of_y = found if of_y is None else add(of_y, found.to(of_y.dtype))
+            found = found if found.dtype is dtype else found.to(dtype)
+            of_y = found if of_y is None else add(of_y, found)
         if needs[taken + n + i]:
             of_biases[i] = gs[i].sum(0, dtype=torch.float32).to(bias_dtypes[i])
     of_x: tuple[Tensor | None, ...] = (None,) * taken
     if of_input:
         assert of_y is not None
-        of_x = prologue.backward(of_y.view(*lead, of_y.shape[-1]), saved)
+        of_x = prologue.backward(of_y.view(shape), saved)
     return None, *of_x, *of_weights, *of_biases
 
 
