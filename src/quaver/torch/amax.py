@@ -187,7 +187,9 @@ def roll(layers: Iterable[nn.Module], group: Any = None, recipe: Recipe | None =
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         # A copy that only one rank holds, an average of weights for instance, must not wait for the others.
-        _reduce([layer for layer in layers if "_copied" not in layer.__dict__], group)
+        # One that is on meta yet has nothing to say.
+        reduced = [layer for layer in layers if "_copied" not in layer.__dict__ and not layer.history.is_meta]
+        _reduce(reduced, group)
     for layer in layers:
         rule = layer.__dict__.get("_delayed", recipe)
         history = layer._buffers["history"]

@@ -19,7 +19,7 @@ from quaver import recipes
 from quaver.core.conversion import Choice, Report
 from quaver.core.rules import Rules
 from quaver.core.spec import Recipe
-from quaver.torch import amax
+from quaver.torch import amax, storing
 from quaver.torch.autocast import ambient, recomputing
 from quaver.torch.linear import TRANSIENT, Linear
 from quaver.torch.state import STATE, prepare
@@ -70,9 +70,14 @@ def convert(
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Give every converted layer its old class back; weights stay, state of recipes goes. Returns their names."""
+    """Give every converted layer its old class back; weights stay, state of recipes goes. Returns their names.
+
+    Weights that exist only in eight bits are dequantized.
+    """
     names = []
     for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.weight_spec is not None:
+            storing.restore(module)
         if isinstance(module, Linear) and _set_class(module, _original):
             for buffer in STATE:
                 module._buffers.pop(buffer, None)

@@ -208,7 +208,8 @@ class Linear(nn.Linear):
             )
         if training and mine.get("_prepared") is not recipe:
             prepare(self, recipe)
-        device = "cpu" if input.is_cpu else input.device.type
+        # torch.autocast knows no meta.
+        device = "cpu" if input.is_cpu or input.is_meta else input.device.type
         casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in stored.WEIGHTS
         x = input.to(torch.get_autocast_dtype(device)) if casting else input
         if x.dtype is not weight.dtype and not casting and weight.dtype not in stored.CODES:

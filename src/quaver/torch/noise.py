@@ -53,8 +53,8 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
     return kept[1]
 
 
-def fresh_count(layer: nn.Module) -> Tensor:
-    """Nothing quantized yet; the stream's number goes with it, or -1 where a name tells."""
-    device: Any = layer.weight.device
+def fresh_count(layer: nn.Module, device: Any = None) -> Tensor:
+    """Nothing quantized yet; the stream's number goes with it, or -1 where a name tells. On the weight's device."""
+    device = layer.weight.device if device is None else device
     named = layer.__dict__.get("qualified_name") is not None
     return torch.tensor([0, 0, -1 if named else layer.__dict__.get("_serial", 0)], device=device)

@@ -60,7 +60,7 @@ def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) ->
 
 def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
     """Go on drawing from the stream that the checkpoint's layer drew from, unless it or this one goes by its name."""
-    mine = fresh_count(layer)
+    mine = fresh_count(layer, state_dict[key].device)
     if int(mine[2]) < 0 or int(state_dict[key][2]) < 0:
         mine[:2] = state_dict[key][:2]
         state_dict[key] = mine
@@ -70,11 +70,14 @@ def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
 
 
 def _start_fresh(layer: nn.Module, name: str, state_dict: Any, prefix: str) -> None:
+    weight = state_dict.get(prefix + "weight")
+    # A layer on meta takes on what the checkpoint holds, where that lies.
+    device = weight.device if layer.weight.is_meta and weight is not None else layer.weight.device
     if name == "count":
-        state_dict[prefix + name] = fresh_count(layer)
+        state_dict[prefix + name] = fresh_count(layer, device)
         return
     for buffer in ("history", "factor"):
-        state_dict[prefix + buffer] = torch.zeros_like(layer._buffers[buffer])  # type: ignore[arg-type]
+        state_dict[prefix + buffer] = torch.zeros_like(layer._buffers[buffer], device=device)  # type: ignore[arg-type]
 
 
 class _Load:
