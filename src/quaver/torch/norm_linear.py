@@ -21,8 +21,6 @@ class Normalized:
     normalization: str
     eps: float
     zero_centered: bool
-    #: Whether there is a bias, and so a gradient of it.
-    biased: bool
     remakes: bool = False
 
     def __call__(self, *x: Tensor | None) -> Tensor:
@@ -41,8 +39,7 @@ class Normalized:
         raise AssertionError("what a norm made is kept")
 
     def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        of_x, of_weight, of_bias = norms.backward(g, *saved, normalization=self.normalization)
-        return of_x, of_weight, of_bias if self.biased else None
+        return norms.backward(g, *saved, self.normalization)
 
 
 @dataclass(frozen=True)
@@ -89,8 +86,7 @@ def normalized_projections(
     norm.check_input(x)
     prologue = norm.__dict__.get("_prologue")
     if prologue is None:
-        biased = norm.bias is not None
-        prologue = norm.__dict__["_prologue"] = Normalized(norm.normalization, norm.eps, norm.zero_centered, biased)
+        prologue = norm.__dict__["_prologue"] = Normalized(norm.normalization, norm.eps, norm.zero_centered)
     return project(prologue, (x, norm.weight, norm.bias), layers, return_input)
 
 
