@@ -295,3 +295,22 @@ def test_every_layer_decodes_sequences_of_different_lengths(name: str) -> None:
             y = layer(torch.stack([x[0, 6 + step], x[1, 2 + step]])[:, None], cache=cache)
             expected = torch.stack([whole[0, 6 + step], whole[1, 2 + step]])[:, None]
             assert_close(f"step {step}", y, expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss attention"])
+def test_a_layer_takes_padded_prompts_and_decodes_on(name: str) -> None:
+    """A batch of prompts of 6 and 2 tokens, padded on the right; the padding is cut, then each goes on."""
+    layer, alone = LAYERS[name].build("padding_causal"), LAYERS[name].build("causal")
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    alone.load_state_dict(layer.state_dict())
+    x, cache, lengths = torch.randn(2, 9, 32), qt.PagedKVCache(1, pages=8, page_size=4), [6, 2]
+    with torch.no_grad():
+        whole = alone(x)
+        prompts = layer(x[:, :6], cache=cache, mask=torch.arange(6) >= torch.tensor(lengths)[:, None])
+        cache.truncate(lengths)
+        for row, length in enumerate(lengths):
+            assert_close(f"prompt {row}", prompts[row, :length], whole[row, :length], 1e-5)
+        for step in range(3):
+            y = layer(torch.stack([x[0, 6 + step], x[1, 2 + step]])[:, None], cache=cache)
+            assert_close(f"step {step}", y[:, 0], torch.stack([whole[0, 6 + step], whole[1, 2 + step]]), 1e-5)
