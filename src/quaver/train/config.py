@@ -24,7 +24,7 @@ class TrainConfig:
     """What a run does; equal configurations train the same model, bit for bit, on the same machine."""
 
     recipe: Annotated[str, "a recipe, with options if wanted: mxfp8, 'delayed(history=16)'"] = "bf16"
-    model: Annotated[str, "size of the model: " + " ".join(MODELS)] = "tiny"
+    model: Annotated[str, "a size of Llama, or a family and a size: " + " ".join(MODELS)] = "tiny"
     text: Annotated[tuple[str, ...], "files or folders of text; none: Python's own library"] = ()
     tokens: Annotated[str, "byte, bpe (trained on the text), or the path of a tokenizer.json"] = "byte"
     vocab: Annotated[int, "number of tokens that bpe learns"] = 2048
