@@ -70,7 +70,7 @@ def explain(layer: Linear, x: Tensor) -> Explanation:
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         operands = _operands(layer, x, dtype)
         for name in OPERANDS:
-            rows += _gemm(name, recipe, operands, layer.weight.dtype if name == "wgrad" else dtype)
+            rows += _gemm(name, recipe, operands, _weight_dtype(layer) if name == "wgrad" else dtype, layer.weight_spec)
     found = Explanation(recipe, tuple(rows))
     print(found)
     return found
@@ -80,13 +80,20 @@ def _operands(layer: Linear, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]
     """Tensors of the six operands' shapes [rows, k]; their values are not looked at."""
     flat = torch.empty((x.numel() // max(x.shape[-1], 1), layer.in_features), dtype=dtype, device=x.device)
     g = flat.new_empty((flat.shape[0], layer.out_features))
-    w = layer.weight.detach()
+    w = flat.new_empty((layer.out_features, layer.in_features), dtype=_weight_dtype(layer))
     straight = {"input": flat, "weight": w, "grad_output": g}
     return straight | {f"{name}.T": t.t() for name, t in straight.items()}
 
 
-def _gemm(name: str, recipe: Recipe, operands: dict[str, Tensor], dtype: torch.dtype) -> list[Row]:
-    """A row for each operand of a GEMM, and one for itself."""
+def _weight_dtype(layer: Linear) -> torch.dtype:
+    """What the weight is quantized from and its gradient is in; a weight that is codes is dequantized to float32."""
+    return layer.weight.dtype if layer.weight_spec is None else torch.float32
+
+
+def _gemm(
+    name: str, recipe: Recipe, operands: dict[str, Tensor], dtype: torch.dtype, kept: QuantSpec | None
+) -> list[Row]:
+    """A row for each operand of a GEMM, and one for itself; `kept` is how the weight exists only."""
     spec = recipe.gemms[name]
     a, b = (operands[operand] for operand in OPERANDS[name])
     if spec.a is None or spec.b is None or a.dtype not in ops.DTYPES:
@@ -94,6 +101,9 @@ def _gemm(name: str, recipe: Recipe, operands: dict[str, Tensor], dtype: torch.d
     rows = []
     for operand, x, quant in zip(OPERANDS[name], (a, b), (spec.a, spec.b), strict=True):
         shared = operand.removesuffix(".T") if _reused(operand, recipe) else ""
+        if kept == quant and (operand == "weight" or shared == "weight"):
+            rows.append(Row(operand, f"{quant}, the codes of the parameter", "nothing"))
+            continue
         how = f"{quant}, the codes of {shared}" if shared else str(quant)
         rows.append(_row(operand, how, ops.QUANTIZE.explain(x, quant)))
     how = "float32 accumulation" + (", fast where the hardware offers it" if spec.fast_accum else "")

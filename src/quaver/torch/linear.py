@@ -223,8 +223,9 @@ class Linear(nn.Linear):
         if x.dtype not in ops.DTYPES:
             return _unquantized(self, x, weight, bias)
         if compiling:
-            if weight.dtype in stored.CODES:
-                stored.refuse_compiled_gradient(weight)
+            if weight.dtype in stored.CODES and stored.untraceable(weight):
+                y: Tensor = stored.in_eager_mode(self.forward, input)
+                return y
             return _Linear.apply(x, weight, bias, self, recipe, training)
         refuse_transforms(x, weight, bias)
         if not casting:
@@ -234,7 +235,9 @@ class Linear(nn.Linear):
 
     def _stored(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Without a recipe, where the weight is codes."""
-        stored.refuse_compiled_gradient(weight)
+        if stored.untraceable(weight):
+            y: Tensor = stored.in_eager_mode(stored.linear, x, weight, bias, self)
+            return y
         return stored.linear(x, weight, bias, self)
 
     def extra_repr(self) -> str:

@@ -105,13 +105,15 @@ class _Unquantized(torch.autograd.Function):
         return of_x, of_weight, g2.sum(0) if need_bias else None, None
 
 
-def refuse_compiled_gradient(weight: Tensor) -> None:
-    """Raise a sentence where a compiler would round the gradient of codes to their dtype."""
-    if torch.compiler.is_compiling() and weight.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(COMPILED_GRADIENT)
+def untraceable(weight: Tensor) -> bool:
+    """Whether a compiler would round the gradient of these codes to their dtype."""
+    return torch.compiler.is_compiling() and weight.requires_grad and torch.is_grad_enabled()
 
 
-COMPILED_GRADIENT = (
-    "torch.compile rounds the gradient of an eight-bit weight to eight bits; train such layers in eager mode, or "
-    "freeze the weight with weight.requires_grad_(False)"
+@torch.compiler.disable(
+    reason="torch.compile rounds the gradient of an eight-bit weight to eight bits: without fullgraph such layers run "
+    "in eager mode; for inference freeze the weight with weight.requires_grad_(False)"
 )
+def in_eager_mode(function: Any, *args: Any) -> Any:
+    """Call a function where no compiler looks."""
+    return function(*args)
