@@ -10,10 +10,11 @@ q, k, v and their transposes follow `AttentionSpec.input`; dO, dS and theirs fol
 E4M3 times a fixed factor. What stands between two quantizations is computed in float64 here and rounded to float32
 where it is quantized, so that an implementation in float32 differs by float32's rounding and no more.
 
-In backward dS = P∘(dP - Δ), Δ = rowsum(dO∘O). The P that enters is the softmax's float32 one, not the eight bits that
+In backward dS = P∘(dP - Δ), Δ = rowsum(P∘dP). The P that enters is the softmax's float32 one, not the eight bits that
 multiply v: it is what the softmax's derivative is about, small probabilities are not lost in it, and the error of dQ
-and dK is smaller with it on Gaussian data (docs/numerics.md has the figures). dO and O are those that were given and
-returned, unquantized.
+and dK is smaller with it on Gaussian data. Δ is taken from the same quantized dO and v as dP, and not as rowsum(dO∘O):
+so each row of dS sums to 0, and what the rounding of values and gradients with a mean does to dP cancels
+(docs/numerics.md has the figures).
 """
 
 import math
@@ -129,7 +130,6 @@ def attention_head_backward(
     v: np.ndarray,
     spec: AttentionSpec,
     *,
-    out: np.ndarray | None = None,
     scale: float | None = None,
     sink: float | None = None,
     keep: np.ndarray | None = None,
@@ -137,20 +137,18 @@ def attention_head_backward(
 ) -> HeadGradients:
     """The gradients of `attention_head` for grad = dO [Sq, Dv]; the other arguments are forward's.
 
-    Args:
-        out: the output as it was returned, where that is narrower than float32.
     Exact: the codes, but for a value within float64's rounding of a tie.
     """
     scale = 1 / math.sqrt(q.shape[1]) if scale is None else scale
-    out = head.out if out is None else out
     with np.errstate(invalid="ignore", over="ignore"):
         do, dot = quantize(grad, spec.grad_output), quantize(grad.T, spec.grad_output)
         vq, kt, qt = quantize(v, spec.input), quantize(k.T, spec.input), quantize(q.T, spec.input)
         dp = matmul(do, vq) / (1 - dropout)
         if keep is not None:
             dp = np.where(keep, dp, 0)
-        delta = (grad.astype(np.float64) * out.astype(np.float64)).sum(-1).astype(np.float32).astype(np.float64)
-        dbias = head.probabilities.astype(np.float64) * (dp - delta[:, None])
+        wide = head.probabilities.astype(np.float64)
+        delta = (wide * dp).sum(-1)
+        dbias = wide * (dp - delta[:, None])
         ds = (dbias * head.slope).astype(np.float32)
         dsq, dst = quantize(ds, spec.grad_output), quantize(ds.T, spec.grad_output)
         of_sink = 0.0 if sink is None else np.exp(sink - head.logsumexp)
@@ -179,20 +177,17 @@ def attention_backward(
     """Gradients of `attention` for grad [B, H, Sq, Dv]: of q, k, v, the scores' bias [B, H, Sq, Sk] and sinks [H].
 
     Args:
-        options: forward's, and `out` [B, H, Sq, Dv] as it was returned, where that is narrower than float32.
+        options: forward's.
     Returns:
         float32, each rounded once; heads of a group are summed first.
     """
-    out = options.pop("out", None)
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     dbias = np.zeros((*q.shape[:3], k.shape[2]))
     dsinks = np.zeros(q.shape[1])
     for b, h, g, own in _heads(q, k, options):
         head = attention_head(q[b, h], k[b, g], v[b, g], spec, **own)
         mine = {name: value for name, value in own.items() if name in ("scale", "sink", "keep", "dropout")}
-        made = attention_head_backward(
-            grad[b, h], head, q[b, h], k[b, g], v[b, g], spec, out=None if out is None else out[b, h], **mine
-        )
+        made = attention_head_backward(grad[b, h], head, q[b, h], k[b, g], v[b, g], spec, **mine)
         dq[b, h] = made.dq
         dk[b, g] += made.dk
         dv[b, g] += made.dv

@@ -1,6 +1,6 @@
 """Attention with every product quantized: `fp8_passes`, tied to autograd and to torch.compile.
 
-For backward it keeps the codes of q, k and v, the output and a logarithm a query; never a matrix of scores. Each pass
+For backward it keeps the codes of q, k and v and a logarithm a query; never a matrix of scores. Each pass
 is one opaque operator of a compiled graph, so that its bits are eager's.
 """
 
@@ -88,7 +88,7 @@ class _Attention(torch.autograd.Function):
         training = grad_enabled and any(ctx.needs_input_grad)
         run = torch.ops.quaver.attention_fp8 if torch.compiler.is_compiling() else _forward
         out, *kept = run(q, k, v, bias, sinks, hidden, draw, *numbers, *texts, training)
-        ctx.save_for_backward(bias, sinks, hidden, draw, out, *kept)
+        ctx.save_for_backward(bias, sinks, hidden, draw, *kept)
         ctx.about = numbers, texts
         return out
 
@@ -103,11 +103,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    bias, sinks, hidden, draw, out, *kept = ctx.saved_tensors
+    bias, sinks, hidden, draw, *kept = ctx.saved_tensors
     numbers, texts = ctx.about
     needs = list(ctx.needs_input_grad[:5])
     run = torch.ops.quaver.attention_fp8_backward if torch.compiler.is_compiling() else _backward
-    made = iter(run(grad, out, kept, bias, sinks, hidden, draw, *numbers, *texts, needs))
+    made = iter(run(grad, kept, bias, sinks, hidden, draw, *numbers, *texts, needs))
     return (*(next(made) if need else None for need in needs), None, None, None, None, None)
 
 
@@ -177,7 +177,6 @@ def _forward_fake(
 
 def _backward(
     grad: Tensor,
-    out: Tensor,
     kept: Sequence[Tensor],
     bias: Tensor | None,
     sinks: Tensor | None,
@@ -186,12 +185,12 @@ def _backward(
     *options, needs = rest
     ready = _options(*options)
     logsumexp, *codes = kept
-    found = fp8_passes.backward(grad, out, logsumexp, _restore(codes, ready.spec.input), bias, sinks, ready, needs)
+    found = fp8_passes.backward(grad, logsumexp, _restore(codes, ready.spec.input), bias, sinks, ready, needs)
     return [x for x in found if x is not None]
 
 
 def _backward_fake(
-    grad: Tensor, out: Tensor, kept: Sequence[Tensor], bias: Tensor | None, sinks: Tensor | None, *rest: Any
+    grad: Tensor, kept: Sequence[Tensor], bias: Tensor | None, sinks: Tensor | None, *rest: Any
 ) -> list[Tensor]:
     needs = rest[-1]
     of_qkv = [empty_tokens(grad, x.shape[1], x.shape[2], x.shape[3]) for x in kept[1:7:2]]
@@ -214,7 +213,7 @@ _library.define(
     f"attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, {_OPTIONS}, bool training) -> Tensor[]"
 )
 _library.define(
-    "attention_fp8_backward(Tensor grad, Tensor out, Tensor[] kept, Tensor? bias, Tensor? sinks,"
+    "attention_fp8_backward(Tensor grad, Tensor[] kept, Tensor? bias, Tensor? sinks,"
     f" {_OPTIONS}, bool[] needs) -> Tensor[]"
 )
 for _name, _impl, _fake in (

@@ -110,7 +110,6 @@ def forward(
 
 def backward(
     grad: Tensor,
-    out: Tensor,
     logsumexp: Tensor,
     kept: Kept,
     bias: Tensor | None,
@@ -123,7 +122,7 @@ def backward(
     spec = options.spec.grad_output
     do = quantize_heads(grad, spec)
     dot = quantize_along_rows(grad, spec, do) if need_v else None
-    delta = (grad.double() * out.double()).sum(-1).float().double()
+    delta = torch.empty_like(logsumexp)
     q, k, v = (x.data for x in (kept.q, kept.k, kept.v))
     dq, dk, dv = (
         empty_tokens(grad, x.shape[1], *x.shape[2:]) if need else None
@@ -138,13 +137,14 @@ def backward(
             g = along_rows(_heads(do, part), _heads(dot, part))
             made = (_codes(p, mask).mT @ g).mul_(1 / PROBABILITY_FACTOR).div_(1 - options.dropout)
             dv[part.batch, part.groups] = _sum_shared(made, part.number_of_groups).float().to(grad.dtype)
-        if need_q or need_k or dbias is not None:
+        if need_q or need_k or need_sinks or dbias is not None:
             values = _groups(kept.v, part).decode()
             dp = _grouped(_heads(do, part).decode(), values.shape[1]) @ values.mT
             dp = dp.view(p.shape).div_(1 - options.dropout)
             if mask is not None:
                 dp.masked_fill_(~mask, 0)
-            ds = dp.sub_(delta[part.batch, part.heads, :, None]).mul_(p)
+            delta[part.batch, part.heads] = own = (dp * p).sum(-1)
+            ds = dp.sub_(own.unsqueeze(-1)).mul_(p)
             if dbias is not None:
                 _add_to_bias(dbias, ds, part)
             if need_q or need_k:
