@@ -102,7 +102,7 @@ class MLP(nn.Module):
         super().__init__()
         gated = get_activation(activation).gated
         options = option_values(activation, activation_options or {})
-        self.activation = activation
+        self.dim, self.activation = dim, activation
         self.recompute = recompute
         self._prologue = Activated(activation, options, eight_bit_activations)
         made = {"device": device, "dtype": dtype}
@@ -127,6 +127,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., dim] to [..., dim]."""
+        if x.shape[-1] != self.dim:
+            raise ValueError(
+                f"MLP({self.dim}) got an input of shape {tuple(x.shape)}; its last axis must be {self.dim}"
+            )
         if self.recompute and torch.is_grad_enabled():
             y: Tensor = checkpoint(self._forward, x)
             return y

@@ -96,7 +96,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"rope turns heads of {rope.head_dim} features, and these have {wide}")
         self.register_module("rope", rope)
         self.layout, self.qk_norm_after_rope = layout, qk_norm_after_rope
-        self.cross = memory_dim is not None
+        self.dim, self.cross = dim, memory_dim is not None
         of_norm: dict[str, Any] = {"eps": eps, "zero_centered": zero_centered, **made}
         self.register_module(
             "norm", None if normalization is None else Norm(normalization, dim, bias=norm_bias, **of_norm)
@@ -145,6 +145,11 @@ class MultiheadAttention(nn.Module):
         Raises:
             ValueError: a memory is missing or not wanted; a cache with a memory or another layout.
         """
+        if x.shape[-1] != self.dim:
+            raise ValueError(
+                f"MultiheadAttention({self.dim}) got an input of shape {tuple(x.shape)}; "
+                f"its last axis must be {self.dim}"
+            )
         if self.cross is (memory is None):
             raise ValueError(
                 "this MultiheadAttention has memory_dim and needs a memory"
@@ -154,7 +159,8 @@ class MultiheadAttention(nn.Module):
         if cache is not None and (self.cross or self.layout != "bshd"):
             raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
         q, k, v = self._project(x, memory)
-        q, k = self._turned(q, k, positions, cu_seqlens, 0 if cache is None else cache.offset)
+        offset = 0 if cache is None or positions is not None else cache.offset
+        q, k = self._turned(q, k, positions, cu_seqlens, offset)
         mask_type = None
         if cache is not None:
             k, v = cache.update(layer, k, v)
@@ -195,11 +201,11 @@ class MultiheadAttention(nn.Module):
         if rope is not None:
             of_queries, of_keys = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
             where = {"positions": positions, "offset": offset, "layout": self.layout}
-            tables = rope.tables(q, cu_seqlens=of_queries, **where)
-            q = apply_rotary(q, *tables, rope.interleaved)
+            cos, sin = rope.tables(q, cu_seqlens=of_queries, **where)
+            q = apply_rotary(q, cos, sin, rope.interleaved)
             if of_keys is not of_queries or k.shape[:-2] != q.shape[:-2]:
-                tables = rope.tables(k, cu_seqlens=of_keys, **where)
-            k = apply_rotary(k, *tables, rope.interleaved)
+                cos, sin = rope.tables(k, cu_seqlens=of_keys, **where)
+            k = apply_rotary(k, cos, sin, rope.interleaved)
         if normalize and self.qk_norm_after_rope:
             q, k = parts["q_norm"](q), parts["k_norm"](k)
         return q, k

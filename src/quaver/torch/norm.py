@@ -137,11 +137,12 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
+        x, gamma, beta, mean, factor = ctx.saved_tensors
         if torch.is_grad_enabled():
             with torch.no_grad():
-                grads = backward(g, *ctx.saved_tensors, ctx.normalization)
-            return *no_second_derivative(grads, SENTENCE, g, *ctx.saved_tensors), None, None, None
-        return *backward(g, *ctx.saved_tensors, ctx.normalization), None, None, None
+                grads = backward(g, x, gamma, beta, mean, factor, ctx.normalization)
+            return *no_second_derivative(grads, SENTENCE, g, x, gamma), None, None, None
+        return *backward(g, x, gamma, beta, mean, factor, ctx.normalization), None, None, None
 
 
 def wide_parameters(

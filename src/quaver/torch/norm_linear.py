@@ -39,7 +39,8 @@ class Normalized:
         raise AssertionError("what a norm made is kept")
 
     def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        return norms.backward(g, *saved, self.normalization)
+        x, gamma, beta, mean, factor = saved
+        return norms.backward(g, x, gamma, beta, mean, factor, self.normalization)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def normalized_projections(
     prologue = norm.__dict__.get("_prologue")
     if prologue is None:
         prologue = norm.__dict__["_prologue"] = Normalized(norm.normalization, norm.eps, norm.zero_centered)
-    return project(prologue, (x, norm.weight, norm.bias), layers, return_input)
+    parameters = norm._parameters
+    return project(prologue, (x, parameters["weight"], parameters["bias"]), layers, return_input)
 
 
 class LayerNormLinear(nn.Module):
