@@ -110,7 +110,8 @@ def weight_errors(done: TrainResult, recipe: Recipe) -> dict[str, float]:
     model = done.model
     if type(model.embedding) is not nn.Embedding or type(model.head) is not nn.Linear:
         raise RuntimeError("embedding or head are not those of bf16")
-    left = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    left = [name for name, module in linears.items() if getattr(module, "recipe", None) is None]
     if left != ["head"] or set(done.conversion.skipped) != {"head"}:
         raise RuntimeError(f"left in high precision: {left}; only the head should be")
     spec = recipe.fprop.b
