@@ -214,7 +214,7 @@ class Linear(nn.Linear):
         x = input.to(torch.get_autocast_dtype(device)) if casting else input
         if x.dtype is not weight.dtype and not casting and weight.dtype not in stored.CODES:
             raise ValueError(dtype_sentence(self, x.dtype))
-        packed = weight.dtype is torch.uint8
+        packed = weight.dtype is stored.PACKED
         if x.dim() == 0 or x.size(-1) != (self.in_features if packed else weight.size(-1)):
             raise ValueError(
                 f"Linear({self.in_features} → {self.out_features}) got an input of shape {tuple(x.shape)}; "
@@ -265,16 +265,13 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: everything but what can be made again."""
-        return storing.packed(self._copied_state())
-
-    def _copied_state(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in TRANSIENT}
+        return storing.packed({k: v for k, v in self.__dict__.items() if k not in TRANSIENT})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Linear":
         # A parametrization would bring its own, which copies what belongs to this layer alone.
         made: Linear = type(self).__new__(type(self))
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self._copied_state(), memo))
+        made.__setstate__(copy.deepcopy(Linear.__getstate__(self), memo))
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -290,6 +287,7 @@ class Linear(nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        storing.portable(destination, prefix + "weight")
         key = prefix + "history"
         if key in destination:
             # It lies column by column, which safetensors does not take.

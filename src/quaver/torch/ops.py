@@ -181,6 +181,7 @@ _library.define(
     " Tensor? count, Tensor? number)"
     " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax)"
 )
+_library.define("code_bytes(Tensor codes) -> Tensor")
 _library.define(
     "matmul(Tensor a, Tensor a_scale, Tensor a_factor, str a_spec, bool a_turned, SymInt a_k,"
     " Tensor b, Tensor b_scale, Tensor b_factor, str b_spec, bool b_turned, SymInt b_k,"
@@ -275,6 +276,7 @@ def _flat(q: Quantized) -> tuple[Tensor, Tensor, Tensor, str, bool, int]:
 
 def _restore(data: Tensor, scale: Tensor, factor: Tensor, text: str, turned: bool, columns: int) -> Quantized:
     spec = QuantSpec.parse(text)
+    data = data.view(STORAGE[spec.format.name])
     lying = (data.shape[0], columns)
     shape = lying[::-1] if turned else lying
     host = spec.per_tensor and data.is_cpu
@@ -288,6 +290,14 @@ def _matmul_impl(*args: Any) -> Tensor:
         return MATMUL(_restore(*a), _restore(*b), dtype, bias)
 
 
+def _bytes_impl(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8).clone()
+
+
+def _bytes_fake(codes: Tensor) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=torch.uint8)
+
+
 def _matmul_fake(*args: Any) -> Tensor:
     (a, *_, a_turned, a_columns), (b, *_, b_turned, b_columns) = args[:6], args[6:12]
     m = a_columns if a_turned else a.shape[0]
@@ -298,6 +308,8 @@ def _matmul_fake(*args: Any) -> Tensor:
 for _name, _impl, _fake in (
     ("quantize", _quantize_impl, _quantize_fake),
     ("matmul", _matmul_impl, _matmul_fake),
+    # Packed codes of four bits as bytes: Inductor knows no float4 on a CPU.
+    ("code_bytes", _bytes_impl, _bytes_fake),
 ):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"quaver::{_name}", _fake, lib=_library)

@@ -1,6 +1,6 @@
 """A layer's weight that exists only in eight (or four) bits: the parameter holds the codes, buffers hold the scales.
 
-    weight         codes: a float8 dtype [N, K], or uint8 [N, ceil(K / 2)] for E2M1
+    weight         codes: a float8 dtype [N, K], or float4_e2m1fn_x2 [N, ceil(K / 2)], uint8 in a state dict
     weight_scale   decode scales of its blocks, as `Quantized.scale`
     weight_factor  of two-level scales, as `Quantized.tensor_factor`
 
@@ -9,6 +9,7 @@ recipe at all) is computed from them for the moment and dropped. The parameter's
 `Tensor.grad_dtype` says; codes of four bits, two to a byte, have none.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from quaver.core.spec import QuantSpec
 from quaver.torch import ops, weights
 from quaver.torch.quantized import STORAGE, Quantized
 
-#: Dtypes of a weight that is codes.
-CODES = tuple(dict.fromkeys(STORAGE.values()))
+#: Two codes to a byte.
+PACKED = torch.float4_e2m1fn_x2
+#: By format. Not integers: torch would average those, in copies of a model, without a word.
+CODE_DTYPES = {**STORAGE, "e2m1": PACKED}
+CODES = tuple(CODE_DTYPES.values())
 #: Of weights that torch.autocast may take: high precision, and codes.
 WEIGHTS = (*ops.DTYPES, *CODES)
 #: Buffers that a layer has where its weight is codes.
@@ -41,7 +45,9 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     on_host = spec.per_tensor and not traced and scale.is_cpu
     shape = layer.out_features, layer.in_features
     factor = layer._buffers.get("weight_factor")
-    q = Quantized(weight.detach(), scale.item() if on_host else scale, spec, shape, False, factor)  # type: ignore[arg-type]
+    # Traced, packed codes go into the operators as they are: see `ops.code_bytes`.
+    data = weight.detach() if traced else weight.detach().view(STORAGE[spec.format.name])
+    q = Quantized(data, scale.item() if on_host else scale, spec, shape, False, factor)  # type: ignore[arg-type]
     if not traced:
         weights.keep(layer, "stored", weight, spec, 0.0, q)
     return q
@@ -61,7 +67,7 @@ def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, sp
     same = q.spec is spec or q.spec == spec
     if same and (reuses or not transposed):
         return q.T if transposed else q
-    value = q.dequantize()
+    value = _values(q)
     if transposed and reuses:
         turned: Quantized = call.quantize(value, spec)
         return turned.T
@@ -71,7 +77,13 @@ def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, sp
 
 def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] in high precision, to be dropped soon."""
-    return codes(layer, weight).dequantize().to(dtype)
+    return _values(codes(layer, weight)).to(dtype)
+
+
+def _values(q: Quantized) -> Tensor:
+    if q.data.dtype is PACKED:
+        q = replace(q, data=torch.ops.quaver.code_bytes(q.data))
+    return q.dequantize()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:

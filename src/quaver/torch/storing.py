@@ -11,8 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import ops
-from quaver.torch.quantized import STORAGE
-from quaver.torch.stored import CODES, SCALES, dequantized
+from quaver.torch.stored import CODE_DTYPES, CODES, PACKED, SCALES, dequantized
 
 #: Attributes of such a layer.
 ABOUT = ("weight_spec", "weight_dtype", "keep_initial", "_initial")
@@ -77,7 +76,7 @@ def encode(value: Tensor, spec: QuantSpec) -> tuple[Tensor, dict[str, Tensor]]:
     if value.is_meta:
         rows, k = value.shape
         narrow = spec.scale == "e8m0" or spec.two_level
-        codes = value.new_empty((rows, k if spec.format.bits == 8 else (k + 1) // 2), dtype=STORAGE[spec.format.name])
+        codes = value.new_empty((rows, k if spec.format.bits == 8 else (k + 1) // 2), dtype=torch.uint8)
         scale = value.new_empty(spec.blocks(rows, k), dtype=torch.uint8 if narrow else torch.float32)
         factor = value.new_empty((1, 1), dtype=torch.float32) if spec.two_level else None
     else:
@@ -86,7 +85,7 @@ def encode(value: Tensor, spec: QuantSpec) -> tuple[Tensor, dict[str, Tensor]]:
         codes, factor = q.data, q.tensor_factor
         scale = q.scale if isinstance(q.scale, Tensor) else codes.new_full((1, 1), q.scale, dtype=torch.float32)
     scales = {"weight_scale": scale} if factor is None else {"weight_scale": scale, "weight_factor": factor}
-    return codes.detach(), scales
+    return codes.detach().view(CODE_DTYPES[spec.format.name]), scales
 
 
 @torch.no_grad()
@@ -136,18 +135,26 @@ def adapt(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> 
     if given is None:
         return
     if spec is None:
-        if given.dtype in CODES:
+        if given.dtype in CODES or given.dtype is torch.uint8:
             errors.append(
                 f"{key} is quantized in the checkpoint ({given.dtype}) and not in this model; make the model under "
                 "quantized_init(recipe), or call quantize_weights(model, recipe) before loading"
             )
             for name in ("weight", *SCALES):
                 state_dict.pop(prefix + name, None)
+    elif given.dtype is torch.uint8:
+        state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
     elif given.dtype not in CODES and given.shape == (layer.out_features, layer.in_features):
         if layer.__dict__["keep_initial"]:
             _keep_initial(layer, given)
         state_dict[key], scales = encode(given, spec)
         state_dict.update({prefix + name: scale for name, scale in scales.items()})
+
+
+def portable(state_dict: Any, key: str) -> None:
+    """Packed codes as bytes, which every safetensors takes."""
+    if key in state_dict and state_dict[key].dtype is PACKED:
+        state_dict[key] = state_dict[key].detach().view(torch.uint8)
 
 
 def moved(layer: nn.Linear, fn: Any, apply: Any) -> None:
@@ -179,7 +186,7 @@ def moved(layer: nn.Linear, fn: Any, apply: Any) -> None:
 
 
 def packed(state: dict[str, Any]) -> dict[str, Any]:
-    """A layer's state with the codes as integers: plain pickle has no float8."""
+    """A layer's state with the codes as bytes: plain pickle has no float8, and four bits cannot always be copied."""
     weight = state["_parameters"].get("weight")
     if weight is None or weight.dtype not in CODES:
         return state
