@@ -152,7 +152,7 @@ def option_values(name: str, options: Mapping[str, float]) -> tuple[float, ...]:
 
 
 def activate(name: str, *x: Tensor, **options: float) -> Tensor:
-    """Apply an activation in float32, differentiably; only x is kept for backward.
+    """Apply an activation in float32, differentiably; only x is kept for backward (of relu alone, its result).
 
     Args:
         name: a row of `ACTIVATIONS`.

@@ -26,8 +26,12 @@ class Norm(nn.Module):
         zero_centered: the parameter is gamma - 1 and begins at 0, so that weight decay pulls gamma to 1.
         bias: whether LayerNorm adds one.
     Input [..., dim] in float32, bfloat16 or float16, whatever the parameters are; output of the input's dtype.
-    Bounded: relative RMS 1e-6 of float64 in float32. NaN and infinities make their row NaN.
+    Bounded: relative RMS 1e-6 of float64 in float32. NaN makes its row NaN, and so does an infinity in LayerNorm;
+        in the others the infinity becomes NaN and the rest of its row 0.
     """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
