@@ -1,0 +1,37 @@
+"""The pages of the blocks are kept true: their Python runs, their links lead somewhere, and the index has them all."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.test_readme import ROOT, python_blocks
+
+BLOCKS = ROOT / "docs" / "blocks"
+PAGES = sorted(BLOCKS.glob("*.md"))
+#: Of files, not of the web and not within a page.
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p.read_text())], ids=lambda p: p.stem)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    for line, code in python_blocks(page.read_text()):
+        try:
+            exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+        except Exception as error:
+            error.add_note(f"in the block of {page.name} that begins on line {line}:\n{code}")
+            raise
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "limits.md"], ids=lambda p: p.stem)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_the_index_has_every_page() -> None:
+    listed = set(LINK.findall((BLOCKS / "README.md").read_text()))
+    missing = {p.name for p in PAGES} - listed - {"README.md"}
+    assert not missing, f"docs/blocks/README.md does not list {sorted(missing)}"
