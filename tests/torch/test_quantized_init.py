@@ -436,6 +436,7 @@ def test_blocks_take_such_weights(name: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name, recipe", [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("nvfp4", "rowwise")])
 def test_compiled_inference_gives_the_bits_of_eager(name: str, recipe: str, backend: str) -> None:
+    torch.compiler.reset()
     one, x = layer(name).requires_grad_(False), torch.randn(4, K)
     compiled = torch.compile(one, backend=backend, fullgraph=True)
     with qt.autocast(recipe), torch.no_grad():
@@ -446,6 +447,7 @@ def test_compiled_inference_gives_the_bits_of_eager(name: str, recipe: str, back
 @pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
 def test_a_compiler_leaves_training_to_eager_mode(recipe: str) -> None:
     """It would round the weight's gradient to eight bits."""
+    torch.compiler.reset()
     one, x = layer("mxfp8"), torch.randn(4, K)
     expected = run(one, recipe, x)["weight"].clone()
     assert_bitwise(run(torch.compile(one, backend="aot_eager"), recipe, x)["_orig_mod.weight"], expected)

@@ -221,6 +221,7 @@ def test_converted_models_roll_once_a_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "nvfp4"])
 def test_inside_a_compiled_function_it_is_torchs(name: str) -> None:
+    torch.compiler.reset()
     net = nn.Sequential(nn.Sequential(qt.Linear(32, 32), nn.GELU(), qt.Linear(32, 32)))
     found = []
     for one, run in zip(twins(net), (plain, qt.checkpoint), strict=True):
@@ -244,6 +245,7 @@ def test_a_compiled_block_inside_finds_the_recipe_of_its_first_run() -> None:
         loss.backward()
         return {}
 
+    torch.compiler.reset()
     net = nn.Sequential(qt.Linear(48, 48), nn.GELU(), qt.Linear(48, 48))
     found = []
     for one, run in zip(twins(net), (plain, qt.checkpoint), strict=True):
