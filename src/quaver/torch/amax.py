@@ -80,7 +80,7 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
 
 def register(layer: nn.Module) -> None:
     """Number a layer, so that autocast can roll its history and a compiled backward can find it."""
-    if layer._buffers.get("history") is not None:
+    if layer._buffers.get("history") is not None and not _histories:
         _histories["any"] = True
     if "_number" in layer.__dict__:
         return

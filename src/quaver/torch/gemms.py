@@ -25,18 +25,17 @@ def fprop(
 ) -> Tensor:
     """x [T, K], perhaps quantized already, to [T, N]; what backward will need is left in `call`."""
     a, b = recipe.fprop.a, recipe.fprop.b
-    xq = x
+    xq: Tensor | Quantized = x
     if a is None or b is None:
         assert isinstance(x, Tensor)
         w = stored.dequantized(layer, weight, x.dtype) if weight.dtype in stored.CODES else weight
         y = high_precision(x, w, x.dtype, bias)
     else:
-        if x.__class__ is not Quantized:
-            xq = quantize(layer, amax.INPUT, "input", x, a, recipe, call)  # type: ignore[arg-type]
+        xq = codes = x if isinstance(x, Quantized) else quantize(layer, amax.INPUT, "input", x, a, recipe, call)
         wq = quantized_weight(layer, weight, "fprop", b, recipe, call)
         if call.plan.weight and not call.traced and "_weights" in layer.__dict__:
             call.weight = wq
-        y = call.matmul(xq, wq, call.dtype, bias)
+        y = call.matmul(codes, wq, call.dtype, bias)
     if call.keep_input:
         assert isinstance(x, Tensor)
         call.kept = kept_input(x, xq, layer, recipe, call)

@@ -4,6 +4,8 @@ Backward starts from the input and its statistics, a float32 number or two a row
 a quantized layer keeps of it in eight bits is all there is.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,38 @@ from quaver.torch.second_derivative import no_second_derivative
 
 #: The kinds by name: whether the mean is subtracted, and whether squares are averaged rather than summed.
 NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """What a `Norm` computes of x, weight and bias: a prologue of `quaver.torch.projections`.
+
+    Backward keeps x and the rows' statistics.
+    """
+
+    normalization: str
+    eps: float
+    zero_centered: bool
+    remakes: bool = False
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        value, weight, bias = x
+        assert value is not None
+        return normalize(value, weight, bias, self.normalization, self.eps, self.zero_centered)
+
+    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        value, weight, bias = x
+        assert value is not None
+        gamma, beta = wide_parameters(weight, bias, self.zero_centered)
+        y, mean, factor = forward(value, gamma, beta, self.normalization, self.eps)
+        return y, (value, gamma, beta, mean, factor)
+
+    def remake(self, saved: Sequence[Any]) -> Tensor:
+        raise AssertionError("what a norm made is kept")
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        x, gamma, beta, mean, factor = saved
+        return backward(g, x, gamma, beta, mean, factor, self.normalization)
 
 
 class Norm(nn.Module):
@@ -46,7 +80,8 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         check_normalization(normalization)
-        self.normalization, self.dim, self.eps, self.zero_centered = normalization, dim, eps, zero_centered
+        self.dim = dim
+        self.formula = Normalization(normalization, eps, zero_centered)
         centred, averaged = NORMALIZATIONS[normalization]
         made = {"device": device, "dtype": dtype}
         self.register_parameter("weight", nn.Parameter(torch.empty(dim, **made)) if averaged else None)
@@ -56,25 +91,25 @@ class Norm(nn.Module):
     def reset_parameters(self) -> None:
         """gamma 1 and bias 0."""
         if self.weight is not None:
-            nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+            nn.init.constant_(self.weight, 0.0 if self.formula.zero_centered else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         parameters = self._parameters
-        return normalize(x, parameters["weight"], parameters["bias"], self.normalization, self.eps, self.zero_centered)
+        return self.formula(x, parameters["weight"], parameters["bias"])
 
     def check_input(self, x: Tensor) -> None:
         """Raise a ValueError unless x is [..., dim]."""
         if x.shape[-1:] != (self.dim,):
             raise ValueError(
-                f"{self.normalization}({self.dim}) got an input of shape {tuple(x.shape)}; "
+                f"{self.formula.normalization}({self.dim}) got an input of shape {tuple(x.shape)}; "
                 f"its last axis must be {self.dim}"
             )
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps}" + ", zero_centered=True" * self.zero_centered
+        return f"{self.dim}, eps={self.formula.eps}" + ", zero_centered=True" * self.formula.zero_centered
 
 
 class LayerNorm(Norm):

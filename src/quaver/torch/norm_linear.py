@@ -8,39 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
-from quaver.torch import norm as norms
 from quaver.torch.linear import Linear
 from quaver.torch.norm import Norm
 from quaver.torch.projections import project
-
-
-@dataclass(frozen=True)
-class Normalized:
-    """The prologue that takes x, weight and bias of a `Norm`; backward keeps x and the rows' statistics."""
-
-    normalization: str
-    eps: float
-    zero_centered: bool
-    remakes: bool = False
-
-    def __call__(self, *x: Tensor | None) -> Tensor:
-        value, weight, bias = x
-        assert value is not None
-        return norms.normalize(value, weight, bias, self.normalization, self.eps, self.zero_centered)
-
-    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        value, weight, bias = x
-        assert value is not None
-        gamma, beta = norms.wide_parameters(weight, bias, self.zero_centered)
-        y, mean, factor = norms.forward(value, gamma, beta, self.normalization, self.eps)
-        return y, (value, gamma, beta, mean, factor)
-
-    def remake(self, saved: Sequence[Any]) -> Tensor:
-        raise AssertionError("what a norm made is kept")
-
-    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        x, gamma, beta, mean, factor = saved
-        return norms.backward(g, x, gamma, beta, mean, factor, self.normalization)
 
 
 @dataclass(frozen=True)
@@ -85,11 +55,8 @@ def normalized_projections(
         return project(GIVEN, (y,), layers, return_input)
     assert isinstance(norm, Norm)
     norm.check_input(x)
-    prologue = norm.__dict__.get("_prologue")
-    if prologue is None:
-        prologue = norm.__dict__["_prologue"] = Normalized(norm.normalization, norm.eps, norm.zero_centered)
     parameters = norm._parameters
-    return project(prologue, (x, parameters["weight"], parameters["bias"]), layers, return_input)
+    return project(norm.formula, (x, parameters["weight"], parameters["bias"]), layers, return_input)
 
 
 class LayerNormLinear(nn.Module):

@@ -122,6 +122,9 @@ class RotaryEmbedding(nn.Module):
         length = -1
         if positions is None and not isinstance(offset, Tensor) and layout != "thd":
             length = offset + x.shape[0 if layout == "sbhd" else 1]
+        if self.inverse_frequency.is_meta and not x.is_meta:
+            # Nothing in a checkpoint fills them, and load_state_dict(assign=True) leaves them where they were.
+            self.inverse_frequency = self.frequencies.rows(x.device)
         return rotary_tables(where, self.inverse_frequency, length, self._text, self.interleaved)
 
     def _check(self, x: Tensor, layout: str) -> None:

@@ -18,22 +18,24 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     return a + b
 
 
-def fork(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x twice, for two uses whose gradients `add` sums."""
+def fork(x: Tensor, uses: int = 2) -> tuple[Tensor, ...]:
+    """x for several uses, whose gradients are summed in eager's order: the first one's, the last's, the one before."""
     if torch.compiler.is_compiling():
-        first, second = _Fork.apply(x)
-        return first, second
-    return x, x
+        found: tuple[Tensor, ...] = _Fork.apply(x, uses)
+        return found
+    return (x,) * uses
 
 
 class _Fork(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.view_as(x), x.view_as(x)
+    def forward(ctx: Any, x: Tensor, uses: int) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for _ in range(uses))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return add(*grads)
+    def backward(ctx: Any, first: Tensor, *others: Tensor) -> Any:
+        for g in reversed(others):
+            first = add(first, g)
+        return first, None
 
 
 def join(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:

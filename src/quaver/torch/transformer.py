@@ -209,8 +209,11 @@ class TransformerLayer(nn.Module):
         parts: Any = self._modules
         attention, mlp = parts["attention"], parts["mlp"]
         if self.parallel:
-            x, h = fork(x)
-            left, right = fork(h if self.parallel == "two_norms" else parts["norm"](h))
+            if self.parallel == "two_norms":
+                x, left, right = fork(x, 3)
+            else:
+                x, h = fork(x)
+                left, right = fork(parts["norm"](h))
             return self._add(x, join(attention(left, **of_attention), mlp(right)), "")
         x, h = fork(x)
         x = self._add(x, attention(h, **of_attention), "attention_post_norm")
