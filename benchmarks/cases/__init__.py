@@ -1,6 +1,16 @@
 """The registry of cases: a new one is a file and a line here."""
 
-from benchmarks.cases import attention_noise, frozen, imports, jax_speed, memory, noise, speed
+from benchmarks.cases import (
+    attention_noise,
+    block_gradients,
+    block_memory,
+    frozen,
+    imports,
+    jax_speed,
+    memory,
+    noise,
+    speed,
+)
 
 CASES = (
     speed.SMALL_BF16,
@@ -12,6 +22,9 @@ CASES = (
     memory.EAGER_MLP,
     memory.COMPILED_MLP,
     memory.SILU_MLP,
+    block_memory.TOTALS,
+    block_memory.SHARES,
+    block_gradients.CASE,
     frozen.CASE,
     imports.CASE,
     noise.WHOLE,
