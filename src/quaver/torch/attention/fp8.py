@@ -1,7 +1,7 @@
 """Attention with every product quantized: `fp8_passes`, tied to autograd and to torch.compile.
 
-For backward it keeps the codes of q, k and v and a logarithm a query; never a matrix of scores. Each pass
-is one opaque operator of a compiled graph, so that its bits are eager's.
+For backward it keeps the codes of q, k and v, a logarithm a query, the mask and the bias; never a matrix of scores.
+Each pass is one opaque operator of a compiled graph, so that its bits are eager's.
 """
 
 from collections.abc import Sequence
