@@ -451,8 +451,26 @@ def test_a_compiler_leaves_training_to_eager_mode(recipe: str) -> None:
     one, x = layer("mxfp8"), torch.randn(4, K)
     expected = run(one, recipe, x)["weight"].clone()
     assert_bitwise(run(torch.compile(one, backend="aot_eager"), recipe, x)["_orig_mod.weight"], expected)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_a_whole_graph_of_training_is_an_error_that_says_why(recipe: str) -> None:
+    torch.compiler.reset()
     with qt.autocast(recipe), pytest.raises(Exception, match="rounds the gradient"):
-        torch.compile(layer("mxfp8"), backend="aot_eager", fullgraph=True)(x)
+        torch.compile(layer("mxfp8"), backend="aot_eager", fullgraph=True)(torch.randn(4, K))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_compiled_blocks_train_such_weights_too(recipe: str) -> None:
+    torch.compiler.reset()
+    with qt.quantized_init("mxfp8"):
+        net = qt.MLP(48, 96, "swiglu", normalization="RMSNorm")
+    x = torch.randn(5, 48)
+    expected = {key: value.clone() for key, value in run(net, recipe, x).items()}
+    found = run(torch.compile(net, backend="aot_eager"), recipe, x)
+    for key, value in expected.items():
+        assert_close(key, found.get(key, found.get(f"_orig_mod.{key}")), value, 1e-5)
 
 
 def test_explain_says_that_nothing_quantizes_the_weight() -> None:

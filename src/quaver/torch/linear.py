@@ -203,9 +203,9 @@ class Linear(nn.Linear):
         weight: Tensor = parameters["weight"] if "weight" in parameters else self.weight  # type: ignore[assignment] # noqa: SIM401
         bias: Tensor | None = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
-            return (
-                F.linear(input, weight, bias) if weight.dtype not in stored.CODES else self._stored(input, weight, bias)
-            )
+            if weight.dtype in stored.CODES:
+                return stored.linear(input, weight, bias, self)
+            return F.linear(input, weight, bias)
         if training and mine.get("_prepared") is not recipe:
             prepare(self, recipe)
         # torch.autocast knows no meta.
@@ -223,22 +223,14 @@ class Linear(nn.Linear):
         if x.dtype not in ops.DTYPES:
             return _unquantized(self, x, weight, bias)
         if compiling:
-            if weight.dtype in stored.CODES and stored.untraceable(weight):
-                y: Tensor = stored.in_eager_mode(self.forward, input)
-                return y
+            if weight.dtype in stored.CODES:
+                stored.leave_training_to_eager_mode(weight)
             return _Linear.apply(x, weight, bias, self, recipe, training)
         refuse_transforms(x, weight, bias)
         if not casting:
             return _apply(x, weight, bias, self, recipe, training)
         with ops.without_autocast(device):
             return _apply(x, weight, bias, self, recipe, training)
-
-    def _stored(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Without a recipe, where the weight is codes."""
-        if stored.untraceable(weight):
-            y: Tensor = stored.in_eager_mode(stored.linear, x, weight, bias, self)
-            return y
-        return stored.linear(x, weight, bias, self)
 
     def extra_repr(self) -> str:
         own = "" if self.recipe is None else f", recipe={self.recipe}"
@@ -323,4 +315,4 @@ def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) 
         warnings.warn(
             f"{x.dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
         )
-    return F.linear(x, weight, bias) if weight.dtype not in stored.CODES else layer._stored(x, weight, bias)
+    return F.linear(x, weight, bias) if weight.dtype not in stored.CODES else stored.linear(x, weight, bias, layer)

@@ -64,8 +64,7 @@ def project(
     refuse_transforms(*x, *weights, *biases)
     for layer, weight in zip(layers, weights, strict=True):
         if weight.dtype in stored.CODES:
-            if stored.untraceable(weight):
-                return stored.in_eager_mode(project, prologue, x, layers, return_input)
+            stored.leave_training_to_eager_mode(weight)
         elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))
         if training and layer.__dict__.get("_prepared") is not recipe:

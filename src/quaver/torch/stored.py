@@ -88,6 +88,7 @@ def _values(q: Quantized) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
     """F.linear for a weight that is codes; backward dequantizes them again."""
+    leave_training_to_eager_mode(weight)
     device = x.device.type
     casting = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64
     dtype = torch.get_autocast_dtype(device) if casting else x.dtype
@@ -117,15 +118,13 @@ class _Unquantized(torch.autograd.Function):
         return of_x, of_weight, g2.sum(0) if need_bias else None, None
 
 
-def untraceable(weight: Tensor) -> bool:
-    """Whether a compiler would round the gradient of these codes to their dtype."""
-    return torch.compiler.is_compiling() and weight.requires_grad and torch.is_grad_enabled()
+def leave_training_to_eager_mode(weight: Tensor) -> None:
+    """Make a compiler give up the function that calls this, where it would round the gradient of codes."""
+    if torch.compiler.is_compiling() and weight.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(COMPILED_GRADIENT)
 
 
-@torch.compiler.disable(
-    reason="torch.compile rounds the gradient of an eight-bit weight to eight bits: without fullgraph such layers run "
-    "in eager mode; for inference freeze the weight with weight.requires_grad_(False)"
+COMPILED_GRADIENT = (
+    "torch.compile rounds the gradient of an eight-bit weight to eight bits: without fullgraph such layers run in "
+    "eager mode; for inference freeze the weight with weight.requires_grad_(False)"
 )
-def in_eager_mode(function: Any, *args: Any) -> Any:
-    """Call a function where no compiler looks."""
-    return function(*args)
