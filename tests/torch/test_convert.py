@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
-from quaver import Rule, Rules, recipes
+from quaver import Recipe, Rule, Rules, recipes
+from quaver.torch.attention import DotProductAttention
 from quaver.torch.convert import DDP_IGNORES, RollHistories
 from tests.close import assert_bitwise
 
@@ -433,6 +434,87 @@ def test_reverting_restores_classes_state_hooks_and_output_bits(recipe: str) -> 
     assert_bitwise(model(tokens), before)
 
 
+# Attention.
+
+ATTENDING = [recipes.get(name, attention=True) for name in QUANTIZING]
+
+
+def layers() -> nn.ModuleList:
+    rope = qt.RotaryEmbedding(8)
+    return nn.ModuleList(qt.TransformerLayer(16, 2, 32, groups=1, rope=rope) for _ in range(2))
+
+
+@pytest.mark.parametrize("recipe", ATTENDING, ids=str)
+def test_attention_is_quantized_as_in_a_layer_built_with_the_recipe(recipe: Recipe) -> None:
+    (model, _), (linears, _) = layers(), layers()
+    built = qt.TransformerLayer(16, 2, 32, groups=1, rope=qt.RotaryEmbedding(8), recipe=recipe)
+    for layer in (model, linears):
+        layer.load_state_dict(
+            {name: value for name, value in built.state_dict().items() if name.endswith(("weight", "bias"))}
+        )
+    report = qt.convert(model, recipe)
+    assert report.attention == {"attention.core": recipe} and not report.other_attention and not report.unused
+    assert f"attention quantized: 1 to {recipe}" in str(report)
+    qt.convert(linears, recipe.name)
+    x = torch.randn(2, 6, 16)
+    y = model(x)
+    if not recipe.stochastic:  # the noise of each layer is its own
+        assert_bitwise(y, built(x))
+        assert not torch.equal(y, linears(x))
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert made.attention.core.recipe is recipe
+
+
+def test_rules_and_skip_reach_attention_by_its_name() -> None:
+    model = layers()
+    wanted = recipes.mxfp8(attention=True)
+    rules = Rules({"0.attention.core": None, "1.attention.core": "mxfp8", "*": wanted})
+    report = qt.convert(model, rules)
+    assert not report.attention and not report.unused and len(report.converted) == 8
+    assert model[0].attention.core.recipe is None and model[1].attention.core.recipe is recipes.mxfp8()
+    report = qt.convert(model, wanted, skip=["1.attention.core"])
+    assert report.attention == {"0.attention.core": wanted} and not report.unused
+    report = qt.convert(model, Rules([Rule(recipe=wanted, min_in_features=32)]))
+    assert not report.attention, "the features of all heads are 16"
+    qt.convert(model, "tensorwise")
+    assert all(layer.attention.core.recipe is recipes.tensorwise() for layer in model)
+
+
+def test_reverted_attention_is_that_of_the_model_before() -> None:
+    model, x = layers()[0], torch.randn(2, 6, 16)
+    before = model(x)
+    qt.convert(model, recipes.tensorwise(attention=True))
+    assert not torch.equal(model(x), before)
+    qt.revert(model)
+    assert model.attention.core.recipe is None
+    assert_bitwise(model(x), before)
+
+
+def test_attention_by_itself_is_a_conversion() -> None:
+    core = DotProductAttention(2, 8)
+    report = qt.convert(core, recipes.mxfp8(attention=True))
+    assert list(report.attention) == [""] and str(report).startswith("converted nothing\n  attention quantized: 1")
+
+
+def test_attention_that_is_not_ours_stays_and_the_report_says_so() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2), "up": nn.Linear(16, 16)})
+    recipe = recipes.tensorwise(attention=True)
+    with pytest.warns(UserWarning, match="the recipe's attention=True quantizes nothing here"):
+        report = qt.convert(model, recipe)
+    assert report.other_attention == {"MultiheadAttention": 1} and not report.attention
+    assert "attention stays in high precision, being no DotProductAttention: 1 MultiheadAttention" in str(report)
+    model["ours"] = layers()[0]
+    report = qt.convert(model, recipe)
+    assert report.other_attention == {"MultiheadAttention": 1} and list(report.attention) == ["ours.attention.core"]
+    assert not qt.convert(model, "tensorwise").other_attention
+    assert qt.convert(mlp(), recipe).other_attention == {}
+
+
+def test_attention_of_transformers_stays_and_the_report_says_so() -> None:
+    with pytest.warns(UserWarning, match="2 LlamaAttention"):
+        qt.convert(tiny_llama(), recipes.mxfp8(attention=True))
+
+
 # Copies and files.
 
 
@@ -681,3 +763,17 @@ def test_a_dict_of_patterns_serves_as_rules() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     report = qt.convert(model, {"1": None, "*": "mxfp8"})
     assert list(report.converted) == ["0"] and list(report.skipped) == ["1"]
+
+
+def test_a_layer_made_with_its_recipe_draws_the_noise_of_its_name_once_converted() -> None:
+    noises = []
+    for recipe in ("nvfp4", None):
+        model = nn.Sequential(qt.Linear(32, 32, bias=False, recipe=recipe))
+        with torch.no_grad():
+            model[0].weight.copy_(torch.eye(32))
+        qt.convert(model, "nvfp4")
+        assert int(model[0].count[2]) == -1
+        x = torch.linspace(-1, 1, 16 * 32).view(16, 32).requires_grad_()
+        model(x).backward(torch.linspace(-2, 3, 16 * 32).view(16, 32))
+        noises.append(x.grad)
+    assert torch.equal(*noises)

@@ -23,11 +23,18 @@ class Report:
     others: dict[str, int] = field(default_factory=dict)
     #: What the front end converts, in a word.
     kind: str = "nn.Linear"
+    #: Name of each attention whose products a recipe quantizes, and the recipe.
+    attention: dict[str, Recipe] = field(default_factory=dict)
+    #: Where a recipe quantizes attention: how many modules attend in a class that has none of ours inside.
+    other_attention: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        by_recipe = Counter(str(recipe) for recipe in self.converted.values())
-        counts = ", ".join(f"{n} to {name}" for name, n in by_recipe.items()) or "nothing"
-        lines = [f"converted {counts}"]
+        lines = [f"converted {_counts(self.converted)}"]
+        if self.attention:
+            lines.append(f"  attention quantized: {_counts(self.attention)}")
+        if self.other_attention:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in self.other_attention.items())
+            lines.append(f"  attention stays in high precision, being no DotProductAttention: {kinds}")
         lines += [f"  left alone: {name or '(root)'} ({why})" for name, why in self.skipped.items()]
         if self.others:
             lines.append(f"  not {self.kind}: " + ", ".join(f"{n} {kind}" for kind, n in self.others.items()))
@@ -39,6 +46,11 @@ class Report:
         word = pattern.partition(" (")[0].rpartition(".")[2]
         hint = suggest(word, {part: None for name in (*self.converted, *self.skipped) for part in name.split(".")})
         return f"; {hint}" if hint.startswith("did you mean") and repr(word) not in hint else ""
+
+
+def _counts(recipes: Mapping[str, Recipe]) -> str:
+    by_recipe = Counter(str(recipe) for recipe in recipes.values())
+    return ", ".join(f"{n} to {name}" for name, n in by_recipe.items()) or "nothing"
 
 
 class Choice:

@@ -17,11 +17,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from quaver import recipes
 from quaver.core.conversion import Choice, Report
-from quaver.core.rules import Rules
+from quaver.core.rules import Rule, Rules
 from quaver.core.spec import Recipe
 from quaver.torch import amax, storing
+from quaver.torch.attention import conversion
 from quaver.torch.autocast import ambient, recomputing
 from quaver.torch.linear import TRANSIENT, Linear
+from quaver.torch.noise import fresh_count
 from quaver.torch.state import STATE, prepare
 
 
@@ -32,7 +34,7 @@ def convert(
     skip: Sequence[str] = (),
     seed: int = 0,
 ) -> Report:
-    """Convert every nn.Linear that the rules name, in place.
+    """Convert every nn.Linear that the rules name, in place, and give every `DotProductAttention` its recipe.
 
     With a delayed recipe the model rolls its histories at the start of its own forward, unless an autocast around it
     has done so. Convert the module that DistributedDataParallel wraps, before wrapping it.
@@ -40,7 +42,8 @@ def convert(
     Args:
         model: any module; itself an nn.Linear too.
         recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
-            A layer that has this recipe already keeps its state.
+            A layer that has this recipe already keeps its state. Whether attention is quantized is the recipe's choice;
+            a rule with sizes sees the features of all heads, of queries and of values.
         skip: patterns of names to leave alone, such as "lm_head".
         seed: of stochastic rounding.
     Returns:
@@ -62,19 +65,24 @@ def convert(
         else:
             _convert_layer(module, wanted, names[0], seed)
             report.converted[names[0]] = wanted
+    _convert_attention(model, choice, chosen, report)
     report.unused = choice.unused
     _settle(model)
-    if not report.converted:
+    if not report.converted and not report.attention:
         warnings.warn(f"convert changed nothing:\n{report}", stacklevel=2)
+    elif report.other_attention and not report.attention:
+        warnings.warn(f"the recipe's attention=True quantizes nothing here:\n{report}", stacklevel=2)
     return report
 
 
 def revert(model: nn.Module) -> list[str]:
     """Give every converted layer its old class back; weights stay, state of recipes goes. Returns their names.
 
-    Weights that exist only in eight bits are dequantized.
+    Weights that exist only in eight bits are dequantized; attention has no recipe of its own any more.
     """
     names = []
+    for attention, _ in conversion.attentions(model):
+        attention.recipe = None
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.weight_spec is not None:
             storing.restore(module)
@@ -145,8 +153,26 @@ def _convert_layer(module: nn.Linear, recipe: Recipe, name: str, seed: int) -> N
         for buffer in STATE:
             module._buffers.pop(buffer, None)
     module.__dict__.update(recipe=recipe, seed=seed, qualified_name=name)
+    count = module._buffers.get("count")
+    if count is not None:
+        # The noise goes by the name from here on, and no longer by the order of construction.
+        count[2] = fresh_count(module)[2]
     amax.register(module)
     prepare(module, recipe)
+
+
+def _convert_attention(model: nn.Module, choice: Choice, chosen: Mapping[Rule, Recipe | None], report: Report) -> None:
+    """Give attention the recipe of the rule that its name fits, and report what is quantized by it and what is not."""
+    for module, names in conversion.attentions(model):
+        features, of_values = (module.heads * size for size in module.head_dim)
+        rule, _ = choice.decide(names, features, of_values)
+        wanted = None if rule is None else chosen[rule]
+        if wanted is not None:
+            module.recipe = wanted
+            if wanted.attention is not None:
+                report.attention[names[0]] = wanted
+    if any(recipe.attention is not None for recipe in report.converted.values()):
+        report.other_attention = conversion.others(model)
 
 
 def _set_class(module: nn.Linear, exchanged: Any) -> bool:

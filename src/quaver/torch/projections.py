@@ -78,7 +78,7 @@ def project(
 def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
     """The recipe that all layers quantize by, if nothing about one of them wants it called as a module."""
     recipe = ambient.now[0]
-    if recipe is None and layers[0].recipe is None and not recomputing():
+    if recipe is None and layers[0].__dict__.get("recipe") is None and not recomputing():
         return None
     recipe = None
     for layer in layers:

@@ -104,6 +104,11 @@ class DotProductAttention(nn.Module):
             recipe=recipe_in_force(self.recipe),
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.recipe is not None:  # equal recipes are one object
+            self.recipe = recipes.get(self.recipe)
+
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("window", "scale", "soft_cap", "dropout", "alibi", "recipe")}
         said = "".join(f", {name}={value}" for name, value in options.items() if value)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver.core.conversion import Report
 from quaver.core.spec import Recipe
-from quaver.torch.attention import DotProductAttention
 from quaver.torch.kv_cache import KVCache
 from quaver.torch.norm import Norm
 from quaver.torch.paged_kv_cache import PagedKVCache
@@ -92,9 +91,6 @@ def build(config: ModelConfig, vocab: int, seed: int, device: torch.device, reco
 
 def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
     """Give matrices and attention of the layers a recipe; embedding and head stay as they are."""
-    for module in model.modules():
-        if isinstance(module, DotProductAttention):
-            module.recipe = recipe
     return qt.convert(model, recipe, skip=["head"] if model.head is not None else [], seed=seed)
 
 
