@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test slow test-lowering accept bench lint format clean
+.PHONY: demo test slow test-lowering accept accept-attention bench lint format clean
 
 ## Train a small language model in bf16, FP8, MXFP8 and NVFP4 side by side, and name the pictures.
 demo: $(VENV)/.train
@@ -29,6 +29,10 @@ test-lowering: $(VENV)/.cuda
 ## Train every recipe and a control on three seeds, and check the differences from bf16 (about an hour).
 accept: $(VENV)/.dev
 	$(BIN)/python -m benchmarks accept
+
+## The same under the recipes that quantize attention too.
+accept-attention: $(VENV)/.dev
+	$(BIN)/python -m benchmarks accept-attention
 
 ## Ratios against nn.Linear and torchao on this CPU.
 bench: $(VENV)/.dev

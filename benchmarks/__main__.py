@@ -1,7 +1,7 @@
-"""The command line: `python -m benchmarks cpu` and `python -m benchmarks accept`."""
+"""The command line: `python -m benchmarks cpu`, `accept` and `accept-attention`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,21 +26,43 @@ def cpu(
         raise typer.BadParameter(str(error)) from error
 
 
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of a run.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Runs of each recipe, paired by seed.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")]
+Model = Annotated[str, typer.Option(help="Size of the model.")]
+Runs = Annotated[Path, typer.Option(help="Where finished and interrupted runs are kept.")]
+
+
 @app.command()
 def accept(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a run.")] = 300,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe, paired by seed.")] = 3,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 2,
-    model: Annotated[str, typer.Option(help="Size of the model.")] = "tiny",
+    steps: Steps = 300,
+    seeds: Seeds = 3,
+    jobs: Jobs = 2,
+    model: Model = "tiny",
     framework: Annotated[str, typer.Option(help="torch or jax.")] = "torch",
-    runs: Annotated[Path, typer.Option(help="Where finished and interrupted runs are kept.")] = Path("runs/accept"),
+    runs: Runs = Path("runs/accept"),
 ) -> None:
     """Train under every recipe, and judge the paired differences of the validation loss from bf16."""
+    judge(jobs, steps=steps, seeds=seeds, model=model, framework=framework, folder=runs)
+
+
+@app.command()
+def accept_attention(
+    steps: Steps = 300, seeds: Seeds = 3, jobs: Jobs = 2, model: Model = "tiny", runs: Runs = Path("runs/accept")
+) -> None:
+    """The same under the recipes with attention=True."""
+    from benchmarks.accept import ATTENDING
+
+    judge(jobs, steps=steps, seeds=seeds, model=model, folder=runs, recipes=ATTENDING, name="accept-attention")
+
+
+def judge(jobs: int, **of_plan: Any) -> None:
+    """Train what a plan names and exit with 0 if all of it is accepted."""
     from benchmarks.accept import Plan, accept
 
     console = Console()
     try:
-        plan = Plan(steps=steps, seeds=seeds, model=model, framework=framework, folder=runs)
+        plan = Plan(**of_plan)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:

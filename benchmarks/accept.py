@@ -17,8 +17,9 @@ from rich.console import Console
 
 import quaver
 from benchmarks import accept_report, machine, results
-from benchmarks.accept_report import BASELINE, RULES, Acceptance
-from benchmarks.accept_run import Outcome, Run, read, write
+from benchmarks.accept_report import ATTENTION, BASELINE, LAYERS, Acceptance
+from benchmarks.accept_run import CONTROL, Outcome, Run, read, write
+from quaver.train import recipe_name
 from quaver.train.config import FRAMEWORKS, choose
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,10 +34,12 @@ class Plan:
     model: str = "tiny"
     # Of text files and folders; none is the default text.
     text: tuple[str, ...] = ()
-    recipes: tuple[str, ...] = (BASELINE, *RULES)
+    recipes: tuple[str, ...] = (BASELINE, *LAYERS)
     framework: str = "torch"
     # Where runs are kept.
     folder: Path = Path("runs/accept")
+    # What the results are written as.
+    name: str = "accept"
 
     def __post_init__(self) -> None:
         choose("framework", self.framework, FRAMEWORKS)
@@ -50,12 +53,16 @@ class Plan:
                 steps=self.steps,
                 model=self.model,
                 text=self.text,
-                folder=str(folder / f"{recipe}-seed{seed}"),
+                folder=str(folder / f"{recipe_name.folder(recipe)}-seed{seed}"),
                 framework=self.framework,
             )
             for seed in range(self.seeds)
             for recipe in self.recipes
         ]
+
+
+#: Recipes of the comparison of quantized attention; bf16 and control are the runs of the other one, if it was run.
+ATTENDING = (BASELINE, *ATTENTION, CONTROL)
 
 
 def checksum() -> str:
@@ -84,7 +91,7 @@ def accept(plan: Plan, jobs: int, console: Console, folder: Path = results.FOLDE
     console.print(accept_report.rich_table(done))
     console.print("accepted" if done.accepted else "not accepted", style="green" if done.accepted else "bold red")
     lines, data = accept_report.markdown(done), accept_report.data(done)
-    name = "accept" if plan.framework == "torch" else f"accept-{plan.framework}"
+    name = plan.name if plan.framework == "torch" else f"{plan.name}-{plan.framework}"
     for path in results.write(folder, name, machine.describe(), lines, data):
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return done
@@ -108,7 +115,7 @@ def train_all(runs: Sequence[Run], jobs: int, console: Console) -> None:
                 finished += 1
                 left = (time.perf_counter() - begun) / finished * (len(waiting) + len(active)) / 60
                 said = outcome.failure or f"loss {outcome.loss:.4f}"
-                console.print(f"{run.label:20} {said} ({outcome.seconds:.0f} s; {left:.0f} min left)", highlight=False)
+                console.print(f"{run.label:32} {said} ({outcome.seconds:.0f} s; {left:.0f} min left)", highlight=False)
     finally:
         for _, process in active:
             process.terminate()

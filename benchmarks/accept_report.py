@@ -36,7 +36,8 @@ class Rule:
 
 
 CLOSE = Rule(limit=0.01)
-RULES: Mapping[str, Rule] = {
+#: Recipes of linear layers, and a control that must be seen to fail.
+LAYERS: Mapping[str, Rule] = {
     "delayed": CLOSE,
     "tensorwise": CLOSE,
     "rowwise": CLOSE,
@@ -45,6 +46,11 @@ RULES: Mapping[str, Rule] = {
     "nvfp4": Rule(limit=0.02, relative=True),
     CONTROL: Rule(limit=0.3, above=True),
 }
+#: Recipes that quantize attention too.
+ATTENTION: Mapping[str, Rule] = {
+    f"{name}(attention=True)": CLOSE for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+}
+RULES: Mapping[str, Rule] = {**LAYERS, **ATTENTION}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +161,8 @@ def markdown(done: Acceptance) -> list[str]:
         f"{verdict} A difference is paired by seed: its mean over seeds, and that mean's standard error (n - 1). "
         f"`{CONTROL}` has every scale at 1 and must be off: the comparison is seen to be able to fail. The "
         "weight error is the relative RMS of dequantize(quantize(w)) - w: the smallest and the largest of all "
-        "converted layers, each of which was checked not to be zero.",
+        "converted layers, each of which was checked not to be zero; so was the error of each layer's attention where "
+        "the recipe quantizes it.",
     ]
 
 

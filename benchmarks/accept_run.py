@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import quaver.torch as qt
-from quaver import E4M3, E5M2, GemmSpec, QuantSpec, Recipe, recipes
-from quaver.train import TrainConfig, TrainResult, run_training
+from quaver import E4M3, E5M2, GemmSpec, QuantSpec, Recipe
+from quaver.torch.attention import DotProductAttention
+from quaver.train import TrainConfig, TrainResult, recipe_name, run_training
 
 #: Trained like the others with every scale at 1: a comparison that could not tell it from bf16 would prove nothing.
 CONTROL = "unit_scales"
@@ -64,7 +65,7 @@ class Outcome:
 
 
 def find(name: str) -> Recipe:
-    return control() if name == CONTROL else recipes.get(name)
+    return control() if name == CONTROL else recipe_name.find(name)
 
 
 def control() -> Recipe:
@@ -99,6 +100,7 @@ def train(run: Run) -> Outcome:
         errors = accept_jax.weight_errors(done, recipe)
     else:
         errors = weight_errors(done, recipe)
+        check_attention(done.model, recipe)
     return Outcome(loss=done.validation_loss, weight_errors=errors, seconds=time.perf_counter() - begun)
 
 
@@ -119,6 +121,25 @@ def weight_errors(done: TrainResult, recipe: Recipe) -> dict[str, float]:
         return {}
     layers = {name: model.get_submodule(name) for name in done.conversion.converted}
     return check({name: relative_rms(layer.weight.detach(), spec) for name, layer in layers.items()})
+
+
+def check_attention(model: nn.Module, recipe: Recipe) -> None:
+    """Raise a RuntimeError unless every layer's attention loses something exactly where the recipe quantizes it."""
+    quantizes = recipe.attention is not None
+    attentions = {n: module for n, module in model.named_modules() if isinstance(module, DotProductAttention)}
+    if quantizes and not attentions:
+        raise RuntimeError("no layer has an attention that could be quantized")
+    random = torch.Generator().manual_seed(0)
+    for name, attention in attentions.items():
+        (wide, narrow), tokens = attention.head_dim, 32
+        sizes = ((attention.heads, wide), (attention.groups, wide), (attention.groups, narrow))
+        q, k, v = (torch.randn(1, tokens, heads, size, generator=random) for heads, size in sizes)
+        with torch.no_grad():
+            y = attention(q, k, v)
+            with qt.autocast(enabled=False):
+                exact = attention(q, k, v)
+        if torch.equal(y, exact) is quantizes:
+            raise RuntimeError(f"{name} {'is not' if quantizes else 'is'} quantized under {recipe}")
 
 
 def check(errors: dict[str, float]) -> dict[str, float]:

@@ -19,7 +19,6 @@ from benchmarks.cpu import chosen, run, run_case, summary
 from benchmarks.figure import DECIMALS, Case, Figure, NotMeasurable, Target, at_least, at_most, exactly, within
 from benchmarks.timing import interleave
 from quaver.train import TrainResult
-from quaver.train.config import FRAMEWORKS
 from quaver.train.sizes import MODELS
 from quaver.train.torch.decoder import build
 
@@ -221,9 +220,28 @@ def test_weight_errors_are_of_every_converted_layer_and_not_zero() -> None:
         accept_run.weight_errors(trained(None, ["head", "up_proj"]), recipe)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_attention_must_be_quantized_where_the_recipe_says_so_and_nowhere_else() -> None:
+    attending, linear = accept_run.find("mxfp8(attention=True)"), accept_run.find("mxfp8")
+    model = build(MODELS["nano"], 256, 0, torch.device("cpu"))
+    for recipe, other in ((attending, linear), (linear, attending)):
+        qt.convert(model, recipe, skip=["head"])
+        accept_run.check_attention(model, recipe)
+        with pytest.raises(RuntimeError, match="quantized under mxfp8"):
+            accept_run.check_attention(model, other)
+    with pytest.raises(RuntimeError, match="no layer has an attention"):
+        accept_run.check_attention(torch.nn.Linear(4, 4), attending)
+
+
+ATTENDING = "tensorwise(attention=True)"
+
+
+@pytest.mark.parametrize(
+    ("framework", "recipes"),
+    [("torch", (BASELINE, ATTENDING, CONTROL)), ("jax", (BASELINE, CONTROL))],
+    ids=("torch", "jax"),
+)
 def test_accept_trains_judges_and_does_not_train_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str, recipes: tuple[str, ...]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(2000)), encoding="utf-8")
@@ -232,7 +250,7 @@ def test_accept_trains_judges_and_does_not_train_twice(
         seeds=1,
         model="nano",
         text=(str(text),),
-        recipes=(BASELINE, CONTROL),
+        recipes=recipes,
         framework=framework,
         folder=tmp_path / "runs",
     )
