@@ -147,3 +147,9 @@ def test_opaque_operators_say_their_shapes(name: str) -> None:
         y = activation._forward(name, options, x)
         torch.library.opcheck(torch.ops.quaver.activate, (name, options, x))
         torch.library.opcheck(torch.ops.quaver.activate_backward, (name, options, torch.ones_like(y), x))
+
+
+@NAMES
+def test_float64_stays_float64(name: str) -> None:
+    x = [(torch.randn(4, 6, dtype=torch.float64) * 3).requires_grad_() for _ in range(ACTIVATIONS[name].inputs)]
+    assert torch.autograd.gradcheck(lambda *_: qt.activate(name, *x), x)

@@ -127,11 +127,12 @@ def test_convert_reaches_the_layers_inside() -> None:
     assert mlp.gate_proj.weight.grad is not None
 
 
-def test_counters_see_each_operand_once() -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_counters_see_each_operand_once(recipe: str) -> None:
     mlp = qt.LayerNormMLP(48, 64, "swiglu")
     counts = []
     for run in (whole, apart):
-        with qt.count(mlp) as counters, qt.autocast("tensorwise"):
+        with qt.count(mlp) as counters, qt.autocast(recipe):
             run(mlp, torch.ones(4, 48, requires_grad=True)).sum().backward()
         counts.append(str(counters))
     assert counts[0] == counts[1]

@@ -141,8 +141,12 @@ def test_bad_input_is_a_sentence() -> None:
         qt.MultiheadAttention(64, 4, memory_dim=32)(torch.randn(1, 2, 64))
     with pytest.raises(ValueError, match="give no memory"):
         qt.MultiheadAttention(64, 4)(torch.randn(1, 2, 64), torch.randn(1, 2, 64))
-    with pytest.raises(ValueError, match="its last axis must be 64"):
+    with pytest.raises(ValueError, match="with 64 features"):
         qt.MultiheadAttention(64, 4)(torch.randn(1, 2, 63))
+    with pytest.raises(ValueError, match="the memory has shape"):
+        qt.MultiheadAttention(64, 4, memory_dim=32)(torch.randn(1, 2, 64), torch.randn(1, 2, 31))
+    with pytest.raises(ValueError, match=r"is \[batch, tokens, features\]"):
+        qt.MultiheadAttention(64, 4)(torch.randn(2, 64))
     with pytest.raises(ValueError, match="layout 'bshd'"):
         cache = qt.KVCache(1, 8)
         qt.MultiheadAttention(64, 4, layout="sbhd")(torch.randn(2, 1, 64), cache=cache)

@@ -177,3 +177,16 @@ def test_a_layer_norm_without_a_bias_has_gradients(recipe: str | None) -> None:
             found[norm_bias, module is layer] = leaf.grad
     for whole in (True, False):
         assert_close(f"{whole}", found[False, whole], found[True, whole], 0)
+
+
+@KINDS
+def test_float64_stays_float64(kind: str) -> None:
+    x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
+    weight, bias = parameters(kind, 16, torch.float64)
+    given = [t for t in (x, weight, bias) if t is not None]
+    assert torch.autograd.gradcheck(lambda *_: normalize(x, weight, bias, kind), given)
+
+
+def test_torch_func_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"no torch\.func"):
+        torch.func.vmap(qt.LayerNorm(8))(torch.randn(2, 3, 8))

@@ -159,6 +159,15 @@ def test_padding_is_not_seen() -> None:
     assert_bitwise(layer(changed, mask=mask)[~mask], layer(x, mask=mask)[~mask])
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 64), (2, 0, 64)])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "nvfp4"])
+def test_no_tokens_no_error(shape: tuple[int, ...], recipe: str) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    with qt.autocast(recipe):
+        make("Llama")(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == shape
+
+
 def test_drop_path_leaves_out_whole_samples() -> None:
     x = torch.ones(4000, 3)
     y = drop_path(x, 0.25)
@@ -180,6 +189,9 @@ def test_convert_by_name() -> None:
 def test_meta_device_is_filled_later(kind: str) -> None:
     layer = make(kind, device="meta")
     assert all(p.is_meta for p in layer.parameters())
+    if kind != "decoder with memory":
+        with qt.autocast("mxfp8"):
+            assert layer(torch.empty(2, 5, 64, device="meta")).shape == (2, 5, 64)
     layer.to_empty(device="cpu").reset_parameters()
     with qt.autocast("delayed"):
         assert run(layer, torch.randn(2, 5, 64)).isfinite().all()
@@ -198,6 +210,7 @@ def test_bad_input_is_a_sentence() -> None:
         ({"recompute": "all"}, "give None, 'mlp' or 'full'"),
         ({"dropout": 1.5}, "dropout is 1.5"),
         ({"drop_path": 0.1, "layout": "thd"}, "no axis of samples"),
+        ({"cross_attention": True, "layout": "thd"}, "sequences of one length"),
         ({"normalization": "RMS"}, "no normalization 'RMS'"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.core.suggest import suggest
+from quaver.torch.ops import widened
 from quaver.torch.second_derivative import no_second_derivative
 
 _aten = torch.ops.aten
@@ -181,13 +182,15 @@ def apply(name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
     row = ACTIVATIONS[name]
     if row.native and not torch.compiler.is_compiling():
         return row.forward(*x)
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(SENTENCE)
     y: Tensor = _Activate.apply(name, options, *x)
     return y
 
 
 SENTENCE = (
-    "this activation has no second derivative: its backward is written by hand. Use torch's own operations for the "
-    "part that is differentiated twice"
+    "this activation has no derivative beyond its own backward, which is written by hand (no second derivative, no "
+    "torch.func): use torch's own operations there"
 )
 
 
@@ -237,7 +240,7 @@ def _backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor
     row, dtype = ACTIVATIONS[name], x[0].dtype
     if row.native:
         return list(row.backward(g, *x))
-    grads = row.backward(g.float(), *_wide(row, x), *options)
+    grads = row.backward(widened(g), *_wide(row, x), *options)
     if row.gated and len(x) == 1:
         whole = torch.empty_like(x[0], memory_format=torch.contiguous_format)
         for half, grad in zip(whole.chunk(2, -1), grads, strict=True):
@@ -250,7 +253,7 @@ def _wide(row: Activation, x: Sequence[Tensor]) -> Sequence[Tensor]:
     """Each input in float32; of one tensor that holds two, both halves."""
     if row.gated and len(x) == 1:
         x = x[0].chunk(2, -1)
-    return [a.float() for a in x]
+    return [widened(a) for a in x]
 
 
 def _fake_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:

@@ -71,7 +71,7 @@ class MLP(nn.Module):
         bias: of both matrices.
         fused: gate and up are one matrix `gate_up_proj`, the gate's rows first; else `gate_proj` and `up_proj`.
         normalization: "LayerNorm", "RMSNorm" or None; with eps, zero_centered and norm_bias.
-        eight_bit_activations: keep what goes into the activation in eight bits too. Outputs are the same;
+        eight_bit_activations: keep what goes into a gated activation in eight bits too. Outputs are the same;
             docs/blocks/mlp.md has the error of the gradients.
         recompute: keep only x for backward, and make everything else again.
         recipe, seed: as `quaver.torch.Linear`.
@@ -104,7 +104,8 @@ class MLP(nn.Module):
         options = option_values(activation, activation_options or {})
         self.dim, self.activation = dim, activation
         self.recompute = recompute
-        self._prologue = Activated(activation, options, eight_bit_activations)
+        # What goes into a plain activation is as wide as what comes out, whose codes would be kept beside it.
+        self._prologue = Activated(activation, options, eight_bit_activations and gated)
         made = {"device": device, "dtype": dtype}
         of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **made}
         norm = None
@@ -142,7 +143,8 @@ class MLP(nn.Module):
         return project(self._prologue, normalized_projections(parts["norm"], x, entrance), (parts["down_proj"],))[0]
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}" + ", recompute=True" * self.recompute
+        narrow = ", eight_bit_activations=True" * self._prologue.eight_bits
+        return f"activation={self.activation!r}{narrow}" + ", recompute=True" * self.recompute
 
 
 class LayerNormMLP(MLP):

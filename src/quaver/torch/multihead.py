@@ -15,6 +15,10 @@ from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.torch.rope import RotaryEmbedding
 from quaver.torch.rotary import apply_rotary
 
+#: What x is in each layout.
+SHAPES = {"bshd": "[batch, tokens, features]", "sbhd": "[tokens, batch, features]", "thd": "[tokens, features]"}
+DIMS = {layout: shape.count(",") + 1 for layout, shape in SHAPES.items()}
+
 
 class MultiheadAttention(nn.Module):
     """out(attention(q, k, v)), q, k and v being projections of x, or k and v of a memory.
@@ -96,7 +100,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"rope turns heads of {rope.head_dim} features, and these have {wide}")
         self.register_module("rope", rope)
         self.layout, self.qk_norm_after_rope = layout, qk_norm_after_rope
-        self.dim, self.cross = dim, memory_dim is not None
+        self.dim, self.memory_dim, self.cross = dim, memory_dim, memory_dim is not None
         of_norm: dict[str, Any] = {"eps": eps, "zero_centered": zero_centered, **made}
         self.register_module(
             "norm", None if normalization is None else Norm(normalization, dim, bias=norm_bias, **of_norm)
@@ -145,10 +149,10 @@ class MultiheadAttention(nn.Module):
         Raises:
             ValueError: a memory is missing or not wanted; a cache with a memory or another layout.
         """
-        if x.shape[-1] != self.dim:
+        if x.dim() != DIMS[self.layout] or x.shape[-1] != self.dim:
             raise ValueError(
                 f"MultiheadAttention({self.dim}) got an input of shape {tuple(x.shape)}; "
-                f"its last axis must be {self.dim}"
+                f"layout {self.layout!r} is {SHAPES[self.layout]} with {self.dim} features"
             )
         if self.cross is (memory is None):
             raise ValueError(
@@ -156,6 +160,8 @@ class MultiheadAttention(nn.Module):
                 if self.cross
                 else "this MultiheadAttention attends to x itself: make it with memory_dim=, or give no memory"
             )
+        if memory is not None and memory.shape[-1] != self.memory_dim:
+            raise ValueError(f"the memory has shape {tuple(memory.shape)}; its last axis must be {self.memory_dim}")
         if cache is not None and (self.cross or self.layout != "bshd"):
             raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
         q, k, v = self._project(x, memory)
@@ -184,7 +190,9 @@ class MultiheadAttention(nn.Module):
             for part in (y.split(self._parts[name], -1) if len(self._parts[name]) > 1 else (y,))
         ]
         wide, narrow = self.core.head_dim
-        q, k, v = (a.view(*a.shape[:-1], -1, d) for a, d in zip(split, (wide, wide, narrow), strict=True))
+        heads, groups = self.core.heads, self.core.groups
+        sizes = ((heads, wide), (groups, wide), (groups, narrow))
+        q, k, v = (a.view(*a.shape[:-1], *size) for a, size in zip(split, sizes, strict=True))
         if len(names) < 3 and self.rope is not None and parts["q_norm"] is None and torch.is_grad_enabled():
             # Of a fused projection backward will need v alone: a copy lets the rest go.
             v = v.contiguous()

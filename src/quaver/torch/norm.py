@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.suggest import suggest
+from quaver.torch.ops import widened
 from quaver.torch.second_derivative import no_second_derivative
 
 #: The kinds by name: whether the mean is subtracted, and whether squares are averaged rather than summed.
@@ -109,7 +110,10 @@ class Norm(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.formula.eps}" + ", zero_centered=True" * self.formula.zero_centered
+        return (
+            f"{self.formula.normalization}, {self.dim}, eps={self.formula.eps}"
+            + ", zero_centered=True" * self.formula.zero_centered
+        )
 
 
 class LayerNorm(Norm):
@@ -147,14 +151,20 @@ def normalize(
     zero_centered: bool = False,
 ) -> Tensor:
     """The normalization of this name over x [..., d], differentiably; weight and bias are [d] or None. See `Norm`."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(SENTENCE)
     y: Tensor = _Normalize.apply(x, weight, bias, normalization, eps, zero_centered)
     return y
 
 
 SENTENCE = (
-    "this normalization has no second derivative: its backward is written by hand. Use torch.nn.LayerNorm or RMSNorm "
-    "for the part that is differentiated twice"
+    "this normalization has no derivative beyond its own backward, which is written by hand (no second derivative, no "
+    "torch.func): use torch.nn.LayerNorm or RMSNorm there"
 )
+
+
+#: What a CPU's LayerNorm takes beside float32 parameters.
+NARROW = (torch.bfloat16, torch.float16)
 
 
 class _Normalize(torch.autograd.Function):
@@ -187,9 +197,9 @@ class _Normalize(torch.autograd.Function):
 def wide_parameters(
     weight: Tensor | None, bias: Tensor | None, zero_centered: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """gamma and beta in float32."""
-    gamma = None if weight is None else weight.float()
-    return gamma + 1 if gamma is not None and zero_centered else gamma, None if bias is None else bias.float()
+    """gamma and beta in float32 or float64."""
+    gamma = None if weight is None else widened(weight)
+    return gamma + 1 if gamma is not None and zero_centered else gamma, None if bias is None else widened(bias)
 
 
 # What layers compose. Compilers see opaque operators, which give eager's bits.
@@ -230,10 +240,10 @@ def _forward(
     centred, averaged = NORMALIZATIONS[normalization]
     if centred:
         # A CPU takes float32 parameters beside a narrower x, works in float32 and rounds once.
-        mixed = x if x.is_cpu and gamma is not None else x.float()
+        mixed = x if x.is_cpu and gamma is not None and x.dtype in NARROW else widened(x)
         y, mean, factor = torch.native_layer_norm(mixed, x.shape[-1:], gamma, beta, eps)
         return y if y.dtype is x.dtype else y.to(x.dtype), mean, factor
-    wide = x.float()
+    wide = widened(x)
     squares = wide.square()
     factor = (squares.mean(-1, True) if averaged else squares.sum(-1, True)).add_(eps).rsqrt_()
     y = wide * factor
@@ -257,11 +267,11 @@ def _backward(
         # In float32: of bf16 the CPU's kernel sums the parameters' gradients in bf16, 5 to 10 % off over 4096 rows.
         wanted = [True, gamma is not None, beta is not None]
         of_x, of_gamma, of_beta = torch.ops.aten.native_layer_norm_backward(
-            g.float(), x.float(), x.shape[-1:], mean, factor, gamma, beta, wanted
+            widened(g), widened(x), x.shape[-1:], mean, factor, gamma, beta, wanted
         )
         return of_x.to(x.dtype), nothing(0) if gamma is None else of_gamma, nothing(0) if beta is None else of_beta
     # y = x f gamma with f = (mean(x²) + eps)^-½, so dx = f (g gamma - x̂ mean(g gamma x̂)) where x̂ = x f.
-    wide, along = x.float() * factor, g.float()
+    wide, along = widened(x) * factor, widened(g)
     product = along * wide
     of_gamma = nothing(0)
     if gamma is not None:
@@ -276,7 +286,7 @@ def _backward(
 def _fake_forward(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    factor = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    factor = x.new_empty((*x.shape[:-1], 1), dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
     mean = torch.empty_like(factor) if NORMALIZATIONS[normalization][0] else factor.new_empty(0)
     return x.new_empty(x.shape), mean, factor
 

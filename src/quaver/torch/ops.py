@@ -26,6 +26,11 @@ QUIET: Noise = (0, 0, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def widened(x: Tensor) -> Tensor:
+    """float32, or the float64 that it is."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
 def _always(*_: object) -> str:
     return ""
 
@@ -158,6 +163,11 @@ def run_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | No
         y: Tensor = torch.ops.quaver.matmul(*_flat(a), *_flat(b), dtype, bias)
         return y
     return MATMUL(a, b, dtype, bias)
+
+
+def autocast_device(x: Tensor) -> str:
+    """The kind of torch.autocast that reaches a tensor; meta has none of its own."""
+    return "cpu" if x.is_cpu or x.is_meta else x.device.type
 
 
 @contextmanager

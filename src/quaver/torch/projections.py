@@ -58,7 +58,7 @@ def project(
     training = torch.is_grad_enabled()
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers]
-    device = "cpu" if x[0].is_cpu else x[0].device.type
+    device = ops.autocast_device(x[0])
     casting = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if casting else x[0].dtype
     refuse_transforms(*x, *weights, *biases)
@@ -150,7 +150,7 @@ class _Projections(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        device = "cpu" if grads[0].is_cpu else grads[0].device.type
+        device = ops.autocast_device(grads[0])
         if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
             with ops.without_autocast(device):
                 return _Projections.backward(ctx, *grads)
@@ -232,7 +232,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
 
 
 def _remade(what: _What, saved: Sequence[Any], call: Call) -> Tensor | Quantized:
-    """The input that wgrad consumes, from what the prologue kept; no history and no counter sees it twice."""
+    """The input that wgrad consumes, from what the prologue kept; no history and no counter sees codes twice."""
     y, recipe = matrix(what.prologue.remake(saved).to(what.dtype)), what.recipe
     c, factor = recipe.wgrad.b, None if call.factors is None else call.factors[amax.INPUT]
     if c is None:
@@ -240,4 +240,4 @@ def _remade(what: _What, saved: Sequence[Any], call: Call) -> Tensor | Quantized
     if call.plan.input:
         assert recipe.fprop.a is not None
         return call.quantize(y, recipe.fprop.a, None, factor)
-    return call.quantize(y.t(), c, None, factor)
+    return quantize(what.layers[0], amax.INPUT, "input.T", y.t(), c, recipe, call)

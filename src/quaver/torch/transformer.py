@@ -269,6 +269,8 @@ def _check(
         raise ValueError(f"parallel is {parallel!r}; give False, True (one norm) or 'two_norms'")
     if parallel and (norm_position != "pre" or cross_attention):
         raise ValueError("a parallel TransformerLayer normalizes before its parts and has no cross attention")
+    if cross_attention and layout == "thd":
+        raise ValueError("cross attention takes sequences of one length: layout 'bshd' or 'sbhd', not 'thd'")
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute is {recompute!r}; give None, 'mlp' or 'full'")
     for name, value in (("dropout", dropout), ("drop_path", rate)):

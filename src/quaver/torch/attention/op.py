@@ -123,7 +123,7 @@ def attention(
         cu_seqlens=cu_seqlens,
     )
     spec = None if recipe is None else recipe.attention
-    device = q.device.type
+    device = ops.autocast_device(q)
     if not torch.is_autocast_enabled(device):
         return heads_back(_run(wide, keys, values, call, spec), layout)
     # Autocast would narrow the reference's float32, and a bias.
@@ -149,8 +149,9 @@ def prepare(
     cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Call]:
     """q [B, H, Sq, D], k [B, G, Sk, D], v [B, G, Sk, Dv] and the options, all checked and in one form."""
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    device = ops.autocast_device(q)
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         q, k, v = (x.to(dtype) if x.dtype in ops.DTYPES else x for x in (q, k, v))
     q, k, v = all_heads_first(layout, q, k, v)
     batch, heads, queries, dim = q.shape
