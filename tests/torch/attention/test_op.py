@@ -40,6 +40,19 @@ def ends(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{"layout": "bshd"}, {"layout": "thd", "cu_seqlens": (ends([1]), ends([7]))}])
+def test_the_last_query_alone_keeps_its_distances(name: str, options: dict[str, Any]) -> None:
+    q, k, v = operands(7, 7)
+    whole = attention(q, k, v, mask_type="causal", alibi_slopes=SLOPES)[:1, -1:]
+    q, k, v = q[:1, -1:], k[:1], v[:1]
+    if options["layout"] == "thd":
+        q, k, v = q[0], k[0], v[0]
+    with qt.only(name):
+        y = attention(q, k, v, mask_type="causal_bottom_right", alibi_slopes=SLOPES, **options)
+    assert_close("output", y.reshape(whole.shape), whole, 1e-6)
+
+
 def blindly(call: Call) -> Call:
     """As a compiler sees it."""
     return call if call.ragged is None else call._replace(ragged=call.ragged._replace(lengths=None))
@@ -223,7 +236,7 @@ T = {"layout": "thd"}
         (Q[:1], K, V, {}, "q and k share batch and features"),
         (Q, K, V[:, :6], {}, "k and v share batch, tokens and heads"),
         (Q, K[..., :7], V, {}, "q and k share batch and features"),
-        (Q[:, :, :3], K, V, {}, "3 query heads cannot share 2 heads.*make 3 a multiple of 2"),
+        (Q[:, :, :3], K, V, {}, "3 query heads cannot share 2 heads.*make the one a multiple of the other"),
         (Q, K[:, :, :0], V[:, :, :0], {}, "4 query heads cannot share 0 heads"),
         (Q, K.half(), V, {}, "q is torch.float32, k torch.float16.*one floating-point dtype"),
         (Q.int(), K.int(), V.int(), {}, "one floating-point dtype"),
@@ -235,11 +248,22 @@ T = {"layout": "thd"}
         (Q, K, V, {"sinks": "learnable"}, "sinks is 'learnable'; give 'off_by_one'"),
         (Q, K, V, {"soft_cap": 0.0}, "soft_cap is 0.0; give a positive number, or None"),
         (Q, K, V, {"dropout": 1.0}, "dropout is 1.0; give a probability"),
+        (Q, K, K, {"dropout": 1.0}, "dropout is 1.0; give a probability"),
+        (Q, K, K, {"dropout": -0.1}, "dropout is -0.1; give a probability"),
+        (Q.int(), K.int(), K.int(), {}, "one floating-point dtype"),
+        (Q, K, V, {"window": 3}, "window is 3; give .left, right."),
+        (Q, K, V, {"mask_type": "arbitrary", "mask": [[True]]}, "the mask is a list; a mask is a boolean tensor"),
+        (Q, K, V, {"bias": [1.0]}, "the bias is a list; give a tensor"),
+        (Q, K, V, {"bias": torch.ones(5, 7) > 0}, "the bias is boolean; give a mask of pairs as `mask`"),
+        (Q, K, V, {"sinks": True}, "sinks is True; give 'off_by_one'"),
+        (Q, K, V, {"alibi_slopes": True}, "alibi_slopes is True; give .heads. = .4."),
         (Q, K, V, {"cu_seqlens": ends([5])}, "goes with layout 'thd'; 'bshd' has a batch axis"),
         (Q[0], K[0], V[0], T, "'thd' needs cu_seqlens"),
         (Q[0], K[0], V[0], T | {"cu_seqlens": ends([5]).float()}, "give int32 or int64"),
         (Q[0], K[0], V[0], T | {"cu_seqlens": ends([2, 3])}, "keys ends at 5 and there are 7 tokens"),
         (Q[0], K[0], V[0], T | {"cu_seqlens": (ends([5]), ends([3, 4]))}, "1 sequences of queries and 2 of keys"),
+        (Q[0], K[0], V[0], T | {"cu_seqlens": [0, 5]}, "cu_seqlens is a list; give an int tensor"),
+        (Q[0], K[0], V[0], T | {"cu_seqlens": (ends([5]),) * 3}, "cu_seqlens is 3 of them; give an int tensor"),
         (Q[0], K[0], V[0], T | {"cu_seqlens": torch.tensor([1, 5])}, "starts at 1; it starts at 0"),
         (Q[0], K[0], V[0], T | {"cu_seqlens": torch.tensor([0, 4, 3, 5])}, "falls from 4 to 3 at position 2"),
         (

@@ -91,7 +91,7 @@ def all_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     if groups == 0 or heads % groups:
         raise ValueError(
             f"{heads} query heads cannot share {groups} heads of keys and values evenly; "
-            f"make {heads} a multiple of {groups}"
+            "make the one a multiple of the other"
         )
     if not q.dtype is k.dtype is v.dtype or not q.is_floating_point():
         raise ValueError(
@@ -114,6 +114,11 @@ def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int
     if cu_seqlens is None:
         raise ValueError("layout 'thd' needs cu_seqlens: int [sequences + 1], from 0 to the number of tokens")
     pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    if len(pair) != 2 or not all(isinstance(ends, Tensor) for ends in pair):
+        given = f"{len(pair)} of them" if isinstance(cu_seqlens, tuple) else f"a {type(cu_seqlens).__name__}"
+        raise ValueError(
+            f"cu_seqlens is {given}; give an int tensor [sequences + 1], or a pair (of queries, of keys) of them"
+        )
     lengths = []
     for name, ends, tokens in zip(("queries", "keys"), pair, (queries, keys), strict=True):
         if ends.dim() != 1 or ends.shape[0] < 1 or ends.dtype not in (torch.int32, torch.int64):

@@ -108,8 +108,14 @@ def bounds(mask_type: str, window: Window | None) -> Window:
     return (left, 0) if MASKS[mask_type][1] else (left, right)
 
 
-def simplify(mask_type: str, window: Window | None, queries: int, keys: int) -> tuple[str, Window | None]:
-    """The plainest mask type and window that hide the same, for masks whose alignment is known by the lengths."""
+def simplify(
+    mask_type: str, window: Window | None, queries: int, keys: int, aligned: bool = False
+) -> tuple[str, Window | None]:
+    """The plainest mask type and window that hide the same, for masks whose alignment is known by the lengths.
+
+    Args:
+        aligned: something else, ALiBi, goes by the positions too: the mask type still has to say how they align.
+    """
     if mask_type not in ("none", "causal", "causal_bottom_right"):
         return mask_type, window
     shift = keys - queries if mask_type == "causal_bottom_right" else 0
@@ -121,7 +127,7 @@ def simplify(mask_type: str, window: Window | None, queries: int, keys: int) -> 
     if mask_type == "causal_bottom_right":
         if queries == keys:
             mask_type = "causal"
-        elif queries == 1 and left < 0:
+        elif queries == 1 and left < 0 and not aligned:
             mask_type = "none"
     if mask_type != "none":
         right = -1
@@ -148,10 +154,11 @@ def check_mask(
         raise ValueError(f"mask_type {mask_type!r} needs a mask, True where masked out")
     if not takes_mask and mask is not None:
         raise ValueError(f"mask_type {mask_type!r} takes no mask; give 'arbitrary', or 'padding' for one of tokens")
-    for part in mask if isinstance(mask, tuple) else (mask,):
-        if part is not None and part.dtype is not torch.bool:
+    for part in mask if isinstance(mask, tuple) else () if mask is None else (mask,):
+        if not isinstance(part, Tensor) or part.dtype is not torch.bool:
+            kind = part.dtype if isinstance(part, Tensor) else f"a {type(part).__name__}"
             raise ValueError(
-                f"the mask is {part.dtype}; a mask is boolean, True where masked out: give an additive one as `bias`"
+                f"the mask is {kind}; a mask is a boolean tensor, True where masked out: give an additive one as `bias`"
             )
     if mask_type == "arbitrary":
         if not isinstance(mask, Tensor):
@@ -162,7 +169,9 @@ def check_mask(
 
 
 def check_fits(name: str, x: Tensor, shape: tuple[int, int, int, int]) -> None:
-    """Raise unless x broadcasts to the scores."""
+    """Raise unless x is a tensor that broadcasts to the scores."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"the {name} is a {type(x).__name__}; give a tensor that broadcasts to [B, H, Sq, Sk]")
     ours = (1,) * (4 - x.dim()) + tuple(x.shape)
     if len(ours) != 4 or any(a != 1 and a != b for a, b in zip(ours, shape, strict=True)):
         raise ValueError(
@@ -173,6 +182,10 @@ def check_fits(name: str, x: Tensor, shape: tuple[int, int, int, int]) -> None:
 
 def _check_padding(mask: Mask, shape: tuple[int, int, int, int]) -> None:
     batch, _, queries, keys = shape
+    if isinstance(mask, tuple) and len(mask) != 2:
+        raise ValueError(
+            f"the padding mask is {len(mask)} masks; give (mask of queries, mask of keys), or one for both"
+        )
     for name, tokens, length in zip(("queries", "keys"), both(mask), (queries, keys), strict=True):
         if tuple(tokens.shape) != (batch, length):
             raise ValueError(
@@ -185,7 +198,8 @@ def check_window(mask_type: str, window: Window | None) -> None:
     """Raise unless the window is a pair of numbers of keys, none ahead of a causal query."""
     if window is None:
         return
-    if len(window) != 2 or any(not isinstance(w, int) or w < -1 for w in window):
+    pair = isinstance(window, tuple | list) and len(window) == 2
+    if not pair or any(not isinstance(w, int) or w < -1 for w in window):
         raise ValueError(f"window is {window}; give (left, right), numbers of keys, -1 for no bound")
     if MASKS[mask_type][1] and window[1] > 0:
         raise ValueError(f"window {window} looks ahead, and {mask_type!r} hides what is ahead; give ({window[0]}, 0)")

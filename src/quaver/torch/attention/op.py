@@ -93,6 +93,7 @@ def attention(
         and (recipe is None or recipe.attention is None)
         and ATTENTION.active is ATTENTION.impls
         and (q.is_cpu or not flash.INSTALLED)
+        and 0 <= dropout < 1
         and _plain(q, k, v)
     ):
         # Masks, options and reasons would take as long as the kernel of a small layer.
@@ -161,13 +162,15 @@ def prepare(
     check_mask(mask_type, mask, window, shape, ragged is not None)
     if bias is not None:
         check_fits("bias", bias, shape)
+        if bias.dtype is torch.bool:
+            raise ValueError("the bias is boolean; give a mask of pairs as `mask` with mask_type 'arbitrary'")
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     if isinstance(sinks, str) and sinks == OFF_BY_ONE:
         sinks = q.new_zeros(heads, dtype=torch.float32)
     _check_options(shape, alibi_slopes, sinks, soft_cap, dropout)
     assert not isinstance(sinks, str)
     if ragged is None:
-        mask_type, window = simplify(mask_type, window, queries, keys)
+        mask_type, window = simplify(mask_type, window, queries, keys, alibi_slopes is not None)
     scale = (1 / math.sqrt(dim) if dim else 1.0) if scale is None else scale
     return q, k, v, Call(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, ragged)
 
@@ -180,17 +183,20 @@ def _check_options(
     dropout: float,
 ) -> None:
     batch, heads, *_ = shape
-    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
-        raise ValueError(
-            f"alibi_slopes has shape {list(alibi_slopes.shape)}; give [heads] = [{heads}] or [batch, heads]"
-        )
-    if sinks is not None and (isinstance(sinks, str) or tuple(sinks.shape) != (heads,)):
-        given = repr(sinks) if isinstance(sinks, str) else f"of shape {list(sinks.shape)}"
+    if alibi_slopes is not None and _shape(alibi_slopes) not in ((heads,), (batch, heads)):
+        given = f"has shape {list(alibi_slopes.shape)}" if isinstance(alibi_slopes, Tensor) else f"is {alibi_slopes!r}"
+        raise ValueError(f"alibi_slopes {given}; give [heads] = [{heads}] or [batch, heads]")
+    if sinks is not None and _shape(sinks) != (heads,):
+        given = f"of shape {list(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
         raise ValueError(f"sinks is {given}; give 'off_by_one', or a tensor of logits [heads] = [{heads}]")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}; give a positive number, or None for no cap")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}; give a probability in [0, 1)")
+
+
+def _shape(x: object) -> tuple[int, ...] | None:
+    return tuple(x.shape) if isinstance(x, Tensor) else None
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -206,6 +212,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and s > 0
         and (heads == groups or (groups > 0 and heads % groups == 0 and (q.is_cpu or q.dtype in HALF)))
         and q.dtype is k.dtype is v.dtype
+        and q.is_floating_point()
     )
 
 

@@ -51,7 +51,7 @@ def _each_sequence(q: Tensor, k: Tensor, v: Tensor, call: Call, of_queries: list
 
 def _alone(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """One sequence of a ragged batch."""
-    mask_type, window = simplify(call.mask_type, call.window, q.shape[2], k.shape[2])
+    mask_type, window = simplify(call.mask_type, call.window, q.shape[2], k.shape[2], call.alibi_slopes is not None)
     return attend(q, k, v, call._replace(ragged=None, mask_type=mask_type, window=window))
 
 
