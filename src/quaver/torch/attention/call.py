@@ -1,7 +1,9 @@
 """What an implementation of attention is asked, once layouts and options are checked and put in one form."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from quaver.torch.attention.layout import Ragged
@@ -28,7 +30,10 @@ class Call(NamedTuple):
 
     def hidden(self, q: Tensor, k: Tensor) -> Tensor | None:
         """True where masked out, broadcastable to [B, H, Sq, Sk]; None for nowhere."""
-        return hidden(self.mask_type, self.mask, self.window, scores_shape(q, k), q.device, self.ragged)
+        shape = scores_shape(q, k)
+        if self.mask is not None or self.ragged is not None or torch.compiler.is_compiling():
+            return hidden(self.mask_type, self.mask, self.window, shape, q.device, self.ragged)
+        return _by_position(self.mask_type, self.window, *shape[2:], q.device)
 
     def whole_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
         """The bias and that of ALiBi, broadcastable to [B, H, Sq, Sk]; None for neither."""
@@ -37,6 +42,13 @@ class Call(NamedTuple):
         ahead = ahead_of_query(self.mask_type, self.mask, scores_shape(q, k), q.device, self.ragged)
         slopes = alibi(self.alibi_slopes, ahead)
         return slopes if self.bias is None else self.bias + slopes
+
+
+@lru_cache(2)
+def _by_position(mask_type: str, window: Window | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """`hidden` of what does not depend on tokens, [1, 1, Sq, Sk]: the layers of a model share one for backward."""
+    with torch.inference_mode(False):
+        return hidden(mask_type, None, window, (1, 1, queries, keys), device)
 
 
 def scores_shape(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
