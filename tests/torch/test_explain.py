@@ -111,6 +111,44 @@ def test_it_changes_nothing() -> None:
     assert not layer.history.any() and "_weights" not in layer.__dict__
 
 
-def test_a_plain_linear_is_refused_with_a_sentence() -> None:
-    with pytest.raises(ValueError, match=r"takes a quaver.torch.Linear, not Linear; convert the model first"):
-        qt.explain(nn.Linear(4, 4), torch.randn(2, 4))  # type: ignore[arg-type]
+def test_attention_is_explained_with_its_options_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
+    core = qt.DotProductAttention(4, 8, groups=2, mask_type="causal", soft_cap=2.0)
+    found = qt.explain(core, q, k, v)
+    assert found.runs == "reference" and "no soft cap" in dict(found.passed_over)["sdpa"]
+    assert capsys.readouterr().out == f"{found}\n"
+    assert "causal_bottom_right" in qt.explain(core, q, k, v, mask_type="causal_bottom_right").how
+    with qt.autocast(recipes.mxfp8(attention=True)):
+        assert qt.explain(core, q, k, v).runs == "fp8"
+    with pytest.raises(ValueError, match="takes q, k and v, and got 1"):
+        qt.explain(core, q)
+    with pytest.raises(ValueError, match="with 2 heads of 8 features"):
+        qt.explain(core, q, q, q)
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "padding_causal", "arbitrary"])
+@pytest.mark.parametrize(
+    "layout, shape", [("bshd", (2, 5, 32)), ("sbhd", (5, 2, 32)), ("bshd", (32,)), ("thd", (7, 32))]
+)
+def test_every_part_of_a_layer_is_explained(
+    layout: str, shape: tuple[int, ...], mask_type: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if layout == "thd" and mask_type.startswith("padding"):
+        mask_type = "causal"
+    recipe = recipes.mxfp8(attention=True)
+    layer = qt.TransformerLayer(32, 4, 64, groups=2, mask_type=mask_type, layout=layout, recipe=recipe)
+    found = qt.explain(layer, torch.randn(shape))
+    parts = ["attention.core", "attention.qkv_proj", "attention.o_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert sorted(found) == sorted(parts)
+    assert found["attention.core"].runs == "fp8" and len(found["mlp.down_proj"].rows) == 9
+    printed = capsys.readouterr().out
+    assert all(f"{name}\n" in printed for name in parts)
+
+
+def test_what_holds_nothing_to_explain_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"a module that holds some, not Linear; convert the model first"):
+        qt.explain(nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(ValueError, match=r"x is torch.int64; give what the layers see"):
+        qt.explain(nn.Sequential(qt.Linear(4, 4)), torch.ones(2, 4).long())
+    with pytest.raises(ValueError, match="a Linear and its input x, and nothing else"):
+        qt.explain(qt.Linear(4, 4), torch.randn(2, 4), torch.randn(2, 4))  # type: ignore[call-overload]

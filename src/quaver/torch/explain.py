@@ -1,14 +1,17 @@
-"""Which implementation runs for each GEMM and each quantization of a layer, and why the others do not."""
+"""Which implementation runs for each GEMM and quantization of a layer and for attention, and why the others do not."""
 
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quaver.core.plan import plan
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import ops
+from quaver.torch.attention import AttentionExplanation, DotProductAttention, explain_attention
+from quaver.torch.attention.masks import MASKS
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.linear import Linear
 from quaver.torch.quantized import STORAGE, Quantized
@@ -52,17 +55,35 @@ OPERANDS = {
 UNQUANTIZED = "high precision"
 
 
-def explain(layer: Linear, x: Tensor) -> Explanation:
-    """Say, and print, what a forward and backward of this layer on x would run.
+@overload
+def explain(layer: Linear, x: Tensor) -> Explanation: ...  # type: ignore[overload-overlap]
+@overload
+def explain(  # type: ignore[overload-overlap]
+    layer: DotProductAttention, x: Tensor, *rest: Tensor, **options: Any
+) -> AttentionExplanation: ...
+@overload
+def explain(layer: nn.Module, x: Tensor) -> dict[str, Explanation | AttentionExplanation]: ...
+def explain(layer: nn.Module, x: Tensor, *rest: Tensor, **options: Any) -> Any:
+    """Say, and print, what a forward and backward of this layer on x would run; nothing is computed.
 
     Args:
-        layer: a `quaver.torch.Linear`.
-        x: an input [..., in_features]; only its dtype, shape and device matter.
+        layer: a `quaver.torch.Linear`; a `DotProductAttention`; or a module that holds some, such as a
+            `TransformerLayer`, of which each is explained under its name as if it saw as many tokens as x has.
+        x: an input [..., in_features]; only its dtype, shape and device matter. Of a DotProductAttention: q, then
+            k and v, and mask, bias, cu_seqlens and mask_type by name, as its forward takes them.
+    Returns:
+        An `Explanation`; an `AttentionExplanation` of a DotProductAttention; both by name of a module that holds some.
     Raises:
-        ValueError: the layer is not quantized.
+        ValueError: a layer that is none of these and holds none.
     """
-    if not isinstance(layer, Linear):
-        raise ValueError(f"explain takes a quaver.torch.Linear, not {type(layer).__name__}; convert the model first")
+    if isinstance(layer, DotProductAttention):
+        return _attention(layer, x, *rest, **options)
+    if rest or options:
+        raise ValueError(f"explain takes a {type(layer).__name__} and its input x, and nothing else")
+    return _linear(layer, x) if isinstance(layer, Linear) else _module(layer, x)
+
+
+def _linear(layer: Linear, x: Tensor) -> Explanation:
     recipe = recipe_in_force(layer.recipe)
     rows: list[Row] = []
     if recipe is not None:
@@ -73,6 +94,50 @@ def explain(layer: Linear, x: Tensor) -> Explanation:
             rows += _gemm(name, recipe, operands, _weight_dtype(layer) if name == "wgrad" else dtype, layer.weight_spec)
     found = Explanation(recipe, tuple(rows))
     print(found)
+    return found
+
+
+def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = None, **given: Any) -> Any:
+    if len(qkv) != 3:
+        raise ValueError(f"a DotProductAttention takes q, k and v, and got {len(qkv)}; only their shapes matter")
+    q, k, v = qkv
+    return explain_attention(q, k, v, **given, **core.options(q, k, v, mask_type))
+
+
+def _module(module: nn.Module, x: Tensor) -> dict[str, Explanation | AttentionExplanation]:
+    parts = {n: part for n, part in module.named_modules() if isinstance(part, Linear | DotProductAttention)}
+    if not parts:
+        kind = type(module).__name__
+        raise ValueError(
+            f"explain takes a quaver.torch.Linear, a DotProductAttention or a module that holds some, not {kind}; "
+            "convert the model first"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}; give what the layers see, [..., features] in floating point")
+    found: dict[str, Explanation | AttentionExplanation] = {}
+    for name, part in parts.items():
+        print(name)
+        shape = x.shape[:-1]
+        found[name] = (
+            _linear(part, x.new_empty(*shape, part.in_features)) if isinstance(part, Linear) else _core(part, x)
+        )
+    return found
+
+
+def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
+    """Of attention of x's tokens to themselves, with a mask that hides nothing where it takes one."""
+    thd = core.layout == "thd"
+    tokens = (x.shape[:-1].numel(),) if thd else (1, 1, *x.shape[:-1])[-2:]
+    dim, width = core.head_dim
+    sizes = (core.heads, dim), (core.groups, dim), (core.groups, width)
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    qkv = [x.new_empty(*tokens, *size, dtype=dtype) for size in sizes]
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, tokens[0]])} if thd else {}
+    if MASKS[core.mask_type][0]:
+        batch, length = (1, tokens[0]) if thd else tokens[::-1] if core.layout == "sbhd" else tokens
+        rows = length if core.mask_type == "arbitrary" else batch
+        given["mask"] = torch.zeros((rows, length), dtype=torch.bool, device=x.device)
+    found: AttentionExplanation = _attention(core, *qkv, **given)
     return found
 
 

@@ -87,6 +87,8 @@ def test_the_recipe_is_its_own_or_the_ambient_one(monkeypatch: pytest.MonkeyPatc
         ({"mask_type": "causal", "window": (1, 1)}, "looks ahead"),
         ({"layout": "bsh"}, "did you mean 'bshd'"),
         ({"sinks": "learned"}, "give None, 'off_by_one' or 'learnable'"),
+        ({"soft_cap": -1.0}, "soft_cap is -1.0; give a positive number"),
+        ({"window": 3}, "window is 3; give .left, right."),
         ({"dropout": -0.1}, "dropout is -0.1; give a probability"),
         ({"recipe": "mxfp9"}, "mxfp8"),
     ],

@@ -223,6 +223,14 @@ def test_a_recipe_that_quantizes_attention_gets_it(monkeypatch: pytest.MonkeyPat
     assert explain_attention(q, k, v, recipe=recipe).runs == "fp8"
 
 
+def test_a_recipe_is_taken_by_name() -> None:
+    q, k, v = operands(5, 7)
+    assert_bitwise(attention(q, k, v, recipe="mxfp8"), attention(q, k, v))
+    assert explain_attention(q, k, v, recipe="mxfp8").runs == "sdpa"
+    with pytest.raises(ValueError, match="no recipe 'mxfp9'; did you mean 'mxfp8'"):
+        attention(q, k, v, recipe="mxfp9")
+
+
 Q, K, V = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8), torch.zeros(2, 7, 2, 6)
 T = {"layout": "thd"}
 

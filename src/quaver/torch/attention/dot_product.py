@@ -85,24 +85,22 @@ class DotProductAttention(nn.Module):
         Args:
             mask_type: another than the module's for this call, as when keys are cached and queries are the last ones.
         """
+        return attention(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, **self.options(q, k, v, mask_type))
+
+    def options(self, q: Tensor, k: Tensor, v: Tensor, mask_type: str | None = None) -> dict[str, Any]:
+        """What the module adds to a call of `attention`. Raises: ValueError for heads that are not its own."""
         self._check_heads(q, k, v)
-        return attention(
-            q,
-            k,
-            v,
-            mask_type=self.mask_type if mask_type is None else mask_type,
-            mask=mask,
-            window=self.window,
-            bias=bias,
-            alibi_slopes=alibi_slopes(self.heads, q.device) if self.alibi else None,
-            sinks=OFF_BY_ONE if self.off_by_one else self._parameters["sinks"],
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-            dropout=self.dropout if self.training else 0.0,
-            layout=self.layout,
-            cu_seqlens=cu_seqlens,
-            recipe=recipe_in_force(self.recipe),
-        )
+        return {
+            "mask_type": self.mask_type if mask_type is None else mask_type,
+            "window": self.window,
+            "alibi_slopes": alibi_slopes(self.heads, q.device) if self.alibi else None,
+            "sinks": OFF_BY_ONE if self.off_by_one else self._parameters["sinks"],
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
+            "dropout": self.dropout if self.training else 0.0,
+            "layout": self.layout,
+            "recipe": recipe_in_force(self.recipe),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -127,6 +125,10 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"no layout {self.layout!r}; {suggest(str(self.layout), LAYOUTS)}")
         if sinks not in (None, OFF_BY_ONE, "learnable"):
             raise ValueError(f"sinks is {sinks!r}; give None, 'off_by_one' or 'learnable'")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap is {self.soft_cap}; give a positive number, or None for no cap")
+        if len(self.head_dim) != 2 or min(self.head_dim) < 1:
+            raise ValueError(f"head_dim is {self.head_dim}; give a number above 0, or (of q and k, of v)")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; give a probability in [0, 1)")
 

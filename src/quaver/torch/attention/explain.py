@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.attention.call import Call
 from quaver.torch.attention.op import ATTENTION, prepare
@@ -28,9 +29,11 @@ class AttentionExplanation:
 
 
 def explain_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, recipe: Recipe | None = None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, recipe: str | Recipe | None = None, **options: Any
 ) -> AttentionExplanation:
     """Say, and print, what `attention` would run with these arguments; nothing is computed.
+
+    `quaver.torch.explain(module, q, k, v)` is the same for a `DotProductAttention`, with its options and recipe.
 
     Args:
         q, k, v, recipe, options: as `attention`.
@@ -39,6 +42,7 @@ def explain_attention(
     Raises:
         ValueError: as `attention`.
     """
+    recipe = None if recipe is None else recipes.get(recipe)
     wide, keys, values, call = prepare(q, k, v, **options)
     quantized = recipe is not None and recipe.attention is not None
     rows = ATTENTION.explain(wide, keys, values, call)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quaver import recipes
 from quaver.core.registry import Impl, Op
 from quaver.core.spec import AttentionSpec, Recipe
 from quaver.torch import ops
@@ -52,7 +53,7 @@ def attention(
     dropout: float = 0.0,
     layout: str = "bshd",
     cu_seqlens: CuSeqlens | None = None,
-    recipe: Recipe | None = None,
+    recipe: str | Recipe | None = None,
 ) -> Tensor:
     """Attention of [B, Sq, H, D] on [B, Sk, G, D], each of G heads serving H / G query heads (MQA, GQA).
 
@@ -84,6 +85,8 @@ def attention(
     Bounded: relative RMS 1e-6 of float64 in float32, without dropout. Statistical with it.
     Source: Vaswani et al. 2017 §3.2; GQA: Ainslie et al. 2023; ALiBi: Press et al. 2022; sinks: gpt-oss, Miller 2023.
     """
+    if isinstance(recipe, str):
+        recipe = recipes.get(recipe)
     if (
         mask is None
         and (mask_type == "causal" or mask_type == "none")
