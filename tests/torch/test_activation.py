@@ -111,6 +111,23 @@ def test_compiled_gives_eagers_bits(name: str) -> None:
         assert_bitwise(compiled, eager)
 
 
+@NAMES
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_block_by_block_gives_the_bits_of_the_whole(
+    name: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ACTIVATIONS[name]
+    both = torch.randn(3, 7, 10 * row.inputs).bfloat16()
+    x = [both] if side_by_side or not row.gated else list(both.chunk(2, -1))
+    g = torch.randn(3, 7, 10).bfloat16()
+    options = tuple(row.options.values())
+    whole = activation.forward(name, options, x), *activation.backward(name, options, g, x)
+    monkeypatch.setattr(activation, "BLOCK", 40)
+    blocks = activation.forward(name, options, x), *activation.backward(name, options, g, x)
+    for a, b in zip(blocks, whole, strict=True):
+        assert_bitwise(a, b)
+
+
 def test_options_reach_the_function() -> None:
     gate, value = torch.full((4,), 5.0), torch.full((4,), 9.0)
     narrow = qt.activate("clamped_swiglu", gate, value, limit=1.0)

@@ -6,7 +6,7 @@ starts from the inputs again: nothing else is kept.
 Source of the gated ones: Shazeer 2020, arXiv:2002.05202.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,24 +229,51 @@ def backward(name: str, options: tuple[float, ...], g: Tensor, x: Sequence[Tenso
     return tuple(_backward(name, options, g, x))
 
 
+#: Elements of a result that a CPU works on at a time: float32 copies of so many stay in its cache.
+BLOCK = 1 << 17
+
+
 def _forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
     row, dtype = ACTIVATIONS[name], x[0].dtype
     if row.native:
         return row.forward(*x)
-    return row.forward(*_wide(row, x), *options).to(dtype)
+    if not _in_blocks(x[0]):
+        return row.forward(*_wide(row, x), *options).to(dtype)
+    y = x[0].new_empty((*x[0].shape[:-1], _width(row, x)))
+    for out, *part in _blocks(y, *x):
+        out.copy_(row.forward(*_wide(row, part), *options))
+    return y
 
 
 def _backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
     row, dtype = ACTIVATIONS[name], x[0].dtype
     if row.native:
         return list(row.backward(g, *x))
-    grads = row.backward(widened(g), *_wide(row, x), *options)
-    if row.gated and len(x) == 1:
-        whole = torch.empty_like(x[0], memory_format=torch.contiguous_format)
-        for half, grad in zip(whole.chunk(2, -1), grads, strict=True):
-            half.copy_(grad)
-        return [whole]
-    return [grad.to(dtype) for grad in grads]
+    together = row.gated and len(x) == 1
+    if not together and not _in_blocks(g):
+        return [grad.to(dtype) for grad in row.backward(widened(g), *_wide(row, x), *options)]
+    found = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in x]
+    for of_y, *rest in _blocks(g, *x, *found) if _in_blocks(g) else [(g, *x, *found)]:
+        part, outs = rest[: len(x)], rest[len(x) :]
+        grads = row.backward(widened(of_y), *_wide(row, part), *options)
+        for out, grad in zip(outs[0].chunk(2, -1) if together else outs, grads, strict=True):
+            out.copy_(grad)
+    return found
+
+
+def _in_blocks(x: Tensor) -> bool:
+    return x.is_cpu and x.numel() > 2 * BLOCK and x.dtype is not torch.float32
+
+
+def _blocks(first: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The same few rows of each; of a contiguous tensor they are views."""
+    rows = max(1, BLOCK // first.shape[-1])
+    return zip(*(a.reshape(-1, a.shape[-1]).split(rows) for a in (first, *others)), strict=True)
+
+
+def _width(row: Activation, x: Sequence[Tensor]) -> int:
+    """Of the result."""
+    return x[0].shape[-1] // (2 if row.gated and len(x) == 1 else 1)
 
 
 def _wide(row: Activation, x: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -257,8 +284,7 @@ def _wide(row: Activation, x: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _fake_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
-    width = x[0].shape[-1] // (2 if ACTIVATIONS[name].gated and len(x) == 1 else 1)
-    return x[0].new_empty((*x[0].shape[:-1], width))
+    return x[0].new_empty((*x[0].shape[:-1], _width(ACTIVATIONS[name], x)))
 
 
 def _fake_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
