@@ -120,3 +120,13 @@ def test_shapes_can_be_propagated(name: str) -> None:
     net = model(None, "meta")
     with qt.autocast(name), torch.no_grad():
         assert net(torch.empty(3, 32, device="meta")).shape == (3, 16)
+
+
+@ALL
+def test_shapes_can_be_propagated_backward(name: str) -> None:
+    for net in (model(None, "meta"), qt.MLP(32, 16, "swiglu", normalization="RMSNorm", device="meta")):
+        for _ in range(2):
+            x = torch.empty(3, 32, device="meta", requires_grad=True)
+            with qt.autocast(name):
+                net(x).sum().backward()
+            assert x.grad is not None and x.grad.is_meta

@@ -1,5 +1,6 @@
 """The MLP: the bits of its parts, the activation's result never kept, options that keep less."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.core.formats import E4M3
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.activation import ACTIVATIONS
 from tests.close import assert_bitwise, assert_close
 from tests.torch.blocks import assert_same_training, kept_bytes, twin
@@ -96,6 +99,36 @@ def test_what_is_kept() -> None:
     default = alone + tokens * dim + 4 * tokens + 4 * dim + 2 * tokens * 2 * hidden
     narrow = alone + tokens * dim + 4 * tokens + 4 * dim + (1 + 1 / 32) * tokens * 2 * hidden + tokens * hidden
     assert list(kept.values()) == [default, narrow, alone]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+def test_what_only_a_frozen_input_would_need_is_not_kept(recipe: str) -> None:
+    mlp, x = qt.MLP(64, 64, "swiglu"), torch.randn(128, 64)
+    mlp.gate_up_proj.requires_grad_(False)
+
+    def run(way: Any) -> int:
+        with qt.autocast(recipe):
+            return kept_bytes(mlp, lambda: way(mlp, x))
+
+    assert run(whole) <= run(apart) <= 128 * 64 + 512
+    assert_same_training(mlp, [apart, whole], recipe, inputs(5, 64), input_grad=False)
+
+
+@pytest.mark.parametrize("reused", [True, False])
+def test_noise_on_the_input_is_the_forwards(reused: bool) -> None:
+    quiet = QuantSpec(E4M3, (1, 1) if reused else (1, None))
+    noisy = replace(quiet, rounding="stochastic")
+    recipe = Recipe("noisy", GemmSpec(noisy, quiet), GemmSpec(quiet, quiet), GemmSpec(quiet, noisy))
+    assert recipe.plan.input is reused
+    assert_same_training(qt.MLP(48, 64), [apart, whole], recipe, inputs(9, 48))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_eight_bit_activations_of_no_tokens(fused: bool) -> None:
+    mlp, x = qt.MLP(32, 48, "swiglu", fused=fused, eight_bit_activations=True), torch.zeros(0, 3, 32)
+    with qt.autocast("mxfp8"):
+        mlp(x.requires_grad_()).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
 
 
 def test_without_a_recipe_it_is_torchs() -> None:

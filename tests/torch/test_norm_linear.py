@@ -120,6 +120,44 @@ def test_a_layer_with_hooks_is_called() -> None:
     assert called == ["b"]
 
 
+def test_a_norm_with_hooks_is_called() -> None:
+    called: list[str] = []
+
+    def note(what: str) -> Any:
+        return lambda *_: called.append(what)
+
+    block = qt.LayerNormLinear(48, 16)
+    handles = [
+        block.norm.register_full_backward_hook(note("backward")),
+        block.norm.register_full_backward_pre_hook(note("before backward")),
+        nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(type(module).__name__)),
+    ]
+    plain = block.norm.forward
+    block.norm.forward = lambda x: (called.append("replaced"), plain(x))[1]  # type: ignore[method-assign]
+    with qt.autocast("mxfp8"):
+        block(torch.randn(4, 48, requires_grad=True)).sum().backward()
+    assert set(called) == {"replaced", "Norm", "Linear", "LayerNormLinear", "before backward", "backward"}
+    for handle in handles:
+        handle.remove()
+    called.clear()
+    with qt.autocast("mxfp8"):
+        block(torch.randn(4, 48))
+    assert called == ["replaced"]
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_a_norm_whose_parameters_are_computed(recipe: str | None) -> None:
+    block = qt.LayerNormLinear(48, 16)
+    torch.nn.utils.parametrize.register_parametrization(block.norm, "weight", nn.Softplus())
+    assert_same_training(block, [apart, fused], recipe, inputs(5, 48))
+    # As pruning leaves it, and FSDP with a flat parameter: an attribute.
+    norm = qt.RMSNorm(48)
+    del norm.weight
+    norm.weight = torch.full((48,), 2.0)  # type: ignore[assignment]
+    x = torch.randn(4, 48)
+    assert_bitwise(norm(x), 2 * qt.RMSNorm(48)(x))
+
+
 def test_layers_of_different_recipes_go_their_own_way() -> None:
     block = Several()
     qt.convert(block, {"b": "nvfp4", "*": "rowwise"})

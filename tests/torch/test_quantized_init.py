@@ -235,6 +235,12 @@ def test_another_block_in_the_checkpoint_is_an_error(name: str) -> None:
         layer(name).load_state_dict(state)
 
 
+def test_scales_of_another_kind_in_the_checkpoint_are_an_error() -> None:
+    # One block a row in both, exponents in the one and float32 in the other.
+    with pytest.raises(RuntimeError, match=r"weight_scale.*uint8.*float32.*quantize_weights"):
+        layer("rowwise", k=32).load_state_dict(layer("mxfp8", k=32).state_dict())
+
+
 # What optimizers do.
 
 

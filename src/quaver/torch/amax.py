@@ -111,12 +111,13 @@ def column_specs(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
 
 
 def saved_factors(layer: nn.Module) -> Tensor | list[float]:
-    """The factors as a forward sees them, for its backward: later rolls do not change them. Unset without a history.
+    """The factors as a forward sees them, for its backward: later rolls do not change them.
 
+    Unset without a history and on meta.
     A forward that is run again sees what it saw first.
     """
     factor = layer._buffers.get("factor")
-    if factor is None:
+    if factor is None or factor.is_meta:
         return torch.zeros(3, device=layer.weight.device) if torch.compiler.is_compiling() else [0.0] * 3  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         return factor.clone()

@@ -47,8 +47,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        if torch.is_autocast_enabled("cpu" if g.is_cpu else g.device.type) and not torch.compiler.is_compiling():
-            with ops.without_autocast(g.device.type):
+        device = ops.autocast_device(g)
+        if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
+            with ops.without_autocast(device):
                 return _Linear.backward(ctx, g)
         if torch.is_grad_enabled():
             # create_graph=True: the gradients exist, only their own derivative does not.
@@ -208,8 +209,7 @@ class Linear(nn.Linear):
             return F.linear(input, weight, bias)
         if training and mine.get("_prepared") is not recipe:
             prepare(self, recipe)
-        # torch.autocast knows no meta.
-        device = "cpu" if input.is_cpu or input.is_meta else input.device.type
+        device = ops.autocast_device(input)
         casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in stored.WEIGHTS
         x = input.to(torch.get_autocast_dtype(device)) if casting else input
         if x.dtype is not weight.dtype and not casting and weight.dtype not in stored.CODES:

@@ -56,7 +56,7 @@ class Activated:
 
     def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor, ...]:
         if self.eight_bits:
-            saved = [q.dequantize().to(g.dtype).view(*g.shape[:-1], -1) for q in saved]
+            saved = [q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1]) for q in saved]
         return activations.backward(self.name, self.options, g, saved)
 
 

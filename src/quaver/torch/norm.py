@@ -98,8 +98,14 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
-        parameters = self._parameters
-        return self.formula(x, parameters["weight"], parameters["bias"])
+        return self.formula(x, *self.affine())
+
+    def affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """weight and bias, None where there is none."""
+        # Parametrizations, pruning and FSDP make attributes of them, which take longer to look up.
+        found = self._parameters
+        weight = found["weight"] if "weight" in found else self.weight  # noqa: SIM401
+        return weight, found["bias"] if "bias" in found else self.bias  # noqa: SIM401
 
     def check_input(self, x: Tensor) -> None:
         """Raise a ValueError unless x is [..., dim]."""

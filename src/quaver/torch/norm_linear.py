@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quaver.core.spec import Recipe
 from quaver.torch.linear import Linear
 from quaver.torch.norm import Norm
-from quaver.torch.projections import project
+from quaver.torch.projections import is_bare, project
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,14 @@ def normalized_projections(
         layers: each of dim features in.
         return_input: give the layers' input too, first.
     """
-    if norm is None or norm.__class__.forward is not Norm.forward or norm._forward_hooks or norm._forward_pre_hooks:
+    if norm is None or norm.__class__.forward is not Norm.forward or not is_bare(norm):
         y = x if norm is None else norm(x)
         if len(layers) == 1 and not return_input:
             return (layers[0](y),)
         return project(GIVEN, (y,), layers, return_input)
     assert isinstance(norm, Norm)
     norm.check_input(x)
-    parameters = norm._parameters
-    return project(norm.formula, (x, parameters["weight"], parameters["bias"]), layers, return_input)
+    return project(norm.formula, (x, *norm.affine()), layers, return_input)
 
 
 class LayerNormLinear(nn.Module):

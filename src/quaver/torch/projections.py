@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch import amax, ops, stored
@@ -82,21 +82,34 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
         return None
     recipe = None
     for layer in layers:
-        mine = layer.__dict__
-        if (
-            layer.__class__ is not Linear
-            or "forward" in mine
-            or layer._forward_hooks
-            or layer._forward_pre_hooks
-            or layer._backward_hooks
-            or layer._backward_pre_hooks
-        ):
+        if layer.__class__ is not Linear or not is_bare(layer):
             return None
         found = recipe_of(layer)
         if found is None or found.fprop.a is None or (recipe is not None and found is not recipe):
             return None
         recipe = found
     return recipe
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether nothing but its class's forward runs when a module is called: no hook, no other forward."""
+    if (
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    of_all = nn.modules.module
+    return not (
+        of_all._global_forward_hooks
+        or of_all._global_forward_pre_hooks
+        or of_all._global_backward_hooks
+        or of_all._global_backward_pre_hooks
+    )
 
 
 class _What(NamedTuple):
@@ -124,7 +137,10 @@ class _Projections(torch.autograd.Function):
         made, saved = what.prologue.forward(*x)
         lead = made.shape[:-1]
         y = matrix(made.to(what.dtype))
-        keeps = any(needed) and what.training and not what.prologue.remakes
+        # Noise is not drawn a second time; and a prologue whose own gradients nobody needs keeps nothing.
+        c, differentiated = recipe.wgrad.b, any(ctx.needs_input_grad[1 : 1 + what.taken])
+        remakes = what.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
+        keeps = any(needed) and what.training and not remakes
         calls = [_call(what, layer, y) for layer in what.layers]
         first = what.layers[0]
         assert recipe.fprop.a is not None
@@ -142,7 +158,7 @@ class _Projections(torch.autograd.Function):
             what,
             made.shape,
             made.dtype,
-            _save(ctx, calls, saved, weights),
+            _save(ctx, calls, saved if differentiated else (), weights),
             [b is not None and b.dtype for b in biases],
         )
         ctx.calls = None if calls[0].traced else calls

@@ -89,7 +89,7 @@ def _values(q: Quantized) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
     """F.linear for a weight that is codes; backward dequantizes them again."""
     leave_training_to_eager_mode(weight)
-    device = x.device.type
+    device = ops.autocast_device(x)
     casting = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64
     dtype = torch.get_autocast_dtype(device) if casting else x.dtype
     with ops.without_autocast(device):

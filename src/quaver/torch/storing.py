@@ -144,11 +144,26 @@ def adapt(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> 
                 state_dict.pop(prefix + name, None)
     elif given.dtype is torch.uint8:
         state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
-    elif given.dtype not in CODES and given.shape == (layer.out_features, layer.in_features):
+        _refuse_others(layer, state_dict, prefix, errors)
+    elif given.dtype in CODES:
+        _refuse_others(layer, state_dict, prefix, errors)
+    elif given.shape == (layer.out_features, layer.in_features):
         if layer.__dict__["keep_initial"]:
             _keep_initial(layer, given)
         state_dict[key], scales = encode(given, spec)
         state_dict.update({prefix + name: scale for name, scale in scales.items()})
+
+
+def _refuse_others(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> None:
+    """Say where codes or scales are of another kind than the layer's: copying would convert them as numbers."""
+    for name, mine in {"weight": layer.weight, **{name: layer._buffers.get(name) for name in SCALES}}.items():
+        given = state_dict.get(prefix + name)
+        if mine is not None and given is not None and given.dtype is not mine.dtype:
+            errors.append(
+                f"{prefix}{name} is {given.dtype} in the checkpoint and {mine.dtype} here, as another recipe has it; "
+                "make the model under quantized_init of that one, or call quantize_weights(model, that recipe)"
+            )
+            state_dict.pop(prefix + name)
 
 
 def portable(state_dict: Any, key: str) -> None:
