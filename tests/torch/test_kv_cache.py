@@ -314,3 +314,59 @@ def test_a_layer_takes_padded_prompts_and_decodes_on(name: str) -> None:
         for step in range(3):
             y = layer(torch.stack([x[0, 6 + step], x[1, 2 + step]])[:, None], cache=cache)
             assert_close(f"step {step}", y[:, 0], torch.stack([whole[0, 6 + step], whole[1, 2 + step]]), 1e-5)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_forward_that_broke_off_is_not_continued_unseen(kind: str) -> None:
+    cache = MAKERS[kind](2, 8)
+    k, more = tokens(3, 2), tokens(3, 1)
+    for layer in (0, 1):
+        cache.update(layer, k, k)
+    cache.update(0, more, more)
+    with pytest.raises(ValueError, match=r"layer 0 holds 3 tokens and layer 1 of the cache 2: .* truncate.. it to 2"):
+        cache.update(0, more, more)
+    cache.truncate(2 if kind == "plain" else [2, 2, 2])  # type: ignore[arg-type]
+    assert_bitwise(cache.update(0, more, more)[0], torch.cat([k, more], 1))
+    unused = MAKERS[kind](3, 8)
+    for layer in (0, 1):
+        unused.update(layer, k, k)
+    with pytest.raises(ValueError, match="made for more layers than the model has"):
+        unused.update(0, more, more)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_index_of_no_row_is_a_sentence(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    cache.update(0, tokens(3, 2), tokens(3, 2))
+    for wrong in (3, -1):
+        with pytest.raises(ValueError, match=r"are not all rows of the 3 held; give 0 to 2"):
+            cache.reorder(torch.tensor([0, 1, wrong]))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    "options, mask, says",
+    [
+        ({"mask_type": "causal"}, torch.zeros(1, 3) > 0, "'causal' takes no mask|new tokens .3, 3. are padding"),
+        ({"mask_type": "none", "window": (2, 0)}, None, "mask_type 'none' counts from the first"),
+        ({"mask_type": "none", "alibi": True}, None, "mask_type 'none' counts from the first"),
+    ],
+)
+def test_what_goes_with_no_cache_is_refused_before_it_takes_anything(
+    kind: str, options: dict[str, Any], mask: Tensor | None, says: str
+) -> None:
+    attention, cache = qt.MultiheadAttention(16, 2, **options), MAKERS[kind](1, 8)
+    with torch.no_grad(), pytest.raises(ValueError, match=says):
+        attention(torch.randn(3, 3, 16), cache=cache, mask=mask)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_alibi_decodes_as_it_runs_whole(kind: str, window: Any) -> None:
+    attention = qt.MultiheadAttention(16, 2, mask_type="causal", alibi=True, window=window)
+    x, cache = torch.randn(3, 6, 16), MAKERS[kind](1, 8)
+    with torch.no_grad():
+        whole = attention(x)
+        parts = [attention(x[:, part], cache=cache) for part in (slice(3), slice(3, 5), slice(5, 6))]
+    assert_close("output", torch.cat(parts, 1), whole, 1e-6)

@@ -67,16 +67,22 @@ class KVCache:
             mask_type: the layer's; a causal one puts the last query at the last key.
             queries: how many tokens are new.
         Raises:
-            ValueError: padding, which sequences of one length do not have.
+            ValueError: as `check_mask`.
         """
+        self.check_mask(mask, mask_type)
+        if mask_type == "arbitrary":
+            return mask, mask_type
+        return mask, "causal_bottom_right" if "causal" in mask_type else "none"
+
+    def check_mask(self, mask: Any, mask_type: str, tokens: tuple[int, int] | None = None) -> None:
+        """Raise a ValueError for padding, which sequences of one length do not have, or a mask of another type."""
         if mask_type.startswith("padding") and mask is not None:
             raise ValueError(
                 "a KVCache holds sequences of one length, without padding; give prompts of different lengths to a "
                 "PagedKVCache, or each its own KVCache"
             )
-        if mask_type == "arbitrary":
-            return mask, mask_type
-        return mask, "causal_bottom_right" if "causal" in mask_type else "none"
+        if mask is not None and mask_type != "arbitrary":
+            raise ValueError(f"mask_type {mask_type!r} takes no mask; make the layer with 'arbitrary'")
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append one layer's keys and values.
@@ -88,8 +94,8 @@ class KVCache:
             (keys, values) of all tokens so far, [B, total, G, D] and [B, total, G, Dv]: views of the cache, which hold
             until the next reset, reorder or truncate.
         Raises:
-            ValueError: no room, shapes or dtypes other than before, or tensors that require gradients; nothing has
-                been written then.
+            ValueError: no room, shapes or dtypes other than before, tensors that require gradients, or a layer ahead
+                of the others; nothing has been written then.
         """
         check_new(k, v, layer, self.layers)
         start = self._counts[layer]
@@ -104,6 +110,7 @@ class KVCache:
             keys, values = self._memory(layer, k, v)
         check_same(keys, k, "keys")
         check_same(values, v, "values")
+        check_even(self._counts, layer)
         keys[:, start:end] = k
         values[:, start:end] = v
         self._counts[layer] = end
@@ -142,10 +149,12 @@ class KVCache:
         Args:
             indices: int [B'], each below B; B' may differ from B, to widen a batch into beams.
         Raises:
-            ValueError: nothing is held yet.
+            ValueError: nothing is held yet, or indices (on the CPU) of no row.
         """
         if not any(self._counts):
             raise ValueError("the cache is empty; reorder it after the first update")
+        if indices.is_cpu:  # reading them on a GPU would wait for it
+            check_indices(indices.tolist(), self.batch or 0)
         for layer, count in enumerate(self._counts):
             for store in (self._keys, self._values):
                 old = store[layer]
@@ -166,6 +175,22 @@ def check_new(k: Tensor, v: Tensor, layer: int, layers: int) -> None:
         raise ValueError(f"keys have shape {tuple(k.shape)} and values {tuple(v.shape)}; both are [B, S, G, D or Dv]")
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise ValueError("a cache passes no gradients on to earlier tokens; decode under torch.no_grad()")
+
+
+def check_even(counts: list[int], layer: int) -> None:
+    """Raise a ValueError where a layer already holds what the next forward brings: its tokens would stand twice."""
+    if counts[layer] > min(counts):
+        raise ValueError(
+            f"layer {layer} holds {counts[layer]} tokens and layer {counts.index(min(counts))} of the cache "
+            f"{min(counts)}: a forward broke off between them, or the cache was made for more layers than the model "
+            f"has; truncate() it to {min(counts)}, or make another"
+        )
+
+
+def check_indices(indices: list[int], batch: int) -> None:
+    """Raise a ValueError unless these are rows of a batch."""
+    if any(not 0 <= i < batch for i in indices):
+        raise ValueError(f"the indices {indices} are not all rows of the {batch} held; give 0 to {batch - 1}")
 
 
 def same(held: Tensor, new: Tensor, axes: tuple[int, ...] = (0, 2, 3)) -> bool:

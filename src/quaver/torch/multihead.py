@@ -162,8 +162,8 @@ class MultiheadAttention(nn.Module):
             )
         if memory is not None and memory.shape[-1] != self.memory_dim:
             raise ValueError(f"the memory has shape {tuple(memory.shape)}; its last axis must be {self.memory_dim}")
-        if cache is not None and (self.cross or self.layout != "bshd"):
-            raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
+        if cache is not None:
+            self._check_cached(x, mask, cache)
         q, k, v = self._project(x, memory)
         offset = 0 if cache is None or positions is not None else cache.offset
         q, k = self._turned(q, k, positions, cu_seqlens, offset)
@@ -174,6 +174,18 @@ class MultiheadAttention(nn.Module):
         y = self.core(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, mask_type=mask_type)
         projected: Tensor = self.o_proj(y.flatten(-2))
         return projected
+
+    def _check_cached(self, x: Tensor, mask: Any, cache: KVCache | PagedKVCache) -> None:
+        """Refuse, before the cache has taken anything, what does not go with one."""
+        core = self.core
+        if self.cross or self.layout != "bshd":
+            raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
+        if "causal" not in core.mask_type and (core.window is not None or core.alibi):
+            raise ValueError(
+                f"with a cache queries stand at the last keys, and a window or ALiBi with mask_type {core.mask_type!r} "
+                "counts from the first; make the layer with mask_type='causal'"
+            )
+        cache.check_mask(mask, core.mask_type, (x.shape[0], x.shape[1]))
 
     def _project(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each [..., its heads, its features of a head]."""

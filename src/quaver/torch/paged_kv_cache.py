@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.kv_cache import check_new, check_same
+from quaver.torch.kv_cache import check_even, check_indices, check_new, check_same
 
 
 class PagedKVCache:
@@ -102,13 +102,9 @@ class PagedKVCache:
             mask_type: the layer's; a causal one puts each row's last query at its last key.
             queries: how many tokens are new.
         Raises:
-            ValueError: a mask of another shape, or an arbitrary one.
+            ValueError: as `check_mask`.
         """
-        if mask_type == "arbitrary" or (mask is not None and mask.shape != (self.batch, queries)):
-            raise ValueError(
-                f"with a PagedKVCache a mask says which of the new tokens [{self.batch}, {queries}] are padding; "
-                f"this one has mask_type {mask_type!r} and shape {None if mask is None else tuple(mask.shape)}"
-            )
+        self.check_mask(mask, mask_type, (self.batch, queries))
         causal = "causal" in mask_type
         held = self._newest()
         if mask is None and len(set(held)) < 2:
@@ -117,6 +113,14 @@ class PagedKVCache:
         real = self._tensor(held)[:, None] - of_queries.sum(1, keepdim=True)
         of_keys = torch.arange(max(held), device=real.device) >= real
         return (of_queries, of_keys), "padding_causal_bottom_right" if causal else "padding"
+
+    def check_mask(self, mask: Any, mask_type: str, tokens: tuple[int, int]) -> None:
+        """Raise a ValueError for a mask of another shape than the new tokens [B, queries], or an arbitrary one."""
+        if mask_type == "arbitrary" or (mask is not None and mask.shape != tokens):
+            raise ValueError(
+                f"with a PagedKVCache a mask says which of the new tokens {list(tokens)} are padding; "
+                f"this one has mask_type {mask_type!r} and shape {None if mask is None else tuple(mask.shape)}"
+            )
 
     def add(self) -> int:
         """A new, empty sequence; its number."""
@@ -160,8 +164,8 @@ class PagedKVCache:
             (keys, values) of all tokens so far, [B, longest, G, D] and [B, longest, G, Dv], copied; rows that are
             shorter are filled up with their own first token, which `padding` masks out.
         Raises:
-            ValueError: no pages left, another number of rows, shapes or dtypes other than before, or tensors that
-                require gradients; nothing has been written then.
+            ValueError: no pages left, another number of rows, shapes or dtypes other than before, tensors that
+                require gradients, or a layer ahead of the others; nothing has been written then.
         """
         check_new(k, v, layer, self.layers)
         for held, new, what in ((self._keys[layer], k, "keys"), (self._values[layer], v, "values")):
@@ -175,6 +179,8 @@ class PagedKVCache:
         rows = self.sequences
         if len(rows) != batch:
             raise ValueError(f"the batch has {batch} rows and {len(rows)} sequences are in use; add() or use() some")
+        for sequence in rows:
+            check_even(self._counts[sequence], layer)
         ends = [self._counts[s][layer] + tokens for s in rows]
         self._reserve(dict(zip(rows, ends, strict=True)))
         keys, values = self._pool(layer, k, v)
@@ -206,11 +212,12 @@ class PagedKVCache:
         """Row i becomes what row indices[i] was, as beam search needs it; pages are copied.
 
         Raises:
-            ValueError: another number of indices than rows, or no room for longer rows.
+            ValueError: another number of indices than rows, one of no row, or no room for longer rows.
         """
         rows, source = self.sequences, [int(i) for i in indices]
         if len(source) != len(rows):
             raise ValueError(f"{len(source)} indices for {len(rows)} rows; add() or free() sequences first")
+        check_indices(source, len(rows))
         self._last = None
         old = [list(self._table[s]) for s in rows]
         counts = [self._counts[s] for s in rows]
