@@ -341,6 +341,23 @@ def test_initial_values_are_dropped_for_a_whole_model_and_asked_of_strangers_in_
         qt.initial_value(torch.zeros(2))
 
 
+@QUANTIZED
+def test_codes_that_are_loaded_leave_no_initial_value_behind(name: str) -> None:
+    one = layer(name, keep="cpu")
+    one.load_state_dict(layer(name, seed=1).state_dict())
+    assert qt.initial_value(one) is None
+
+
+@QUANTIZED
+def test_a_scale_that_is_written_by_itself_is_seen(name: str) -> None:
+    one, x = layer(name), torch.randn(3, K)
+    before = one(x)
+    scale = one.weight_factor if "weight_factor" in one._buffers else one.weight_scale
+    with torch.no_grad():
+        scale.add_(1) if scale.dtype is torch.uint8 else scale.mul_(2)
+    assert not torch.equal(one(x), before)
+
+
 def test_only_layers_made_inside_are_quantized_and_contexts_nest() -> None:
     before = qt.Linear(8, 8)
     with qt.quantized_init("mxfp8"):

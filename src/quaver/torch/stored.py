@@ -36,12 +36,14 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     """The weight as the operand that it is."""
     spec: QuantSpec = layer.__dict__["weight_spec"]
     traced = torch.compiler.is_compiling()
-    if not traced:
-        kept = weights.lookup(layer, "stored", weight, spec, 0.0)
-        if kept is not None:
-            return kept
     scale = layer._buffers["weight_scale"]
     assert scale is not None
+    # On the host it is a copy, which a write to the scale alone would leave behind.
+    written = 0.0 if traced or scale.is_inference() else float(scale._version)
+    if not traced:
+        kept = weights.lookup(layer, "stored", weight, spec, written)
+        if kept is not None:
+            return kept
     on_host = spec.per_tensor and not traced and scale.is_cpu
     shape = layer.out_features, layer.in_features
     factor = layer._buffers.get("weight_factor")
@@ -49,7 +51,7 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     data = weight.detach() if traced else weight.detach().view(STORAGE[spec.format.name])
     q = Quantized(data, scale.item() if on_host else scale, spec, shape, False, factor)  # type: ignore[arg-type]
     if not traced:
-        weights.keep(layer, "stored", weight, spec, 0.0, q)
+        weights.keep(layer, "stored", weight, spec, written, q)
     return q
 
 

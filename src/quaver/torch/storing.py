@@ -142,10 +142,11 @@ def adapt(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> 
             )
             for name in ("weight", *SCALES):
                 state_dict.pop(prefix + name, None)
-    elif given.dtype is torch.uint8:
-        state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
-        _refuse_others(layer, state_dict, prefix, errors)
-    elif given.dtype in CODES:
+    elif given.dtype is torch.uint8 or given.dtype in CODES:
+        if given.dtype is torch.uint8:
+            state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
+        # Not what these codes are of.
+        layer.__dict__.pop("_initial", None)
         _refuse_others(layer, state_dict, prefix, errors)
     elif given.shape == (layer.out_features, layer.in_features):
         if layer.__dict__["keep_initial"]:
