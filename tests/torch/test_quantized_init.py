@@ -16,6 +16,7 @@ from quaver.recipes import RECIPES
 from quaver.torch import stored
 from quaver.torch.linear import Linear
 from tests.close import assert_bitwise, assert_close
+from tests.torch.blocks import kept_bytes
 
 NAMES = [name for name, build in RECIPES.items() if build().quantizes]
 QUANTIZED = pytest.mark.parametrize("name", NAMES)
@@ -327,6 +328,26 @@ def test_a_weight_that_is_not_finite_gives_nan() -> None:
         one.set_weight(value)
         with qt.autocast(name), torch.no_grad():
             assert one(torch.randn(2, K))[:, 3].isnan().all(), name
+
+
+@QUANTIZED
+def test_a_frozen_weight_keeps_no_input_where_nothing_is_quantized(name: str) -> None:
+    one, x = layer(name), torch.randn(64, K, requires_grad=True) * 2
+    one.weight.requires_grad_(False)
+    assert kept_bytes(one, lambda: one(x)) == 0
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", None])
+def test_four_bits_that_are_unfrozen_are_a_sentence(recipe: str | None) -> None:
+    with qt.quantized_init("nvfp4"):
+        one, block = qt.Linear(32, 16), qt.MLP(32, 64, normalization="RMSNorm")
+    for net in (one, block):
+        net.requires_grad_()
+        with qt.autocast(recipe or "bf16"):
+            with pytest.raises(ValueError, match=r"four bits takes no gradient.*requires_grad_\(False\)"):
+                net(torch.randn(4, 32))
+            with torch.no_grad():
+                net(torch.randn(4, 32))
 
 
 # Meta, contexts and bad input.

@@ -215,6 +215,8 @@ class Linear(nn.Linear):
         if x.dtype is not weight.dtype and not casting and weight.dtype not in stored.CODES:
             raise ValueError(dtype_sentence(self, x.dtype))
         packed = weight.dtype is stored.PACKED
+        if packed or (compiling and weight.dtype in stored.CODES):
+            stored.check_gradient(weight)
         if x.dim() == 0 or x.size(-1) != (self.in_features if packed else weight.size(-1)):
             raise ValueError(
                 f"Linear({self.in_features} → {self.out_features}) got an input of shape {tuple(x.shape)}; "
@@ -223,8 +225,6 @@ class Linear(nn.Linear):
         if x.dtype not in ops.DTYPES:
             return _unquantized(self, x, weight, bias)
         if compiling:
-            if weight.dtype in stored.CODES:
-                stored.leave_training_to_eager_mode(weight)
             return _Linear.apply(x, weight, bias, self, recipe, training)
         refuse_transforms(x, weight, bias)
         if not casting:

@@ -64,7 +64,7 @@ def project(
     refuse_transforms(*x, *weights, *biases)
     for layer, weight in zip(layers, weights, strict=True):
         if weight.dtype in stored.CODES:
-            stored.leave_training_to_eager_mode(weight)
+            stored.check_gradient(weight)
         elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))
         if training and layer.__dict__.get("_prepared") is not recipe:

@@ -90,7 +90,7 @@ def _values(q: Quantized) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
     """F.linear for a weight that is codes; backward dequantizes them again."""
-    leave_training_to_eager_mode(weight)
+    check_gradient(weight)
     device = ops.autocast_device(x)
     casting = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64
     dtype = torch.get_autocast_dtype(device) if casting else x.dtype
@@ -104,7 +104,7 @@ class _Unquantized(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.layer = layer
         return F.linear(x, dequantized(layer, weight, x.dtype), bias)
 
@@ -120,12 +120,25 @@ class _Unquantized(torch.autograd.Function):
         return of_x, of_weight, g2.sum(0) if need_bias else None, None
 
 
-def leave_training_to_eager_mode(weight: Tensor) -> None:
-    """Make a compiler give up the function that calls this, where it would round the gradient of codes."""
-    if torch.compiler.is_compiling() and weight.requires_grad and torch.is_grad_enabled():
+def check_gradient(weight: Tensor) -> None:
+    """Refuse a gradient of codes of four bits, and make a compiler, which would round it, leave others to eager mode.
+
+    Raises:
+        ValueError: four bits that require a gradient.
+        NotImplementedError: to the compiler, which gives up the function that calls this.
+    """
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return
+    if weight.dtype is PACKED:
+        raise ValueError(FOUR_BITS)
+    if torch.compiler.is_compiling():
         raise NotImplementedError(COMPILED_GRADIENT)
 
 
+FOUR_BITS = (
+    "a weight that exists only in four bits takes no gradient, two codes share an element: freeze it with "
+    "weight.requires_grad_(False), or dequantize_weights(model) to train it"
+)
 COMPILED_GRADIENT = (
     "torch.compile rounds the gradient of an eight-bit weight to eight bits: without fullgraph such layers run in "
     "eager mode; for inference freeze the weight with weight.requires_grad_(False)"
