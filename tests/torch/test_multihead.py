@@ -133,6 +133,8 @@ def test_meta_device_is_filled_later() -> None:
 def test_bad_input_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="do not divide among 5 heads"):
         qt.MultiheadAttention(64, 5)
+    with pytest.raises(ValueError, match=r"head_dim is \(8,\); give a number, or"):
+        qt.MultiheadAttention(64, 4, head_dim=(8,))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot share 3 heads"):
         qt.MultiheadAttention(64, 4, groups=3)
     with pytest.raises(ValueError, match="rope turns heads of 8 features, and these have 16"):

@@ -320,6 +320,8 @@ def test_the_plain_function_takes_any_tables() -> None:
         ((5, 2, 1, 6), {"positions": torch.zeros(5, 2), "layout": "sbhd"}, r"'sbhd' needs \(5,\) or \(2, 5\)"),
         ((2, 5, 1, 6), {"offset": torch.arange(3)}, r"offset has shape \(3,\); give a number, or one for each of 2"),
         ((2, 5, 1, 6), {"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is for layout 'thd', and this is 'bshd'"),
+        ((2, 5, 1, 6), {"positions": [0, 1, 2, 3, 4]}, "positions, offset and cu_seqlens of rope are tensors"),
+        ((5, 1, 6), {"layout": "thd", "cu_seqlens": [0, 5]}, "positions, offset and cu_seqlens of rope are tensors"),
         ((5, 1, 6), {"layout": "thd"}, r"layout 'thd' needs cu_seqlens, where each sequence begins"),
         ((5, 1, 6), {"layout": "thd", "positions": torch.arange(4)}, r"in 'thd' needs \(5,\)"),
         ((5, 1, 6), {"layout": "thd", "cu_seqlens": torch.tensor([0, 3, 2, 5])}, r"must ascend from 0 to .* 5"),

@@ -169,12 +169,24 @@ YARN, LLAMA3 = CASES["yarn"], CASES["llama3"]
         (YARN | {"beta_fats": 3}, r"has no key 'beta_fats'; did you mean 'beta_fast'\?"),
         ({"rope_type": "default", "factor": 2.0}, r"rope_type 'default' has no key 'factor'; it takes none"),
         ({"rope_type": "linear", "factor": 0}, r"factor is 0; say how many times longer"),
+        ({"rope_type": "linear", "factor": "2"}, r"factor is '2'; say how many times longer"),
+        ("linear", r"scaling is 'linear'; give Hugging Face's dict"),
         ({"rope_type": "dynamic", "factor": 2.0}, r"'dynamic' stretches beyond max_positions; give it"),
         (LLAMA3 | {"high_freq_factor": 1.0}, r"high_freq_factor is 1\.0 and low_freq_factor 1\.0"),
         (CASES["longrope"] | {"short_factor": [1.0]}, r"short_factor has 1 numbers; 16 features that turn need 8"),
         ({"partial_rotary_factor": 0.3}, r"0\.3 of 10 is 3; make it an even number"),
         ({"partial_rotary_factor": 1.5}, r"fraction is 1\.5"),
         ({"rope_theta": -1.0}, r"theta is -1\.0"),
+        ({"rope_theta": float("nan")}, r"theta is nan"),
+        (
+            {
+                "rope_type": "dynamic",
+                "factor": 2.0,
+                "partial_rotary_factor": 0.2,
+                "original_max_position_embeddings": 8,
+            },
+            "'dynamic' keeps one frequency .* 2 features have only one",
+        ),
     ],
 )
 def test_what_a_dict_lacks_is_a_sentence(scaling: dict[str, Any], said: str) -> None:

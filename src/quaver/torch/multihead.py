@@ -234,6 +234,8 @@ class MultiheadAttention(nn.Module):
 def head_sizes(dim: int, heads: int, head_dim: int | tuple[int, int] | None) -> tuple[int, int]:
     """Features of a head of queries and keys, and of values."""
     if isinstance(head_dim, tuple):
+        if len(head_dim) != 2:
+            raise ValueError(f"head_dim is {head_dim}; give a number, or (of queries and keys, of values)")
         return head_dim
     if head_dim is None:
         if heads < 1 or dim % heads:

@@ -92,6 +92,12 @@ class RotaryEmbedding(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(cos, sin) for `apply_rotary`, float32, broadcastable to x; arguments as of `forward`."""
+        if (
+            isinstance(positions, list | tuple)
+            or isinstance(offset, list | tuple)
+            or isinstance(cu_seqlens, list | tuple)
+        ):
+            raise ValueError("positions, offset and cu_seqlens of rope are tensors (offset may be a number), not lists")
         if torch.compiler.is_compiling() or type(x) is not Tensor:
             return self._made(x, positions, offset, layout, cu_seqlens)
         given = positions, offset, cu_seqlens

@@ -10,7 +10,7 @@ Source: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.1
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,8 @@ def frequencies(
     Raises:
         ValueError: an unknown type, a missing, unknown or senseless key, an odd number of features that would turn.
     """
+    if not isinstance(scaling, Mapping | None):
+        raise ValueError(f"scaling is {scaling!r}; give Hugging Face's dict, {{'rope_type': 'linear', 'factor': 2.0}}")
     given = {k: v for k, v in (scaling or {}).items() if v is not None}
     rope_type = given.pop("rope_type", given.get("type", "default"))
     given.pop("type", None)
@@ -121,7 +123,7 @@ def frequencies(
         max_positions = given.get(ORIGINAL)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction is {fraction}; give the part of the features that turns, above 0 and up to 1")
-    if theta <= 0:
+    if not theta > 0:
         raise ValueError(f"theta is {theta}; the base of the frequencies is above 0, 10000 for example")
     _check_keys(rope_type, kind, given, max_positions)
     if kind.whole:
@@ -129,6 +131,8 @@ def frequencies(
     dim = head_dim if kind.whole else int(head_dim * fraction)
     if dim % 2 or dim == 0:
         raise ValueError(f"rope turns pairs of features, and {fraction} of {head_dim} is {dim}; make it an even number")
+    if rope_type == "dynamic" and dim < 4:
+        raise ValueError(f"rope_type 'dynamic' keeps one frequency and stretches others; {dim} features have only one")
     for key in ("short_factor", "long_factor"):
         if key in given and len(given[key]) != dim // 2:
             raise ValueError(f"{key} has {len(given[key])} numbers; {dim} features that turn need {dim // 2}")
@@ -148,8 +152,8 @@ def _check_keys(rope_type: str, kind: Kind, given: dict[str, Any], max_positions
             raise ValueError(f"rope_type {rope_type!r} needs the key {key!r}; give it in scaling")
     if rope_type == "dynamic" and max_positions is None:
         raise ValueError("rope_type 'dynamic' stretches beyond max_positions; give it")
-    if given.get("factor", 1) <= 0:
-        raise ValueError(f"factor is {given['factor']}; say how many times longer sequences become, above 0")
+    if not isinstance(given.get("factor", 1), int | float) or not given.get("factor", 1) > 0:
+        raise ValueError(f"factor is {given['factor']!r}; say how many times longer sequences become, above 0")
     if given.get("high_freq_factor", math.inf) <= given.get("low_freq_factor", 0):
         raise ValueError(
             f"high_freq_factor is {given['high_freq_factor']} and low_freq_factor {given['low_freq_factor']}; "
