@@ -128,7 +128,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., dim] to [..., dim]."""
-        if x.shape[-1] != self.dim:
+        if x.shape[-1:] != (self.dim,):
             raise ValueError(
                 f"MLP({self.dim}) got an input of shape {tuple(x.shape)}; its last axis must be {self.dim}"
             )

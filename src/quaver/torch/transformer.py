@@ -98,6 +98,7 @@ class TransformerLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        parallel = parallel if isinstance(parallel, str) else bool(parallel)
         _check(norm_position, parallel, cross_attention, recompute, layout, dropout, drop_path)
         self.parallel, self.norm_position, self.recompute, self.layout = parallel, norm_position, recompute, layout
         self.dropout, self.drop_path, self.residual_scale = dropout, drop_path, residual_scale
