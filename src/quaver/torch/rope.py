@@ -98,7 +98,7 @@ class RotaryEmbedding(nn.Module):
             or isinstance(cu_seqlens, list | tuple)
         ):
             raise ValueError("positions, offset and cu_seqlens of rope are tensors (offset may be a number), not lists")
-        if torch.compiler.is_compiling() or type(x) is not Tensor:
+        if torch.compiler.is_compiling() or type(x) is not Tensor or _capturing(x):
             return self._made(x, positions, offset, layout, cu_seqlens)
         given = positions, offset, cu_seqlens
         tensors = tuple(t for t in given if isinstance(t, Tensor))
@@ -112,8 +112,6 @@ class RotaryEmbedding(nn.Module):
             # Saved for backward later on, so they must not be inference tensors.
             with torch.inference_mode(False), torch.no_grad():
                 made = self._made(x, positions, offset, layout, cu_seqlens)
-            if x.is_cuda and torch.cuda.is_current_stream_capturing():
-                return made
             # The tensors stay with the entry, so that their ids are not given to others.
             found = self._kept[key] = (*made, tensors)
             if len(self._kept) > KEPT:
@@ -167,7 +165,10 @@ def _to(x: Tensor, given: Any) -> Any:
 
 
 def _unkeepable(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether a change of these could go unseen: inference tensors have no version, and a graph replays new values."""
-    if any(type(t) is not Tensor or t.is_inference() for t in tensors):
-        return True
-    return tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether a change of these could go unseen: inference tensors have no version."""
+    return any(type(t) is not Tensor or t.is_inference() for t in tensors)
+
+
+def _capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: it reads its tables at every replay, when others may be kept here."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

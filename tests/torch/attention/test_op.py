@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quaver.torch as qt
 from quaver import recipes
@@ -51,6 +52,16 @@ def test_the_last_query_alone_keeps_its_distances(name: str, options: dict[str, 
     with qt.only(name):
         y = attention(q, k, v, mask_type="causal_bottom_right", alibi_slopes=SLOPES, **options)
     assert_close("output", y.reshape(whole.shape), whole, 1e-6)
+
+
+def test_what_is_faked_leaves_nothing_behind() -> None:
+    q, k, v = operands(5, 7)
+    options: dict[str, Any] = {"mask_type": "causal", "window": (1, 0), "soft_cap": 3.0}
+    with FakeTensorMode():
+        attention(*(torch.empty(x.shape) for x in (q, k, v)), **options)
+    y = attention(q, k, v, **options)
+    with qt.only("reference"):
+        assert_bitwise(attention(q, k, v, **options), y)
 
 
 def blindly(call: Call) -> Call:

@@ -31,7 +31,7 @@ class Call(NamedTuple):
     def hidden(self, q: Tensor, k: Tensor) -> Tensor | None:
         """True where masked out, broadcastable to [B, H, Sq, Sk]; None for nowhere."""
         shape = scores_shape(q, k)
-        if self.mask is not None or self.ragged is not None or torch.compiler.is_compiling():
+        if self.mask is not None or self.ragged is not None or not _keepable(q):
             return hidden(self.mask_type, self.mask, self.window, shape, q.device, self.ragged)
         return _by_position(self.mask_type, self.window, *shape[2:], q.device)
 
@@ -42,6 +42,13 @@ class Call(NamedTuple):
         ahead = ahead_of_query(self.mask_type, self.mask, scores_shape(q, k), q.device, self.ragged)
         slopes = alibi(self.alibi_slopes, ahead)
         return slopes if self.bias is None else self.bias + slopes
+
+
+def _keepable(q: Tensor) -> bool:
+    """Whether what is made now may serve later calls: nothing traced or faked, nor what only a CUDA graph fills."""
+    if torch.compiler.is_compiling() or type(q) is not Tensor:
+        return False
+    return not (q.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @lru_cache(2)
