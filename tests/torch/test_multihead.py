@@ -159,3 +159,18 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(made(x), made(x))
     made.eval()
     assert_bitwise(made(x), made(x))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mask": torch.zeros(6, 6, dtype=torch.bool)},
+        {"bias": torch.zeros(5, 5)},
+        {"cu_seqlens": torch.tensor([0, 5])},
+    ],
+)
+def test_what_does_not_fit_is_refused_before_any_work(wrong: dict[str, Any]) -> None:
+    made = qt.MultiheadAttention(64, 4, mask_type="causal")
+    with qt.autocast("delayed"), pytest.raises(ValueError):
+        made(torch.randn(2, 6, 64), **wrong)
+    assert not dict(made.named_buffers())

@@ -164,6 +164,11 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"the memory has shape {tuple(memory.shape)}; its last axis must be {self.memory_dim}")
         if cache is not None:
             self._check_cached(x, mask, cache)
+        elif mask is not None or bias is not None or cu_seqlens is not None:
+            where = 1 if self.layout == "bshd" else 0
+            batch = 1 if self.layout == "thd" else x.shape[1 - where]
+            keys = (x if memory is None else memory).shape[where]
+            self.core.check(batch, x.shape[where], keys, mask, bias, cu_seqlens)
         q, k, v = self._project(x, memory)
         offset = 0 if cache is None or positions is not None else cache.offset
         q, k = self._turned(q, k, positions, cu_seqlens, offset)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.core.suggest import suggest
-from quaver.torch.attention.layout import LAYOUTS, CuSeqlens
-from quaver.torch.attention.masks import MASKS, Mask, Window, check_window
+from quaver.torch.attention.layout import LAYOUTS, CuSeqlens, ragged_of
+from quaver.torch.attention.masks import MASKS, Mask, Window, check_fits, check_mask, check_window
 from quaver.torch.attention.op import OFF_BY_ONE, attention
 from quaver.torch.autocast import recipe_in_force
 
@@ -106,6 +106,16 @@ class DotProductAttention(nn.Module):
         super().__setstate__(state)
         if self.recipe is not None:  # equal recipes are one object
             self.recipe = recipes.get(self.recipe)
+
+    def check(
+        self, batch: int, queries: int, keys: int, mask: Mask | None, bias: Tensor | None, cu_seqlens: CuSeqlens | None
+    ) -> None:
+        """Raise the ValueError that `forward` would, for callers with work to do before."""
+        shape = (batch, self.heads, queries, keys)
+        ragged = ragged_of(self.layout, cu_seqlens, queries, keys)
+        check_mask(self.mask_type, mask, self.window, shape, ragged is not None)
+        if bias is not None:
+            check_fits("bias", bias, shape)
 
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("window", "scale", "soft_cap", "dropout", "alibi", "recipe")}
