@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.core.suggest import suggest
+from quaver.torch.operators import define
 from quaver.torch.ops import widened
 from quaver.torch.second_derivative import no_second_derivative
 
@@ -291,12 +292,5 @@ def _fake_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[T
     return [a.new_empty(a.shape) for a in x]
 
 
-_library = torch.library.Library("quaver", "FRAGMENT")
-_library.define("activate(str name, float[] options, Tensor[] x) -> Tensor")
-_library.define("activate_backward(str name, float[] options, Tensor g, Tensor[] x) -> Tensor[]")
-for _name, _impl, _fake in (
-    ("activate", _forward, _fake_forward),
-    ("activate_backward", _backward, _fake_backward),
-):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quaver::{_name}", _fake, lib=_library)
+define("activate(str name, float[] options, Tensor[] x) -> Tensor", _forward, _fake_forward)
+define("activate_backward(str name, float[] options, Tensor g, Tensor[] x) -> Tensor[]", _backward, _fake_backward)

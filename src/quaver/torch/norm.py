@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.suggest import suggest
+from quaver.torch.operators import define
 from quaver.torch.ops import widened
 from quaver.torch.second_derivative import no_second_derivative
 
@@ -310,17 +311,14 @@ def _fake_backward(
     return x.new_empty(x.shape), made[0], made[1]
 
 
-_library = torch.library.Library("quaver", "FRAGMENT")
-_library.define(
-    "normalize(Tensor x, Tensor? gamma, Tensor? beta, str normalization, float eps) -> (Tensor, Tensor, Tensor)"
+define(
+    "normalize(Tensor x, Tensor? gamma, Tensor? beta, str normalization, float eps) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
 )
-_library.define(
+define(
     "normalize_backward(Tensor g, Tensor x, Tensor? gamma, Tensor? beta, Tensor mean, Tensor factor, str normalization)"
-    " -> (Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
 )
-for _name, _impl, _fake in (
-    ("normalize", _forward, _fake_forward),
-    ("normalize_backward", _backward, _fake_backward),
-):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quaver::{_name}", _fake, lib=_library)

@@ -17,6 +17,7 @@ from quaver.core.registry import only as _only
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax as amax_state
 from quaver.torch import cpu_fp4, cpu_matmul, cpu_quantize, reference
+from quaver.torch.operators import define
 from quaver.torch.quantized import STORAGE, Quantized
 
 #: (seed, tensor id, count) of stochastic rounding; count may be an int64 tensor of one element.
@@ -185,19 +186,6 @@ def without_autocast(device: str) -> Iterator[None]:
 
 # The opaque operators. Scales travel as tensors; what a spec does not use is an empty tensor.
 
-_library = torch.library.Library("quaver", "DEF")
-_library.define(
-    "quantize(Tensor x, bool turned, str spec, Tensor? amax, Tensor? factor, int seed, Tensor? tensor_id,"
-    " Tensor? count, Tensor? number)"
-    " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax)"
-)
-_library.define("code_bytes(Tensor codes) -> Tensor")
-_library.define(
-    "matmul(Tensor a, Tensor a_scale, Tensor a_factor, str a_spec, bool a_turned, SymInt a_k,"
-    " Tensor b, Tensor b_scale, Tensor b_factor, str b_spec, bool b_turned, SymInt b_k,"
-    " ScalarType dtype, Tensor? bias) -> Tensor"
-)
-
 
 def quantize_opaquely(
     x: Tensor,
@@ -315,11 +303,19 @@ def _matmul_fake(*args: Any) -> Tensor:
     return a.new_empty((m, n), dtype=args[12])
 
 
-for _name, _impl, _fake in (
-    ("quantize", _quantize_impl, _quantize_fake),
-    ("matmul", _matmul_impl, _matmul_fake),
-    # Packed codes of four bits as bytes: Inductor knows no float4 on a CPU.
-    ("code_bytes", _bytes_impl, _bytes_fake),
-):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quaver::{_name}", _fake, lib=_library)
+define(
+    "quantize(Tensor x, bool turned, str spec, Tensor? amax, Tensor? factor, int seed, Tensor? tensor_id,"
+    " Tensor? count, Tensor? number)"
+    " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax)",
+    _quantize_impl,
+    _quantize_fake,
+)
+define(
+    "matmul(Tensor a, Tensor a_scale, Tensor a_factor, str a_spec, bool a_turned, SymInt a_k,"
+    " Tensor b, Tensor b_scale, Tensor b_factor, str b_spec, bool b_turned, SymInt b_k,"
+    " ScalarType dtype, Tensor? bias) -> Tensor",
+    _matmul_impl,
+    _matmul_fake,
+)
+# Packed codes of four bits as bytes: Inductor knows no float4 on a CPU.
+define("code_bytes(Tensor codes) -> Tensor", _bytes_impl, _bytes_fake)

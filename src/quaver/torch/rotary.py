@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch import rope_scaling
+from quaver.torch.operators import define
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -103,12 +104,6 @@ def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bo
 
 # The opaque operators of compiled code.
 
-_library = torch.library.Library("quaver", "FRAGMENT")
-_library.define("turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor")
-_library.define(
-    "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)"
-)
-
 
 def _turn_impl(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     return _turn(x, cos, sin, interleaved, back).contiguous()
@@ -123,6 +118,9 @@ def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleave
     return where.new_empty(shape, dtype=torch.float32), where.new_empty(shape, dtype=torch.float32)
 
 
-for _name, _impl, _fake in (("turn", _turn_impl, _turn_fake), ("rotary_tables", _tables, _tables_fake)):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quaver::{_name}", _fake, lib=_library)
+define("turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor", _turn_impl, _turn_fake)
+define(
+    "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)",
+    _tables,
+    _tables_fake,
+)

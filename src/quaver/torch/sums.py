@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.torch.operators import define
+
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b of one shape and dtype, for backward functions; not differentiable."""
@@ -64,9 +66,5 @@ def _join(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return x + y if scale == 1.0 else x + y * scale
 
 
-_library = torch.library.Library("quaver", "FRAGMENT")
-_library.define("add(Tensor a, Tensor b) -> Tensor")
-_library.define("join(Tensor x, Tensor y, float scale) -> Tensor")
-for _name, _impl in (("add", torch.add), ("join", _join)):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quaver::{_name}", _impl, lib=_library)
+define("add(Tensor a, Tensor b) -> Tensor", torch.add, torch.add)
+define("join(Tensor x, Tensor y, float scale) -> Tensor", _join, _join)

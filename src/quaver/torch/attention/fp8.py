@@ -16,6 +16,7 @@ from quaver.torch.attention import fp8_passes
 from quaver.torch.attention.fp8_passes import Kept, Options, empty_tokens
 from quaver.torch.attention.operands import Heads, empty_heads
 from quaver.torch.linear import NO_DOUBLE_BACKWARD, refuse_transforms
+from quaver.torch.operators import define
 from quaver.torch.second_derivative import no_second_derivative
 
 #: Dropout's masks are told apart by this many bits.
@@ -208,17 +209,16 @@ def _restore(codes: Sequence[Tensor], spec: QuantSpec) -> Kept:
 
 
 _OPTIONS = "Tensor? hidden, Tensor? draw, float scale, float? soft_cap, float dropout, str input, str grad_output"
-_library = torch.library.Library("quaver", "FRAGMENT")
-_library.define(
-    f"attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, {_OPTIONS}, bool training) -> Tensor[]"
+
+
+define(
+    f"attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, {_OPTIONS}, bool training) -> Tensor[]",
+    _forward,
+    _forward_fake,
 )
-_library.define(
+define(
     "attention_fp8_backward(Tensor grad, Tensor[] kept, Tensor? bias, Tensor? sinks,"
-    f" {_OPTIONS}, bool[] needs) -> Tensor[]"
+    f" {_OPTIONS}, bool[] needs) -> Tensor[]",
+    _backward,
+    _backward_fake,
 )
-for _name, _impl, _fake in (
-    ("attention_fp8", _forward, _forward_fake),
-    ("attention_fp8_backward", _backward, _backward_fake),
-):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quaver::{_name}", _fake, lib=_library)
