@@ -1,5 +1,6 @@
 """What holds for every test: one thread, fixed seeds, uninitialized memory full of NaN, no GPU tests without a GPU."""
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# Kernels are interpreted where there is no GPU; Triton chooses when a kernel is defined, so before any is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 #: Raised inside torch by what torch itself does on the first compilation.

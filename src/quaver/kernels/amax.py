@@ -1,0 +1,25 @@
+"""The largest magnitude of a tensor."""
+
+import triton
+import triton.language as tl
+
+from quaver.kernels.numbers import flushed, magnitude_bits, meet
+
+
+@triton.jit
+def amax(x, out, work, rows, columns, stride, programs, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
+    """x [rows, columns], its rows `stride` apart, to out float32 [1]; one pass and no initialization.
+
+    work: int32 [2] of zeros, left as zeros. Exact: the bits of |x|, NaN above infinity, subnormals 0.
+    """
+    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    at = x + r[:, None].to(tl.int64) * stride + c[None, :]  # [BM, BN]
+    if EVEN:
+        v = tl.load(at).to(tl.float32)
+    else:
+        v = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0).to(tl.float32)
+    bits = flushed(tl.max(magnitude_bits(v), None))
+    last, top = meet(work, bits, programs)
+    if last:
+        tl.store(out, top.to(tl.float32, bitcast=True))

@@ -1,0 +1,110 @@
+"""Eight bits with one scale for the tensor, and its transpose from the same read."""
+
+import triton
+import triton.language as tl
+
+from quaver.kernels.numbers import decode_scale, encode, encode_factor, flushed, magnitude_bits, meet, pack4
+
+
+@triton.jit
+def load4(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
+    """Four consecutive rows from each row of r [BM / 4], columns c: float32 [BM / 4, BN] each, zero outside x."""
+    at = x + r[:, None].to(tl.int64) * stride + c[None, :]
+    if EVEN:
+        x0 = tl.load(at).to(tl.float32)
+        x1 = tl.load(at + stride).to(tl.float32)
+        x2 = tl.load(at + 2 * stride).to(tl.float32)
+        x3 = tl.load(at + 3 * stride).to(tl.float32)
+    else:
+        inside = c[None, :] < columns
+        x0 = tl.load(at, mask=inside & (r[:, None] < rows), other=0.0).to(tl.float32)
+        x1 = tl.load(at + stride, mask=inside & (r[:, None] + 1 < rows), other=0.0).to(tl.float32)
+        x2 = tl.load(at + 2 * stride, mask=inside & (r[:, None] + 2 < rows), other=0.0).to(tl.float32)
+        x3 = tl.load(at + 3 * stride, mask=inside & (r[:, None] + 3 < rows), other=0.0).to(tl.float32)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def store4(q, r, c, rows, stride, c0, c1, c2, c3, EVEN: tl.constexpr):
+    """The codes of those rows as they lie. Rows are `stride` long, a multiple of 16: what lies past x is zero."""
+    dtype: tl.constexpr = q.dtype.element_ty
+    at = q + r[:, None].to(tl.int64) * stride + c[None, :]
+    if EVEN:
+        tl.store(at, c0.to(dtype, bitcast=True))
+        tl.store(at + stride, c1.to(dtype, bitcast=True))
+        tl.store(at + 2 * stride, c2.to(dtype, bitcast=True))
+        tl.store(at + 3 * stride, c3.to(dtype, bitcast=True))
+    else:
+        inside = c[None, :] < stride
+        tl.store(at, c0.to(dtype, bitcast=True), mask=inside & (r[:, None] < rows))
+        tl.store(at + stride, c1.to(dtype, bitcast=True), mask=inside & (r[:, None] + 1 < rows))
+        tl.store(at + 2 * stride, c2.to(dtype, bitcast=True), mask=inside & (r[:, None] + 2 < rows))
+        tl.store(at + 3 * stride, c3.to(dtype, bitcast=True), mask=inside & (r[:, None] + 3 < rows))
+
+
+@triton.jit
+def store_turned(qt, r4, c, columns, stride4, packed, EVEN: tl.constexpr):
+    """The codes of four rows, packed [BM / 4, BN], into the transpose, whose rows are `stride4` int32 long.
+
+    r4 [BM / 4]: the row of each packed one, by fours: derived from r, a compiler no longer sees that they lie together.
+    """
+    turned = tl.trans(packed)  # [BN, BM / 4]
+    at = qt + c[:, None].to(tl.int64) * stride4 + r4[None, :]
+    if EVEN:
+        tl.store(at, turned)
+    else:
+        tl.store(at, turned, mask=(c[:, None] < columns) & (r4[None, :] < stride4))
+
+
+@triton.jit
+def cast(
+    x, q, qt, scale, top, factor, given, work,
+    rows, columns, stride, q_stride, qt_stride4, programs,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MEASURED: tl.constexpr, FACTOR: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] to q of the same shape (ROWS), its transpose qt as int32 (COLUMNS), and scale float32 [1].
+
+    MEASURED: top float32 [1] is the amax, and factor (if FACTOR) goes before what it implies unless it is 0. Otherwise
+    factor is set, or (if not FACTOR) the amax `given` implies it; top is written: the amax of x, taken on the way.
+    q_stride, qt_stride4: bytes of a row of q, int32 of a row of qt; the ends of rows beyond x are zeros.
+    work: int32 [2] of zeros, left as zeros; programs: how many share it. Exact.
+    """
+    r = tl.program_id(1) * BM + 4 * tl.arange(0, BM // 4)
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
+    first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+    if MEASURED:
+        bits = flushed(tl.load(top).to(tl.int32, bitcast=True))
+        e = encode_factor(bits, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        if FACTOR:
+            known = tl.load(factor)
+            e = tl.where(known == 0.0, e, known)
+        if first:
+            tl.store(scale, decode_scale(bits, e, POWER_OF_TWO))
+    else:
+        limit = 0
+        if FACTOR:
+            e = tl.load(factor)
+        else:
+            limit = flushed(tl.load(given).to(tl.int32, bitcast=True))
+            e = encode_factor(limit, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        m = tl.maximum(
+            tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
+        )
+        bits = flushed(tl.max(m, None))
+        last, largest = meet(work, bits, programs)
+        if last:
+            tl.store(top, largest.to(tl.float32, bitcast=True))
+            tl.store(scale, decode_scale(tl.maximum(largest, limit), e, POWER_OF_TWO))
+    dtype: tl.constexpr = q.dtype.element_ty
+    c0 = encode(x0 * e, dtype, INTEGERS)
+    c1 = encode(x1 * e, dtype, INTEGERS)
+    c2 = encode(x2 * e, dtype, INTEGERS)
+    c3 = encode(x3 * e, dtype, INTEGERS)
+    if ROWS:
+        store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
+    if COLUMNS:
+        r4 = tl.program_id(1) * (BM // 4) + tl.arange(0, BM // 4)
+        store_turned(qt, r4, c, columns, qt_stride4, pack4(c0, c1, c2, c3), EVEN)

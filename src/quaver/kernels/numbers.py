@@ -1,0 +1,116 @@
+"""Amaxes, factors and codes on the bits of float32: what `quaver.core.scaling` and `.rounding` say, inside a kernel.
+
+A format arrives as compile-time numbers: MANTISSA bits, EMAX (exponent of its maximum) and TOP_MANTISSA (the 23 bits
+after that maximum's leading one), as `quaver.core.formats.Format` has them.
+"""
+
+import triton
+import triton.language as tl
+
+INFINITY_BITS = tl.constexpr(0x7F800000)
+SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+#: Bounds of the exponent of an encode factor.
+LOWEST, HIGHEST = tl.constexpr(-126), tl.constexpr(100)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Of |float32 x|, as int32: they order as NaN > infinity > finite."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def flushed(bits):
+    """An amax whose exponent field is 0 counts as 0."""
+    return tl.where(bits < SMALLEST_NORMAL_BITS, 0, bits)
+
+
+@triton.jit
+def exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
+    """The largest p in bounds with amax × 2**p within the format, from amax's bits; 0 where amax is 0 or not finite."""
+    p = (EMAX + 127) - ((bits + (0x7FFFFF - TOP_MANTISSA)) >> 23)
+    p = tl.minimum(tl.maximum(p, LOWEST), HIGHEST)
+    return tl.where((bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS), p, 0)
+
+
+@triton.jit
+def power_of_two(p):
+    """float32 2**p for p in [-126, 127]."""
+    return ((p + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_factor(bits, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr):
+    """What data are multiplied by, from the bits of their amax; 1 where it is 0 or not finite."""
+    if POWER_OF_TWO:
+        e = power_of_two(exponent(bits, EMAX, TOP_MANTISSA))
+    else:
+        usable = (bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS)
+        amax = tl.where(usable, bits, 0x3F800000).to(tl.float32, bitcast=True)
+        ratio = tl.div_rn(amax * 0.0 + MAX, amax).to(tl.int32, bitcast=True)
+        held = tl.minimum(tl.maximum(ratio, SMALLEST_NORMAL_BITS), INFINITY_BITS - 1)
+        e = tl.where(usable, held, 0x3F800000).to(tl.float32, bitcast=True)
+    return e
+
+
+@triton.jit
+def decode_scale(bits, e, POWER_OF_TWO: tl.constexpr):
+    """1 / e, or NaN where the amax with these bits is not finite."""
+    if POWER_OF_TWO:
+        # 2**-p by its exponent field: a division is dear, and not IEEE's on a GPU.
+        inverse = 0x7F000000 - e.to(tl.int32, bitcast=True)
+    else:
+        inverse = tl.div_rn(e * 0.0 + 1.0, e).to(tl.int32, bitcast=True)
+    return tl.where(bits < INFINITY_BITS, inverse, NAN_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode(y, dtype: tl.constexpr, INTEGERS: tl.constexpr):
+    """float32 to FP8 codes, uint8: nearest, ties to even, saturating, infinities too; NaN stays NaN.
+
+    The cast saturates by itself; a clamp beside a transposed store is miscompiled (triton-lang/triton#11111). On sm_89
+    triton 3.6 casts by way of a truncated float16 (triton-lang/triton#11753): there INTEGERS rounds on the bits.
+    """
+    if not INTEGERS:
+        return y.to(dtype).to(tl.uint8, bitcast=True)
+    if dtype == tl.float8e4nv:
+        return _encode_on_bits(y, 3, 7, 0x7E, 0x7F)
+    return _encode_on_bits(y, 2, 15, 0x7B, 0x7F)
+
+
+@triton.jit
+def _encode_on_bits(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, NAN_CODE: tl.constexpr):
+    bits = y.to(tl.int32, bitcast=True)
+    a = bits & 0x7FFFFFFF
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    normal = ((a + ((1 << (SHIFT - 1)) - 1) + ((a >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # Adding 2**(24 - BIAS - MANTISSA), whose ulp is the smallest subnormal, leaves the code in the lowest bits.
+    ONE: tl.constexpr = (24 - BIAS - MANTISSA + 127) << 23
+    magic = tl.full(a.shape, ONE, tl.int32).to(tl.float32, bitcast=True)
+    small = (a.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - ONE
+    code = tl.where(a < ((128 - BIAS) << 23), small, tl.minimum(normal, MAX_CODE))
+    code = tl.where(a > 0x7F800000, NAN_CODE, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def pack4(c0, c1, c2, c3):
+    """Four uint8 codes to an int32, the first in the lowest byte: rows that lie side by side once transposed."""
+    low = c0.to(tl.int32) | (c1.to(tl.int32) << 8)
+    return low | (c2.to(tl.int32) << 16) | (c3.to(tl.int32) << 24)
+
+
+@triton.jit
+def meet(work, bits, programs):
+    """Every program of a launch brings the bits of an amax; returns (whether this is the last one, the largest).
+
+    work: int32 [2], zero before and zero again after.
+    """
+    tl.atomic_max(work, bits, sem="relaxed")
+    last = tl.atomic_add(work + 1, 1, sem="acq_rel") == programs - 1
+    top = bits
+    if last:
+        top = tl.atomic_xchg(work, 0, sem="acquire")
+        tl.atomic_xchg(work + 1, 0, sem="relaxed")
+    return last, top

@@ -1,0 +1,81 @@
+"""Triton's interpreter, made to round as a GPU does.
+
+Versions 3.6 to 3.9 round ties away from zero on the way to FP8, drop the carry into the exponent, turn NaN into a
+number, and truncate float32 to bf16 (triton-lang/triton#11897); with numpy 2.4 and later a loop whose bound is computed
+fails. `mend` replaces the conversion by torch's, saturating as `cvt.rn.satfinite` does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_DTYPES = {
+    tl.float64: torch.float64,
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+_SATURATING = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+_INTEGERS = {
+    1: (torch.uint8, np.uint8),
+    2: (torch.int16, np.int16),
+    4: (torch.int32, np.int32),
+    8: (torch.int64, np.int64),
+}
+_mended: list[Any] = []
+
+
+def mend() -> None:
+    """Install the conversion, once for the process. It acts where kernels are interpreted, nowhere else."""
+    if _mended:
+        return
+    original = interpreter._convert_float
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        toward_zero = rounding is not None and rounding == interpreter._ir.ROUNDING_MODE.RTZ
+        if source not in _DTYPES or target not in _DTYPES or toward_zero:
+            return original(data, source, target, rounding)
+        return _converted(data, _DTYPES[source], _DTYPES[target], _SATURATING.get(target))
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        patch_tensor(tensor, *scope)
+        index = lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])  # noqa: E731
+        if scope:
+            scope[0].set_attr(tensor, "__index__", index)
+        else:
+            tensor.__index__ = index
+
+    interpreter._convert_float = convert
+    interpreter._patch_lang_tensor = patched
+    _mended.extend((original, patch_tensor))
+
+
+def run(fn: Any, grid: tuple[int, ...], numbers: Sequence[Any], constants: dict[str, Any]) -> Callable[..., None]:
+    """A launch in the interpreter, as a function of its tensors; overflows are a kernel's own business."""
+    mend()
+
+    def launch(*tensors: Any) -> None:
+        with np.errstate(all="ignore"):
+            fn[grid](*tensors, *numbers, **constants)
+
+    return launch
+
+
+def _converted(data: Any, source: torch.dtype, target: torch.dtype, largest: float | None) -> Any:
+    signed, _ = _INTEGERS[data.dtype.itemsize]
+    flat = np.ascontiguousarray(data).view(_INTEGERS[data.dtype.itemsize][1]).copy()
+    x = torch.from_numpy(flat).view(signed).view(source)
+    if largest is not None:
+        x = x.float()
+        x = torch.where(x.isnan(), x, x.clamp(-largest, largest))
+    y = x.to(target)
+    bits, kind = _INTEGERS[y.element_size()]
+    unsigned = np.dtype(kind).str.replace("i", "u")
+    return y.view(bits).numpy().view(unsigned).reshape(data.shape)

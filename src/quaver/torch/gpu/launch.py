@@ -1,0 +1,225 @@
+"""Launching a kernel at the cost of one call into C: compiled once, kept with its grid and its numbers.
+
+`launcher` compiles a kernel for tensors of given dtypes and alignments and for given numbers, and returns a function of
+the tensors alone. Callers keep it in a `table()` under a key that decides all of that. Triton's own `kernel[grid](...)`
+finds out anew at each call what it was called with, which takes as long as a small layer.
+
+Under `recording` nothing runs: what would be compiled is noted, so that a machine without a GPU compiles just what one
+with a GPU runs. With TRITON_INTERPRET=1 kernels run in Triton's interpreter, mended where it rounds wrongly.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler import ASTSource
+from triton.runtime.interpreter import InterpretedFunction
+
+from quaver.torch.gpu import interpreter
+
+#: What Triton calls the dtypes.
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+#: Rows of a table before it starts anew: a run with ever new shapes must not grow for ever.
+MOST_KEPT = 4096
+
+Run = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it would be compiled, and the grid it would run on."""
+
+    fn: Any
+    grid: tuple[int, int, int]
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    #: Names of the arguments that are known to be multiples of 16: addresses and strides that allow wide accesses.
+    divisible: tuple[str, ...]
+    warps: int
+
+    @property
+    def source(self) -> ASTSource:
+        names = self.fn.arg_names
+        attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in self.divisible}
+        constants = {(names.index(name),): value for name, value in self.constants.items()}
+        return ASTSource(fn=self.fn, signature=self.signature, constexprs=constants, attrs=attrs)
+
+
+_tables: list[dict[Any, Run]] = []
+_recorded: list[Launch] | None = None
+_recorded_arch: int | None = None
+
+
+def table() -> dict[Any, Run]:
+    """A dict of launches, which `keep` fills."""
+    made: dict[Any, Run] = {}
+    _tables.append(made)
+    return made
+
+
+def keep(launches: dict[Any, Run], key: Any, run: Run) -> Run:
+    """Put a launch into its table."""
+    if len(launches) >= MOST_KEPT:
+        launches.clear()
+    launches[key] = run
+    return run
+
+
+@contextmanager
+def recording(arch: int) -> Iterator[list[Launch]]:
+    """Note what would be launched on a GPU of this architecture (89, 90, 100, 120), and launch nothing."""
+    global _recorded, _recorded_arch
+    before = _recorded, _recorded_arch
+    found: list[Launch] = []
+    _forget()
+    _recorded, _recorded_arch = found, arch
+    try:
+        yield found
+    finally:
+        _recorded, _recorded_arch = before
+        _forget()
+
+
+def recorded_arch() -> int | None:
+    """The architecture that is being recorded for, or None."""
+    return _recorded_arch
+
+
+def _forget() -> None:
+    for launches in _tables:
+        launches.clear()
+
+
+def interpreted(fn: Any) -> bool:
+    """Whether Triton interprets a kernel instead of compiling it."""
+    return isinstance(fn, InterpretedFunction)
+
+
+def launcher(
+    fn: Any,
+    grid: Sequence[int],
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int | float] = (),
+    constants: dict[str, Any] | None = None,
+    warps: int = 4,
+) -> Run:
+    """The launch of a kernel as a function of tensors like these.
+
+    Args:
+        fn: a triton.jit function whose arguments are tensors, then numbers, then constants.
+        grid: programs along up to three axes.
+        tensors: all on one device; None where a kernel takes nothing, and then always None.
+        numbers: fixed; whether one is a multiple of 16 is compiled in.
+        constants: by name.
+        warps: of a program.
+    Returns:
+        A function of the tensors: the same dtypes and device, and addresses that are multiples of 16 where these are.
+    """
+    constants = constants or {}
+    x, y, z = (*grid, 1, 1)[:3]
+    triple = (x, y, z)
+    if interpreted(fn):
+        return interpreter.run(fn, triple, numbers, constants)
+    described = describe(fn, triple, tensors, numbers, constants, warps)
+    if _recorded is not None:
+        _recorded.append(described)
+        return lambda *_: None
+    return _compiled(described, tensors, numbers)
+
+
+def describe(
+    fn: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int | float],
+    constants: dict[str, Any],
+    warps: int,
+) -> Launch:
+    """What `launcher` compiles for these arguments."""
+    signature: dict[str, str] = {}
+    divisible: list[str] = []
+    absent: dict[str, Any] = {}
+    for name, value in zip(fn.arg_names, (*tensors, *numbers), strict=False):
+        if value is None:
+            signature[name], absent[name] = "constexpr", None
+        elif isinstance(value, Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+            # Single numbers may lie anywhere, and gain nothing from a known address.
+            if value.numel() > 1 and aligned(value):
+                divisible.append(name)
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                divisible.append(name)
+        else:
+            signature[name] = "fp32"
+    signature |= dict.fromkeys(constants, "constexpr")
+    missing = set(fn.arg_names) - set(signature)
+    assert not missing, f"{fn.__name__} is launched without {sorted(missing)}"
+    return Launch(fn, grid, signature, {**absent, **constants}, tuple(divisible), warps)
+
+
+def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequence[int | float]) -> Run:
+    device = next(t.device for t in tensors if t is not None)
+    with torch.cuda.device(device):
+        target = triton.runtime.driver.active.get_current_target()
+        kernel = triton.compile(launch.source, target=target, options={"num_warps": launch.warps})
+        runner = kernel[launch.grid]
+    order = [launch.constants.get(name) for name in launch.fn.arg_names[len(tensors) + len(numbers) :]]
+    tail = (*numbers, *order)
+    index = device.index
+    stream_of = torch._C._cuda_getCurrentRawStream
+    current = torch._C._cuda_getDevice
+
+    def run(*given: Tensor | None) -> None:
+        if current() != index:
+            with torch.cuda.device(index):
+                runner(*given, *tail, stream=stream_of(index))
+        else:
+            runner(*given, *tail, stream=stream_of(index))
+
+    return run
+
+
+_workspaces: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def workspace(device: torch.device) -> Tensor:
+    """int32 [2] of zeros where the programs of a launch meet: each kernel leaves it zero, each stream has its own."""
+    key = (device, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0)
+    found = _workspaces.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = _workspaces[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return found
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether a tensor's address is a multiple of 16, as wide loads need."""
+    return x.is_meta or x.data_ptr() & 15 == 0
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs a GPU runs side by side, at least; 132 where there is none."""
+    if device.type != "cuda":
+        return 132
+    found: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return found
