@@ -198,16 +198,28 @@ def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequenc
     return run
 
 
+#: Meeting places of a device, and the row that each stream has of them.
+_rooms: dict[torch.device, Tensor] = {}
 _workspaces: dict[tuple[torch.device, int], Tensor] = {}
+STREAMS = 256
 
 
 def workspace(device: torch.device) -> Tensor:
-    """int32 [2] of zeros where the programs of a launch meet: each kernel leaves it zero, each stream has its own."""
+    """int32 [2] of zeros where the programs of a launch meet: each kernel leaves it zero, each stream has its own.
+
+    All of a device's are made at once, before any CUDA graph is captured on a stream of its own.
+    """
     key = (device, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0)
     found = _workspaces.get(key)
     if found is None:
-        with torch.inference_mode(False):
-            found = _workspaces[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        if device not in _rooms:
+            with torch.inference_mode(False):
+                _rooms[device] = torch.zeros((STREAMS, 32), dtype=torch.int32, device=device)
+        taken = sum(known == device for known, _ in _workspaces)
+        if taken == STREAMS:
+            raise RuntimeError(f"more than {STREAMS} streams quantize on {device}; use fewer CUDA streams")
+        # Rows of their own cache line.
+        found = _workspaces[key] = _rooms[device][taken, :2]
     return found
 
 
