@@ -4,7 +4,7 @@ This package holds what both front ends share: number formats, specs and recipes
 `quaver.torch`; importing `quaver` imports neither torch nor jax.
 """
 
-from quaver import recipes
+from quaver import recipes, rules
 from quaver.core.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Format
 from quaver.core.rules import Rule, Rules
 from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
@@ -26,4 +26,5 @@ __all__ = [
     "Rule",
     "Rules",
     "recipes",
+    "rules",
 ]

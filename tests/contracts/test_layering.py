@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[2] / "src"
 
 #: Which parts of the library a part may import, its own files included. The longest prefix of a module's name decides.
 OURS: dict[str, set[str]] = {
-    "quaver": {"quaver.core", "quaver.recipes"},
+    "quaver": {"quaver.core", "quaver.recipes", "quaver.rules"},
     "quaver.core": {"quaver.core"},
     "quaver.recipes": {"quaver.core", "quaver.recipes"},
+    "quaver.rules": {"quaver.core", "quaver.recipes"},
     "quaver.kernels": {"quaver.kernels"},
     "quaver.torch": {"quaver", "quaver.core", "quaver.recipes", "quaver.kernels", "quaver.torch"},
     "quaver.jax": {"quaver", "quaver.core", "quaver.recipes", "quaver.kernels", "quaver.jax"},
@@ -33,6 +34,7 @@ THEIRS = {
     "quaver": set(),
     "quaver.core": {"numpy", "ml_dtypes"},
     "quaver.recipes": set(),
+    "quaver.rules": set(),
     "quaver.kernels": {"triton"},
 }
 NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"torch", "torchao"}}

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quaver.core.rules import Rule, Rules, matches
+from quaver.core.rules import Rule, Rules, Skip, SkipFilter, matches
 from quaver.core.spec import Recipe
 from quaver.core.suggest import suggest
 
@@ -58,18 +58,30 @@ class Choice:
 
     Args:
         recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
-        skip: patterns of names to leave alone.
+        skip: patterns of names to leave alone, and filters (`quaver.core.rules.SkipFilter`).
     Raises:
-        ValueError: skip is a string.
+        ValueError: skip is a string, or holds what is neither a pattern nor a filter.
     """
 
-    def __init__(self, recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None], skip: Sequence[str]) -> None:
+    def __init__(self, recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None], skip: Skip) -> None:
         if isinstance(skip, str):
             raise ValueError(f"skip is the string {skip!r}; give a list of patterns: skip=[{skip!r}]")
+        entries = [skip] if callable(skip) else list(skip)
         if not isinstance(recipe, Rules):
             recipe = Rules(recipe if isinstance(recipe, Mapping) else {"*": recipe})
         self.rules = recipe
-        self.skip = skip
+        self.skip: list[str] = []
+        self.filters: list[SkipFilter] = []
+        for entry in entries:
+            if isinstance(entry, str):
+                self.skip.append(entry)
+            elif callable(entry) and not isinstance(entry, type):
+                self.filters.append(entry)
+            else:
+                raise ValueError(
+                    f"skip holds {entry!r}; give patterns of names such as 'lm_head', and filters such as "
+                    "quaver.rules.unprofitable('h100')"
+                )
         self._used: set[str | Rule] = set()
 
     def decide(self, names: Sequence[str], in_features: int, out_features: int) -> tuple[Rule | None, str]:
@@ -84,6 +96,19 @@ class Choice:
         rule = min(fitting, key=self.rules.rules.index)
         self._used.add(rule)
         return rule, f"rule {str(rule)!r} leaves it untouched" if rule.recipe is None else ""
+
+    def refused(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
+        """Why a filter leaves alone a linear layer that would get this recipe, or ""."""
+        for skips in self.filters:
+            why = skips(name, in_features, out_features, recipe)
+            if not isinstance(why, str):
+                raise ValueError(
+                    f"the skip filter {skips!r} returned {why!r} for {name!r}; it returns why the layer is left alone, "
+                    'or "" to convert it'
+                )
+            if why:
+                return why
+        return ""
 
     @property
     def unused(self) -> list[str]:

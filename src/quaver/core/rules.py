@@ -6,8 +6,20 @@ Sources for the idea that unused rules are reported: google/qwix `qconfig.py`.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 from quaver.core.spec import Recipe
+
+
+class SkipFilter(Protocol):
+    """Leaves layers alone by more than their names: by sizes, by what a recipe would gain."""
+
+    def __call__(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
+        """Why this layer shall not get this recipe, or ""."""
+
+
+#: What `convert` takes as skip: patterns of names and filters, or one filter.
+Skip = Iterable[str | SkipFilter] | SkipFilter
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -8,7 +8,7 @@ import copy
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from quaver import recipes
 from quaver.core.conversion import Choice, Report
-from quaver.core.rules import Rule, Rules
+from quaver.core.rules import Rule, Rules, Skip
 from quaver.core.spec import Recipe
 from quaver.torch import amax, storing
 from quaver.torch.attention import conversion
@@ -31,7 +31,7 @@ def convert(
     model: nn.Module,
     recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None],
     *,
-    skip: Sequence[str] = (),
+    skip: Skip = (),
     seed: int = 0,
 ) -> Report:
     """Convert every nn.Linear that the rules name, in place, and give every `DotProductAttention` its recipe.
@@ -44,7 +44,8 @@ def convert(
         recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
             A layer that has this recipe already keeps its state. Whether attention is quantized is the recipe's choice;
             a rule with sizes sees the features of all heads, of queries and of values.
-        skip: patterns of names to leave alone, such as "lm_head".
+        skip: patterns of names to leave alone, such as "lm_head", and filters of nn.Linear such as
+            `quaver.rules.unprofitable("h100")`: a list of them, or one filter.
         seed: of stochastic rounding.
     Returns:
         What was converted, what was not and why, and the patterns that matched nothing. A layer that the model holds
@@ -60,6 +61,8 @@ def convert(
         rule, why = choice.decide(names, module.in_features, module.out_features)
         wanted = None if rule is None else chosen[rule]
         why = why or in_attention.get(id(module), "") or _unfit(module)
+        if wanted is not None:
+            why = why or choice.refused(names[0], module.in_features, module.out_features, wanted)
         if why or wanted is None:
             report.skipped[names[0]] = why
         else:

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ContextDecorator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver import recipes
-from quaver.core.rules import Rules
+from quaver.core.rules import Rules, Skip
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import stored, storing
 from quaver.torch.convert import convert
@@ -69,14 +69,14 @@ def quantize_weights(
     model: nn.Module,
     recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None],
     *,
-    skip: Sequence[str] = (),
+    skip: Skip = (),
 ) -> "Saved":
     """Convert a model and turn its layers' weights into eight (or four) bits, in place: for inference.
 
     Args:
         model: any module; its nn.Linear layers are converted as `convert` does.
         recipe: what `convert` takes; a layer's weight is kept as its recipe's fprop consumes it.
-        skip: patterns of names to leave alone.
+        skip: patterns of names to leave alone, and filters, as of `convert`.
     Returns:
         What that saved; printing it says so. A weight that another module shares is left alone.
     """

@@ -1,4 +1,4 @@
-"""The `quaver` command: train, compare, generate, doctor.
+"""The `quaver` command: train, compare, generate, doctor, plan.
 
 The options of `train` and `compare` are the fields of `TrainConfig`; one given here goes before the
 `--config` file, which goes before the default. A user's mistake is one sentence on stderr and exit code 1.
@@ -6,6 +6,7 @@ The options of `train` and `compare` are the fields of `TrainConfig`; one given 
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from quaver.train import doctor as machine
+from quaver.train import plan as planning
 from quaver.train import recipe_name, report
 from quaver.train.compare import compare_runs
 from quaver.train.comparison import Run
@@ -224,6 +226,30 @@ def doctor() -> None:
             shown.add_row(*row)
         out.print(shown)
         say(machine.advice(devices))
+
+
+@app.command()
+def plan(
+    gpu: Annotated[str, typer.Option(help="h100, h200, l40s, b200, ...; it need not be here")],
+    model: Annotated[str, typer.Option(help="as of train: llama3-8b, 125m, ...")],
+    recipe: Annotated[str, typer.Option(help="a recipe, with options if wanted")],
+    tokens: Annotated[int, typer.Option(help="tokens in a micro-batch")] = 8192,
+    micro_batches: Annotated[int, typer.Option(help="micro-batches that share one quantization of the weights")] = 1,
+    fused: Annotated[
+        bool, typer.Option("--fused", help="norms and activations quantize what they make, forward and backward")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON, with the rates and where they come from")] = False,
+) -> None:
+    """Predict what a model's layers gain under a recipe on a GPU."""
+    with sentences():
+        made = planning.plan(model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused)
+        if as_json:
+            say(json.dumps(planning.as_json(made), indent=2))
+            return
+        say(planning.title(made))
+        out.print(planning.rich_table(made))
+        for line in planning.verdict(made):
+            say(line)
 
 
 def say(line: str) -> None:

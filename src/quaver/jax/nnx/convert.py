@@ -7,7 +7,7 @@ get the recipe and their name.
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from flax import nnx
 
 from quaver import recipes
 from quaver.core.conversion import Choice, Report
-from quaver.core.rules import Rules
+from quaver.core.rules import Rules, Skip
 from quaver.core.spec import Recipe
 from quaver.jax.attention import refuse_quantized
 from quaver.jax.nnx.dense import DenseGeneral
@@ -29,7 +29,7 @@ def convert(
     model: nnx.Module,
     recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None],
     *,
-    skip: Sequence[str] = (),
+    skip: Skip = (),
     seed: int = 0,
 ) -> Report:
     """Give every linear layer that the rules name its recipe, in place.
@@ -41,7 +41,8 @@ def convert(
         model: any module; itself a linear layer too.
         recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
             A layer that has this recipe already keeps its state.
-        skip: patterns of names to leave alone, such as "lm_head".
+        skip: patterns of names to leave alone, such as "lm_head", and filters such as
+            `quaver.rules.unprofitable("h100")`: a list of them, or one filter.
         seed: of stochastic rounding.
     Returns:
         What was converted, what was not and why, and the patterns that matched nothing.
@@ -54,9 +55,12 @@ def convert(
         refuse_quantized(wanted)
     report = Report(others=_others(model), kind="linear")
     for name, layer, kind in _layers(model):
-        rule, why = choice.decide([name], *kind.features(layer))
+        in_features, out_features = kind.features(layer)
+        rule, why = choice.decide([name], in_features, out_features)
         wanted = None if rule is None else chosen[rule]
         why = why or kind.unfit(layer)
+        if wanted is not None:
+            why = why or choice.refused(name, in_features, out_features, wanted)
         if why or wanted is None:
             report.skipped[name] = why
         else:

@@ -1,0 +1,96 @@
+"""Which layers are not worth quantizing: filters for the `skip=` of every front end's `convert`.
+
+    qt.convert(model, "rowwise", skip=quaver.rules.unprofitable("h100"))
+    qt.convert(model, "rowwise", skip=["lm_head", quaver.rules.auto_filter_small_kn("rowwise")])
+
+A filter is called with a layer's name, its features and the recipe that it would get, and says why to leave it alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quaver import recipes
+from quaver.core import gpus, ledger
+from quaver.core.gpus import Gpu
+from quaver.core.rules import SkipFilter
+from quaver.core.spec import Recipe
+from quaver.core.suggest import suggest
+
+__all__ = ["SkipFilter", "auto_filter_small_kn", "unprofitable"]
+
+
+@dataclass(frozen=True)
+class _Unprofitable:
+    gpu: Gpu
+    tokens: int
+    recipe: Recipe | None
+    least: float
+
+    def __call__(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
+        recipe = self.recipe or recipe
+        if not recipe.quantizes or not in_features or not out_features:
+            return ""
+        gain = ledger.layer(recipe, self.tokens, in_features, out_features, self.gpu).speedup
+        if gain >= self.least:
+            return ""
+        return (
+            f"predicted {gain:.2f} of bf16's speed as {recipe} on {self.gpu.name} with {self.tokens} tokens, "
+            f"less than {self.least:g}"
+        )
+
+
+def unprofitable(
+    gpu: str | Gpu, *, tokens: int = 8192, recipe: str | Recipe | None = None, least: float = 1.0
+) -> SkipFilter:
+    """Leave alone what `quaver.core.ledger` predicts to be slower than bf16 on this GPU.
+
+    Args:
+        gpu: a name from `quaver.core.gpus.GPUS`, or a Gpu with rates of your own.
+        tokens: that the layer sees at a time.
+        recipe: to predict with; None takes the one that the layer would get.
+        least: the speed-up over bf16 that a layer must be predicted to reach.
+    Raises:
+        ValueError: an unknown GPU or recipe, or numbers that make no sense.
+    """
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"tokens is {tokens!r}; give how many tokens a layer sees at a time, 1 or more")
+    if not isinstance(least, int | float) or not least > 0:
+        raise ValueError(f"least is {least!r}; give the speed-up to reach, such as 1.0")
+    return _Unprofitable(gpus.get(gpu), tokens, None if recipe is None else recipes.get(recipe), least)
+
+
+#: torchao's thresholds by its recipe, of (K, N) = (in, out) features (float8_linear_utils.py).
+SMALL_KN: dict[str, Callable[[int, int], bool]] = {
+    "tensorwise": lambda k, n: k <= 4096 and n <= 1024,
+    "rowwise": lambda k, n: n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048),
+}
+
+
+@dataclass(frozen=True)
+class _SmallKn:
+    recipe: str
+
+    def __call__(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
+        sizes = f"K={in_features}, N={out_features}"
+        if in_features % 16 or out_features % 16:
+            return f"{sizes} are not both multiples of 16 (torchao's auto_filter_small_kn)"
+        if SMALL_KN[self.recipe](in_features, out_features):
+            return f"{sizes} is too small for {self.recipe} (torchao's auto_filter_small_kn)"
+        return ""
+
+
+def auto_filter_small_kn(recipe: str) -> SkipFilter:
+    """Leave alone what torchao's filter of this name does: by fixed thresholds, whatever the GPU and the tokens.
+
+    Args:
+        recipe: whose thresholds, "tensorwise" or "rowwise".
+    Raises:
+        ValueError: torchao has no thresholds for this recipe.
+    """
+    if recipe not in SMALL_KN:
+        hint = suggest(recipe, SMALL_KN) if isinstance(recipe, str) else f"known: {', '.join(SMALL_KN)}"
+        raise ValueError(
+            f"torchao's auto_filter_small_kn has no thresholds for {recipe!r}; {hint} "
+            "quaver.rules.unprofitable takes every recipe"
+        )
+    return _SmallKn(recipe)
