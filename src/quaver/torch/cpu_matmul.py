@@ -31,12 +31,14 @@ LIFTS = (2.0**-60, 2.0**60)
 _precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
-def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> str:
+def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False) -> str:
     """Why this implementation does not take the call, or ""."""
     return "" if a.data.is_cpu else "the operands are not on a CPU"
 
 
-def matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
     """a [m, k] @ b [n, k].T + bias.
 
     Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.

@@ -127,7 +127,7 @@ class Call:
         if self.traced:
             self.quantize, self.matmul = ops.run_quantize, ops.run_matmul
         else:
-            _, self.quantize, self.matmul = ops.resolve(recipe, x)
+            _, self.quantize, self.matmul, _ = ops.resolve(recipe, x)
         #: The operand that wgrad will consume.
         self.kept: Tensor | Quantized | None = None
         #: fprop's weight where dgrad will consume it too and the layer keeps it anyway.

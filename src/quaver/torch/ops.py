@@ -7,7 +7,7 @@ the bits are those of eager mode (Inductor may skip the rounding to bf16 between
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from quaver.core.registry import only as _only
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax as amax_state
 from quaver.torch import cpu_fp4, cpu_matmul, cpu_quantize, reference
+from quaver.torch.gpu import choice
 from quaver.torch.operators import define
 from quaver.torch.quantized import STORAGE, Quantized
 
@@ -41,25 +42,65 @@ QUANTIZE = Op(
     [
         Impl("cpu", cpu_quantize.quantize, cpu_quantize.reason),
         Impl("cpu_fp4", cpu_fp4.quantize, cpu_fp4.reason),
+        Impl("triton", choice.quantize, choice.why_not_quantize),
         Impl("reference", reference.quantize, _always),
     ],
 )
 MATMUL = Op(
     "matmul",
-    [Impl("cpu", cpu_matmul.matmul, cpu_matmul.reason), Impl("reference", reference.matmul, _always)],
+    [
+        Impl("cpu", cpu_matmul.matmul, cpu_matmul.reason),
+        Impl("native", choice.native, choice.why_not_native),
+        Impl("decoded", choice.decoded, choice.why_not_decoded),
+        Impl("reference", reference.matmul, _always),
+    ],
 )
-#: All of them; attention adds itself.
+
+
+def _two_calls(
+    x: Tensor,
+    spec: QuantSpec,
+    other: QuantSpec,
+    amax: Tensor | float | None = None,
+    factor: Tensor | float | None = None,
+    noise: Noise = QUIET,
+    other_noise: Noise = QUIET,
+    is_set: bool = False,
+) -> tuple[Quantized, Quantized]:
+    q = QUANTIZE(x, spec, amax, factor, noise)
+    if spec == other and spec.transposable and noise is other_noise:
+        return q, q.T
+    return q, QUANTIZE(x.t(), other, amax, factor, other_noise)
+
+
+def _why_two_calls(x: Tensor, *args: Any) -> str:
+    allowed = any(impl.name == "triton" for impl in QUANTIZE.active)
+    return choice.why_not_quantize_both(x, *args) if allowed else "switched off by only()"
+
+
+#: x [rows, k] by one spec and its transpose by another, from one read of x where an implementation can do that:
+#: (x, spec, spec of the transpose, amax, factor, noise, noise of the transpose, whether factor is known not to be 0).
+QUANTIZE_BOTH = Op(
+    "quantize_both",
+    [Impl("triton", choice.quantize_both, _why_two_calls), Impl("two calls", _two_calls, _always)],
+)
+#: All that `only` chooses from; attention adds itself.
 OPS = [QUANTIZE, MATMUL]
+#: What runs instead of an implementation that takes no more than some calls, where it is asked for by name.
+_FALL_BACK = {"triton": "reference", "native": "decoded"}
 
 
 @contextmanager
 def only(name: str) -> Iterator[None]:
-    """Run one implementation of every operation, by name ("cpu", "reference"): `with only("reference"): ...`.
+    """Run one implementation of every operation, by name ("cpu", "reference", "triton"): `with only("reference"): ...`.
 
-    An operation that has none of that name runs as ever.
+    An operation that has none of that name runs as ever. "triton" on a CPU interprets the kernels, and specs without
+    one go to the reference; "native" and "decoded" run there too where torch can.
     """
     having = [op for op in OPS if any(impl.name == name for impl in op.impls)]
-    with _only(having or OPS, name):
+    with _only(having or OPS, name), choice.asking(name):
+        for op in having:
+            op.active = [*op.active, *(i for i in op.impls if i.name == _FALL_BACK.get(name))]
         _resolved.clear()
         try:
             yield
@@ -67,25 +108,43 @@ def only(name: str) -> Iterator[None]:
             _resolved.clear()
 
 
-_resolved: dict[int, tuple[Recipe, Callable[..., Quantized], Callable[..., Tensor]]] = {}
+class Resolved(NamedTuple):
+    """What quantizes and multiplies under a recipe."""
+
+    #: Held, so that no other recipe gets its identity.
+    recipe: Recipe
+    quantize: Callable[..., Quantized]
+    matmul: Callable[..., Tensor]
+    #: `QUANTIZE_BOTH` where one read of an operand can serve two GEMMs, else None: two calls take their time.
+    both: Callable[..., tuple[Quantized, Quantized]] | None = None
 
 
-def resolve(recipe: Recipe, x: Tensor) -> tuple[Recipe, Callable[..., Quantized], Callable[..., Tensor]]:
-    """The recipe with what quantizes and multiplies its operands.
+_resolved: dict[Any, Resolved] = {}
 
-    On a CPU the choice does not depend on shapes, so it is made once for a recipe: asking takes as long as a small
-    GEMM.
+
+def resolve(recipe: Recipe, x: Tensor) -> Resolved:
+    """What runs a recipe's operations on operands like x.
+
+    The choice does not depend on shapes, so it is made once for a recipe (and device, and dtype): asking takes as long
+    as a small GEMM.
     """
-    if not x.is_cpu:
-        return recipe, QUANTIZE, MATMUL
-    found = _resolved.get(id(recipe))
+    found = _resolved.get(id(recipe) if x.is_cpu else (id(recipe), x.device, x.dtype))
     if found is None:
-        specs = {spec for spec in recipe.operands().values() if spec is not None}
-        picks = {QUANTIZE.pick(x, spec) for spec in specs}
-        operand = Quantized(x, 1.0, next(iter(specs)), (0, 0))
-        multiply = MATMUL.pick(operand, operand, x.dtype, None)
-        found = _resolved[id(recipe)] = (recipe, picks.pop() if len(picks) == 1 else QUANTIZE, multiply)
+        found = _resolve(recipe, x)
+        _resolved[id(recipe) if x.is_cpu else (id(recipe), x.device, x.dtype)] = found
     return found
+
+
+def _resolve(recipe: Recipe, x: Tensor) -> Resolved:
+    specs = {spec for spec in recipe.operands().values() if spec is not None}
+    picks = {QUANTIZE.pick(x, spec) for spec in specs}
+    run = picks.pop() if len(picks) == 1 else QUANTIZE
+    kernels = choice.quantize in (run, *picks)
+    if x.is_cpu and not choice.asked():
+        operand = Quantized(x, 1.0, next(iter(specs)), (0, 0))
+        return Resolved(recipe, run, MATMUL.pick(operand, operand, x.dtype, None))
+    multiply = choice.resolve_matmul(recipe, x) if x.is_cuda and MATMUL.active is MATMUL.impls else MATMUL
+    return Resolved(recipe, run, multiply, QUANTIZE_BOTH if kernels else None)
 
 
 def quantize(
@@ -129,9 +188,17 @@ def dequantize(q: Quantized) -> Tensor:
     return q.dequantize()
 
 
-def matmul(a: Quantized, b: Quantized, dtype: torch.dtype = torch.float32, bias: Tensor | None = None) -> Tensor:
+def matmul(
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype = torch.float32,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
     """a [m, k] @ b [n, k].T + bias [n], accumulated in float32, scaled, rounded once to dtype.
 
+    Args:
+        fast_accum: let the hardware accumulate faster and coarser where it offers that; see `GemmSpec.fast_accum`.
     Raises:
         ValueError: the operands do not share k, or dtype is none of float32, bfloat16, float16.
     Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
@@ -141,7 +208,7 @@ def matmul(a: Quantized, b: Quantized, dtype: torch.dtype = torch.float32, bias:
     if dtype not in DTYPES:
         raise ValueError(f"the output is float32, bfloat16 or float16, not {dtype}")
     with without_autocast(a.device.type):
-        return run_matmul(a, b, dtype, bias)
+        return run_matmul(a, b, dtype, bias, fast_accum)
 
 
 def run_quantize(
@@ -158,12 +225,15 @@ def run_quantize(
     return q
 
 
-def run_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def run_matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
     """`matmul` without its checks. Call it where torch.autocast is off: see `without_autocast`."""
     if torch.compiler.is_compiling():
-        y: Tensor = torch.ops.quaver.matmul(*_flat(a), *_flat(b), dtype, bias)
+        y: Tensor = torch.ops.quaver.matmul(*_flat(a), *_flat(b), dtype, bias, fast_accum)
         return y
-    return MATMUL(a, b, dtype, bias)
+    y = MATMUL(a, b, dtype, bias, fast_accum)
+    return y
 
 
 def autocast_device(x: Tensor) -> str:
@@ -266,26 +336,29 @@ def _quantize_fake(
     )
 
 
-def _flat(q: Quantized) -> tuple[Tensor, Tensor, Tensor, str, bool, int]:
+def _flat(q: Quantized) -> tuple[Tensor, Tensor, Tensor, str, bool, int, bool]:
     assert isinstance(q.scale, Tensor)
     factor = q.scale.new_empty(0) if q.tensor_factor is None else q.tensor_factor
-    return q.data, q.scale, factor, q.spec.text, q.turned, q.lying_shape[1]
+    return q.data, q.scale, factor, q.spec.text, q.turned, q.lying_shape[1], q.swizzled
 
 
-def _restore(data: Tensor, scale: Tensor, factor: Tensor, text: str, turned: bool, columns: int) -> Quantized:
+def _restore(
+    data: Tensor, scale: Tensor, factor: Tensor, text: str, turned: bool, columns: int, swizzled: bool
+) -> Quantized:
     spec = QuantSpec.parse(text)
     data = data.view(STORAGE[spec.format.name])
     lying = (data.shape[0], columns)
     shape = lying[::-1] if turned else lying
     host = spec.per_tensor and data.is_cpu
     tensor_factor = factor if spec.two_level else None
-    return Quantized(data, scale.item() if host else scale, spec, shape, turned, tensor_factor)
+    return Quantized(data, scale.item() if host else scale, spec, shape, turned, tensor_factor, swizzled=swizzled)
 
 
 def _matmul_impl(*args: Any) -> Tensor:
-    a, b, (dtype, bias) = args[:6], args[6:12], args[12:]
+    a, b, rest = args[:7], args[7:14], args[14:]
     with without_autocast(args[0].device.type):
-        return MATMUL(_restore(*a), _restore(*b), dtype, bias)
+        y: Tensor = MATMUL(_restore(*a), _restore(*b), *rest)
+        return y
 
 
 def _bytes_impl(codes: Tensor) -> Tensor:
@@ -297,10 +370,10 @@ def _bytes_fake(codes: Tensor) -> Tensor:
 
 
 def _matmul_fake(*args: Any) -> Tensor:
-    (a, *_, a_turned, a_columns), (b, *_, b_turned, b_columns) = args[:6], args[6:12]
+    (a, *_, a_turned, a_columns, _), (b, *_, b_turned, b_columns, _) = args[:7], args[7:14]
     m = a_columns if a_turned else a.shape[0]
     n = b_columns if b_turned else b.shape[0]
-    return a.new_empty((m, n), dtype=args[12])
+    return a.new_empty((m, n), dtype=args[14])
 
 
 define(
@@ -312,8 +385,8 @@ define(
 )
 define(
     "matmul(Tensor a, Tensor a_scale, Tensor a_factor, str a_spec, bool a_turned, SymInt a_k,"
-    " Tensor b, Tensor b_scale, Tensor b_factor, str b_spec, bool b_turned, SymInt b_k,"
-    " ScalarType dtype, Tensor? bias) -> Tensor",
+    " bool a_swizzled, Tensor b, Tensor b_scale, Tensor b_factor, str b_spec, bool b_turned, SymInt b_k,"
+    " bool b_swizzled, ScalarType dtype, Tensor? bias, bool fast_accum=False) -> Tensor",
     _matmul_impl,
     _matmul_fake,
 )

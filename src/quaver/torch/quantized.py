@@ -10,6 +10,7 @@ from torch import Tensor
 from quaver.core.formats import E2M1
 from quaver.core.rounding import NAN_CODE, magnitudes
 from quaver.core.spec import QuantSpec
+from quaver.torch.swizzle import unswizzle
 
 #: What holds one code; two E2M1 codes share a byte, the lower nibble being the even index of k.
 STORAGE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
@@ -21,7 +22,7 @@ class Quantized:
 
     Always: rows and k count codes, the Hadamard's padding included; an infinity or NaN in the original makes its scale
     NaN; a `turned` operand lies in memory as its transpose [k, rows], data and scales alike, so that transposing is
-    free.
+    free. Rows of eight-bit data that are k bytes long but lie k rounded up to 16 bytes apart end in zeros.
     """
 
     #: [rows, k] in a float8 dtype, or uint8 [rows, ceil(k / 2)] for E2M1; the transpose of that if turned.
@@ -44,8 +45,11 @@ class Quantized:
     #: That as the right side of a product, times a power of two; and which.
     right: Tensor | None = None
     lift: float = 1.0
-    #: The transpose, once it was asked for.
+    #: The transpose, once it was asked for, or what was written as such beside the data.
     twin: "Quantized | None" = None
+    #: Whether the scales, uint8, are in the order of `quaver.torch.swizzle`: flat, and a row of them for every row of
+    #: the data as they lie, which those of a block share.
+    swizzled: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -76,6 +80,7 @@ class Quantized:
             self.twin = Quantized(
                 self.data, self.scale, self.spec, shape, turned, self.tensor_factor, self.amax, self.decoded
             )
+            self.twin.swizzled = self.swizzled
         return self.twin
 
     def codes(self) -> Tensor:
@@ -96,7 +101,17 @@ class Quantized:
         """`scales()` as they lie in memory."""
         if not isinstance(self.scale, Tensor):
             return torch.full((1, 1), self.scale, dtype=torch.float32, device=self.device)
-        return decode_scales(self.scale, self.spec, self.tensor_factor)
+        scale = self.plain_scale() if self.swizzled else self.scale
+        return decode_scales(scale, self.spec, self.tensor_factor)
+
+    def plain_scale(self) -> Tensor:
+        """The stored scales of the blocks as they lie, in the order of rows and columns."""
+        assert isinstance(self.scale, Tensor)
+        if not self.swizzled:
+            return self.scale
+        (rows, columns), (height, width) = self.lying_shape, self.lying_block
+        assert height is not None and width is not None
+        return unswizzle(self.scale, rows, -(-columns // width))[::height]
 
     def values(self) -> Tensor:
         """float32 [rows, k]: the data without the scales."""
@@ -161,15 +176,16 @@ def take_apart(value: Tensor | Quantized | None) -> tuple[list[Tensor | None], t
     if not isinstance(value, Quantized):
         return [value], None
     if isinstance(value.scale, Tensor):
-        return [value.data, value.scale, value.tensor_factor], (value.spec, value.shape, value.turned, None)
-    return [value.data], (value.spec, value.shape, value.turned, value.scale)
+        about = value.spec, value.shape, value.turned, None, value.swizzled
+        return [value.data, value.scale, value.tensor_factor], about
+    return [value.data], (value.spec, value.shape, value.turned, value.scale, False)
 
 
 def put_together(about: tuple[Any, ...] | None, tensors: Sequence[Any]) -> Any:
     """The operand that `take_apart` took apart."""
     if about is None:
         return tensors[0]
-    spec, shape, turned, host_scale = about
+    spec, shape, turned, host_scale, swizzled = about
     if host_scale is not None:
         return Quantized(tensors[0], host_scale, spec, shape, turned)
-    return Quantized(tensors[0], tensors[1], spec, shape, turned, tensors[2])
+    return Quantized(tensors[0], tensors[1], spec, shape, turned, tensors[2], swizzled=swizzled)

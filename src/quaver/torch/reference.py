@@ -113,7 +113,9 @@ def given_bits(amax: Tensor | float, like: Tensor) -> Tensor:
     return torch.where(bits < SMALLEST_NORMAL_BITS, 0, bits)
 
 
-def matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
     """a [m, k] @ b [n, k].T + bias, in float64, rounded to float32 and then to dtype."""
     y = double(a) @ double(b).t()
     if bias is not None:
