@@ -1,0 +1,260 @@
+"""Normalizations on a GPU: forward, with what a quantized layer reads of the output from the same pass, and backward.
+
+The numbers are those of `quaver.torch.norm` within its bounds; what is quantized is exactly the output quantized.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.core.spec import QuantSpec
+from quaver.kernels.column_sum import column_sums
+from quaver.kernels.norm import norm, norm_backward
+from quaver.kernels.wide_norm import wide_norm, wide_norm_backward
+from quaver.torch.gpu.launch import aligned, keep, launcher, multiprocessors, table, workspace
+from quaver.torch.gpu.quantize import empty_codes, format_constants
+from quaver.torch.quantized import Quantized
+
+#: The widest row that lies in registers, and the block of wider ones.
+WIDEST, WIDE_BLOCK = 16384, 8192
+#: The narrowest, which leaves a warp eight elements a thread.
+NARROWEST = 256
+#: Programs of a multiprocessor: forward, and backward, where each has sums of its own.
+FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 8, 2
+#: Rows and columns of a block in which partial sums are added up.
+SUM_BLOCK = 32, 32
+KINDS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
+#: A kernel's constants where nothing is quantized.
+_NO_FORMAT = {"POWER_OF_TWO": True, "EMAX": 0, "TOP_MANTISSA": 0, "MAX": 1.0, "INTEGERS": False}
+
+_forwards = table()
+_backwards = table()
+_sums = table()
+
+
+class Normalized(NamedTuple):
+    """What one pass over x gives."""
+
+    #: In x's dtype, or None where it was not wanted.
+    y: Tensor | None
+    #: float32 [..., 1]; empty unless means are subtracted.
+    mean: Tensor
+    inverse: Tensor
+    #: y quantized, or None.
+    quantized: Quantized | None
+    #: float32 [1, 1], the amax of y where a spec has one scale for the tensor, or None.
+    amax: Tensor | None
+
+
+def mode(spec: QuantSpec, one_pass: bool, columns: int) -> str:
+    """What the kernel writes for a spec, or "" where there is nothing to be saved.
+
+    Args:
+        one_pass: whether the encode factor of the tensor is known.
+    """
+    if spec.format.bits != 8 or spec.rounding != "nearest" or spec.hadamard:
+        return ""
+    if spec.per_tensor and spec.scale in ("fp32", "power_of_two"):
+        return "tensor" if one_pass else "amax"
+    if columns > WIDEST:
+        return ""
+    if spec.block == (1, None) and spec.scale in ("fp32", "power_of_two"):
+        return "row"
+    if spec.block == (1, 128) and spec.scale in ("fp32", "power_of_two"):
+        return "blocks"
+    return "e8m0" if spec.block == (1, 32) and spec.scale == "e8m0" else ""
+
+
+def forward(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `quaver.torch.norm.forward`.
+
+    Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
+    """
+    made = normalized(x, gamma, beta, normalization, eps)
+    assert made.y is not None
+    return made.y, made.mean, made.inverse
+
+
+def normalized(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    normalization: str,
+    eps: float,
+    spec: QuantSpec | None = None,
+    factor: Tensor | None = None,
+    want_output: bool = True,
+) -> Normalized:
+    """The normalization of x [..., d], and its output quantized or measured for a spec that `mode` has a name for.
+
+    Args:
+        gamma, beta: float32 [d], or None.
+        spec: of the output as an operand [tokens, d], or None.
+        factor: encode factor of the tensor, float32 of one element, not 0: one pass quantizes; None measures.
+        want_output: whether y is written too; it is where only its amax is found.
+    Exact: what is quantized, and the amax, given y.
+    """
+    columns = x.shape[-1]
+    flat = _rows(x)
+    rows = flat.shape[0]
+    kind = "none" if spec is None else mode(spec, factor is not None, columns)
+    assert kind, f"no kernel normalizes and quantizes by {spec}"
+    one = {"dtype": torch.float32, "device": x.device}
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if want_output or kind == "amax" else None
+    centred, _ = KINDS[normalization]
+    mean = torch.empty((rows if centred else 0,), **one)
+    inverse = torch.empty((rows,), **one)
+    top = torch.empty((1, 1), **one) if kind in ("amax", "tensor") else None
+    q, scale = (None, None) if spec is None or kind == "amax" else _room(kind, spec, rows, columns, x.device)
+    work = workspace(x.device)
+    key = (
+        (rows, columns, flat.stride(0), x.dtype, x.device, aligned(flat), normalization, eps, kind, spec)
+        + (y is None, gamma is None, beta is None)
+        + tuple(aligned(p) for p in (gamma, beta) if p is not None)
+    )
+    tensors = (flat, gamma, beta, y, q, mean, inverse, scale, top, factor, work)
+    run = _forwards.get(key)
+    if run is None:
+        run = keep(_forwards, key, _forward_launch(tensors, normalization, eps, kind, spec))
+    run(*tensors)
+    shape = (*x.shape[:-1], 1)
+    made = None
+    if q is not None:
+        assert spec is not None
+        made = Quantized(q[:, :columns], scale, spec, (rows, columns), amax=top, swizzled=kind == "e8m0")
+    return Normalized(
+        None if y is None else y.view(x.shape), mean.view(shape) if centred else mean, inverse.view(shape), made, top
+    )
+
+
+def _room(kind: str, spec: QuantSpec, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    q = empty_codes(rows, columns, spec, device)
+    if kind == "e8m0":
+        blocks = -(-columns // 128) * 4
+        whole = rows % 128 == 0 and columns % 128 == 0
+        # What no block has is zero.
+        make = torch.empty if whole else torch.zeros
+        return q, make((-(-rows // 128) * 128 * blocks,), dtype=torch.uint8, device=device)
+    if kind == "blocks":
+        return q, torch.empty((-(-columns // 128), rows), dtype=torch.float32, device=device).t()
+    return q, torch.empty((rows if kind == "row" else 1, 1), dtype=torch.float32, device=device)
+
+
+def _forward_launch(tensors: tuple[Any, ...], normalization: str, eps: float, kind: str, spec: QuantSpec | None) -> Any:
+    x, q = tensors[0], tensors[4]
+    rows, columns = x.shape
+    q_stride = columns if q is None else q.shape[1]
+    centred, averaged = KINDS[normalization]
+    programs = min(rows, FORWARD_PROGRAMS * multiprocessors(x.device))
+    form = _NO_FORMAT if spec is None else format_constants(spec, x.device)
+    constants = {"CENTRED": centred, "AVERAGED": averaged, "MODE": kind}
+    if columns > WIDEST:
+        constants |= {name: form[name] for name in ("POWER_OF_TWO", "INTEGERS")}
+        constants |= {"BN": WIDE_BLOCK, "EVEN": q_stride == columns and columns % WIDE_BLOCK == 0}
+        numbers = (rows, columns, x.stride(0), q_stride, programs, float(eps))
+        return launcher(wide_norm, (programs,), tensors, numbers, constants, 16)
+    bn, warps = row_block(columns)
+    constants |= {"BN": bn, "EVEN": bn == columns, "BLOCK": 32 if kind == "e8m0" else 128, **form}
+    scale_stride = -(-columns // 128) * 4 if kind == "e8m0" else rows
+    numbers = (rows, columns, x.stride(0), q_stride, scale_stride, programs, float(eps))
+    return launcher(norm, (programs,), tensors, numbers, constants, warps)
+
+
+def row_block(columns: int) -> tuple[int, int]:
+    """Columns of a program that holds a whole row, and its warps."""
+    bn = max(NARROWEST, 1 << (columns - 1).bit_length())
+    return bn, min(max(bn // 512, 1), 32)
+
+
+def backward(
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    normalization: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `quaver.torch.norm.backward`; gradients of parameters that are not there are empty."""
+    dx, of_gamma, of_beta, _ = gradients(g, x, gamma, beta, mean, inverse, normalization)
+    return dx, of_gamma, of_beta
+
+
+def gradients(
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    normalization: str,
+    measure: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of x, gamma and beta, and the amax of the first, float32 [1, 1], if it is to be measured.
+
+    Bounded: relative RMS 1e-6 of float64 in float32. Deterministic.
+    """
+    flat, along = _rows(x), _rows(g)
+    rows, columns = flat.shape
+    one = {"dtype": torch.float32, "device": x.device}
+    dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    top = torch.empty((1, 1), **one) if measure else None
+    programs = min(rows, BACKWARD_PROGRAMS * multiprocessors(x.device))
+    partial = None
+    if gamma is not None:
+        # Rows in registers are summed there; wider ones add to memory.
+        make = torch.zeros if columns > WIDEST else torch.empty
+        partial = make((programs, columns if beta is None else 2 * columns), **one)
+    key = (
+        (rows, columns, flat.stride(0), along.stride(0), x.dtype, g.dtype, x.device, aligned(flat), aligned(along))
+        + (normalization, gamma is None or aligned(gamma), gamma is None, beta is None, measure)
+    )  # fmt: skip
+    tensors = (along, flat, gamma, mean, inverse, dx, partial, top, workspace(x.device))
+    run = _backwards.get(key)
+    if run is None:
+        run = keep(_backwards, key, _backward_launch(tensors, normalization, beta is not None, programs))
+    run(*tensors)
+    nothing = inverse.new_empty(0)
+    if partial is None:
+        return dx.view(x.shape), nothing, nothing, top
+    sums = sum_rows(partial)
+    return dx.view(x.shape), sums[:columns], nothing if beta is None else sums[columns:], top
+
+
+def _backward_launch(tensors: tuple[Any, ...], normalization: str, has_beta: bool, programs: int) -> Any:
+    g, x, partial = tensors[0], tensors[1], tensors[6]
+    rows, columns = x.shape
+    centred, averaged = KINDS[normalization]
+    numbers = (rows, columns, g.stride(0), x.stride(0), 0 if partial is None else partial.shape[1], programs)
+    constants = {"CENTRED": centred, "AVERAGED": averaged, "BETA": has_beta}
+    if columns > WIDEST:
+        constants |= {"BN": WIDE_BLOCK, "EVEN": columns % WIDE_BLOCK == 0}
+        return launcher(wide_norm_backward, (programs,), tensors, numbers, constants, 16)
+    bn, warps = row_block(columns)
+    constants |= {"BN": bn, "EVEN": bn == columns}
+    return launcher(norm_backward, (programs,), tensors, numbers, constants, warps)
+
+
+def sum_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The sum of x [rows, columns] over its rows, [columns], in a fixed order, in one launch: for few rows."""
+    rows, columns = x.shape
+    out = torch.empty((columns,), dtype=dtype, device=x.device)
+    key = (rows, columns, x.stride(0), x.dtype, dtype, x.device, aligned(x))
+    run = _sums.get(key)
+    if run is None:
+        bm, bn = SUM_BLOCK
+        each = -(-rows // bm) * bm
+        constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0}
+        numbers = (rows, columns, x.stride(0), each)
+        run = keep(_sums, key, launcher(column_sums, (-(-columns // bn), 1), (x, out), numbers, constants, 4))
+    run(x, out)
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., d] as a matrix whose last axis is contiguous."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
