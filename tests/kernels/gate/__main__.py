@@ -1,0 +1,74 @@
+"""Run the gate, show its figures, or write them: `python -m tests.kernels.gate --help`."""
+
+import os
+import sys
+
+# Triton decides whether it interprets when a kernel is defined, so before any is imported.
+os.environ.pop("TRITON_INTERPRET", None)
+
+import argparse
+import fnmatch
+
+import triton
+
+from tests.kernels.cases import CASES
+from tests.kernels.gate import ceilings
+from tests.kernels.gate.check import Checked, failures, measure
+from tests.kernels.gate.record import ARCHITECTURES
+
+
+def main(arguments: list[str]) -> int:
+    """Returns: 0 where nothing is wrong."""
+    asked = _parser().parse_args(arguments)
+    cases = [case for case in CASES if fnmatch.fnmatch(case.name, asked.only)]
+    if not cases:
+        print(f"no row of tests/kernels/cases.py matches {asked.only!r}: {', '.join(c.name for c in CASES)}")
+        return 2
+    everything = len(cases) == len(CASES)
+    table = ceilings.load()
+    wrong: list[str] = []
+    measured: dict[int, list[Checked]] = {}
+    for arch in ARCHITECTURES if asked.update else asked.arch:
+        # Rows before the chosen ones own what those launch too.
+        measured[arch] = measure(CASES, arch, cases)
+        if asked.show:
+            show(measured[arch], arch)
+        if not asked.update:
+            wrong += [f"sm_{arch} {what}" for what in failures(measured[arch], arch, table, everything)]
+        else:
+            wrong += [f"sm_{arch} {c.name}: {what}" for c in measured[arch] for what in c.broken]
+    if asked.update:
+        ceilings.save(merged(measured, {} if everything else table.rows), triton.__version__)
+    print("\n".join(wrong) or f"{sum(map(len, measured.values()))} kernels read, nothing wrong")
+    return 1 if wrong else 0
+
+
+def merged(measured: dict[int, list[Checked]], rows: ceilings.Table) -> ceilings.Table:
+    """The table's rows with those that were measured in their places, new ones at the end."""
+    found = {name: dict(row) for name, row in rows.items()}
+    for checked in measured.values():
+        for c in checked:
+            found[c.name] = {}
+    for arch, checked in measured.items():
+        for c in checked:
+            found[c.name][f"sm_{arch}"] = c.row
+    return found
+
+
+def show(checked: list[Checked], arch: int) -> None:
+    """A line a launch."""
+    for c in checked:
+        print(f"sm_{arch} {c.name:50} " + " ".join(f"{name} {value}" for name, value in c.row.items()), flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.gate", description=__doc__)
+    parser.add_argument("--arch", type=int, nargs="*", default=ARCHITECTURES, help="89 90 100 120")
+    parser.add_argument("--only", default="*", help="rows of tests/kernels/cases.py, as a pattern")
+    parser.add_argument("--show", action="store_true", help="print the figures")
+    parser.add_argument("--update", action="store_true", help="write them to ceilings.toml as the new ceilings")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

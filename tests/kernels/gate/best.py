@@ -1,0 +1,19 @@
+"""The fewest instructions that were reached for each kind of kernel before it was written for real, on sm_90.
+
+They were counted on prototypes that held the arithmetic and little else; the library's kernels must not need more.
+A row is the name of a launch, the figure it bounds ("per_element" or "instructions"), and its highest value.
+"""
+
+ARCHITECTURE = 90
+Best = dict[str, tuple[str, float]]
+
+BEST: Best = {
+    "cast+transpose bf16: cast": ("per_element", 10.0),
+    "cast+transpose bf16 E5M2: cast": ("per_element", 10.0),
+    "cast+transpose fp32 scale: cast": ("per_element", 10.0),
+}
+#: Not reached yet. A row that comes to be reached fails too, so that it moves up.
+BEHIND: Best = {
+    "cast+transpose+amax delayed: cast": ("per_element", 10.0),
+    "amax bf16: amax": ("instructions", 304),
+}

@@ -1,0 +1,79 @@
+"""The table of figures that a change must update knowingly: ceilings.toml, one row a launch and architecture."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.kernels.gate.machine_code import Code, ptxas_version
+from tests.kernels.gate.record import Recorded
+
+PATH = Path(__file__).with_name("ceilings.toml")
+HEADER = """\
+# Ceilings of the compiled kernels: written by `python -m tests.kernels.gate --update`, checked by test_gate.py.
+# A figure above its row fails; so does a launch without a row, or a row without a launch.
+# instructions: of the listing, padding included; per_element: these times threads, over the elements of a program.
+# loads, stores: of global memory, as count x bytes of a thread; shared: bytes of a program.
+# They hold for the versions below; with others only the rules (rules.py) are checked.
+"""
+
+Row = dict[str, Any]
+Table = dict[str, dict[str, Row]]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The table, and the version of Triton whose figures it holds."""
+
+    triton: str
+    rows: Table
+
+
+def figures(recorded: Recorded, code: Code) -> Row:
+    """A row of the table."""
+    row: Row = {"registers": code.registers, "shared": code.shared, "instructions": code.instructions}
+    share = recorded.threads_an_element
+    if share is not None:
+        row["per_element"] = round(code.instructions * share, 2)
+    return row | {"loads": _text(code.loads), "stores": _text(code.stores)}
+
+
+def above(row: Row, ceiling: Row) -> list[str]:
+    """What is above the table, in words."""
+    found = []
+    for name in ("registers", "shared", "instructions", "per_element"):
+        if name in row and row[name] > ceiling.get(name, 0):
+            found.append(f"{name} {row[name]}, the table has {ceiling.get(name)}")
+    for name in ("loads", "stores"):
+        if _narrow(row[name]) > _narrow(ceiling.get(name, "")):
+            found.append(f"{name} narrower than 16 bytes: {row[name]}, the table has {ceiling.get(name)}")
+    return found
+
+
+def load(path: Path = PATH) -> Ceilings:
+    """The table as it is committed; an empty one where there is none."""
+    data = tomllib.loads(path.read_text()) if path.exists() else {}
+    versions = data.pop("versions", {})
+    return Ceilings(versions.get("triton", ""), data)
+
+
+def save(rows: Table, triton: str, path: Path = PATH) -> None:
+    """Write the table."""
+    lines = [HEADER, "[versions]", f'triton = "{triton}"', f'ptxas = "{ptxas_version()}"']
+    for name, row in rows.items():
+        lines += ["", f'["{name}"]']
+        lines += [f"{arch} = {_inline(figures)}" for arch, figures in row.items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _inline(row: Row) -> str:
+    return "{ " + ", ".join(f'{k} = "{v}"' if isinstance(v, str) else f"{k} = {v}" for k, v in row.items()) + " }"
+
+
+def _text(widths: dict[int, int]) -> str:
+    return " ".join(f"{count}x{width}" for width, count in sorted(widths.items(), reverse=True))
+
+
+def _narrow(text: str) -> int:
+    pairs = (part.split("x") for part in text.split())
+    return sum(int(count) for count, width in pairs if int(width) < 16)

@@ -1,0 +1,86 @@
+"""One architecture through the gate: rules, ceilings, and the fewest instructions that were reached before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import triton
+
+from tests.kernels.cases import Case
+from tests.kernels.gate.best import ARCHITECTURE, BEHIND, BEST
+from tests.kernels.gate.ceilings import Ceilings, Row, above, figures
+from tests.kernels.gate.machine_code import Code, read
+from tests.kernels.gate.record import Recorded, record
+from tests.kernels.gate.rules import RULES
+
+UPDATE = "python -m tests.kernels.gate --update"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One launch on one architecture: its figures, and what is wrong with it whatever the table says."""
+
+    name: str
+    row: Row
+    broken: tuple[str, ...]
+
+
+def measure(cases: Sequence[Case], arch: int, chosen: Sequence[Case] | None = None) -> list[Checked]:
+    """Compile what these rows launch on sm_`arch`, or the chosen ones of them, and read it."""
+    found = []
+    for recorded in record(cases, arch):
+        if chosen is not None and recorded.case not in chosen:
+            continue
+        code = read(recorded.launch, arch)
+        found.append(Checked(recorded.name, figures(recorded, code), tuple(broken_rules(recorded, code))))
+    return found
+
+
+def broken_rules(recorded: Recorded, code: Code) -> list[str]:
+    """The rules that a launch breaks and that its row does not except."""
+    unknown = set(recorded.case.exceptions) - set(RULES)
+    if unknown:
+        return [f"its row excepts {', '.join(sorted(unknown))}; the rules are {', '.join(RULES)}"]
+    said = {name: rule(code, recorded.launch) for name, rule in RULES.items() if name not in recorded.case.exceptions}
+    return [f"{name}: {what}" for name, what in said.items() if what]
+
+
+def failures(checked: Sequence[Checked], arch: int, table: Ceilings, every: bool = True) -> list[str]:
+    """What is wrong on sm_`arch`, a sentence each; ceilings only with the version of Triton that they were taken with.
+
+    Args:
+        every: whether `checked` holds all rows, so that those of the table that are missing are reported.
+    """
+    found = [f"{c.name}: {what}" for c in checked for what in c.broken]
+    if table.triton and table.triton != triton.__version__:
+        return found
+    key = f"sm_{arch}"
+    for c in checked:
+        ceiling = table.rows.get(c.name, {}).get(key)
+        if ceiling is None:
+            found.append(f"{c.name}: has no ceilings; write them with `{UPDATE} --only {_pattern(c.name)}`")
+        else:
+            higher = above(c.row, ceiling)
+            found += [f"{c.name}: {what}; if this is meant, `{UPDATE} --only {_pattern(c.name)}`" for what in higher]
+    if every:
+        stale = [name for name, row in table.rows.items() if key in row and name not in {c.name for c in checked}]
+        found += [f"{name}: is in ceilings.toml and launched by no row of cases.py; `{UPDATE}`" for name in stale]
+    return found + (_behind(checked, every) if arch == ARCHITECTURE else [])
+
+
+def _behind(checked: Sequence[Checked], every: bool) -> list[str]:
+    rows = {c.name: c.row for c in checked}
+    found = []
+    for name, (figure, best) in (BEST | BEHIND).items():
+        if name not in rows:
+            found += [f"{name}: is in best.py and launched by no row of cases.py"] if every else []
+            continue
+        reached = rows[name].get(figure, best + 1) <= best
+        if reached and name in BEHIND:
+            found.append(f"{name}: {figure} {best} is reached: move its row of best.py to BEST")
+        elif not reached and name in BEST:
+            found.append(f"{name}: {figure} {rows[name].get(figure)}, {best} was reached before")
+    return found
+
+
+def _pattern(name: str) -> str:
+    return repr(name.partition(":")[0])

@@ -1,0 +1,63 @@
+"""The launches of every row, named, each once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quaver.torch.gpu import launch as launching
+from quaver.torch.gpu.launch import Launch
+from tests.kernels.cases import Case
+
+ARCHITECTURES = 89, 90, 100, 120
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A launch, and the row it belongs to."""
+
+    case: Case
+    name: str
+    launch: Launch
+
+    @property
+    def threads_an_element(self) -> float | None:
+        """Threads of a program over its elements: instructions times this are thread-instructions per element."""
+        constants = self.launch.constants
+        own = constants.get("BM", 0) * constants.get("BN", 0)
+        elements = self.case.elements or own
+        return 32 * self.launch.warps / elements if elements else None
+
+
+def record(cases: Sequence[Case], arch: int) -> list[Recorded]:
+    """What these rows launch on sm_`arch`, in order.
+
+    Raises:
+        ValueError: a row launches nothing, or two have one name.
+    """
+    found: list[Recorded] = []
+    seen: set[str] = set()
+    names: set[str] = set()
+    for case in cases:
+        with launching.recording(arch) as launches:
+            case.launch()
+        if not launches:
+            raise ValueError(f"the row {case.name!r} of tests/kernels/cases.py launches nothing for sm_{arch}")
+        for launch in launches:
+            if identity(launch) in seen:
+                continue
+            seen.add(identity(launch))
+            name = f"{case.name}: {launch.fn.__name__}"
+            count = 1 + sum(n == name or n.startswith(f"{name} #") for n in names)
+            name = name if count == 1 else f"{name} #{count}"
+            names.add(name)
+            found.append(Recorded(case, name, launch))
+    repeated = {case.name for case in cases if [c.name for c in cases].count(case.name) > 1}
+    if repeated:
+        raise ValueError(f"two rows of tests/kernels/cases.py are called {', '.join(sorted(repeated))}")
+    return found
+
+
+def identity(launch: Launch) -> str:
+    """Launches with the same one are compiled to the same machine code."""
+    fn = launch.fn
+    parts = (fn.__module__, fn.__name__, launch.signature, launch.constants, launch.divisible, launch.warps)
+    return repr(parts)
