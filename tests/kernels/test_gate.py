@@ -3,12 +3,20 @@
 In a process of its own for each architecture, since Triton interprets in this one.
 """
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.kernels.gate import ceilings
+from tests.kernels.gate.best import BEHIND, BEST
+from tests.kernels.gate.ceilings import Ceilings
+from tests.kernels.gate.check import Checked, failures
 
 ARCHITECTURES = 89, 90, 100, 120
 ROOT = Path(__file__).parents[2]
@@ -27,3 +35,87 @@ def compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_compiled_kernels_keep_the_rules_and_their_ceilings(arch: int) -> None:
     done = compiling("-m", "tests.kernels.gate", "--arch", str(arch))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_rule_fires_on_a_kernel_that_breaks_it() -> None:
+    done = compiling("-m", "tests.kernels.gate.bad")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    broken = said["broken"]
+    for arch in ("89", "90"):
+        assert broken["turns bytes"][arch] == ["shared bytes"]
+        assert broken["holds too much"][arch] == ["local memory"]
+        assert broken["strides of 1023"][arch] == ["wide loads", "wide stores"]
+        assert broken["strides of 1024"][arch] == []
+    # Later versions of Triton may cast directly.
+    if said["triton"].startswith("3.6."):
+        assert broken["casts"] == {"89": ["rounding"], "90": []}
+
+
+ROW = {"registers": 40, "shared": 0, "instructions": 100, "per_element": 4.0, "loads": "4x16 1x4", "stores": "2x16"}
+
+
+def wrong(row: dict[str, Any] | None, table: dict[str, Any], arch: int = 100) -> list[str]:
+    """What the gate says of one launch called "row" with these figures, or of none."""
+    import triton
+
+    checked = [] if row is None else [Checked("row: kernel", row, ())]
+    return failures(checked, arch, Ceilings(triton.__version__, table))
+
+
+def table(**changes: Any) -> dict[str, Any]:
+    return {"row: kernel": {"sm_100": ROW | changes}}
+
+
+def test_figures_at_their_ceilings_or_below_pass() -> None:
+    assert wrong(ROW, table()) == []
+    assert wrong(ROW | {"instructions": 92, "loads": "5x16"}, table()) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"registers": 41},
+        {"shared": 16},
+        {"instructions": 104},
+        {"per_element": 4.1},
+        {"loads": "3x16 2x8"},
+        {"stores": "2x16 1x1"},
+    ],
+    ids=str,
+)
+def test_a_figure_above_its_ceiling_fails_and_names_the_command(change: dict[str, Any]) -> None:
+    (said,) = wrong(ROW | change, table())
+    assert next(iter(change)) in said
+    assert "python -m tests.kernels.gate --update --only 'row'" in said
+
+
+def test_a_launch_without_a_row_fails_and_a_row_without_a_launch() -> None:
+    (said,) = wrong(ROW, {})
+    assert "has no ceilings" in said and "--update --only 'row'" in said
+    (said,) = wrong(None, table())
+    assert "launched by no row" in said and "--update" in said
+
+
+def test_other_versions_of_triton_keep_the_rules_without_the_ceilings() -> None:
+    checked = [Checked("row: kernel", ROW, ("local memory: 8 bytes",))]
+    assert failures(checked, 100, Ceilings("2.0.0", table(instructions=1))) == ["row: kernel: local memory: 8 bytes"]
+
+
+def test_more_instructions_than_were_reached_before_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.kernels.gate.check.BEST", {"row: kernel": ("per_element", 3.5)})
+    monkeypatch.setattr("tests.kernels.gate.check.BEHIND", {})
+    rows = {"row: kernel": {"sm_90": ROW}}
+    assert wrong(ROW, rows, 90) == ["row: kernel: per_element 4.0, 3.5 was reached before"]
+    monkeypatch.setattr("tests.kernels.gate.check.BEHIND", {"row: kernel": ("per_element", 4.5)})
+    monkeypatch.setattr("tests.kernels.gate.check.BEST", {})
+    (said,) = wrong(ROW, rows, 90)
+    assert "move its row" in said
+    assert not set(BEST) & set(BEHIND)
+
+
+def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    ceilings.save(table(), "3.6.0", tmp_path / "table.toml")
+    found = ceilings.load(tmp_path / "table.toml")
+    assert dataclasses.astuple(found) == ("3.6.0", table())
+    assert ceilings.load(tmp_path / "none.toml").rows == {}
