@@ -2,7 +2,8 @@
 
 `history` [length, 3] and `factor` [3] have a column each for input, weight and grad_output. Row 0 is what the present
 step has recorded so far; a factor of 0 is unset, and the tensor's own amax is used. On a CPU in eager mode the numbers
-are read and written as Python floats; elsewhere everything is tensor arithmetic without a synchronization.
+are read and written as Python floats; on a GPU one launch rolls a whole model (`quaver.torch.gpu.roll`); elsewhere, and
+inside compiled code, everything is tensor arithmetic without a synchronization.
 """
 
 import itertools
@@ -21,6 +22,7 @@ from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import recomputation
 from quaver.torch.cpu_quantize import SMALLEST_NORMAL, host_factor
+from quaver.torch.gpu import device
 from quaver.torch.rounding import exponent, power_of_two
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
@@ -121,10 +123,45 @@ def saved_factors(layer: nn.Module) -> Tensor | list[float]:
         return torch.zeros(3, device=layer.weight.device) if torch.compiler.is_compiling() else [0.0] * 3  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         return factor.clone()
-    found: Tensor | list[float] = views(layer).factors.tolist() if factor.is_cpu else factor.clone()
+    found: Tensor | list[float] = views(layer).factors.tolist() if factor.is_cpu else _on_device(layer, factor)
     if recomputation.state.replay is not None or recomputation.state.writing:
         found = recomputation.noted(layer, "factors", found)
     return found
+
+
+def _on_device(layer: nn.Module, factor: Tensor) -> Tensor:
+    stacked = layer.__dict__.get("_stacked")
+    found: Tensor | None = None if stacked is None else stacked[0].snapshot(stacked[1], factor)
+    if found is None:
+        return factor.clone()
+    # Wherever these factors go, whether they are set goes with them.
+    found.known_set = stacked[0].is_set(stacked[1], factor)  # type: ignore[attr-defined]
+    return found
+
+
+def is_set(layer: nn.Module, column: int, factors: "Tensor | list[float] | None" = None) -> bool:
+    """Whether a factor is known not to be 0, without a synchronization: then one pass over the tensor will do.
+
+    A GPU says so a step or two late, and anew after loading or another recipe; a write through `.data` goes unseen.
+
+    Args:
+        factors: what `saved_factors` gave; without them the answer is for a forward that takes the present ones, and
+            never yes inside a backward, whose forward may have seen others.
+    """
+    if isinstance(factors, list):
+        return factors[column] != 0.0
+    if torch.compiler.is_compiling():
+        return False
+    if factors is not None:
+        known: list[bool] | None = getattr(factors, "known_set", None)
+        return known is not None and known[column]
+    factor = layer._buffers.get("factor")
+    if factor is None or factor.is_meta or torch._C._current_graph_task_id() != -1:
+        return False
+    if factor.is_cpu:
+        return bool(views(layer).factors[column] != 0.0)
+    stacked = layer.__dict__.get("_stacked")
+    return stacked is not None and bool(stacked[0].is_set(stacked[1], factor)[column])
 
 
 def record(layer: nn.Module, column: int, amax: Tensor | float | None) -> None:
@@ -140,6 +177,13 @@ def record(layer: nn.Module, column: int, amax: Tensor | float | None) -> None:
     assert isinstance(amax, Tensor)
     history = layer._buffers["history"]
     assert history is not None
+    if not torch.compiler.is_compiling() and _launched(history) and history.device == amax.device:
+        from quaver.torch.gpu import roll as kernels
+
+        kernels.note(history, column, amax)
+        if history.is_cpu:
+            views(layer).recorded = True
+        return
     value = torch.where(amax < math.inf, amax, 0.0).reshape(())
     history[0, column] = torch.maximum(history[0, column], value)
 
@@ -191,18 +235,46 @@ def roll(layers: Iterable[nn.Module], group: Any = None, recipe: Recipe | None =
         # One that is on meta yet has nothing to say.
         reduced = [layer for layer in layers if "_copied" not in layer.__dict__ and not layer.history.is_meta]
         _reduce(reduced, group)
+    together: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         rule = layer.__dict__.get("_delayed", recipe)
         history = layer._buffers["history"]
         assert history is not None
         if rule is None or rule.delayed is None:
             continue
-        if torch.compiler.is_compiling() or not history.is_cpu:
+        if torch.compiler.is_compiling():
             _roll_tensors(layer, rule)
-            continue
-        seen = views(layer)
-        if seen.recorded or seen.version != history._version:
-            _roll_floats(seen, rule)
+        elif _launched(history):
+            key = history.device, rule, history.shape[0], history.stride()
+            together.setdefault(key, []).append(layer)
+        elif not history.is_cpu:
+            _roll_tensors(layer, rule)
+        else:
+            seen = views(layer)
+            if seen.recorded or seen.version != history._version:
+                _roll_floats(seen, rule)
+    for (_, rule, *_), alike in together.items():
+        _roll_together(alike, rule)
+
+
+def _launched(history: Tensor) -> bool:
+    """Whether a kernel rolls and notes in a history: on a GPU, or interpreted on a CPU that is asked to."""
+    if history.is_cpu and "triton" not in device.asked:
+        return False
+    return not history.is_meta and not device.why_no_kernels(history.device)
+
+
+def _roll_together(layers: list[nn.Module], rule: Recipe) -> None:
+    from quaver.torch.gpu import roll as kernels
+
+    assert rule.delayed is not None
+    first: Any = layers[0]._buffers
+    for layer in layers:
+        # What is remembered of its buffers on a CPU is true no longer.
+        layer.__dict__.pop("_views", None)
+    if kernels.reason(first["history"], first["factor"]) or not kernels.roll(layers, rule.delayed, column_specs(rule)):
+        for layer in layers:
+            _roll_tensors(layer, rule)
 
 
 @torch.no_grad()
@@ -212,8 +284,7 @@ def _reduce(layers: list[nn.Module], group: Any) -> None:
     rows: list[Tensor] = [layer._buffers["history"][0] for layer in layers]  # type: ignore[index]
     flat = torch.cat(rows)
     dist.all_reduce(flat, dist.ReduceOp.MAX, group)
-    for row, value in zip(rows, flat.split(3), strict=True):
-        row.copy_(value)
+    torch._foreach_copy_(rows, list(flat.split(3)))
 
 
 def _roll_floats(seen: _Views, recipe: Recipe) -> None:
