@@ -4,11 +4,12 @@ The ledger is calibrated on two rows of Transformer Engine's H200 NVL table, bf1
 here it has not seen. A benchmark moves bytes of its own around the layer: they are counted as its source says.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from quaver import recipes
 from quaver.core import gpus, ledger
-from quaver.core.gpus import Gpu
+from quaver.core.gpus import FRACTION_BF16, FRACTION_FP8, GPUS, Gpu
 from quaver.core.ledger import moving, quantization, written
 from quaver.core.spec import GemmSpec, Recipe
 
@@ -102,13 +103,29 @@ def of_transformer_engine(gpu: str) -> list[Forecast]:
     ]
 
 
-def of_torchao(gpu: str = "h100-hbm2e") -> list[Forecast]:
+def of_torchao(gpu: str | Gpu = "h100-hbm2e") -> list[Forecast]:
     """torchao's four shapes."""
     card = gpus.get(gpu)
     return [
         Forecast(f"torchao rowwise, H100, {shape}", "speed-up", ratio, torchao_speedup(*shape, card))
         for shape, ratio in TORCHAO.items()
     ]
+
+
+def other_cards() -> dict[str, Gpu]:
+    """What torchao's card could be taken for instead, to see how much the forecast hangs on it."""
+    card = GPUS["h100-hbm2e"]
+    bf16, tensor = card.rates["bf16"], card.rates["tensor"]
+    why = "the fraction of its peak that the H200 NVL reaches, of the published peak of the H100 SXM"
+    scaled = {
+        "bf16": bf16.times(989.5 * FRACTION_BF16 / bf16.value, why),
+        "tensor": tensor.times(1979 * FRACTION_FP8 / tensor.value, why),
+        "row": tensor.times(0.95 * 1979 * FRACTION_FP8 / tensor.value, why),
+    }
+    return {
+        "the H100 SXM with HBM3": GPUS["h100"],
+        "2.4 TB/s, GEMM rates scaled up to the peaks of the H100 SXM": replace(card, rates=scaled),
+    }
 
 
 def seven() -> list[Forecast]:

@@ -49,9 +49,9 @@ class Cost(NamedTuple):
 class Gemm(NamedTuple):
     """One GEMM."""
 
-    #: A key of `Gpu.rates`.
+    #: A key of `Gpu.rates`, or "other".
     kind: str
-    #: Whether the GPU has it; if not, operands are decoded and it runs in bf16.
+    #: Whether the GPU has it, and for these sizes; if not, operands are decoded and it runs in bf16.
     native: bool
     flops: float
     seconds: float
@@ -99,23 +99,43 @@ class Layer:
 
 
 def kind(spec: GemmSpec) -> str:
-    """How a GEMM is scaled, by which its rate is known: bf16, tensor, row, block, mx or nvfp4."""
+    """How a GEMM is scaled, by which its rate is known: bf16, tensor, row, block, mx, nvfp4; "other": no GPU has it."""
     if spec.a is None or spec.b is None:
         return "bf16"
-    pair = spec.a, spec.b
-    if any(s.format.bits == 4 for s in pair):
-        return "nvfp4"
-    if any(s.scale == "e8m0" for s in pair):
-        return "mx"
-    if any(s.block[1] is not None for s in pair):
-        return "block"
-    return "tensor" if all(s.per_tensor for s in pair) else "row"
+    roles = {role(spec.a), role(spec.b)}
+    both_square = spec.a.block == spec.b.block == (128, 128)
+    if both_square or spec.a.format.name == spec.b.format.name == "e5m2":
+        return "other"
+    if roles == {"tensor", "row"}:
+        return "row"
+    return roles.pop() if len(roles) == 1 else "other"
+
+
+def role(spec: QuantSpec) -> str:
+    """What the scales of an operand are for."""
+    rows, k = spec.block
+    if spec.format.bits != 8:
+        return "nvfp4" if spec.two_level and k == 16 and rows in (1, 16) else "other"
+    if spec.scale == "e8m0":
+        return "mx" if k == 32 and rows in (1, 32) else "other"
+    if k is None:
+        return {None: "tensor", 1: "row"}.get(rows, "other")
+    return "block" if spec.block in ((1, 128), (128, 128)) else "other"
+
+
+def on(spec: GemmSpec, gpu: Gpu) -> str:
+    """The kind that a GPU runs: Blackwell takes blocks of 128 for four of 32 where their scales are powers of two."""
+    narrower = "mx" in gpu.rates and all(
+        s is not None and role(s) == "block" and s.power_of_two for s in (spec.a, spec.b)
+    )
+    return "mx" if narrower else kind(spec)
 
 
 def gemm(spec: GemmSpec, m: int, n: int, k: int, gpu: Gpu) -> Gemm:
     """One NT GEMM [m, k] @ [n, k].T with a bf16 result; operands are quantized already."""
-    wanted = kind(spec)
-    native = wanted in gpu.rates
+    wanted = on(spec, gpu)
+    # cuBLASLt's eight-bit GEMMs take whole sixteens of columns; rows and k are padded.
+    native = wanted == "bf16" or (wanted in gpu.rates and n % 16 == 0)
     flops = 2.0 * m * n * k
     bits = [16 if s is None or not native else s.format.bits for s in (spec.a, spec.b)]
     moved = m * k * bits[0] / 8 + n * k * bits[1] / 8 + m * n * WIDE

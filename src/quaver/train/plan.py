@@ -20,7 +20,8 @@ from quaver.train import recipe_name
 from quaver.train.parameters import matrices
 from quaver.train.sizes import MODELS, ModelConfig
 
-COLUMNS = ("layer", "K", "N", "GEMMs in bf16, ms", "predicted ms", "bytes moved more, MB", "speed-up", "gains")
+#: "more MB" is what the layer moves beyond a bf16 one.
+COLUMNS = ("layer", "K", "N", "bf16, ms", "predicted", "more MB", "speed-up", "gains")
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def cells(planned: Plan) -> Iterator[tuple[str, ...]]:
         sizes = (", ".join(row.names), f"{cost.in_features}", f"{cost.out_features}")
         yield (*sizes, *_numbers(cost.bf16_seconds, cost.seconds, cost.bytes), "yes" if row.gains else "no")
     one = planned.bf16_seconds, planned.seconds, planned.bytes
-    yield ("a layer, all its matrices", "", "", *_numbers(*one), "")
+    yield ("one layer", "", "", *_numbers(*one), "")
     layers = planned.config.layers
     yield (f"{layers} layers", "", "", *_numbers(*(layers * number for number in one)), "")
 
@@ -111,10 +112,10 @@ def _numbers(bf16: float, predicted: float, moved: float) -> tuple[str, str, str
 
 
 def rich_table(planned: Plan) -> Table:
-    shown = Table(box=box.SIMPLE)
-    shown.add_column(COLUMNS[0], overflow="fold")
+    shown = Table(box=box.SIMPLE, pad_edge=False)
+    shown.add_column(COLUMNS[0], min_width=len("gate_proj,"))
     for name in COLUMNS[1:]:
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", no_wrap=True)
     for row in cells(planned):
         shown.add_row(*row)
     return shown

@@ -1,0 +1,97 @@
+"""Filters for `skip=`: what they leave alone, and why."""
+
+import pytest
+
+import quaver
+from quaver.core import ledger
+from quaver.core.conversion import Choice
+from quaver.recipes import RECIPES, get
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("sizes", [(64, 64), (4096, 1024), (4096, 14_336)])
+def test_unprofitable_leaves_alone_what_the_ledger_predicts_to_be_slower(name: str, sizes: tuple[int, int]) -> None:
+    gain = ledger.layer(get(name), 512, *sizes, "h100").speedup
+    why = quaver.rules.unprofitable("h100", tokens=512)("a.b", *sizes, get(name))
+    assert bool(why) is (gain < 1)
+    if why:
+        assert f"predicted {gain:.2f} of bf16's speed as {name} on h100 with 512 tokens" in why
+
+
+def test_least_and_recipe_decide_where_they_are_given() -> None:
+    rowwise = get("rowwise")
+    assert not quaver.rules.unprofitable("h100")("a", 4096, 4096, rowwise)
+    assert "less than 1.5" in quaver.rules.unprofitable("h100", least=1.5)("a", 4096, 4096, rowwise)
+    assert "as mxfp8" in quaver.rules.unprofitable("h100", recipe="mxfp8")("a", 4096, 4096, rowwise)
+
+
+def test_what_is_not_quantized_is_never_unprofitable() -> None:
+    assert not quaver.rules.unprofitable("h100", least=3)("a", 8, 8, get("bf16"))
+    assert not quaver.rules.unprofitable("h100")("a", 0, 8, get("mxfp8"))
+
+
+#: torchao's `_auto_filter_for_recipe`: (K, N) and whether it leaves the layer alone.
+SMALL = [
+    ("tensorwise", 4096, 1024, True),
+    ("tensorwise", 4112, 1024, False),
+    ("tensorwise", 4096, 1040, False),
+    ("rowwise", 8192, 2048, True),
+    ("rowwise", 8192, 2064, False),
+    ("rowwise", 1024, 8192, True),
+    ("rowwise", 1040, 8192, False),
+    ("rowwise", 2048, 4096, True),
+    ("rowwise", 2048, 4112, False),
+    ("rowwise", 2064, 4096, False),
+    ("rowwise", 8200, 8192, True),
+    ("tensorwise", 8192, 8200, True),
+]
+
+
+@pytest.mark.parametrize(("recipe", "k", "n", "left"), SMALL)
+def test_torchaos_thresholds(recipe: str, k: int, n: int, left: bool) -> None:
+    why = quaver.rules.auto_filter_small_kn(recipe)("a", k, n, get(recipe))
+    assert bool(why) is left
+    assert not left or f"K={k}, N={n}" in why
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: quaver.rules.unprofitable("h10"), "did you mean 'h100'"),
+        (lambda: quaver.rules.unprofitable("h100", tokens=0), "tokens is 0; give how many tokens"),
+        (lambda: quaver.rules.unprofitable("h100", tokens="8k"), "tokens is '8k'"),
+        (lambda: quaver.rules.unprofitable("h100", least=0), "least is 0; give the speed-up"),
+        (lambda: quaver.rules.unprofitable("h100", recipe="rowise"), "did you mean 'rowwise'"),
+        (lambda: quaver.rules.auto_filter_small_kn("rowise"), "did you mean 'rowwise'"),
+        (lambda: quaver.rules.auto_filter_small_kn("mxfp8"), "unprofitable takes every recipe"),
+        (lambda: quaver.rules.auto_filter_small_kn(None), "no thresholds for None"),
+    ],
+)
+def test_bad_input_is_a_sentence(make: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()  # type: ignore[operator]
+
+
+def test_skip_takes_names_and_filters_mixed_or_one_filter() -> None:
+    mxfp8 = get("mxfp8")
+    unprofitable = quaver.rules.unprofitable("h100")
+    mixed = Choice("mxfp8", ["head", unprofitable, lambda name, k, n, recipe: "odd" if k % 2 else ""])
+    assert mixed.decide(["head"], 8, 8)[1] == "skip pattern 'head'"
+    assert mixed.refused("a", 8, 8, mxfp8).startswith("predicted")
+    assert mixed.unused == ["*"]
+    alone = Choice("mxfp8", unprofitable)
+    assert alone.refused("a", 8, 8, mxfp8) and not alone.skip
+    second = Choice("mxfp8", [lambda *_: "", lambda *_: "second"])
+    assert second.refused("a", 8, 8, mxfp8) == "second"
+    assert Choice("mxfp8", ()).refused("a", 8, 8, mxfp8) == ""
+
+
+@pytest.mark.parametrize("entry", [3, None, ["head"], str])
+def test_skip_of_something_else_is_a_sentence(entry: object) -> None:
+    with pytest.raises(ValueError, match=r"skip holds .*give patterns of names"):
+        Choice("mxfp8", ["head", entry])  # type: ignore[list-item]
+
+
+def test_a_filter_that_says_no_reason_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="returned True for 'a'; it returns why"):
+        Choice("mxfp8", lambda *_: True).refused("a", 8, 8, get("mxfp8"))  # type: ignore[arg-type, return-value]
