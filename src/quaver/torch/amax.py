@@ -130,7 +130,7 @@ def saved_factors(layer: nn.Module) -> Tensor | list[float]:
 
 
 def _on_device(layer: nn.Module, factor: Tensor) -> Tensor:
-    stacked = layer.__dict__.get("_stacked")
+    stacked: Any = layer.__dict__.get("_stacked")
     found: Tensor | None = None if stacked is None else stacked[0].snapshot(stacked[1], factor)
     if found is None:
         return factor.clone()

@@ -51,7 +51,7 @@ class Code:
 
 def read(launch: Launch, arch: int) -> Code:
     """Compile one launch for sm_`arch` and read it; kept in Triton's own cache beside what it is read from."""
-    kernel = triton.compile(launch.source, target=GPUTarget("cuda", arch, 32), options={"num_warps": launch.warps})
+    kernel = triton.compile(launch.source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     kept = get_cache_manager(sha256(f"{kernel.hash} read by {READER}".encode()).hexdigest())
     found = kept.get_file("code.json")
     if found is None:

@@ -59,5 +59,5 @@ def record(cases: Sequence[Case], arch: int) -> list[Recorded]:
 def identity(launch: Launch) -> str:
     """Launches with the same one are compiled to the same machine code."""
     fn = launch.fn
-    parts = (fn.__module__, fn.__name__, launch.signature, launch.constants, launch.divisible, launch.warps)
+    parts = (fn.__module__, fn.__name__, launch.signature, launch.constants, launch.divisible, launch.options)
     return repr(parts)

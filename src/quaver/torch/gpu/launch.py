@@ -53,6 +53,13 @@ class Launch:
     #: Names of the arguments that are known to be multiples of 16: addresses and strides that allow wide accesses.
     divisible: tuple[str, ...]
     warps: int
+    #: Whether products and sums may become one operation, rounded once: not where bits are to be those of plain torch.
+    fused: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `triton.compile` takes besides the source."""
+        return {"num_warps": self.warps, "enable_fp_fusion": self.fused}
 
     @property
     def source(self) -> ASTSource:
@@ -119,6 +126,7 @@ def launcher(
     numbers: Sequence[int | float] = (),
     constants: dict[str, Any] | None = None,
     warps: int = 4,
+    fused: bool = True,
 ) -> Run:
     """The launch of a kernel as a function of tensors like these.
 
@@ -129,6 +137,7 @@ def launcher(
         numbers: fixed; whether one is a multiple of 16 is compiled in.
         constants: by name.
         warps: of a program.
+        fused: as `Launch.fused`.
     Returns:
         A function of the tensors: the same dtypes and device, and addresses that are multiples of 16 where these are.
     """
@@ -137,7 +146,7 @@ def launcher(
     triple = (x, y, z)
     if interpreted(fn):
         return interpreter.run(fn, triple, numbers, constants)
-    described = describe(fn, triple, tensors, numbers, constants, warps)
+    described = describe(fn, triple, tensors, numbers, constants, warps, fused)
     if _recorded is not None:
         _recorded.append(described)
         return lambda *_: None
@@ -151,6 +160,7 @@ def describe(
     numbers: Sequence[int | float],
     constants: dict[str, Any],
     warps: int,
+    fused: bool = True,
 ) -> Launch:
     """What `launcher` compiles for these arguments."""
     signature: dict[str, str] = {}
@@ -173,14 +183,14 @@ def describe(
     signature |= dict.fromkeys(constants, "constexpr")
     missing = set(fn.arg_names) - set(signature)
     assert not missing, f"{fn.__name__} is launched without {sorted(missing)}"
-    return Launch(fn, grid, signature, {**absent, **constants}, tuple(divisible), warps)
+    return Launch(fn, grid, signature, {**absent, **constants}, tuple(divisible), warps, fused)
 
 
 def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequence[int | float]) -> Run:
     device = next(t.device for t in tensors if t is not None)
     with torch.cuda.device(device):
         target = triton.runtime.driver.active.get_current_target()
-        kernel = triton.compile(launch.source, target=target, options={"num_warps": launch.warps})
+        kernel = triton.compile(launch.source, target=target, options=launch.options)
         runner = kernel[launch.grid]
     order = [launch.constants.get(name) for name in launch.fn.arg_names[len(tensors) + len(numbers) :]]
     tail = (*numbers, *order)
