@@ -40,6 +40,14 @@ def test_the_calibration_is_that_of_two_rows_of_one_table() -> None:
 def test_a_card_is_found_by_its_name_however_it_is_written() -> None:
     assert gpus.get("H200 NVL") is gpus.get("h200-nvl") is GPUS["h200-nvl"]
     assert gpus.get(GPUS["l4"]) is GPUS["l4"]
+    assert gpus.get("NVIDIA H100 80GB HBM3") is GPUS["h100"]
+    with pytest.raises(ValueError, match="'NVIDIA H100 PCIe'"):
+        gpus.get("NVIDIA H100 PCIe")
+
+
+def test_no_two_cards_have_one_driver_name() -> None:
+    names = [gpu.driver for gpu in GPUS.values() if gpu.driver]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ class Gpu:
     name: str
     #: What it is called in full.
     about: str
+    #: What its driver calls it (`torch.cuda.get_device_name()`), where that tells it from its relatives.
+    driver: str = ""
     #: Compute capability.
     capability: tuple[int, int]
     #: Of a large device-to-device copy.
@@ -106,6 +108,7 @@ GPUS = {
         Gpu(
             name="l4",
             about="NVIDIA L4",
+            driver="NVIDIA L4",
             capability=(8, 9),
             copy=_copy(0.3, "L4 data sheet"),
             rates=_sheet(121, 242.5, "the L4 data sheet"),
@@ -113,6 +116,7 @@ GPUS = {
         Gpu(
             name="l40s",
             about="NVIDIA L40S",
+            driver="NVIDIA L40S",
             capability=(8, 9),
             copy=_copy(0.864, "L40S data sheet"),
             rates=_sheet(362.05, 733, "the L40S data sheet"),
@@ -120,6 +124,7 @@ GPUS = {
         Gpu(
             name="rtx4090",
             about="NVIDIA GeForce RTX 4090",
+            driver="NVIDIA GeForce RTX 4090",
             capability=(8, 9),
             copy=_copy(1.008, "Ada architecture paper"),
             rates=_sheet(165.2, 330.3, "the Ada architecture paper (float32 accumulation)"),
@@ -127,6 +132,7 @@ GPUS = {
         Gpu(
             name="h100",
             about="NVIDIA H100 SXM, 80 GB HBM3",
+            driver="NVIDIA H100 80GB HBM3",
             capability=(9, 0),
             copy=Figure(3.01, "measured", "QuACK's reductions, 90 % of the published 3.35 (its blog of July 2025)"),
             rates=_hopper(H200_BF16.times(*SAME_CHIP), H200_BF16.times(*NVL_TO_H200)),
@@ -141,6 +147,7 @@ GPUS = {
         Gpu(
             name="h200",
             about="NVIDIA H200 SXM",
+            driver="NVIDIA H200",
             capability=(9, 0),
             copy=H200_COPY,
             rates=_hopper(H200_BF16, H200_BF16.times(*NVL_TO_H200)),
@@ -148,6 +155,7 @@ GPUS = {
         Gpu(
             name="h200-nvl",
             about="NVIDIA H200 NVL",
+            driver="NVIDIA H200 NVL",
             capability=(9, 0),
             copy=H200_COPY.times(1.0, "as measured on the H200 SXM: the same memory"),
             rates=_hopper(NVL_BF16, NVL_TENSOR),
@@ -155,6 +163,7 @@ GPUS = {
         Gpu(
             name="b200",
             about="NVIDIA B200",
+            driver="NVIDIA B200",
             capability=(10, 0),
             copy=_copy(7.7, "NVIDIA's HGX page"),
             rates={
@@ -165,6 +174,7 @@ GPUS = {
         Gpu(
             name="b300",
             about="NVIDIA B300",
+            driver="NVIDIA B300 SXM6 AC",
             capability=(10, 3),
             copy=_copy(8.0, "NVIDIA's HGX page"),
             rates=B300_RATES,
@@ -172,6 +182,7 @@ GPUS = {
         Gpu(
             name="rtx5090",
             about="NVIDIA GeForce RTX 5090",
+            driver="NVIDIA GeForce RTX 5090",
             capability=(12, 0),
             copy=_copy(1.792, "RTX Blackwell architecture paper"),
             rates=_sheet(209.5, 419, "the RTX Blackwell architecture paper (float32 accumulation)", nvfp4=1676),
@@ -183,12 +194,16 @@ GPUS = {
 def get(gpu: str | Gpu) -> Gpu:
     """The GPU of this name, or the one given.
 
+    Args:
+        gpu: a key of `GPUS`, what the GPU's driver calls it, or a Gpu.
     Raises:
         ValueError: no rates with a source are known for it; the message says for which they are.
     """
     if isinstance(gpu, Gpu):
         return gpu
     key = gpu.lower().replace(" ", "-") if isinstance(gpu, str) else ""
+    if key not in GPUS:
+        key = next((card.name for card in GPUS.values() if card.driver and card.driver == gpu), key)
     if key not in GPUS:
         near = suggest(key, GPUS) if key else ""
         hint = f"{near} " if near.startswith("did you mean") else ""
