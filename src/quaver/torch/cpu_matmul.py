@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch import cpu_narrow, reference
+from quaver.torch import cpu_brgemm, cpu_narrow, reference
 from quaver.torch.cpu_decode import decode, folds_exactly, rescales_exactly
 from quaver.torch.cpu_quantize import scalar
 from quaver.torch.quantized import Quantized
@@ -56,13 +56,16 @@ def matmul(
     exact = folds_exactly(a) and folds_exactly(b)
     tiny = size <= SMALL
     half = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
-    left, right = decode(a, half, tiny), decode(b, half, tiny)
+    blocked = exact and not half and not tiny and cpu_brgemm.takes(m, n, k)
+    left, right = decode(a, half or blocked, tiny), decode(b, half or blocked, tiny)
     if left is None or right is None:
         # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
         return reference.matmul(a, b, dtype, bias)
     x = left[0].t() if a.turned else left[0]
     y = right[0] if b.turned else right[0].t()
-    if half or tiny or not exact:
+    if blocked:
+        y = cpu_brgemm.product(x, y.t())
+    elif half or tiny or not exact:
         y = torch.mm(x, y)
     else:
         with bf16_products():

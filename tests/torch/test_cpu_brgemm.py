@@ -1,0 +1,49 @@
+"""float32 products of bf16 on a CPU: equal to float64's within float32's own error, in every layout."""
+
+import pytest
+import torch
+
+from quaver.torch import cpu_brgemm
+
+available = pytest.mark.skipif(cpu_brgemm._functions() is None, reason="this CPU or this torch has no such block")
+
+
+@available
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 2), (3, 32, 10), (128, 64, 512), (130, 96, 514), (257, 192, 1030), (200, 64, 4096)], ids=str
+)
+def test_product_is_float64s_within_float32s_error(shape: tuple[int, int, int], turned: tuple[bool, bool]) -> None:
+    m, n, k = shape
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+    if turned[0]:
+        a = a.t().contiguous().t()
+    if turned[1]:
+        b = b.t().contiguous().t()
+    y, exact = cpu_brgemm.product(a, b), a.double() @ b.double().t()
+    assert y.dtype is torch.float32 and y.is_contiguous()
+    assert (y - exact).norm() <= 5e-7 * exact.norm()
+
+
+@available
+def test_nan_infinity_and_an_outlier_stay_in_their_row() -> None:
+    a, b = torch.randn(128, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    a[3, 5], a[7, 1], a[9, 2] = torch.nan, torch.inf, 1e30
+    y = cpu_brgemm.product(a, b)
+    assert y[3].isnan().all() and y[7].isinf().all()
+    others = [i for i in range(128) if i not in (3, 7)]
+    torch.testing.assert_close(y[others], a[others].float() @ b.float().t(), rtol=1e-5, atol=1e-5)
+
+
+def test_only_large_even_products_of_one_thread_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_brgemm, "_functions", lambda: (None, None))
+    assert cpu_brgemm.takes(512, 512, 512)
+    for shape in [(64, 512, 512), (512, 500, 512), (512, 512, 511), (128, 128, 128)]:
+        assert not cpu_brgemm.takes(*shape), shape
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not cpu_brgemm.takes(512, 512, 512)
+
+
+def test_a_processor_without_bf16_instructions_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert cpu_brgemm._functions.__wrapped__() is None
