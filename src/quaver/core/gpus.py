@@ -168,7 +168,9 @@ GPUS = {
             copy=_copy(7.7, "NVIDIA's HGX page"),
             rates={
                 **{kind: rate.times(*SAME_PEAK) for kind, rate in B300_RATES.items()},
-                "nvfp4": B300_RATES["nvfp4"].times(72 / 108, "the B300's by the dense FP4 peaks, 72 to 108 PFLOP/s"),
+                "nvfp4": B300_RATES["nvfp4"].times(
+                    72 / 105, "the B300's by the dense FP4 peaks of NVIDIA's HGX page, 72 to 105"
+                ),
             },
         ),
         Gpu(
