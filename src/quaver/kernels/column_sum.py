@@ -1,4 +1,4 @@
-"""Sums over rows: of a gradient, for a bias, and of what the programs of another kernel found, each in a row of its own.
+"""Sums over rows: of a gradient, for a bias, and of what each program of another kernel found.
 
 Deterministic: every program writes what it has summed, and the second pass adds that in a fixed order.
 """

@@ -1,8 +1,8 @@
 """LayerNorm, RMSNorm and L2 over rows, and what a quantized GEMM reads of them, written by the same pass.
 
-One program takes many rows, so that gamma is read once and few programs meet over an amax. A row lies in registers; what
-is too wide for that goes through `quaver.kernels.wide_norm`. The statistics are summed before anything else is done with
-a row: what is written besides changes none of their bits.
+One program takes many rows, so that gamma is read once and few programs meet over an amax. A row lies in registers;
+what is wider goes through `quaver.kernels.wide_norm`. Threads hold VECTOR neighbours whatever is written, so that rows
+are summed in one order and an output has the same bits with and without its codes.
 """
 
 import triton
@@ -19,16 +19,6 @@ from quaver.kernels.numbers import (
     meet,
     power_of_two,
 )
-
-
-@triton.jit
-def inverse_root(total, columns, eps, AVERAGED: tl.constexpr):
-    """1 / sqrt(total / columns + eps), or without the division; each step as IEEE has it."""
-    if AVERAGED:
-        total = tl.div_rn(total, columns.to(tl.float32))
-    root = tl.sqrt_rn(total + eps)
-    # A one that is no constant: a division of a constant is an approximate one.
-    return tl.div_rn((columns * 0 + 1).to(tl.float32), root)
 
 
 @triton.jit
@@ -70,14 +60,15 @@ def swizzled(row, block, row_blocks):
 @triton.jit
 def norm(
     x, gamma, beta, y, q, mean, inverse, scale, top, factor, work,
-    rows, columns, stride, q_stride, scale_stride, programs, eps,
-    BN: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, AVERAGED: tl.constexpr, MODE: tl.constexpr,
-    BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
+    rows, columns, stride, q_stride, scale_stride, programs, eps, share,
+    BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, HELD: tl.constexpr, CENTRED: tl.constexpr,
+    MODE: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
     MAX: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns <= BN] normalized: y in x's dtype unless None, and the statistics mean, inverse float32 [rows].
 
-    gamma, beta: float32 [columns] or None.
+    gamma, beta: float32 [columns] or None; HELD in registers or read for each row.
+    share: 1 / columns, or 1 for a sum of squares.
     MODE, of what is quantized, which is y as rounded to its dtype:
         "none"; "amax": top float32 [1], its amax; "tensor": q by `factor`, with its scale and its top;
         "row": q and scale [rows]; "blocks": q and the scales of blocks of BLOCK columns, where block j of row i lies at
@@ -86,10 +77,10 @@ def norm(
     Bounded: relative RMS 1e-6 of float64 before the rounding to y's dtype. Exact: q, scale and top, given y.
     """
     first = tl.program_id(0)
-    c = tl.arange(0, BN)
-    if gamma is not None:
+    c = tl.max_contiguous(tl.arange(0, BN), VECTOR)
+    if HELD and gamma is not None:
         g = load_parameter(gamma, c, columns, EVEN)
-    if beta is not None:
+    if HELD and beta is not None:
         b = load_parameter(beta, c, columns, EVEN)
     m = tl.zeros([BN], tl.int32)
     e = 1.0
@@ -98,16 +89,16 @@ def norm(
     for row in range(first, rows, programs):
         v = load_row(x, row, c, columns, stride, EVEN)  # [BN]
         if CENTRED:
-            middle = tl.div_rn(tl.sum(v, 0), columns.to(tl.float32))
+            middle = tl.sum(v, 0) * share
             tl.store(mean + row, middle)
             v = v - middle if EVEN else tl.where(c < columns, v - middle, 0.0)
-        f = inverse_root(tl.sum(v * v, 0), columns, eps, AVERAGED)
+        f = tl.rsqrt(tl.sum(v * v, 0) * share + eps)
         tl.store(inverse + row, f)
         v = v * f
         if gamma is not None:
-            v = v * g
+            v = v * (g if HELD else load_parameter(gamma, c, columns, EVEN))
         if beta is not None:
-            v = v + b
+            v = v + (b if HELD else load_parameter(beta, c, columns, EVEN))
         rounded = v.to(x.dtype.element_ty)
         if y is not None:
             store_row(y, rounded, row, c, columns, columns, EVEN)
@@ -153,8 +144,8 @@ def norm(
 @triton.jit
 def norm_backward(
     grad, x, gamma, mean, inverse, dx, partial, top, work,
-    rows, columns, grad_stride, stride, width, programs,
-    BN: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, AVERAGED: tl.constexpr, BETA: tl.constexpr,
+    rows, columns, grad_stride, stride, width, programs, share,
+    BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
     """grad and x [rows, columns <= BN] to dx in x's dtype, and what each program adds to the parameters' gradients.
 
@@ -163,7 +154,7 @@ def norm_backward(
     top: float32 [1], the amax of dx, or None; work: int32 [2] of zeros, left as zeros. Bounded, as `norm`.
     """
     first = tl.program_id(0)
-    c = tl.arange(0, BN)
+    c = tl.max_contiguous(tl.arange(0, BN), VECTOR)
     if gamma is not None:
         g = load_parameter(gamma, c, columns, EVEN)
     of_gamma = tl.zeros([BN], tl.float32)
@@ -183,11 +174,9 @@ def norm_backward(
             if BETA:
                 of_beta += along
             along = along * g
-        inner = tl.sum(along * v, 0)
-        if AVERAGED:
-            inner = tl.div_rn(inner, columns.to(tl.float32))
+        inner = tl.sum(along * v, 0) * share
         if CENTRED:
-            along = along - tl.div_rn(tl.sum(along, 0), columns.to(tl.float32))
+            along = along - tl.sum(along, 0) * share
         rounded = ((along - v * inner) * f).to(x.dtype.element_ty)
         store_row(dx, rounded, row, c, columns, columns, EVEN)
         if top is not None:

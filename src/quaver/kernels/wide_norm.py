@@ -1,17 +1,17 @@
-"""`quaver.kernels.norm` for rows that do not fit registers: a few passes over a row, block by block, out of the cache."""
+"""`quaver.kernels.norm` for rows that do not fit registers: a few passes over a row, block by block, in the cache."""
 
 import triton
 import triton.language as tl
 
-from quaver.kernels.norm import inverse_root, load_parameter, load_row, store_row
+from quaver.kernels.norm import load_parameter, load_row, store_row
 from quaver.kernels.numbers import decode_scale, encode, flushed, magnitude_bits, meet
 
 
 @triton.jit
 def wide_norm(
     x, gamma, beta, y, q, mean, inverse, scale, top, factor, work,
-    rows, columns, stride, q_stride, programs, eps,
-    BN: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, AVERAGED: tl.constexpr, MODE: tl.constexpr,
+    rows, columns, stride, q_stride, programs, eps, share,
+    BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, MODE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """`quaver.kernels.norm.norm` over any number of columns; MODE "none", "amax" or "tensor"."""
@@ -25,20 +25,21 @@ def wide_norm(
         if CENTRED:
             total = tl.zeros([BN], tl.float32)
             for begin in range(0, columns, BN):
-                total += load_row(x, row, begin + tl.arange(0, BN), columns, stride, EVEN)
-            middle = tl.div_rn(tl.sum(total, 0), columns.to(tl.float32))
+                c = tl.max_contiguous(begin + tl.arange(0, BN), VECTOR)
+                total += load_row(x, row, c, columns, stride, EVEN)
+            middle = tl.sum(total, 0) * share
             tl.store(mean + row, middle)
         squares = tl.zeros([BN], tl.float32)
         for begin in range(0, columns, BN):
-            c = begin + tl.arange(0, BN)
+            c = tl.max_contiguous(begin + tl.arange(0, BN), VECTOR)
             v = load_row(x, row, c, columns, stride, EVEN) - middle
             if not EVEN:
                 v = tl.where(c < columns, v, 0.0)
             squares += v * v
-        f = inverse_root(tl.sum(squares, 0), columns, eps, AVERAGED)
+        f = tl.rsqrt(tl.sum(squares, 0) * share + eps)
         tl.store(inverse + row, f)
         for begin in range(0, q_stride, BN):
-            c = begin + tl.arange(0, BN)
+            c = tl.max_contiguous(begin + tl.arange(0, BN), VECTOR)
             v = (load_row(x, row, c, columns, stride, EVEN) - middle) * f
             if gamma is not None:
                 v = v * load_parameter(gamma, c, columns, EVEN)
@@ -66,8 +67,8 @@ def wide_norm(
 @triton.jit
 def wide_norm_backward(
     grad, x, gamma, mean, inverse, dx, partial, top, work,
-    rows, columns, grad_stride, stride, width, programs,
-    BN: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, AVERAGED: tl.constexpr, BETA: tl.constexpr,
+    rows, columns, grad_stride, stride, width, programs, share,
+    BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
     """`quaver.kernels.norm.norm_backward` over any number of columns.
 
@@ -86,7 +87,7 @@ def wide_norm_backward(
         products = tl.zeros([BN], tl.float32)
         total = tl.zeros([BN], tl.float32)
         for begin in range(0, columns, BN):
-            c = begin + tl.arange(0, BN)
+            c = tl.max_contiguous(begin + tl.arange(0, BN), VECTOR)
             v = (load_row(x, row, c, columns, stride, EVEN) - middle) * f
             along = load_row(grad, row, c, columns, grad_stride, EVEN)
             if not EVEN:
@@ -99,14 +100,12 @@ def wide_norm_backward(
                 along = along * load_parameter(gamma, c, columns, EVEN)
             products += along * v
             total += along
-        inner = tl.sum(products, 0)
-        if AVERAGED:
-            inner = tl.div_rn(inner, columns.to(tl.float32))
+        inner = tl.sum(products, 0) * share
         shift = 0.0
         if CENTRED:
-            shift = tl.div_rn(tl.sum(total, 0), columns.to(tl.float32))
+            shift = tl.sum(total, 0) * share
         for begin in range(0, columns, BN):
-            c = begin + tl.arange(0, BN)
+            c = tl.max_contiguous(begin + tl.arange(0, BN), VECTOR)
             v = (load_row(x, row, c, columns, stride, EVEN) - middle) * f
             along = load_row(grad, row, c, columns, grad_stride, EVEN)
             if gamma is not None:

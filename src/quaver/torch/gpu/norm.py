@@ -3,6 +3,7 @@
 The numbers are those of `quaver.torch.norm` within its bounds; what is quantized is exactly the output quantized.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from quaver.torch.gpu.launch import aligned, keep, launcher, multiprocessors, ta
 from quaver.torch.gpu.quantize import empty_codes, format_constants
 from quaver.torch.quantized import Quantized
 
-#: The widest row that lies in registers, and the block of wider ones.
-WIDEST, WIDE_BLOCK = 16384, 8192
+#: The widest row that lies in registers, forward and backward, and the block of wider ones.
+WIDEST, WIDEST_BACKWARD, WIDE_BLOCK = 16384, 8192, 8192
 #: The narrowest, which leaves a warp eight elements a thread.
 NARROWEST = 256
 #: Programs of a multiprocessor: forward, and backward, where each has sums of its own.
@@ -111,9 +112,8 @@ def normalized(
     q, scale = (None, None) if spec is None or kind == "amax" else _room(kind, spec, rows, columns, x.device)
     work = workspace(x.device)
     key = (
-        (rows, columns, flat.stride(0), x.dtype, x.device, aligned(flat), normalization, eps, kind, spec)
-        + (y is None, gamma is None, beta is None)
-        + tuple(aligned(p) for p in (gamma, beta) if p is not None)
+        *(rows, columns, flat.stride(0), x.dtype, x.device, normalization, eps, kind, spec, y is None),
+        *(gamma is None or aligned(gamma), gamma is None, beta is None or aligned(beta), beta is None),
     )
     tensors = (flat, gamma, beta, y, q, mean, inverse, scale, top, factor, work)
     run = _forwards.get(key)
@@ -150,16 +150,17 @@ def _forward_launch(tensors: tuple[Any, ...], normalization: str, eps: float, ki
     centred, averaged = KINDS[normalization]
     programs = min(rows, FORWARD_PROGRAMS * multiprocessors(x.device))
     form = _NO_FORMAT if spec is None else format_constants(spec, x.device)
-    constants = {"CENTRED": centred, "AVERAGED": averaged, "MODE": kind}
+    constants = {"CENTRED": centred, "MODE": kind, "VECTOR": vector(x)}
+    share = 1.0 / columns if averaged else 1.0
     if columns > WIDEST:
         constants |= {name: form[name] for name in ("POWER_OF_TWO", "INTEGERS")}
         constants |= {"BN": WIDE_BLOCK, "EVEN": q_stride == columns and columns % WIDE_BLOCK == 0}
-        numbers = (rows, columns, x.stride(0), q_stride, programs, float(eps))
+        numbers = (rows, columns, x.stride(0), q_stride, programs, float(eps), share)
         return launcher(wide_norm, (programs,), tensors, numbers, constants, 16)
     bn, warps = row_block(columns)
-    constants |= {"BN": bn, "EVEN": bn == columns, "BLOCK": 32 if kind == "e8m0" else 128, **form}
+    constants |= {"BN": bn, "EVEN": bn == columns, "HELD": bn <= 8192, "BLOCK": 32 if kind == "e8m0" else 128, **form}
     scale_stride = -(-columns // 128) * 4 if kind == "e8m0" else rows
-    numbers = (rows, columns, x.stride(0), q_stride, scale_stride, programs, float(eps))
+    numbers = (rows, columns, x.stride(0), q_stride, scale_stride, programs, float(eps), share)
     return launcher(norm, (programs,), tensors, numbers, constants, warps)
 
 
@@ -206,12 +207,12 @@ def gradients(
     partial = None
     if gamma is not None:
         # Rows in registers are summed there; wider ones add to memory.
-        make = torch.zeros if columns > WIDEST else torch.empty
+        make = torch.zeros if columns > WIDEST_BACKWARD else torch.empty
         partial = make((programs, columns if beta is None else 2 * columns), **one)
     key = (
-        (rows, columns, flat.stride(0), along.stride(0), x.dtype, g.dtype, x.device, aligned(flat), aligned(along))
-        + (normalization, gamma is None or aligned(gamma), gamma is None, beta is None, measure)
-    )  # fmt: skip
+        *(rows, columns, flat.stride(0), along.stride(0), x.dtype, g.dtype, x.device, normalization, measure),
+        *(gamma is None or aligned(gamma), gamma is None, beta is None),
+    )
     tensors = (along, flat, gamma, mean, inverse, dx, partial, top, workspace(x.device))
     run = _backwards.get(key)
     if run is None:
@@ -228,9 +229,10 @@ def _backward_launch(tensors: tuple[Any, ...], normalization: str, has_beta: boo
     g, x, partial = tensors[0], tensors[1], tensors[6]
     rows, columns = x.shape
     centred, averaged = KINDS[normalization]
-    numbers = (rows, columns, g.stride(0), x.stride(0), 0 if partial is None else partial.shape[1], programs)
-    constants = {"CENTRED": centred, "AVERAGED": averaged, "BETA": has_beta}
-    if columns > WIDEST:
+    share = 1.0 / columns if averaged else 1.0
+    numbers = (rows, columns, g.stride(0), x.stride(0), 0 if partial is None else partial.shape[1], programs, share)
+    constants = {"CENTRED": centred, "BETA": has_beta, "VECTOR": vector(x, g)}
+    if columns > WIDEST_BACKWARD:
         constants |= {"BN": WIDE_BLOCK, "EVEN": columns % WIDE_BLOCK == 0}
         return launcher(wide_norm_backward, (programs,), tensors, numbers, constants, 16)
     bn, warps = row_block(columns)
@@ -257,4 +259,13 @@ def sum_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def _rows(x: Tensor) -> Tensor:
     """[..., d] as a matrix whose last axis is contiguous."""
     flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(1) == 1 else flat.contiguous()
+    if flat.stride(1) != 1:
+        return flat.contiguous()
+    # The bits of a sum must not depend on an address.
+    return flat if aligned(flat) else flat.clone()
+
+
+def vector(*matrices: Tensor) -> int:
+    """Neighbours in a thread: 16 bytes of the first, or what rows and their distances are multiples of."""
+    most = 16 // matrices[0].element_size()
+    return math.gcd(most, *(n for x in matrices for n in (x.shape[1], x.stride(0))))
