@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax, counters, ops, recomputation, stored, weights
-from quaver.torch.noise import quantize_with_noise
+from quaver.torch.noise import draw, drawn, quantize_with_noise
 from quaver.torch.quantized import Quantized
 
 Factors = Tensor | list[float] | None
@@ -26,29 +26,37 @@ def fprop(
     """x [T, K], perhaps quantized already, to [T, N]; what backward will need is left in `call`."""
     a, b = recipe.fprop.a, recipe.fprop.b
     xq: Tensor | Quantized = x
+    kept: Quantized | None = None
     if a is None or b is None:
         assert isinstance(x, Tensor)
         w = stored.dequantized(layer, weight, x.dtype) if weight.dtype in stored.CODES else weight
         y = high_precision(x, w, x.dtype, bias)
     else:
-        xq = codes = x if isinstance(x, Quantized) else quantize(layer, amax.INPUT, "input", x, a, recipe, call)
+        c = recipe.wgrad.b
+        if isinstance(x, Quantized):
+            xq = codes = x
+        elif call.both is not None and call.keep_input and c is not None and both_at_once(a, c, call):
+            codes, kept = quantize_both(layer, amax.INPUT, "input", x, a, c, recipe, call)
+        else:
+            xq = codes = quantize(layer, amax.INPUT, "input", x, a, recipe, call)
         wq = quantized_weight(layer, weight, "fprop", b, recipe, call)
-        if call.plan.weight and not call.traced and "_weights" in layer.__dict__:
+        if call.plan.weight and not call.traced and ("_weights" in layer.__dict__ or capturing(weight)):
             call.weight = wq
-        y = call.matmul(codes, wq, call.dtype, bias)
+        y = call.matmul(codes, wq, call.dtype, bias, recipe.fprop.fast_accum)
     if call.keep_input:
         assert isinstance(x, Tensor)
-        call.kept = kept_input(x, xq, layer, recipe, call)
+        call.kept = kept_input(x, xq, layer, recipe, call) if kept is None else kept
     return y
 
 
 def kept_input(x: Tensor, xq: Tensor | Quantized, layer: nn.Module, recipe: Recipe, call: "Call") -> Tensor | Quantized:
-    """The operand of wgrad: of x [T, K], and of what fprop consumed of it."""
+    """The operand of wgrad, input.T [K, T]: of x [T, K], and of what fprop consumed of it; x itself unquantized."""
     c = recipe.wgrad.b
     if c is None:
         return x
     if call.plan.input:
-        return xq
+        assert isinstance(xq, Quantized)
+        return xq.T
     return quantize(layer, amax.INPUT, "input.T", x.t(), c, recipe, call)
 
 
@@ -65,18 +73,26 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """grad_output [T, N] to grad_input [T, K] and grad_weight [N, K], as far as they are needed."""
     gq: Tensor | Quantized = g
+    turned: Quantized | None = None
     grad_input = grad_weight = None
-    if recipe.dgrad.a is not None and (need_input or (need_weight and call.plan.grad_output)):
-        gq = quantize(layer, amax.GRAD_OUTPUT, "grad_output", g, recipe.dgrad.a, recipe, call)
+    a, c = recipe.dgrad.a, recipe.wgrad.a
+    if a is not None and (need_input or (need_weight and call.plan.grad_output)):
+        if call.both is not None and need_input and need_weight and c is not None and both_at_once(a, c, call):
+            gq, turned = quantize_both(layer, amax.GRAD_OUTPUT, "grad_output", g, a, c, recipe, call)
+        else:
+            gq = quantize(layer, amax.GRAD_OUTPUT, "grad_output", g, a, recipe, call)
     if need_input:
         grad_input = dgrad(gq, weight, layer, recipe, call)
     if need_weight:
-        if recipe.wgrad.a is None:
-            gt: Tensor | Quantized = g.t()
+        gt: Tensor | Quantized
+        if turned is not None:
+            gt = turned
+        elif c is None:
+            gt = g.t()
         elif call.plan.grad_output:
             gt = gq.T
         else:
-            gt = quantize(layer, amax.GRAD_OUTPUT, "grad_output.T", g.t(), recipe.wgrad.a, recipe, call)
+            gt = quantize(layer, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, recipe, call)
         grad_weight = wgrad(gt, kept, recipe, call, weight_dtype)
     return grad_input, grad_weight
 
@@ -89,11 +105,12 @@ def dgrad(g: Tensor | Quantized, weight: Tensor, layer: nn.Module, recipe: Recip
         w = stored.dequantized(layer, weight, g.dtype) if weight.dtype in stored.CODES else weight
         return high_precision(g, w.t(), call.dtype)
     assert isinstance(g, Quantized)
-    return call.matmul(g, quantized_weight(layer, weight, "dgrad", spec, recipe, call), call.dtype, None)
+    w = quantized_weight(layer, weight, "dgrad", spec, recipe, call)
+    return call.matmul(g, w, call.dtype, None, recipe.dgrad.fast_accum)
 
 
 def wgrad(g: Tensor | Quantized, kept: Tensor | Quantized, recipe: Recipe, call: "Call", dtype: torch.dtype) -> Tensor:
-    """grad_output.T [N, T] and what fprop kept of the input to grad_weight [N, K] in the parameter's dtype.
+    """grad_output.T [N, T] and what fprop kept, input.T [K, T], to grad_weight [N, K] in the parameter's dtype.
 
     A parameter that is codes takes float32.
     """
@@ -103,13 +120,26 @@ def wgrad(g: Tensor | Quantized, kept: Tensor | Quantized, recipe: Recipe, call:
         assert isinstance(g, Tensor)
         return high_precision(g, kept.t(), dtype)
     assert isinstance(g, Quantized)
-    return call.matmul(g, kept.T if call.plan.input else kept, dtype, None)
+    return call.matmul(g, kept, dtype, None, recipe.wgrad.fast_accum)
 
 
 class Call:
     """What one forward of one layer decides, and what its backward needs besides tensors."""
 
-    __slots__ = ("dtype", "factors", "keep_input", "kept", "matmul", "plan", "quantize", "record", "traced", "weight")
+    __slots__ = (
+        "both",
+        "dtype",
+        "factors",
+        "keep_input",
+        "kept",
+        "matmul",
+        "plan",
+        "quantize",
+        "record",
+        "traced",
+        "version",
+        "weight",
+    )
 
     def __init__(
         self, recipe: Recipe, x: Tensor, dtype: torch.dtype, keep_input: bool, record: bool, factors: Factors
@@ -126,8 +156,11 @@ class Call:
         self.plan = recipe.plan
         if self.traced:
             self.quantize, self.matmul = ops.run_quantize, ops.run_matmul
+            self.both = ops.quantize_both_opaquely if x.is_cuda else None
         else:
-            _, self.quantize, self.matmul, _ = ops.resolve(recipe, x)
+            _, self.quantize, self.matmul, self.both = ops.resolve(recipe, x)
+        #: Of factors on a device, which writing of theirs the forward saw.
+        self.version: int | None = None
         #: The operand that wgrad will consume.
         self.kept: Tensor | Quantized | None = None
         #: fprop's weight where dgrad will consume it too and the layer keeps it anyway.
@@ -139,9 +172,13 @@ def quantize(
 ) -> Quantized:
     """Quantize one operand of a layer, with its history or its noise where the recipe has them."""
     if call.factors is not None:
+        factor = call.factors[column]
         if call.traced and call.record and column == amax.GRAD_OUTPUT:
-            return ops.quantize_opaquely(x, spec, None, call.factors[column], number=layer.__dict__["_number"])
-        q = call.quantize(x, spec, None, call.factors[column])
+            return ops.quantize_opaquely(x, spec, None, factor, number=layer.__dict__["_number"])
+        if call.both is not None and amax.is_set(layer, column, call.factors):
+            q = call.quantize(x, spec, None, factor, ops.QUIET, True)
+        else:
+            q = call.quantize(x, spec, None, factor)
         if call.record:
             amax.record(layer, column, q.amax)
     elif spec.rounding == "nearest":
@@ -151,6 +188,62 @@ def quantize(
     if counters.active.counters is not None and not recomputation.replaying():
         counters.active.counters.note(layer, operand, x, q)
     return q
+
+
+def both_at_once(spec: QuantSpec, other: QuantSpec, call: Call) -> bool:
+    """Whether an operand and its transpose come from one call of `quantize_both`."""
+    if counters.active.counters is not None:
+        return False
+    return not call.traced or spec.rounding == other.rounding == "nearest"
+
+
+def quantize_both(
+    layer: nn.Module,
+    column: int,
+    operand: str,
+    x: Tensor,
+    spec: QuantSpec,
+    other: QuantSpec,
+    recipe: Recipe,
+    call: Call,
+) -> tuple[Quantized, Quantized]:
+    """x by one spec and its transpose by another; see `quantize`. They share nothing but what their kernel shares."""
+    assert call.both is not None
+    if call.factors is not None:
+        factor, record = call.factors[column], call.record
+        if call.traced:
+            number = layer.__dict__["_number"] if record and column == amax.GRAD_OUTPUT else None
+            q, turned = ops.quantize_both_opaquely(x, spec, other, None, factor, number=number)
+            record = record and number is None
+        else:
+            known = amax.is_set(layer, column, call.factors)
+            q, turned = call.both(x, spec, other, None, factor, ops.QUIET, ops.QUIET, known)
+        if record:
+            amax.record(layer, column, q.amax)
+        return q, turned
+    noise = ops.QUIET if spec.rounding == "nearest" else draw(layer, operand)
+    turned_noise = ops.QUIET if other.rounding == "nearest" else draw(layer, operand + ".T")
+    q, turned = call.both(x, spec, other, None, None, noise, turned_noise)
+    for rounding, name in ((spec.rounding, operand), (other.rounding, operand + ".T")):
+        if rounding != "nearest":
+            drawn(layer, name)
+    return q, turned
+
+
+def _version(layer: nn.Module, call: Call) -> int:
+    """Which writing of its factors on a device a forward saw: what stands for their value in a key."""
+    if call.version is None:
+        factor = layer._buffers["factor"]
+        assert factor is not None
+        call.version = factor._version
+        if recomputation.state.replay is not None or recomputation.state.writing:
+            call.version = recomputation.noted(layer, "version of factors", call.version)
+    return call.version
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: it neither reads what was kept before nor leaves anything to keep."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def quantized_weight(
@@ -167,19 +260,37 @@ def quantized_weight(
             return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT]).T
         w, operand = (weight, "weight") if side == "fprop" else (weight.t(), "weight.T")
         return quantize(layer, amax.WEIGHT, operand, w, spec, recipe, call)
-    factor = 0.0 if call.factors is None else float(call.factors[amax.WEIGHT])
+    if call.factors is None:
+        written = 0.0
+    else:
+        written = _version(layer, call) if isinstance(call.factors, Tensor) else call.factors[amax.WEIGHT]
     kept_as = "fprop" if shared else side
-    q = weights.lookup(layer, kept_as, weight, spec, factor)
+    keeps = not capturing(weight)
+    q = weights.lookup(layer, kept_as, weight, spec, written) if keeps else None
     if q is None:
-        if shared:
-            q = call.quantize(weight, spec, None, factor)
-        else:
-            w, operand = (weight, "weight") if side == "fprop" else (weight.t(), "weight.T")
-            q = quantize(layer, amax.WEIGHT, operand, w, spec, recipe, call)
-        weights.keep(layer, kept_as, weight, spec, factor, q)
+        q = _quantize_weight(layer, weight, side, spec, recipe, call)
+        if keeps:
+            weights.keep(layer, kept_as, weight, spec, written, q)
     elif call.record and call.factors is not None and side == "fprop":
         amax.record(layer, amax.WEIGHT, q.amax)
     return q.T if shared else q
+
+
+def _quantize_weight(
+    layer: nn.Module, weight: Tensor, side: str, spec: QuantSpec, recipe: Recipe, call: Call
+) -> Quantized:
+    """The weight, or for a dgrad that does not share fprop's its transpose."""
+    if side == "dgrad":
+        if call.plan.weight:
+            return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT])
+        return quantize(layer, amax.WEIGHT, "weight.T", weight.t(), spec, recipe, call)
+    other = recipe.dgrad.b
+    if call.both is None or not call.record or not call.plan.weight or other is None:
+        return quantize(layer, amax.WEIGHT, "weight", weight, spec, recipe, call)
+    if not both_at_once(spec, other, call):
+        return quantize(layer, amax.WEIGHT, "weight", weight, spec, recipe, call)
+    q, q.twin = quantize_both(layer, amax.WEIGHT, "weight", weight, spec, other, recipe, call)
+    return q
 
 
 def high_precision(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -13,19 +13,29 @@ from quaver.torch.quantized import Quantized
 
 def quantize_with_noise(layer: nn.Module, operand: str, x: Tensor, spec: QuantSpec) -> Quantized:
     """Round at random; the count moves on, so that the next micro-batch draws other noise."""
+    q = ops.run_quantize(x, spec, None, None, draw(layer, operand))
+    drawn(layer, operand)
+    return q
+
+
+def draw(layer: nn.Module, operand: str) -> ops.Noise:
+    """(seed, stream, count) of an operand's next quantization; tell `drawn` when it is done."""
     count = layer._buffers.get("count")
     if count is None:
         count = fresh_count(layer)
-    which = int(operand.endswith(".T"))
     seed: int = layer.__dict__.get("seed", 0)
     stream = streams(layer)[operand] if torch.compiler.is_compiling() else tensor_id(layer, operand)
-    number = count[which].clone()
+    number = count[int(operand.endswith(".T"))].clone()
     if not torch.compiler.is_compiling() and operand.startswith("input"):
         number = recomputation.noted(layer, operand, number)
-    q = ops.run_quantize(x, spec, None, None, (seed, stream, number))
-    if not recomputation.replaying():
-        count[which] += 1
-    return q
+    return seed, stream, number
+
+
+def drawn(layer: nn.Module, operand: str) -> None:
+    """The count of an operand moves on; not where a forward runs again."""
+    count = layer._buffers.get("count")
+    if count is not None and not recomputation.replaying():
+        count[int(operand.endswith(".T"))] += 1
 
 
 def tensor_id(layer: nn.Module, operand: str) -> int:

@@ -19,7 +19,7 @@ from quaver.torch import amax as amax_state
 from quaver.torch import cpu_fp4, cpu_matmul, cpu_quantize, reference
 from quaver.torch.gpu import choice
 from quaver.torch.operators import define
-from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.quantized import STORAGE, Quantized, pack
 
 #: (seed, tensor id, count) of stochastic rounding; count may be an int64 tensor of one element.
 Noise = tuple[int, Tensor | int, Tensor | int]
@@ -136,6 +136,8 @@ def resolve(recipe: Recipe, x: Tensor) -> Resolved:
 
 
 def _resolve(recipe: Recipe, x: Tensor) -> Resolved:
+    if x.is_cuda:
+        choice.announce(recipe, x)
     specs = {spec for spec in recipe.operands().values() if spec is not None}
     picks = {QUANTIZE.pick(x, spec) for spec in specs}
     run = picks.pop() if len(picks) == 1 else QUANTIZE
@@ -143,7 +145,7 @@ def _resolve(recipe: Recipe, x: Tensor) -> Resolved:
     if x.is_cpu and not choice.asked():
         operand = Quantized(x, 1.0, next(iter(specs)), (0, 0))
         return Resolved(recipe, run, MATMUL.pick(operand, operand, x.dtype, None))
-    multiply = choice.resolve_matmul(recipe, x) if x.is_cuda and MATMUL.active is MATMUL.impls else MATMUL
+    multiply = choice.resolve_matmul(x) if x.is_cuda and MATMUL.active is MATMUL.impls else MATMUL
     return Resolved(recipe, run, multiply, QUANTIZE_BOTH if kernels else None)
 
 
@@ -279,6 +281,61 @@ def quantize_opaquely(
     return Quantized(data, scale, spec, shape, lies_turned, tensor_factor if spec.two_level else None, top)
 
 
+def quantize_both_opaquely(
+    x: Tensor,
+    spec: QuantSpec,
+    other: QuantSpec,
+    amax: Tensor | None = None,
+    factor: Tensor | float | None = None,
+    noise: Noise = QUIET,
+    other_noise: Noise = QUIET,
+    number: Tensor | None = None,
+) -> tuple[Quantized, Quantized]:
+    """`QUANTIZE_BOTH` as an opaque operator, of roundings to nearest; the number as `quantize_opaquely` takes it."""
+    assert noise is QUIET and other_noise is QUIET
+    if isinstance(factor, float):
+        factor = torch.tensor(factor)
+    data, scale, of_tensor, top, turned_data, turned_scale, turned_of_tensor = torch.ops.quaver.quantize_both(
+        x, spec.text, other.text, amax, factor, number
+    )
+    (rows, k), two = x.shape, (spec.two_level, other.two_level)
+    q = Quantized(data, scale, spec, (rows, spec.padded(k)), False, of_tensor if two[0] else None, top)
+    of_turned = turned_of_tensor if two[1] else None
+    return q, Quantized(turned_data, turned_scale, other, (k, other.padded(rows)), False, of_turned, top)
+
+
+def _both_impl(
+    x: Tensor, text: str, other: str, amax: Tensor | None, factor: Tensor | None, number: Tensor | None
+) -> tuple[Tensor, ...]:
+    pair = QUANTIZE_BOTH(x, QuantSpec.parse(text), QuantSpec.parse(other), amax, factor)
+    q, turned = (_plain(operand) for operand in pair)
+    if number is not None:
+        amax_state.record_gradient(number, q[3])
+    return *q, *turned[:3]
+
+
+def _plain(q: Quantized) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(data, scales, tensor factor, amax) as `_both_fake` describes them, sharing nothing with anything."""
+    none = q.data.new_empty(0, dtype=torch.float32)
+    scale = q.plain_scale() if isinstance(q.scale, Tensor) else none.new_full((1, 1), q.scale)
+    top = none
+    if q.spec.per_tensor:
+        top = q.amax if isinstance(q.amax, Tensor) else none.new_full((1, 1), q.amax or 0.0)
+    if not q.turned:
+        data = q.data.contiguous()
+    else:
+        data = pack(q.codes()) if q.spec.format.bits == 4 else q.data.t().clone(memory_format=torch.contiguous_format)
+    scale = (scale.t() if q.turned else scale).clone(memory_format=torch.contiguous_format)
+    return data, scale, none if q.tensor_factor is None else q.tensor_factor.clone(), top.clone()
+
+
+def _both_fake(
+    x: Tensor, text: str, other: str, amax: Tensor | None, factor: Tensor | None, number: Tensor | None
+) -> tuple[Tensor, ...]:
+    straight = _quantize_fake(x, False, text, amax, factor, 0, None, None)
+    return *straight, *_quantize_fake(x.t(), False, other, amax, factor, 0, None, None)[:3]
+
+
 def _quantize_impl(
     x: Tensor,
     turned: bool,
@@ -293,7 +350,7 @@ def _quantize_impl(
     spec = QuantSpec.parse(text)
     noise = (seed, 0 if tensor_id is None else int(tensor_id), 0 if count is None else count)
     q: Quantized = QUANTIZE(x.t() if turned else x, spec, amax, factor, noise)
-    data, scale = q.data, q.scale
+    data, scale = q.data, q.plain_scale() if isinstance(q.scale, Tensor) else q.scale
     if (turned and spec.format.bits == 8 and not q.turned) or (q.turned and not turned):
         data, scale = data.t(), scale.t() if isinstance(scale, Tensor) else scale
     scale = scale if isinstance(scale, Tensor) else x.new_full((1, 1), scale, dtype=torch.float32)
@@ -389,6 +446,13 @@ define(
     " bool b_swizzled, ScalarType dtype, Tensor? bias, bool fast_accum=False) -> Tensor",
     _matmul_impl,
     _matmul_fake,
+)
+define(
+    "quantize_both(Tensor x, str spec, str other, Tensor? amax, Tensor? factor, Tensor? number)"
+    " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax,"
+    " Tensor turned_data, Tensor turned_scale, Tensor turned_factor)",
+    _both_impl,
+    _both_fake,
 )
 # Packed codes of four bits as bytes: Inductor knows no float4 on a CPU.
 define("code_bytes(Tensor codes) -> Tensor", _bytes_impl, _bytes_fake)

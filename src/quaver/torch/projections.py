@@ -255,5 +255,5 @@ def _remade(what: _What, saved: Sequence[Any], call: Call) -> Tensor | Quantized
         return y
     if call.plan.input:
         assert recipe.fprop.a is not None
-        return call.quantize(y, recipe.fprop.a, None, factor)
+        return call.quantize(y, recipe.fprop.a, None, factor).T
     return quantize(what.layers[0], amax.INPUT, "input.T", y.t(), c, recipe, call)

@@ -1,9 +1,11 @@
 """The GPU's implementations as the operations list them: their modules, and Triton, are imported when one is wanted."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec, Recipe
@@ -44,8 +46,13 @@ def why_not_quantize(x: Tensor, spec: QuantSpec, *rest: Any) -> str:
 def quantize(x: Tensor, *args: Any) -> Quantized:
     from quaver.torch.gpu import quantize as kernels
 
-    # An implementation chosen for a recipe has seen another tensor.
-    return reference.quantize(x, *args[:4]) if max(x.shape) > SIDE else kernels.quantize(x, *args)
+    if max(x.shape) > SIDE:
+        # An implementation chosen for a recipe has seen another tensor.
+        return reference.quantize(x, *args[:4])
+    try:
+        return kernels.quantize(x, *args)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(x, 1) from error
 
 
 def why_not_quantize_both(x: Tensor, spec: QuantSpec, other: QuantSpec, *rest: Any) -> str:
@@ -58,30 +65,85 @@ def why_not_quantize_both(x: Tensor, spec: QuantSpec, other: QuantSpec, *rest: A
     return kernels.reason_both(x, spec, other, *rest)
 
 
-def quantize_both(*args: Any) -> tuple[Quantized, Quantized]:
+def quantize_both(x: Tensor, *args: Any) -> tuple[Quantized, Quantized]:
     from quaver.torch.gpu import quantize as kernels
 
-    return kernels.quantize_both(*args)
+    try:
+        return kernels.quantize_both(x, *args)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(x, 2) from error
+
+
+def _out_of_memory(x: Tensor, copies: int) -> torch.OutOfMemoryError:
+    size = copies * x.numel() / 2**20
+    return torch.OutOfMemoryError(
+        f"no memory for the quantized copy of a {x.dtype} tensor of shape {tuple(x.shape)}, {size:.0f} MiB. "
+        "Nothing was recorded: the step can be run again with a smaller batch, under quaver.torch.checkpoint, or after "
+        "torch.cuda.empty_cache()"
+    )
 
 
 def why_not_native(a: Quantized, b: Quantized, *rest: Any) -> str:
-    return device.why_no_fp8(a.device, "native") or "it is not there yet"
+    """Why cuBLASLt does not multiply these, or ""."""
+    why = device.why_no_fp8(a.device, "native")
+    if why:
+        return why
+    from quaver.torch.gpu import scaled_mm
+
+    return scaled_mm.reason(a, b, *rest)
 
 
 def native(*args: Any) -> Tensor:
-    raise NotImplementedError
+    from quaver.torch.gpu import scaled_mm
+
+    return scaled_mm.matmul(*args)
 
 
-def why_not_decoded(a: Quantized, b: Quantized, *rest: Any) -> str:
-    return device.why_no_fp8(a.device, "decoded") or "it is not there yet"
+def why_not_decoded(a: Quantized, *_: Any) -> str:
+    """Why no GEMM of decoded operands runs, or ""."""
+    if a.data.is_cuda or (a.data.is_cpu and device.asked & {"native", "decoded"}):
+        return ""
+    return "the operands are not on a GPU"
 
 
 def decoded(*args: Any) -> Tensor:
-    raise NotImplementedError
+    from quaver.torch.gpu import decoded as slow
+
+    return slow.matmul(*args)
 
 
-def resolve_matmul(recipe: Recipe, x: Tensor) -> Callable[..., Tensor]:
-    return reference.matmul
+def resolve_matmul(x: Tensor) -> Callable[..., Tensor]:
+    """What multiplies on a GPU, native or decoded, without asking again."""
+    from quaver.torch.gpu import decoded, scaled_mm
+
+    return decoded.matmul if device.why_no_fp8(x.device, "native") else scaled_mm.matmul
+
+
+_announced: set[tuple[str, torch.device]] = set()
+
+
+def announce(recipe: Recipe, x: Tensor) -> None:
+    """Say once for a recipe and a GPU what of it does not run as it was meant to, and why."""
+    known = str(recipe), x.device
+    if known in _announced or not recipe.quantizes:
+        return
+    _announced.add(known)
+    why = device.why_no_fp8(x.device, "native")
+    found = {why: list(recipe.gemms)} if why else {}
+    if not why:
+        from quaver.torch.gpu import scaled_mm
+
+        for name, gemm in recipe.gemms.items():
+            if gemm.a is not None and gemm.b is not None:
+                why = scaled_mm.unavailable(gemm.a, gemm.b, x.device)
+                if why:
+                    found.setdefault(why, []).append(name)
+    for why, gemms in found.items():
+        warnings.warn(
+            f"recipe {recipe} on {device.name(x.device)}: {', '.join(gemms)} run as bf16 GEMMs of decoded operands, "
+            f"exact but slower than unquantized ones, because {why}",
+            stacklevel=2,
+        )
 
 
 def _too_large(x: Tensor) -> str:

@@ -1,0 +1,89 @@
+"""matmul where no native GEMM takes the operands: they are decoded to bf16 and multiplied with float32 sums.
+
+Every FP8 and E2M1 value is a bf16 value, also times a power of two or an E4M3 scale, and products of two are exact in
+float32. Scales of tensors and rows go on the result. Scales of blocks are folded into the values, after the largest of
+each row has been taken out of them: what is smaller than 2**-117 of it may lose bits, nothing overflows on the way.
+"""
+
+import torch
+from torch import Tensor
+
+from quaver.torch import reference
+from quaver.torch.gpu.device import architecture
+from quaver.torch.quantized import Quantized, spread
+
+#: The oldest capability with bf16 tensor cores.
+HALF = 80
+
+
+def matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
+    """a [m, k] @ b [n, k].T + bias.
+
+    Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
+    """
+    if 0 in (a.shape[0], *b.shape):
+        return reference.matmul(a, b, dtype, bias)
+    (x, of_rows), (y, of_columns) = decode(a), decode(b)
+    z = rescale(product(x, y.t()), of_rows, of_columns.t())
+    if bias is not None:
+        z = z.add_(bias)
+    return z.to(dtype)
+
+
+def decode(q: Quantized) -> tuple[Tensor, Tensor]:
+    """An operand as bf16 values [rows, k] (float32 where bf16 cannot hold them), and what multiplies each row of its
+    product: float32 [rows or 1, 1]."""
+    if q.spec.two_level:
+        assert q.tensor_factor is not None and isinstance(q.scale, Tensor)
+        blocks = q.plain_scale().view(torch.float8_e4m3fn).to(torch.float32)
+        blocks = blocks.t() if q.turned else blocks
+        return _folded(q, blocks), 1.0 / q.tensor_factor
+    scales = q.scales()
+    if q.spec.block[1] is None:
+        values = q.values().bfloat16() if q.spec.format.bits == 4 else q.data.bfloat16()
+        scales = spread(scales, (q.spec.block[0], 1), (q.shape[0], 1)) if scales.shape[0] > 1 else scales
+        return (values.t() if q.turned and q.spec.format.bits == 8 else values), scales
+    top = _power_below(torch.where(scales.isnan(), 0.0, scales).amax(1, keepdim=True))
+    return _folded(q, scales / top), spread(top, (q.spec.block[0], 1), (q.shape[0], 1))
+
+
+def _folded(q: Quantized, scales: Tensor) -> Tensor:
+    values = q.values().mul_(spread(scales, q.spec.block, q.shape))
+    return values.bfloat16() if q.spec.power_of_two or q.spec.two_level else values
+
+
+def _power_below(scales: Tensor) -> Tensor:
+    """The largest powers of two that are not above these, and normal."""
+    return (scales.view(torch.int32) & 0x7F800000).clamp_(min=0x00800000).view(torch.float32)
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y in float32, of two bf16 matrices or in true float32."""
+    if not x.is_cuda:
+        return x.float() @ y.float()
+    if x.dtype is y.dtype is torch.bfloat16 and torch.version.hip is None and architecture(x.device) >= HALF:
+        return torch.mm(x, y, out_dtype=torch.float32)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        return x.float() @ y.float()
+    finally:
+        matmul.fp32_precision = before
+
+
+def rescale(y: Tensor, *scales: Tensor) -> Tensor:
+    """y × each scale, in place. In halves, since one scale may take a value out of the range where both do not."""
+    halves = [_halves(s) for s in scales]
+    for part in (0, 1):
+        for pair in halves:
+            y = y.mul_(pair[part])
+    return y
+
+
+def _halves(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Two factors of about the same size, the first a power of two; NaN in the second."""
+    first = ((((scale.view(torch.int32) >> 23) & 0xFF) + 127 >> 1) << 23).view(torch.float32)
+    return first, scale / first

@@ -1,0 +1,234 @@
+"""matmul by cuBLASLt, by way of `torch.nn.functional.scaled_mm`: which of its kinds takes two specs, and what it wants.
+
+What a GEMM is for is asked of it once: for each device, pair of specs, output and class of shapes a small product is
+computed and compared with the decoded one. A GEMM that refuses or differs is not used, and `explain` says why.
+
+Source: the checks of torch's aten/src/ATen/native/cuda/ScaledBlas.cpp (2.13); cuBLAS's documentation of cublasLtMatmul.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+from quaver.core.spec import QuantSpec
+from quaver.torch import reference
+from quaver.torch.gpu import decoded
+from quaver.torch.gpu.device import architecture
+from quaver.torch.gpu.operands import any_matrix, matrix, scales
+from quaver.torch.quantized import Quantized
+
+
+class Kind(NamedTuple):
+    """A kind of scaled GEMM."""
+
+    #: Names what of an operand a scale is for; also of `gpu.operands.scales`.
+    a: str
+    b: str
+    #: Capabilities that have it, the first and the last.
+    first: int
+    last: int = 999
+    #: Whether it leaves out all scales: they go on its float32 output.
+    bare: bool = False
+    #: Whether it reads transposes where they lie.
+    loose: bool = False
+
+
+#: What is tried for two operands, by what their scales are for, in order of preference.
+KINDS: dict[tuple[str, ...], tuple[Kind, ...]] = {
+    ("tensor", "tensor"): (Kind("tensor", "tensor", 100, loose=True), Kind("tensor", "tensor", 89)),
+    ("row", "row"): (Kind("row", "row", 89), Kind("one", "one", 89, bare=True)),
+    ("1x128", "128x128"): (Kind("1x128", "128x128", 90, 90),),
+    ("128x128", "1x128"): (Kind("128x128", "1x128", 90, 90),),
+    ("1x128", "1x128"): (Kind("1x128", "1x128", 90, 90),),
+    ("mx", "mx"): (Kind("mx", "mx", 100),),
+    ("nv", "nv"): (Kind("nv", "nv", 100),),
+}
+SCALING = {
+    "tensor": [ScalingType.TensorWise],
+    "one": [ScalingType.TensorWise],
+    "row": [ScalingType.RowWise],
+    "1x128": [ScalingType.BlockWise1x128],
+    "128x128": [ScalingType.BlockWise128x128],
+    "mx": [ScalingType.BlockWise1x32],
+    "nv": [ScalingType.BlockWise1x16, ScalingType.TensorWise],
+}
+SWIZZLE = {"mx": [SwizzleType.SWIZZLE_32_4_4], "nv": [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]}
+#: Kinds that can accumulate faster and coarser.
+FAST = ("tensor", "row", "one")
+#: What a probe may be off by: it looks for scales that are read wrongly, not for roundings.
+TOLERANCE = 2.0**-5
+
+
+class Way(NamedTuple):
+    """How calls of a class are computed."""
+
+    #: None: not natively.
+    kind: Kind | None
+    #: Why not.
+    why: str
+    #: What the GEMM writes.
+    out: torch.dtype
+    #: Whether it adds the bias.
+    adds: bool
+    #: Held, so that no other spec gets an identity of theirs.
+    specs: tuple[QuantSpec, QuantSpec]
+
+
+_ways: dict[tuple[object, ...], Way] = {}
+
+
+def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False) -> str:
+    """Why no native GEMM takes these operands, or ""; the device has been asked before."""
+    return way(a, b, dtype, bias).why
+
+
+def matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
+    """a [m, k] @ b [n, k].T + bias, natively where that can be, else decoded.
+
+    Bounded: fast accumulation on Ada and Hopper keeps 13 bits of a sum, and cuBLASLt's usual one float32's, added up in
+    an order of its own. Not measured on a GPU yet.
+    """
+    found = way(a, b, dtype, bias)
+    if found.kind is None:
+        return decoded.matmul(a, b, dtype, bias)
+    return _run(found, a, b, dtype, bias, fast_accum)
+
+
+def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Way:
+    """How a call like this one is computed, decided once."""
+    (m, k), n = a.shape, b.shape[0]
+    shapes = m & 15 > 0, n & 15 > 0, k & 127 > 0, m == 0 or n == 0 or k == 0, a.turned, b.turned
+    device = a.data.device
+    key = (id(a.spec), id(b.spec), dtype, None if bias is None else bias.dtype, device, shapes, architecture(device))
+    found = _ways.get(key)
+    if found is None:
+        found = _decide(a, b, dtype, None if bias is None else bias.dtype)
+        if not _capturing(device):
+            _ways[key] = found
+    return found
+
+
+def role(spec: QuantSpec) -> str:
+    """What an operand's scales are for, as the table has it; "" where no GEMM knows them."""
+    if spec.two_level:
+        return "nv" if spec.block[1] == 16 and spec.block[0] in (1, 16) else ""
+    if spec.format.bits != 8:
+        return ""
+    if spec.scale == "e8m0":
+        return "mx" if spec.block[1] == 32 and spec.block[0] in (1, 32) else ""
+    if spec.block[1] is None:
+        return {None: "tensor", 1: "row"}.get(spec.block[0], "")
+    return {(1, 128): "1x128", (128, 128): "128x128"}.get(spec.block, "")
+
+
+def unavailable(a: QuantSpec, b: QuantSpec, device: torch.device) -> str:
+    """Why a device multiplies no operands of two specs natively, or ""; without trying."""
+    arch, roles = architecture(device), _roles(a, b, device)
+    if roles not in KINDS:
+        return f"cuBLASLt has no GEMM for {a} by {b}"
+    kind = KINDS[roles][-1]
+    if not kind.first <= arch <= kind.last:
+        return f"cuBLASLt multiplies {a} by {b} {_where(kind)}, and this GPU is sm_{arch}"
+    if a.format.name == b.format.name == "e5m2":
+        return "CUDA does not multiply E5M2 by E5M2"
+    return ""
+
+
+def _roles(a: QuantSpec, b: QuantSpec, device: torch.device) -> tuple[str, ...]:
+    roles = role(a), role(b)
+    if set(roles) == {"tensor", "row"}:
+        return "row", "row"
+    if set(roles) <= {"1x128", "128x128"} and a.power_of_two and b.power_of_two and architecture(device) >= 100:
+        # Blackwell has narrower blocks alone, whose scales are powers of two: one of them four times does.
+        return "mx", "mx"
+    return roles
+
+
+def _decide(a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | None) -> Way:
+    device, specs = a.data.device, (a.spec, b.spec)
+    why = "there is nothing to add up" if 0 in (*a.shape, b.shape[0]) else unavailable(a.spec, b.spec, device)
+    if not why and b.shape[0] % 16:
+        why = f"the output has {b.shape[0]} columns; cuBLASLt takes multiples of 16"
+    adds = bias is dtype and dtype is not torch.float32
+    out = dtype if bias is None or adds else torch.float32
+    arch, refusal = architecture(device), ""
+    for kind in () if why else KINDS[_roles(a.spec, b.spec, device)]:
+        if kind.first <= arch <= kind.last:
+            found = Way(kind, "", torch.float32 if kind.bare else out, adds and not kind.bare, specs)
+            why = "" if _capturing(device) else _probe(found, a, b, dtype, bias)
+            if not why:
+                return found
+            refusal = refusal or why
+    return Way(None, why or refusal, dtype, False, specs)
+
+
+def _where(kind: Kind) -> str:
+    return f"from sm_{kind.first} on" if kind.last == 999 else f"on sm_{kind.first} alone"
+
+
+def _run(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    kind = found.kind
+    assert kind is not None
+    lay = any_matrix if kind.loose else matrix
+    y = scaled_mm(
+        lay(a),
+        lay(b).t(),
+        scales(a, kind.a, False),
+        SCALING[kind.a],
+        scales(b, kind.b, True),
+        SCALING[kind.b],
+        SWIZZLE.get(kind.a),
+        SWIZZLE.get(kind.b),
+        bias if found.adds else None,
+        found.out,
+        (),
+        fast_accum and kind.a in FAST,
+    )
+    if kind.bare:
+        y = decoded.rescale(y, a.scales(), b.scales().t())
+    if bias is not None and not found.adds:
+        y = y.add_(bias)
+    return y if y.dtype is dtype else y.to(dtype)
+
+
+def _probe(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | None) -> str:
+    """Try a small product of the same class: "" or why the call is not computed in this way."""
+    device = a.data.device
+    m, k, n = 33 if a.shape[0] & 15 else 32, 272 if a.shape[1] & 127 else 256, 32
+    generator = torch.Generator().manual_seed(0)
+    operands = []
+    for rows, like in ((m, a), (n, b)):
+        x = torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator).add_(0.5)
+        operands.append(_made_like(x, like, device))
+    extra = None if bias is None else torch.randn(n, generator=generator).to(device, bias)
+    try:
+        y = _run(found, *operands, dtype, extra, False)
+        expected = decoded.matmul(*operands, torch.float32, extra)
+        off = ((y.float() - expected).norm() / expected.norm()).item()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return "" if off < TOLERANCE else f"a probe of it was off by {off:.2g} of the result"
+
+
+def _made_like(x: Tensor, like: Quantized, device: torch.device) -> Quantized:
+    """x by a spec, nearest and without what goes before the rounding; on a device, lying as an operand lies."""
+    spec = QuantSpec(like.spec.format, like.spec.block, like.spec.scale)
+    turned = like.turned and spec.block[0] == spec.block[1]
+    q = reference.quantize(x.t() if turned else x, spec)
+    return Quantized(
+        q.data.to(device),
+        q.scale.to(device) if isinstance(q.scale, Tensor) else q.scale,
+        like.spec,
+        (x.shape[0], x.shape[1]),
+        turned,
+        None if q.tensor_factor is None else q.tensor_factor.to(device),
+    )
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, into which no probe may go."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
