@@ -18,3 +18,13 @@ def assert_same(found: Quantized, expected: Quantized) -> None:
         if differs.any():
             at = tuple(np.argwhere(differs)[0])
             raise AssertionError(f"{differs.sum()} {name} differ, first at {at}: {ours[at]!r}, expected {theirs[at]!r}")
+
+
+def assert_padded(q: Quantized) -> None:
+    """Rows of eight-bit data lie a multiple of 16 bytes apart and end in zeros, so that k may be anything."""
+    rows, k = q.data.shape
+    stride = q.data.stride(0)
+    assert q.data.stride(1) == 1
+    assert stride == -(-k // 16) * 16
+    base = q.data.as_strided((rows, stride), (stride, 1)).view(torch.uint8)
+    assert not base[:, k:].any(), "what ends a row is not zero"

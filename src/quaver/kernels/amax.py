@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from quaver.kernels.numbers import flushed, magnitude_bits, meet
+from quaver.kernels.numbers import flushed, magnitude_bits, meet, widened
 
 
 @triton.jit
@@ -16,10 +16,10 @@ def amax(x, out, work, rows, columns, stride, programs, BM: tl.constexpr, BN: tl
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     at = x + r[:, None].to(tl.int64) * stride + c[None, :]  # [BM, BN]
     if EVEN:
-        v = tl.load(at).to(tl.float32)
+        v = tl.load(at)
     else:
-        v = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0).to(tl.float32)
-    bits = flushed(tl.max(magnitude_bits(v), None))
+        v = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0)
+    bits = flushed(tl.max(magnitude_bits(widened(v)), None))
     last, top = meet(work, bits, programs)
     if last:
         tl.store(out, top.to(tl.float32, bitcast=True))

@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from quaver.kernels.numbers import decode_scale, encode, encode_factor, flushed, magnitude_bits, meet, pack4
+from quaver.kernels.numbers import (
+    INFINITY_BITS,
+    decode_scale,
+    encode,
+    encode_factor,
+    flushed,
+    magnitude_bits,
+    meet,
+    packed_codes,
+    widened,
+)
 
 
 @triton.jit
@@ -11,17 +21,17 @@ def load4(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
     """Four consecutive rows from each row of r [BM / 4], columns c: float32 [BM / 4, BN] each, zero outside x."""
     at = x + r[:, None].to(tl.int64) * stride + c[None, :]
     if EVEN:
-        x0 = tl.load(at).to(tl.float32)
-        x1 = tl.load(at + stride).to(tl.float32)
-        x2 = tl.load(at + 2 * stride).to(tl.float32)
-        x3 = tl.load(at + 3 * stride).to(tl.float32)
+        x0 = tl.load(at)
+        x1 = tl.load(at + stride)
+        x2 = tl.load(at + 2 * stride)
+        x3 = tl.load(at + 3 * stride)
     else:
         inside = c[None, :] < columns
-        x0 = tl.load(at, mask=inside & (r[:, None] < rows), other=0.0).to(tl.float32)
-        x1 = tl.load(at + stride, mask=inside & (r[:, None] + 1 < rows), other=0.0).to(tl.float32)
-        x2 = tl.load(at + 2 * stride, mask=inside & (r[:, None] + 2 < rows), other=0.0).to(tl.float32)
-        x3 = tl.load(at + 3 * stride, mask=inside & (r[:, None] + 3 < rows), other=0.0).to(tl.float32)
-    return x0, x1, x2, x3
+        x0 = tl.load(at, mask=inside & (r[:, None] < rows), other=0.0)
+        x1 = tl.load(at + stride, mask=inside & (r[:, None] + 1 < rows), other=0.0)
+        x2 = tl.load(at + 2 * stride, mask=inside & (r[:, None] + 2 < rows), other=0.0)
+        x3 = tl.load(at + 3 * stride, mask=inside & (r[:, None] + 3 < rows), other=0.0)
+    return widened(x0), widened(x1), widened(x2), widened(x3)
 
 
 @triton.jit
@@ -57,39 +67,52 @@ def store_turned(qt, r4, c, columns, stride4, packed, EVEN: tl.constexpr):
 
 
 @triton.jit
+def keep_newest(newest, bits):
+    """Raise a history's newest amax to this one, unless it is not finite."""
+    if bits < INFINITY_BITS:
+        # A history holds no NaN, so that magnitudes order as their bits.
+        before = tl.load(newest).to(tl.int32, bitcast=True)
+        tl.store(newest, tl.maximum(before, bits).to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def cast(
-    x, q, qt, scale, top, factor, given, work,
+    x, q, qt, scale, top, factor, given, newest, work,
     rows, columns, stride, q_stride, qt_stride4, programs,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    MEASURED: tl.constexpr, FACTOR: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr,
+    MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr, NEWEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+    INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns] to q of the same shape (ROWS), its transpose qt as int32 (COLUMNS), and scale float32 [1].
 
-    MEASURED: top float32 [1] is the amax, and factor (if FACTOR) goes before what it implies unless it is 0. Otherwise
-    factor is set, or (if not FACTOR) the amax `given` implies it; top is written: the amax of x, taken on the way.
+    MEASURED: top float32 [1] is the amax. Otherwise the amax `given` goes before it (GIVEN), or factor is set; top is
+    written: the amax of x, taken on the way. factor (if FACTOR) goes before what an amax implies unless it is 0.
+    newest (if NEWEST): the newest entry of a history, which notes the amax where that is finite.
     q_stride, qt_stride4: bytes of a row of q, int32 of a row of qt; the ends of rows beyond x are zeros.
     work: int32 [2] of zeros, left as zeros; programs: how many share it. Exact.
     """
     r = tl.program_id(1) * BM + 4 * tl.arange(0, BM // 4)
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
-    first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+    limit = 0
     if MEASURED:
-        bits = flushed(tl.load(top).to(tl.int32, bitcast=True))
-        e = encode_factor(bits, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        limit = flushed(magnitude_bits(tl.load(top)))
+    elif GIVEN:
+        limit = flushed(magnitude_bits(tl.load(given)))
+    if MEASURED or GIVEN:
+        e = encode_factor(limit, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
         if FACTOR:
             known = tl.load(factor)
             e = tl.where(known == 0.0, e, known)
-        if first:
-            tl.store(scale, decode_scale(bits, e, POWER_OF_TWO))
     else:
-        limit = 0
-        if FACTOR:
-            e = tl.load(factor)
-        else:
-            limit = flushed(tl.load(given).to(tl.int32, bitcast=True))
-            e = encode_factor(limit, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        e = tl.load(factor)
+    if MEASURED:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale, decode_scale(limit, e, POWER_OF_TWO))
+            if NEWEST:
+                keep_newest(newest, limit)
+    else:
         m = tl.maximum(
             tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
         )
@@ -98,13 +121,16 @@ def cast(
         if last:
             tl.store(top, largest.to(tl.float32, bitcast=True))
             tl.store(scale, decode_scale(tl.maximum(largest, limit), e, POWER_OF_TWO))
-    dtype: tl.constexpr = q.dtype.element_ty
-    c0 = encode(x0 * e, dtype, INTEGERS)
-    c1 = encode(x1 * e, dtype, INTEGERS)
-    c2 = encode(x2 * e, dtype, INTEGERS)
-    c3 = encode(x3 * e, dtype, INTEGERS)
+            if NEWEST:
+                keep_newest(newest, largest)
+    y0, y1, y2, y3 = x0 * e, x1 * e, x2 * e, x3 * e
+    c0 = encode(y0, dtype, INTEGERS)
+    c1 = encode(y1, dtype, INTEGERS)
+    c2 = encode(y2, dtype, INTEGERS)
+    c3 = encode(y3, dtype, INTEGERS)
     if ROWS:
         store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
     if COLUMNS:
         r4 = tl.program_id(1) * (BM // 4) + tl.arange(0, BM // 4)
-        store_turned(qt, r4, c, columns, qt_stride4, pack4(c0, c1, c2, c3), EVEN)
+        packed = packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
+        store_turned(qt, r4, c, columns, qt_stride4, packed, EVEN)

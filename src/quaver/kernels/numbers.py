@@ -15,6 +15,14 @@ LOWEST, HIGHEST = tl.constexpr(-126), tl.constexpr(100)
 
 
 @triton.jit
+def widened(v):
+    """float32 of what was loaded. bf16 goes by its bits: of every pair, that is one instruction less."""
+    if v.dtype == tl.bfloat16:
+        return (v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return v.to(tl.float32)
+
+
+@triton.jit
 def magnitude_bits(x):
     """Of |float32 x|, as int32: they order as NaN > infinity > finite."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -75,8 +83,21 @@ def encode(y, dtype: tl.constexpr, INTEGERS: tl.constexpr):
     if not INTEGERS:
         return y.to(dtype).to(tl.uint8, bitcast=True)
     if dtype == tl.float8e4nv:
-        return _encode_on_bits(y, 3, 7, 0x7E, 0x7F)
+        return _to_odd_half(y).to(dtype).to(tl.uint8, bitcast=True)
     return _encode_on_bits(y, 2, 15, 0x7B, 0x7F)
+
+
+@triton.jit
+def _to_odd_half(y):
+    """float16 of y, rounded to odd: what was cut off shows in the last bit, so that a second rounding, to E4M3, is the
+    only one. Below 2**-14, where float16 has fewer bits, E4M3 is 0; beyond its largest value, saturated.
+
+    Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to
+    odd", IEEE Transactions on Computers 57 (2008).
+    """
+    bits = y.to(tl.int32, bitcast=True)
+    carried = (bits & 0x1FFF) + 0x1FFF
+    return ((bits | carried) & -0x2000).to(tl.float32, bitcast=True).to(tl.float16)
 
 
 @triton.jit
@@ -102,6 +123,19 @@ def pack4(c0, c1, c2, c3):
 
 
 @triton.jit
+def packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype: tl.constexpr, INTEGERS: tl.constexpr):
+    """Codes of four rows, y as c, to an int32, the first row in the lowest byte.
+
+    Casting once more in pairs of rows takes fewer instructions than picking the bytes of pairs of columns apart.
+    """
+    if INTEGERS:
+        return pack4(c0, c1, c2, c3)
+    d0, d1 = tl.split(encode(tl.join(y0, y1), dtype, INTEGERS))
+    d2, d3 = tl.split(encode(tl.join(y2, y3), dtype, INTEGERS))
+    return pack4(d0, d1, d2, d3)
+
+
+@triton.jit
 def meet(work, bits, programs):
     """Every program of a launch brings the bits of an amax; returns (whether this is the last one, the largest).
 
@@ -111,6 +145,9 @@ def meet(work, bits, programs):
     last = tl.atomic_add(work + 1, 1, sem="acq_rel") == programs - 1
     top = bits
     if last:
-        top = tl.atomic_xchg(work, 0, sem="acquire")
-        tl.atomic_xchg(work + 1, 0, sem="relaxed")
+        top = tl.load(work, volatile=True)
+        # Nobody may read what another warp has cleared already.
+        tl.debug_barrier()
+        tl.store(work, 0)
+        tl.store(work + 1, 0)
     return last, top

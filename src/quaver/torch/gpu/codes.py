@@ -1,0 +1,45 @@
+"""Room for eight-bit codes, and what a kernel must know to write them.
+
+Rows are padded by zeros to a multiple of 16 bytes, which is what the GEMMs ask of k, so that no number of tokens is
+special: a kernel fills the padding too.
+"""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from quaver.core.spec import QuantSpec
+from quaver.torch.gpu.device import architecture
+from quaver.torch.quantized import STORAGE
+
+#: What Triton calls the formats.
+DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+
+
+def empty_codes(rows: int, k: int, spec: QuantSpec, device: torch.device) -> Tensor:
+    """Room for eight-bit codes [rows, k], rows rounded up to 16 bytes: the whole buffer, which a kernel fills."""
+    return torch.empty((rows, -(-k // 16) * 16), dtype=STORAGE[spec.format.name], device=device)
+
+
+def format_constants(spec: QuantSpec, device: torch.device) -> dict[str, Any]:
+    """What a kernel knows of a format and of how its scales are found."""
+    fmt = spec.format
+    return {
+        "POWER_OF_TWO": spec.power_of_two,
+        "EMAX": fmt.emax,
+        "TOP_MANTISSA": fmt.max_mantissa,
+        "MAX": float(fmt.max),
+        "INTEGERS": architecture(device) == 89,
+    }
+
+
+def in_words(codes: Tensor | None) -> Tensor | None:
+    """A buffer of codes four to an int32."""
+    return None if codes is None else codes.view(torch.int32)
+
+
+def strides(codes: Tensor | None, words: Tensor | None) -> tuple[int, int]:
+    """Bytes of a row of one buffer and int32 of a row of the other, 0 where there is none."""
+    return 0 if codes is None else codes.shape[1], 0 if words is None else words.shape[1]

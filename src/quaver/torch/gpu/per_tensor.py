@@ -1,0 +1,113 @@
+"""One scale for the tensor: which launches measure it, cast it and transpose it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.core.spec import QuantSpec
+from quaver.kernels.amax import amax as amax_kernel
+from quaver.kernels.cast import cast as cast_kernel
+from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, in_words, strides
+from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table, workspace
+from quaver.torch.quantized import Quantized
+
+#: Rows and columns of a program's block, and its warps.
+AMAX_BLOCK = 32, 512, 4
+CAST_BLOCK = 128, 64, 4
+
+_amaxes = table()
+_casts = table()
+
+
+def measure(x: Tensor) -> Tensor:
+    """The amax of a matrix [rows, columns], float32 [1, 1], by one pass over it."""
+    rows, columns = x.shape
+    out = torch.empty((1, 1), dtype=torch.float32, device=x.device)
+    work = workspace(x.device)
+    key = (rows, columns, x.stride(0), x.dtype, x.device, aligned(x))
+    run = _amaxes.get(key)
+    if run is None:
+        bm, bn, warps = AMAX_BLOCK
+        even = rows % bm == 0 and columns % bn == 0
+        # 128 masked loads a thread do not fit its registers.
+        bm = bm if even else bm // 4
+        grid = -(-columns // bn), -(-rows // bm)
+        numbers = (rows, columns, x.stride(0), grid[0] * grid[1])
+        constants = {"BM": bm, "BN": bn, "EVEN": even}
+        run = keep(_amaxes, key, launcher(amax_kernel, grid, (x, out, work), numbers, constants, warps))
+    run(x, out, work)
+    return out
+
+
+def per_tensor(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | None,
+    factor: Tensor | None,
+    is_set: bool,
+    both: bool,
+    as_it_lies: bool = True,
+    newest: Tensor | None = None,
+) -> Quantized:
+    """One scale for the tensor.
+
+    Args:
+        x: [rows, k], its last axis contiguous.
+        amax: float32 of one element, or None to measure it.
+        factor: of delayed scaling, float32 of one element, 0 where unset; or None.
+        is_set: whether factor is known not to be 0: then one pass does.
+        both: write the transpose too, and keep it as `twin`.
+        as_it_lies: else the transpose alone is written and returned.
+        newest: float32 of one element, a history's newest amax, which is raised to this one where that is finite.
+    """
+    rows, k = x.shape
+    measured = amax is None and not (is_set and factor is not None)
+    top = measure(x) if measured else torch.empty((1, 1), dtype=torch.float32, device=x.device)
+    q = empty_codes(rows, k, spec, x.device) if as_it_lies else None
+    qt = empty_codes(k, rows, spec, x.device) if both or not as_it_lies else None
+    scale = torch.empty((1, 1), dtype=torch.float32, device=x.device)
+    work = None if measured else workspace(x.device)
+    tensors = (x, q, in_words(qt), scale, top, factor, amax, newest, work)
+    key = (
+        *(rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec, factor is None, amax is None, measured),
+        *(both, as_it_lies, newest is None),
+    )
+    run = _casts.get(key)
+    if run is None:
+        run = keep(_casts, key, _cast_launch(x, spec, tensors, measured))
+    run(*tensors)
+    made = turned = None
+    if q is not None:
+        made = Quantized(q[:, :k], scale, spec, (rows, k), amax=top)
+    if qt is not None:
+        turned = Quantized(qt[:, :rows], scale, spec, (k, rows), amax=top)
+    if made is None:
+        assert turned is not None
+        return turned
+    if turned is not None:
+        made.twin, turned.twin = turned, made
+    return made
+
+
+def _cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured: bool) -> Run:
+    rows, k = x.shape
+    bm, bn, warps = CAST_BLOCK
+    _, q, qt, _, _, factor, amax, newest, _ = tensors
+    # Blocks reach over the zeros that end the rows of both results.
+    grid = -(-(k if q is None else q.shape[1]) // bn), -(-(rows if qt is None else qt.shape[1] * 4) // bm)
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and k % bn == 0,
+        "ROWS": q is not None,
+        "COLUMNS": qt is not None,
+        "MEASURED": measured,
+        "FACTOR": factor is not None,
+        "GIVEN": amax is not None,
+        "NEWEST": newest is not None,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    numbers = (rows, k, x.stride(0), *strides(q, qt), grid[0] * grid[1])
+    return launcher(cast_kernel, grid, tensors, numbers, constants, warps)
