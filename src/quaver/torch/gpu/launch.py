@@ -215,7 +215,7 @@ STREAMS = 256
 
 
 def workspace(device: torch.device) -> Tensor:
-    """int32 [2] of zeros where the programs of a launch meet: each kernel leaves it zero, each stream has its own.
+    """int32 [4] of zeros where the programs of a launch meet: each kernel leaves them zero, each stream has its own.
 
     All of a device's are made at once, before any CUDA graph is captured on a stream of its own.
     """
@@ -229,7 +229,7 @@ def workspace(device: torch.device) -> Tensor:
         if taken == STREAMS:
             raise RuntimeError(f"more than {STREAMS} streams quantize on {device}; use fewer CUDA streams")
         # Rows of their own cache line.
-        found = _workspaces[key] = _rooms[device][taken, :2]
+        found = _workspaces[key] = _rooms[device][taken, :4]
     return found
 
 

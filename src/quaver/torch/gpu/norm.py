@@ -109,7 +109,7 @@ def normalized(
     mean = torch.empty((rows if centred else 0,), **one)
     inverse = torch.empty((rows,), **one)
     top = torch.empty((1, 1), **one) if kind in ("amax", "tensor") else None
-    q, scale = (None, None) if spec is None or kind == "amax" else _room(kind, spec, rows, columns, x.device)
+    q, scale = (None, None) if spec is None or kind == "amax" else room(kind, spec, rows, columns, x.device)
     work = workspace(x.device)
     key = (
         *(rows, columns, flat.stride(0), x.dtype, x.device, normalization, eps, kind, spec, y is None),
@@ -130,7 +130,7 @@ def normalized(
     )
 
 
-def _room(kind: str, spec: QuantSpec, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def room(kind: str, spec: QuantSpec, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     q = empty_codes(rows, columns, spec, device)
     if kind == "e8m0":
         blocks = -(-columns // 128) * 4
