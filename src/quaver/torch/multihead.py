@@ -13,7 +13,7 @@ from quaver.torch.norm import Norm
 from quaver.torch.norm_linear import normalized_projections
 from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.torch.rope import RotaryEmbedding
-from quaver.torch.rotary import apply_rotary
+from quaver.torch.rotary import apply_rotary, apply_rotary_to_both
 
 #: What x is in each layout.
 SHAPES = {"bshd": "[batch, tokens, features]", "sbhd": "[tokens, batch, features]", "thd": "[tokens, features]"}
@@ -227,10 +227,12 @@ class MultiheadAttention(nn.Module):
             of_queries, of_keys = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
             where = {"positions": positions, "offset": offset, "layout": self.layout}
             cos, sin = rope.tables(q, cu_seqlens=of_queries, **where)
-            q = apply_rotary(q, cos, sin, rope.interleaved)
-            if of_keys is not of_queries or k.shape[:-2] != q.shape[:-2]:
+            if of_keys is of_queries and k.shape[:-2] == q.shape[:-2]:
+                q, k = apply_rotary_to_both(q, k, cos, sin, rope.interleaved)
+            else:
+                q = apply_rotary(q, cos, sin, rope.interleaved)
                 cos, sin = rope.tables(k, cu_seqlens=of_keys, **where)
-            k = apply_rotary(k, cos, sin, rope.interleaved)
+                k = apply_rotary(k, cos, sin, rope.interleaved)
         if normalize and self.qk_norm_after_rope:
             q, k = parts["q_norm"](q), parts["k_norm"](k)
         return q, k

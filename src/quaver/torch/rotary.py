@@ -3,7 +3,8 @@
 Cosines and sines stand at both places of their pair, a sine negative at the first one, so that turning is
 x * cos + partner(x) * sin: a few operations whatever the pairs are, of which autograd keeps cos and sin alone.
 Compiled, both the tables and the turning are opaque operators: Inductor's cosine, its fused multiply-add on a GPU and
-its skipped rounding to bf16 would give other bits than eager mode.
+its skipped rounding to bf16 would give other bits than eager mode. On a GPU one kernel turns queries and keys, with the
+bits of the plain formula.
 
 Source: Su et al. 2021, arXiv:2104.09864.
 """
@@ -12,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from quaver.torch import rope_scaling
+from quaver.torch.gpu import device
 from quaver.torch.operators import define
 
 
@@ -32,7 +35,20 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     if torch.compiler.is_compiling():
         turned: Tensor = _Turn.apply(x, cos, sin, interleaved, False)
         return turned
+    if _launched(x, cos, sin):
+        return _Launched.apply(x, None, cos, sin, interleaved, False)[0]
     return _turn(x, cos, sin, interleaved, False)
+
+
+def apply_rotary_to_both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` of queries and keys that stand at the same positions: one launch on a GPU. Exact: its bits."""
+    together = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1] and q.device == k.device
+    if not torch.compiler.is_compiling() and together and _launched(q, cos, sin) and _launched(k, cos, sin):
+        turned: tuple[Tensor, Tensor] = _Launched.apply(q, k, cos, sin, interleaved, False)
+        return turned
+    return apply_rotary(q, cos, sin, interleaved), apply_rotary(k, cos, sin, interleaved)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
@@ -50,6 +66,44 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
     if turning != x.shape[-1]:
         return torch.cat([turned.to(x.dtype), x[..., turning:]], dim=-1)
     return turned if x.dtype is turned.dtype else turned.to(x.dtype)
+
+
+def _launched(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernel turns x: on a GPU, or interpreted on a CPU that is asked to."""
+    if (x.is_cpu and "triton" not in device.asked) or x.is_meta or type(x) is not Tensor or cos.device != x.device:
+        return False
+    if device.why_no_kernels(x.device) or cos.requires_grad or sin.requires_grad:
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    from quaver.torch.gpu import rope
+
+    return not rope.reason(x, cos, sin)
+
+
+class _Launched(torch.autograd.Function):
+    """Queries, and keys if there are any, turned by the kernel; their gradients are turned back by it, and so on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        from quaver.torch.gpu import rope
+
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos, sin)
+        ctx.about = interleaved, back
+        return rope.turn(q, k, cos, sin, interleaved, back)
+
+    @staticmethod
+    def backward(ctx: Any, of_q: Tensor | None, of_k: Tensor | None) -> Any:
+        cos, sin = ctx.saved_tensors
+        interleaved, back = ctx.about
+        given = [g for g in (of_q, of_k) if g is not None]
+        dense = [g if g.stride(-1) == 1 else g.contiguous() for g in given]
+        turned = _Launched.apply(*(*dense, None)[:2], cos, sin, interleaved, not back) if dense else (None, None)
+        of_q, of_k = turned if of_q is not None else (None, turned[0])
+        return of_q, of_k, None, None, None, None
 
 
 class _Turn(torch.autograd.Function):
@@ -106,6 +160,10 @@ def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bo
 
 
 def _turn_impl(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    if _launched(x, cos, sin):
+        from quaver.torch.gpu import rope
+
+        return rope.turn(x, None, cos, sin, interleaved, back)[0]
     return _turn(x, cos, sin, interleaved, back).contiguous()
 
 
