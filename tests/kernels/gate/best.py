@@ -11,9 +11,10 @@ BEST: Best = {
     "cast+transpose bf16: cast": ("per_element", 10.0),
     "cast+transpose bf16 E5M2: cast": ("per_element", 10.0),
     "cast+transpose fp32 scale: cast": ("per_element", 10.0),
+    "cast+transpose+amax delayed: cast": ("per_element", 10.0),
+    # 304 instructions for 64 elements a thread; a thread of ours has 128.
+    "amax bf16: amax": ("per_element", 4.75),
 }
 #: Not reached yet. A row that comes to be reached fails too, so that it moves up.
 BEHIND: Best = {
-    "cast+transpose+amax delayed: cast": ("per_element", 10.0),
-    "amax bf16: amax": ("instructions", 304),
 }
