@@ -1,0 +1,42 @@
+"""The ledger counts on just those GEMMs that the PyTorch front end asks of cuBLASLt."""
+
+import pytest
+
+from quaver.core import ledger
+from quaver.core.gpus import GPUS, Gpu
+from quaver.core.spec import QuantSpec
+from quaver.recipes import RECIPES, get
+from quaver.torch.gpu import scaled_mm
+from tests.operands import SPECS
+
+#: What the two call the same role of an operand's scales.
+SAME = {"nv": "nvfp4", "1x128": "block", "128x128": "block", "": "other"}
+#: Recipes with an option that changes what their blocks or scales are.
+GIVEN = {
+    **{name: get(name) for name in RECIPES},
+    "blockwise fp32": get("blockwise", power_of_two=False),
+    "mxfp8 2d": get("mxfp8", weight_2d=True),
+    "nvfp4 1d": get("nvfp4", weight_2d=False),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_the_role_of_a_spec_is_the_same(spec: QuantSpec) -> None:
+    found = scaled_mm.role(spec)
+    assert ledger.role(spec) == SAME.get(found, found)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_gemm_is_native_in_the_ledger_where_it_is_asked_for(name: str, gpu: Gpu) -> None:
+    arch = gpu.capability[0] * 10 + gpu.capability[1]
+    for which, spec in GIVEN[name].gemms.items():
+        if spec.a is None or spec.b is None:
+            continue
+        roles = [scaled_mm.role(s) for s in (spec.a, spec.b)]
+        if arch >= 100 and spec.a.power_of_two and spec.b.power_of_two:
+            roles = ["mx" if r in ("1x128", "128x128") else r for r in roles]
+        if set(roles) == {"tensor", "row"}:
+            roles = ["row", "row"]
+        asked = any(kind.first <= arch <= kind.last for kind in scaled_mm.KINDS.get(tuple(roles), ()))
+        assert ledger.gemm(spec, 256, 256, 256, gpu).native is asked, which
