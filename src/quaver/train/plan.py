@@ -112,7 +112,7 @@ def _numbers(bf16: float, predicted: float, moved: float) -> tuple[str, str, str
 
 
 def rich_table(planned: Plan) -> Table:
-    shown = Table(box=box.SIMPLE, pad_edge=False)
+    shown = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
     shown.add_column(COLUMNS[0], min_width=len("gate_proj,"))
     for name in COLUMNS[1:]:
         shown.add_column(name, justify="right", no_wrap=True)
