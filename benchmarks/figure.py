@@ -5,7 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 #: Decimals that a unit is shown with.
-DECIMALS = {"x": 2, "%": 1, "dB": 1, "s": 2, "ms": 2, "µs": 1, "MiB": 2, "GEMMs": 0, "modules": 0}
+DECIMALS = {"x": 2, "%": 1, "dB": 1, "s": 2, "ms": 2, "µs": 1, "MiB": 2, "GEMMs": 0, "modules": 0} | {
+    "TB/s": 2,
+    "TFLOP/s": 0,
+    "GiB": 2,
+    "elements": 0,
+    "ppm": 3,
+    "nats": 4,
+    "tokens/s": 0,
+}
 
 
 class NotMeasurable(Exception):

@@ -1,0 +1,54 @@
+"""The command line. It sets what must be set before Triton is imported, so it imports nothing of ours above `main`."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=sys.modules["benchmarks.gpu"].__doc__)
+    made.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
+    made.add_argument("--dry-run", action="store_true", help="toy sizes on a CPU, interpreted; nothing is written")
+    made.add_argument("--only", action="append", default=[], metavar="SECTION", help="this section; may be repeated")
+    made.add_argument("--seconds", type=float, default=480.0, help="of the whole run")
+    made.add_argument("--no-write", action="store_true", help="keep no results")
+    made.add_argument("--commit", default="", help="shown where there is no git to ask")
+    made.add_argument("--section", help=argparse.SUPPRESS)
+    made.add_argument("--skip", action="append", default=[], help=argparse.SUPPRESS)
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parser().parse_args(arguments)
+    if importlib.util.find_spec("quaver") is None:
+        # From a checkout nothing need be installed.
+        sys.path.insert(0, str(ROOT / "src"))
+    if given.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"
+    from benchmarks.gpu import run
+
+    folder = None if given.no_write or given.dry_run else run.results.FOLDER
+    options = run.Options(
+        quick=given.quick,
+        dry=given.dry_run,
+        only=tuple(given.only),
+        seconds=given.seconds,
+        folder=folder,
+        commit=given.commit,
+    )
+    if given.section:
+        return run.serve(given.section, options, tuple(given.skip))
+    try:
+        run.run(options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What is printed while a run goes on, and what is kept of it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import results
+from benchmarks.figure import Result
+from benchmarks.gpu import card, targets
+from benchmarks.gpu.child import Done
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.run import Options
+
+#: What every figure of a dry run is.
+WORTHLESS = "dry run: toy sizes, kernels interpreted on a CPU; every figure is worthless and nothing is kept"
+
+
+def about(commit: str) -> dict[str, str]:
+    """Of the machine."""
+    return card.describe(commit)
+
+
+def facts(machine: Mapping[str, str]) -> list[str]:
+    return [f"{key:18} {value}" for key, value in machine.items()]
+
+
+def case_lines(case: Done) -> list[str]:
+    """A case as it is printed: a line for each subject."""
+    subjects: dict[str, list[str]] = {}
+    for figure in case.figures:
+        subjects.setdefault(figure.subject, []).append(f"{figure.column} {figure}")
+    lines = [f"  {subject:44} {'  '.join(cells)}" for subject, cells in subjects.items()]
+    return lines + [f"  ! {failure}" for failure in case.failures]
+
+
+def summary(done: Sequence[Result], machine: Mapping[str, str], dry: bool) -> list[str]:
+    """The judged rows, and what failed."""
+    failed = [f"  ! {result.case.name}: {result.reason}" for result in done if result.reason]
+    head = ["", WORTHLESS] if dry else []
+    rows = targets.judge(done, machine["card"])
+    width = max(len(row.what) for row in rows)
+    judged = [f"  {row.what:{width}}  {row.target!s:>9}  {row.found:>12}  {row.verdict}" for row in rows]
+    return [*head, "", "Targets", *judged, "", *(["Failed or left out", *failed] if failed else ["Nothing failed"])]
+
+
+def write(done: Sequence[Result], machine: Mapping[str, str], options: "Options") -> list[Path]:
+    """Both files, in the results' folder and in $OUT; a dry run leaves none."""
+    out = os.environ.get("OUT")
+    folders = [folder for folder in (options.folder, Path(out) if out else None) if folder is not None]
+    if options.dry or not folders:
+        return []
+    name = f"gpu-{card.slug(machine['card'])}" + ("-quick" if options.quick else "")
+    rows = targets.judge(done, machine["card"])
+    lines = ["# Benchmarks on an NVIDIA GPU" + (", quick" if options.quick else ""), "", "## Targets", ""]
+    lines += results.table(targets.COLUMNS, [row.cells for row in rows])
+    lines += [line for result in done for line in results.case_markdown(result)]
+    data = {
+        "quick": options.quick,
+        "targets": [dict(zip(targets.COLUMNS, row.cells, strict=True)) for row in rows],
+        "sections": [results.case_data(result) for result in done],
+    }
+    return [path for folder in folders for path in results.write(folder, name, machine, lines, data)]

@@ -1,0 +1,196 @@
+"""The sections one after another, each in a process of its own, as far as time allows; then the report.
+
+A kernel that never returns is killed with its section's process, one that breaks the GPU's context ends it; either is
+named, and a new process goes on with the next case.
+"""
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from benchmarks import results
+from benchmarks.figure import Case as Table
+from benchmarks.figure import Result
+from benchmarks.gpu import child, report
+from benchmarks.gpu.child import Done
+from benchmarks.gpu.sections import SECTIONS
+from benchmarks.gpu.setting import GpuLost, Section, Setting
+from quaver.core.suggest import suggest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+#: Seconds that a run may take, and that a process may go on after its deadline before it is killed.
+WHOLE, GRACE = 480.0, 15.0
+#: Begins the lines of a process that are meant for this one; libraries print too.
+MARK = "benchmarks.gpu: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of the command line."""
+
+    quick: bool = False
+    dry: bool = False
+    only: tuple[str, ...] = ()
+    #: Seconds of the whole run.
+    seconds: float = WHOLE
+    #: Where results are kept besides $OUT; None keeps none.
+    folder: Path | None = results.FOLDER
+    commit: str = ""
+
+    @property
+    def setting(self) -> Setting:
+        cuda = torch.cuda.is_available() and not self.dry
+        return Setting(device=torch.device("cuda" if cuda else "cpu"), toy=self.dry, quick=self.quick)
+
+
+def chosen(names: Iterable[str]) -> list[Section]:
+    """The sections of these names, all without any. Raises: ValueError for an unknown one."""
+    for name in names:
+        if name not in SECTIONS:
+            raise ValueError(f"no section {name!r}; {suggest(name, SECTIONS)}")
+    return [section for name, section in SECTIONS.items() if not names or name in names]
+
+
+def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
+    """Measure, print, and write after each section what there is by then."""
+    sections = chosen(options.only)
+    about = report.about(options.commit)
+    for line in report.facts(about):
+        say(line)
+    if not options.setting.cuda and not options.dry:
+        raise ValueError("there is no CUDA device here; --dry-run walks through everything on a CPU")
+    begun = time.monotonic()
+    # A budget is a share of what is left, so that the time that one section leaves is the next ones'.
+    done: list[Result] = []
+    for number, section in enumerate(sections):
+        left = options.seconds - (time.monotonic() - begun)
+        share = section.seconds / sum(other.seconds for other in sections[number:])
+        say(f"\n{section.title} ({section.name}, at most {left * share:.0f} s)")
+        done.append(measure(section, options, left * share, say))
+        report.write(done, about, options)
+    for line in report.summary(done, about, options.dry):
+        say(line)
+    for path in report.write(done, about, options):
+        say(f"written: {path}")
+    return done
+
+
+def measure(section: Section, options: Options, seconds: float, say: Callable[[str], None]) -> Result:
+    """One section's table."""
+    begun = time.monotonic()
+    told: list[Done] = []
+
+    def tell(case: Done) -> None:
+        if case.begins:
+            return
+        told.append(case)
+        for line in report.case_lines(case):
+            say(line)
+
+    if options.dry:
+        here(section, options, begun + seconds, tell)
+    else:
+        elsewhere(section, options, seconds, tell)
+    figures = tuple(figure for case in told for figure in case.figures)
+    reason = "; ".join(failure for case in told for failure in case.failures)
+    table = Table(name=section.name, title=section.title, notes=section.notes, measure=lambda quick: [])
+    return Result(case=table, figures=figures, seconds=time.monotonic() - begun, reason=reason)
+
+
+def here(section: Section, options: Options, deadline: float, tell: Callable[[Done], None]) -> None:
+    """In this process, as dry runs do."""
+    try:
+        child.run(section, options.setting, deadline, (), tell)
+    except GpuLost as error:
+        tell(Done(section.name, 0.0, [], [f"{section.name}: the rest is not measured: {error}"]))
+
+
+def elsewhere(section: Section, options: Options, seconds: float, tell: Callable[[Done], None]) -> None:
+    """In processes of their own: another one whenever one breaks, while there is time."""
+    deadline = time.monotonic() + seconds
+    finished: list[str] = []
+    while True:
+        current, code = one_process(section, options, deadline, finished, tell)
+        if code == 0:
+            return
+        why = "was killed: it did not end in time" if code is None else f"its process ended with code {code}"
+        stuck = current or section.name
+        if stuck not in finished:
+            finished.append(stuck)
+            tell(Done(stuck, 0.0, [], [f"{stuck}: {why}"]))
+        if current is None or time.monotonic() > deadline:
+            return
+
+
+def one_process(
+    section: Section, options: Options, deadline: float, finished: list[str], tell: Callable[[Done], None]
+) -> tuple[str | None, int | None]:
+    """The case that was running when the process ended, if one was, and its exit code, None if it was killed."""
+    command = command_of(section, options, deadline - time.monotonic(), finished)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment())
+    with process:
+        assert process.stdout is not None
+        lines: queue.Queue[str | None] = queue.Queue()
+        reader = threading.Thread(target=pump, args=(process.stdout, lines))
+        reader.start()
+        current: str | None = None
+        try:
+            while (line := lines.get(timeout=max(0.1, deadline + GRACE - time.monotonic()))) is not None:
+                if not line.startswith(MARK):
+                    continue
+                case = child.read(line.removeprefix(MARK))
+                current = case.case if case.begins else None
+                if not case.begins:
+                    finished.append(case.case)
+                    tell(case)
+            return current, process.wait()
+        except queue.Empty:
+            return current, None
+        finally:
+            process.kill()
+            reader.join()
+
+
+def command_of(section: Section, options: Options, seconds: float, finished: Iterable[str]) -> list[str]:
+    """How a section's process is started, to leave out the cases that are finished."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--section", section.name, "--seconds", str(seconds)]
+    command += ["--quick"] if options.quick else []
+    return command + [word for name in finished for word in ("--skip", name)]
+
+
+def pump(stream: IO[str], lines: "queue.Queue[str | None]") -> None:
+    """What a process prints, line by line, and None at its end."""
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def environment() -> Mapping[str, str]:
+    """A process's: the path that this one has, and no interpreter."""
+    path = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": "0"}
+
+
+def serve(name: str, options: Options, skip: tuple[str, ...]) -> int:
+    """What the process of a section does; returns its exit code."""
+
+    def tell(case: Done) -> None:
+        print(MARK + case.line(), flush=True)
+
+    try:
+        child.run(SECTIONS[name], options.setting, time.monotonic() + options.seconds, skip, tell)
+    except GpuLost:
+        return child.LOST
+    return 0
+
+
+__all__ = ["Options", "chosen", "run", "serve"]

@@ -1,0 +1,210 @@
+"""The GPU benchmark without a GPU: everything runs at toy sizes, failures are named, and targets are judged right."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import results
+from benchmarks.figure import DECIMALS, Case, Figure, Result
+from benchmarks.gpu import card, child, report, run, targets
+from benchmarks.gpu.child import Done
+from benchmarks.gpu.kernels import differing, works
+from benchmarks.gpu.sections import SECTIONS
+from benchmarks.gpu.setting import Case as GpuCase
+from benchmarks.gpu.setting import Found, GpuLost, Section, Setting
+from quaver import E4M3, QuantSpec
+from quaver.torch import reference
+
+TOY = Setting(device=torch.device("cpu"), toy=True)
+#: What a dry run may leave out, and why.
+EXPECTED = ("no kernel: ", "torchao is not installed")
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_section_runs_and_gives_finite_figures(name: str) -> None:
+    told: list[Done] = []
+    child.run(SECTIONS[name], TOY, time.monotonic() + 600, (), told.append)
+    failures = [failure for case in told for failure in case.failures]
+    assert not [failure for failure in failures if not any(known in failure for known in EXPECTED)]
+    figures = [figure for case in told for figure in case.figures]
+    assert figures and all(figure.value == figure.value and figure.unit in DECIMALS for figure in figures)
+    cells = [(figure.subject, figure.column) for figure in figures]
+    assert len(set(cells)) == len(cells), "two figures in one cell"
+    assert all(case == child.read(case.line()) for case in told)
+
+
+def section(*cases: GpuCase) -> Section:
+    return Section(name="toys", title="Toys", notes="Of a test.", seconds=10, cases=lambda setting: list(cases))
+
+
+def good(setting: Setting, found: Found) -> None:
+    found.add("good", "time", 1.0, "ms")
+
+
+def broken(setting: Setting, found: Found) -> None:
+    found.add("broken", "time", 2.0, "ms")
+    raise ValueError("it broke\nin two lines")
+
+
+def test_a_case_that_breaks_is_named_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    options = run.Options(dry=True, folder=None)
+    done = run.measure(section(GpuCase("broken", broken), GpuCase("good", good)), options, 60, lines.append)
+    assert [figure.subject for figure in done.figures] == ["broken", "good"], "what came before the failure is kept"
+    assert done.reason == "broken: failed: ValueError: it broke"
+    assert "  ! broken: failed: ValueError: it broke" in lines and "Traceback" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_the_time_is_named() -> None:
+    told: list[Done] = []
+    child.run(section(GpuCase("good", good)), TOY, time.monotonic() - 1, (), told.append)
+    assert told[0].failures == ["good: not measured: the section's time was up"]
+
+
+def test_a_broken_context_ends_the_process_after_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(setting: Setting) -> None:
+        raise GpuLost("an illegal memory access")
+
+    monkeypatch.setattr(child, "check_gpu", lost)
+    told: list[Done] = []
+    with pytest.raises(GpuLost):
+        child.run(section(GpuCase("good", good), GpuCase("next", good)), TOY, time.monotonic() + 9, (), told.append)
+    assert told[-1].case == "good" and "broke the GPU's context: an illegal memory access" in told[-1].failures[0]
+
+
+#: A section's process: cases "one", "two" and "three", of which the second crashes or hangs unless it is left out.
+SCRIPT = """
+import sys, time
+for name in ("one", "two", "three"):
+    if name not in sys.argv:
+        print("a library's words")
+        print({begins!r}.replace("NAME", name), flush=True)
+        if name == "two":
+            {what}
+        print({done!r}.replace("NAME", name), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said", "goes_on"),
+    [("sys.exit(3)", "two: its process ended with code 3", True), ("time.sleep(60)", "two: was killed", False)],
+    ids=["crashes", "hangs"],
+)
+def test_a_process_that_dies_or_hangs_costs_one_case(
+    what: str, said: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(section: Section, options: run.Options, seconds: float, finished: list[str]) -> list[str]:
+        script = SCRIPT.format(what=what, begins=begins, done=done)
+        return [sys.executable, "-c", script, *finished]
+
+    begins = run.MARK + Done("NAME").line()
+    done = run.MARK + Done("NAME", 1.0, [Figure("NAME", "time", 1.0, "ms")]).line()
+
+    monkeypatch.setattr(run, "command_of", command)
+    monkeypatch.setattr(run, "GRACE", 0.0)
+    told: list[Done] = []
+    run.elsewhere(section(), run.Options(), 60 if goes_on else 3, told.append)
+    assert [figure.subject for case in told for figure in case.figures] == ["one", *(["three"] if goes_on else [])]
+    (failure,) = [failure for case in told for failure in case.failures]
+    assert failure.startswith(said)
+
+
+def test_the_process_of_a_section_is_told_what_is_done() -> None:
+    command = run.command_of(SECTIONS["gemms"], run.Options(quick=True), 5.0, ["errors", "(1, 2, 3)"])
+    assert command[1:5] == ["-m", "benchmarks.gpu", "--section", "gemms"]
+    assert command[-5:] == ["--quick", "--skip", "errors", "--skip", "(1, 2, 3)"]
+
+
+def result(name: str, *figures: Figure, reason: str = "") -> Result:
+    case = Case(name=name, title=name, notes="A toy.", measure=lambda quick: [])
+    return Result(case=case, figures=figures, seconds=1.0, reason=reason)
+
+
+JUDGED = "8192, 4096 → 4096: quaver tensorwise"
+
+
+@pytest.mark.parametrize(
+    ("speedup", "on", "verdict"),
+    [
+        (1.5, "NVIDIA H200", "pass"),
+        (1.49, "NVIDIA H200", "missed"),
+        (float("nan"), "NVIDIA H200", "missed"),
+        (1.6, "NVIDIA H200 NVL", "not judged on this card"),
+        (1.6, "NVIDIA L4", "not judged on this card"),
+        (None, "NVIDIA H200", "not measured"),
+    ],
+)
+def test_targets_are_judged_on_an_h200_alone(speedup: float | None, on: str, verdict: str) -> None:
+    figures = () if speedup is None else (Figure(JUDGED, "changing, speed-up", speedup, "x"),)
+    row = targets.judge([result("linears", *figures)], on)[0]
+    assert row.what == "Linear 8192, 4096 → 4096, tensorwise, over bf16" and row.verdict == verdict
+
+
+def test_the_worst_figure_counts() -> None:
+    figures = [
+        Figure(f"{name} input", "of the floor", value, "%") for name, value in (("rowwise", 95), ("delayed", 89))
+    ]
+    figures += [Figure("nvfp4 input", "of the floor", 10.0, "%"), Figure("a", "differing", 0, "elements")]
+    rows = {row.what: row for row in targets.judge([result("kernels", *figures)], targets.CARD)}
+    slowest = rows["Quantization kernels, of the copy rate, the slowest"]
+    assert (slowest.found, slowest.verdict) == ("89.0 %", "missed")
+    assert rows["Kernels that differ from the reference"].verdict == "pass"
+
+
+def test_results_are_written_with_card_and_verdicts_but_not_of_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setenv("OUT", str(out))
+    about = {**card.describe("abc123"), "card": "NVIDIA H200"}
+    done = [result("linears", Figure(JUDGED, "changing, speed-up", 1.7, "x"), reason="torchao: it broke")]
+    assert report.write(done, about, run.Options(dry=True, folder=tmp_path / "kept")) == []
+    assert not out.exists()
+    paths = report.write(done, about, run.Options(folder=tmp_path / "kept"))
+    assert sorted(path.name for path in paths) == sorted(2 * [f"gpu-h200-{about['date']}{s}" for s in (".json", ".md")])
+    data = json.loads((out / f"gpu-h200-{about['date']}.json").read_text(encoding="utf-8"))
+    assert data["machine"]["commit"] == "abc123" and data["targets"][0]["verdict"] == "pass"
+    text = (out / f"gpu-h200-{about['date']}.md").read_text(encoding="utf-8")
+    assert "**torchao: it broke**" in text and "not measured" in text
+    assert report.WORTHLESS in report.summary(done, about, True)
+
+
+def test_a_run_without_a_gpu_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=r"no CUDA device here; --dry-run"):
+        run.run(run.Options(folder=None), lambda line: None)
+    with pytest.raises(ValueError, match="did you mean 'gemms'"):
+        run.chosen(["gems"])
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"), [("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("none", "none")]
+)
+def test_a_card_names_its_file(name: str, slug: str) -> None:
+    assert card.slug(name) == slug
+
+
+def test_one_wrong_code_or_scale_is_found() -> None:
+    x = torch.randn(32, 64)
+    x[0, 0] = float("nan")
+    spec = QuantSpec(E4M3)
+    q, r = reference.quantize(x, spec), reference.quantize(x, spec)
+    assert differing(q, r) == 0
+    r.data.view(torch.uint8)[3, 5] ^= 1
+    assert differing(q, r) == 1
+    q, r = (reference.quantize(x[1:], spec) for _ in range(2))
+    assert isinstance(r.scale, torch.Tensor)
+    r.scale *= 2
+    assert differing(q, r) == 1
+
+
+def test_every_tensor_that_a_recipe_quantizes_is_timed() -> None:
+    names = {name.split()[0] for name in works()}
+    assert {"delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"} <= names
+    assert results.FOLDER.name == "results"
