@@ -1,0 +1,110 @@
+"""What an eager layer's step costs the host: `python -m benchmarks.host_cost`, in an environment of `stub_driver`.
+
+quaver.torch.Linear on tensors of 16 × 16 on a CPU, made to take the way that tensors on a GPU take: the same choice of
+implementations, the same kernels launched by Triton's own launcher, with a driver that does nothing; for each scaled
+GEMM `torch.mm` of a matrix of that size. Prints JSON: the ratios to nn.Linear by row.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import quaver.torch as qt  # noqa: E402
+from benchmarks import layers  # noqa: E402
+from benchmarks.stub_driver import Driver  # noqa: E402
+from benchmarks.timing import Step, interleave  # noqa: E402
+from quaver import recipes  # noqa: E402
+from quaver.core.spec import Recipe  # noqa: E402
+from quaver.torch import amax, ops  # noqa: E402
+from quaver.torch.gpu import choice, device, launch, scaled_mm  # noqa: E402
+
+SIZE = 16
+RECIPES = ["tensorwise", "delayed", "rowwise"]
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+def pretend() -> None:
+    """Make this process take CPU tensors for those of a Hopper GPU."""
+    torch.set_num_threads(1)
+    triton.runtime.driver.set_active(Driver())
+    launch.card = lambda device: (0, lambda: 0, lambda index: 0, nowhere)
+    device.asked |= {"triton", "native"}
+    # What the device is asked for is asked as of a GPU: these are remembered there too.
+    device.why_no_fp8 = lambda d, what: device._why_no_fp8(d, device.architecture(d))  # type: ignore[assignment]
+    device.why_no_kernels = lambda d: "" if device._recorded_arch() else device._why_no_fp8(d, 90)  # type: ignore[assignment]
+    products = {dtype: torch.randn(SIZE, SIZE).to(dtype) for dtype in DTYPES.values()}
+
+    torch._scaled_mm_v2 = lambda a, b, *rest: torch.mm(products[rest[7]], products[rest[7]])  # type: ignore[assignment]
+    # No probe: it would compare numbers.
+    scaled_mm._probe = lambda *_: ""  # type: ignore[assignment]
+
+
+@contextmanager
+def nowhere(_: Any) -> Iterator[None]:
+    yield
+
+
+def on_a_gpu(recipe: Recipe) -> None:
+    """Choose what a GPU's tensors would get."""
+    ops._resolved[id(recipe)] = ops.Resolved(recipe, choice.quantize, scaled_mm.matmul, ops.QUANTIZE_BOTH)
+
+
+def step(layer: torch.nn.Module, x: Tensor, g: Tensor) -> Step:
+    weight = layer.weight
+
+    def run() -> None:
+        torch.autograd.grad(layer(x), (x, weight), g)
+
+    return run
+
+
+def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
+    base = layers.linear(SIZE, dtype)
+    x = torch.randn(SIZE, SIZE, dtype=dtype, requires_grad=True)
+    g = torch.randn(SIZE, SIZE, dtype=dtype)
+    found = {"nn.Linear": step(base, x, g)}
+    for name in names:
+        recipe = recipes.get(name)
+        layer = layers.ours(base)
+        layer.recipe = recipe
+        on_a_gpu(recipe)
+        if recipe.delayed is not None:
+            settle(layer, recipe)
+        found[f"quaver {name}"] = step(layer, x, g)
+    return found
+
+
+def settle(layer: qt.Linear, recipe: Recipe) -> None:
+    """Give delayed scaling factors that are set, and have them read as on a GPU."""
+    amax.prepare(layer, recipe)
+    amax.saved_factors = lambda layer: amax._on_device(layer, layer._buffers["factor"])
+    amax.is_set = lambda layer, column, factors=None: True
+    layer._buffers["factor"].fill_(1.0)
+
+
+def measure(rounds: int, steps: int, names: list[str]) -> dict[str, dict[str, tuple[float, float]]]:
+    """By dtype and subject: the ratio to nn.Linear, and microseconds of a step."""
+    pretend()
+    found = {}
+    for dtype, kind in DTYPES.items():
+        timings = interleave(subjects(kind, names), rounds=rounds, steps=steps)
+        found[dtype] = {name: (timing.ratio, timing.seconds * 1e6) for name, timing in timings.items()}
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_cost")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--recipes", nargs="*", default=RECIPES)
+    asked = parser.parse_args()
+    print(json.dumps(measure(asked.rounds, asked.steps, asked.recipes)))

@@ -1,0 +1,80 @@
+"""A CUDA driver that does nothing, for counting what a launch costs the host on a machine without a GPU.
+
+Triton's own launcher is compiled against it and calls it as it would the real one: everything up to the driver's
+doorstep is what runs on a GPU. A real driver's own time, some two microseconds a launch, is not in it.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+SOURCE = """
+typedef int CUresult;
+CUresult cuGetErrorString(CUresult error, const char **text) { *text = "stub"; return 0; }
+CUresult cuLaunchKernelEx(const void *config, void *f, void **parameters, void **extra) { return 0; }
+CUresult cuFuncSetAttribute(void *f, int attribute, int value) { return 0; }
+CUresult cuPointerGetAttribute(void *data, int attribute, unsigned long long p) {
+    *(unsigned long long *)data = p;
+    return 0;
+}
+CUresult cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
+CUresult cuCtxSetCurrent(void *context) { return 0; }
+CUresult cuDeviceGet(int *device, int ordinal) { *device = 0; return 0; }
+CUresult cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
+"""
+
+
+def compiler() -> str | None:
+    """A C compiler, as Triton looks for one."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def build(folder: Path) -> dict[str, str]:
+    """Compile the stub into a folder; returns the environment of a process that uses it."""
+    source, library = folder / "stub.c", folder / "libcuda.so.1"
+    source.write_text(SOURCE)
+    command = [compiler() or "cc", "-shared", "-fPIC", "-O2", "-Wl,-soname,libcuda.so.1", source, "-o", library]
+    subprocess.run(command, check=True, capture_output=True)
+    paths = [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]
+    return {"TRITON_LIBCUDA_PATH": str(folder), "LD_LIBRARY_PATH": ":".join(p for p in paths if p)}
+
+
+class Driver:
+    """What Triton asks of a driver, answered for a Hopper GPU that is not there."""
+
+    def __init__(self, arch: int = 90) -> None:
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        self.launcher_cls = CudaLauncher
+        self.utils = _Utils
+        self.arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def is_active(self) -> bool:
+        return True
+
+
+class _Utils:
+    @staticmethod
+    def get_device_properties(device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132}
+
+    @staticmethod
+    def load_binary(name: str, code: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        # module, function, registers, spills, threads of a program at most
+        return 1, 1, 32, 0, 1024
+
+    @staticmethod
+    def unload_module(module: int) -> None: ...
