@@ -54,6 +54,8 @@ GOALS = (
     ),
     Goal("Quantization kernels, of the copy rate, the slowest", "kernels", NATIVE, "of the floor", at_least(90)),
     Goal("Kernels that differ from the reference", "kernels", "*", "differing", Target(0, 0)),
+    Goal("Kernels of norms and activations that differ", "producers", "*", "differing", Target(0, 0)),
+    Goal("Kernels of norms and activations, from float64", "producers", "*", "error", at_most(1)),
     Goal("Linear tensorwise over torchao compiled, worst shape", "linears", "*", "over torchao compiled", at_least(1)),
     Goal("Linear tensorwise over torchao eager, worst shape", "linears", "*", "over torchao eager", at_least(1.3)),
     Goal("Llama-8B layer, tensorwise, over bf16", "layer", "quaver tensorwise", "speed-up", at_least(1.45)),
