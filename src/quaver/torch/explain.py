@@ -13,6 +13,7 @@ from quaver.torch import ops
 from quaver.torch.attention import AttentionExplanation, DotProductAttention, explain_attention
 from quaver.torch.attention.masks import MASKS
 from quaver.torch.autocast import recipe_in_force
+from quaver.torch.gpu.device import architecture
 from quaver.torch.linear import Linear
 from quaver.torch.quantized import STORAGE, Quantized
 
@@ -171,8 +172,17 @@ def _gemm(
             continue
         how = f"{quant}, the codes of {shared}" if shared else str(quant)
         rows.append(_row(operand, how, ops.QUANTIZE.explain(x, quant)))
-    how = "float32 accumulation" + (", fast where the hardware offers it" if spec.fast_accum else "")
-    return [*rows, _row(f"{name} GEMM", how, ops.MATMUL.explain(_hollow(a, spec.a), _hollow(b, spec.b), dtype, None))]
+    hollow = _hollow(a, spec.a), _hollow(b, spec.b)
+    reasons = ops.MATMUL.explain(*hollow, dtype, None, spec.fast_accum)
+    return [*rows, _row(f"{name} GEMM", _accumulation(spec.fast_accum, reasons, a.device), reasons)]
+
+
+def _accumulation(fast: bool, reasons: list[tuple[str, str]], device: torch.device) -> str:
+    """How the GEMM that runs adds up."""
+    runs = next((name for name, why in reasons if not why), "")
+    if runs != "native" or not fast:
+        return "float32 accumulation" + (", fast where the hardware offers it" if fast else "")
+    return "fast accumulation, 13 bits of a sum" if architecture(device) < 100 else "float32 accumulation"
 
 
 def _reused(operand: str, recipe: Recipe) -> bool:

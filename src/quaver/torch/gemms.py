@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax, counters, ops, recomputation, stored, weights
+from quaver.torch.gpu.choice import announce_features
 from quaver.torch.noise import draw, drawn, quantize_with_noise
 from quaver.torch.quantized import Quantized
 
@@ -39,6 +40,8 @@ def fprop(
             codes, kept = quantize_both(layer, amax.INPUT, "input", x, a, c, recipe, call)
         else:
             xq = codes = quantize(layer, amax.INPUT, "input", x, a, recipe, call)
+        if weight.is_cuda and (weight.shape[0] | weight.shape[1]) & 15:
+            announce_features(layer, weight)
         wq = quantized_weight(layer, weight, "fprop", b, recipe, call)
         if call.plan.weight and not call.traced and ("_weights" in layer.__dict__ or capturing(weight)):
             call.weight = wq

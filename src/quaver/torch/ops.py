@@ -141,7 +141,7 @@ def _resolve(recipe: Recipe, x: Tensor) -> Resolved:
     specs = {spec for spec in recipe.operands().values() if spec is not None}
     picks = {QUANTIZE.pick(x, spec) for spec in specs}
     run = picks.pop() if len(picks) == 1 else QUANTIZE
-    kernels = choice.quantize in (run, *picks)
+    kernels = any(impl.name == "triton" and not impl.reason(x, spec) for impl in QUANTIZE.active for spec in specs)
     if x.is_cpu and not choice.asked():
         operand = Quantized(x, 1.0, next(iter(specs)), (0, 0))
         return Resolved(recipe, run, MATMUL.pick(operand, operand, x.dtype, None))
