@@ -92,6 +92,14 @@ def test_every_bf16_value_rounds_as_the_reference(spec: QuantSpec) -> None:
     assert torch.equal(gpu.per_tensor(x, spec, None, one, True, False).codes(), expected.codes())
 
 
+def test_more_rows_than_a_grids_second_axis_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quaver.torch.gpu.codes.SECOND_AXIS", 1)
+    x = torch.randn(300, 131, device=DEVICE)
+    q, turned = gpu.quantize_both(x, SPECS[0], SPECS[0])
+    assert_same(q, reference.quantize(x, SPECS[0]))
+    assert_same(turned, reference.quantize(x.t(), SPECS[0]))
+
+
 def test_rows_far_apart_are_found() -> None:
     """64-bit offsets: the second row begins beyond 2**31 elements; memory that nobody touches costs nothing."""
     stride = 2**31 + 64

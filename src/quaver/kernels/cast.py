@@ -80,7 +80,7 @@ def cast(
     x, q, qt, scale, top, factor, given, newest, work,
     rows, columns, stride, q_stride, qt_stride4, programs,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr, NEWEST: tl.constexpr,
+    MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr, NEWEST: tl.constexpr, TALL: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -90,10 +90,12 @@ def cast(
     written: the amax of x, taken on the way. factor (if FACTOR) goes before what an amax implies unless it is 0.
     newest (if NEWEST): the newest entry of a history, which notes the amax where that is finite.
     q_stride, qt_stride4: bytes of a row of q, int32 of a row of qt; the ends of rows beyond x are zeros.
-    work: int32 [2] of zeros, left as zeros; programs: how many share it. Exact.
+    work: int32 [2] of zeros, left as zeros; programs: how many share it. TALL: rows are the grid's first axis. Exact.
     """
-    r = tl.program_id(1) * BM + 4 * tl.arange(0, BM // 4)
-    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    pm = tl.program_id(0 if TALL else 1)
+    pn = tl.program_id(1 if TALL else 0)
+    r = pm * BM + 4 * tl.arange(0, BM // 4)
+    c = pn * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
     limit = 0
     if MEASURED:
@@ -108,7 +110,7 @@ def cast(
     else:
         e = tl.load(factor)
     if MEASURED:
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        if (pm == 0) & (pn == 0):
             tl.store(scale, decode_scale(limit, e, POWER_OF_TWO))
             if NEWEST:
                 keep_newest(newest, limit)
@@ -131,6 +133,6 @@ def cast(
     if ROWS:
         store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
     if COLUMNS:
-        r4 = tl.program_id(1) * (BM // 4) + tl.arange(0, BM // 4)
+        r4 = pm * (BM // 4) + tl.arange(0, BM // 4)
         packed = packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
         store_turned(qt, r4, c, columns, qt_stride4, packed, EVEN)

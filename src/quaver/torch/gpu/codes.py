@@ -17,6 +17,15 @@ from quaver.torch.quantized import STORAGE
 #: What Triton calls the formats.
 DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
+#: Programs along the second axis of a grid; along the first there may be 2**31 - 1.
+SECOND_AXIS = 65535
+
+
+def grid(down: int, across: int) -> tuple[tuple[int, int], bool]:
+    """Programs over a matrix of so many blocks, neighbours in a row beside each other; whether the rows come first."""
+    tall = down > SECOND_AXIS
+    return ((down, across) if tall else (across, down)), tall
+
 
 def empty_codes(rows: int, k: int, spec: QuantSpec, device: torch.device) -> Tensor:
     """Room for eight-bit codes [rows, k], rows rounded up to 16 bytes: the whole buffer, which a kernel fills."""

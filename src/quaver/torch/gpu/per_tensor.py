@@ -8,7 +8,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.amax import amax as amax_kernel
 from quaver.kernels.cast import cast as cast_kernel
-from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, in_words, strides
+from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid, in_words, strides
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table, workspace
 from quaver.torch.quantized import Quantized
 
@@ -32,10 +32,10 @@ def measure(x: Tensor) -> Tensor:
         even = rows % bm == 0 and columns % bn == 0
         # 128 masked loads a thread do not fit its registers.
         bm = bm if even else bm // 4
-        grid = -(-columns // bn), -(-rows // bm)
-        numbers = (rows, columns, x.stride(0), grid[0] * grid[1])
-        constants = {"BM": bm, "BN": bn, "EVEN": even}
-        run = keep(_amaxes, key, launcher(amax_kernel, grid, (x, out, work), numbers, constants, warps))
+        programs, tall = grid(-(-rows // bm), -(-columns // bn))
+        numbers = (rows, columns, x.stride(0), programs[0] * programs[1])
+        constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall}
+        run = keep(_amaxes, key, launcher(amax_kernel, programs, (x, out, work), numbers, constants, warps))
     run(x, out, work)
     return out
 
@@ -49,6 +49,7 @@ def per_tensor(
     both: bool,
     as_it_lies: bool = True,
     newest: Tensor | None = None,
+    measured_amax: Tensor | None = None,
 ) -> Quantized:
     """One scale for the tensor.
 
@@ -60,10 +61,15 @@ def per_tensor(
         both: write the transpose too, and keep it as `twin`.
         as_it_lies: else the transpose alone is written and returned.
         newest: float32 of one element, a history's newest amax, which is raised to this one where that is finite.
+        measured_amax: the amax of x, float32 of one element, where whatever made x has measured it; unlike `amax` it
+            is not combined with what the cast finds.
     """
     rows, k = x.shape
     measured = amax is None and not (is_set and factor is not None)
-    top = measure(x) if measured else torch.empty((1, 1), dtype=torch.float32, device=x.device)
+    if measured:
+        top = measure(x) if measured_amax is None else measured_amax
+    else:
+        top = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     q = empty_codes(rows, k, spec, x.device) if as_it_lies else None
     qt = empty_codes(k, rows, spec, x.device) if both or not as_it_lies else None
     scale = torch.empty((1, 1), dtype=torch.float32, device=x.device)
@@ -95,7 +101,8 @@ def _cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured:
     bm, bn, warps = CAST_BLOCK
     _, q, qt, _, _, factor, amax, newest, _ = tensors
     # Blocks reach over the zeros that end the rows of both results.
-    grid = -(-(k if q is None else q.shape[1]) // bn), -(-(rows if qt is None else qt.shape[1] * 4) // bm)
+    down, across = rows if qt is None else qt.shape[1] * 4, k if q is None else q.shape[1]
+    programs, tall = grid(-(-down // bm), -(-across // bn))
     constants = {
         "BM": bm,
         "BN": bn,
@@ -106,8 +113,9 @@ def _cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured:
         "FACTOR": factor is not None,
         "GIVEN": amax is not None,
         "NEWEST": newest is not None,
+        "TALL": tall,
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    numbers = (rows, k, x.stride(0), *strides(q, qt), grid[0] * grid[1])
-    return launcher(cast_kernel, grid, tensors, numbers, constants, warps)
+    numbers = (rows, k, x.stride(0), *strides(q, qt), programs[0] * programs[1])
+    return launcher(cast_kernel, programs, tensors, numbers, constants, warps)

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch import reference
+from quaver.torch.gpu.blockwise import BLOCK, by_blocks
 from quaver.torch.gpu.codes import empty_codes as empty_codes
 from quaver.torch.gpu.codes import format_constants as format_constants
 from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.per_tensor import measure as measure
 from quaver.torch.gpu.per_tensor import per_tensor as per_tensor
+from quaver.torch.gpu.rowwise import by_rows
 from quaver.torch.quantized import Quantized
 
 #: No noise: (seed, tensor id, count) of stochastic rounding.
@@ -79,8 +81,27 @@ def _run_by_tensor(call: Call) -> Pair:
     return q, turned
 
 
+def _in_blocks(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
+    blocks = {s.block for s in (spec, other) if s is not None}
+    return (
+        _plain(spec, other) and blocks in ({(1, BLOCK)}, {(BLOCK, BLOCK)}) and (None in (spec, other) or spec == other)
+    )
+
+
+def _run_in_blocks(call: Call) -> Pair:
+    return by_blocks(call.x, call.spec, call.other, call.amax)
+
+
+def _in_rows(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
+    return _plain(spec, other) and {s.block for s in (spec, other) if s is not None} == {(1, None)}
+
+
+def _run_in_rows(call: Call) -> Pair:
+    return by_rows(call.x, call.spec, call.other, call.amax)
+
+
 #: In order of preference.
-FAMILIES = [Family(_by_tensor, _run_by_tensor)]
+FAMILIES = [Family(_by_tensor, _run_by_tensor), Family(_in_blocks, _run_in_blocks), Family(_in_rows, _run_in_rows)]
 
 
 def _family(spec: QuantSpec | None, other: QuantSpec | None) -> Family | None:
@@ -134,14 +155,19 @@ def quantize_both(
         amax: of x; one that is given serves the transpose too only where the blocks are square.
     """
     family = _family(spec, other)
+    turned_amax = amax.t() if isinstance(amax, Tensor) and amax.dim() == 2 else amax
     one_amax = amax is None or (spec == other and spec.transposable)
     if x.numel() == 0 or family is None or _alone(spec, factor) or not one_amax:
-        return quantize(x, spec, amax, factor, noise, is_set), quantize(x.t(), other, amax, factor, other_noise, is_set)
+        q = quantize(x, spec, amax, factor, noise, is_set)
+        return q, quantize(x.t(), other, turned_amax, factor, other_noise, is_set)
+    pair: Pair
     if x.stride(1) != 1 and x.stride(0) == 1:
-        turned, q = family.run(_call(x.t(), other, spec, amax, factor, other_noise, noise, is_set))
+        pair = family.run(_call(x.t(), other, spec, turned_amax, factor, other_noise, noise, is_set))[::-1]
     else:
-        q, turned = family.run(_call(x, spec, other, amax, factor, noise, other_noise, is_set))
-    return q, turned  # type: ignore[return-value]
+        pair = family.run(_call(x, spec, other, amax, factor, noise, other_noise, is_set))
+    assert pair[0] is not None
+    assert pair[1] is not None
+    return pair[0], pair[1]
 
 
 def _alone(spec: QuantSpec, factor: Tensor | float | None) -> bool:
