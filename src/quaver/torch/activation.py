@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quaver.core.registry import Impl, Op
 from quaver.core.suggest import suggest
+from quaver.torch import ops
+from quaver.torch.gpu import fused
 from quaver.torch.operators import define
-from quaver.torch.ops import widened
 from quaver.torch.second_derivative import no_second_derivative
 
 _aten = torch.ops.aten
@@ -235,6 +237,13 @@ BLOCK = 1 << 17
 
 
 def _forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
+    if fused.wanted(x[0]):
+        y: Tensor = ACTIVATE(name, options, x)
+        return y
+    return _plain_forward(name, options, x)
+
+
+def _plain_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
     row, dtype = ACTIVATIONS[name], x[0].dtype
     if row.native:
         return row.forward(*x)
@@ -247,16 +256,23 @@ def _forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor
 
 
 def _backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
+    if fused.wanted(x[0]):
+        found: list[Tensor] = ACTIVATE_BACKWARD(name, options, g, x)
+        return found
+    return _plain_backward(name, options, g, x)
+
+
+def _plain_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
     row, dtype = ACTIVATIONS[name], x[0].dtype
     if row.native:
         return list(row.backward(g, *x))
     together = row.gated and len(x) == 1
     if not together and not _in_blocks(g):
-        return [grad.to(dtype) for grad in row.backward(widened(g), *_wide(row, x), *options)]
+        return [grad.to(dtype) for grad in row.backward(ops.widened(g), *_wide(row, x), *options)]
     found = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in x]
     for of_y, *rest in _blocks(g, *x, *found) if _in_blocks(g) else [(g, *x, *found)]:
         part, outs = rest[: len(x)], rest[len(x) :]
-        grads = row.backward(widened(of_y), *_wide(row, part), *options)
+        grads = row.backward(ops.widened(of_y), *_wide(row, part), *options)
         for out, grad in zip(outs[0].chunk(2, -1) if together else outs, grads, strict=True):
             out.copy_(grad)
     return found
@@ -281,7 +297,7 @@ def _wide(row: Activation, x: Sequence[Tensor]) -> Sequence[Tensor]:
     """Each input in float32; of one tensor that holds two, both halves."""
     if row.gated and len(x) == 1:
         x = x[0].chunk(2, -1)
-    return [widened(a) for a in x]
+    return [ops.widened(a) for a in x]
 
 
 def _fake_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
@@ -291,6 +307,22 @@ def _fake_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> T
 def _fake_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
     return [a.new_empty(a.shape) for a in x]
 
+
+def _always(*_: Any) -> str:
+    return ""
+
+
+ACTIVATE = Op(
+    "activate", [Impl("triton", fused.activate, fused.why_not_activate), Impl("reference", _plain_forward, _always)]
+)
+ACTIVATE_BACKWARD = Op(
+    "activate_backward",
+    [
+        Impl("triton", fused.activate_backward, fused.why_not_activate_backward),
+        Impl("reference", _plain_backward, _always),
+    ],
+)
+ops.OPS += [ACTIVATE, ACTIVATE_BACKWARD]
 
 define("activate(str name, float[] options, Tensor[] x) -> Tensor", _forward, _fake_forward)
 define("activate_backward(str name, float[] options, Tensor g, Tensor[] x) -> Tensor[]", _backward, _fake_backward)

@@ -33,6 +33,8 @@ _precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False) -> str:
     """Why this implementation does not take the call, or ""."""
+    if a.swizzled or b.swizzled:
+        return "the scales are in the order of a GPU's GEMM"
     return "" if a.data.is_cpu else "the operands are not on a CPU"
 
 

@@ -19,6 +19,7 @@ from quaver.torch import activation as activations
 from quaver.torch import ops
 from quaver.torch.activation import get_activation, option_values
 from quaver.torch.checkpoint import checkpoint
+from quaver.torch.gpu import fused
 from quaver.torch.linear import Linear
 from quaver.torch.norm import Norm
 from quaver.torch.norm_linear import normalized_projections
@@ -50,6 +51,16 @@ class Activated:
         if not self.eight_bits:
             return y, x
         return y, tuple(ops.run_quantize(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
+
+    def quantized(
+        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
+    ) -> fused.Made | None:
+        from quaver.torch.gpu import activation as kernels
+
+        if self.eight_bits:
+            return None
+        made = kernels.activated(self.name, self.options, x, spec, factor, want_output, not turned, turned)
+        return fused.Made(made.y, made.quantized, made.amax, tuple(x))
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
         return activations.forward(self.name, self.options, saved)

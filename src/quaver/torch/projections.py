@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from quaver.core.spec import Recipe
-from quaver.torch import amax, ops, stored
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch import amax, counters, ops, stored
 from quaver.torch.autocast import ambient, recomputing
-from quaver.torch.gemms import Call, backward, fprop, kept_input, quantize
+from quaver.torch.gemms import Call, backward, both_at_once, fprop, kept_input, quantize, quantize_both
+from quaver.torch.gpu import fused
 from quaver.torch.linear import NO_DOUBLE_BACKWARD, Linear, dtype_sentence, matrix, recipe_of, refuse_transforms
 from quaver.torch.quantized import Quantized, put_together, take_apart
 from quaver.torch.second_derivative import no_second_derivative
@@ -35,6 +36,20 @@ class Prologue(Protocol):
 
     def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
         """Outside autograd: the input, and what backward needs."""
+
+    def quantized(
+        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
+    ) -> fused.Made | None:
+        """On a GPU: the input quantized by the kernel that makes it, or with its amax; see `quaver.torch.gpu.norm`.
+
+        Args:
+            spec: with one scale for the tensor, or blocks along a row.
+            factor: known, so that one pass quantizes; or None.
+            want_output: whether the input itself is needed too.
+            turned: write the codes of the transpose alone.
+        Returns:
+            None where the prologue has no such kernel.
+        """
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
         """The input once more, bit for bit."""
@@ -134,17 +149,12 @@ class _Projections(torch.autograd.Function):
         n, recipe = len(what.layers), what.recipe
         x, weights, biases = tensors[: what.taken], tensors[what.taken : what.taken + n], tensors[what.taken + n :]
         needed = ctx.needs_input_grad[1 + what.taken : 1 + what.taken + n]
-        made, saved = what.prologue.forward(*x)
-        lead = made.shape[:-1]
-        y = matrix(made.to(what.dtype))
         # Noise is not drawn a second time; and a prologue whose own gradients nobody needs keeps nothing.
         c, differentiated = recipe.wgrad.b, any(ctx.needs_input_grad[1 : 1 + what.taken])
         remakes = what.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
         keeps = any(needed) and what.training and not remakes
-        calls = [_call(what, layer, y) for layer in what.layers]
-        first = what.layers[0]
-        assert recipe.fprop.a is not None
-        yq = quantize(first, amax.INPUT, "input", y, recipe.fprop.a, recipe, calls[0])
+        first, entrance = what.layers[0], _entrance(what, x, keeps)
+        calls, yq, lead = entrance.calls, entrance.quantized, entrance.shape[:-1]
         outputs = []
         for layer, weight, bias, call in zip(what.layers, weights, biases, calls, strict=True):
             assert weight is not None
@@ -153,16 +163,19 @@ class _Projections(torch.autograd.Function):
             z = fprop(yq, weight, bias, layer, recipe, call)
             outputs.append(z.view(*lead, weight.shape[0]))
         if keeps:
-            calls[0].kept = kept_input(y, yq, first, recipe, calls[0])
+            calls[0].kept = entrance.turned
+            if entrance.turned is None:
+                assert entrance.matrix is not None
+                calls[0].kept = kept_input(entrance.matrix, yq, first, recipe, calls[0])
         ctx.about = (
             what,
-            made.shape,
-            made.dtype,
-            _save(ctx, calls, saved if differentiated else (), weights),
+            entrance.shape,
+            entrance.dtype,
+            _save(ctx, calls, entrance.saved if differentiated else (), weights),
             [b is not None and b.dtype for b in biases],
         )
         ctx.calls = None if calls[0].traced else calls
-        return (made, *outputs) if what.return_input else tuple(outputs)
+        return (entrance.made, *outputs) if what.return_input else tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -175,6 +188,76 @@ class _Projections(torch.autograd.Function):
                 found = _backward(ctx, grads)
             return no_second_derivative(found, NO_DOUBLE_BACKWARD, grads[0], *ctx.saved_tensors)
         return _backward(ctx, grads)
+
+
+class _Entrance(NamedTuple):
+    """What the layers read."""
+
+    calls: list[Call]
+    #: As the prologue made it, or None where it wrote nothing but codes.
+    made: Tensor | None
+    #: That as a matrix in the dtype of the GEMMs.
+    matrix: Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantized: Quantized
+    #: What wgrad consumes of it, where that was written too.
+    turned: Quantized | None
+    #: What the prologue's backward needs.
+    saved: Sequence[Any]
+
+
+def _entrance(what: _What, x: Sequence[Tensor | None], keeps: bool) -> _Entrance:
+    """Make the layers' input and quantize it, by one kernel where there is one."""
+    first, recipe = what.layers[0], what.recipe
+    a, c = recipe.fprop.a, recipe.wgrad.b
+    assert a is not None and x[0] is not None
+    calls: list[Call] = []
+    if _may_fuse(what.dtype, x[0]):
+        calls = [_call(what, layer, x[0]) for layer in what.layers]
+        found = _fused(what, x, keeps, calls)
+        if found is not None:
+            return found
+    made, saved = what.prologue.forward(*x)
+    y = matrix(made.to(what.dtype))
+    calls = calls or [_call(what, layer, y) for layer in what.layers]
+    turned = None
+    if keeps and c is not None and calls[0].both is not None and both_at_once(a, c, calls[0]):
+        yq, turned = quantize_both(first, amax.INPUT, "input", y, a, c, recipe, calls[0])
+    else:
+        yq = quantize(first, amax.INPUT, "input", y, a, recipe, calls[0])
+    return _Entrance(calls, made, y, made.shape, made.dtype, yq, turned, saved)
+
+
+def _may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
+    """Whether kernels that quantize what they make may run: on operands of this dtype, made of x."""
+    if not fused.wanted(x) or x.dtype is not dtype or torch.compiler.is_compiling():
+        return False
+    allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.active)
+    return allowed and counters.active.counters is None and not fused.why_not(x)
+
+
+def _fused(what: _What, x: Sequence[Tensor | None], keeps: bool, calls: list[Call]) -> _Entrance | None:
+    first, call, a = what.layers[0], calls[0], what.recipe.fprop.a
+    assert a is not None and x[0] is not None
+    factor, is_set = _known(first, call)
+    want_output = what.return_input or (keeps and not call.plan.input)
+    turn = keeps and call.plan.input
+    found = fused.operand(what.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
+    if found is None:
+        return None
+    if call.record and call.factors is not None:
+        amax.record(first, amax.INPUT, found.quantized.amax)
+    shape = (*x[0].shape[:-1], found.quantized.shape[1])
+    y = None if found.y is None else matrix(found.y)
+    return _Entrance(calls, found.y, y, shape, x[0].dtype, found.quantized, found.turned, found.saved)
+
+
+def _known(layer: Linear, call: Call) -> tuple[Tensor | float | None, bool]:
+    """The encode factor of a layer's input, and whether it is known not to be 0."""
+    if call.factors is None:
+        return None, False
+    return call.factors[amax.INPUT], amax.is_set(layer, amax.INPUT, call.factors)
 
 
 def _call(what: _What, layer: Linear, y: Tensor) -> Call:
@@ -249,11 +332,16 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
 
 def _remade(what: _What, saved: Sequence[Any], call: Call) -> Tensor | Quantized:
     """The input that wgrad consumes, from what the prologue kept; no history and no counter sees codes twice."""
-    y, recipe = matrix(what.prologue.remake(saved).to(what.dtype)), what.recipe
-    c, factor = recipe.wgrad.b, None if call.factors is None else call.factors[amax.INPUT]
+    recipe, first = what.recipe, what.layers[0]
+    c, (factor, is_set) = recipe.wgrad.b, _known(first, call)
+    if c is not None and call.plan.input and _may_fuse(what.dtype, saved[0]):
+        q = fused.remade(what.prologue, saved, c, factor, is_set)
+        if q is not None:
+            return q
+    y = matrix(what.prologue.remake(saved).to(what.dtype))
     if c is None:
         return y
     if call.plan.input:
         assert recipe.fprop.a is not None
         return call.quantize(y, recipe.fprop.a, None, factor).T
-    return quantize(what.layers[0], amax.INPUT, "input.T", y.t(), c, recipe, call)
+    return quantize(first, amax.INPUT, "input.T", y.t(), c, recipe, call)

@@ -53,7 +53,7 @@ KINDS = {
     "clamped_swiglu": Kind(*_CLAMPED, gated=True, clamped=True),
 }
 #: Rows, columns and warps of a program.
-TILE, BLOCK_TILE, BACKWARD_TILE = (64, 64, 4), (16, 128, 4), (32, 128, 4)
+TILE, BLOCK_TILE, BACKWARD_TILE = (128, 64, 4), (16, 128, 4), (32, 128, 4)
 #: The widest row that is quantized by itself on the way.
 WIDEST = 16384
 _CODES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
@@ -175,7 +175,7 @@ def _tile_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float], 
     return launcher(activate, grid, tensors, numbers, constants, warps)
 
 
-def _block_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float], kind: str, spec: QuantSpec) -> Any:
+def _block_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float], kind: str, spec: Any) -> Any:
     gate, value, _, q, _ = tensors
     rows, columns = gate.shape
     bm, bn, warps = BLOCK_TILE

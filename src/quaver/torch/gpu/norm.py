@@ -103,7 +103,7 @@ def normalized(
     rows = flat.shape[0]
     kind = "none" if spec is None else mode(spec, factor is not None, columns)
     assert kind, f"no kernel normalizes and quantizes by {spec}"
-    one = {"dtype": torch.float32, "device": x.device}
+    one: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if want_output or kind == "amax" else None
     centred, _ = KINDS[normalization]
     mean = torch.empty((rows if centred else 0,), **one)
@@ -123,7 +123,7 @@ def normalized(
     shape = (*x.shape[:-1], 1)
     made = None
     if q is not None:
-        assert spec is not None
+        assert spec is not None and scale is not None
         made = Quantized(q[:, :columns], scale, spec, (rows, columns), amax=top, swizzled=kind == "e8m0")
     return Normalized(
         None if y is None else y.view(x.shape), mean.view(shape) if centred else mean, inverse.view(shape), made, top
@@ -155,8 +155,8 @@ def _forward_launch(tensors: tuple[Any, ...], normalization: str, eps: float, ki
     if columns > WIDEST:
         constants |= {name: form[name] for name in ("POWER_OF_TWO", "INTEGERS")}
         constants |= {"BN": WIDE_BLOCK, "EVEN": q_stride == columns and columns % WIDE_BLOCK == 0}
-        numbers = (rows, columns, x.stride(0), q_stride, programs, float(eps), share)
-        return launcher(wide_norm, (programs,), tensors, numbers, constants, 16)
+        wide = (rows, columns, x.stride(0), q_stride, programs, float(eps), share)
+        return launcher(wide_norm, (programs,), tensors, wide, constants, 16)
     bn, warps = row_block(columns)
     constants |= {"BN": bn, "EVEN": bn == columns, "HELD": bn <= 8192, "BLOCK": 32 if kind == "e8m0" else 128, **form}
     scale_stride = -(-columns // 128) * 4 if kind == "e8m0" else rows
@@ -200,7 +200,7 @@ def gradients(
     """
     flat, along = _rows(x), _rows(g)
     rows, columns = flat.shape
-    one = {"dtype": torch.float32, "device": x.device}
+    one: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     top = torch.empty((1, 1), **one) if measure else None
     programs = min(rows, BACKWARD_PROGRAMS * multiprocessors(x.device))
