@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,16 @@ torch.set_num_threads(1)
 # Kernels are interpreted where there is no GPU; Triton chooses when a kernel is defined, so before any is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# Where cuBLAS keeps its work in deterministic mode, which every test runs in; it is read when the first GEMM runs.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+ROOT = Path(__file__).parents[1]
+#: Tests of kernels: on a machine with a GPU they run there, and `pytest -m gpu` takes them.
+ON_A_GPU = ("tests/kernels/",)
+#: Tests of what a CPU interprets.
+INTERPRETED = ("tests/torch/gpu/", "tests/benchmarks/test_gpu.py", "tests/kernels/test_interpreter.py")
+#: The static gate needs neither.
+ANYWHERE = ("tests/kernels/test_gate.py",)
 
 
 #: Raised inside torch by what torch itself does on the first compilation.
@@ -22,12 +33,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", TORCHS_OWN)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
+        place_on_a_machine(item, torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def place_on_a_machine(item: pytest.Item, gpu: bool, interpreting: bool) -> None:
+    """Mark what `-m gpu` should take on a machine with a GPU, and skip what this one cannot run."""
+    path = item.path.relative_to(ROOT).as_posix()
+    if not gpu:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    elif path.startswith(INTERPRETED):
+        if not interpreting:
+            item.add_marker(pytest.mark.skip(reason="interprets kernels on a CPU: set TRITON_INTERPRET=1"))
+    elif path.startswith(ON_A_GPU) and not path.startswith(ANYWHERE):
+        item.add_marker("gpu")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from benchmarks.timing import Timing
 from quaver import recipes
 
 LLAMA, TOKENS = Size(dim=4096, heads=32, groups=8, hidden=14_336), 8192
-TOY, TOY_TOKENS = Size(dim=64, heads=4, groups=2, hidden=128), 32
+TOY, TOY_TOKENS = Size(dim=64, heads=2, groups=1, hidden=64), 8
 BASE = "bf16 torch"
 
 
