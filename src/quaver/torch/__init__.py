@@ -7,6 +7,7 @@ from quaver.torch.autocast import autocast
 from quaver.torch.checkpoint import checkpoint
 from quaver.torch.convert import convert, revert
 from quaver.torch.counters import count
+from quaver.torch.cross_entropy import linear_cross_entropy
 from quaver.torch.explain import explain
 from quaver.torch.kv_cache import KVCache
 from quaver.torch.linear import Linear
@@ -56,6 +57,7 @@ __all__ = [
     "drop_initial_value",
     "explain",
     "initial_value",
+    "linear_cross_entropy",
     "matmul",
     "only",
     "quantize",

@@ -1,0 +1,105 @@
+"""Cross entropy of rows of logits: one pass over a row for the loss, another for the gradient in its place.
+
+The running maximum and sum of a softmax over blocks are Milakov and Gimelshein's (2018, arXiv:1805.02867); writing the
+gradient where the logits were is Liger Kernel's idea (arXiv:2410.10989).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(at, c, columns, room, cap, CAP: tl.constexpr, MASKED: tl.constexpr):
+    """(float32 logits after the soft cap, the tanh in it) at columns c; -infinity outside the row."""
+    v = tl.load(at + c, mask=c < room, other=0.0).to(tl.float32) if MASKED else tl.load(at + c).to(tl.float32)
+    t = v
+    if CAP:
+        # tanh by one exponential, which overflows to the right limit.
+        t = 1.0 - 2.0 / (tl.exp(v * (2.0 / cap)) + 1.0)
+        v = cap * t
+    if MASKED:
+        v = tl.where(c < columns, v, float("-inf"))
+    return v, t
+
+
+@triton.jit
+def _first(at, c, m, s, total, columns, room, cap, CAP: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr):
+    """The running maximum, sum of exponentials below it, and mean of the logits, with one block more."""
+    v, _ = _load(at, c, columns, room, cap, CAP, MASKED)
+    top = tl.maximum(m, tl.max(v, 0))
+    # Nothing but -infinity so far: any finite number will do.
+    base = tl.where(top == float("-inf"), 0.0, top)
+    s = s * tl.exp(m - base) + tl.sum(tl.exp(v - base), 0)
+    if SMOOTHING:
+        total += tl.sum((tl.where(c < columns, v, 0.0) if MASKED else v) * (1.0 / columns), 0)
+    return top, s, total
+
+
+@triton.jit
+def _second(
+    at, c, target, m, log_s, rise, hit, even, scale, columns, room, cap, CAP: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """The gradient of one block in place of its logits."""
+    v, t = _load(at, c, columns, room, cap, CAP, MASKED)
+    d = tl.exp((v - m) - log_s) * rise - even - tl.where(c == target, hit, 0.0)
+    if CAP:
+        d = d * (1.0 - t * t)
+    d = (d * scale).to(at.dtype.element_ty)
+    if MASKED:
+        tl.store(at + c, d, mask=c < room)
+    else:
+        tl.store(at + c, d)
+
+
+@triton.jit
+def cross_entropy(
+    logits, targets, losses, weights,
+    columns, room, stride, ignore, smoothing, z_loss, cap,
+    BLOCK: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, CAP: tl.constexpr,
+    GRADIENT: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """One row a program: logits [rows, columns], rows `stride` apart, targets int64 [rows] to losses float32 [rows].
+
+    room: columns, or more where rows end in memory that is free to be overwritten, in whole 16 bytes for wide accesses.
+    GRADIENT: the loss's derivative replaces the logits, times weights float32 [rows] where they are given. A target
+    that is `ignore` has loss and gradient 0, one outside the row NaN. RAGGED: BLOCK does not divide columns.
+    Bounded: relative 1e-6 of float64 for the loss.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = logits + row * stride
+    target = tl.load(targets + row)
+    c = tl.arange(0, BLOCK)
+    if target == ignore:
+        tl.store(losses + row, 0.0)
+        if GRADIENT:
+            for start in range(0, columns, BLOCK):
+                tl.store(at + start + c, tl.zeros((BLOCK,), at.dtype.element_ty), mask=start + c < room)
+    else:
+        known = (target >= 0) & (target < columns)
+        # Read before anything is overwritten: the reductions below hold the threads together.
+        right, _ = _load(at, tl.where(known, target, 0), columns, room, cap, CAP, False)
+        right = tl.where(known, right, float("nan"))
+        m = float("-inf")
+        s = 0.0
+        total = 0.0
+        for start in range(0, columns, BLOCK):
+            m, s, total = _first(at, start + c, m, s, total, columns, room, cap, CAP, SMOOTHING, RAGGED)
+        # m + log_s is the logarithm of the sum; apart they lose nothing where logits are large.
+        log_s = tl.log(s)
+        loss = (m - right) + log_s
+        if SMOOTHING:
+            loss = (1.0 - smoothing) * loss + smoothing * ((m - total) + log_s)
+        rise = 1.0
+        if Z_LOSS:
+            lse = m + log_s
+            loss += z_loss * lse * lse
+            rise = 1.0 + 2.0 * z_loss * lse
+        tl.store(losses + row, loss)
+        if GRADIENT:
+            scale = tl.where(known, 1.0, float("nan"))
+            if weights is not None:
+                scale *= tl.load(weights + row)
+            hit = 1.0 - smoothing
+            even = smoothing / columns
+            for start in range(0, columns, BLOCK):
+                _second(at, start + c, target, m, log_s, rise, hit, even, scale, columns, room, cap, CAP, RAGGED)
