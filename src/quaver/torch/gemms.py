@@ -8,6 +8,8 @@ A `Call` carries what one forward decides to its backward. Kept for backward is 
 element or half of one, never the input in high precision unless the recipe asks for it.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -108,8 +110,8 @@ def dgrad(g: Tensor | Quantized, weight: Tensor, layer: nn.Module, recipe: Recip
         w = stored.dequantized(layer, weight, g.dtype) if weight.dtype in stored.CODES else weight
         return high_precision(g, w.t(), call.dtype)
     assert isinstance(g, Quantized)
-    w = quantized_weight(layer, weight, "dgrad", spec, recipe, call)
-    return call.matmul(g, w, call.dtype, None, recipe.dgrad.fast_accum)
+    wq = quantized_weight(layer, weight, "dgrad", spec, recipe, call)
+    return call.matmul(g, wq, call.dtype, None, recipe.dgrad.fast_accum)
 
 
 def wgrad(g: Tensor | Quantized, kept: Tensor | Quantized, recipe: Recipe, call: "Call", dtype: torch.dtype) -> Tensor:
@@ -157,6 +159,10 @@ class Call:
         #: Whether torch.compile is looking: then operations are opaque and nothing is kept between calls.
         self.traced = torch.compiler.is_compiling()
         self.plan = recipe.plan
+        self.quantize: Callable[..., Quantized]
+        self.matmul: Callable[..., Tensor]
+        #: `ops.QUANTIZE_BOTH` where it is worth while.
+        self.both: Callable[..., tuple[Quantized, Quantized]] | None
         if self.traced:
             self.quantize, self.matmul = ops.run_quantize, ops.run_matmul
             self.both = ops.quantize_both_opaquely if x.is_cuda else None
@@ -271,9 +277,13 @@ def quantized_weight(
     keeps = not capturing(weight)
     q = weights.lookup(layer, kept_as, weight, spec, written) if keeps else None
     if q is None:
-        q = _quantize_weight(layer, weight, side, spec, recipe, call)
+        q, other = _quantize_weight(layer, weight, side, spec, recipe, call)
         if keeps:
             weights.keep(layer, kept_as, weight, spec, written, q)
+        if other is not None and call.plan.weight:
+            q.twin = other
+        elif other is not None:
+            weights.keep(layer, "dgrad", weight, other.spec, written, other)
     elif call.record and call.factors is not None and side == "fprop":
         amax.record(layer, amax.WEIGHT, q.amax)
     return q.T if shared else q
@@ -281,19 +291,18 @@ def quantized_weight(
 
 def _quantize_weight(
     layer: nn.Module, weight: Tensor, side: str, spec: QuantSpec, recipe: Recipe, call: Call
-) -> Quantized:
-    """The weight, or for a dgrad that does not share fprop's its transpose."""
+) -> tuple[Quantized, Quantized | None]:
+    """The weight, and what dgrad will ask for if the same read gives it; or for a dgrad that reuses nothing that."""
+    if side == "dgrad" and call.plan.weight:
+        return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT]), None
     if side == "dgrad":
-        if call.plan.weight:
-            return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT])
-        return quantize(layer, amax.WEIGHT, "weight.T", weight.t(), spec, recipe, call)
+        return quantize(layer, amax.WEIGHT, "weight.T", weight.t(), spec, recipe, call), None
     other = recipe.dgrad.b
-    if call.both is None or not call.record or not call.plan.weight or other is None:
-        return quantize(layer, amax.WEIGHT, "weight", weight, spec, recipe, call)
-    if not both_at_once(spec, other, call):
-        return quantize(layer, amax.WEIGHT, "weight", weight, spec, recipe, call)
-    q, q.twin = quantize_both(layer, amax.WEIGHT, "weight", weight, spec, other, recipe, call)
-    return q
+    wanted = call.both is not None and call.record and other is not None and both_at_once(spec, other, call)
+    if not wanted or not (call.plan.weight or (weights.can_keep(weight) and not capturing(weight))):
+        return quantize(layer, amax.WEIGHT, "weight", weight, spec, recipe, call), None
+    assert other is not None
+    return quantize_both(layer, amax.WEIGHT, "weight", weight, spec, other, recipe, call)
 
 
 def high_precision(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -65,7 +65,7 @@ def lookup(layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor:
 
 def keep(layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: float, q: Quantized) -> None:
     """Keep an operand, if the weight is a parameter whose changes can be seen."""
-    if not isinstance(weight, nn.Parameter) or weight.is_inference() or torch.is_inference_mode_enabled():
+    if not can_keep(weight):
         return
     if not _Steps.hooked:
         register_optimizer_step_post_hook(_count)
@@ -73,6 +73,11 @@ def keep(layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: f
     storage = StorageWeakRef(weight.untyped_storage())
     entry = _Entry(weakref.ref(weight), storage, weight.data_ptr(), weight._version, _Steps.count, spec, factor, q)
     layer.__dict__.setdefault("_weights", _Kept())[side] = entry
+
+
+def can_keep(weight: Tensor) -> bool:
+    """Whether the weight is a parameter whose changes can be seen."""
+    return isinstance(weight, nn.Parameter) and not weight.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def refresh(model: nn.Module) -> None:

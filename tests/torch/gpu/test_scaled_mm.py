@@ -96,8 +96,18 @@ def test_one_scale_a_tensor_or_row_goes_through_torchs_own_gemm(a: str, b: str, 
 def test_any_two_operands_are_multiplied_decoded(a: str, b: str, turned: bool) -> None:
     if turned and not (SPECS[a].transposable or SPECS[b].transposable):
         return
-    for (m, k, n), (dtype, bias) in zip(SHAPES, OUTPUTS, strict=False):
+    for (m, k, n), (dtype, bias) in zip(SHAPES[1:], OUTPUTS, strict=False):
         assert check("decoded", *pair(SPECS[a], SPECS[b], m, k, n, turned), dtype, bias) == "decoded"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_kernel_that_decodes_gives_the_same_products(name: str, turned: bool) -> None:
+    for m, k, n in SHAPES:
+        a, b = pair(SPECS[name], SPECS[name], m, k, n, turned)
+        expected = decoded.matmul(a, b, torch.float32)
+        with qt.only("decoded"), qt.only("triton"):
+            torch.testing.assert_close(ops.MATMUL(a, b, torch.float32, None), expected, rtol=0, atol=0)
 
 
 NATIVE = {

@@ -8,8 +8,9 @@ each row has been taken out of them: what is smaller than 2**-117 of it may lose
 import torch
 from torch import Tensor
 
+from quaver.core.spec import QuantSpec
 from quaver.torch import reference
-from quaver.torch.gpu.device import architecture
+from quaver.torch.gpu.device import architecture, why_no_kernels
 from quaver.torch.quantized import Quantized, spread
 
 #: The oldest capability with bf16 tensor cores.
@@ -37,21 +38,38 @@ def decode(q: Quantized) -> tuple[Tensor, Tensor]:
     product: float32 [rows or 1, 1]."""
     if q.spec.two_level:
         assert q.tensor_factor is not None and isinstance(q.scale, Tensor)
-        blocks = q.plain_scale().view(torch.float8_e4m3fn).to(torch.float32)
-        blocks = blocks.t() if q.turned else blocks
-        return _folded(q, blocks), 1.0 / q.tensor_factor
+        return _values(q, q.plain_scale().view(torch.float8_e4m3fn).to(torch.float32)), 1.0 / q.tensor_factor
     scales = q.scales()
     if q.spec.block[1] is None:
-        values = q.values().bfloat16() if q.spec.format.bits == 4 else q.data.bfloat16()
-        scales = spread(scales, (q.spec.block[0], 1), (q.shape[0], 1)) if scales.shape[0] > 1 else scales
-        return (values.t() if q.turned and q.spec.format.bits == 8 else values), scales
+        return _values(q, None), scales if scales.shape[0] == 1 else _of_rows(scales, q)
     top = _power_below(torch.where(scales.isnan(), 0.0, scales).amax(1, keepdim=True))
-    return _folded(q, scales / top), spread(top, (q.spec.block[0], 1), (q.shape[0], 1))
+    within = scales / top
+    return _values(q, within.t() if q.turned else within), _of_rows(top, q)
 
 
-def _folded(q: Quantized, scales: Tensor) -> Tensor:
-    values = q.values().mul_(spread(scales, q.spec.block, q.shape))
-    return values.bfloat16() if q.spec.power_of_two or q.spec.two_level else values
+def _of_rows(scales: Tensor, q: Quantized) -> Tensor:
+    """Scales of blocks of rows [blocks, 1] to one a row."""
+    return spread(scales, (q.spec.block[0], 1), (q.shape[0], 1))
+
+
+def _values(q: Quantized, scales: Tensor | None) -> Tensor:
+    """The data [rows, k] times the scales of their blocks as they lie."""
+    half = scales is None or q.spec.power_of_two or q.spec.two_level
+    dtype = torch.bfloat16 if half else torch.float32
+    if not why_no_kernels(q.device):
+        from quaver.torch.gpu import decode as kernel
+
+        spec = QuantSpec(q.spec.format, q.spec.block, "power_of_two" if half else "fp32")
+        plain = Quantized(q.data, 1.0 if scales is None else scales, spec, q.shape, q.turned)
+        if not kernel.reason(plain, dtype, scales is not None):
+            return kernel.decode(plain, dtype, scales is not None)
+    if scales is None and q.spec.format.bits == 8:
+        values = q.data.to(dtype)
+        return values.t() if q.turned else values
+    if scales is None:
+        return q.values().to(dtype)
+    blocks = scales.t() if q.turned else scales
+    return q.values().mul_(spread(blocks, q.spec.block, q.shape)).to(dtype)
 
 
 def _power_below(scales: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def role(spec: QuantSpec) -> str:
         return "mx" if spec.block[1] == 32 and spec.block[0] in (1, 32) else ""
     if spec.block[1] is None:
         return {None: "tensor", 1: "row"}.get(spec.block[0], "")
-    return {(1, 128): "1x128", (128, 128): "128x128"}.get(spec.block, "")
+    return "1x128" if spec.block == (1, 128) else "128x128" if spec.block == (128, 128) else ""
 
 
 def unavailable(a: QuantSpec, b: QuantSpec, device: torch.device) -> str:
@@ -200,14 +200,15 @@ def _probe(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: tor
     device = a.data.device
     m, k, n = 33 if a.shape[0] & 15 else 32, 272 if a.shape[1] & 127 else 256, 32
     generator = torch.Generator().manual_seed(0)
-    operands = []
-    for rows, like in ((m, a), (n, b)):
-        x = torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator).add_(0.5)
-        operands.append(_made_like(x, like, device))
+    x, w = (
+        torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator).add_(0.5)
+        for rows in (m, n)
+    )
+    left, right = _made_like(x, a, device), _made_like(w, b, device)
     extra = None if bias is None else torch.randn(n, generator=generator).to(device, bias)
     try:
-        y = _run(found, *operands, dtype, extra, False)
-        expected = decoded.matmul(*operands, torch.float32, extra)
+        y = _run(found, left, right, dtype, extra, False)
+        expected = decoded.matmul(left, right, torch.float32, extra)
         off = ((y.float() - expected).norm() / expected.norm()).item()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return str(error).strip().partition("\n")[0] or type(error).__name__
