@@ -1,0 +1,178 @@
+"""Eight bits with an exponent byte for 32 elements along k, or for 32 × 32, and the same of the transpose.
+
+A block of 128 × 128 elements has one tile of 512 scales, whichever way it lies: zeros beyond the data give the zeros
+that fill a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from quaver.kernels.cast import load4, store4, store_turned
+from quaver.kernels.numbers import HIGHEST, INFINITY_BITS, SMALLEST_NORMAL_BITS, encode, magnitude_bits, pack4
+from quaver.kernels.swizzle import swizzled
+
+
+@triton.jit
+def shared_exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
+    """From the bits of a block's amax the E8M0 code of its scale, int32, and its encode factor 2**(127 - code).
+
+    Code 0 for an amax of 0 (subnormals are), and 255 with the factor 1 for one that is not finite. For 0 the factor is
+    2**100: no subnormal times that is half the smallest code, so all become zeros of their signs.
+    """
+    # The exponent stays in its place among the bits. None takes a factor below 2**-126, so one bound is enough.
+    low: tl.constexpr = ((127 - HIGHEST + EMAX) << 23) - 0x7FFFFF + TOP_MANTISSA
+    place = (tl.maximum(bits, low) + (0x7FFFFF - TOP_MANTISSA - (EMAX << 23))) & 0x7F800000
+    finite = bits < INFINITY_BITS
+    code = tl.where(bits < SMALLEST_NORMAL_BITS, 0, tl.where(finite, place >> 23, 255))
+    return code, tl.where(finite, (254 << 23) - place, 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def offsets(r, c, stride, NEAR: tl.constexpr):
+    """Of elements of rows r and columns c, from the first row of a program; NEAR: they fit 32 bits."""
+    if NEAR:
+        at = r[:, None] * stride
+    else:
+        at = r[:, None].to(tl.int64) * stride
+    return at + c[None, :]
+
+
+@triton.jit
+def largest(v):
+    """The bits of the largest magnitude along the last axis.
+
+    As signed integers the largest positive wins, as unsigned ones the largest negative: two maxima, and no bit to clear
+    in each element.
+    """
+    bits = v.to(tl.int32, bitcast=True)
+    negative = tl.max(bits.to(tl.uint32, bitcast=True), 2).to(tl.int32, bitcast=True)
+    return tl.maximum(tl.max(bits, 2), negative & 0x7FFFFFFF)
+
+
+@triton.jit
+def wide(v):
+    if v.dtype == tl.bfloat16:
+        return (v.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return v.to(tl.float32)
+
+
+@triton.jit
+def mxfp8_rows(
+    x, q, s,
+    rows, columns, stride, q_stride, across,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, NEAR: tl.constexpr, SQUARE: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] to q of the same shape and s, swizzled bytes, in blocks of 1 × 32; SQUARE: of 32 × 32.
+
+    q_stride: bytes of a row of q; the end of a row beyond x is zeros. across: tiles of s side by side. Exact.
+    """
+    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    first = (tl.program_id(1) * BM).to(tl.int64)
+    line = tl.arange(0, BM)
+    at = x + first * stride + offsets(line, c, stride, NEAR)
+    if EVEN:
+        v = wide(tl.load(at))
+    else:
+        v = wide(tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0))
+    v = tl.reshape(v, [BM, BN // 32, 32])
+    top = largest(tl.reshape(v, [BM, BN // 16, 16]))
+    top = tl.max(tl.reshape(top, [BM, BN // 32, 2]), 2)  # [BM, BN / 32]
+    if SQUARE:
+        top = tl.max(tl.reshape(top, [BM // 32, 32, BN // 32]), 1)[:, None, :]
+        top = tl.reshape(tl.broadcast_to(top, [BM // 32, 32, BN // 32]), [BM, BN // 32])
+    code, e = shared_exponent(top, EMAX, TOP_MANTISSA)
+    b = tl.program_id(0) * (BN // 32) + tl.arange(0, BN // 32)
+    tl.store(s + swizzled(r, b, across), code.to(tl.uint8))
+    dtype: tl.constexpr = q.dtype.element_ty
+    codes = tl.reshape(encode(v * e[:, :, None], dtype, INTEGERS), [BM, BN]).to(dtype, bitcast=True)
+    at = q + first * q_stride + offsets(line, c, q_stride, NEAR)
+    if EVEN:
+        tl.store(at, codes)
+    else:
+        tl.store(at, codes, mask=(r[:, None] < rows) & (c[None, :] < q_stride))
+
+
+@triton.jit
+def across_rows(v, BR: tl.constexpr, BN: tl.constexpr):
+    """Magnitudes [BR, BN], each of four rows, to the largest of 8 × 4 rows: [BR / 8, BN]."""
+    return tl.max(tl.reshape(v, [BR // 8, 8, BN]), 1)
+
+
+@triton.jit
+def across_columns(v, BR: tl.constexpr, BN: tl.constexpr):
+    """[BR, BN] to the largest of 32 columns: [BR, BN / 32]."""
+    return tl.max(tl.reshape(v, [BR, BN // 32, 32]), 2)
+
+
+@triton.jit
+def each_row(v, BR: tl.constexpr, BK: tl.constexpr):
+    """What 32 rows share [BR / 8, BK] to each four of them: [BR, BK]."""
+    return tl.reshape(tl.broadcast_to(v[:, None, :], [BR // 8, 8, BK]), [BR, BK])
+
+
+@triton.jit
+def each_column(v, BR: tl.constexpr, BN: tl.constexpr):
+    """What 32 columns share [BR, BN / 32] to each of them: [BR, BN]."""
+    return tl.reshape(tl.broadcast_to(v[:, :, None], [BR, BN // 32, 32]), [BR, BN])
+
+
+@triton.jit
+def scaled_row(v, m, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+    """Rows v [BR, BN] with magnitudes m times the factors of their blocks of 1 × 32, and those blocks' codes."""
+    top = across_columns(m, BR, BN)
+    e = each_column(exponent_factor(top, EMAX, TOP_MANTISSA), BR, BN)
+    return v * e, exponent_code(top, EMAX, TOP_MANTISSA)
+
+
+@triton.jit
+def mxfp8_columns(
+    x, q, s, qt, st,
+    rows, columns, stride, q_stride, qt_stride4, across, across_t,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, SQUARE: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """The transpose of x [rows, columns] to qt as int32 and st, in blocks of 32 rows of x; x itself too if ROWS.
+
+    SQUARE: blocks are of 32 × 32, so that both have the same codes. q, s, across: as in `mxfp8_rows`, and without ROWS
+    q is there for its dtype; st, across_t: the same of the transpose. qt_stride4: int32 of a row of qt. Exact.
+    """
+    BR: tl.constexpr = BM // 4
+    BK: tl.constexpr = BN // 32
+    dtype: tl.constexpr = q.dtype.element_ty
+    r = tl.program_id(1) * BM + 4 * tl.arange(0, BR)
+    r4 = tl.program_id(1) * BR + tl.arange(0, BR)
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    down = tl.program_id(1) * (BM // 32) + tl.arange(0, BM // 32)
+    right = tl.program_id(0) * BK + tl.arange(0, BK)
+    x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
+    m0, m1, m2, m3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
+    m = across_rows(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), BR, BN)  # [BM / 32, BN]
+    if SQUARE:
+        m = across_columns(m, BM // 32, BN)  # [BM / 32, BK]
+        code = exponent_code(m, EMAX, TOP_MANTISSA)
+        m = each_column(m, BM // 32, BN)
+    tl.store(st + swizzled(c, down, across_t), tl.trans(exponent_code(m, EMAX, TOP_MANTISSA).to(tl.uint8)))
+    e = each_row(exponent_factor(m, EMAX, TOP_MANTISSA), BR, BN)
+    c0 = encode(x0 * e, dtype, INTEGERS)
+    c1 = encode(x1 * e, dtype, INTEGERS)
+    c2 = encode(x2 * e, dtype, INTEGERS)
+    c3 = encode(x3 * e, dtype, INTEGERS)
+    store_turned(qt, r4, c, columns, qt_stride4, pack4(c0, c1, c2, c3), EVEN)
+    if ROWS:
+        if SQUARE:
+            s0 = each_row(code, BR, BK)
+            s1, s2, s3 = s0, s0, s0
+        else:
+            y0, s0 = scaled_row(x0, m0, EMAX, TOP_MANTISSA, BR, BN)
+            y1, s1 = scaled_row(x1, m1, EMAX, TOP_MANTISSA, BR, BN)
+            y2, s2 = scaled_row(x2, m2, EMAX, TOP_MANTISSA, BR, BN)
+            y3, s3 = scaled_row(x3, m3, EMAX, TOP_MANTISSA, BR, BN)
+            c0, c1 = encode(y0, dtype, INTEGERS), encode(y1, dtype, INTEGERS)
+            c2, c3 = encode(y2, dtype, INTEGERS), encode(y3, dtype, INTEGERS)
+        store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
+        tl.store(s + swizzled(r, right, across), s0.to(tl.uint8))
+        tl.store(s + swizzled(r + 1, right, across), s1.to(tl.uint8))
+        tl.store(s + swizzled(r + 2, right, across), s2.to(tl.uint8))
+        tl.store(s + swizzled(r + 3, right, across), s3.to(tl.uint8))
