@@ -1,0 +1,136 @@
+"""Norms: within their bound of float64, and what is quantized on the way equals the output quantized."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from quaver import E4M3, E5M2, QuantSpec
+from quaver.torch import norm, reference
+from quaver.torch.gpu import norm as gpu
+from quaver.torch.gpu.launch import workspace
+from tests.kernels.compare import DEVICE, assert_same
+from tests.operands import nasty
+
+SPECS = [
+    QuantSpec(E4M3),
+    QuantSpec(E5M2, scale="fp32"),
+    QuantSpec(E4M3, (1, None)),
+    QuantSpec(E4M3, (1, None), scale="fp32"),
+    QuantSpec(E4M3, (1, 128)),
+    QuantSpec(E5M2, (1, 128), scale="fp32"),
+    QuantSpec(E4M3, (1, 32), "e8m0"),
+]
+#: The last is wider than a row that lies in registers.
+SHAPES = [(3, 4), (2, 100), (3, 256), (2, 16400)]
+EPS = 1e-5
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    scale = expected.square().mean().sqrt().item()
+    return (found.double() - expected).square().mean().sqrt().item() / scale if scale else math.inf
+
+
+def parameters(kind: str, columns: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor | None, Tensor | None]:
+    centred, averaged = norm.NORMALIZATIONS[kind]
+    gamma = torch.randn(columns, device=DEVICE, dtype=dtype) if averaged else None
+    return gamma, torch.randn(columns, device=DEVICE, dtype=dtype) if centred else None
+
+
+def wide(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.double() for t in tensors]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", norm.NORMALIZATIONS)
+def test_forward_and_backward_keep_their_bound_of_float64(kind: str, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, device=DEVICE) * 3 + 1
+    g = torch.randn(shape, device=DEVICE)
+    gamma, beta = parameters(kind, shape[1])
+    y, mean, inverse = gpu.forward(x, gamma, beta, kind, EPS)
+    exact = norm._plain_forward(*wide(x, gamma, beta), kind, EPS)  # type: ignore[arg-type]
+    assert relative(y, exact[0]) < 1e-6
+    grads = gpu.backward(g, x, gamma, beta, mean, inverse, kind)
+    expected = norm._plain_backward(*wide(g, x, gamma, beta, *exact[1:]), kind)  # type: ignore[arg-type]
+    for found, want in zip(grads, expected, strict=True):
+        assert found.shape == want.shape
+        assert not want.numel() or relative(found, want) < 1e-6
+    assert not workspace(DEVICE).any(), "the programs' meeting place is left as it was found"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_quantized_is_the_output_quantized(shape: tuple[int, int], spec: QuantSpec) -> None:
+    for kind, dtype in (("LayerNorm", torch.bfloat16), ("RMSNorm", torch.float32)):
+        x = (torch.randn(shape, device=DEVICE) * 3 + 1).to(dtype)
+        gamma, beta = parameters(kind, shape[1])
+        factor = torch.tensor([8.0], device=DEVICE) if spec.per_tensor else None
+        if not gpu.mode(spec, spec.per_tensor, shape[1]):
+            assert shape[1] > gpu.WIDEST
+            continue
+        made = gpu.normalized(x, gamma, beta, kind, EPS, spec, factor)
+        y, _, _ = gpu.forward(x, gamma, beta, kind, EPS)
+        assert torch.equal(made.y, y)  # type: ignore[arg-type]
+        expected = reference.quantize(y, spec, None, factor)
+        assert made.quantized is not None
+        assert_same(made.quantized, expected)
+        data = made.quantized.data
+        base = data.as_strided((shape[0], data.stride(0)), (data.stride(0), 1))
+        assert not base[:, shape[1] :].view(torch.uint8).any(), "what ends a row is zero, for GEMMs that read it"
+        if spec.per_tensor:
+            assert torch.equal(made.amax, expected.amax)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_values_that_hurt_are_quantized_as_the_output_is(spec: QuantSpec) -> None:
+    for name, value in nasty((3, 40)).items():
+        x = torch.from_numpy(value).to(DEVICE).bfloat16()
+        for kind in ("LayerNorm", "L2"):
+            gamma, beta = parameters(kind, 40)
+            for factor in (None, torch.tensor([0.25], device=DEVICE)) if spec.per_tensor else (None,):
+                made = gpu.normalized(x, gamma, beta, kind, EPS, spec, factor)
+                assert made.y is not None
+                expected = reference.quantize(made.y, spec, None, factor)
+                if made.quantized is not None:
+                    assert_same(made.quantized, expected)
+                if made.amax is not None:
+                    torch.testing.assert_close(made.amax, expected.amax, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", norm.NORMALIZATIONS)
+def test_what_is_not_finite_spoils_its_row_as_it_does_elsewhere(kind: str, value: float) -> None:
+    x = torch.randn(3, 40, device=DEVICE)
+    x[1, 7] = value
+    gamma, beta = parameters(kind, 40)
+    y, _, _ = gpu.forward(x, gamma, beta, kind, EPS)
+    expected = norm._plain_forward(x, gamma, beta, kind, EPS)[0]
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("columns", [100, 8200])
+@pytest.mark.parametrize("kind", norm.NORMALIZATIONS)
+def test_the_gradients_amax_is_that_of_the_gradient(kind: str, columns: int) -> None:
+    x, g = (torch.randn(3, columns, device=DEVICE).bfloat16() for _ in range(2))
+    gamma, beta = parameters(kind, columns)
+    _, mean, inverse = gpu.forward(x, gamma, beta, kind, EPS)
+    dx, *_, top = gpu.gradients(g, x, gamma, beta, mean, inverse, kind, measure=True)
+    assert top is not None
+    assert top.item() == dx.float().abs().max().item()
+
+
+def test_rows_that_lie_apart_and_askew_are_read_as_they_are() -> None:
+    base = torch.randn(4, 131, device=DEVICE)
+    for x in (base[:, :100], base[:, 3:103], base.t()[:100].t(), base[:2].view(2, 1, 131)[..., 31:]):
+        gamma, _ = parameters("RMSNorm", 100)
+        y, _, inverse = gpu.forward(x, gamma, None, "RMSNorm", EPS)
+        assert torch.equal(y, gpu.forward(x.clone(), gamma, None, "RMSNorm", EPS)[0])
+        assert y.shape == x.shape
+        assert inverse.shape == (*x.shape[:-1], 1)
+
+
+@pytest.mark.parametrize("rows", [1, 33, 100])
+def test_sums_over_rows_keep_their_bound(rows: int) -> None:
+    x = torch.randn(rows, 70, device=DEVICE)
+    assert relative(gpu.sum_rows(x), x.double().sum(0)) < 1e-6
