@@ -28,7 +28,7 @@ def factor_and_scale(
 @triton.jit
 def blockwise(
     x, q, qt, scale, turned_scale, given,
-    rows, columns, stride, q_stride, qt_stride4, scale_stride, turned_stride,
+    rows, columns, stride, q_stride, qt_lines, scale_stride, turned_stride,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GIVEN: tl.constexpr, TALL: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
@@ -72,7 +72,7 @@ def blockwise(
         e, s = factor_and_scale(tl.max(m, 0), given, at, c < columns, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
         tl.store(turned_scale + at, s, mask=c < columns)
         packed = packed_four(x0, x1, x2, x3, e[None, :], dtype, INTEGERS)
-        store_turned(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, qt_stride4, packed, EVEN)
+        store_turned(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, 4 * qt_lines, packed, EVEN)
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def packed_four(x0, x1, x2, x3, e, dtype: tl.constexpr, INTEGERS: tl.constexpr):
 @triton.jit
 def squares(
     x, q, qt, scale, turned_scale, given,
-    rows, columns, stride, q_stride, qt_stride4, scale_stride, turned_stride,
+    rows, columns, stride, q_stride, qt_lines, scale_stride, turned_stride,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GIVEN: tl.constexpr, TALL: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
@@ -122,4 +122,4 @@ def squares(
     if COLUMNS:
         tl.store(turned_scale + turned, s)
         packed = packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
-        store_turned(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, qt_stride4, packed, EVEN)
+        store_turned(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, 4 * qt_lines, packed, EVEN)

@@ -78,7 +78,7 @@ def keep_newest(newest, bits):
 @triton.jit
 def cast(
     x, q, qt, scale, top, factor, given, newest, work,
-    rows, columns, stride, q_stride, qt_stride4, programs,
+    rows, columns, stride, q_stride, qt_lines, programs,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr, NEWEST: tl.constexpr, TALL: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
@@ -89,7 +89,7 @@ def cast(
     MEASURED: top float32 [1] is the amax. Otherwise the amax `given` goes before it (GIVEN), or factor is set; top is
     written: the amax of x, taken on the way. factor (if FACTOR) goes before what an amax implies unless it is 0.
     newest (if NEWEST): the newest entry of a history, which notes the amax where that is finite.
-    q_stride, qt_stride4: bytes of a row of q, int32 of a row of qt; the ends of rows beyond x are zeros.
+    q_stride, qt_lines: bytes of a row of q, 16 of them in a row of qt; the ends of rows beyond x are zeros.
     work: int32 [2] of zeros, left as zeros; programs: how many share it. TALL: rows are the grid's first axis. Exact.
     """
     pm = tl.program_id(0 if TALL else 1)
@@ -135,4 +135,4 @@ def cast(
     if COLUMNS:
         r4 = pm * (BM // 4) + tl.arange(0, BM // 4)
         packed = packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
-        store_turned(qt, r4, c, columns, qt_stride4, packed, EVEN)
+        store_turned(qt, r4, c, columns, 4 * qt_lines, packed, EVEN)

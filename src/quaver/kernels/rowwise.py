@@ -102,7 +102,7 @@ def column_amax(
 @triton.jit
 def columnwise(
     x, qt, scale, tops, given,
-    rows, columns, stride, qt_stride4,
+    rows, columns, stride, qt_lines,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
@@ -122,4 +122,4 @@ def columnwise(
     if pm == 0:
         tl.store(scale + c, s, mask=inside)
     packed = packed_four(x0, x1, x2, x3, e[None, :], dtype, INTEGERS)
-    store_turned(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, qt_stride4, packed, EVEN)
+    store_turned(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, 4 * qt_lines, packed, EVEN)

@@ -50,5 +50,5 @@ def in_words(codes: Tensor | None) -> Tensor | None:
 
 
 def strides(codes: Tensor | None, words: Tensor | None) -> tuple[int, int]:
-    """Bytes of a row of one buffer and int32 of a row of the other, 0 where there is none."""
-    return 0 if codes is None else codes.shape[1], 0 if words is None else words.shape[1]
+    """Bytes of a row of one buffer and, of another's in int32, lines of 16 bytes; 0 where there is none."""
+    return 0 if codes is None else codes.shape[1], 0 if words is None else words.shape[1] // 4

@@ -20,6 +20,8 @@ from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.per_tensor import measure as measure
 from quaver.torch.gpu.per_tensor import per_tensor as per_tensor
 from quaver.torch.gpu.rowwise import by_rows
+from quaver.torch.gpu.transpose import transpose as transpose
+from quaver.torch.gpu.transpose import transposed as transposed
 from quaver.torch.quantized import Quantized
 
 #: No noise: (seed, tensor id, count) of stochastic rounding.
@@ -192,11 +194,3 @@ def _call(
         factor = torch.full((1,), factor, device=x.device) if is_set else None
     x = x if x.stride(1) == 1 else x.contiguous()
     return Call(x, spec, other, amax, factor, is_set, noise, other_noise)
-
-
-def transpose(codes: Tensor) -> Tensor:
-    """Eight-bit codes [rows, k] to [k, rows], rows padded with zeros to 16 bytes: the [k, rows] view of the buffer."""
-    rows, k = codes.shape
-    made = torch.zeros((k, -(-rows // 16) * 16), dtype=torch.uint8, device=codes.device)
-    made[:, :rows] = codes.view(torch.uint8).t()
-    return made.view(codes.dtype)[:, :rows]

@@ -135,7 +135,7 @@ def _turned(x: Tensor, spec: QuantSpec, tops: Tensor, given: Tensor | None) -> Q
             "dtype": DTYPES[spec.format.name],
             **format_constants(spec, x.device),
         }
-        numbers = (rows, k, x.stride(0), qt.shape[1] // 4)
+        numbers = (rows, k, x.stride(0), qt.shape[1] // 16)
         run = keep(_columns, key, launcher(kernels.columnwise, programs, tensors, numbers, constants, warps))
     run(*tensors)
     return Quantized(qt[:, :rows], scale, spec, (k, rows))
