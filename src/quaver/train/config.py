@@ -47,6 +47,7 @@ class TrainConfig:
     dtype: Annotated[str, "bfloat16 (autocast over float32 parameters) or float32"] = "bfloat16"
     device: Annotated[str, "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"] = "auto"
     recompute: Annotated[str, "what backward computes again to save memory: none, mlp or full (whole layers)"] = "none"
+    loss_chunk: Annotated[int, "tokens whose logits exist at once, for large vocabularies (torch); 0: all of them"] = 0
     threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0
 
     out: Annotated[str, "folder of the run; none: runs/MODEL-RECIPE-seedN"] = ""
@@ -73,7 +74,7 @@ class TrainConfig:
 SMALLEST: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
     **dict.fromkeys(("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
-    **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep"), 0),
+    **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk"), 0),
     "vocab": 257,  # 256 bytes and the mark between files
 }
 

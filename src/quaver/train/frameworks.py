@@ -30,6 +30,8 @@ def check(config: TrainConfig, recipe: Recipe) -> None:
         return
     if recipe.attention is not None:
         raise ValueError(f"JAX cannot run attention in eight bits yet, as {recipe.name} asks; take --framework torch")
+    if config.loss_chunk:
+        raise ValueError("JAX cannot take the loss in chunks yet; leave out --loss-chunk, or take --framework torch")
     if MODELS[config.model].scaling:
         raise ValueError(f"JAX cannot stretch rotary positions yet, as {config.model} asks; take --framework torch")
 

@@ -178,6 +178,7 @@ def test_recomputation_changes_no_loss(make_config: MakeConfig, recompute: str, 
     "options, message",
     [
         ({"recipe": "tensorwise(attention=True)"}, "JAX cannot run attention in eight bits yet"),
+        ({"loss_chunk": 64}, "JAX cannot take the loss in chunks yet"),
         ({"model": "llama3.1-8b"}, "JAX cannot stretch rotary positions yet, as llama3.1-8b asks"),
     ],
 )

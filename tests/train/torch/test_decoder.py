@@ -7,6 +7,7 @@ from quaver import recipes
 from quaver.train.parameters import parameters
 from quaver.train.sizes import MODELS
 from quaver.train.torch.decoder import Decoder, build, loss_of, quantize_layers
+from tests.close import assert_close
 
 CPU = torch.device("cpu")
 TINY = [name for name in MODELS if name.endswith("-tiny")]
@@ -101,3 +102,19 @@ def test_recomputation_changes_no_bit(recipe: str, recompute: str) -> None:
             loss_of(model, ids(2, 17), "bfloat16").backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("name", ["llama-tiny", "gemma2-tiny"])
+def test_the_loss_in_chunks_is_that_of_all_logits(name: str, dtype: str, bound: float) -> None:
+    """Gemma's head is the embedding, and its logits are capped."""
+    model = build(replace(MODELS[name], layers=1), 256, 0, CPU)
+    batch, found = ids(2, 17), []
+    for chunk in (0, 5, 1000):
+        model.zero_grad()
+        loss = loss_of(model, batch, dtype, chunk)
+        loss.backward()
+        found.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    for loss, grad in found[1:]:
+        assert_close("loss", loss, found[0][0], bound)
+        assert_close("gradient", grad, found[0][1], bound)

@@ -23,7 +23,7 @@ Cache = KVCache | PagedKVCache
 
 
 class Decoder(nn.Module):
-    """Token ids [B, S] to logits [B, S, vocab]."""
+    """Token ids [B, S] to logits [B, S, vocab], or to their loss."""
 
     def __init__(self, config: ModelConfig, vocab: int, recompute: str = "none") -> None:
         super().__init__()
@@ -40,14 +40,20 @@ class Decoder(nn.Module):
         self.norm = Norm(config.normalization, config.dim, config.eps, zero_centered=config.zero_centered)
         self.head = None if config.tied else nn.Linear(config.dim, vocab, bias=False)
 
-    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
-        """With a cache, the ids are the tokens after those that it holds, which it takes up."""
+    def forward(
+        self, ids: Tensor, cache: Cache | None = None, targets: Tensor | None = None, chunk: int | None = None
+    ) -> Tensor:
+        """With a cache, the ids are the tokens after those that it holds, which it takes up. With targets [B, S] the
+        result is their mean cross-entropy, for which the logits of `chunk` tokens exist at once."""
         x = self.embedding(ids)
         if self.config.scaled_embedding:
             x = x * self.config.dim**0.5
         for number, layer in enumerate(self.layers):
             x = layer(x, cache=cache, layer=number)
         x = self.norm(x)
+        if targets is not None:
+            head = self.embedding.weight if self.head is None else self.head
+            return qt.linear_cross_entropy(x, head, targets, soft_cap=self.config.logit_cap, chunk=chunk)
         logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         cap = self.config.logit_cap
         return logits if cap is None else cap * torch.tanh(logits.float() / cap)
@@ -94,8 +100,15 @@ def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
     return qt.convert(model, recipe, skip=["head"] if model.head is not None else [], seed=seed)
 
 
-def loss_of(model: nn.Module, batch: Tensor, dtype: str) -> Tensor:
-    """Mean cross-entropy in nats a token, in float32, of batch int64 [B, S + 1]."""
+def loss_of(model: nn.Module, batch: Tensor, dtype: str, chunk: int = 0) -> Tensor:
+    """Mean cross-entropy in nats a token, in float32, of batch int64 [B, S + 1].
+
+    Args:
+        chunk: tokens whose logits exist at once; 0 makes those of all.
+    """
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        if chunk:
+            loss: Tensor = model(batch[:, :-1], targets=batch[:, 1:], chunk=chunk)
+            return loss
         logits = model(batch[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())

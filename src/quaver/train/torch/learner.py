@@ -31,7 +31,7 @@ class TorchLearner:
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         total = torch.zeros((), device=self.device)
         for micro_batch in self._ids(batch):
-            loss = loss_of(self.model, micro_batch, self.config.dtype) / len(batch)
+            loss = loss_of(self.model, micro_batch, self.config.dtype, self.config.loss_chunk) / len(batch)
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
@@ -45,7 +45,8 @@ class TorchLearner:
     def loss(self, batches: np.ndarray) -> float:
         self.model.eval()
         with torch.no_grad():
-            losses = [loss_of(self.model, batch, self.config.dtype).item() for batch in self._ids(batches)]
+            chunk = self.config.loss_chunk
+            losses = [loss_of(self.model, batch, self.config.dtype, chunk).item() for batch in self._ids(batches)]
         self.model.train()
         return sum(losses) / len(losses)
 
