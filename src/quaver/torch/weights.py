@@ -88,3 +88,8 @@ def refresh(model: nn.Module) -> None:
 
 def _count(optimizer: object, args: object, kwargs: object) -> None:
     _Steps.count += 1
+
+
+def stepped() -> None:
+    """Count a step that no hook has seen, as a replayed one."""
+    _Steps.count += 1
