@@ -83,6 +83,12 @@ class Quantized:
             self.twin.swizzled = self.swizzled
         return self.twin
 
+    def plain(self) -> "Quantized":
+        """The same operand with nothing between its rows and its scales in their order: what is stored or shared."""
+        scale = self.plain_scale().contiguous() if isinstance(self.scale, Tensor) else self.scale
+        data = self.data.contiguous()
+        return Quantized(data, scale, self.spec, self.shape, self.turned, self.tensor_factor, self.amax)
+
     def codes(self) -> Tensor:
         """uint8 [rows, k], one code an element, every NaN as 0x7F."""
         if self.spec.format.bits == 4:

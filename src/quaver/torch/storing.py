@@ -81,7 +81,7 @@ def encode(value: Tensor, spec: QuantSpec) -> tuple[Tensor, dict[str, Tensor]]:
         factor = value.new_empty((1, 1), dtype=torch.float32) if spec.two_level else None
     else:
         value = value.detach().contiguous()
-        q = ops.QUANTIZE(value if value.dtype in ops.DTYPES else value.float(), spec, None, None, ops.QUIET)
+        q = ops.QUANTIZE(value if value.dtype in ops.DTYPES else value.float(), spec, None, None, ops.QUIET).plain()
         codes, factor = q.data, q.tensor_factor
         scale = q.scale if isinstance(q.scale, Tensor) else codes.new_full((1, 1), q.scale, dtype=torch.float32)
     scales = {"weight_scale": scale} if factor is None else {"weight_scale": scale, "weight_factor": factor}

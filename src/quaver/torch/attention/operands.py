@@ -44,7 +44,7 @@ def quantize_heads(x: Tensor, spec: QuantSpec) -> Heads:
     line = QuantSpec(spec.format, (1, None), spec.scale) if whole else spec
     lines = x.reshape(batch * heads, rows * k) if whole else x.reshape(batch * heads * rows, k)
     # One that lies transposed would come back so.
-    q = ops.QUANTIZE(lines.contiguous(), line)
+    q = ops.QUANTIZE(lines.contiguous(), line).plain()
     return Heads(q.data.view(x.shape), _as_tensor(q.scale, x).view(scales_shape(tuple(x.shape), spec)), spec)
 
 
