@@ -196,6 +196,14 @@ def test_whether_a_factor_is_set_is_read_directly_on_a_cpu() -> None:
     assert not amax.is_set(qt.Linear(4, 4), 0)
 
 
+def test_a_roll_is_seen_by_what_goes_by_the_version_of_a_factor() -> None:
+    layers = layers_of(recipes.delayed(history=2))
+    step(layers)
+    before = layers[1].factor._version
+    step(layers)
+    assert layers[1].factor._version > before
+
+
 @pytest.mark.gpu
 def test_the_roll_is_captured_into_a_graph() -> None:
     layers, twins = layers_of(recipes.delayed(history=3)), layers_of(recipes.delayed(history=3))

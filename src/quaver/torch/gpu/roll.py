@@ -82,7 +82,7 @@ class Stack:
         return self.known[index] if self.known is not None and self._holds(index, factor) else [False] * 3
 
     def _holds(self, index: int, factor: Tensor) -> bool:
-        # Loading and zeroing raise the version, a roll does not.
+        # Loading and zeroing raise the version.
         same = factor is self.factors[index] and bool(self.versions)
         return same and not factor.is_inference() and factor._version == self.versions[index]
 
@@ -97,10 +97,12 @@ class Stack:
         history = self.histories[0]
         assert history is not None
         launch(self.table, rolled, history, delayed, specs)
-        versions = [-1 if f is None or f.is_inference() else f._version for f in self.factors]
-        if versions != self.versions:
+        if _versions(self.factors) != self.versions:
             self.known, self._host, self._arrived = None, None, None
-        self.rolled, self.versions, self.capturing = rolled, versions, capturing
+        # What goes by a factor's version, such as a weight that is kept in eight bits, must see that it was written.
+        written = [t for t in (*self.histories, *self.factors) if t is not None and not t.is_inference()]
+        torch.autograd.graph.increment_version(written)
+        self.rolled, self.versions, self.capturing = rolled, _versions(self.factors), capturing
         if not capturing and self._host is None and not (self.known and all(map(all, self.known))):
             self._ask(rolled)
 
@@ -173,6 +175,10 @@ def note(history: Tensor, column: int, top: Tensor) -> None:
     if run is None:
         run = keep(_notes, key, launcher(note_kernel, (1,), (history, top), (at,), warps=1))
     run(history, top)
+
+
+def _versions(factors: Sequence[Tensor | None]) -> list[int]:
+    return [-1 if f is None or f.is_inference() else f._version for f in factors]
 
 
 def _addresses(histories: Sequence[Tensor | None], factors: Sequence[Tensor | None]) -> list[int]:
