@@ -75,6 +75,33 @@ def test_a_layer_on_the_kernels_has_the_bits_of_the_reference(
         assert reads == ["both"] * 6
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_on_torchs_own_gemms_is_within_the_bound(recipe: str) -> None:
+    layer = qt.Linear(48, 32)
+    twin = copy.deepcopy(layer)
+    with qt.only("reference"):
+        expected = run(layer, recipe, 37)
+        with qt.only("native"):
+            found = run(twin, recipe, 37)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).double().norm() <= 1e-6 * other.double().norm()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_explain_names_the_native_gemms(recipe: str) -> None:
+    layer = qt.Linear(48, 32, recipe=recipe)
+    with qt.only("native"):
+        rows = {row.what: row for row in qt.explain(layer, torch.randn(37, 48)).rows}
+    for name in ("fprop", "dgrad", "wgrad"):
+        row = rows[f"{name} GEMM"]
+        assert row.runs == "native"
+        assert row.how == ("fast accumulation, 13 bits of a sum" if name == "fprop" else "float32 accumulation")
+    with qt.only("native"):
+        found = qt.explain(qt.Linear(48, 32, recipe="mxfp8"), torch.randn(37, 48)).rows
+    gemms_found = [row for row in found if row.what.endswith("GEMM")]
+    assert all(row.runs == "decoded" and "from sm_100 on" in dict(row.passed_over)["native"] for row in gemms_found)
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_backward_keeps_the_transpose_of_the_input_and_nothing_else_of_it(recipe: str) -> None:
     layer = qt.Linear(48, 32, dtype=torch.bfloat16)
