@@ -17,7 +17,7 @@ from quaver.kernels.numbers import (
     flushed,
     magnitude_bits,
     meet,
-    pack4,
+    packed_codes,
     power_of_two,
 )
 
@@ -42,7 +42,7 @@ def gated(x, value, limit, alpha, dtype: tl.constexpr, F: tl.constexpr, GATED: t
 @triton.jit
 def activate(
     gate, value, y, q, qt, scale, top, factor, work,
-    rows, columns, gate_stride, value_stride, q_stride, qt_stride4, programs, limit, alpha,
+    rows, columns, gate_stride, value_stride, q_stride, qt_lines, programs, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     F: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, MODE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr, CODES: tl.constexpr,
@@ -51,7 +51,7 @@ def activate(
 
     MODE, of what is quantized, which is y as rounded to its dtype: "none"; "amax": top float32 [1], its amax;
         "tensor": by `factor`, as it lies to q and transposed to qt as int32, either of them None, with scale and top.
-    q_stride, qt_stride4: bytes of a row of q, int32 of a row of qt; the ends of rows beyond y are zeros.
+    q_stride, qt_lines: bytes of a row of q, 16 of them in a row of qt; the ends of rows beyond y are zeros.
     limit, alpha: the formula's, if it takes any. CODES: the format of q and qt.
     work: int32 [2] of zeros, left as zeros.
     Bounded: relative RMS 1e-6 of float64 before the rounding to y's dtype. Exact: q, qt, scale and top, given y.
@@ -81,13 +81,15 @@ def activate(
                 tl.store(scale, decode_scale(largest, tl.load(factor), POWER_OF_TWO))
     if MODE == "tensor":
         e = tl.load(factor)
-        c0, c1 = encode(x0 * e, CODES, INTEGERS), encode(x1 * e, CODES, INTEGERS)
-        c2, c3 = encode(x2 * e, CODES, INTEGERS), encode(x3 * e, CODES, INTEGERS)
+        x0, x1, x2, x3 = x0 * e, x1 * e, x2 * e, x3 * e
+        c0, c1 = encode(x0, CODES, INTEGERS), encode(x1, CODES, INTEGERS)
+        c2, c3 = encode(x2, CODES, INTEGERS), encode(x3, CODES, INTEGERS)
         if q is not None:
             store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
         if qt is not None:
             r4 = tl.program_id(0) * (BM // 4) + tl.arange(0, BM // 4)
-            store_turned(qt, r4, c, columns, qt_stride4, pack4(c0, c1, c2, c3), EVEN)
+            packed = packed_codes(x0, x1, x2, x3, c0, c1, c2, c3, CODES, INTEGERS)
+            store_turned(qt, r4, c, columns, 4 * qt_lines, packed, EVEN)
 
 
 @triton.jit

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.kernels import formulas
 from quaver.kernels.activation import activate, activate_backward, activate_blocks
+from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, in_words
 from quaver.torch.gpu.launch import aligned, keep, launcher, table, workspace
 from quaver.torch.gpu.norm import mode, room
-from quaver.torch.gpu.quantize import empty_codes, format_constants
 from quaver.torch.quantized import Quantized
 
 
@@ -54,9 +53,6 @@ KINDS = {
 }
 #: Rows, columns and warps of a program.
 TILE, BLOCK_TILE, BACKWARD_TILE = (128, 64, 4), (16, 128, 4), (32, 128, 4)
-#: The widest row that is quantized by itself on the way.
-WIDEST = 16384
-_CODES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 _forwards = table()
 _backwards = table()
@@ -125,8 +121,7 @@ def activated(
     )
     tensors: tuple[Any, ...] = (gate, value, y, q)
     if kind in ("none", "amax", "tensor"):
-        turned = None if qt is None else qt.view(torch.int32)
-        tensors = (*tensors, turned, scale, top, factor, workspace(gate.device))
+        tensors = (*tensors, in_words(qt), scale, top, factor, workspace(gate.device))
     else:
         tensors = (*tensors, scale)
     run = _forwards.get(key)
@@ -168,7 +163,7 @@ def _tile_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float], 
     # Blocks reach over the zeros that end the rows of both results.
     across, down = (columns if q is None else q.shape[1]), (rows if qt is None else qt.shape[1] * 4)
     grid = -(-down // bm), -(-across // bn)
-    strides = gate.stride(0), 0 if value is None else value.stride(0), across, 0 if qt is None else qt.shape[1]
+    strides = gate.stride(0), 0 if value is None else value.stride(0), across, 0 if qt is None else qt.shape[1] // 4
     numbers = (rows, columns, *strides, grid[0] * grid[1], *_limits(options))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, "MODE": kind}
     constants |= _formula(name, False) | _codes(spec, gate.device, ("POWER_OF_TWO", "INTEGERS"))
@@ -202,7 +197,7 @@ def _codes(spec: QuantSpec | None, device: torch.device, names: Sequence[str]) -
     if spec is None:
         return {"POWER_OF_TWO": True, "INTEGERS": False, "CODES": None}
     known = format_constants(spec, device)
-    return {**{name: known[name] for name in names}, "CODES": _CODES[spec.format.name]}
+    return {**{name: known[name] for name in names}, "CODES": DTYPES[spec.format.name]}
 
 
 def _limits(options: Sequence[float]) -> tuple[float, float]:

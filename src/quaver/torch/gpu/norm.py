@@ -13,8 +13,8 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.column_sum import column_sums
 from quaver.kernels.norm import norm, norm_backward
 from quaver.kernels.wide_norm import wide_norm, wide_norm_backward
+from quaver.torch.gpu.codes import empty_codes, format_constants
 from quaver.torch.gpu.launch import aligned, keep, launcher, multiprocessors, table, workspace
-from quaver.torch.gpu.quantize import empty_codes, format_constants
 from quaver.torch.quantized import Quantized
 
 #: The widest row that lies in registers, forward and backward, and the block of wider ones.
