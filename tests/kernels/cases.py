@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quaver import E4M3, E5M2, QuantSpec
-from quaver.torch.gpu import quantize
+from quaver import E4M3, E5M2, QuantSpec, recipes
+from quaver.core.spec import Recipe
+from quaver.torch.amax import column_specs
+from quaver.torch.gpu import cross_entropy, quantize, roll, rope
 
 ROWS, COLUMNS = 8192, 4096
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -62,6 +64,9 @@ def _per_tensor() -> list[Case]:
     def wide() -> Tensor:
         return matrix(dtype=FLOAT32)
 
+    def history() -> object:
+        return quantize.per_tensor(matrix(), POWER, None, number(), True, True, newest=number())
+
     return [
         Case(name="amax bf16", launch=lambda: quantize.measure(matrix()), exceptions=ONE_NUMBER),
         Case(name="amax float32", launch=lambda: quantize.measure(wide()), exceptions=ONE_NUMBER),
@@ -76,10 +81,89 @@ def _per_tensor() -> list[Case]:
         Case(name="cast+amax delayed", launch=cast(POWER, False, factor=True)),
         Case(name="cast+transpose given amax", launch=cast(POWER, True, amax=True)),
         Case(name="cast+transpose ragged", launch=cast(POWER, True, ragged)),
+        Case(name="cast+transpose ragged tokens", launch=cast(POWER, True, lambda: matrix(8175))),
+        Case(name="cast columns only", launch=lambda: quantize.quantize(matrix().t(), POWER, 1.0)),
+        Case(name="cast+transpose+amax history", launch=history),
+    ]
+
+
+def _by_rows_and_blocks() -> list[Case]:
+    rows, ratio = QuantSpec(E4M3, (1, None)), QuantSpec(E5M2, (1, None), "fp32")
+    runs, squares = QuantSpec(E4M3, (1, 128)), QuantSpec(E4M3, (128, 128))
+    run_ratio = QuantSpec(E4M3, (1, 128), "fp32")
+
+    def one(spec: QuantSpec, x: Callable[[], Tensor] = matrix) -> Callable[[], object]:
+        return lambda: quantize.quantize(x(), spec)
+
+    def both(spec: QuantSpec, x: Callable[[], Tensor] = matrix) -> Callable[[], object]:
+        return lambda: quantize.quantize_both(x(), spec, spec)
+
+    def codes(height: int) -> Callable[[], object]:
+        return lambda: quantize.transpose(matrix(height, dtype=torch.float8_e4m3fn))
+
+    return [
+        Case(name="rows 4096", launch=one(rows)),
+        Case(name="rows 4096 fp32 scale E5M2", launch=one(ratio)),
+        Case(name="rows 14336", launch=one(rows, lambda: matrix(columns=14336))),
+        Case(name="rows 28672", launch=one(rows, lambda: matrix(columns=28672))),
+        Case(name="columns", launch=one(rows, lambda: matrix().t())),
+        Case(name="rows+columns 4096", launch=both(rows)),
+        Case(name="rows+columns ragged tokens", launch=both(rows, lambda: matrix(8175))),
+        Case(name="rows+columns 14336", launch=both(rows, lambda: matrix(columns=14336))),
+        Case(name="1x128", launch=one(runs)),
+        Case(name="1x128 columns", launch=one(runs, lambda: matrix().t())),
+        Case(name="1x128 dual", launch=both(runs)),
+        Case(name="1x128 dual fp32 scale", launch=both(run_ratio)),
+        Case(name="1x128 dual ragged tokens", launch=both(runs, lambda: matrix(8175))),
+        Case(name="1x128 dual float32", launch=both(runs, lambda: matrix(dtype=FLOAT32))),
+        Case(name="128x128+transpose", launch=both(squares)),
+        Case(name="transpose", launch=codes(ROWS)),
+        Case(name="transpose ragged tokens", launch=codes(8175)),
+    ]
+
+
+def _of_a_step() -> list[Case]:
+    delayed, most_recent = recipes.delayed(), recipes.delayed(power_of_two=False, algorithm="most_recent")
+    history = "each value of a history moves one place, which no alignment allows"
+    one = {"wide loads": "it reads two numbers", "wide stores": "it writes one number"}
+    pairs = {"wide loads": "of the tables' doubled angles one of each is read"}
+
+    def rolled(recipe: Recipe) -> Callable[[], object]:
+        assert recipe.delayed is not None
+        window = torch.empty(3, recipe.delayed.length, device="meta").t()
+        addresses, specs = matrix(224, 2, torch.int64), column_specs(recipe)
+        return lambda: roll.launch(addresses, matrix(224, 3, FLOAT32), window, recipe.delayed, specs)
+
+    def turned(interleaved: bool, back: bool, fraction: float = 1.0, keys: bool = True) -> Callable[[], object]:
+        q, k = (torch.empty(2, 4096, heads, 128, dtype=BF16, device="meta") for heads in (32, 8))
+        angles = torch.empty(4096, 1, int(128 * fraction), device="meta")
+        return lambda: rope.turn(q, k if keys else None, angles, angles, interleaved, back)
+
+    def losses(vocabulary: int, gradient: bool = True, **rule: float) -> Callable[[], object]:
+        logits = cross_entropy.padded_rows(2048, vocabulary, BF16, torch.device("meta"))
+        targets = torch.empty(2048, dtype=torch.int64, device="meta")
+        options = (rule.get("smoothing", 0.0), rule.get("z_loss", 0.0), rule.get("cap", 0.0))
+        return lambda: cross_entropy.rows(logits, targets, None, gradient, -100, *options, padded=True)
+
+    return [
+        Case(name="roll", launch=rolled(delayed), exceptions={"wide loads": history, "wide stores": history}),
+        Case(name="roll fp32", launch=rolled(most_recent), exceptions={"wide loads": history, "wide stores": history}),
+        Case(name="note", launch=lambda: roll.note(matrix(4, 3, FLOAT32), 1, number()), exceptions=one),
+        Case(name="rope", launch=turned(False, False), elements=2048),
+        Case(name="rope back", launch=turned(False, True), elements=2048),
+        Case(name="rope interleaved", launch=turned(True, False), elements=2048, exceptions=pairs),
+        Case(name="rope half", launch=turned(False, False, 0.5), elements=4096),
+        Case(name="rope queries", launch=turned(False, False, keys=False), elements=2048),
+        Case(name="cross entropy", launch=losses(131072)),
+        Case(name="cross entropy without gradient", launch=losses(131072, False), exceptions=ONE_NUMBER),
+        Case(name="cross entropy ragged", launch=losses(50257)),
+        Case(name="cross entropy with all terms", launch=losses(131072, smoothing=0.1, z_loss=1e-4, cap=30.0)),
     ]
 
 
 #: Helper kernels first: what another row launches on the way is theirs.
 CASES: list[Case] = [
     *_per_tensor(),
+    *_by_rows_and_blocks(),
+    *_of_a_step(),
 ]
