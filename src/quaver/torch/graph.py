@@ -81,14 +81,17 @@ class CapturedStep:
         return result
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._stream.wait_stream(current)
         try:
             with torch.cuda.graph(graph, stream=self._stream):
                 self._result = self.step(*self._inputs)
         except Exception as error:
+            # A capture that cannot be ended leaves its stream in place.
+            torch.cuda.set_stream(current)
+            first_line = str(error).partition("\n")[0]
             raise RuntimeError(
-                f"the step cannot be captured as a CUDA graph ({str(error).strip().splitlines()[0]}); it may read the "
+                f"the step cannot be captured as a CUDA graph ({first_line}); it may read the "
                 "device on the host (.item(), .cpu(), an if on a tensor), or run a layer that no call before it ran; "
                 "run it without CapturedStep"
             ) from error

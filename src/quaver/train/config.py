@@ -17,6 +17,7 @@ from quaver.train.sizes import MODELS
 
 FRAMEWORKS = ("torch", "jax")
 RECOMPUTE = ("none", "mlp", "full")
+CAPTURE = ("none", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class TrainConfig:
     device: Annotated[str, "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"] = "auto"
     recompute: Annotated[str, "what backward computes again to save memory: none, mlp or full (whole layers)"] = "none"
     loss_chunk: Annotated[int, "tokens whose logits exist at once, for large vocabularies (torch); 0: all of them"] = 0
+    capture: Annotated[str, "step: record a step as a CUDA graph and replay it, for the host's time; or none"] = "none"
     threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0
 
     out: Annotated[str, "folder of the run; none: runs/MODEL-RECIPE-seedN"] = ""
@@ -61,6 +63,7 @@ class TrainConfig:
         choose("framework", self.framework, FRAMEWORKS)
         choose("dtype", self.dtype, ("bfloat16", "float32"))
         choose("recompute", self.recompute, RECOMPUTE)
+        choose("capture", self.capture, CAPTURE)
         if not self.tokens.endswith(".json"):
             choose("tokens", self.tokens, ("byte", "bpe"))
         for name, least in SMALLEST.items():

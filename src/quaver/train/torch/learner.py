@@ -1,11 +1,12 @@
 """A model in training under PyTorch: what the loop asks of a framework, with what torch has for it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from quaver.core.spec import Recipe
+from quaver.torch.graph import CapturedStep
 from quaver.train.config import TrainConfig
 from quaver.train.learner import Tensors
 from quaver.train.sizes import MODELS
@@ -13,6 +14,7 @@ from quaver.train.torch.decoder import build, loss_of, quantize_layers
 from quaver.train.torch.device import device_of
 from quaver.train.torch.nonfinite import first_gradient, first_module
 from quaver.train.torch.optimizer import adamw, load_state, state_of
+from quaver.train.torch.update import Update
 
 
 class TorchLearner:
@@ -27,20 +29,13 @@ class TorchLearner:
         self.model = build(sizes, vocab, config.seed, self.device, config.recompute)
         self.conversion = quantize_layers(self.model, recipe, config.seed)
         self.optimizer = adamw(self.model, config)
+        self.update = Update(self.model, self.optimizer, config)
+        self._run = self._runner()
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
-        total = torch.zeros((), device=self.device)
-        for micro_batch in self._ids(batch):
-            loss = loss_of(self.model, micro_batch, self.config.dtype, self.config.loss_chunk) / len(batch)
-            loss.backward()
-            total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
-        if torch.isfinite(total) and torch.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return total.item(), norm.item()
+        self.update.set_lr(lr, self.device)
+        loss, norm = self._run(self._ids(batch)).tolist()
+        return loss, norm
 
     def loss(self, batches: np.ndarray) -> float:
         self.model.eval()
@@ -63,8 +58,13 @@ class TorchLearner:
         try:
             self.model.load_state_dict(tensors_of(model))
             load_state(self.model, self.optimizer, tensors_of(optimizer))
+            # What was recorded would go on with the tensors from before.
+            self._run = self._runner()
         except (RuntimeError, KeyError) as error:
             raise ValueError(in_short(error)) from error
+
+    def _runner(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return CapturedStep(self.update) if self.config.capture == "step" else self.update
 
     def _ids(self, batch: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(batch).to(self.device)

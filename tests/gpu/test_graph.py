@@ -1,0 +1,79 @@
+"""On a card: a captured training step is the eager one, step by step and bit by bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from quaver.recipes import RECIPES, get
+from quaver.torch.graph import CapturedStep
+from quaver.train.config import TrainConfig
+from quaver.train.torch.learner import TorchLearner
+
+pytestmark = pytest.mark.gpu
+STEPS = 8
+
+
+def batches(count: int = STEPS, accumulate: int = 2) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, accumulate, 2, 65))
+
+
+def learner(recipe: str, capture: str) -> TorchLearner:
+    config = TrainConfig(recipe=recipe, model="tiny", device="cuda", accumulate=2, capture=capture)
+    return TorchLearner(config, get(recipe), 256)
+
+
+def rate(step: int) -> float:
+    return 1e-3 / (step + 1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.filterwarnings("ignore:.*decoded operands:UserWarning")
+def test_captured_steps_are_the_eager_ones(recipe: str) -> None:
+    """Losses, norms, parameters, histories and counts; and a validation after them sees the weights as they are."""
+    eager, captured = learner(recipe, "none"), learner(recipe, "step")
+    for step, batch in enumerate(batches()):
+        assert captured.step(batch, rate(step)) == eager.step(batch, rate(step)), f"step {step}"
+    for name, value in eager.model.state_dict().items():
+        assert torch.equal(captured.model.state_dict()[name], value), name
+    assert captured.loss(batches(1)[0]) == eager.loss(batches(1)[0])
+
+
+def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on() -> None:
+    captured = learner("tensorwise", "step")
+    for step, batch in enumerate(batches(5)):
+        captured.step(batch, rate(step))
+    before = {name: value.clone() for name, value in captured.model.state_dict().items()}
+    weight = captured.model.get_parameter("embedding.weight")
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    loss, _ = captured.step(batches(1)[0], 1e-3)
+    assert np.isnan(loss)
+    with torch.no_grad():
+        weight.copy_(kept)
+    for name, value in captured.model.state_dict().items():
+        assert torch.equal(before[name], value), name
+    loss, norm = captured.step(batches(1)[0], 1e-3)
+    assert np.isfinite(loss) and np.isfinite(norm)
+
+
+def test_a_loaded_checkpoint_is_what_later_steps_go_on_from() -> None:
+    captured, eager = learner("delayed", "step"), learner("delayed", "none")
+    for step, batch in enumerate(batches(5)):
+        captured.step(batch, rate(step))
+    eager.load(*captured.tensors())
+    captured.load(*captured.tensors())
+    for step, batch in enumerate(batches(6)):
+        assert captured.step(batch, rate(step)) == eager.step(batch, rate(step)), f"step {step}"
+
+
+def test_other_shapes_and_reads_of_the_device_are_sentences() -> None:
+    doubled = CapturedStep(lambda x: x * 2, warm_up=1)
+    x = torch.ones(3, device="cuda")
+    assert [doubled(x * n).tolist() for n in (1, 2, 3)] == [[2.0] * 3, [4.0] * 3, [6.0] * 3]
+    with pytest.raises(ValueError, match=r"takes torch.float32 \[3\] and is given torch.float32 \[4\]"):
+        doubled(torch.ones(4, device="cuda"))
+    reading = CapturedStep(lambda x: x * x.sum().item(), warm_up=1)
+    reading(x)
+    with pytest.raises(RuntimeError, match="read the device on the host"):
+        reading(x)
