@@ -64,15 +64,16 @@ def _launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
     rows, k = x.shape
     _, q, _, tops, given = tensors
     bn = max(triton.next_power_of_2(q.shape[1]), 16)
-    held = HELD if tops is None else HELD_BOTH
-    bm = max(held // bn, 1)
-    # Fewer programs send fewer maxima of columns; there must be enough for every multiprocessor to have some.
-    steps = 1 if tops is None else triton.next_power_of_2(max(rows // (bm * 4 * multiprocessors(x.device)), 1))
+    bm, steps = _heights(x, bn, HELD if tops is None else HELD_BOTH, tops is not None)
+    even = rows % (bm * steps) == 0 and k == bn
+    if not even:
+        # Masks and the columns' amaxes together take more registers than let two programs share a multiprocessor.
+        bm, steps = _heights(x, bn, HELD, tops is not None)
     constants = {
         "BM": bm,
         "BN": bn,
         "STEPS": steps,
-        "EVEN": rows % (bm * steps) == 0 and k == bn,
+        "EVEN": even,
         "TOPS": tops is not None,
         "GIVEN": given is not None,
         "dtype": DTYPES[spec.format.name],
@@ -81,6 +82,17 @@ def _launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
     warps = 8 if bn < LONGEST else 16
     numbers = (rows, k, x.stride(0), q.shape[1])
     return launcher(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
+
+
+def _heights(x: Tensor, bn: int, held: int, tops: bool) -> tuple[int, int]:
+    """Rows of a program's block, and how many blocks it takes one after another.
+
+    Fewer programs send fewer maxima of columns; there must be enough for every multiprocessor to have some.
+    """
+    bm = max(held // bn, 1)
+    if not tops:
+        return bm, 1
+    return bm, triton.next_power_of_2(max(x.shape[0] // (bm * 4 * multiprocessors(x.device)), 1))
 
 
 def _long_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
