@@ -55,7 +55,7 @@ def nowhere(_: Any) -> Iterator[None]:
 
 def on_a_gpu(recipe: Recipe) -> None:
     """Choose what a GPU's tensors would get."""
-    ops._resolved[id(recipe)] = ops.Resolved(recipe, choice.quantize, scaled_mm.matmul, ops.QUANTIZE_BOTH)
+    ops._resolved[id(recipe)] = ops.Resolved(recipe, choice.quantize, scaled_mm.matmul, choice.quantize_both)
 
 
 def step(layer: torch.nn.Module, x: Tensor, g: Tensor) -> Step:

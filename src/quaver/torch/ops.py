@@ -146,7 +146,9 @@ def _resolve(recipe: Recipe, x: Tensor) -> Resolved:
         operand = Quantized(x, 1.0, next(iter(specs)), (0, 0))
         return Resolved(recipe, run, MATMUL.pick(operand, operand, x.dtype, None))
     multiply = choice.resolve_matmul(x) if x.is_cuda and MATMUL.active is MATMUL.impls else MATMUL
-    return Resolved(recipe, run, multiply, QUANTIZE_BOTH if kernels else None)
+    # Asking again at each call which implementation it is takes as long as a launch.
+    unasked = x.is_cuda and QUANTIZE.active is QUANTIZE.impls
+    return Resolved(recipe, run, multiply, (choice.quantize_both if unasked else QUANTIZE_BOTH) if kernels else None)
 
 
 def quantize(

@@ -68,6 +68,8 @@ def why_not_quantize_both(x: Tensor, spec: QuantSpec, other: QuantSpec, *rest: A
 def quantize_both(x: Tensor, *args: Any) -> tuple[Quantized, Quantized]:
     from quaver.torch.gpu import quantize as kernels
 
+    if max(x.shape) > SIDE:
+        return quantize(x, args[0], *args[2:5]), quantize(x.t(), args[1], *args[2:4], *args[5:6])
     try:
         return kernels.quantize_both(x, *args)
     except torch.OutOfMemoryError as error:

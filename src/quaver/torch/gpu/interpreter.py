@@ -57,13 +57,19 @@ def mend() -> None:
     _mended.extend((original, patch_tensor))
 
 
-def run(fn: Any, grid: tuple[int, ...], numbers: Sequence[Any], constants: dict[str, Any]) -> Callable[..., None]:
-    """A launch in the interpreter, as a function of its tensors; overflows are a kernel's own business."""
+def run(
+    fn: Any, grid: tuple[int, ...], dtypes: Sequence[Any], numbers: Sequence[Any], constants: dict[str, Any]
+) -> Callable[..., None]:
+    """A launch in the interpreter, as a function of its tensors, which are read as these dtypes.
+
+    Overflows are a kernel's own business.
+    """
     mend()
 
     def launch(*tensors: Any) -> None:
+        read = [t if t is None or t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
         with np.errstate(all="ignore"):
-            fn[grid](*tensors, *numbers, **constants)
+            fn[grid](*read, *numbers, **constants)
 
     return launch
 

@@ -53,8 +53,9 @@ class Launch:
     #: Names of the arguments that are known to be multiples of 16: addresses and strides that allow wide accesses.
     divisible: tuple[str, ...]
     warps: int
-    #: Whether products and sums may become one operation, rounded once: not where bits are to be those of plain torch.
-    fused: bool = True
+    #: Whether products and sums may become one operation, rounded once: other bits than plain torch's, and than those
+    #: of the interpreter.
+    fused: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,11 +68,6 @@ class Launch:
         attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in self.divisible}
         constants = {(names.index(name),): value for name, value in self.constants.items()}
         return ASTSource(fn=self.fn, signature=self.signature, constexprs=constants, attrs=attrs)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        # A product and a sum fused into one rounding are other bits than the reference's, and the interpreter's.
-        return {"num_warps": self.warps, "enable_fp_fusion": False}
 
 
 _tables: list[dict[Any, Run]] = []
@@ -131,7 +127,7 @@ def launcher(
     numbers: Sequence[int | float] = (),
     constants: dict[str, Any] | None = None,
     warps: int = 4,
-    fused: bool = True,
+    fused: bool = False,
 ) -> Run:
     """The launch of a kernel as a function of tensors like these.
 
@@ -144,13 +140,14 @@ def launcher(
         warps: of a program.
         fused: as `Launch.fused`.
     Returns:
-        A function of the tensors: the same dtypes and device, and addresses that are multiples of 16 where these are.
+        A function of the tensors: the same device, addresses that are multiples of 16 where these are, and the same
+        dtypes or others of the same memory: four codes may go for an int32.
     """
     constants = constants or {}
     x, y, z = (*grid, 1, 1)[:3]
     triple = (x, y, z)
     if interpreted(fn):
-        return interpreter.run(fn, triple, numbers, constants)
+        return interpreter.run(fn, triple, [None if t is None else t.dtype for t in tensors], numbers, constants)
     described = describe(fn, triple, tensors, numbers, constants, warps, fused)
     if _recorded is not None:
         _recorded.append(described)
@@ -165,7 +162,7 @@ def describe(
     numbers: Sequence[int | float],
     constants: dict[str, Any],
     warps: int,
-    fused: bool = True,
+    fused: bool = False,
 ) -> Launch:
     """What `launcher` compiles for these arguments."""
     signature: dict[str, str] = {}
@@ -209,18 +206,15 @@ def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequenc
     tail = (*numbers, *order)
     x, y, z = launch.grid
 
-    def go(given: tuple[Tensor | None, ...]) -> None:
+    def run(*given: Tensor | None) -> None:
         # Addresses, since of a tensor the launcher asks Python for its address and the driver whether it is a GPU's.
         # Between function and arguments go hooks of profilers that wrap launches; those that watch the driver see them.
         addresses = [None if t is None else t.data_ptr() for t in given]
-        start(x, y, z, stream_of(index), function, packed, None, None, None, *addresses, *tail)
-
-    def run(*given: Tensor | None) -> None:
         if current() == index:
-            go(given)
+            start(x, y, z, stream_of(index), function, packed, None, None, None, *addresses, *tail)
         else:
             with entering(index):
-                go(given)
+                start(x, y, z, stream_of(index), function, packed, None, None, None, *addresses, *tail)
 
     return run
 

@@ -1,0 +1,62 @@
+"""What an eager layer on a GPU costs the host, counted on a CPU with a driver that does nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+
+from benchmarks import stub_driver
+from benchmarks.figure import Case, Figure, NotMeasurable, at_most
+
+ROOT = Path(__file__).parents[2]
+#: Of nn.Linear's time.
+HIGHEST = 1.6
+NOTES = (
+    "Forward and backward of 16 × 16 on CPU tensors that take a GPU's way: the real layer, choice and launches, up to "
+    "the driver, which is a stub; torch.mm stands for a scaled GEMM. One thread, processor time, interleaved; the "
+    "median of each round's ratio. The weight is unchanged, as between micro-batches. Not in it: the driver's own "
+    "time, and what cuBLASLt does before it launches."
+)
+
+
+def measure(quick: bool) -> list[Figure]:
+    """The ratios, judged unless quick."""
+    if stub_driver.compiler() is None:
+        raise NotMeasurable("not measurable here: there is no C compiler, with which Triton makes its launchers")
+    if not triton.__version__.startswith("3.6."):
+        raise NotMeasurable(
+            f"not measurable with triton {triton.__version__}: the stub stands in for the driver of 3.6"
+        )
+    found = run(3 if quick else 15, 50 if quick else 200)
+    figures = []
+    for dtype, rows in found.items():
+        for name, (ratio, microseconds) in rows.items():
+            target = at_most(HIGHEST) if name != "nn.Linear" and not quick else None
+            figures.append(Figure(name, f"{dtype}, ratio", ratio, "x", target))
+            figures.append(Figure(name, f"{dtype}, time", microseconds, "µs"))
+    return figures
+
+
+def run(rounds: int, steps: int) -> dict[str, dict[str, tuple[float, float]]]:
+    """By dtype and subject: the ratio to nn.Linear, and microseconds of a step; in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= stub_driver.build(Path(folder)) | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "benchmarks.host_cost", "--rounds", str(rounds), "--steps", str(steps)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "it ended without a word")
+    found: dict[str, dict[str, tuple[float, float]]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+CASE = Case(
+    name="host-cost",
+    title="Host time of an eager layer on a GPU, with the driver stubbed, against nn.Linear",
+    notes=NOTES,
+    measure=measure,
+)
