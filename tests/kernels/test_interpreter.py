@@ -1,0 +1,118 @@
+"""The interpreter rounds as a GPU does once it is mended, and is wrong without: then the mending may go."""
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter as tritons
+
+from quaver.torch.gpu import interpreter
+
+FP8 = {"e4m3": (tl.float8e4nv, torch.float8_e4m3fn, 448.0), "e5m2": (tl.float8e5, torch.float8_e5m2, 57344.0)}
+NARROW = {"bf16": (tl.bfloat16, torch.bfloat16), "fp16": (tl.float16, torch.float16)}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def every(dtype: torch.dtype) -> Tensor:
+    """All 65,536 values of a dtype of 16 bits."""
+    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def midpoints(dtype: torch.dtype, largest: float) -> Tensor:
+    """float32: all finite codes, what lies halfway between neighbours, both ± 1 ulp, and what is no number."""
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
+    finite = codes[codes.isfinite()].unique()
+    exact = torch.cat([finite, (finite[1:] + finite[:-1]) / 2, torch.tensor([largest * 1.0625, -largest * 1.0625])])
+    up, down = exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf))
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 3.4e38])
+    return torch.cat([exact, up, down, special])
+
+
+def saturated(x: Tensor, dtype: torch.dtype, largest: float) -> Tensor:
+    wide = x.float()
+    return torch.where(wide.isnan(), wide, wide.clamp(-largest, largest)).to(dtype)
+
+
+def converted(x: Tensor, source: object, target: object, dtype: torch.dtype) -> Tensor:
+    """What the interpreter makes of a tensor, by whichever conversion it has now."""
+    size = x.element_size()
+    data = x.view(BITS[size]).numpy().view(UNSIGNED[size])
+    found = np.ascontiguousarray(tritons._convert_float(data, source, target, None))
+    size = torch.empty(0, dtype=dtype).element_size()
+    return torch.from_numpy(found.view(np.dtype(f"i{size}") if size > 1 else np.uint8).copy()).view(dtype)
+
+
+def wrong(found: Tensor, expected: Tensor) -> int:
+    """Elements whose bits differ, any NaN being as good as another."""
+    size = BITS[found.element_size()]
+    both = found.float().isnan() & expected.float().isnan()
+    return int(((found.view(size) != expected.view(size)) & ~both).sum())
+
+
+@pytest.fixture
+def mended() -> None:
+    interpreter.mend()
+
+
+@pytest.fixture
+def unmended(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter.mend()
+    monkeypatch.setattr(tritons, "_convert_float", interpreter._mended[0])
+
+
+@pytest.mark.usefixtures("mended")
+@pytest.mark.parametrize("source", NARROW)
+@pytest.mark.parametrize("target", FP8)
+def test_all_narrow_values_become_fp8_as_torch_saturates_them(source: str, target: str) -> None:
+    kind, dtype, largest = FP8[target]
+    x = every(NARROW[source][1])
+    assert wrong(converted(x, NARROW[source][0], kind, dtype), saturated(x, dtype, largest)) == 0
+
+
+@pytest.mark.usefixtures("mended")
+@pytest.mark.parametrize("target", FP8)
+def test_float32_midpoints_and_their_neighbours_round_to_even(target: str) -> None:
+    kind, dtype, largest = FP8[target]
+    x = midpoints(dtype, largest)
+    assert wrong(converted(x, tl.float32, kind, dtype), saturated(x, dtype, largest)) == 0
+
+
+@pytest.mark.usefixtures("mended")
+@pytest.mark.parametrize("target", NARROW)
+def test_float32_becomes_sixteen_bits_as_torch_rounds_it(target: str) -> None:
+    kind, dtype = NARROW[target]
+    x = torch.cat([torch.randn(4096), midpoints(torch.float8_e5m2, 57344.0), torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])])
+    assert wrong(converted(x, tl.float32, kind, dtype), x.to(dtype)) == 0
+
+
+@pytest.mark.usefixtures("mended")
+@pytest.mark.parametrize("target", [tl.float32, tl.bfloat16], ids=str)
+@pytest.mark.parametrize("source", FP8)
+def test_all_codes_come_back(source: str, target: object) -> None:
+    kind, dtype, _ = FP8[source]
+    wide = torch.float32 if target == tl.float32 else torch.bfloat16
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
+    assert wrong(converted(codes, kind, target, wide), codes.to(wide)) == 0
+
+
+@pytest.mark.usefixtures("unmended")
+@pytest.mark.parametrize("target", [*FP8, "bf16"])
+def test_without_mending_triton_rounds_otherwise(target: str) -> None:
+    """When this fails, Triton has mended it (triton-lang/triton#11897): `mend` may go with the versions before."""
+    if target == "bf16":
+        x = torch.randn(4096)
+        assert wrong(converted(x, tl.float32, tl.bfloat16, torch.bfloat16), x.bfloat16()) > 1000
+        return
+    kind, dtype, largest = FP8[target]
+    x = every(torch.bfloat16)
+    with np.errstate(all="ignore"):
+        assert wrong(converted(x, tl.bfloat16, kind, dtype), saturated(x, dtype, largest)) > 1000
+
+
+def test_mending_twice_is_mending_once() -> None:
+    interpreter.mend()
+    mended = tritons._convert_float
+    interpreter.mend()
+    assert tritons._convert_float is mended
