@@ -14,18 +14,18 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import triton
+from torch import Tensor
 
-import quaver.torch as qt  # noqa: E402
-from benchmarks import layers  # noqa: E402
-from benchmarks.stub_driver import Driver  # noqa: E402
-from benchmarks.timing import Step, interleave  # noqa: E402
-from quaver import recipes  # noqa: E402
-from quaver.core.spec import Recipe  # noqa: E402
-from quaver.torch import amax, ops  # noqa: E402
-from quaver.torch.gpu import choice, device, launch, scaled_mm  # noqa: E402
+import quaver.torch as qt
+from benchmarks import layers
+from benchmarks.stub_driver import Driver
+from benchmarks.timing import Step, interleave
+from quaver import recipes
+from quaver.core.spec import Recipe
+from quaver.torch import amax, ops
+from quaver.torch.gpu import choice, device, launch, scaled_mm
 
 SIZE = 16
 RECIPES = ["tensorwise", "delayed", "rowwise"]

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 #: Of nn.Linear's time.
 HIGHEST = 1.6
 NOTES = (
-    "Forward and backward of 16 × 16 on CPU tensors that take a GPU's way: the real layer, choice and launches, up to "
+    "Forward and backward of 16 by 16 on CPU tensors that take a GPU's way: the real layer, choice and launches, up to "
     "the driver, which is a stub; torch.mm stands for a scaled GEMM. One thread, processor time, interleaved; the "
     "median of each round's ratio. The weight is unchanged, as between micro-batches. Not in it: the driver's own "
     "time, and what cuBLASLt does before it launches."
@@ -28,9 +28,7 @@ def measure(quick: bool) -> list[Figure]:
     if stub_driver.compiler() is None:
         raise NotMeasurable("not measurable here: there is no C compiler, with which Triton makes its launchers")
     if not triton.__version__.startswith("3.6."):
-        raise NotMeasurable(
-            f"not measurable with triton {triton.__version__}: the stub stands in for the driver of 3.6"
-        )
+        raise NotMeasurable(f"not measurable with triton {triton.__version__}: the stub is of the driver of 3.6")
     found = run(3 if quick else 15, 50 if quick else 200)
     figures = []
     for dtype, rows in found.items():
