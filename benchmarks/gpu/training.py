@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import quaver
-from benchmarks.gpu.linears import native
+from benchmarks.gpu.linears import some
 from benchmarks.gpu.setting import Case, Found, Section, Setting
 
 STEPS, BATCH, SEQUENCE = 300, 16, 256
@@ -87,6 +87,6 @@ SECTION = Section(
     ),
     seconds=75,
     cases=lambda setting: [
-        Case(name, lambda s, found, name=name: measure(name, s, found)) for name in ("bf16", *native())
+        Case(name, lambda s, found, name=name: measure(name, s, found)) for name in ("bf16", *some(setting))
     ],
 )
