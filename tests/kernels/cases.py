@@ -14,7 +14,7 @@ from torch import Tensor
 from quaver import E4M3, E5M2, QuantSpec, recipes
 from quaver.core.spec import Recipe
 from quaver.torch.amax import column_specs
-from quaver.torch.gpu import cross_entropy, quantize, roll, rope
+from quaver.torch.gpu import activation, cross_entropy, norm, quantize, roll, rope
 
 ROWS, COLUMNS = 8192, 4096
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -161,9 +161,82 @@ def _of_a_step() -> list[Case]:
     ]
 
 
+def _fused() -> list[Case]:
+    rows, runs, micro = QuantSpec(E4M3, (1, None)), QuantSpec(E4M3, (1, 128)), QuantSpec(E4M3, (1, 32), "e8m0")
+    order = {"wide stores": "8 codes a thread, so that a row is summed in one order whatever is written"}
+    bytewise = {**order, "shared bytes": "the scales of a row's blocks, bytes, change places"}
+    sums = {"wide stores": "it writes a sum a column"}
+    few = {"wide stores": "of a row's 16 elements a thread its statistic and the amax are a third of the stores"}
+
+    def made(
+        kind: str, spec: QuantSpec | None = None, one_pass: bool = False, output: bool = True, columns: int = COLUMNS
+    ) -> Callable[[], object]:
+        gamma = None if kind == "L2" else torch.empty(columns, device="meta")
+        beta = torch.empty(columns, device="meta") if kind == "LayerNorm" else None
+        factor = number() if one_pass else None
+        return lambda: norm.normalized(matrix(columns=columns), gamma, beta, kind, 1e-5, spec, factor, output)
+
+    def back(kind: str, measure: bool, columns: int = COLUMNS) -> Callable[[], object]:
+        gamma, statistics = torch.empty(columns, device="meta"), torch.empty(ROWS, device="meta")
+        beta = gamma if kind == "LayerNorm" else None
+        x = matrix(columns=columns)
+        return lambda: norm.gradients(x, x, gamma, beta, statistics, statistics, kind, measure)
+
+    def activated(name: str, spec: QuantSpec | None = None, **how: bool) -> Callable[[], object]:
+        gated = activation.KINDS[name].gated
+        x, options = [matrix(columns=14336 * (1 + gated))], (7.0, 1.702) if name == "clamped_swiglu" else ()
+        factor = number() if how.get("one_pass") else None
+        rows_wanted, turned = how.get("rows", True), how.get("turned", False)
+        output = how.get("output", False)
+        return lambda: activation.activated(name, options, x, spec, factor, output, rows_wanted, turned)
+
+    def deactivated(name: str, together: bool = True) -> Callable[[], object]:
+        gated = activation.KINDS[name].gated
+        x = [matrix(columns=14336 * (1 + gated))] if together else [matrix(columns=14336)] * 2
+        options = (7.0, 1.702) if name == "clamped_swiglu" else ()
+        return lambda: activation.gradients(name, options, matrix(columns=14336), x, True)
+
+    return [
+        Case(name="sums of partial sums", launch=lambda: norm.sum_rows(matrix(264, dtype=FLOAT32)), exceptions=sums),
+        Case(name="RMSNorm", launch=made("RMSNorm")),
+        Case(name="RMSNorm+amax", launch=made("RMSNorm", POWER), exceptions=few),
+        Case(name="RMSNorm+cast+amax delayed", launch=made("RMSNorm", POWER, True, False), exceptions=order),
+        Case(name="LayerNorm+cast+amax delayed", launch=made("LayerNorm", POWER, True, False), exceptions=order),
+        Case(name="RMSNorm+rows", launch=made("RMSNorm", rows, output=False), exceptions=order),
+        Case(name="RMSNorm+rows 16384", launch=made("RMSNorm", rows, False, False, 16384), exceptions=order),
+        Case(name="RMSNorm+1x128", launch=made("RMSNorm", runs, output=False), exceptions=order),
+        Case(name="RMSNorm+1x32", launch=made("RMSNorm", micro, output=False), exceptions=bytewise),
+        Case(name="LayerNorm+cast 32768", launch=made("LayerNorm", POWER, True, False, 32768), exceptions=order),
+        Case(name="RMSNorm back", launch=back("RMSNorm", False)),
+        Case(name="LayerNorm back+amax", launch=back("LayerNorm", True)),
+        Case(name="LayerNorm back 16384", launch=back("LayerNorm", True, 16384)),
+        Case(name="swiglu", launch=activated("swiglu", output=True)),
+        Case(name="swiglu+amax", launch=activated("swiglu", POWER)),
+        Case(name="swiglu+cast+transpose", launch=activated("swiglu", POWER, one_pass=True, turned=True)),
+        Case(name="swiglu+cast", launch=activated("swiglu", POWER, one_pass=True)),
+        Case(name="swiglu+transpose", launch=activated("swiglu", POWER, one_pass=True, rows=False, turned=True)),
+        Case(name="gelu+cast", launch=activated("gelu", POWER, one_pass=True)),
+        Case(name="gelu_exact+cast", launch=activated("gelu_exact", POWER, one_pass=True)),
+        Case(name="clamped_swiglu+cast", launch=activated("clamped_swiglu", POWER, one_pass=True)),
+        Case(name="swiglu+rows", launch=activated("swiglu", rows)),
+        Case(name="swiglu+1x128", launch=activated("swiglu", runs)),
+        Case(
+            name="swiglu+1x32",
+            launch=activated("swiglu", micro),
+            exceptions={"shared bytes": bytewise["shared bytes"]},
+        ),
+        Case(name="swiglu back+amax", launch=deactivated("swiglu")),
+        Case(name="swiglu back+amax in two", launch=deactivated("swiglu", together=False)),
+        Case(name="clamped_swiglu back+amax", launch=deactivated("clamped_swiglu")),
+        Case(name="gelu back+amax", launch=deactivated("gelu")),
+        Case(name="geglu_exact back+amax", launch=deactivated("geglu_exact")),
+    ]
+
+
 #: Helper kernels first: what another row launches on the way is theirs.
 CASES: list[Case] = [
     *_per_tensor(),
     *_by_rows_and_blocks(),
+    *_fused(),
     *_of_a_step(),
 ]
