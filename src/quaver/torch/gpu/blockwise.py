@@ -13,7 +13,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.blockwise import blockwise as blockwise_kernel
 from quaver.kernels.blockwise import squares as squares_kernel
-from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid, in_words, strides
+from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid, in_words, of, strides, taking_words
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table
 from quaver.torch.quantized import Quantized
 
@@ -42,8 +42,8 @@ def by_blocks(
     scale = None if spec is None else _room(rows, k, square, x.device)
     turned_scale = None if other is None else _room(k, rows, square, x.device)
     given = None if amax is None else _as_scales(amax, scale if scale is not None else turned_scale, square)
-    tensors = (x, q, in_words(qt), scale, turned_scale, given)
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec, other, amax is None)
+    tensors = (x, q, qt, scale, turned_scale, given)
+    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec and spec.text, other and other.text, amax is None)
     run = _launches.get(key)
     if run is None:
         run = keep(_launches, key, _launch(x, known, square, tensors))
@@ -57,7 +57,7 @@ def _made(
     if q is None or spec is None or scale is None:
         return None
     lying = scale[:, : -(-k // BLOCK)] if square else scale.t()
-    return Quantized(q[:, :k], lying, spec, (rows, k))
+    return Quantized(of(q, k), lying, spec, (rows, k))
 
 
 def _room(rows: int, k: int, square: bool, device: torch.device) -> Tensor:
@@ -97,4 +97,6 @@ def _launch(x: Tensor, spec: QuantSpec, square: bool, tensors: tuple[Any, ...]) 
     apart = [0 if s is None else s.stride(0) for s in (scale, turned_scale)]
     numbers = (rows, k, x.stride(0), *strides(q, qt), *apart)
     kernel = squares_kernel if square else blockwise_kernel
-    return launcher(kernel, programs, tensors, numbers, constants, ROW_WARPS if qt is None else WARPS)
+    warps = ROW_WARPS if qt is None else WARPS
+    told = (x, q, in_words(qt), *tensors[3:])
+    return taking_words(launcher(kernel, programs, told, numbers, constants, warps), kernel, 2)

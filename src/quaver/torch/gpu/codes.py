@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch.gpu.device import architecture
+from quaver.torch.gpu.launch import Run, interpreted
 from quaver.torch.quantized import STORAGE
 
 #: What Triton calls the formats.
@@ -49,6 +50,21 @@ def in_words(codes: Tensor | None) -> Tensor | None:
     return None if codes is None else codes.view(torch.int32)
 
 
-def strides(codes: Tensor | None, words: Tensor | None) -> tuple[int, int]:
-    """Bytes of a row of one buffer and, of another's in int32, lines of 16 bytes; 0 where there is none."""
-    return 0 if codes is None else codes.shape[1], 0 if words is None else words.shape[1] // 4
+def taking_words(run: Run, kernel: Any, which: int) -> Run:
+    """A launch as a function of tensors of which one, a buffer of codes, is written as int32.
+
+    A compiled kernel has that from its signature and takes the address; an interpreted one looks at the tensor.
+    """
+    if not interpreted(kernel):
+        return run
+    return lambda *tensors: run(*tensors[:which], in_words(tensors[which]), *tensors[which + 1 :])
+
+
+def of(codes: Tensor, k: int) -> Tensor:
+    """The k columns of a buffer that are codes."""
+    return codes if codes.shape[1] == k else codes[:, :k]
+
+
+def strides(codes: Tensor | None, turned: Tensor | None) -> tuple[int, int]:
+    """Bytes of a row of one buffer and lines of 16 bytes of another's; 0 where there is none."""
+    return 0 if codes is None else codes.shape[1], 0 if turned is None else turned.shape[1] // 16

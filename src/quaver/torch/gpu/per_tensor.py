@@ -8,7 +8,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.amax import amax as amax_kernel
 from quaver.kernels.cast import cast as cast_kernel
-from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid, in_words, strides
+from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid, in_words, of, strides, taking_words
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table, workspace
 from quaver.torch.quantized import Quantized
 
@@ -74,9 +74,9 @@ def per_tensor(
     qt = empty_codes(k, rows, spec, x.device) if both or not as_it_lies else None
     scale = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     work = None if measured else workspace(x.device)
-    tensors = (x, q, in_words(qt), scale, top, factor, amax, newest, work)
+    tensors = (x, q, qt, scale, top, factor, amax, newest, work)
     key = (
-        *(rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec, factor is None, amax is None, measured),
+        *(rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, factor is None, amax is None, measured),
         *(both, as_it_lies, newest is None),
     )
     run = _casts.get(key)
@@ -85,9 +85,9 @@ def per_tensor(
     run(*tensors)
     made = turned = None
     if q is not None:
-        made = Quantized(q[:, :k], scale, spec, (rows, k), amax=top)
+        made = Quantized(of(q, k), scale, spec, (rows, k), amax=top)
     if qt is not None:
-        turned = Quantized(qt[:, :rows], scale, spec, (k, rows), amax=top)
+        turned = Quantized(of(qt, rows), scale, spec, (k, rows), amax=top)
     if made is None:
         assert turned is not None
         return turned
@@ -101,7 +101,7 @@ def _cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured:
     bm, bn, warps = CAST_BLOCK
     _, q, qt, _, _, factor, amax, newest, _ = tensors
     # Blocks reach over the zeros that end the rows of both results.
-    down, across = rows if qt is None else qt.shape[1] * 4, k if q is None else q.shape[1]
+    down, across = rows if qt is None else qt.shape[1], k if q is None else q.shape[1]
     programs, tall = grid(-(-down // bm), -(-across // bn))
     constants = {
         "BM": bm,
@@ -118,4 +118,5 @@ def _cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured:
         **format_constants(spec, x.device),
     }
     numbers = (rows, k, x.stride(0), *strides(q, qt), programs[0] * programs[1])
-    return launcher(cast_kernel, programs, tensors, numbers, constants, warps)
+    told = (x, q, in_words(qt), *tensors[3:])
+    return taking_words(launcher(cast_kernel, programs, told, numbers, constants, warps), cast_kernel, 2)

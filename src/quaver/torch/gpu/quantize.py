@@ -106,8 +106,14 @@ def _run_in_rows(call: Call) -> Pair:
 FAMILIES = [Family(_by_tensor, _run_by_tensor), Family(_in_blocks, _run_in_blocks), Family(_in_rows, _run_in_rows)]
 
 
+_found: dict[tuple[str | None, str | None], Family | None] = {}
+
+
 def _family(spec: QuantSpec | None, other: QuantSpec | None) -> Family | None:
-    return next((family for family in FAMILIES if family.serves(spec, other)), None)
+    key = None if spec is None else spec.text, None if other is None else other.text
+    if key not in _found:
+        _found[key] = next((family for family in FAMILIES if family.serves(spec, other)), None)
+    return _found[key]
 
 
 def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:

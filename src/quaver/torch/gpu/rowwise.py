@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.kernels import rowwise as kernels
-from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid
+from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid, in_words, of, taking_words
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, multiprocessors, table
 from quaver.torch.quantized import Quantized
 
@@ -52,12 +52,12 @@ def _straight(x: Tensor, spec: QuantSpec, tops: Tensor | None, given: Tensor | N
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     long = k > LONGEST
     tensors = (x, q, scale, given) if long else (x, q, scale, tops, given)
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec, tops is None, given is None)
+    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, tops is None, given is None)
     run = _rows.get(key)
     if run is None:
         run = keep(_rows, key, _long_launch(x, spec, tensors) if long else _launch(x, spec, tensors))
     run(*tensors)
-    return Quantized(q[:, :k], scale, spec, (rows, k))
+    return Quantized(of(q, k), scale, spec, (rows, k))
 
 
 def _launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
@@ -132,8 +132,8 @@ def _turned(x: Tensor, spec: QuantSpec, tops: Tensor, given: Tensor | None) -> Q
     rows, k = x.shape
     qt = empty_codes(k, rows, spec, x.device)
     scale = torch.empty((k, 1), dtype=torch.float32, device=x.device)
-    tensors = (x, qt.view(torch.int32), scale, tops, given)
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec, given is None)
+    tensors = (x, qt, scale, tops, given)
+    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, given is None)
     run = _columns.get(key)
     if run is None:
         bm, bn, warps = COLUMN_BLOCK
@@ -148,6 +148,8 @@ def _turned(x: Tensor, spec: QuantSpec, tops: Tensor, given: Tensor | None) -> Q
             **format_constants(spec, x.device),
         }
         numbers = (rows, k, x.stride(0), qt.shape[1] // 16)
-        run = keep(_columns, key, launcher(kernels.columnwise, programs, tensors, numbers, constants, warps))
+        told = (x, in_words(qt), scale, tops, given)
+        made = launcher(kernels.columnwise, programs, told, numbers, constants, warps)
+        run = keep(_columns, key, taking_words(made, kernels.columnwise, 1))
     run(*tensors)
-    return Quantized(qt[:, :rows], scale, spec, (k, rows))
+    return Quantized(of(qt, rows), scale, spec, (k, rows))
