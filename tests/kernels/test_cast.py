@@ -87,6 +87,19 @@ def test_empty_operands_have_the_references_shapes(shape: tuple[int, int]) -> No
         assert torch.equal(q.scales(), expected.scales())
 
 
+def test_what_kernels_do_not_read_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(9, 20, device=DEVICE)
+    spec = SPECS[0]
+    assert "float64" in gpu.reason(x.double(), spec)
+    assert_same(gpu.quantize(x.double(), spec), reference.quantize(x, spec))
+    assert "no kernel" in gpu.reason(x, QuantSpec(E4M3, (2, 3)))
+    assert_same(gpu.quantize(x, QuantSpec(E4M3, (2, 3))), reference.quantize(x, QuantSpec(E4M3, (2, 3))))
+    monkeypatch.setattr(gpu, "LONGEST_SIDE", 10)
+    assert "20 elements" in gpu.reason(x, spec)
+    for found, wanted in zip(gpu.quantize_both(x, spec, spec), (x, x.t()), strict=True):
+        assert_same(found, reference.quantize(wanted, spec))
+
+
 @pytest.mark.parametrize("spec", SPECS[:2], ids=str)
 def test_every_bf16_value_rounds_as_the_reference(spec: QuantSpec) -> None:
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256).to(DEVICE)

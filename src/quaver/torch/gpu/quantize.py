@@ -26,6 +26,8 @@ from quaver.torch.quantized import Quantized
 
 #: No noise: (seed, tensor id, count) of stochastic rounding.
 QUIET = (0, 0, 0)
+#: What kernels read, and how long a side may be: they count rows and columns in 32 bits, whole blocks of them.
+READ, LONGEST_SIDE = (torch.float32, torch.bfloat16, torch.float16), 2**31 - 2**15
 Pair = tuple[Quantized | None, Quantized | None]
 
 
@@ -117,12 +119,19 @@ def _family(spec: QuantSpec | None, other: QuantSpec | None) -> Family | None:
 
 
 def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
-    """Why no kernel quantizes by this spec, or ""; the device has been asked before."""
+    """Why no kernel quantizes this, or ""; the device has been asked before."""
+    if x.dtype not in READ:
+        return f"its kernels read float32, bfloat16 and float16, not {x.dtype}"
+    if x.shape and max(x.shape) > LONGEST_SIDE:
+        return f"a side of {max(x.shape)} elements is more than its kernels count"
     return "" if _family(spec, None) else f"it has no kernel for {spec}"
 
 
 def reason_both(x: Tensor, spec: QuantSpec, other: QuantSpec, *_: object) -> str:
     """Why `quantize_both` is not for this call, or "": then two calls of `quantize` are made."""
+    why = reason(x, spec)
+    if why:
+        return why
     return "" if _family(spec, other) else f"no kernel writes {spec} and {other} from one read"
 
 
@@ -140,7 +149,7 @@ def quantize(
         is_set: whether factor is known not to be 0, so that one pass over x does.
     """
     family = _family(spec, None)
-    if x.numel() == 0 or family is None or _alone(spec, factor):
+    if family is None or _not_for_kernels(x, spec, factor):
         return reference.quantize(x, spec, amax, factor, noise)
     if x.stride(1) != 1 and x.stride(0) == 1:
         return family.run(_call(x.t(), None, spec, amax, factor, noise, noise, is_set))[1]  # type: ignore[return-value]
@@ -165,7 +174,7 @@ def quantize_both(
     family = _family(spec, other)
     turned_amax = amax.t() if isinstance(amax, Tensor) and amax.dim() == 2 else amax
     one_amax = amax is None or (spec == other and spec.transposable)
-    if x.numel() == 0 or family is None or _alone(spec, factor) or not one_amax:
+    if family is None or _not_for_kernels(x, spec, factor) or not one_amax:
         q = quantize(x, spec, amax, factor, noise, is_set)
         return q, quantize(x.t(), other, turned_amax, factor, other_noise, is_set)
     pair: Pair
@@ -178,9 +187,10 @@ def quantize_both(
     return pair[0], pair[1]
 
 
-def _alone(spec: QuantSpec, factor: Tensor | float | None) -> bool:
-    """Whether this is delayed scaling of blocks, which no recipe asks for."""
-    return factor is not None and not spec.per_tensor
+def _not_for_kernels(x: Tensor, spec: QuantSpec, factor: Tensor | float | None) -> bool:
+    """Whether x is empty or beyond them, or this is delayed scaling of blocks, which no recipe asks for."""
+    delayed_blocks = factor is not None and not spec.per_tensor
+    return x.numel() == 0 or x.dtype not in READ or max(x.shape) > LONGEST_SIDE or delayed_blocks
 
 
 def _call(
