@@ -101,7 +101,7 @@ def measure(section: Section, options: Options, seconds: float, say: Callable[[s
     else:
         elsewhere(section, options, seconds, tell)
     figures = tuple(figure for case in told for figure in case.figures)
-    reason = "; ".join(failure for case in told for failure in case.failures)
+    reason = "; ".join(dict.fromkeys(failure for case in told for failure in case.failures))
     table = Table(name=section.name, title=section.title, notes=section.notes, measure=lambda quick: [])
     return Result(case=table, figures=figures, seconds=time.monotonic() - begun, reason=reason)
 
