@@ -60,7 +60,7 @@ def decoded_scale(scale, factor, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr)
 def decode(
     q, scale, factor, out,
     rows, columns, stride, scale_stride, scale_step, out_stride, across,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
     KIND: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, SWIZZLED: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """q [rows, columns] times its scales to out of the same shape, in out's dtype; both as they lie.
@@ -69,18 +69,19 @@ def decode(
     the axes, or SWIZZLED, `across` tiles side by side. factor float32 [1]: of two-level scales, None leaves it out.
     KIND: "float32", "e8m0", "two_level". A NaN scale makes its block NaN. Exact where out's dtype holds the products.
     """
-    r = tl.program_id(1) * BM + tl.arange(0, BM)
-    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    r = down * BM + tl.arange(0, BM)
+    c = right * BN + tl.arange(0, BN)
     PAIRS: tl.constexpr = q.dtype.element_ty == tl.uint8
     if PAIRS:
-        p = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+        p = right * (BN // 2) + tl.arange(0, BN // 2)
         v = load_codes(q, r, p, columns, rows, stride, BM, BN, EVEN)
     else:
         v = load_codes(q, r, c, columns, rows, stride, BM, BN, EVEN)
     if scale is not None:
         # Scales of a row of this program, and elements that share one.
         WIDTH: tl.constexpr = BN if BC == 0 or BC > BN else BC
-        block = (tl.program_id(0) * (BN // WIDTH) + tl.arange(0, BN // WIDTH)) * WIDTH // (columns if BC == 0 else BC)
+        block = (right * (BN // WIDTH) + tl.arange(0, BN // WIDTH)) * WIDTH // (columns if BC == 0 else BC)
         line = r * 0 if BR == 0 else r // BR
         if SWIZZLED:
             at = scale + swizzled(r, block, across)
@@ -89,7 +90,7 @@ def decode(
         if EVEN:
             stored = tl.load(at)
         else:
-            first = (tl.program_id(0) * (BN // WIDTH) + tl.arange(0, BN // WIDTH)) * WIDTH
+            first = (right * (BN // WIDTH) + tl.arange(0, BN // WIDTH)) * WIDTH
             stored = tl.load(at, mask=(r[:, None] < rows) & (first[None, :] < columns), other=0)
         s = decoded_scale(stored, factor, KIND, POWER_OF_TWO)
         v = tl.reshape(tl.reshape(v, [BM, BN // WIDTH, WIDTH]) * s[:, :, None], [BM, BN])

@@ -1,4 +1,4 @@
-"""The 16-point rotation of `quaver.core.hadamard` on sixteen tensors, each of which holds one element of every group."""
+"""The 16-point rotation of `quaver.core.hadamard` on sixteen tensors, each with one element of every group."""
 
 import triton
 import triton.language as tl
@@ -13,16 +13,17 @@ def rotate(v):
     y = ()
     for j in tl.static_range(16):
         if (NEGATIVE >> j) & 1:
-            y = y + (-v[j],)
+            # Not -v, which is 0 - v here and loses the sign of a zero.
+            y += (v[j] * -1.0,)
         else:
-            y = y + (v[j],)
+            y += (v[j],)
     y = butterflies(y, 1)
     y = butterflies(y, 2)
     y = butterflies(y, 4)
     y = butterflies(y, 8)
     out = ()
     for j in tl.static_range(16):
-        out = out + (y[j] * 0.25,)
+        out += (y[j] * 0.25,)
     return out
 
 
@@ -32,7 +33,7 @@ def butterflies(y, STRIDE: tl.constexpr):
     out = ()
     for j in tl.static_range(16):
         if (j // STRIDE) % 2 == 0:
-            out = out + (y[j] + y[j + STRIDE],)
+            out += (y[j] + y[j + STRIDE],)  # type: ignore[assignment]
         else:
-            out = out + (y[j - STRIDE] - y[j],)
+            out += (y[j - STRIDE] - y[j],)  # type: ignore[assignment]
     return out

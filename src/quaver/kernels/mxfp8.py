@@ -60,16 +60,18 @@ def wide(v):
 def mxfp8_rows(
     x, q, s,
     rows, columns, stride, q_stride, across,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, NEAR: tl.constexpr, SQUARE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+    NEAR: tl.constexpr, SQUARE: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns] to q of the same shape and s, swizzled bytes, in blocks of 1 × 32; SQUARE: of 32 × 32.
 
     q_stride: bytes of a row of q; the end of a row beyond x is zeros. across: tiles of s side by side. Exact.
     """
-    r = tl.program_id(1) * BM + tl.arange(0, BM)
-    c = tl.program_id(0) * BN + tl.arange(0, BN)
-    first = (tl.program_id(1) * BM).to(tl.int64)
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    r = down * BM + tl.arange(0, BM)
+    c = right * BN + tl.arange(0, BN)
+    first = (down * BM).to(tl.int64)
     line = tl.arange(0, BM)
     at = x + first * stride + offsets(line, c, stride, NEAR)
     if EVEN:
@@ -83,7 +85,9 @@ def mxfp8_rows(
         top = tl.max(tl.reshape(top, [BM // 32, 32, BN // 32]), 1)[:, None, :]
         top = tl.reshape(tl.broadcast_to(top, [BM // 32, 32, BN // 32]), [BM, BN // 32])
     code, e = shared_exponent(top, EMAX, TOP_MANTISSA)
-    b = tl.program_id(0) * (BN // 32) + tl.arange(0, BN // 32)
+    if SQUARE and not EVEN:
+        code = tl.where(r[:, None] < rows, code, 0)
+    b = right * (BN // 32) + tl.arange(0, BN // 32)
     tl.store(s + swizzled(r, b, across), code.to(tl.uint8))
     dtype: tl.constexpr = q.dtype.element_ty
     codes = tl.reshape(encode(v * e[:, :, None], dtype, INTEGERS), [BM, BN]).to(dtype, bitcast=True)
@@ -121,16 +125,16 @@ def each_column(v, BR: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def scaled_row(v, m, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
     """Rows v [BR, BN] with magnitudes m times the factors of their blocks of 1 × 32, and those blocks' codes."""
-    top = across_columns(m, BR, BN)
-    e = each_column(exponent_factor(top, EMAX, TOP_MANTISSA), BR, BN)
-    return v * e, exponent_code(top, EMAX, TOP_MANTISSA)
+    code, e = shared_exponent(across_columns(m, BR, BN), EMAX, TOP_MANTISSA)
+    return v * each_column(e, BR, BN), code
 
 
 @triton.jit
 def mxfp8_columns(
     x, q, s, qt, st,
     rows, columns, stride, q_stride, qt_stride4, across, across_t,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, SQUARE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+    ROWS: tl.constexpr, SQUARE: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """The transpose of x [rows, columns] to qt as int32 and st, in blocks of 32 rows of x; x itself too if ROWS.
@@ -138,23 +142,27 @@ def mxfp8_columns(
     SQUARE: blocks are of 32 × 32, so that both have the same codes. q, s, across: as in `mxfp8_rows`, and without ROWS
     q is there for its dtype; st, across_t: the same of the transpose. qt_stride4: int32 of a row of qt. Exact.
     """
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     BR: tl.constexpr = BM // 4
     BK: tl.constexpr = BN // 32
     dtype: tl.constexpr = q.dtype.element_ty
-    r = tl.program_id(1) * BM + 4 * tl.arange(0, BR)
-    r4 = tl.program_id(1) * BR + tl.arange(0, BR)
-    c = tl.program_id(0) * BN + tl.arange(0, BN)
-    down = tl.program_id(1) * (BM // 32) + tl.arange(0, BM // 32)
-    right = tl.program_id(0) * BK + tl.arange(0, BK)
+    r = down * BM + 4 * tl.arange(0, BR)
+    r4 = down * BR + tl.arange(0, BR)
+    c = right * BN + tl.arange(0, BN)
+    blocks_down = down * (BM // 32) + tl.arange(0, BM // 32)
+    blocks_right = right * BK + tl.arange(0, BK)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
     m0, m1, m2, m3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
     m = across_rows(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), BR, BN)  # [BM / 32, BN]
     if SQUARE:
         m = across_columns(m, BM // 32, BN)  # [BM / 32, BK]
-        code = exponent_code(m, EMAX, TOP_MANTISSA)
+        code, _ = shared_exponent(m, EMAX, TOP_MANTISSA)
         m = each_column(m, BM // 32, BN)
-    tl.store(st + swizzled(c, down, across_t), tl.trans(exponent_code(m, EMAX, TOP_MANTISSA).to(tl.uint8)))
-    e = each_row(exponent_factor(m, EMAX, TOP_MANTISSA), BR, BN)
+    turned_code, e = shared_exponent(m, EMAX, TOP_MANTISSA)  # [BM / 32, BN]
+    if SQUARE and not EVEN:
+        turned_code = tl.where(c[None, :] < columns, turned_code, 0)
+    tl.store(st + swizzled(c, blocks_down, across_t), tl.trans(turned_code.to(tl.uint8)))
+    e = each_row(e, BR, BN)
     c0 = encode(x0 * e, dtype, INTEGERS)
     c1 = encode(x1 * e, dtype, INTEGERS)
     c2 = encode(x2 * e, dtype, INTEGERS)
@@ -164,6 +172,11 @@ def mxfp8_columns(
         if SQUARE:
             s0 = each_row(code, BR, BK)
             s1, s2, s3 = s0, s0, s0
+            if not EVEN:
+                s0 = tl.where(r[:, None] < rows, s0, 0)
+                s1 = tl.where(r[:, None] + 1 < rows, s1, 0)
+                s2 = tl.where(r[:, None] + 2 < rows, s2, 0)
+                s3 = tl.where(r[:, None] + 3 < rows, s3, 0)
         else:
             y0, s0 = scaled_row(x0, m0, EMAX, TOP_MANTISSA, BR, BN)
             y1, s1 = scaled_row(x1, m1, EMAX, TOP_MANTISSA, BR, BN)
@@ -172,7 +185,7 @@ def mxfp8_columns(
             c0, c1 = encode(y0, dtype, INTEGERS), encode(y1, dtype, INTEGERS)
             c2, c3 = encode(y2, dtype, INTEGERS), encode(y3, dtype, INTEGERS)
         store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
-        tl.store(s + swizzled(r, right, across), s0.to(tl.uint8))
-        tl.store(s + swizzled(r + 1, right, across), s1.to(tl.uint8))
-        tl.store(s + swizzled(r + 2, right, across), s2.to(tl.uint8))
-        tl.store(s + swizzled(r + 3, right, across), s3.to(tl.uint8))
+        tl.store(s + swizzled(r, blocks_right, across), s0.to(tl.uint8))
+        tl.store(s + swizzled(r + 1, blocks_right, across), s1.to(tl.uint8))
+        tl.store(s + swizzled(r + 2, blocks_right, across), s2.to(tl.uint8))
+        tl.store(s + swizzled(r + 3, blocks_right, across), s3.to(tl.uint8))

@@ -41,7 +41,7 @@ def tensor_factor(bits, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale):
-    """1 / scale of positive E4M3 values in float32, correctly rounded: eight mantissas, and an exponent to turn over."""
+    """1 / scale of positive E4M3 values, correctly rounded: eight mantissas, and an exponent to turn over."""
     bits = scale.to(tl.int32, bitcast=True)
     m = bits >> 20
     odd, second, third = (m & 1) != 0, (m & 2) != 0, (m & 4) != 0
@@ -147,13 +147,13 @@ def quantized(
                 for j in tl.static_range(4):
                     y = flush(v[8 * half + 7 - 4 * i - j]) * e
                     word = pack(word, y, stochastic(y, words[3 - j]))
-            made = made + (finish(word, bits, STOCHASTIC_BIAS),)
+            made += (finish(word, bits, STOCHASTIC_BIAS),)  # type: ignore[assignment]
         else:
             for j in tl.static_range(8):
                 y = v[8 * half + 7 - j] * e
                 word = pack(word, y, nearest(y))
-            made = made + (finish(word, bits, NEAREST_BIAS),)
-    return scale, made[0], made[1]
+            made += (finish(word, bits, NEAREST_BIAS),)  # type: ignore[assignment]
+    return scale, made[0], made[1]  # type: ignore[misc]
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def load_along(x, r, g, rows, columns, stride, BM: tl.constexpr, BG: tl.constexp
             eight = tl.load(line + c)
         else:
             eight = tl.load(line + c, mask=(r[:, None, None] < rows) & (c < columns), other=0.0)
-        v = v + split8(widen(eight), BM, BG)
+        v += split8(widen(eight), BM, BG)
     return v
 
 
@@ -205,26 +205,27 @@ def load_down(x, g, c, rows, columns, stride, EVEN: tl.constexpr):
             row = tl.load(at)
         else:
             row = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0)
-        v = v + (widen(row),)
+        v += (widen(row),)  # type: ignore[assignment]
     return v
 
 
 @triton.jit
 def rotated_amax(
     x, out, work, rows, columns, stride, programs,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, DOWN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
     """The amax of x [rows, columns] after the rotation of groups of sixteen columns, or rows if DOWN: float32 [1].
 
     work: int32 [2] of zeros, left as zeros. Exact.
     """
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     if DOWN:
-        g = tl.program_id(1) * (BM // 16) + tl.arange(0, BM // 16)
-        c = tl.program_id(0) * BN + tl.arange(0, BN)
+        g = down * (BM // 16) + tl.arange(0, BM // 16)
+        c = right * BN + tl.arange(0, BN)
         v = load_down(x, g, c, rows, columns, stride, EVEN)
     else:
-        r = tl.program_id(1) * BM + tl.arange(0, BM)
-        g = tl.program_id(0) * (BN // 16) + tl.arange(0, BN // 16)
+        r = down * BM + tl.arange(0, BM)
+        g = right * (BN // 16) + tl.arange(0, BN // 16)
         v = load_along(x, r, g, rows, columns, stride, BM, BN // 16, EVEN)
     bits = flushed(tl.max(largest(rotate(v)), None))
     last, top = meet(work, bits, programs)
@@ -261,7 +262,8 @@ def whole(n):
 def nvfp4_along(
     x, q, s, factor, top, count,
     rows, columns, stride, k, q_stride4, across, tensor_id, seed_low, seed_high,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns] in blocks of 1 × 16 (SQUARE: 16 × 16) to q, eight codes an int32, and s, swizzled E4M3 codes.
@@ -270,9 +272,10 @@ def nvfp4_along(
     STOCHASTIC. k: codes of a row, `columns` or that rounded up to 16 (HADAMARD), and a multiple of 4 where STOCHASTIC.
     q_stride4: int32 of a row of q, which ends in zeros. across: tiles of s side by side. Exact.
     """
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     BG: tl.constexpr = BN // 16
-    r = tl.program_id(1) * BM + tl.arange(0, BM)
-    g = tl.program_id(0) * BG + tl.arange(0, BG)
+    r = down * BM + tl.arange(0, BM)
+    g = right * BG + tl.arange(0, BG)
     big = tensor_level(top, factor, POWER_OF_TWO)
     v = load_along(x, r, g, rows, columns, stride, BM, BG, EVEN)
     if HADAMARD:
@@ -283,12 +286,14 @@ def nvfp4_along(
         bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
     place = r[:, None].to(tl.int64) * k + 16 * g[None, :]
     scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, seed_low, seed_high, STOCHASTIC, INTEGERS)
-    c4 = tl.program_id(0) * (2 * BG) + tl.arange(0, 2 * BG)
+    c4 = right * (2 * BG) + tl.arange(0, 2 * BG)
     at = q + r[:, None].to(tl.int64) * q_stride4 + c4[None, :]
     if EVEN:
         tl.store(s + swizzled(r, g, across), scale)
         tl.store(at, tl.reshape(tl.join(w0, w1), [BM, 2 * BG]))
     else:
+        if SQUARE:
+            scale = tl.where(r[:, None] < rows, scale, 0).to(tl.uint8)
         tl.store(s + swizzled(r, g, across), scale, mask=(g < 4 * across)[None, :] & (r >= 0)[:, None])
         w0, w1 = inside(g[None, :], (w0, w1), k)
         both = tl.reshape(tl.join(w0, w1), [BM, 2 * BG])
@@ -299,13 +304,15 @@ def nvfp4_along(
 def nvfp4_down(
     x, qt, st, factor, top, count,
     rows, columns, stride, k, qt_stride4, across, tensor_id, seed_low, seed_high,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """The transpose of x [rows, columns], as `nvfp4_along` of it: blocks of 16 rows of x, k codes for `rows`. Exact."""
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     BG: tl.constexpr = BM // 16
-    g = tl.program_id(1) * BG + tl.arange(0, BG)
-    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    g = down * BG + tl.arange(0, BG)
+    c = right * BN + tl.arange(0, BN)
     big = tensor_level(top, factor, POWER_OF_TWO)
     v = load_down(x, g, c, rows, columns, stride, EVEN)
     if HADAMARD:
@@ -316,12 +323,14 @@ def nvfp4_down(
         bits = tl.reshape(tl.broadcast_to(shared, [BG, BN // 16, 16]), [BG, BN])
     place = c[None, :].to(tl.int64) * k + 16 * g[:, None]
     scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, seed_low, seed_high, STOCHASTIC, INTEGERS)
-    r4 = tl.program_id(1) * (2 * BG) + tl.arange(0, 2 * BG)
+    r4 = down * (2 * BG) + tl.arange(0, 2 * BG)
     at = qt + c[:, None].to(tl.int64) * qt_stride4 + r4[None, :]
     if EVEN:
         tl.store(st + swizzled(c, g, across), tl.trans(scale))
         tl.store(at, tl.reshape(tl.join(tl.trans(w0), tl.trans(w1)), [BN, 2 * BG]))
     else:
+        if SQUARE:
+            scale = tl.where(c[None, :] < columns, scale, 0).to(tl.uint8)
         tl.store(st + swizzled(c, g, across), tl.trans(scale), mask=(g < 4 * across)[None, :] & (c >= 0)[:, None])
         w0, w1 = inside(g[:, None], (w0, w1), k)
         both = tl.reshape(tl.join(tl.trans(w0), tl.trans(w1)), [BN, 2 * BG])

@@ -1,6 +1,6 @@
 """quantize on a GPU in narrow blocks, MXFP8 and NVFP4: scales are written in the order that Blackwell's GEMMs read.
 
-The transpose of an operand is written as such beside it, or instead: of four bits, and of scales in that order, nothing
+The transpose of an operand is written as such, beside it or instead: neither four-bit codes nor scales in that order
 can be read the other way round.
 """
 
@@ -13,85 +13,65 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.mxfp8 import mxfp8_columns, mxfp8_rows
 from quaver.kernels.nvfp4 import nvfp4_along, nvfp4_down, rotated_amax
 from quaver.torch import reference
+from quaver.torch.gpu.codes import empty_codes
+from quaver.torch.gpu.codes import grid as over
 from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table, workspace
-from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.gpu.per_tensor import measure
+from quaver.torch.quantized import Quantized
 from quaver.torch.swizzle import BLOCKS, ROWS
 
 #: Rows and columns of a program's block, and its warps.
 MX_ROWS_BLOCK = 128, 128, 4
 MX_COLUMNS_BLOCK = 128, 128, 8
 NV_BLOCK = 128, 128, 4
-#: With random words in registers too.
-NV_STOCHASTIC_BLOCK = {"along": (128, 64, 4), "down": (64, 128, 4)}
+#: With random words in registers too: along rows, and down columns.
+NV_STOCHASTIC_BLOCKS = (128, 64, 4), (64, 128, 4)
 
 _mx = table()
 _nv = table()
 _rotated = table()
 
 
-def reason(x: Tensor, spec: QuantSpec, amax: Any = None, factor: Any = None, *_: object) -> str:
-    """Why no kernel of this file quantizes so, or ""."""
-    if spec.scale == "e8m0" and spec.block in ((1, 32), (32, 32)):
-        if spec.rounding != "nearest" or spec.hadamard:
-            return "its kernel for E8M0 scales rounds to nearest and does not rotate"
-        return "" if amax is None and factor is None else "its kernel for E8M0 scales measures its own amaxes"
-    if spec.two_level and spec.block in ((1, 16), (16, 16)):
-        if spec.rounding == "stochastic" and spec.padded(x.shape[1]) % 4:
-            return f"its kernel draws random words for four elements at a time, and k is {x.shape[1]}"
-        return ""
-    return "it has no kernel for this spec"
+def with_exponents(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
+    """Whether `by_exponents` takes these specs, of a matrix and of its transpose."""
+    one = spec or other
+    assert one is not None
+    kinds = one.scale == "e8m0" and one.block in ((1, 32), (32, 32)) and one.format.bits == 8
+    return kinds and one.rounding == "nearest" and not one.hadamard and (None in (spec, other) or spec == other)
 
 
-def quantize(
-    x: Tensor, spec: QuantSpec, amax: Any = None, factor: Any = None, noise: Any = (0, 0, 0), *_: object
-) -> Quantized:
-    """As `quaver.torch.reference.quantize`, bit for bit, `amax` apart: blocks' amaxes are not kept.
+def with_two_levels(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
+    """Whether `by_two_levels` takes these: one spec, since random words and the rotation belong to a direction."""
+    one = spec or other
+    assert one is not None
+    return None in (spec, other) and one.two_level and one.block in ((1, 16), (16, 16))
 
-    Args:
-        x: [rows, k], with any strides; a transpose is read as it lies.
+
+def by_exponents(
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, amax: Tensor | None = None
+) -> tuple[Quantized | None, Quantized | None]:
+    """x [rows, k], its last axis contiguous, and its transpose in blocks of 32 or 32 × 32, as the reference does it.
+
+    The blocks' amaxes are not kept; where they are given the reference runs.
     """
-    if x.numel() == 0 or reason(x, spec, amax, factor):
-        return reference.quantize(x, spec, amax, factor, noise)
-    down = x.stride(1) != 1 and x.stride(0) == 1
-    x = x.t() if down else rowwise(x)
-    if spec.two_level:
-        return _nvfp4(x, spec, amax, noise, down)
-    q: Quantized = _mxfp8(x, spec, not down, down)[down]
-    return q
-
-
-def quantize_both(
-    x: Tensor, spec: QuantSpec, other: QuantSpec, amax: Any = None, noise: Any = (0, 0, 0), other_noise: Any = (0, 0, 0)
-) -> tuple[Quantized, Quantized]:
-    """x [rows, k] by a spec and its transpose by another; MXFP8 from one read of x."""
-    x = rowwise(x)
-    if spec == other and spec.scale == "e8m0":
-        return _mxfp8(x, spec, True, True)
-    return quantize(x, spec, amax, None, noise), quantize(x.t(), other, amax, None, other_noise)
-
-
-def rowwise(x: Tensor) -> Tensor:
-    """x with its last axis contiguous."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _mxfp8(x: Tensor, spec: QuantSpec, straight: bool, turned: bool) -> tuple[Any, Any]:
-    """x [rows, k] and its transpose, each where it is wanted."""
+    one = spec or other
+    assert one is not None
+    if amax is not None:
+        turned = None if other is None else reference.quantize(x.t(), other, amax.t() if spec else amax)
+        return (None if spec is None else reference.quantize(x, spec, amax)), turned
     rows, k = x.shape
-    q, s = _room(rows, k, spec, x.device) if straight else (None, None)
-    qt, st = _room(k, rows, spec, x.device) if turned else (None, None)
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec, straight, turned)
-    run = _mx.get(key)
-    if turned:
-        assert qt is not None
+    q, s = (None, None) if spec is None else _room(rows, k, one, x.device)
+    qt, st = (None, None) if other is None else _room(k, rows, one, x.device)
+    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), one, q is None, qt is None)
+    tensors: tuple[Any, ...] = (x, q, s)
+    if qt is not None:
         tensors = (x, qt if q is None else q, s, qt.view(torch.int32), st)
-    else:
-        tensors = (x, q, s)
+    run = _mx.get(key)
     if run is None:
-        run = keep(_mx, key, _mx_launch(x, spec, tensors, straight))
+        run = keep(_mx, key, _mx_launch(x, one, tensors, q is not None))
     run(*tensors)
-    return _made(q, s, rows, k, spec), _made(qt, st, k, rows, spec)
+    return _made(q, s, rows, k, one), _made(qt, st, k, rows, one)
 
 
 def _made(q: Tensor | None, s: Tensor | None, rows: int, k: int, spec: QuantSpec) -> Quantized | None:
@@ -99,12 +79,12 @@ def _made(q: Tensor | None, s: Tensor | None, rows: int, k: int, spec: QuantSpec
 
 
 def _room(rows: int, k: int, spec: QuantSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The whole buffers of codes and of scales, which a kernel fills."""
-    q = torch.empty((rows, -(-k // 16) * 16), dtype=STORAGE[spec.format.name], device=device)
-    width = spec.block[1]
-    assert width is not None
-    tiles = -(-rows // ROWS) * across(k, width)
-    return q, torch.empty(tiles * ROWS * BLOCKS, dtype=torch.uint8, device=device)
+    return empty_codes(rows, k, spec, device), _empty_scales(rows, k, 32, device)
+
+
+def _empty_scales(rows: int, k: int, width: int, device: torch.device) -> Tensor:
+    """Room for the swizzled scales of blocks of `width`: whole tiles, which a kernel fills."""
+    return torch.empty(-(-rows // ROWS) * ROWS * across(k, width) * BLOCKS, dtype=torch.uint8, device=device)
 
 
 def across(k: int, width: int) -> int:
@@ -112,39 +92,93 @@ def across(k: int, width: int) -> int:
     return -(-k // (width * BLOCKS))
 
 
-def _mx_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Tensor | None, ...], straight: bool) -> Run:
+def _mx_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], straight: bool) -> Run:
     rows, k = x.shape
     columns = len(tensors) > 3
     bm, bn, warps = MX_COLUMNS_BLOCK if columns else MX_ROWS_BLOCK
-    grid = -(-k // bn), -(-rows // bm)
-    fmt = spec.format
-    constants: dict[str, Any] = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and k % bn == 0}
+    grid, tall = over(-(-rows // bm), -(-k // bn))
     q_stride = -(-k // 16) * 16
-    if columns:
-        numbers: tuple[int, ...] = (rows, k, x.stride(0), q_stride, -(-rows // 16) * 4, across(k, 32), across(rows, 32))
-        constants["ROWS"] = straight
-    else:
-        numbers = (rows, k, x.stride(0), q_stride, across(k, 32))
-        constants["NEAR"] = (bm + 1) * max(x.stride(0), q_stride) < 2**31
-    constants |= {
+    constants: dict[str, Any] = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and k % bn == 0,
+        "TALL": tall,
         "SQUARE": spec.block[0] == 32,
-        "EMAX": fmt.emax,
-        "TOP_MANTISSA": fmt.max_mantissa,
+        "EMAX": spec.format.emax,
+        "TOP_MANTISSA": spec.format.max_mantissa,
         "INTEGERS": architecture(x.device) == 89,
     }
-    fn = mxfp8_columns if columns else mxfp8_rows
-    return launcher(fn, grid, tensors, numbers, constants, warps)
+    if columns:
+        numbers = rows, k, x.stride(0), q_stride, -(-rows // 16) * 4, across(k, 32), across(rows, 32)
+        return launcher(mxfp8_columns, grid, tensors, numbers, constants | {"ROWS": straight}, warps)
+    constants["NEAR"] = (bm + 1) * max(x.stride(0), q_stride) < 2**31
+    return launcher(mxfp8_rows, grid, tensors, (rows, k, x.stride(0), q_stride, across(k, 32)), constants, warps)
 
 
-def measure(x: Tensor) -> Tensor:
-    # Its file dispatches to this one.
-    from quaver.torch.gpu.quantize import measure as of
+def by_two_levels(
+    x: Tensor, spec: QuantSpec, amax: Tensor | None = None, noise: Any = (0, 0, 0), down: bool = False
+) -> Quantized:
+    """x, its last axis contiguous, or its transpose if `down`, with one scale for 16 or 16 × 16, as the reference does.
 
-    return of(x)
+    Args:
+        amax: the tensor's, float32 of one element, or None to measure it (after the rotation where there is one).
+        noise: (seed, tensor id, count); a count that is a tensor is not waited for.
+    """
+    rows, k = x.shape[::-1] if down else x.shape
+    k = spec.padded(k)
+    random = spec.rounding == "stochastic"
+    if random and k % 4:
+        # Kernels draw words for four elements at once.
+        return reference.quantize(x.t() if down else x, spec, amax, None, noise)
+    measured = (rotated(x, down) if spec.hadamard else measure(x)) if amax is None else None
+    q = torch.empty((rows, -(-k // 32) * 16), dtype=torch.uint8, device=x.device)
+    s = _empty_scales(rows, k, 16, x.device)
+    factor = torch.empty((1, 1), dtype=torch.float32, device=x.device)
+    count = _count(noise[2], x.device) if random else None
+    key_words = (_signed(noise[1]), _signed(noise[0]), _signed(noise[0] >> 32)) if random else (0, 0, 0)
+    key = (*x.shape, x.stride(0), x.dtype, x.device, aligned(x), spec, down, key_words)
+    tensors = (x, q.view(torch.int32), s, factor, measured if amax is None else amax, count)
+    run = _nv.get(key)
+    if run is None:
+        run = keep(_nv, key, _nv_launch(x, spec, tensors, k, key_words, down))
+    run(*tensors)
+    return Quantized(q[:, : -(-k // 2)], s, spec, (rows, k), tensor_factor=factor, amax=measured, swizzled=True)
+
+
+def _count(count: Tensor | int, device: torch.device) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.to(device)
+    return torch.full((1,), count, dtype=torch.int64, device=device)
+
+
+def _signed(word: Tensor | int) -> int:
+    """The low 32 bits as an int32."""
+    return (int(word) & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
+
+
+def _nv_launch(
+    x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], k: int, key_words: tuple[int, int, int], down: bool
+) -> Run:
+    rows, columns = x.shape
+    bm, bn, warps = NV_STOCHASTIC_BLOCKS[down] if spec.rounding == "stochastic" else NV_BLOCK
+    grid, tall = over(-(-rows // bm), -(-columns // bn))
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and columns % bn == 0,
+        "TALL": tall,
+        "POWER_OF_TWO": spec.scale == "two_level",
+        "SQUARE": spec.block[0] == 16,
+        "HADAMARD": spec.hadamard,
+        "STOCHASTIC": spec.rounding == "stochastic",
+        "INTEGERS": architecture(x.device) == 89,
+    }
+    numbers = (rows, columns, x.stride(0), k, -(-k // 32) * 4, across(k, 16), *key_words)
+    return launcher(nvfp4_down if down else nvfp4_along, grid, tensors, numbers, constants, warps)
 
 
 def rotated(x: Tensor, down: bool) -> Tensor:
-    """The amax, float32 [1, 1], of x [rows, columns] after a Hadamard along its rows, or along its columns if `down`."""
+    """The amax, float32 [1, 1], of x [rows, columns] after the rotation along its rows, or its columns if `down`."""
     rows, columns = x.shape
     out = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     work = workspace(x.device)
@@ -152,61 +186,10 @@ def rotated(x: Tensor, down: bool) -> Tensor:
     run = _rotated.get(key)
     if run is None:
         bm, bn, warps = NV_BLOCK
-        grid = -(-columns // bn), -(-rows // bm)
+        grid, tall = over(-(-rows // bm), -(-columns // bn))
         numbers = (rows, columns, x.stride(0), grid[0] * grid[1])
-        constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, "DOWN": down}
+        even = rows % bm == 0 and columns % bn == 0
+        constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "DOWN": down}
         run = keep(_rotated, key, launcher(rotated_amax, grid, (x, out, work), numbers, constants, warps))
     run(x, out, work)
     return out
-
-
-def _nvfp4(x: Tensor, spec: QuantSpec, amax: Any, noise: Any, down: bool) -> Quantized:
-    """x, or its transpose if `down`, whose last axis is contiguous."""
-    rows, k = x.shape[::-1] if down else x.shape
-    k = spec.padded(k)
-    measured = None
-    if amax is None:
-        measured = rotated(x, down) if spec.hadamard else measure(x)
-    top = measured if amax is None else torch.as_tensor(amax, dtype=torch.float32, device=x.device)
-    q = torch.empty((rows, -(-k // 32) * 16), dtype=torch.uint8, device=x.device)
-    s = torch.empty(-(-rows // ROWS) * across(k, 16) * ROWS * BLOCKS, dtype=torch.uint8, device=x.device)
-    factor = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    count = None
-    if spec.rounding == "stochastic":
-        count = noise[2] if isinstance(noise[2], Tensor) else torch.full((1,), noise[2], device=x.device)
-        noise = _signed(noise[1]), _signed(noise[0]), _signed(noise[0] >> 32)
-    else:
-        noise = (0, 0, 0)
-    key = (*x.shape, x.stride(0), x.dtype, x.device, aligned(x), spec, down, noise)
-    tensors = (x, q.view(torch.int32), s, factor, top, count)
-    run = _nv.get(key)
-    if run is None:
-        run = keep(_nv, key, _nv_launch(x, spec, tensors, k, noise, down))
-    run(*tensors)
-    return Quantized(q[:, : -(-k // 2)], s, spec, (rows, k), tensor_factor=factor, amax=measured, swizzled=True)
-
-
-def _signed(word: int) -> int:
-    """The low 32 bits as an int32."""
-    return (int(word) & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
-
-
-def _nv_launch(
-    x: Tensor, spec: QuantSpec, tensors: tuple[Tensor | None, ...], k: int, noise: tuple[int, int, int], down: bool
-) -> Run:
-    rows, columns = x.shape
-    way = "down" if down else "along"
-    bm, bn, warps = NV_STOCHASTIC_BLOCK[way] if spec.rounding == "stochastic" else NV_BLOCK
-    grid = -(-columns // bn), -(-rows // bm)
-    constants = {
-        "BM": bm,
-        "BN": bn,
-        "EVEN": rows % bm == 0 and columns % bn == 0,
-        "POWER_OF_TWO": spec.scale == "two_level",
-        "SQUARE": spec.block[0] == 16,
-        "HADAMARD": spec.hadamard,
-        "STOCHASTIC": spec.rounding == "stochastic",
-        "INTEGERS": architecture(x.device) == 89,
-    }
-    numbers = (rows, columns, x.stride(0), k, -(-k // 32) * 4, across(k, 16), *noise)
-    return launcher(nvfp4_down if down else nvfp4_along, grid, tensors, numbers, constants, warps)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.kernels.decode import decode as decode_kernel
+from quaver.torch.gpu.codes import grid as over
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table
 from quaver.torch.quantized import Quantized
 from quaver.torch.swizzle import BLOCKS
@@ -83,6 +84,7 @@ def _launch(q: Quantized, tensors: tuple[Any, ...]) -> Run:
     data, scale, _, out = tensors
     rows, columns = q.lying_shape
     bm, bn, warps = BLOCK
+    grid, tall = over(-(-rows // bm), -(-columns // bn))
     height, width = q.lying_block
     apart = (0, 0) if scale is None or q.swizzled else scale.stride()
     across = -(-columns // ((width or columns) * BLOCKS))
@@ -92,10 +94,11 @@ def _launch(q: Quantized, tensors: tuple[Any, ...]) -> Run:
         "BM": bm,
         "BN": bn,
         "EVEN": rows % bm == 0 and columns % bn == 0,
+        "TALL": tall,
         "KIND": kind,
         "BR": height or 0,
         "BC": width or 0,
         "SWIZZLED": q.swizzled,
         "POWER_OF_TWO": q.spec.scale == "two_level",
     }
-    return launcher(decode_kernel, (-(-columns // bn), -(-rows // bm)), tensors, numbers, constants, warps)
+    return launcher(decode_kernel, grid, tensors, numbers, constants, warps)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch import reference
+from quaver.torch.gpu.block_scaled import by_exponents, by_two_levels, with_exponents, with_two_levels
 from quaver.torch.gpu.blockwise import BLOCK, by_blocks
 from quaver.torch.gpu.codes import empty_codes as empty_codes
 from quaver.torch.gpu.codes import format_constants as format_constants
@@ -104,8 +105,25 @@ def _run_in_rows(call: Call) -> Pair:
     return by_rows(call.x, call.spec, call.other, call.amax)
 
 
+def _run_with_exponents(call: Call) -> Pair:
+    return by_exponents(call.x, call.spec, call.other, call.amax)
+
+
+def _run_with_two_levels(call: Call) -> Pair:
+    if call.spec is not None:
+        return by_two_levels(call.x, call.spec, call.amax, call.noise), None
+    assert call.other is not None
+    return None, by_two_levels(call.x, call.other, call.amax, call.other_noise, down=True)
+
+
 #: In order of preference.
-FAMILIES = [Family(_by_tensor, _run_by_tensor), Family(_in_blocks, _run_in_blocks), Family(_in_rows, _run_in_rows)]
+FAMILIES = [
+    Family(_by_tensor, _run_by_tensor),
+    Family(_in_blocks, _run_in_blocks),
+    Family(_in_rows, _run_in_rows),
+    Family(with_exponents, _run_with_exponents),
+    Family(with_two_levels, _run_with_two_levels),
+]
 
 
 _found: dict[tuple[str | None, str | None], Family | None] = {}
