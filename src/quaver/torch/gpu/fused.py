@@ -4,7 +4,7 @@ Importing this module imports no kernels; they are imported when one is wanted.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.torch.gpu import device
 from quaver.torch.quantized import Quantized
-
-if TYPE_CHECKING:
-    from quaver.torch.projections import Prologue
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The widest row: 65535 blocks, as many as a grid has on its second axis, of 64 columns.
@@ -90,6 +87,14 @@ class Made(NamedTuple):
     saved: tuple[Any, ...]
 
 
+class Quantizing(Protocol):
+    """What makes the input of linear layers: see `quaver.torch.projections.Prologue`, whose method this is."""
+
+    def quantized(
+        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
+    ) -> Made | None: ...
+
+
 class Operand(NamedTuple):
     """The input of linear layers, made and quantized."""
 
@@ -101,7 +106,7 @@ class Operand(NamedTuple):
 
 
 def operand(
-    prologue: "Prologue",
+    prologue: Quantizing,
     x: Sequence[Tensor | None],
     width: int,
     spec: QuantSpec,
@@ -151,7 +156,7 @@ def cast(y: Tensor, spec: QuantSpec, factor: Tensor | None, amax: Tensor | None,
 
 
 def remade(
-    prologue: "Prologue", saved: Sequence[Any], spec: QuantSpec, factor: Tensor | float | None, is_set: bool
+    prologue: Quantizing, saved: Sequence[Any], spec: QuantSpec, factor: Tensor | float | None, is_set: bool
 ) -> Quantized | None:
     """The transpose of what a prologue made, quantized by one pass over what it kept; None where that takes two."""
     from quaver.torch.gpu.norm import mode

@@ -17,9 +17,8 @@ from quaver.torch.gpu.codes import empty_codes, format_constants
 from quaver.torch.gpu.launch import aligned, keep, launcher, multiprocessors, table, workspace
 from quaver.torch.quantized import Quantized
 
-#: The widest row that lies in registers, forward and backward, and the blocks of wider ones.
-WIDEST, WIDEST_BACKWARD = 16384, 8192
-WIDE_BLOCK, WIDE_BACKWARD_BLOCK = 4096, 8192
+#: The widest row that lies in registers, forward and backward, and the block of wider ones.
+WIDEST, WIDEST_BACKWARD, WIDE_BLOCK = 16384, 8192, 4096
 #: The narrowest, which leaves a warp eight elements a thread.
 NARROWEST = 256
 #: Programs of a multiprocessor: forward, and backward, where each has sums of its own.
@@ -234,7 +233,7 @@ def _backward_launch(tensors: tuple[Any, ...], normalization: str, has_beta: boo
     numbers = (rows, columns, g.stride(0), x.stride(0), 0 if partial is None else partial.shape[1], programs, share)
     constants = {"CENTRED": centred, "BETA": has_beta, "VECTOR": vector(x, g)}
     if columns > WIDEST_BACKWARD:
-        constants |= {"BN": WIDE_BACKWARD_BLOCK, "EVEN": columns % WIDE_BACKWARD_BLOCK == 0}
+        constants |= {"BN": WIDE_BLOCK, "EVEN": columns % WIDE_BLOCK == 0}
         return launcher(wide_norm_backward, (programs,), tensors, numbers, constants, 16)
     bn, warps = row_block(columns)
     constants |= {"BN": bn, "EVEN": bn == columns}
