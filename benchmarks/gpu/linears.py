@@ -20,10 +20,10 @@ BASE = "bf16 nn.Linear"
 
 
 def native() -> list[str]:
-    """Recipes whose GEMMs the card has, by the ledger's rates."""
-    rates = card.nearest().rates
-    wanted = [name for name, build in recipes.RECIPES.items() if build().quantizes]
-    return [name for name in wanted if {ledger.kind(g) for g in recipes.get(name).gemms.values()} <= {*rates, "bf16"}]
+    """Recipes whose GEMMs the card has, as the ledger counts."""
+    wanted = {name: recipes.get(name) for name, build in recipes.RECIPES.items() if build().quantizes}
+    gpu = card.nearest()
+    return [name for name, recipe in wanted.items() if not ledger.layer(recipe, *SHAPES[0], gpu).emulated]
 
 
 def some(setting: Setting) -> list[str]:
