@@ -50,7 +50,7 @@ def merged(measured: dict[int, list[Checked]], rows: ceilings.Table) -> ceilings
         for c in checked:
             found[c.name] = {}
     for arch, checked in measured.items():
-        for c in checked:
+        for c in (c for c in checked if c.row):
             found[c.name][f"sm_{arch}"] = c.row
     return found
 

@@ -30,7 +30,13 @@ def measure(cases: Sequence[Case], arch: int, chosen: Sequence[Case] | None = No
     for recorded in record(cases, arch):
         if chosen is not None and recorded.case not in chosen:
             continue
-        code = read(recorded.launch, arch)
+        try:
+            code = read(recorded.launch, arch)
+        except Exception as error:
+            # Whatever a compiler dies of; the others are still read.
+            said = f"does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            found.append(Checked(recorded.name, {}, (said,)))
+            continue
         found.append(Checked(recorded.name, figures(recorded, code), tuple(broken_rules(recorded, code))))
     return found
 
@@ -54,7 +60,7 @@ def failures(checked: Sequence[Checked], arch: int, table: Ceilings, every: bool
     if table.triton and table.triton != triton.__version__:
         return found
     key = f"sm_{arch}"
-    for c in checked:
+    for c in (c for c in checked if c.row):
         ceiling = table.rows.get(c.name, {}).get(key)
         if ceiling is None:
             found.append(f"{c.name}: has no ceilings; write them with `{UPDATE} --only {_pattern(c.name)}`")
