@@ -42,6 +42,10 @@ def wide(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.double() for t in tensors]
 
 
+def test_every_normalization_has_its_kernels() -> None:
+    assert gpu.KINDS == norm.NORMALIZATIONS
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", norm.NORMALIZATIONS)
 def test_forward_and_backward_keep_their_bound_of_float64(kind: str, shape: tuple[int, int]) -> None:

@@ -1,7 +1,4 @@
-"""Sums over rows: of a gradient, for a bias, and of what each program of another kernel found.
-
-Deterministic: every program writes what it has summed, and the second pass adds that in a fixed order.
-"""
+"""Sums over rows, such as of what each program of another kernel found: deterministic, always in the same order."""
 
 import triton
 import triton.language as tl
@@ -29,15 +26,3 @@ def column_sums(
             total += tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0).to(tl.float32)
     found = tl.sum(total, 0).to(out.dtype.element_ty)
     tl.store(out + tl.program_id(1).to(tl.int64) * columns + c, found, mask=c < columns)
-
-
-@triton.jit
-def partial_sums(out, x0, x1, x2, x3, c, columns, EVEN: tl.constexpr):
-    """A tile that lies in four parts [BM / 4, BN] summed over its rows into out [programs along 1, columns]: what a
-    kernel that reads a gradient anyway calls for the bias."""
-    found = tl.sum((x0 + x1) + (x2 + x3), 0)
-    at = out + tl.program_id(1).to(tl.int64) * columns + c
-    if EVEN:
-        tl.store(at, found)
-    else:
-        tl.store(at, found, mask=c < columns)
