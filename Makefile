@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test slow test-lowering accept accept-attention bench lint format clean
+.PHONY: demo test slow test-lowering accept accept-attention bench bench-gpu lint format clean
 
 ## Train a small language model in bf16, FP8, MXFP8 and NVFP4 side by side, and name the pictures.
 demo: $(VENV)/.train
@@ -37,6 +37,10 @@ accept-attention: $(VENV)/.dev
 ## Ratios against nn.Linear and torchao on this CPU.
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks cpu
+
+## Kernels, GEMMs, layers and training on this machine's NVIDIA GPU (8 minutes), in the Python that has its torch.
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
