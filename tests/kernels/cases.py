@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quaver import E4M3, E5M2, QuantSpec, recipes
+from quaver import E2M1, E4M3, E5M2, QuantSpec, recipes
 from quaver.core.spec import Recipe
 from quaver.torch.amax import column_specs
-from quaver.torch.gpu import activation, cross_entropy, norm, quantize, roll, rope
+from quaver.torch.gpu import activation, block_scaled, cross_entropy, decode, norm, quantize, roll, rope
+from quaver.torch.quantized import Quantized
 
 ROWS, COLUMNS = 8192, 4096
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -43,6 +44,7 @@ def number(dtype: torch.dtype = FLOAT32) -> Tensor:
     return torch.empty(1, dtype=dtype, device="meta")
 
 
+SCALE_BYTES = {"shared bytes": "scales change threads as bytes, one for 32 elements"}
 ONE_NUMBER = {"wide stores": "it writes one number"}
 POWER, RATIO = QuantSpec(E4M3), QuantSpec(E4M3, scale="fp32")
 
@@ -233,10 +235,83 @@ def _fused() -> list[Case]:
     ]
 
 
+def _in_narrow_blocks() -> list[Case]:
+    mx, square = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (32, 32), "e8m0")
+    count = torch.empty(1, dtype=torch.int64, device="meta")
+
+    def nv(down: bool, rounding: str = "nearest", hadamard: bool = False, block: int = 1) -> Callable[[], object]:
+        spec = QuantSpec(E2M1, (block, 16), "two_level", rounding, hadamard)  # type: ignore[arg-type]
+        return lambda: block_scaled.by_two_levels(matrix(), spec, number(), (1, 3, count), down)
+
+    return [
+        Case(name="mxfp8 rows", launch=lambda: block_scaled.by_exponents(matrix(), mx, None), exceptions=SCALE_BYTES),
+        Case(name="mxfp8 columns", launch=lambda: block_scaled.by_exponents(matrix(), None, mx)),
+        Case(name="mxfp8 both", launch=lambda: block_scaled.by_exponents(matrix(), mx, mx), exceptions=SCALE_BYTES),
+        Case(
+            name="mxfp8 both squares",
+            launch=lambda: block_scaled.by_exponents(matrix(), square, square),
+            exceptions=SCALE_BYTES,
+        ),
+        Case(name="mxfp8 rows squares", launch=lambda: block_scaled.by_exponents(matrix(), square, None)),
+        Case(
+            name="mxfp8 both ragged",
+            launch=lambda: block_scaled.by_exponents(matrix(8191, 4095), mx, mx),
+            exceptions=SCALE_BYTES,
+        ),
+        Case(name="nvfp4 amax along", launch=lambda: block_scaled.rotated(matrix(), False), exceptions=ONE_NUMBER),
+        Case(name="nvfp4 amax down", launch=lambda: block_scaled.rotated(matrix(), True), exceptions=ONE_NUMBER),
+        Case(name="nvfp4 along", launch=nv(False)),
+        Case(name="nvfp4 along squares", launch=nv(False, block=16)),
+        Case(name="nvfp4 along random", launch=nv(False, "stochastic")),
+        Case(name="nvfp4 down", launch=nv(True)),
+        Case(name="nvfp4 down squares", launch=nv(True, block=16)),
+        Case(name="nvfp4 down rotated", launch=nv(True, hadamard=True)),
+        Case(
+            name="nvfp4 down rotated random",
+            launch=nv(True, "stochastic", True),
+            exceptions={"wide loads": "the random words leave registers for four elements of each of sixteen rows"},
+        ),
+    ]
+
+
+def _decoded() -> list[Case]:
+    def operand(spec: QuantSpec) -> Quantized:
+        four, narrow = spec.format.bits == 4, spec.scale != "power_of_two"
+        width = COLUMNS // 2 if four else COLUMNS
+        data = torch.empty(ROWS, width, dtype=torch.uint8 if four else torch.float8_e4m3fn, device="meta")
+        blocks = spec.blocks(ROWS, COLUMNS)
+        scale = torch.empty(blocks, device="meta")
+        if narrow:
+            scale = torch.empty(blocks[0] * blocks[1], dtype=torch.uint8, device="meta")
+        factor = torch.empty(1, 1, device="meta") if spec.two_level else None
+        return Quantized(data, scale, spec, (ROWS, COLUMNS), tensor_factor=factor, swizzled=narrow)
+
+    specs = {
+        "tensor": QuantSpec(E4M3),
+        "row": QuantSpec(E4M3, (1, None)),
+        "1x128": QuantSpec(E4M3, (1, 128)),
+        "128x128": QuantSpec(E4M3, (128, 128)),
+        "mxfp8": QuantSpec(E4M3, (1, 32), "e8m0"),
+        "nvfp4": QuantSpec(E2M1, (1, 16), "two_level"),
+    }
+
+    def launch(spec: QuantSpec) -> Callable[[], object]:
+        return lambda: decode.decode(operand(spec))
+
+    lone = {"wide loads": "each row has a scale of four bytes beside 128 of codes"}
+    narrow = {"row": lone, "1x128": lone}
+    return [
+        Case(name=f"decode {name}", launch=launch(spec), exceptions=narrow.get(name, {}))
+        for name, spec in specs.items()
+    ]
+
+
 #: Helper kernels first: what another row launches on the way is theirs.
 CASES: list[Case] = [
     *_per_tensor(),
     *_by_rows_and_blocks(),
     *_fused(),
+    *_in_narrow_blocks(),
+    *_decoded(),
     *_of_a_step(),
 ]

@@ -81,10 +81,10 @@ def test_every_exponent_of_an_amax_has_the_references_scale(spec: QuantSpec) -> 
 
 def test_rows_far_apart_are_found() -> None:
     """Offsets beyond 2**31 within a program; memory that nobody touches costs nothing."""
-    stride = 2**30 + 32
-    storage = torch.UntypedStorage((4 * stride + 32) * 2, device=DEVICE)
-    x = torch.empty(0, dtype=torch.bfloat16, device=DEVICE).set_(storage, 0, (5, 32), (stride, 1))
-    x.copy_(torch.arange(160.0).view(5, 32))
+    stride = 2**28 + 32
+    storage = torch.UntypedStorage((8 * stride + 32) * 2, device=DEVICE)
+    x = torch.empty(0, dtype=torch.bfloat16, device=DEVICE).set_(storage, 0, (9, 32), (stride, 1))
+    x.copy_(torch.arange(288.0).view(9, 32))
     for q, turned in (by_exponents(x, LINES[0], None), by_exponents(x, LINES[0], LINES[0])):
         assert_as_stored(q, reference.quantize(x, LINES[0]))
         if turned is not None:
