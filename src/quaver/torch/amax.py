@@ -164,9 +164,38 @@ def is_set(layer: nn.Module, column: int, factors: "Tensor | list[float] | None"
     return stacked is not None and bool(stacked[0].is_set(stacked[1], factor)[column])
 
 
-def record(layer: nn.Module, column: int, amax: Tensor | float | None) -> None:
-    """Note an amax in row 0; infinities and NaN are not noted, lest one overflow freeze the scale."""
+def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
+    """Where the kernel that casts x may note its amax by itself: a view of one element, history[0, column].
+
+    None where that is left to `record`: in compiled code, in a forward that runs again, off a GPU.
+    """
+    history = layer._buffers["history"]
+    assert history is not None
+    if torch.compiler.is_compiling() or recomputation.replaying() or history.device != x.device:
+        return None
+    if history.dtype is not torch.float32 or not _launched(history):
+        return None
+    cached = layer.__dict__.get("_newest")
+    # A view costs the host as much as a launch.
+    if cached is None or cached[0] is not history or cached[1] != history.data_ptr():
+        row = history.detach()[0]
+        cached = layer.__dict__["_newest"] = history, history.data_ptr(), [row[i : i + 1] for i in range(3)]
+    found: Tensor = cached[2][column]
+    return found
+
+
+def record(layer: nn.Module, column: int, amax: Tensor | float | None, noted: bool = False) -> None:
+    """Note an amax in row 0; infinities and NaN are not noted, lest one overflow freeze the scale.
+
+    Args:
+        noted: whether the kernel that measured it has done that, in what `newest` gave.
+    """
     if recomputation.replaying():
+        return
+    if noted:
+        history = layer._buffers["history"]
+        if history is not None and history.is_cpu:
+            views(layer).recorded = True
         return
     if isinstance(amax, float):
         seen = views(layer)

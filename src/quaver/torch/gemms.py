@@ -184,12 +184,13 @@ def quantize(
         factor = call.factors[column]
         if call.traced and call.record and column == amax.GRAD_OUTPUT:
             return ops.quantize_opaquely(x, spec, None, factor, number=layer.__dict__["_number"])
-        if call.both is not None and amax.is_set(layer, column, call.factors):
-            q = call.quantize(x, spec, None, factor, ops.QUIET, True)
-        else:
+        if call.both is None:
             q = call.quantize(x, spec, None, factor)
+        else:
+            known, newest = amax.is_set(layer, column, call.factors), _newest(layer, column, x, call)
+            q = call.quantize(x, spec, None, factor, ops.QUIET, known, newest)
         if call.record:
-            amax.record(layer, column, q.amax)
+            amax.record(layer, column, q.amax, q.noted)
     elif spec.rounding == "nearest":
         q = call.quantize(x, spec)
     else:
@@ -197,6 +198,11 @@ def quantize(
     if counters.active.counters is not None and not recomputation.replaying():
         counters.active.counters.note(layer, operand, x, q)
     return q
+
+
+def _newest(layer: nn.Module, column: int, x: Tensor, call: Call) -> Tensor | None:
+    """Where a kernel notes an operand's amax, if that is to be recorded."""
+    return amax.newest(layer, column, x) if call.record and not call.traced else None
 
 
 def both_at_once(spec: QuantSpec, other: QuantSpec, call: Call) -> bool:
@@ -225,10 +231,10 @@ def quantize_both(
             q, turned = ops.quantize_both_opaquely(x, spec, other, None, factor, number=number)
             record = record and number is None
         else:
-            known = amax.is_set(layer, column, call.factors)
-            q, turned = call.both(x, spec, other, None, factor, ops.QUIET, ops.QUIET, known)
+            known, newest = amax.is_set(layer, column, call.factors), _newest(layer, column, x, call)
+            q, turned = call.both(x, spec, other, None, factor, ops.QUIET, ops.QUIET, known, newest)
         if record:
-            amax.record(layer, column, q.amax)
+            amax.record(layer, column, q.amax, q.noted)
         return q, turned
     noise = ops.QUIET if spec.rounding == "nearest" else draw(layer, operand)
     turned_noise = ops.QUIET if other.rounding == "nearest" else draw(layer, operand + ".T")

@@ -296,7 +296,9 @@ class Linear(nn.Linear):
 
 
 #: Attributes that are made again when they are missing.
-TRANSIENT = ("_number", "_weights", "_views", "_last", "_prepared", "_copied", "_streams", "_initial", "_stacked")
+TRANSIENT = (
+    *("_number", "_weights", "_views", "_newest", "_last", "_prepared", "_copied", "_streams", "_initial", "_stacked"),
+)
 
 
 def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:

@@ -66,6 +66,7 @@ def _two_calls(
     noise: Noise = QUIET,
     other_noise: Noise = QUIET,
     is_set: bool = False,
+    newest: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     q = QUANTIZE(x, spec, amax, factor, noise)
     if spec == other and spec.transposable and noise is other_noise:
@@ -79,7 +80,8 @@ def _why_two_calls(x: Tensor, *args: Any) -> str:
 
 
 #: x [rows, k] by one spec and its transpose by another, from one read of x where an implementation can do that:
-#: (x, spec, spec of the transpose, amax, factor, noise, noise of the transpose, whether factor is known not to be 0).
+#: (x, spec, spec of the transpose, amax, factor, noise, noise of the transpose, whether factor is known not to be 0,
+#: where a kernel may note the amax).
 QUANTIZE_BOTH = Op(
     "quantize_both",
     [Impl("triton", choice.quantize_both, _why_two_calls), Impl("two calls", _two_calls, _always)],

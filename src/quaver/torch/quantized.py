@@ -50,6 +50,8 @@ class Quantized:
     #: Whether the scales, uint8, are in the order of `quaver.torch.swizzle`: flat, and a row of them for every row of
     #: the data as they lie, which those of a block share.
     swizzled: bool = False
+    #: Whether the kernel that measured `amax` has noted it in a history already.
+    noted: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -84,10 +84,11 @@ def per_tensor(
         run = keep(_casts, key, _cast_launch(x, spec, tensors, measured))
     run(*tensors)
     made = turned = None
+    noted = newest is not None
     if q is not None:
-        made = Quantized(of(q, k), scale, spec, (rows, k), amax=top)
+        made = Quantized(of(q, k), scale, spec, (rows, k), amax=top, noted=noted)
     if qt is not None:
-        turned = Quantized(of(qt, rows), scale, spec, (k, rows), amax=top)
+        turned = Quantized(of(qt, rows), scale, spec, (k, rows), amax=top, noted=noted)
     if made is None:
         assert turned is not None
         return turned

@@ -48,6 +48,8 @@ class Call(NamedTuple):
     is_set: bool
     noise: Any
     other_noise: Any
+    #: A history's newest amax, float32 of one element, which the kernel raises to this one; or None.
+    newest: Tensor | None
 
 
 class Family(NamedTuple):
@@ -77,7 +79,8 @@ def _run_by_tensor(call: Call) -> Pair:
     # From Blackwell on a GEMM reads either direction, and a transpose is a view.
     views = architecture(x.device) >= 100
     both = call.spec is not None and call.other is not None
-    q = per_tensor(x, spec, call.amax, call.factor, call.is_set, both and not views, call.spec is not None or views)
+    as_it_lies = call.spec is not None or views
+    q = per_tensor(x, spec, call.amax, call.factor, call.is_set, both and not views, as_it_lies, call.newest)
     if not both:
         return (q, None) if call.spec is not None else (None, q.T if views else q)
     turned, q.twin = q.T, None
@@ -160,18 +163,23 @@ def quantize(
     factor: Tensor | float | None = None,
     noise: Any = QUIET,
     is_set: bool = False,
+    newest: Tensor | None = None,
 ) -> Quantized:
     """As `quaver.torch.reference.quantize`, bit for bit.
 
     Args:
         is_set: whether factor is known not to be 0, so that one pass over x does.
+        newest: where the amax is to be noted, float32 of one element; the result says whether it was.
     """
     family = _family(spec, None)
     if family is None or _not_for_kernels(x, spec, factor):
         return reference.quantize(x, spec, amax, factor, noise)
     if x.stride(1) != 1 and x.stride(0) == 1:
-        return family.run(_call(x.t(), None, spec, amax, factor, noise, noise, is_set))[1]  # type: ignore[return-value]
-    return family.run(_call(x, spec, None, amax, factor, noise, noise, is_set))[0]  # type: ignore[return-value]
+        found = family.run(_call(x.t(), None, spec, amax, factor, noise, noise, is_set, newest))[1]
+    else:
+        found = family.run(_call(x, spec, None, amax, factor, noise, noise, is_set, newest))[0]
+    assert found is not None
+    return found
 
 
 def quantize_both(
@@ -183,23 +191,25 @@ def quantize_both(
     noise: Any = QUIET,
     other_noise: Any = QUIET,
     is_set: bool = False,
+    newest: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     """x [rows, k] by `spec` and its transpose [k, rows] by `other`, from one read of x where a kernel does that.
 
     Args:
         amax: of x; one that is given serves the transpose too only where the blocks are square.
+        newest: as `quantize` takes it; the first of the results says whether it was noted.
     """
     family = _family(spec, other)
     turned_amax = amax.t() if isinstance(amax, Tensor) and amax.dim() == 2 else amax
     one_amax = amax is None or (spec == other and spec.transposable)
     if family is None or _not_for_kernels(x, spec, factor) or not one_amax:
-        q = quantize(x, spec, amax, factor, noise, is_set)
+        q = quantize(x, spec, amax, factor, noise, is_set, newest)
         return q, quantize(x.t(), other, turned_amax, factor, other_noise, is_set)
     pair: Pair
     if x.stride(1) != 1 and x.stride(0) == 1:
-        pair = family.run(_call(x.t(), other, spec, turned_amax, factor, other_noise, noise, is_set))[::-1]
+        pair = family.run(_call(x.t(), other, spec, turned_amax, factor, other_noise, noise, is_set, newest))[::-1]
     else:
-        pair = family.run(_call(x, spec, other, amax, factor, noise, other_noise, is_set))
+        pair = family.run(_call(x, spec, other, amax, factor, noise, other_noise, is_set, newest))
     assert pair[0] is not None
     assert pair[1] is not None
     return pair[0], pair[1]
@@ -220,6 +230,7 @@ def _call(
     noise: Any,
     other_noise: Any,
     is_set: bool,
+    newest: Tensor | None,
 ) -> Call:
     if amax is not None:
         amax = torch.as_tensor(amax, dtype=torch.float32, device=x.device)
@@ -227,4 +238,4 @@ def _call(
         is_set = factor != 0.0
         factor = torch.full((1,), factor, device=x.device) if is_set else None
     x = x if x.stride(1) == 1 else x.contiguous()
-    return Call(x, spec, other, amax, factor, is_set, noise, other_noise)
+    return Call(x, spec, other, amax, factor, is_set, noise, other_noise, newest)
