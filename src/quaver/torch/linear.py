@@ -115,7 +115,7 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     grad_input = found if found is None or g.dim() == 2 else found.view(shape)
     grad_bias = None
     if need_bias:
-        grad_bias = g2.sum(0, dtype=torch.float32).to(bias_dtype)
+        grad_bias = ops.bias_gradient(g2, bias_dtype)
     return grad_input, grad_weight, grad_bias, None, None, None
 
 

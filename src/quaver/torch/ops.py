@@ -86,8 +86,19 @@ QUANTIZE_BOTH = Op(
     "quantize_both",
     [Impl("triton", choice.quantize_both, _why_two_calls), Impl("two calls", _two_calls, _always)],
 )
+
+
+def _plain_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
+    return g.sum(0, dtype=torch.float32).to(dtype)
+
+
+#: The gradient [features] of a bias, of the gradient [tokens, features] of what it was added to.
+BIAS_GRADIENT = Op(
+    "bias_gradient",
+    [Impl("triton", choice.column_sum, choice.why_not_sum), Impl("reference", _plain_sum, _always)],
+)
 #: All that `only` chooses from; attention adds itself.
-OPS = [QUANTIZE, MATMUL]
+OPS = [QUANTIZE, MATMUL, BIAS_GRADIENT]
 #: What runs instead of an implementation that takes no more than some calls, where it is asked for by name.
 _FALL_BACK = {"triton": "reference", "native": "decoded"}
 
@@ -240,6 +251,14 @@ def run_matmul(
         return y
     y = MATMUL(a, b, dtype, bias, fast_accum)
     return y
+
+
+def bias_gradient(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """g [tokens, features] summed over its tokens in float32, in a fixed order, and rounded once: [features]."""
+    if torch.compiler.is_compiling() or (g.is_cpu and not choice.asked()):
+        return _plain_sum(g, dtype)
+    found: Tensor = BIAS_GRADIENT(g, dtype)
+    return found
 
 
 def autocast_device(x: Tensor) -> str:

@@ -322,7 +322,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
             found = found if found.dtype is dtype else found.to(dtype)
             of_y = found if of_y is None else add(of_y, found)
         if needs[taken + n + i]:
-            of_biases[i] = gs[i].sum(0, dtype=torch.float32).to(bias_dtypes[i])
+            of_biases[i] = ops.bias_gradient(gs[i], bias_dtypes[i])
     of_x: tuple[Tensor | None, ...] = (None,) * taken
     if of_input:
         assert of_y is not None

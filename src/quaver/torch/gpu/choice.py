@@ -85,6 +85,25 @@ def _out_of_memory(x: Tensor, copies: int) -> torch.OutOfMemoryError:
     )
 
 
+def why_not_sum(g: Tensor, dtype: torch.dtype) -> str:
+    """Why no kernel sums a gradient [tokens, features] over its tokens, or ""."""
+    why = device.why_no_kernels(g.device)
+    if why:
+        return why
+    other = {g.dtype, dtype} - {torch.float32, torch.bfloat16, torch.float16}
+    if other:
+        return f"its kernel is for float32, bfloat16 and float16, not {other.pop()}"
+    if not g.numel():
+        return "there is nothing to sum"
+    return f"a side of {max(g.shape)} elements is more than it counts" if max(g.shape) > 2**30 else ""
+
+
+def column_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
+    from quaver.torch.gpu import column_sum as kernels
+
+    return kernels.column_sum(g, dtype)
+
+
 def why_not_native(a: Quantized, b: Quantized, *rest: Any) -> str:
     """Why cuBLASLt does not multiply these, or ""."""
     why = device.why_no_fp8(a.device, "native")
