@@ -43,7 +43,10 @@ def by_blocks(
     turned_scale = None if other is None else _room(k, rows, square, x.device)
     given = None if amax is None else _as_scales(amax, scale if scale is not None else turned_scale, square)
     tensors = (x, q, qt, scale, turned_scale, given)
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec and spec.text, other and other.text, amax is None)
+    key = (
+        *(rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec and spec.text, other and other.text),
+        *(given is None, given is None or aligned(given)),
+    )
     run = _launches.get(key)
     if run is None:
         run = keep(_launches, key, _launch(x, known, square, tensors))

@@ -62,7 +62,8 @@ def decode(q: Quantized, dtype: torch.dtype = torch.bfloat16, outer: bool = True
     factor = q.tensor_factor if outer else None
     out = torch.empty(q.lying_shape, dtype=dtype, device=q.device)
     strides = None if scale is None or q.swizzled else scale.stride()
-    key = (q.lying_shape, data.stride(0), strides, aligned(data), dtype, q.device, q.spec, q.turned, q.swizzled, outer)
+    lies = data.stride(0), strides, aligned(data), scale is None or aligned(scale)
+    key = (q.lying_shape, lies, dtype, q.device, q.spec, q.turned, q.swizzled, outer)
     run = _decodes.get(key)
     tensors = (data, scale, factor, out)
     if run is None:

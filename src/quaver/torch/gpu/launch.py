@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -177,7 +178,8 @@ def describe(
             if value.numel() > 1 and aligned(value):
                 divisible.append(name)
         elif isinstance(value, int):
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            # Kernels multiply strides by up to 3 before they widen them.
+            signature[name] = "i32" if -(2**29) <= value < 2**29 else "i64"
             if value % 16 == 0:
                 divisible.append(name)
         else:
@@ -199,8 +201,7 @@ def card(device: torch.device) -> tuple[int, Callable[[], int], Callable[[int], 
 def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequence[int | float]) -> Run:
     index, current, stream_of, entering = card(next(t.device for t in tensors if t is not None))
     with entering(index):
-        target = triton.runtime.driver.active.get_current_target()
-        kernel = triton.compile(launch.source, target=target, options=launch.options)
+        kernel = _loaded(launch, index)
         start, function, packed = kernel.run, kernel.function, kernel.packed_metadata
     order = [launch.constants.get(name) for name in launch.fn.arg_names[len(tensors) + len(numbers) :]]
     tail = (*numbers, *order)
@@ -219,29 +220,62 @@ def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequenc
     return run
 
 
+#: What is on a GPU, for good: `triton.compile` puts the same code there again each time, and nothing takes it away.
+_kernels: dict[Any, Any] = {}
+
+
+def _loaded(launch: Launch, index: int) -> Any:
+    """The kernel on the current GPU, of this index: one for all shapes that are compiled alike."""
+    parts = (launch.signature.items(), launch.constants.items(), launch.divisible, launch.options.items())
+    key = (index, launch.fn, *map(tuple, parts))
+    found = _kernels.get(key)
+    if found is None:
+        found = _kernels[key] = _load(launch)
+    return found
+
+
+def _load(launch: Launch) -> Any:
+    target = triton.runtime.driver.active.get_current_target()
+    return triton.compile(launch.source, target=target, options=launch.options)
+
+
 #: Meeting places of a device, and the row that each stream has of them.
 _rooms: dict[torch.device, Tensor] = {}
 _workspaces: dict[tuple[torch.device, int], Tensor] = {}
 STREAMS = 256
 
 
+_making = Lock()
+
+
 def workspace(device: torch.device) -> Tensor:
     """int32 [4] of zeros where the programs of a launch meet: each kernel leaves them zero, each stream has its own.
 
-    All of a device's are made at once, before any CUDA graph is captured on a stream of its own.
+    All of a device's are made at once. CUDA graphs keep the row of the stream that they are captured on: two captured
+    on one stream must not be replayed at the same time.
     """
-    key = (device, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0)
-    found = _workspaces.get(key)
-    if found is None:
-        if device not in _rooms:
-            with torch.inference_mode(False):
-                _rooms[device] = torch.zeros((STREAMS, 32), dtype=torch.int32, device=device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    found = _workspaces.get((device, stream))
+    return _row(device, stream) if found is None else found
+
+
+def _row(device: torch.device, stream: int) -> Tensor:
+    with _making, torch.inference_mode(False):
+        room = _rooms.get(device)
+        if room is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Memory of the graph, filled at each replay: of no use to anything else.
+            return torch.zeros(4, dtype=torch.int32, device=device)
+        if room is None:
+            room = torch.zeros((STREAMS, 32), dtype=torch.int32, device=device)
+            if device.type == "cuda":
+                # Other streams do not wait for this one.
+                torch.cuda.current_stream(device).synchronize()
+            _rooms[device] = room
         taken = sum(known == device for known, _ in _workspaces)
         if taken == STREAMS:
             raise RuntimeError(f"more than {STREAMS} streams quantize on {device}; use fewer CUDA streams")
-        # Rows of their own cache line.
-        found = _workspaces[key] = _rooms[device][taken, :4]
-    return found
+        # Rows of their own cache line. Another thread may have taken one for this stream.
+        return _workspaces.setdefault((device, stream), room[taken, :4])
 
 
 def aligned(x: Tensor) -> bool:

@@ -52,7 +52,8 @@ def _straight(x: Tensor, spec: QuantSpec, tops: Tensor | None, given: Tensor | N
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     long = k > LONGEST
     tensors = (x, q, scale, given) if long else (x, q, scale, tops, given)
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, tops is None, given is None)
+    known = given is None, given is None or aligned(given)
+    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, tops is None, known)
     run = _rows.get(key)
     if run is None:
         run = keep(_rows, key, _long_launch(x, spec, tensors) if long else _launch(x, spec, tensors))
@@ -133,7 +134,8 @@ def _turned(x: Tensor, spec: QuantSpec, tops: Tensor, given: Tensor | None) -> Q
     qt = empty_codes(k, rows, spec, x.device)
     scale = torch.empty((k, 1), dtype=torch.float32, device=x.device)
     tensors = (x, qt, scale, tops, given)
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, given is None)
+    known = given is None, given is None or aligned(given)
+    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, known)
     run = _columns.get(key)
     if run is None:
         bm, bn, warps = COLUMN_BLOCK

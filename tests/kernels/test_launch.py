@@ -1,0 +1,113 @@
+"""Launches: what is compiled once, what a place to meet is, and what would be misread by a launch made for others."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quaver import E4M3, QuantSpec
+from quaver.kernels.amax import amax
+from quaver.torch import reference
+from quaver.torch.gpu import blockwise, launch, quantize, rowwise
+from quaver.torch.gpu.decode import decode
+from tests.close import assert_bitwise
+from tests.kernels.compare import DEVICE
+
+
+def described(rows: int, columns: int, stride: int) -> launch.Launch:
+    x = torch.empty((1, columns), dtype=torch.bfloat16)
+    numbers = (rows, columns, stride, rows)
+    constants = {"BM": 32, "BN": 512, "EVEN": False, "TALL": False}
+    return launch.describe(
+        amax, (rows, 1, 1), (x, torch.empty(1), torch.zeros(4, dtype=torch.int32)), numbers, constants, 4
+    )
+
+
+class Loaded:
+    """What `triton.compile` gives."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.run = self.function = self.packed_metadata = None
+
+
+def test_shapes_that_are_compiled_alike_share_what_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_load", lambda one: loaded.append(one) or Loaded())
+    assert launch._loaded(described(33, 64, 64), 0) is launch._loaded(described(35, 80, 80), 0)
+    assert len(loaded) == 1
+    # One side is a multiple of 16 and was none; the grid is another thing.
+    launch._loaded(described(32, 64, 64), 0)
+    launch._loaded(described(33, 64, 64), 1)
+    assert len(loaded) == 3
+
+
+@pytest.mark.parametrize(
+    ("stride", "kind"), [(1, "i32"), (2**29 - 1, "i32"), (2**29, "i64"), (2**31 - 1, "i64"), (2**40, "i64")]
+)
+def test_three_strides_never_leave_the_integers_that_count_them(stride: int, kind: str) -> None:
+    assert described(4, 64, stride).signature["stride"] == kind
+
+
+def test_threads_that_begin_at_once_meet_in_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_rooms", {})
+    monkeypatch.setattr(launch, "_workspaces", {})
+    cpu, start = torch.device("cpu"), threading.Barrier(16)
+    found: dict[int, Tensor] = {}
+
+    def begin(number: int) -> None:
+        start.wait()
+        # Two threads to a stream.
+        found[number] = launch._row(cpu, number // 2)
+
+    threads = [threading.Thread(target=begin, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    places = [found[i].data_ptr() for i in range(16)]
+    assert places[::2] == places[1::2]
+    assert len(set(places)) == 8
+    assert len(launch._rooms) == 1
+
+
+def test_more_streams_than_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_rooms", {})
+    monkeypatch.setattr(launch, "_workspaces", {})
+    for stream in range(launch.STREAMS):
+        launch._row(torch.device("cpu"), stream)
+    with pytest.raises(RuntimeError, match="use fewer CUDA streams"):
+        launch._row(torch.device("cpu"), launch.STREAMS)
+
+
+def unaligned(x: Tensor) -> Tensor:
+    """The same numbers, contiguous, 4 bytes beyond a multiple of 16."""
+    room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return room[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("block", [(1, None), (1, 128), (128, 128)], ids=str)
+def test_amaxes_given_from_anywhere_are_read_as_they_lie(block: tuple[int, int | None]) -> None:
+    spec = QuantSpec(E4M3, block)
+    x = torch.randn(160, 512, device=DEVICE)
+    amax = reference.quantize(x, spec).scales().mul(448.0 * 2)
+    lying = amax.t().contiguous() if block == (1, 128) else amax.contiguous()
+    kept = []
+    for room in (lying, unaligned(lying)):
+        given = room.t() if block == (1, 128) else room
+        q = quantize.quantize(x, spec, given)
+        assert_bitwise(q.dequantize(), reference.quantize(x, spec, given).dequantize())
+        kept.append(len(rowwise._rows) + len(blockwise._launches))
+    # Squares are copied to where their scales will lie.
+    assert kept[1] - kept[0] == (block != (128, 128))
+
+
+def test_scales_from_anywhere_are_decoded_as_they_lie() -> None:
+    spec = QuantSpec(E4M3, (1, 128))
+    q = reference.quantize(torch.randn(64, 256, device=DEVICE), spec)
+    expected = decode(q)
+    assert isinstance(q.scale, Tensor)
+    q.scale = unaligned(q.scale.contiguous())
+    assert_bitwise(decode(q), expected)
