@@ -199,6 +199,75 @@ def test_a_gemm_that_refuses_or_is_wrong_is_not_used(monkeypatch: pytest.MonkeyP
     assert check("native", x, w, torch.float32, None) == "decoded"
 
 
+SCRAMBLED = {
+    "rows": lambda s: s.roll(1, 0),
+    "blocks of k": lambda s: s.roll(1, 1),
+    "both": lambda s: s.flip(0, 1),
+}
+
+
+@pytest.mark.parametrize("how", SCRAMBLED)
+@pytest.mark.parametrize(
+    ("gpu", "a", "b"),
+    [
+        (90, "row", "row"),
+        (90, "1x128", "128x128"),
+        (90, "1x128", "1x128"),
+        (100, "mxfp8", "mxfp8 2d"),
+        (100, "nvfp4", "nvfp4 2d"),
+    ],
+    indirect=["gpu"],
+)
+def test_a_gemm_that_takes_scales_for_others_is_not_used(
+    gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch, a: str, b: str, how: str
+) -> None:
+    one, other = pair(SPECS[a], SPECS[b], 160, 640, 144)
+    right = scaled_mm.scaled_mm
+
+    def wrong(x: Tensor, y: Tensor, scale: list[Tensor], *rest: object) -> Tensor:
+        first, rows, k = scale[0], x.shape[0], x.shape[1] * (2 if x.dtype is torch.float4_e2m1fn_x2 else 1)
+        if first.dim() == 2:
+            mixed = SCRAMBLED[how](first.contiguous()).t().contiguous().t()
+        else:
+            plain = unswizzle(first.view(torch.uint8), rows, -(-k // (16 if len(scale) == 2 else 32)))
+            mixed = swizzle(SCRAMBLED[how](plain).contiguous()).view(first.dtype)
+        return right(x, y, [mixed, *scale[1:]], *rest)  # type: ignore[arg-type]
+
+    chosen = scaled_mm.way(one, other, torch.bfloat16, None).kind
+    assert chosen is not None
+    scaled_mm._ways.clear()
+    if a != "row" or how != "blocks of k":
+        monkeypatch.setattr(scaled_mm, "scaled_mm", wrong)
+        assert scaled_mm.way(one, other, torch.bfloat16, None).kind != chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_defaults_of_torch_do_not_reach_a_probe(dtype: torch.dtype) -> None:
+    x, w = pair(SPECS["tensor"], SPECS["tensor"], 16, 32, 16)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            assert scaled_mm.reason(x, w, torch.float32, None) == ""
+            operands._ones.clear()
+            assert operands._one(torch.device("cpu")).dtype is torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_no_memory_for_a_probe_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = pair(SPECS["tensor"], SPECS["tensor"], 16, 32, 16)
+
+    def refuses(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scaled_mm, "scaled_mm", refuses)
+        with pytest.raises(torch.OutOfMemoryError):
+            scaled_mm.reason(x, w, torch.float32, None)
+    assert scaled_mm.reason(x, w, torch.float32, None) == ""
+
+
 def test_a_class_of_calls_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     probe = scaled_mm._probe

@@ -128,7 +128,15 @@ _ones: dict[torch.device, Tensor] = {}
 
 
 def _one(device: torch.device) -> Tensor:
-    if device not in _ones:
+    found = _ones.get(device)
+    if found is None:
         with torch.inference_mode(False):
-            _ones[device] = torch.ones(1, 1, device=device)
-    return _ones[device]
+            found = torch.ones((1, 1), dtype=torch.float32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Memory of the graph, filled at each replay: of no use to anything else.
+            return found
+        if device.type == "cuda":
+            # Other streams do not wait for this one.
+            torch.cuda.current_stream(device).synchronize()
+        _ones[device] = found
+    return found

@@ -236,6 +236,6 @@ def _call(
         amax = torch.as_tensor(amax, dtype=torch.float32, device=x.device)
     if factor is not None and not isinstance(factor, Tensor):
         is_set = factor != 0.0
-        factor = torch.full((1,), factor, device=x.device) if is_set else None
+        factor = torch.full((1,), factor, dtype=torch.float32, device=x.device) if is_set else None
     x = x if x.stride(1) == 1 else x.contiguous()
     return Call(x, spec, other, amax, factor, is_set, noise, other_noise, newest)

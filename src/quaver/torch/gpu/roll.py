@@ -93,7 +93,7 @@ class Stack:
             _captured.append(self)
         else:
             self._look()
-        rolled = torch.empty((len(self.histories), 3), device=self.device)
+        rolled = torch.empty((len(self.histories), 3), dtype=torch.float32, device=self.device)
         history = self.histories[0]
         assert history is not None
         launch(self.table, rolled, history, delayed, specs)
@@ -111,7 +111,7 @@ class Stack:
         if self.device.type != "cuda":
             self._host = rolled
             return
-        self._host = torch.empty(rolled.shape, pin_memory=True)
+        self._host = torch.empty(rolled.shape, dtype=rolled.dtype, device="cpu", pin_memory=True)
         self._host.copy_(rolled, non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(self.device))

@@ -6,7 +6,7 @@ computed and compared with the decoded one. A GEMM that refuses or differs is no
 Source: the checks of torch's aten/src/ATen/native/cuda/ScaledBlas.cpp (2.13); cuBLAS's documentation of cublasLtMatmul.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from quaver.torch import reference
 from quaver.torch.gpu import decoded
 from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.operands import any_matrix, matrix, scales
-from quaver.torch.quantized import Quantized
+from quaver.torch.quantized import Quantized, spread
 
 
 class Kind(NamedTuple):
@@ -198,21 +198,32 @@ def _run(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tenso
 def _probe(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | None) -> str:
     """Try a small product of the same class: "" or why the call is not computed in this way."""
     device = a.data.device
-    m, k, n = 33 if a.shape[0] & 15 else 32, 272 if a.shape[1] & 127 else 256, 32
-    generator = torch.Generator().manual_seed(0)
-    x, w = (
-        torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator).add_(0.5)
-        for rows in (m, n)
-    )
-    left, right = _made_like(x, a, device), _made_like(w, b, device)
-    extra = None if bias is None else torch.randn(n, generator=generator).to(device, bias)
+    m, k, n = 161 if a.shape[0] & 15 else 160, 656 if a.shape[1] & 127 else 640, 144
+    generator = torch.Generator("cpu").manual_seed(0)
+    left, right = (_made_like(_uneven(rows, k, generator), like, device) for rows, like in ((m, a), (n, b)))
+    extra = None if bias is None else torch.randn(n, generator=generator, dtype=torch.float32, device="cpu")
+    extra = None if extra is None else extra.to(device, bias)
     try:
         y = _run(found, left, right, dtype, extra, False)
         expected = decoded.matmul(left, right, torch.float32, extra)
         off = ((y.float() - expected).norm() / expected.norm()).item()
+    except torch.OutOfMemoryError:
+        # Says nothing of the GEMM.
+        raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return str(error).strip().partition("\n")[0] or type(error).__name__
     return "" if off < TOLERANCE else f"a probe of it was off by {off:.2g} of the result"
+
+
+def _uneven(rows: int, k: int, generator: torch.Generator) -> Tensor:
+    """Numbers whose blocks, of any size that has scales, differ in their scales from their neighbours."""
+    one: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    x = torch.randn((rows, k), **one).mul_(4.0)
+    for height, width in ((1, k), (16, 16), (128, 128)):
+        shape = -(-rows // height), -(-k // width)
+        part = torch.randint(4, shape, **one).neg_().exp2_()
+        x *= spread(part, (height, width), (rows, k))
+    return x
 
 
 def _made_like(x: Tensor, like: Quantized, device: torch.device) -> Quantized:
