@@ -318,3 +318,19 @@ def test_a_layer_is_known_once_however_often_it_is_registered() -> None:
     amax.register(layer)
     prepare(layer, recipes.delayed())
     assert len(amax.layers()) == known
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_history_and_factor_are_float32_whatever_torchs_default(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        layer = qt.Linear(32, 16, dtype=torch.float32)
+        for _ in range(2):
+            with qt.autocast("delayed"):
+                y = layer(torch.randn(4, 32, dtype=torch.float32))
+            y.sum().backward()
+    finally:
+        torch.set_default_dtype(before)
+    assert layer.history.dtype is layer.factor.dtype is torch.float32
+    assert (layer.factor != 0).all()

@@ -23,6 +23,7 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import recomputation
 from quaver.torch.cpu_quantize import SMALLEST_NORMAL, host_factor
 from quaver.torch.gpu import device
+from quaver.torch.quantized import Quantized
 from quaver.torch.rounding import exponent, power_of_two
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
@@ -69,9 +70,10 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
                 f"a layer's history of {history.shape[0]} steps makes room for one of {length}, which starts fresh",
                 stacklevel=4,
             )
+        made: dict[str, Any] = {"dtype": torch.float32, "device": layer.weight.device}
         # Stored column by column, so that a window is contiguous.
-        layer.register_buffer("history", torch.zeros((3, length), device=layer.weight.device).t())  # type: ignore[arg-type]
-        layer.register_buffer("factor", torch.zeros(3, device=layer.weight.device))  # type: ignore[arg-type]
+        layer.register_buffer("history", torch.zeros((3, length), **made).t())
+        layer.register_buffer("factor", torch.zeros(3, **made))
     elif layer.__dict__.get("_delayed", recipe) is not recipe:
         # Factors for other formats or another margin: the next roll finds new ones.
         factor.zero_()
@@ -120,7 +122,9 @@ def saved_factors(layer: nn.Module) -> Tensor | list[float]:
     """
     factor = layer._buffers.get("factor")
     if factor is None or factor.is_meta:
-        return torch.zeros(3, device=layer.weight.device) if torch.compiler.is_compiling() else [0.0] * 3  # type: ignore[arg-type]
+        if not torch.compiler.is_compiling():
+            return [0.0] * 3
+        return torch.zeros(3, dtype=torch.float32, device=layer.weight.device)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         return factor.clone()
     found: Tensor | list[float] = views(layer).factors.tolist() if factor.is_cpu else _on_device(layer, factor)
@@ -215,6 +219,17 @@ def record(layer: nn.Module, column: int, amax: Tensor | float | None, noted: bo
         return
     value = torch.where(amax < math.inf, amax, 0.0).reshape(())
     history[0, column] = torch.maximum(history[0, column], value)
+
+
+def record_again(layer: nn.Module, q: Quantized) -> None:
+    """Note the amax of a weight whose codes were kept: once a step, which ends when the history is written."""
+    history = layer._buffers["history"]
+    assert history is not None
+    # Kernels that note write no version, so nothing but a roll or a load moves it.
+    seen = layer.__dict__.get("_again")
+    if seen is None or seen[0] is not q or seen[1] is not history or seen[2] != history._version:
+        record(layer, WEIGHT, q.amax)
+        layer.__dict__["_again"] = q, history, history._version
 
 
 def record_gradient(number: Tensor, amax: Tensor) -> None:

@@ -42,7 +42,7 @@ def quantize(
         x = flush(x)
         u = uniform(rows, k, *noise, x.device)
     if spec.scale == "unit":
-        one = torch.ones(spec.blocks(rows, k), device=x.device)
+        one = torch.ones(spec.blocks(rows, k), dtype=torch.float32, device=x.device)
         return _finish(x, spec, u, one, one, None, None)
     measured = block_bits(magnitude_bits(x), spec)
     if spec.two_level:
