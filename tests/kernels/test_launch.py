@@ -1,6 +1,8 @@
 """Launches: what is compiled once, what a place to meet is, and what would be misread by a launch made for others."""
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -42,6 +44,15 @@ def test_shapes_that_are_compiled_alike_share_what_is_on_the_gpu(monkeypatch: py
     launch._loaded(described(32, 64, 64), 0)
     launch._loaded(described(33, 64, 64), 1)
     assert len(loaded) == 3
+
+
+def test_what_is_on_the_gpu_stays_there_though_nobody_launches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_load", Loaded)
+    let_go = weakref.ref(launch._loaded(described(33, 64, 64), 0))
+    launch._forget()
+    gc.collect()
+    assert let_go() is not None
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,8 @@ def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequenc
     return run
 
 
-#: What is on a GPU, for good: `triton.compile` puts the same code there again each time, and nothing takes it away.
+#: What is on a GPU, for good: `triton.compile` puts the same code there again each time, and later versions of Triton
+#: take it away, under a launch that still has its address, when what was compiled is let go.
 _kernels: dict[Any, Any] = {}
 
 
