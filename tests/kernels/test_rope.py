@@ -129,3 +129,15 @@ def test_a_module_under_the_kernels_computes_what_it_does_without(interleaved: b
         found.append((y.detach(), given.grad))
     for ours, plain in zip(*found, strict=True):
         assert_close("under the kernels", ours, plain.cpu().numpy(), 1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "far"), [(2**16, False), (2**20, True)])
+def test_heads_far_apart_are_found(monkeypatch: pytest.MonkeyPatch, tokens: int, far: bool) -> None:
+    """[B, H, S, D] seen as [B, S, H, D]: the heads of a million tokens are 2**27 elements apart."""
+    x = torch.empty((1, 32, tokens, 128), dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    table = torch.empty((tokens, 1, 128), device="meta")
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(gpu, "_launches", {})
+    monkeypatch.setattr(gpu, "launcher", lambda *args, **_: found.append(args[4]) or (lambda *_: None))
+    gpu.turn(x, None, table, table, False, False)
+    assert found[0]["FAR"] is far

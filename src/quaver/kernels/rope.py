@@ -20,12 +20,12 @@ def _pair(a, b, c, s, BACK: tl.constexpr):
 def _turn(
     x, y, c, s, first, heads, head_stride,
     HALF: tl.constexpr, REST: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """BH heads of one token: x, its heads `head_stride` apart, to y, contiguous; c, s float32 [1, BD]."""
     WIDTH: tl.constexpr = 2 * HALF + REST
     h = first + tl.arange(0, BH)
-    row = x + h[:, None] * head_stride
+    row = x + (h[:, None].to(tl.int64) if FAR else h[:, None]) * head_stride
     out = y + h[:, None] * WIDTH
     inside = h[:, None] < heads
     dtype: tl.constexpr = y.dtype.element_ty
@@ -69,12 +69,14 @@ def rope(
     q_outer, q_inner, q_head, k_outer, k_inner, k_head, cos_outer, cos_inner,
     HALF: tl.constexpr, REST: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """One token (axis 0) and BH of its heads (axis 1), those of q [outer, inner, q_heads, D] first, then those of k.
 
     cos, sin: float32, 2 HALF values a token, as `quaver.torch.rotary` makes them: each angle at both places of its
     pair, a sine negative at the first. *_outer, *_inner, *_head: strides, 0 where tokens share; results are contiguous.
-    D = 2 HALF + REST; BD, BR: powers of two not below HALF and REST; EVEN: whole blocks of heads, and BD = HALF. Exact.
+    D = 2 HALF + REST; BD, BR: powers of two not below HALF and REST; EVEN: whole blocks of heads, and BD = HALF.
+    FAR: the last head begins 2**31 elements after the first, or more. Exact.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -94,8 +96,9 @@ def rope(
     if block < q_blocks:
         x = q + o * q_outer + n * q_inner
         y = q_out + token * q_heads * WIDTH
-        _turn(x, y, c, s, block * BH, q_heads, q_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_Q)
+        _turn(x, y, c, s, block * BH, q_heads, q_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_Q, FAR)
     elif k is not None:
         x = k + o * k_outer + n * k_inner
         y = k_out + token * k_heads * WIDTH
-        _turn(x, y, c, s, (block - q_blocks) * BH, k_heads, k_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_K)
+        first = (block - q_blocks) * BH
+        _turn(x, y, c, s, first, k_heads, k_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_K, FAR)

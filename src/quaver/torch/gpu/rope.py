@@ -74,6 +74,7 @@ def _launch(tensors: Sequence[Tensor | None], interleaved: bool, back: bool) -> 
         "BACK": back,
         "EVEN_Q": heads % block == 0 and wide == half,
         "EVEN_K": k_heads % block == 0 and wide == half,
+        "FAR": max(n * _strides(x)[2] for n, x in ((heads + block, q), (k_heads + block, k))) >= 2**31,
     }
     numbers = (inner, heads, k_heads, q_blocks, *_strides(q), *_strides(k), *_strides(cos)[:2])
     return launcher(kernel, (outer * inner, q_blocks + k_blocks), tensors, numbers, constants, WARPS, fused=False)
