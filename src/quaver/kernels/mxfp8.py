@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from quaver.kernels.cast import load4, store4, store_turned
-from quaver.kernels.numbers import HIGHEST, INFINITY_BITS, SMALLEST_NORMAL_BITS, encode, magnitude_bits, pack4
+from quaver.kernels.numbers import HIGHEST, INFINITY_BITS, SMALLEST_NORMAL_BITS, encode, magnitude_bits, pack4, widened
 from quaver.kernels.swizzle import swizzled
 
 
@@ -16,25 +16,30 @@ from quaver.kernels.swizzle import swizzled
 def shared_exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
     """From the bits of a block's amax the E8M0 code of its scale, int32, and its encode factor 2**(127 - code).
 
-    Code 0 for an amax of 0 (subnormals are), and 255 with the factor 1 for one that is not finite. For 0 the factor is
-    2**100: no subnormal times that is half the smallest code, so all become zeros of their signs.
+    Code 0 for an amax of 0 (subnormals are), and 255 for one that is not finite, both with the factor 1: subnormals are
+    far below half the smallest code, so all become zeros of their signs.
     """
     # The exponent stays in its place among the bits. None takes a factor below 2**-126, so one bound is enough.
     low: tl.constexpr = ((127 - HIGHEST + EMAX) << 23) - 0x7FFFFF + TOP_MANTISSA
     place = (tl.maximum(bits, low) + (0x7FFFFF - TOP_MANTISSA - (EMAX << 23))) & 0x7F800000
-    finite = bits < INFINITY_BITS
-    code = tl.where(bits < SMALLEST_NORMAL_BITS, 0, tl.where(finite, place >> 23, 255))
-    return code, tl.where(finite, (254 << 23) - place, 0x3F800000).to(tl.float32, bitcast=True)
+    # One comparison finds both kinds of amax without a factor; their own exponent fields, 0 and 255, are the codes.
+    usable = (bits - SMALLEST_NORMAL_BITS).to(tl.uint32, bitcast=True) < INFINITY_BITS - SMALLEST_NORMAL_BITS
+    code = tl.where(usable, place, bits) >> 23
+    return code, tl.where(usable, (254 << 23) - place, 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def offsets(r, c, stride, NEAR: tl.constexpr):
-    """Of elements of rows r and columns c, from the first row of a program; NEAR: they fit 32 bits."""
+def block_at(p, down, right, stride, BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr):
+    """Pointers to the elements of a block [BM, BN] of a matrix at p; NEAR: offsets in it fit 32 bits.
+
+    The columns come first, so that what lies side by side in a row shares an address.
+    """
+    line = tl.arange(0, BM)[:, None]
     if NEAR:
-        at = r[:, None] * stride
-    else:
-        at = r[:, None].to(tl.int64) * stride
-    return at + c[None, :]
+        at = p + (down.to(tl.int64) * (BM * stride) + right * BN) + tl.arange(0, BN)[None, :]
+        return at + line * stride
+    at = p + (down.to(tl.int64) * BM * stride + right * BN) + tl.arange(0, BN)[None, :]
+    return at + line.to(tl.int64) * stride
 
 
 @triton.jit
@@ -47,13 +52,6 @@ def largest(v):
     bits = v.to(tl.int32, bitcast=True)
     negative = tl.max(bits.to(tl.uint32, bitcast=True), 2).to(tl.int32, bitcast=True)
     return tl.maximum(tl.max(bits, 2), negative & 0x7FFFFFFF)
-
-
-@triton.jit
-def wide(v):
-    if v.dtype == tl.bfloat16:
-        return (v.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return v.to(tl.float32)
 
 
 @triton.jit
@@ -71,13 +69,11 @@ def mxfp8_rows(
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     r = down * BM + tl.arange(0, BM)
     c = right * BN + tl.arange(0, BN)
-    first = (down * BM).to(tl.int64)
-    line = tl.arange(0, BM)
-    at = x + first * stride + offsets(line, c, stride, NEAR)
+    at = block_at(x, down, right, stride, BM, BN, NEAR)
     if EVEN:
-        v = wide(tl.load(at))
+        v = widened(tl.load(at))
     else:
-        v = wide(tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0))
+        v = widened(tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0))
     v = tl.reshape(v, [BM, BN // 32, 32])
     top = largest(tl.reshape(v, [BM, BN // 16, 16]))
     top = tl.max(tl.reshape(top, [BM, BN // 32, 2]), 2)  # [BM, BN / 32]
@@ -87,11 +83,12 @@ def mxfp8_rows(
     code, e = shared_exponent(top, EMAX, TOP_MANTISSA)
     if SQUARE and not EVEN:
         code = tl.where(r[:, None] < rows, code, 0)
-    b = right * (BN // 32) + tl.arange(0, BN // 32)
-    tl.store(s + swizzled(r, b, across), code.to(tl.uint8))
+    # Whole tiles: of their places only that of the first depends on where the block lies.
+    tile = ((down * (BM // 128)).to(tl.int64) * across + right * (BN // 128)) * 512
+    tl.store(s + tile + swizzled(tl.arange(0, BM), tl.arange(0, BN // 32), across), code.to(tl.uint8))
     dtype: tl.constexpr = q.dtype.element_ty
     codes = tl.reshape(encode(v * e[:, :, None], dtype, INTEGERS), [BM, BN]).to(dtype, bitcast=True)
-    at = q + first * q_stride + offsets(line, c, q_stride, NEAR)
+    at = block_at(q, down, right, q_stride, BM, BN, NEAR)
     if EVEN:
         tl.store(at, codes)
     else:
