@@ -124,3 +124,17 @@ def test_rows_far_apart_are_found() -> None:
     x.copy_(torch.arange(32.0).view(2, 16))
     spec = QuantSpec(E4M3)
     assert_same(gpu.per_tensor(x, spec, None, None, False, True), reference.quantize(x, spec))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_factor_of_another_dtype_is_the_same_number(dtype: torch.dtype) -> None:
+    x, spec = torch.randn(32, 64, device=DEVICE), QuantSpec(E4M3)
+    factor = torch.tensor([0.5], device=DEVICE)
+    expected = gpu.quantize(x, spec, None, factor, is_set=True)
+    assert_same(gpu.quantize(x, spec, None, factor.to(dtype), is_set=True), expected)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert_same(gpu.quantize(x, spec, None, 0.5), expected)
+    finally:
+        torch.set_default_dtype(before)

@@ -90,3 +90,13 @@ def test_an_ignored_row_has_no_gradient_whatever_it_holds_and_an_unknown_target_
     plain = logits.clone()
     assert_bitwise(rows(plain, targets, None, True, Rule()), losses)
     assert_bitwise(plain, found)
+
+
+def test_targets_and_weights_that_lie_apart_are_read_where_they_lie() -> None:
+    logits = torch.randn(6, 40, device=DEVICE)
+    targets = torch.randint(40, (6, 3), device=DEVICE)[:, 1]
+    weights = torch.randn(1, device=DEVICE).expand(6)
+    near, apart = logits.clone(), logits.clone()
+    expected = gpu.rows(near, targets.clone(), weights.clone(), True, *Rule())
+    assert_bitwise(gpu.rows(apart, targets, weights, True, *Rule()), expected)
+    assert_bitwise(apart, near)

@@ -138,3 +138,16 @@ def test_rows_that_lie_apart_and_askew_are_read_as_they_are() -> None:
 def test_sums_over_rows_keep_their_bound(rows: int) -> None:
     x = torch.randn(rows, 70, device=DEVICE)
     assert relative(gpu.sum_rows(x), x.double().sum(0)) < 1e-6
+
+
+def test_parameters_that_lie_apart_are_read_where_they_lie() -> None:
+    x, g = torch.randn(4, 100, device=DEVICE), torch.randn(4, 100, device=DEVICE)
+    room = torch.randn(100, 3, device=DEVICE)
+    gamma, beta = room[:, 0], room[:, 2]
+    found = gpu.forward(x, gamma, beta, "LayerNorm", EPS)
+    expected = gpu.forward(x, gamma.clone(), beta.clone(), "LayerNorm", EPS)
+    grads = gpu.backward(g, x, gamma, beta, *found[1:], "LayerNorm")
+    for one, other in zip(
+        (*found, *grads), (*expected, *gpu.backward(g, x, gamma.clone(), beta, *found[1:], "LayerNorm")), strict=True
+    ):
+        assert torch.equal(one, other)

@@ -39,6 +39,8 @@ def rows(
         soft_cap: 0 for none.
         padded: whether what lies between the rows may be overwritten: see `padded_rows`.
     """
+    # A column of a batch's labels has its rows apart.
+    targets, weights = targets.contiguous(), None if weights is None else weights.contiguous()
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     options = (gradient, ignore_index, float(label_smoothing), float(z_loss), float(soft_cap), padded)
     key = (logits.shape, logits.stride(0), logits.dtype, logits.device, aligned(logits), weights is None, options)

@@ -101,6 +101,7 @@ def normalized(
     columns = x.shape[-1]
     flat = _rows(x)
     rows = flat.shape[0]
+    gamma, beta = None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous()
     kind = "none" if spec is None else mode(spec, factor is not None, columns)
     assert kind, f"no kernel normalizes and quantizes by {spec}"
     one: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
@@ -200,6 +201,7 @@ def gradients(
     """
     flat, along = _rows(x), _rows(g)
     rows, columns = flat.shape
+    gamma = None if gamma is None else gamma.contiguous()
     one: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     top = torch.empty((1, 1), **one) if measure else None

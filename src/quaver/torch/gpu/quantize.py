@@ -237,5 +237,8 @@ def _call(
     if factor is not None and not isinstance(factor, Tensor):
         is_set = factor != 0.0
         factor = torch.full((1,), factor, dtype=torch.float32, device=x.device) if is_set else None
+    elif factor is not None and (factor.dtype is not torch.float32 or factor.device != x.device):
+        # A kernel is told an address, whatever lies there.
+        factor = factor.to(x.device, torch.float32)
     x = x if x.stride(1) == 1 else x.contiguous()
     return Call(x, spec, other, amax, factor, is_set, noise, other_noise, newest)
