@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quaver import E2M1, QuantSpec
 from quaver.torch import reference
+from quaver.torch.gpu import block_scaled, launch
 from quaver.torch.gpu.block_scaled import by_two_levels, rotated
 from quaver.torch.hadamard import rotate
 from quaver.torch.quantized import Quantized
@@ -90,6 +91,25 @@ def test_count_may_lie_on_the_device_and_changes_the_noise() -> None:
     again = by_two_levels(x, spec, None, (1, 2, count))
     assert_as_stored(again, reference.quantize(x, spec, None, None, (1, 2, 4)))
     assert not torch.equal(first.data, again.data)
+
+
+def test_layers_and_seeds_share_one_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[launch.Launch] = []
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_load", lambda one: loaded.append(one) or one)
+    monkeypatch.setattr(block_scaled, "_nv", launch.table())
+
+    def compiled(fn: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, warps: int) -> launch.Run:
+        launch._loaded(launch.describe(fn, (*grid, 1), tensors, numbers, constants, warps), 0)
+        return lambda *_: None
+
+    monkeypatch.setattr(block_scaled, "launcher", compiled)
+    spec = QuantSpec(E2M1, (1, 16), "two_level", "stochastic")
+    amax, count = torch.ones((1, 1), device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for seed, tensor_id in itertools.product((0, 2**31 + 1, 2**63 - 1), (0, 3, 2**32 - 1)):
+        by_two_levels(operands((36, 72))[0], spec, amax, (seed, tensor_id, count))
+    assert len(block_scaled._nv) == 9
+    assert len(loaded) == 1
 
 
 def test_every_code_and_tie_rounds_as_the_reference() -> None:

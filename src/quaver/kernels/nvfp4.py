@@ -19,7 +19,7 @@ from quaver.kernels.numbers import (
     meet,
     power_of_two,
 )
-from quaver.kernels.philox import philox
+from quaver.kernels.philox import philox, whole_word
 from quaver.kernels.swizzle import swizzled
 
 #: What a tensor factor brings the largest element to: 2688 = 1.3125 × 2**11.
@@ -261,7 +261,7 @@ def whole(n):
 @triton.jit
 def nvfp4_along(
     x, q, s, factor, top, count,
-    rows, columns, stride, k, q_stride4, across, tensor_id, seed_low, seed_high,
+    rows, columns, stride, k, q_stride4, across, id0, id1, seed0, seed1, seed2, seed3,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
@@ -270,7 +270,8 @@ def nvfp4_along(
 
     top float32 [1]: the tensor's amax. factor float32 [1] is written: the tensor's factor. count int64 [1]: of
     STOCHASTIC. k: codes of a row, `columns` or that rounded up to 16 (HADAMARD), and a multiple of 4 where STOCHASTIC.
-    q_stride4: int32 of a row of q, which ends in zeros. across: tiles of s side by side. Exact.
+    q_stride4: int32 of a row of q, which ends in zeros. across: tiles of s side by side. id0 … seed3: halves of the
+    tensor's id and of the seed, the low ones first, for `whole_word`. Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     BG: tl.constexpr = BN // 16
@@ -285,7 +286,8 @@ def nvfp4_along(
         shared = tl.max(tl.reshape(bits, [BM // 16, 16, BG]), 1)[:, None, :]
         bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
     place = r[:, None].to(tl.int64) * k + 16 * g[None, :]
-    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, seed_low, seed_high, STOCHASTIC, INTEGERS)
+    tensor_id, low, high = whole_word(id0, id1), whole_word(seed0, seed1), whole_word(seed2, seed3)
+    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, INTEGERS)
     c4 = right * (2 * BG) + tl.arange(0, 2 * BG)
     at = q + r[:, None].to(tl.int64) * q_stride4 + c4[None, :]
     if EVEN:
@@ -303,7 +305,7 @@ def nvfp4_along(
 @triton.jit
 def nvfp4_down(
     x, qt, st, factor, top, count,
-    rows, columns, stride, k, qt_stride4, across, tensor_id, seed_low, seed_high,
+    rows, columns, stride, k, qt_stride4, across, id0, id1, seed0, seed1, seed2, seed3,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
@@ -322,7 +324,8 @@ def nvfp4_down(
         shared = tl.max(tl.reshape(bits, [BG, BN // 16, 16]), 2)[:, :, None]
         bits = tl.reshape(tl.broadcast_to(shared, [BG, BN // 16, 16]), [BG, BN])
     place = c[None, :].to(tl.int64) * k + 16 * g[:, None]
-    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, seed_low, seed_high, STOCHASTIC, INTEGERS)
+    tensor_id, low, high = whole_word(id0, id1), whole_word(seed0, seed1), whole_word(seed2, seed3)
+    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, INTEGERS)
     r4 = down * (2 * BG) + tl.arange(0, 2 * BG)
     at = qt + c[:, None].to(tl.int64) * qt_stride4 + r4[None, :]
     if EVEN:

@@ -18,10 +18,16 @@ def product(a, m: tl.constexpr):
 
 
 @triton.jit
+def whole_word(low, high):
+    """uint32 of its halves h, each of which comes as 2 h + 1: odd and small, so that no number is compiled apart."""
+    return (low.to(tl.uint32) >> 1) | ((high.to(tl.uint32) >> 1) << 16)
+
+
+@triton.jit
 def philox(g, tensor_id, count, seed_low, seed_high):
     """The four words of counters g, int64 of any shape: uint32 each.
 
-    tensor_id, seed_low, seed_high: 32 bits in an int32; count: any integer, of which the low 32 bits count. Exact.
+    tensor_id, seed_low, seed_high: 32 bits in an integer; count: any integer, of which the low 32 bits count. Exact.
     """
     c0, c1 = g.to(tl.uint32), (g >> 32).to(tl.uint32)
     c2 = tl.zeros_like(c0) + tensor_id.to(tl.uint32)

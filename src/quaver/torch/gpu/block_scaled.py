@@ -135,7 +135,7 @@ def by_two_levels(
     s = _empty_scales(rows, k, 16, x.device)
     factor = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     count = _count(noise[2], x.device) if random else None
-    key_words = (_signed(noise[1]), _signed(noise[0]), _signed(noise[0] >> 32)) if random else (0, 0, 0)
+    key_words = (*_halves(noise[1]), *_halves(noise[0]), *_halves(noise[0] >> 32)) if random else (1,) * 6
     key = (*x.shape, x.stride(0), x.dtype, x.device, aligned(x), spec, down, key_words)
     tensors = (x, q.view(torch.int32), s, factor, measured if amax is None else amax, count)
     run = _nv.get(key)
@@ -147,17 +147,18 @@ def by_two_levels(
 
 def _count(count: Tensor | int, device: torch.device) -> Tensor:
     if isinstance(count, Tensor):
-        return count.to(device)
+        return count.to(device, torch.int64)
     return torch.full((1,), count, dtype=torch.int64, device=device)
 
 
-def _signed(word: Tensor | int) -> int:
-    """The low 32 bits as an int32."""
-    return (int(word) & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
+def _halves(word: Tensor | int) -> tuple[int, int]:
+    """The low 32 bits as `quaver.kernels.philox.whole_word` takes them, so that all layers share compiled kernels."""
+    bits = int(word) & 0xFFFFFFFF
+    return 2 * (bits & 0xFFFF) + 1, 2 * (bits >> 16) + 1
 
 
 def _nv_launch(
-    x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], k: int, key_words: tuple[int, int, int], down: bool
+    x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], k: int, key_words: tuple[int, ...], down: bool
 ) -> Run:
     rows, columns = x.shape
     bm, bn, warps = NV_STOCHASTIC_BLOCKS[down] if spec.rounding == "stochastic" else NV_BLOCK
