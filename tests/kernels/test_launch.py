@@ -55,6 +55,12 @@ def test_what_is_on_the_gpu_stays_there_though_nobody_launches_it(monkeypatch: p
     assert let_go() is not None
 
 
+def test_tensors_on_two_devices_are_refused_by_name() -> None:
+    tensors = (torch.empty(4, 64), torch.empty(1, device="meta"), torch.zeros(4, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="amax is given tensors on cpu and meta; move them to one device"):
+        launch._compiled(described(4, 64, 64), tensors, ())
+
+
 @pytest.mark.parametrize(
     ("stride", "kind"), [(1, "i32"), (2**29 - 1, "i32"), (2**29, "i64"), (2**31 - 1, "i64"), (2**40, "i64")]
 )

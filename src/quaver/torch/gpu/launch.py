@@ -179,7 +179,8 @@ def describe(
                 divisible.append(name)
         elif isinstance(value, int):
             # Kernels multiply strides by up to 3 before they widen them.
-            signature[name] = "i32" if -(2**29) <= value < 2**29 else "i64"
+            most = 2**29 if "stride" in name else 2**31
+            signature[name] = "i32" if -most <= value < most else "i64"
             if value % 16 == 0:
                 divisible.append(name)
         else:
@@ -199,6 +200,10 @@ def card(device: torch.device) -> tuple[int, Callable[[], int], Callable[[int], 
 
 
 def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequence[int | float]) -> Run:
+    devices = sorted({str(t.device) for t in tensors if t is not None})
+    if len(devices) > 1:
+        # A kernel is told addresses: on a GPU another device's are nobody's, or somebody else's.
+        raise RuntimeError(f"{launch.fn.__name__} is given tensors on {' and '.join(devices)}; move them to one device")
     index, current, stream_of, entering = card(next(t.device for t in tensors if t is not None))
     with entering(index):
         kernel = _loaded(launch, index)
