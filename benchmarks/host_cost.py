@@ -25,7 +25,7 @@ from benchmarks.timing import Step, interleave
 from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch import amax, ops
-from quaver.torch.gpu import choice, device, launch, scaled_mm
+from quaver.torch.gpu import choice, device, launch, roll, scaled_mm
 
 SIZE = 16
 RECIPES = ["tensorwise", "delayed", "rowwise"]
@@ -84,11 +84,13 @@ def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
 
 
 def settle(layer: qt.Linear, recipe: Recipe) -> None:
-    """Give delayed scaling factors that are set, and have them read as on a GPU."""
+    """Give delayed scaling factors that are set, and have them read as on a GPU after some steps."""
     amax.prepare(layer, recipe)
     amax.saved_factors = lambda layer: amax._on_device(layer, layer._buffers["factor"])
-    amax.is_set = lambda layer, column, factors=None: True
-    layer._buffers["factor"].fill_(1.0)
+    amax.is_set = lambda layer, column, factors=None: factors.known_set[column]
+    assert recipe.delayed is not None
+    roll.roll([layer], recipe.delayed, amax.column_specs(recipe))
+    layer.__dict__["_stacked"][0].known = [[True] * 3]
 
 
 def measure(rounds: int, steps: int, names: list[str]) -> dict[str, dict[str, tuple[float, float]]]:

@@ -19,12 +19,16 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax, ops, recomputation, stored, storing
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gemms import Call, backward, fprop
+from quaver.torch.gpu import choice
+from quaver.torch.gpu import device as device_of_gpu
 from quaver.torch.noise import fresh_count
 from quaver.torch.quantized import put_together, take_apart
-from quaver.torch.second_derivative import no_second_derivative
+from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
 from quaver.torch.state import STATE, match_state, prepare
 
 _serials = itertools.count()
+#: Implementations of a GPU that are asked for by name, and then for tensors on a CPU too.
+_asked = device_of_gpu.asked
 
 
 class _Linear(torch.autograd.Function):
@@ -76,10 +80,6 @@ NO_FORWARD_MODE = (
 NO_FUNCTORCH = (
     "quantized layers do not run under torch.func transforms such as vmap and grad; loop over the batch and use "
     "torch.autograd, or run them in high precision for this: with quaver.torch.autocast(enabled=False)"
-)
-NO_DOUBLE_BACKWARD = (
-    "quantized layers have no second derivative: rounding has none. Compute the part that is differentiated twice in "
-    "high precision: with quaver.torch.autocast(enabled=False)"
 )
 
 
@@ -207,6 +207,10 @@ class Linear(nn.Linear):
             if weight.dtype in stored.CODES:
                 return stored.linear(input, weight, bias, self)
             return F.linear(input, weight, bias)
+        if training and "_direct" in mine and not compiling:
+            y = choice.run_directly(input, weight, bias, self, recipe, False)
+            if y is not None:
+                return y
         if training and mine.get("_prepared") is not recipe:
             prepare(self, recipe)
         device = ops.autocast_device(input)
@@ -227,6 +231,10 @@ class Linear(nn.Linear):
         if compiling:
             return _Linear.apply(x, weight, bias, self, recipe, training)
         refuse_transforms(x, weight, bias)
+        if training and (x.is_cuda or _asked):
+            y = choice.run_directly(x, weight, bias, self, recipe, True)
+            if y is not None:
+                return y
         if not casting:
             return _apply(x, weight, bias, self, recipe, training)
         with ops.without_autocast(device):
@@ -297,7 +305,22 @@ class Linear(nn.Linear):
 
 #: Attributes that are made again when they are missing.
 TRANSIENT = (
-    *("_number", "_weights", "_views", "_newest", "_last", "_prepared", "_copied", "_streams", "_initial", "_stacked"),
+    *(
+        "_again",
+        "_direct",
+        "_direct_factors",
+        "_direct_weight",
+        "_number",
+        "_weights",
+        "_views",
+        "_newest",
+        "_last",
+        "_prepared",
+        "_copied",
+        "_streams",
+        "_initial",
+        "_stacked",
+    ),
 )
 
 

@@ -5,6 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: Of linear layers.
+NO_DOUBLE_BACKWARD = (
+    "quantized layers have no second derivative: rounding has none. Compute the part that is differentiated twice in "
+    "high precision: with quaver.torch.autocast(enabled=False)"
+)
+
 
 def no_second_derivative(grads: tuple[Any, ...], sentence: str, *sources: Any) -> tuple[Any, ...]:
     """The gradients, tied to what they depend on: differentiating one raises a NotImplementedError of this sentence.

@@ -207,22 +207,36 @@ def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequenc
     index, current, stream_of, entering = card(next(t.device for t in tensors if t is not None))
     with entering(index):
         kernel = _loaded(launch, index)
-        start, function, packed = kernel.run, kernel.function, kernel.packed_metadata
+        start, function, middle = _start_of(kernel)
     order = [launch.constants.get(name) for name in launch.fn.arg_names[len(tensors) + len(numbers) :]]
     tail = (*numbers, *order)
     x, y, z = launch.grid
+
+    def at(stream: int, *addresses: int | None) -> None:
+        start(x, y, z, stream, function, *middle, *addresses, *tail)
 
     def run(*given: Tensor | None) -> None:
         # Addresses, since of a tensor the launcher asks Python for its address and the driver whether it is a GPU's.
         # Between function and arguments go hooks of profilers that wrap launches; those that watch the driver see them.
         addresses = [None if t is None else t.data_ptr() for t in given]
         if current() == index:
-            start(x, y, z, stream_of(index), function, packed, None, None, None, *addresses, *tail)
+            start(x, y, z, stream_of(index), function, *middle, *addresses, *tail)
         else:
             with entering(index):
-                start(x, y, z, stream_of(index), function, packed, None, None, None, *addresses, *tail)
+                start(x, y, z, stream_of(index), function, *middle, *addresses, *tail)
 
+    run.at = at  # type: ignore[attr-defined]
     return run
+
+
+def _start_of(kernel: Any) -> tuple[Callable[..., None], Any, tuple[Any, ...]]:
+    """What starts a kernel, its handle, and what goes between that and the arguments."""
+    run, function, hooks = kernel.run, kernel.function, (kernel.packed_metadata, None, None, None)
+    scratch = [getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")]
+    if triton.__version__.startswith("3.6.") and scratch == [0, 0]:
+        # What its Python would do at each launch is to allocate nothing.
+        return run.launch, function, (run.launch_cooperative_grid, run.launch_pdl, None, None, *hooks)
+    return run, function, hooks
 
 
 #: What is on a GPU, for good: `triton.compile` puts the same code there again each time, and later versions of Triton

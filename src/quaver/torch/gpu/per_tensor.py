@@ -22,22 +22,28 @@ _casts = table()
 
 def measure(x: Tensor) -> Tensor:
     """The amax of a matrix [rows, columns], float32 [1, 1], by one pass over it."""
-    rows, columns = x.shape
     out = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     work = workspace(x.device)
+    amax_launch(x)(x, out, work)
+    return out
+
+
+def amax_launch(x: Tensor) -> Run:
+    """The launch that measures a matrix like x, as a function of it, what is written and the meeting place."""
+    rows, columns = x.shape
     key = (rows, columns, x.stride(0), x.dtype, x.device, aligned(x))
     run = _amaxes.get(key)
-    if run is None:
-        bm, bn, warps = AMAX_BLOCK
-        even = rows % bm == 0 and columns % bn == 0
-        # 128 masked loads a thread do not fit its registers.
-        bm = bm if even else bm // 4
-        programs, tall = grid(-(-rows // bm), -(-columns // bn))
-        numbers = (rows, columns, x.stride(0), programs[0] * programs[1])
-        constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall}
-        run = keep(_amaxes, key, launcher(amax_kernel, programs, (x, out, work), numbers, constants, warps))
-    run(x, out, work)
-    return out
+    if run is not None:
+        return run
+    bm, bn, warps = AMAX_BLOCK
+    even = rows % bm == 0 and columns % bn == 0
+    # 128 masked loads a thread do not fit its registers.
+    bm = bm if even else bm // 4
+    programs, tall = grid(-(-rows // bm), -(-columns // bn))
+    numbers = (rows, columns, x.stride(0), programs[0] * programs[1])
+    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall}
+    example = (x, torch.empty((1, 1), dtype=torch.float32, device=x.device), workspace(x.device))
+    return keep(_amaxes, key, launcher(amax_kernel, programs, example, numbers, constants, warps))
 
 
 def per_tensor(
@@ -81,7 +87,7 @@ def per_tensor(
     )
     run = _casts.get(key)
     if run is None:
-        run = keep(_casts, key, _cast_launch(x, spec, tensors, measured))
+        run = keep(_casts, key, cast_launch(x, spec, tensors, measured))
     run(*tensors)
     made = turned = None
     noted = newest is not None
@@ -97,7 +103,9 @@ def per_tensor(
     return made
 
 
-def _cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured: bool) -> Run:
+def cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured: bool) -> Run:
+    """The launch that casts a matrix like x: a function of x, its codes, its transpose's, their scale, the amax, the
+    factor, an amax that is given, a history's newest and the meeting place, which are None where they are here."""
     rows, k = x.shape
     bm, bn, warps = CAST_BLOCK
     _, q, qt, _, _, factor, amax, newest, _ = tensors

@@ -1,0 +1,390 @@
+"""A linear layer's step with everything decided beforehand: for recipes with one scale a tensor, on Ada and Hopper.
+
+A small layer's time on the host goes into finding out which kernel, which GEMM, which layout. Here that is found out
+once for a layer and a shape; a step then makes room for what is written, and launches. Kernels, arguments and bits are
+those of `quaver.torch.gemms`, which takes whatever is not taken here.
+"""
+
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.functional import ScalingType
+
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch import amax, counters, ops, recomputation, weights
+from quaver.torch.gemms import Call, quantized_weight
+from quaver.torch.gpu import choice, launch
+from quaver.torch.gpu.codes import empty_codes
+from quaver.torch.gpu.device import architecture
+from quaver.torch.gpu.launch import workspace
+from quaver.torch.gpu.operands import transpose
+from quaver.torch.gpu.per_tensor import amax_launch, cast_launch
+from quaver.torch.gpu.scaled_mm import way
+from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
+
+_TENSORWISE, _NONE = [ScalingType.TensorWise.value], []  # type: ignore[var-annotated]
+_empty = torch.empty_strided
+
+#: Up to so many elements codes that nobody keeps are written to a place of their own, again and again; larger ones
+#: take memory for as long as they are needed, and their launches wait for the GPU anyway.
+SMALL = 1 << 16
+
+
+class Place(NamedTuple):
+    """What one thread on one stream writes and reads before it writes there again."""
+
+    #: Where a launch's programs meet.
+    work: Tensor
+    #: An amax that a kernel writes and another reads.
+    top: Tensor
+    #: Codes, codes of the transpose and scale that the next GEMMs read and nobody keeps; None where they are large.
+    written: tuple[Tensor, Tensor, Tensor] | None
+
+
+#: By thread, stream, device, shape and dtype: layers share them.
+_places: dict[Any, Place] = {}
+
+
+class Cast:
+    """A matrix [rows, columns] to its codes, those of its transpose, and their scale.
+
+    Args:
+        x: a matrix like those to come.
+        keeps: whether the transpose and the scale are kept, so that each call must write new ones.
+    """
+
+    __slots__ = ("amax", "card", "device", "dtype", "keeps", "launches", "places", "shape", "spec", "turned")
+
+    def __init__(self, x: Tensor, spec: QuantSpec, keeps: bool) -> None:
+        rows, columns = x.shape
+        self.spec, self.device, self.dtype, self.keeps = spec, x.device, STORAGE[spec.format.name], keeps
+        self.shape, self.turned = (rows, columns), (columns, rows)
+        #: Index of the GPU, what tells the current one's, and what tells its stream.
+        self.card = launch.card(x.device)[:3]
+        #: By thread and stream.
+        self.places: dict[tuple[int, int], Place] = {}
+        #: By whether a factor is given, whether it is known to be set, and whether the amax is noted.
+        self.launches: dict[tuple[bool, bool, bool], Any] = {}
+        self.amax: Any = amax_launch(x)
+
+    def __call__(
+        self,
+        x: Tensor,
+        factors: Tensor | None = None,
+        column: int = 0,
+        known: bool = False,
+        newest: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes, codes of the transpose, scale [1, 1]); `per_tensor` says what the arguments mean."""
+        index, current, stream_of = self.card
+        stream = stream_of(index)
+        work, top, written = self.places.get((get_ident(), stream)) or self._place(stream)
+        if written is None:
+            q, qt, scale = self._room(self.shape), self._room(self.turned), self._number()
+        elif self.keeps:
+            q, qt, scale = written[0], self._room(self.turned), self._number()
+        else:
+            q, qt, scale = written
+        one_pass = known and factors is not None
+        run = self.launches.get((factors is not None, one_pass, newest is not None))
+        if run is None or run.at is None or current() != index:
+            factor = None if factors is None else factors[column]
+            x = x.detach().view(self.shape)
+            tensors = (x, q, qt, scale, top, factor, None, newest, work if one_pass else None)
+            if not one_pass:
+                self.amax(x, top, work)
+            if run is None:
+                run = self._launch(x, tensors, one_pass)
+            run(*tensors)
+            return q, qt, scale
+        at, meeting, of_top = x.data_ptr(), work.data_ptr(), top.data_ptr()
+        if not one_pass:
+            self.amax.at(stream, at, of_top, meeting)
+        run.at(
+            stream,
+            at,
+            q.data_ptr(),
+            qt.data_ptr(),
+            scale.data_ptr(),
+            of_top,
+            None if factors is None else factors.data_ptr() + 4 * column,
+            None,
+            None if newest is None else newest.data_ptr(),
+            meeting if one_pass else None,
+        )
+        return q, qt, scale
+
+    def _room(self, shape: tuple[int, int]) -> Tensor:
+        return _empty(shape, (shape[1], 1), dtype=self.dtype, device=self.device)
+
+    def _number(self) -> Tensor:
+        return _empty((1, 1), (1, 1), dtype=torch.float32, device=self.device)
+
+    def _place(self, stream: int) -> Place:
+        mine = get_ident(), stream
+        shared = *mine, self.device, self.shape, self.dtype
+        if shared not in _places:
+            with torch.inference_mode(False):
+                small = self.shape[0] * self.shape[1] <= SMALL
+                written = (self._room(self.shape), self._room(self.turned), self._number()) if small else None
+                _places[shared] = Place(workspace(self.device), self._number(), written)
+        made = self.places[mine] = _places[shared]
+        return made
+
+    def _launch(self, x: Tensor, tensors: tuple[Any, ...], one_pass: bool) -> Any:
+        made: Any = cast_launch(x, self.spec, tensors, not one_pass)
+        run = made if hasattr(made, "at") else _Interpreted(made)
+        if not hasattr(self.amax, "at"):
+            self.amax = _Interpreted(self.amax)
+        self.launches[tensors[5] is not None, one_pass, tensors[7] is not None] = run
+        return run
+
+
+class _Interpreted(NamedTuple):
+    """A launch that takes tensors and no addresses."""
+
+    run: Any
+    at: None = None
+
+    def __call__(self, *tensors: Any) -> None:
+        self.run(*tensors)
+
+
+class Plan(NamedTuple):
+    """What one layer does with inputs of one shape; `input` is None where it takes the general way."""
+
+    recipe: Recipe
+    shape: torch.Size
+    dtype: torch.dtype
+    #: Of the GPU; -1 where there is none.
+    gpu: int
+    bias: torch.dtype | None
+    input: Cast | None
+    grad_output: Cast | None
+
+
+class Weight(NamedTuple):
+    """Both operands that a kept weight gives, as the right side of a GEMM."""
+
+    quantized: Quantized
+    fprop: Tensor
+    dgrad: Tensor
+    scale: Tensor
+
+
+def run(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
+    """y [..., n] of x [..., k], or None: then the general way. The layer has checked x."""
+    plan: Plan | None = layer.__dict__.get("_direct")
+    if plan is None or plan.shape != x.shape or not _is_for(plan, x, weight, bias, recipe):
+        plan = layer.__dict__["_direct"] = _plan(x, weight, bias, recipe)
+    return again(x, weight, bias, layer, recipe)
+
+
+def again(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
+    """`run` for a layer that has a plan, of an x that nobody has checked: None unless it is as that of last time."""
+    mine = layer.__dict__
+    plan: Plan = mine["_direct"]
+    if (
+        plan.input is None
+        or plan.shape != x.shape
+        or not _is_for(plan, x, weight, bias, recipe)
+        or not (x.requires_grad and weight.requires_grad and x.is_contiguous())
+        or x.data_ptr() & 15
+        or counters.active.counters is not None
+        or recomputation.state.replay is not None
+        or recomputation.state.writing
+        or ops.QUANTIZE.active is not ops.QUANTIZE.impls
+        or ops.MATMUL.active is not ops.MATMUL.impls
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return None
+    factors = None
+    if recipe.delayed is not None:
+        factors = _factors(layer) if mine.get("_prepared") is recipe else None
+        if factors is None:
+            return None
+    y: Tensor = _apply(x, weight, bias, layer, plan, factors)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _factors(layer: nn.Module) -> Tensor | None:
+    """What `amax.saved_factors` gives, found again as long as it is the same; None where they are on the host."""
+    factor, stacked = layer._buffers["factor"], layer.__dict__.get("_stacked")
+    assert factor is not None
+    seen = layer.__dict__.get("_direct_factors")
+    if (
+        seen is not None
+        and stacked is not None
+        and stacked[0].rolled is seen[0]
+        and factor is seen[1]
+        and factor._version == seen[2]
+        and not stacked[0].capturing
+    ):
+        known: Tensor = seen[3]
+        return known
+    found = amax.saved_factors(layer)
+    if isinstance(found, list):
+        return None
+    if stacked is not None and hasattr(found, "known_set"):
+        layer.__dict__["_direct_factors"] = stacked[0].rolled, factor, factor._version, found
+    return found
+
+
+def _newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
+    """`amax.newest`, found again."""
+    seen: Any = layer.__dict__.get("_newest")
+    if seen is None or seen[0] is not layer._buffers["history"] or seen[1] != seen[0].data_ptr():
+        return amax.newest(layer, column, x)
+    found: Tensor = seen[2][column]
+    return found
+
+
+def _is_for(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
+    """Whether a plan fits, but for the shape of x."""
+    return (
+        plan.recipe is recipe
+        and plan.dtype is x.dtype is weight.dtype
+        and plan.gpu == x.get_device()
+        and plan.bias is (None if bias is None else bias.dtype)
+    )
+
+
+def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan:
+    of_bias = None if bias is None else bias.dtype
+    casts: tuple[Cast | None, Cast | None] = (None, None)
+    if _fits(x, weight, recipe):
+        tokens, (n, k) = x.numel() // x.shape[-1], weight.shape
+        a, b, g = recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
+        assert a is not None and b is not None and g is not None
+        operands = [
+            (_operand(tokens, k, a, x), _operand(n, k, b, x), bias),
+            (_operand(tokens, n, g, x), _operand(k, n, b, x), None),
+            (_operand(n, tokens, g, x), _operand(k, tokens, a, x), None),
+        ]
+        if all(_plainly(left, right, x.dtype, added) for left, right, added in operands):
+            like = x.detach().view(tokens, k)
+            casts = Cast(like, a, True), Cast(like.new_empty((tokens, n)), g, False)
+    return Plan(recipe, x.shape, x.dtype, x.get_device(), of_bias, *casts)
+
+
+def _fits(x: Tensor, weight: Tensor, recipe: Recipe) -> bool:
+    """Whether all operands have one scale, the two of a tensor are transposes, and no side needs to be filled up."""
+    specs = list(recipe.operands().values())
+    if any(s is None or not s.per_tensor or s.format.bits != 8 or s.rounding != "nearest" for s in specs):
+        return False
+    sides = (x.numel() // max(x.shape[-1], 1), *weight.shape)
+    served = not choice.why_not_quantize(x.view(-1, x.shape[-1]), recipe.fprop.a) if x.numel() else False  # type: ignore[arg-type]
+    return served and all(recipe.plan) and architecture(x.device) < 100 and not any(side & 15 for side in sides)
+
+
+def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor) -> Quantized:
+    """Codes of nothing, in the layout of an operand."""
+    scale = torch.ones((1, 1), device=like.device)
+    return Quantized(empty_codes(rows, k, spec, like.device), scale, spec, (rows, k))
+
+
+def _plainly(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> bool:
+    """Whether one native GEMM gives the result as it is asked for."""
+    found = way(a, b, dtype, bias)
+    kind = found.kind
+    return kind is not None and not kind.bare and found.out is dtype and (bias is None or found.adds)
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, plan: Plan, factors: Tensor | None
+    ) -> Tensor:
+        recipe, cast = plan.recipe, plan.input
+        assert cast is not None
+        w = _weight(weight, layer, recipe, x, factors)
+        if factors is None:
+            q, xt, scale = cast(x)
+        else:
+            known, newest = amax.is_set(layer, amax.INPUT, factors), _newest(layer, amax.INPUT, x)
+            q, xt, scale = cast(x, factors, amax.INPUT, known, newest)
+        # The weight itself, so that autograd sees a change of it before backward.
+        ctx.save_for_backward(weight, xt, scale, factors)
+        ctx.about = layer, plan, w, None if bias is None else bias.dtype
+        return _multiply(q, w.fprop, [scale], [w.scale], bias, plan.dtype, recipe.fprop.fast_accum)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                grads = _backward(ctx, g)
+            return no_second_derivative(grads, NO_DOUBLE_BACKWARD, g, ctx.saved_tensors[0])
+        return _backward(ctx, g)
+
+
+#: `Function.apply` without its checks for torch.func, which the layer has made itself.
+_apply: Any = super(torch.autograd.Function, _Step).apply
+
+
+def _backward(ctx: Any, g: Tensor) -> Any:
+    layer, plan, w, bias = ctx.about
+    _, xt, of_x, factors = ctx.saved_tensors
+    cast, recipe, dtype = plan.grad_output, plan.recipe, plan.dtype
+    if not g.is_contiguous() or g.data_ptr() & 15:
+        g = g.clone(memory_format=torch.contiguous_format)
+    if factors is None:
+        q, qt, scale = cast(g)
+    else:
+        known, newest = amax.is_set(layer, amax.GRAD_OUTPUT, factors), _newest(layer, amax.GRAD_OUTPUT, g)
+        q, qt, scale = cast(g, factors, amax.GRAD_OUTPUT, known, newest)
+    if counters.active.counters is not None:
+        spec = recipe.dgrad.a
+        counters.active.counters.note(layer, "grad_output", g.view(q.shape), Quantized(q, scale, spec, tuple(q.shape)))
+    scales, need = [scale], ctx.needs_input_grad
+    of_input = of_weight = of_bias = None
+    if need[0]:
+        of_input = _multiply(q, w.dgrad, scales, [w.scale], None, dtype, recipe.dgrad.fast_accum)
+        if len(plan.shape) != 2:
+            of_input = of_input.view(plan.shape)
+    if need[1]:
+        of_weight = _multiply(qt, xt.t(), scales, [of_x], None, dtype, recipe.wgrad.fast_accum)
+    if bias is not None and need[2]:
+        of_bias = ops.bias_gradient(g.view(q.shape), bias)
+    return of_input, of_weight, of_bias, None, None, None
+
+
+def _multiply(
+    a: Tensor, b: Tensor, of_a: list[Tensor], of_b: list[Tensor], bias: Tensor | None, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """torch.nn.functional.scaled_mm without what it does to lists."""
+    y: Tensor = torch._scaled_mm_v2(a, b, of_a, _TENSORWISE, _NONE, of_b, _TENSORWISE, _NONE, bias, dtype, (), fast)
+    return y
+
+
+def _weight(weight: Tensor, layer: nn.Module, recipe: Recipe, x: Tensor, factors: Tensor | None) -> Weight:
+    """The weight's operands; kept until it, or its factor, changes."""
+    spec = recipe.fprop.b
+    assert spec is not None
+    if factors is None:
+        written: float = 0.0
+    else:
+        factor = layer._buffers["factor"]
+        assert factor is not None
+        written = factor._version
+    q = weights.lookup(layer, "fprop", weight, spec, written)
+    ready: Weight | None = layer.__dict__.get("_direct_weight")
+    if q is not None and ready is not None and ready.quantized is q:
+        if factors is not None:
+            amax.record_again(layer, q)
+        return ready
+    call = Call(recipe, x, x.dtype, True, True, factors)
+    q = quantized_weight(layer, weight, "fprop", spec, recipe, call)
+    turned = q.T
+    if turned.turned:
+        turned.data, turned.turned = transpose(q.data), False
+    assert isinstance(q.scale, Tensor)
+    ready = Weight(q, q.data.t(), turned.data.t(), q.scale)
+    layer.__dict__["_direct_weight"] = ready
+    return ready

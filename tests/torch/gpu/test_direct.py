@@ -1,0 +1,158 @@
+"""A layer's step with everything decided beforehand has the bits, gradients and state of the general one."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.torch as qt
+from quaver.core.spec import Recipe
+from quaver.torch import amax, ops
+from quaver.torch.gpu import choice, device, launch, scaled_mm
+
+T, K, N = 32, 48, 64
+
+
+def _resolve(recipe: Recipe, x: Tensor) -> ops.Resolved:
+    return ops.Resolved(recipe, choice.quantize, scaled_mm.matmul, choice.quantize_both)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors on a CPU take a GPU's way: interpreted kernels, and the scaled GEMM that torch has for CPUs."""
+    before = set(device.asked)
+    device.asked.update({"triton", "native"})
+    monkeypatch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0, None))
+    monkeypatch.setattr(ops, "_resolve", _resolve)
+    # As on a device, where nobody reads a factor.
+    monkeypatch.setattr(amax, "saved_factors", lambda layer: amax._on_device(layer, layer.factor))
+    ops._resolved.clear()
+    yield
+    device.asked.intersection_update(before)
+    ops._resolved.clear()
+
+
+@pytest.fixture
+def generally() -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(choice, "run_directly", lambda *_: None)
+
+
+def is_direct(y: Tensor) -> bool:
+    node = y.grad_fn
+    assert node is not None
+    while node.name().startswith("View"):
+        node = node.next_functions[0][0]
+        assert node is not None
+    return node.name() == "_StepBackward"
+
+
+def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
+    """Outputs, gradients and state of some steps; the weight changes after every other one."""
+    found = []
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    for number, value in enumerate(xs):
+        x = value.clone().requires_grad_()
+        with qt.autocast(layer.recipe):
+            y = layer(x)
+        assert is_direct(y) is direct
+        y.square().sum().backward()
+        assert x.grad is not None
+        found += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*found, *(b.clone() for b in layer.buffers())]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_bits_and_state_are_those_of_the_general_way(
+    recipe: str, bias: bool, generally: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    xs = [torch.randn(2, T // 2, K).bfloat16() * 3.0**i for i in range(4)]
+    xs.append(torch.full_like(xs[0], torch.inf))
+    first = qt.Linear(K, N, bias=bias, dtype=torch.bfloat16, recipe=recipe)
+    second = qt.Linear(K, N, bias=bias, dtype=torch.bfloat16, recipe=recipe)
+    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    ours = steps(first, xs, True)
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = steps(second, xs, False)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
+
+
+def test_two_forwards_before_their_backwards_keep_their_own_codes() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x1, x2 = (torch.randn(T, K).bfloat16().requires_grad_() for _ in range(2))
+    alone = []
+    for x in (x1, x2):
+        y = layer(x)
+        alone.append((y.detach().clone(), *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))))
+    y1, y2 = layer(x1), layer(x2)
+    together = [torch.autograd.grad(y.float().square().sum(), (x, layer.weight)) for y, x in ((y1, x1), (y2, x2))]
+    for (y, *grads), again, out in zip(alone, together, (y1, y2), strict=True):
+        assert torch.equal(out, y)
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "no gradient of x",
+        "frozen weight",
+        "no grad",
+        "odd tokens",
+        "not contiguous",
+        "counted",
+        "autocast",
+        "float32 x",
+    ],
+)
+def test_what_is_not_decided_takes_the_general_way(why: str) -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    if why == "no gradient of x":
+        assert not is_direct(layer(x.detach()))
+    elif why == "frozen weight":
+        layer.weight.requires_grad_(False)
+        assert not is_direct(layer(x))
+    elif why == "no grad":
+        with torch.no_grad():
+            assert layer(x).grad_fn is None
+    elif why == "odd tokens":
+        assert not is_direct(layer(x[:17]))
+        assert is_direct(layer(x))
+    elif why == "not contiguous":
+        assert not is_direct(layer(torch.randn(K, T).bfloat16().t().requires_grad_()))
+    elif why == "counted":
+        with qt.count(layer) as counters:
+            assert not is_direct(layer(x))
+        assert counters is not None
+    elif why == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not is_direct(layer(x))
+    else:
+        with pytest.raises(ValueError, match="bfloat16 weights and got a"):
+            layer(x.float())
+
+
+def test_a_weight_written_in_place_is_quantized_anew_and_seen_by_backward() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert torch.equal(layer(x), y * 2)
+
+
+def test_second_derivatives_are_refused() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
