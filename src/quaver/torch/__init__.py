@@ -9,6 +9,7 @@ from quaver.torch.convert import convert, revert
 from quaver.torch.counters import count
 from quaver.torch.cross_entropy import linear_cross_entropy
 from quaver.torch.explain import explain
+from quaver.torch.grouped import grouped_matmul
 from quaver.torch.kv_cache import KVCache
 from quaver.torch.linear import Linear
 from quaver.torch.mlp import MLP, LayerNormMLP
@@ -56,6 +57,7 @@ __all__ = [
     "dequantize_weights",
     "drop_initial_value",
     "explain",
+    "grouped_matmul",
     "initial_value",
     "linear_cross_entropy",
     "matmul",

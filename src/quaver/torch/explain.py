@@ -1,12 +1,14 @@
 """Which implementation runs for each GEMM and quantization of a layer and for attention, and why the others do not."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from quaver import recipes
 from quaver.core.plan import plan
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import ops
@@ -14,6 +16,8 @@ from quaver.torch.attention import AttentionExplanation, DotProductAttention, ex
 from quaver.torch.attention.masks import MASKS
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gpu.device import architecture
+from quaver.torch.grouped import GROUPED_MATMUL, check, grouped_matmul
+from quaver.torch.grouped_operands import Groups, Offsets, together
 from quaver.torch.linear import Linear
 from quaver.torch.quantized import STORAGE, Quantized
 
@@ -64,12 +68,15 @@ def explain(  # type: ignore[overload-overlap]
 ) -> AttentionExplanation: ...
 @overload
 def explain(layer: nn.Module, x: Tensor) -> dict[str, Explanation | AttentionExplanation]: ...
-def explain(layer: nn.Module, x: Tensor, *rest: Tensor, **options: Any) -> Any:
+@overload
+def explain(layer: Callable[..., Tensor], x: Tensor, *rest: Tensor, recipe: str | Recipe | None) -> Explanation: ...
+def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
     """Say, and print, what a forward and backward of this layer on x would run; nothing is computed.
 
     Args:
         layer: a `quaver.torch.Linear`; a `DotProductAttention`; or a module that holds some, such as a
-            `TransformerLayer`, of which each is explained under its name as if it saw as many tokens as x has.
+            `TransformerLayer`, of which each is explained under its name as if it saw as many tokens as x has; or the
+            function `grouped_matmul`, with its arguments.
         x: an input [..., in_features]; only its dtype, shape and device matter. Of a DotProductAttention: q, then
             k and v, and mask, bias, cu_seqlens and mask_type by name, as its forward takes them.
     Returns:
@@ -79,6 +86,8 @@ def explain(layer: nn.Module, x: Tensor, *rest: Tensor, **options: Any) -> Any:
     """
     if isinstance(layer, DotProductAttention):
         return _attention(layer, x, *rest, **options)
+    if layer is grouped_matmul:
+        return _grouped(x, *rest, **options)
     if rest or options:
         raise ValueError(f"explain takes a {type(layer).__name__} and its input x, and nothing else")
     return _linear(layer, x) if isinstance(layer, Linear) else _module(layer, x)
@@ -96,6 +105,44 @@ def _linear(layer: Linear, x: Tensor) -> Explanation:
     found = Explanation(recipe, tuple(rows))
     print(found)
     return found
+
+
+def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, *, recipe: Any = None, **_: Any) -> Explanation:
+    """Of groups that are alike, a row for each operand of one, and for each GEMM as it runs for all."""
+    found = recipe_in_force(None if recipe is None else recipes.get(recipe))
+    check(x, weight, offsets, found)
+    rows: list[Row] = []
+    if found is not None:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        n, k, each = weight.shape[1], weight.shape[2], -(-x.shape[0] // max(weight.shape[0], 1))
+        one = {"input": x.new_empty(each, k), "weight": weight.new_empty(n, k), "grad_output": x.new_empty(each, n)}
+        operands = one | {f"{name}.T": t.t() for name, t in one.items()}
+        for name in OPERANDS:
+            *of_operands, gemm = _gemm(name, found, operands, weight.dtype if name == "wgrad" else dtype, None)
+            rows += [*of_operands, _all_groups(gemm, name, found, x, weight, Offsets(offsets, x.shape[0]), dtype)]
+    explanation = Explanation(found, tuple(rows))
+    print(explanation)
+    return explanation
+
+
+def _all_groups(
+    row: Row, name: str, recipe: Recipe, x: Tensor, weight: Tensor, offsets: Offsets, dtype: torch.dtype
+) -> Row:
+    """How a GEMM of one group runs for all of them."""
+    spec = recipe.gemms[name]
+    if spec.a is None or spec.b is None:
+        return replace(row, runs=f"{row.runs}, group by group")
+    why = "it sums over tokens, of which torch's grouped GEMM takes multiples of 16 in each group"
+    if name != "wgrad":
+        n, k = weight.shape[1:] if name == "fprop" else weight.shape[:0:-1]
+        tokens, rows = x.new_empty(offsets.rows, k), x.new_empty(offsets.groups * n, k)
+        left = Groups(_hollow(tokens, spec.a) if together(spec.a, 1) else None, ())
+        right = Groups(_hollow(rows, spec.b) if together(spec.b, n) else None, (), n)
+        why = dict(GROUPED_MATMUL.explain(left, right, offsets, n, dtype, spec.fast_accum))["native"]
+    if not why:
+        return replace(row, runs="native, grouped", passed_over=())
+    return replace(row, runs=f"{row.runs}, group by group", passed_over=(("native, grouped", why), *row.passed_over))
 
 
 def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = None, **given: Any) -> Any:

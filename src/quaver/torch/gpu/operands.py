@@ -88,7 +88,10 @@ def scales(q: Quantized, kind: str, right: bool) -> list[Tensor]:
     if kind == "row":
         rows = scale if scale.shape[0] == q.shape[0] else scale.expand(q.shape[0], 1)
         rows = rows if rows.is_contiguous() else rows.contiguous()
-        return [rows.view(1, -1) if right else rows]
+        if right:
+            return [rows.view(1, -1)]
+        # A stride along one column means nothing, but it is looked at.
+        return [rows if rows.stride(1) == 1 else rows.view(-1).unsqueeze(1)]
     if kind == "1x128":
         return [_by_columns(scale)]
     return [scale if kind == "tensor" else _squares(scale)]
