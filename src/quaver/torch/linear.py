@@ -208,7 +208,7 @@ class Linear(nn.Linear):
                 return stored.linear(input, weight, bias, self)
             return F.linear(input, weight, bias)
         if training and "_direct" in mine and not compiling:
-            y = choice.run_directly(input, weight, bias, self, recipe, False)
+            y = mine["_direct"].again(input, weight, bias, self, recipe)
             if y is not None:
                 return y
         if training and mine.get("_prepared") is not recipe:
@@ -232,7 +232,7 @@ class Linear(nn.Linear):
             return _Linear.apply(x, weight, bias, self, recipe, training)
         refuse_transforms(x, weight, bias)
         if training and (x.is_cuda or _asked):
-            y = choice.run_directly(x, weight, bias, self, recipe, True)
+            y = choice.run_directly(x, weight, bias, self, recipe)
             if y is not None:
                 return y
         if not casting:

@@ -112,17 +112,11 @@ def _direct() -> Any:
     return direct
 
 
-def run_directly(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe, checked: bool
-) -> Tensor | None:
+def run_directly(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
     """A layer's output where all of its step is decided beforehand, or None: see `quaver.torch.gpu.direct`."""
-    y: Tensor | None
-    if not checked:
-        y = _direct().again(x, weight, bias, layer, recipe)
-        return y
     if "_direct" not in layer.__dict__ and device.why_no_fp8(x.device, "native"):
         return None
-    y = _direct().run(x, weight, bias, layer, recipe)
+    y: Tensor | None = _direct().run(x, weight, bias, layer, recipe)
     return y
 
 

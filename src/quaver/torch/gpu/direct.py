@@ -79,14 +79,18 @@ class Cast:
         known: bool = False,
         newest: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(codes, codes of the transpose, scale [1, 1]); `per_tensor` says what the arguments mean."""
+        """(codes, codes of the transpose, scale [1, 1]); `per_tensor` says what the arguments mean.
+
+        A transpose that is kept comes as the right side of a GEMM: [rows, columns], lying as [columns, rows].
+        """
         index, current, stream_of = self.card
         stream = stream_of(index)
         work, top, written = self.places.get((get_ident(), stream)) or self._place(stream)
         if written is None:
-            q, qt, scale = self._room(self.shape), self._room(self.turned), self._number()
+            qt = self._turned_room() if self.keeps else self._room(self.turned)
+            q, scale = self._room(self.shape), self._number()
         elif self.keeps:
-            q, qt, scale = written[0], self._room(self.turned), self._number()
+            q, qt, scale = written[0], self._turned_room(), self._number()
         else:
             q, qt, scale = written
         one_pass = known and factors is not None
@@ -94,7 +98,7 @@ class Cast:
         if run is None or run.at is None or current() != index:
             factor = None if factors is None else factors[column]
             x = x.detach().view(self.shape)
-            tensors = (x, q, qt, scale, top, factor, None, newest, work if one_pass else None)
+            tensors = (x, q, qt.t() if self.keeps else qt, scale, top, factor, None, newest, work if one_pass else None)
             if not one_pass:
                 self.amax(x, top, work)
             if run is None:
@@ -117,6 +121,10 @@ class Cast:
             meeting if one_pass else None,
         )
         return q, qt, scale
+
+    def _turned_room(self) -> Tensor:
+        """[rows, columns] that lies as its transpose does."""
+        return _empty(self.shape, (1, self.shape[0]), dtype=self.dtype, device=self.device)
 
     def _room(self, shape: tuple[int, int]) -> Tensor:
         return _empty(shape, (shape[1], 1), dtype=self.dtype, device=self.device)
@@ -166,6 +174,50 @@ class Plan(NamedTuple):
     input: Cast | None
     grad_output: Cast | None
 
+    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
+        """y [..., n] of an x [..., k] that nobody has checked; None unless it is as that of last time."""
+        if (
+            self.input is None
+            or self.shape != x.shape
+            or not self.fits(x, weight, bias, recipe)
+            or not (x.requires_grad and weight.requires_grad and x.is_contiguous())
+            or x.data_ptr() & 15
+            or counters.active.counters is not None
+            or recomputation.state.replay is not None
+            or recomputation.state.writing
+            or ops.QUANTIZE.active is not ops.QUANTIZE.impls
+            or ops.MATMUL.active is not ops.MATMUL.impls
+            or torch._C._is_any_autocast_enabled()
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
+            return None
+        factors = None
+        if recipe.delayed is not None:
+            factors = _factors(layer) if layer.__dict__.get("_prepared") is recipe else None
+            if factors is None:
+                return None
+        y: Tensor = _apply(x, weight, bias, (layer, self, factors))
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+    def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
+        """Whether it is for these, but for the shape of x."""
+        return (
+            self.recipe is recipe
+            and self.dtype is x.dtype is weight.dtype
+            and self.gpu == x.get_device()
+            and self.bias is (None if bias is None else bias.dtype)
+        )
+
+
+def run(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
+    """y [..., n] of x [..., k], or None: then the general way. The layer has checked x."""
+    plan: Plan | None = layer.__dict__.get("_direct")
+    if plan is None or plan.shape != x.shape or not plan.fits(x, weight, bias, recipe):
+        plan = layer.__dict__["_direct"] = _plan(x, weight, bias, recipe)
+    return plan.again(x, weight, bias, layer, recipe)
+
 
 class Weight(NamedTuple):
     """Both operands that a kept weight gives, as the right side of a GEMM."""
@@ -174,44 +226,6 @@ class Weight(NamedTuple):
     fprop: Tensor
     dgrad: Tensor
     scale: Tensor
-
-
-def run(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
-    """y [..., n] of x [..., k], or None: then the general way. The layer has checked x."""
-    plan: Plan | None = layer.__dict__.get("_direct")
-    if plan is None or plan.shape != x.shape or not _is_for(plan, x, weight, bias, recipe):
-        plan = layer.__dict__["_direct"] = _plan(x, weight, bias, recipe)
-    return again(x, weight, bias, layer, recipe)
-
-
-def again(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
-    """`run` for a layer that has a plan, of an x that nobody has checked: None unless it is as that of last time."""
-    mine = layer.__dict__
-    plan: Plan = mine["_direct"]
-    if (
-        plan.input is None
-        or plan.shape != x.shape
-        or not _is_for(plan, x, weight, bias, recipe)
-        or not (x.requires_grad and weight.requires_grad and x.is_contiguous())
-        or x.data_ptr() & 15
-        or counters.active.counters is not None
-        or recomputation.state.replay is not None
-        or recomputation.state.writing
-        or ops.QUANTIZE.active is not ops.QUANTIZE.impls
-        or ops.MATMUL.active is not ops.MATMUL.impls
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
-        return None
-    factors = None
-    if recipe.delayed is not None:
-        factors = _factors(layer) if mine.get("_prepared") is recipe else None
-        if factors is None:
-            return None
-    y: Tensor = _apply(x, weight, bias, layer, plan, factors)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _factors(layer: nn.Module) -> Tensor | None:
@@ -239,8 +253,9 @@ def _factors(layer: nn.Module) -> Tensor | None:
 
 def _newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
     """`amax.newest`, found again."""
-    seen: Any = layer.__dict__.get("_newest")
-    if seen is None or seen[0] is not layer._buffers["history"] or seen[1] != seen[0].data_ptr():
+    seen, history = layer.__dict__.get("_newest"), layer._buffers["history"]
+    assert history is not None
+    if seen is None or seen[0] is not history or seen[1] != history.data_ptr():
         return amax.newest(layer, column, x)
     found: Tensor = seen[2][column]
     return found
@@ -299,9 +314,8 @@ def _plainly(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, plan: Plan, factors: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, about: Any) -> Tensor:
+        layer, plan, factors = about
         recipe, cast = plan.recipe, plan.input
         assert cast is not None
         w = _weight(weight, layer, recipe, x, factors)
@@ -349,10 +363,10 @@ def _backward(ctx: Any, g: Tensor) -> Any:
         if len(plan.shape) != 2:
             of_input = of_input.view(plan.shape)
     if need[1]:
-        of_weight = _multiply(qt, xt.t(), scales, [of_x], None, dtype, recipe.wgrad.fast_accum)
+        of_weight = _multiply(qt, xt, scales, [of_x], None, dtype, recipe.wgrad.fast_accum)
     if bias is not None and need[2]:
         of_bias = ops.bias_gradient(g.view(q.shape), bias)
-    return of_input, of_weight, of_bias, None, None, None
+    return of_input, of_weight, of_bias, None
 
 
 def _multiply(
