@@ -14,7 +14,7 @@ from torch import Tensor
 from quaver import E2M1, E4M3, E5M2, QuantSpec, recipes
 from quaver.core.spec import Recipe
 from quaver.torch.amax import column_specs
-from quaver.torch.gpu import activation, block_scaled, cross_entropy, decode, norm, quantize, roll, rope
+from quaver.torch.gpu import activation, block_scaled, column_sum, cross_entropy, decode, norm, quantize, roll, rope
 from quaver.torch.quantized import Quantized
 
 ROWS, COLUMNS = 8192, 4096
@@ -199,6 +199,7 @@ def _fused() -> list[Case]:
         return lambda: activation.gradients(name, options, matrix(columns=14336), x, True)
 
     return [
+        Case(name="bias gradient", launch=lambda: column_sum.column_sum(matrix(), BF16), exceptions=sums),
         Case(name="sums of partial sums", launch=lambda: norm.sum_rows(matrix(264, dtype=FLOAT32)), exceptions=sums),
         Case(name="RMSNorm", launch=made("RMSNorm")),
         Case(name="RMSNorm+amax", launch=made("RMSNorm", POWER), exceptions=few),

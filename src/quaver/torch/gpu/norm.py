@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec
-from quaver.kernels.column_sum import column_sums
 from quaver.kernels.norm import norm, norm_backward
 from quaver.kernels.wide_norm import wide_norm, wide_norm_backward
 from quaver.torch.gpu.codes import empty_codes, format_constants
+from quaver.torch.gpu.column_sum import sum_rows as sum_rows
 from quaver.torch.gpu.launch import aligned, keep, launcher, multiprocessors, table, workspace
 from quaver.torch.quantized import Quantized
 
@@ -23,15 +23,12 @@ WIDEST, WIDEST_BACKWARD, WIDE_BLOCK = 16384, 8192, 4096
 NARROWEST = 256
 #: Programs of a multiprocessor: forward, and backward, where each has sums of its own.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 8, 2
-#: Rows and columns of a block in which partial sums are added up.
-SUM_BLOCK = 32, 32
 KINDS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
 #: A kernel's constants where nothing is quantized.
 _NO_FORMAT = {"POWER_OF_TWO": True, "EMAX": 0, "TOP_MANTISSA": 0, "MAX": 1.0, "INTEGERS": False}
 
 _forwards = table()
 _backwards = table()
-_sums = table()
 
 
 class Normalized(NamedTuple):
@@ -240,22 +237,6 @@ def _backward_launch(tensors: tuple[Any, ...], normalization: str, has_beta: boo
     bn, warps = row_block(columns)
     constants |= {"BN": bn, "EVEN": bn == columns}
     return launcher(norm_backward, (programs,), tensors, numbers, constants, warps)
-
-
-def sum_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The sum of x [rows, columns] over its rows, [columns], in a fixed order, in one launch: for few rows."""
-    rows, columns = x.shape
-    out = torch.empty((columns,), dtype=dtype, device=x.device)
-    key = (rows, columns, x.stride(0), x.dtype, dtype, x.device, aligned(x))
-    run = _sums.get(key)
-    if run is None:
-        bm, bn = SUM_BLOCK
-        each = -(-rows // bm) * bm
-        constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0}
-        numbers = (rows, columns, x.stride(0), each)
-        run = keep(_sums, key, launcher(column_sums, (-(-columns // bn), 1), (x, out), numbers, constants, 4))
-    run(x, out)
-    return out
 
 
 def _rows(x: Tensor) -> Tensor:
