@@ -19,6 +19,7 @@ from quaver.kernels.numbers import (
     meet,
     packed_codes,
     power_of_two,
+    widened,
 )
 
 
@@ -97,8 +98,8 @@ def load_tile(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
     """float32 [BM, BN], zero outside x."""
     at = x + r[:, None].to(tl.int64) * stride + c[None, :]
     if EVEN:
-        return tl.load(at).to(tl.float32)
-    return tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0).to(tl.float32)
+        return widened(tl.load(at))
+    return widened(tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0))
 
 
 @triton.jit

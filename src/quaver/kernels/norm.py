@@ -18,6 +18,7 @@ from quaver.kernels.numbers import (
     magnitude_bits,
     meet,
     power_of_two,
+    widened,
 )
 
 
@@ -26,8 +27,8 @@ def load_row(x, row, c, columns, stride, EVEN: tl.constexpr):
     """float32 [BN], zeros beyond the row."""
     at = x + row * stride.to(tl.int64) + c
     if EVEN:
-        return tl.load(at).to(tl.float32)
-    return tl.load(at, mask=c < columns, other=0.0).to(tl.float32)
+        return widened(tl.load(at))
+    return widened(tl.load(at, mask=c < columns, other=0.0))
 
 
 @triton.jit
