@@ -19,7 +19,6 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax, ops, recomputation, stored, storing
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gemms import Call, backward, fprop
-from quaver.torch.gpu import choice
 from quaver.torch.gpu import device as device_of_gpu
 from quaver.torch.noise import fresh_count
 from quaver.torch.quantized import put_together, take_apart
@@ -122,6 +121,16 @@ def _backward(ctx: Any, g: Tensor) -> Any:
 #: `Function.apply` without its checks for torch.func, which the layer has made itself; they take as long as a small
 #: GEMM.
 _apply: Any = super(torch.autograd.Function, _Linear).apply
+
+
+def _run_directly(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
+    """The output where all of a layer's step on a GPU is decided beforehand, or None."""
+    if "_direct" not in layer.__dict__ and device_of_gpu.why_no_fp8(x.device, "native"):
+        return None
+    # Triton, and all that runs on a GPU, is imported when a GPU is there.
+    from quaver.torch.gpu import direct
+
+    return direct.run(x, weight, bias, layer, recipe)
 
 
 def recipe_of(layer: nn.Module) -> Recipe | None:
@@ -232,7 +241,7 @@ class Linear(nn.Linear):
             return _Linear.apply(x, weight, bias, self, recipe, training)
         refuse_transforms(x, weight, bias)
         if training and (x.is_cuda or _asked):
-            y = choice.run_directly(x, weight, bias, self, recipe)
+            y = _run_directly(x, weight, bias, self, recipe)
             if y is not None:
                 return y
         if not casting:

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -103,21 +102,6 @@ def column_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
     from quaver.torch.gpu import column_sum as kernels
 
     return kernels.column_sum(g, dtype)
-
-
-@cache
-def _direct() -> Any:
-    from quaver.torch.gpu import direct
-
-    return direct
-
-
-def run_directly(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
-    """A layer's output where all of its step is decided beforehand, or None: see `quaver.torch.gpu.direct`."""
-    if "_direct" not in layer.__dict__ and device.why_no_fp8(x.device, "native"):
-        return None
-    y: Tensor | None = _direct().run(x, weight, bias, layer, recipe)
-    return y
 
 
 def why_not_native(a: Quantized, b: Quantized, *rest: Any) -> str:
