@@ -23,7 +23,6 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import recomputation
 from quaver.torch.cpu_quantize import SMALLEST_NORMAL, host_factor
 from quaver.torch.gpu import device
-from quaver.torch.quantized import Quantized
 from quaver.torch.rounding import exponent, power_of_two
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
@@ -219,17 +218,6 @@ def record(layer: nn.Module, column: int, amax: Tensor | float | None, noted: bo
         return
     value = torch.where(amax < math.inf, amax, 0.0).reshape(())
     history[0, column] = torch.maximum(history[0, column], value)
-
-
-def record_again(layer: nn.Module, q: Quantized) -> None:
-    """Note the amax of a weight whose codes were kept: once a step, which ends when the history is written."""
-    history = layer._buffers["history"]
-    assert history is not None
-    # Kernels that note write no version, so nothing but a roll or a load moves it.
-    seen = layer.__dict__.get("_again")
-    if seen is None or seen[0] is not q or seen[1] is not history or seen[2] != history._version:
-        record(layer, WEIGHT, q.amax)
-        layer.__dict__["_again"] = q, history, history._version
 
 
 def record_gradient(number: Tensor, amax: Tensor) -> None:

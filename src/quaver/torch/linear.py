@@ -315,7 +315,6 @@ class Linear(nn.Linear):
 #: Attributes that are made again when they are missing.
 TRANSIENT = (
     *(
-        "_again",
         "_direct",
         "_direct_factors",
         "_direct_weight",

@@ -95,10 +95,11 @@ class Cast:
             q, qt, scale = written
         one_pass = known and factors is not None
         run = self.launches.get((factors is not None, one_pass, newest is not None))
-        if run is None or run.at is None or current() != index:
+        if run is None or run.parts is None or current() != index:
             factor = None if factors is None else factors[column]
             x = x.detach().view(self.shape)
-            tensors = (x, q, qt.t() if self.keeps else qt, scale, top, factor, None, newest, work if one_pass else None)
+            turned = qt.t() if self.keeps else qt
+            tensors = (x, q, turned, scale, top, factor, None, newest, work if one_pass else None)
             if not one_pass:
                 self.amax(x, top, work)
             if run is None:
@@ -107,9 +108,13 @@ class Cast:
             return q, qt, scale
         at, meeting, of_top = x.data_ptr(), work.data_ptr(), top.data_ptr()
         if not one_pass:
-            self.amax.at(stream, at, of_top, meeting)
-        run.at(
+            start, grid, middle, tail = self.amax.parts
+            start(*grid, stream, *middle, at, of_top, meeting, *tail)
+        start, grid, middle, tail = run.parts
+        start(
+            *grid,
             stream,
+            *middle,
             at,
             q.data_ptr(),
             qt.data_ptr(),
@@ -119,6 +124,7 @@ class Cast:
             None,
             None if newest is None else newest.data_ptr(),
             meeting if one_pass else None,
+            *tail,
         )
         return q, qt, scale
 
@@ -145,8 +151,8 @@ class Cast:
 
     def _launch(self, x: Tensor, tensors: tuple[Any, ...], one_pass: bool) -> Any:
         made: Any = cast_launch(x, self.spec, tensors, not one_pass)
-        run = made if hasattr(made, "at") else _Interpreted(made)
-        if not hasattr(self.amax, "at"):
+        run = made if hasattr(made, "parts") else _Interpreted(made)
+        if not hasattr(self.amax, "parts"):
             self.amax = _Interpreted(self.amax)
         self.launches[tensors[5] is not None, one_pass, tensors[7] is not None] = run
         return run
@@ -156,7 +162,7 @@ class _Interpreted(NamedTuple):
     """A launch that takes tensors and no addresses."""
 
     run: Any
-    at: None = None
+    parts: None = None
 
     def __call__(self, *tensors: Any) -> None:
         self.run(*tensors)
@@ -193,12 +199,12 @@ class Plan(NamedTuple):
             or (x.is_cuda and torch.cuda.is_current_stream_capturing())
         ):
             return None
-        factors = None
+        delayed = None
         if recipe.delayed is not None:
-            factors = _factors(layer) if layer.__dict__.get("_prepared") is recipe else None
-            if factors is None:
+            delayed = _delayed(layer, x) if layer.__dict__.get("_prepared") is recipe else None
+            if delayed is None:
                 return None
-        y: Tensor = _apply(x, weight, bias, (layer, self, factors))
+        y: Tensor = _apply(x, weight, bias, (layer, self, delayed))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
     def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
@@ -219,6 +225,21 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe
     return plan.again(x, weight, bias, layer, recipe)
 
 
+class Delayed(NamedTuple):
+    """What delayed scaling gives a step, and by what it is found to hold still."""
+
+    #: `amax.saved_factors`, and which of them are known to be set.
+    factors: Tensor
+    known: list[bool]
+    #: `amax.newest` of each column.
+    newest: list[Tensor | None]
+    rolled: Tensor | None
+    factor: Tensor
+    version: int
+    history: Tensor
+    address: int
+
+
 class Weight(NamedTuple):
     """Both operands that a kept weight gives, as the right side of a GEMM."""
 
@@ -226,49 +247,37 @@ class Weight(NamedTuple):
     fprop: Tensor
     dgrad: Tensor
     scale: Tensor
+    #: The step in whose history its amax is noted: a kept weight's counts in each.
+    noted: Delayed | None
 
 
-def _factors(layer: nn.Module) -> Tensor | None:
-    """What `amax.saved_factors` gives, found again as long as it is the same; None where they are on the host."""
-    factor, stacked = layer._buffers["factor"], layer.__dict__.get("_stacked")
-    assert factor is not None
-    seen = layer.__dict__.get("_direct_factors")
+def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
+    """The same as last time until a roll, a load or a move; None where factors are on the host."""
+    buffers, stacked = layer._buffers, layer.__dict__.get("_stacked")
+    factor, history = buffers["factor"], buffers["history"]
+    assert factor is not None and history is not None
+    seen: Delayed | None = layer.__dict__.get("_direct_factors")
     if (
         seen is not None
         and stacked is not None
-        and stacked[0].rolled is seen[0]
-        and factor is seen[1]
-        and factor._version == seen[2]
+        and stacked[0].rolled is seen.rolled
+        and factor is seen.factor
+        and factor._version == seen.version
+        and history is seen.history
+        and history.data_ptr() == seen.address
         and not stacked[0].capturing
     ):
-        known: Tensor = seen[3]
-        return known
-    found = amax.saved_factors(layer)
-    if isinstance(found, list):
+        return seen
+    factors = amax.saved_factors(layer)
+    if isinstance(factors, list):
         return None
-    if stacked is not None and hasattr(found, "known_set"):
-        layer.__dict__["_direct_factors"] = stacked[0].rolled, factor, factor._version, found
-    return found
-
-
-def _newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
-    """`amax.newest`, found again."""
-    seen, history = layer.__dict__.get("_newest"), layer._buffers["history"]
-    assert history is not None
-    if seen is None or seen[0] is not history or seen[1] != history.data_ptr():
-        return amax.newest(layer, column, x)
-    found: Tensor = seen[2][column]
-    return found
-
-
-def _is_for(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
-    """Whether a plan fits, but for the shape of x."""
-    return (
-        plan.recipe is recipe
-        and plan.dtype is x.dtype is weight.dtype
-        and plan.gpu == x.get_device()
-        and plan.bias is (None if bias is None else bias.dtype)
-    )
+    known = [amax.is_set(layer, column, factors) for column in range(3)]
+    newest = [amax.newest(layer, column, x) for column in range(3)]
+    rolled = None if stacked is None else stacked[0].rolled
+    made = Delayed(factors, known, newest, rolled, factor, factor._version, history, history.data_ptr())
+    # Without a roll behind them factors are a copy of their own, to be made anew.
+    layer.__dict__["_direct_factors"] = made if rolled is not None and hasattr(factors, "known_set") else None
+    return made
 
 
 def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan:
@@ -315,18 +324,16 @@ def _plainly(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, about: Any) -> Tensor:
-        layer, plan, factors = about
+        layer, plan, delayed = about
         recipe, cast = plan.recipe, plan.input
-        assert cast is not None
-        w = _weight(weight, layer, recipe, x, factors)
-        if factors is None:
+        w = _weight(weight, layer, recipe, x, delayed)
+        if delayed is None:
             q, xt, scale = cast(x)
         else:
-            known, newest = amax.is_set(layer, amax.INPUT, factors), _newest(layer, amax.INPUT, x)
-            q, xt, scale = cast(x, factors, amax.INPUT, known, newest)
+            q, xt, scale = cast(x, delayed.factors, amax.INPUT, delayed.known[0], delayed.newest[0])
         # The weight itself, so that autograd sees a change of it before backward.
-        ctx.save_for_backward(weight, xt, scale, factors)
-        ctx.about = layer, plan, w, None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, xt, scale)
+        ctx.about = layer, plan, delayed, w, None if bias is None else bias.dtype
         return _multiply(q, w.fprop, [scale], [w.scale], bias, plan.dtype, recipe.fprop.fast_accum)
 
     @staticmethod
@@ -343,16 +350,18 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
-    layer, plan, w, bias = ctx.about
-    _, xt, of_x, factors = ctx.saved_tensors
+    layer, plan, delayed, w, bias = ctx.about
+    _, xt, of_x = ctx.saved_tensors
     cast, recipe, dtype = plan.grad_output, plan.recipe, plan.dtype
     if not g.is_contiguous() or g.data_ptr() & 15:
         g = g.clone(memory_format=torch.contiguous_format)
-    if factors is None:
+    if delayed is None:
         q, qt, scale = cast(g)
     else:
-        known, newest = amax.is_set(layer, amax.GRAD_OUTPUT, factors), _newest(layer, amax.GRAD_OUTPUT, g)
-        q, qt, scale = cast(g, factors, amax.GRAD_OUTPUT, known, newest)
+        history, newest = layer._buffers["history"], delayed.newest[2]
+        if history is not delayed.history or history.data_ptr() != delayed.address:
+            newest = amax.newest(layer, amax.GRAD_OUTPUT, g)
+        q, qt, scale = cast(g, delayed.factors, amax.GRAD_OUTPUT, delayed.known[2], newest)
     if counters.active.counters is not None:
         spec = recipe.dgrad.a
         counters.active.counters.note(layer, "grad_output", g.view(q.shape), Quantized(q, scale, spec, tuple(q.shape)))
@@ -377,28 +386,24 @@ def _multiply(
     return y
 
 
-def _weight(weight: Tensor, layer: nn.Module, recipe: Recipe, x: Tensor, factors: Tensor | None) -> Weight:
+def _weight(weight: Tensor, layer: nn.Module, recipe: Recipe, x: Tensor, delayed: Delayed | None) -> Weight:
     """The weight's operands; kept until it, or its factor, changes."""
     spec = recipe.fprop.b
     assert spec is not None
-    if factors is None:
-        written: float = 0.0
-    else:
-        factor = layer._buffers["factor"]
-        assert factor is not None
-        written = factor._version
+    written: float = 0.0 if delayed is None else delayed.version
     q = weights.lookup(layer, "fprop", weight, spec, written)
     ready: Weight | None = layer.__dict__.get("_direct_weight")
     if q is not None and ready is not None and ready.quantized is q:
-        if factors is not None:
-            amax.record_again(layer, q)
+        if ready.noted is not delayed:
+            amax.record(layer, amax.WEIGHT, q.amax)
+            ready = layer.__dict__["_direct_weight"] = ready._replace(noted=delayed)
         return ready
-    call = Call(recipe, x, x.dtype, True, True, factors)
+    call = Call(recipe, x, x.dtype, True, True, None if delayed is None else delayed.factors)
     q = quantized_weight(layer, weight, "fprop", spec, recipe, call)
     turned = q.T
     if turned.turned:
         turned.data, turned.turned = transpose(q.data), False
     assert isinstance(q.scale, Tensor)
-    ready = Weight(q, q.data.t(), turned.data.t(), q.scale)
+    ready = Weight(q, q.data.t(), turned.data.t(), q.scale, delayed)
     layer.__dict__["_direct_weight"] = ready
     return ready

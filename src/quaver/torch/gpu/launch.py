@@ -212,9 +212,6 @@ def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequenc
     tail = (*numbers, *order)
     x, y, z = launch.grid
 
-    def at(stream: int, *addresses: int | None) -> None:
-        start(x, y, z, stream, function, *middle, *addresses, *tail)
-
     def run(*given: Tensor | None) -> None:
         # Addresses, since of a tensor the launcher asks Python for its address and the driver whether it is a GPU's.
         # Between function and arguments go hooks of profilers that wrap launches; those that watch the driver see them.
@@ -225,7 +222,8 @@ def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequenc
             with entering(index):
                 start(x, y, z, stream_of(index), function, *middle, *addresses, *tail)
 
-    run.at = at  # type: ignore[attr-defined]
+    #: start(*grid, stream, *middle, *addresses, *tail), on the current GPU.
+    run.parts = start, (x, y, z), (function, *middle), tail  # type: ignore[attr-defined]
     return run
 
 
