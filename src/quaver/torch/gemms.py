@@ -184,7 +184,7 @@ def quantize(
         factor = call.factors[column]
         if call.traced and call.record and column == amax.GRAD_OUTPUT:
             return ops.quantize_opaquely(x, spec, None, factor, number=layer.__dict__["_number"])
-        if call.both is None:
+        if call.both is None or call.traced:
             q = call.quantize(x, spec, None, factor)
         else:
             known, newest = amax.is_set(layer, column, call.factors), _newest(layer, column, x, call)

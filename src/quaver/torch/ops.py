@@ -37,13 +37,25 @@ def _always(*_: object) -> str:
     return ""
 
 
+def _by_reference(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | float | None = None,
+    factor: Tensor | float | None = None,
+    noise: Any = QUIET,
+    *_hints: object,
+) -> Quantized:
+    """What a kernel is told besides, such as where to note the amax, changes no bit: the caller looks what was done."""
+    return reference.quantize(x, spec, amax, factor, noise)
+
+
 QUANTIZE = Op(
     "quantize",
     [
         Impl("cpu", cpu_quantize.quantize, cpu_quantize.reason),
         Impl("cpu_fp4", cpu_fp4.quantize, cpu_fp4.reason),
         Impl("triton", choice.quantize, choice.why_not_quantize),
-        Impl("reference", reference.quantize, _always),
+        Impl("reference", _by_reference, _always),
     ],
 )
 MATMUL = Op(
@@ -315,7 +327,8 @@ def quantize_both_opaquely(
     number: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     """`QUANTIZE_BOTH` as an opaque operator, of roundings to nearest; the number as `quantize_opaquely` takes it."""
-    assert noise is QUIET and other_noise is QUIET
+    # Not whether they are QUIET: to a compiler a default and the global that it names are two tuples.
+    assert spec.rounding == other.rounding == "nearest"
     if isinstance(factor, float):
         factor = torch.tensor(factor)
     data, scale, of_tensor, top, turned_data, turned_scale, turned_of_tensor = torch.ops.quaver.quantize_both(

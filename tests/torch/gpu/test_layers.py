@@ -1,6 +1,7 @@
 """Whole layers on the kernels, interpreted: the bits of the reference, forward and backward, under every recipe."""
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -200,3 +201,62 @@ def test_out_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         layer(torch.randn(5, 48))
     history = layer.get_buffer("history")
     assert not history.any(), "nothing was recorded"
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen input"])
+def test_a_history_goes_on_where_one_operand_alone_has_no_kernel(frozen: bool) -> None:
+    plain = recipes.delayed(history=4)
+    noisy = dataclasses.replace(plain.dgrad.a, rounding="stochastic")  # type: ignore[type-var]
+    gemms_of_g = {name: dataclasses.replace(plain.gemms[name], a=noisy) for name in ("dgrad", "wgrad")}
+    recipe = dataclasses.replace(plain, name="noisy", **gemms_of_g)
+    layer = qt.Linear(48, 32)
+    twin = copy.deepcopy(layer)
+
+    def steps(layer: qt.Linear) -> list[Tensor]:
+        torch.manual_seed(0)
+        for _ in range(3):
+            with qt.autocast(recipe=recipe):
+                y = layer(torch.randn(5, 48, requires_grad=not frozen))
+            y.backward(torch.randn_like(y))
+        return [y.detach(), layer.weight.grad, *(b.clone() for b in layer.buffers())]  # type: ignore[list-item]
+
+    with qt.only("reference"):
+        expected = steps(layer)
+        del layer
+        with qt.only("triton"):
+            found = steps(twin)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("noise", [(), (None, None, ops.QUIET, ops.QUIET)], ids=["left out", "given"])
+def test_two_operands_in_one_operator_compile_as_layers_ask_for_them(noise: tuple[Any, ...]) -> None:
+    spec = QuantSpec(E4M3)
+
+    def both(x: Tensor) -> list[Tensor]:
+        return [q.data for q in ops.quantize_both_opaquely(x, spec, spec, *noise)]
+
+    x = torch.randn(16, 32)
+    compiled = torch.compile(both, fullgraph=True, backend="eager")
+    for one, other in zip(compiled(x), both(x), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+class CallOfAGPU(gemms.Call):
+    """As one is made there: a compiler sees one operator for two operands."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.traced:
+            self.both = ops.quantize_both_opaquely
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
+def test_a_compiled_layer_reads_operands_once_as_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = qt.Linear(48, 32)
+    twin = copy.deepcopy(layer)
+    expected = run(layer, recipe, 5)
+    monkeypatch.setattr("quaver.torch.linear.Call", CallOfAGPU)
+    found = run(torch.compile(twin, fullgraph=True, backend="aot_eager"), recipe, 5)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
