@@ -156,3 +156,16 @@ def test_second_derivatives_are_refused() -> None:
     (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         grad.sum().backward()
+
+
+def test_want_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    layer(x)
+
+    def full(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("quaver.torch.gpu.direct._empty", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
+        layer(x)

@@ -52,7 +52,7 @@ def quantize(x: Tensor, *args: Any) -> Quantized:
     try:
         return kernels.quantize(x, *args)
     except torch.OutOfMemoryError as error:
-        raise _out_of_memory(x, 1) from error
+        raise out_of_memory(x, 1) from error
 
 
 def why_not_quantize_both(x: Tensor, spec: QuantSpec, other: QuantSpec, *rest: Any) -> str:
@@ -73,10 +73,11 @@ def quantize_both(x: Tensor, *args: Any) -> tuple[Quantized, Quantized]:
     try:
         return kernels.quantize_both(x, *args)
     except torch.OutOfMemoryError as error:
-        raise _out_of_memory(x, 2) from error
+        raise out_of_memory(x, 2) from error
 
 
-def _out_of_memory(x: Tensor, copies: int) -> torch.OutOfMemoryError:
+def out_of_memory(x: Tensor, copies: int) -> torch.OutOfMemoryError:
+    """What to say where quantizing finds no memory."""
     size = copies * x.numel() / 2**20
     return torch.OutOfMemoryError(
         f"no memory for the quantized copy of a {x.dtype} tensor of shape {tuple(x.shape)}, {size:.0f} MiB. "

@@ -204,7 +204,10 @@ class Plan(NamedTuple):
             delayed = _delayed(layer, x) if layer.__dict__.get("_prepared") is recipe else None
             if delayed is None:
                 return None
-        y: Tensor = _apply(x, weight, bias, (layer, self, delayed))
+        try:
+            y: Tensor = _apply(x, weight, bias, (layer, self, delayed))
+        except torch.OutOfMemoryError as error:
+            raise choice.out_of_memory(x, 2) from error
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
     def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
