@@ -70,7 +70,7 @@ def test_what_does_not_gain_is_named_with_what_to_do() -> None:
 
 def test_what_the_gpu_lacks_is_said() -> None:
     result = quaver("--gpu", "l40s", "--model", "llama3-8b", "--recipe", "blockwise")
-    assert "l40s has no GEMM of the kind block: fprop, dgrad, wgrad decode their operands" in result.stdout
+    assert "l40s has no GEMM for blocks of 128: fprop, dgrad, wgrad decode their operands" in result.stdout
 
 
 def test_bf16_gains_nothing() -> None:

@@ -34,7 +34,10 @@ class CapturedStep:
 
     def __init__(self, step: Callable[..., Any], *, warm_up: int = WARM_UP) -> None:
         if not torch.cuda.is_available():
-            raise ValueError("there is no CUDA device, and only on one can a step be captured; call it as it is")
+            raise ValueError(
+                "there is no CUDA device, and only on one can a step be captured; run it uncaptured "
+                "(in the trainer, leave out --capture)"
+            )
         if warm_up < 1:
             raise ValueError(f"warm_up is {warm_up}; it takes at least 1 call before everything is in place")
         self.step = step

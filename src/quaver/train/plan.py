@@ -20,6 +20,14 @@ from quaver.train import recipe_name
 from quaver.train.parameters import matrices
 from quaver.train.sizes import MODELS, ModelConfig
 
+#: What the ledger's kinds of GEMM multiply, in a user's words.
+KINDS = {
+    "tensor": "one scale a tensor",
+    "row": "a scale a row",
+    "block": "blocks of 128",
+    "mx": "MXFP8's blocks of 32",
+    "nvfp4": "NVFP4's blocks of 16",
+}
 #: "more MB" is what the layer moves beyond a bf16 one.
 COLUMNS = ("layer", "K", "N", "bf16, ms", "predicted", "more MB", "speed-up", "gains")
 
@@ -148,9 +156,9 @@ def verdict(planned: Plan) -> list[str]:
         )
     emulated = planned.rows[0].cost.emulated
     if emulated:
-        kinds = sorted({planned.rows[0].cost.gemms[name].kind for name in emulated})
+        kinds = sorted({KINDS.get(kind, kind) for kind in (planned.rows[0].cost.gemms[name].kind for name in emulated)})
         said.append(
-            f"{gpu} has no GEMM of the kind {', '.join(kinds)}: {', '.join(emulated)} decode their operands and run in "
+            f"{gpu} has no GEMM for {' or '.join(kinds)}: {', '.join(emulated)} decode their operands and run in "
             "bf16, exact but slower."
         )
     return said
