@@ -69,6 +69,10 @@ def _per_tensor() -> list[Case]:
     def history() -> object:
         return quantize.per_tensor(matrix(), POWER, None, number(), True, True, newest=number())
 
+    def summed(height: int = ROWS, factor: bool = False) -> Callable[[], object]:
+        known = number() if factor else None
+        return lambda: quantize.per_tensor(matrix(height), POWER, None, known, factor, True, sums=True)
+
     return [
         Case(name="amax bf16", launch=lambda: quantize.measure(matrix()), exceptions=ONE_NUMBER),
         Case(name="amax float32", launch=lambda: quantize.measure(wide()), exceptions=ONE_NUMBER),
@@ -86,6 +90,9 @@ def _per_tensor() -> list[Case]:
         Case(name="cast+transpose ragged tokens", launch=cast(POWER, True, lambda: matrix(8175))),
         Case(name="cast columns only", launch=lambda: quantize.quantize(matrix().t(), POWER, 1.0)),
         Case(name="cast+transpose+amax history", launch=history),
+        Case(name="cast+transpose+sums bf16", launch=summed()),
+        Case(name="cast+transpose+sums ragged tokens", launch=summed(8175)),
+        Case(name="cast+transpose+amax+sums delayed", launch=summed(factor=True)),
     ]
 
 
@@ -165,6 +172,7 @@ def _of_a_step() -> list[Case]:
 
 def _fused() -> list[Case]:
     rows, runs, micro = QuantSpec(E4M3, (1, None)), QuantSpec(E4M3, (1, 128)), QuantSpec(E4M3, (1, 32), "e8m0")
+    gradient = QuantSpec(E5M2)
     order = {"wide stores": "8 codes a thread, so that a row is summed in one order whatever is written"}
     bytewise = {**order, "shared bytes": "the scales of a row's blocks, bytes, change places"}
     sums = {"wide stores": "it writes a sum a column"}
@@ -197,6 +205,15 @@ def _fused() -> list[Case]:
         x = [matrix(columns=14336 * (1 + gated))] if together else [matrix(columns=14336)] * 2
         options = (7.0, 1.702) if name == "clamped_swiglu" else ()
         return lambda: activation.gradients(name, options, matrix(columns=14336), x, True)
+
+    def cast_back(
+        name: str, spec: QuantSpec, rows: bool = True, turned: bool = False, together: bool = True, height: int = ROWS
+    ) -> Callable[[], object]:
+        gated = activation.KINDS[name].gated
+        x = [matrix(height, 14336 * (1 + gated))] if together else [matrix(height, 14336)] * 2
+        factors = [number() for _ in x] if spec.per_tensor else []
+        g, options = matrix(height, 14336), (7.0, 1.702) if name == "clamped_swiglu" else ()
+        return lambda: activation.quantized_gradients(name, options, g, x, spec, factors, rows, turned)
 
     return [
         Case(name="bias gradient", launch=lambda: column_sum.column_sum(matrix(), BF16), exceptions=sums),
@@ -233,6 +250,17 @@ def _fused() -> list[Case]:
         Case(name="clamped_swiglu back+amax", launch=deactivated("clamped_swiglu")),
         Case(name="gelu back+amax", launch=deactivated("gelu")),
         Case(name="geglu_exact back+amax", launch=deactivated("geglu_exact")),
+        Case(name="swiglu back+cast", launch=cast_back("swiglu", gradient)),
+        Case(name="swiglu back+cast+transpose", launch=cast_back("swiglu", gradient, True, True)),
+        Case(name="swiglu back+cast+transpose E4M3", launch=cast_back("swiglu", POWER, True, True)),
+        Case(name="swiglu back+transpose", launch=cast_back("swiglu", gradient, False, True)),
+        Case(name="swiglu back+cast+transpose in two", launch=cast_back("swiglu", gradient, True, True, False)),
+        Case(name="swiglu back+cast+transpose ragged", launch=cast_back("swiglu", gradient, True, True, height=8175)),
+        Case(name="clamped_swiglu back+cast+transpose", launch=cast_back("clamped_swiglu", gradient, True, True)),
+        Case(name="gelu back+cast+transpose", launch=cast_back("gelu", gradient, True, True)),
+        Case(name="geglu_exact back+cast+transpose", launch=cast_back("geglu_exact", gradient, True, True)),
+        Case(name="swiglu back+rows", launch=cast_back("swiglu", rows)),
+        Case(name="gelu back+rows", launch=cast_back("gelu", rows)),
     ]
 
 

@@ -7,8 +7,10 @@ from torch import Tensor
 from quaver import E4M3, E5M2, QuantSpec
 from quaver.torch import reference
 from quaver.torch.gpu import quantize as gpu
+from quaver.torch.gpu.column_sum import add_up
 from quaver.torch.gpu.launch import workspace
 from quaver.torch.quantized import Quantized
+from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE, assert_padded, assert_same
 from tests.operands import nasty
 
@@ -75,6 +77,49 @@ def test_a_history_notes_the_largest_finite_amax(is_set: bool, before: float, ou
     history = torch.tensor([0.5, before, 0.5], device=DEVICE)
     gpu.per_tensor(x, SPECS[0], None, torch.tensor([2.0], device=DEVICE), is_set, False, newest=history[1:2])
     assert history.tolist() == [0.5, after, 0.5]
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize("shape", [(128, 64), (1, 1), (5, 7), (130, 65)], ids=str)
+def test_sums_come_from_the_same_read_and_change_no_code(shape: tuple[int, int], is_set: bool) -> None:
+    factor = torch.tensor([2.0], device=DEVICE) if is_set else None
+    for name, x in operands(shape, torch.bfloat16).items():
+        plain = gpu.per_tensor(x, SPECS[0], None, factor, is_set, True)
+        q = gpu.per_tensor(x, SPECS[0], None, factor, is_set, True, sums=True)
+        assert_same(q, plain)
+        assert q.twin is not None and plain.twin is not None
+        assert torch.equal(q.twin.codes(), plain.twin.codes())
+        assert plain.partial_sums is None
+        assert q.partial_sums is not None
+        # float64 knows which sums pass what float32 holds, and which are infinities that cancel.
+        wide = torch.stack([part.double().sum(0) for part in x.split(128)])
+        size = torch.stack([part.double().abs().sum(0) for part in x.split(128)]).float()
+        close = (q.partial_sums - wide).abs() <= 1e-6 * size
+        beyond = (size.isinf() | size.isnan()) & ~(q.partial_sums.isfinite() ^ wide.float().isfinite())
+        assert (close | beyond).all(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_of_the_values_before_scaling_in_any_layout(dtype: torch.dtype) -> None:
+    base = torch.randint(-8, 9, (300, 110), device=DEVICE).to(dtype)
+    for x in (base, base[:, 3:67], base[::2, :64], base[:, :1]):
+        for as_it_lies in (True, False):
+            q = gpu.per_tensor(x, SPECS[0], None, None, False, False, as_it_lies, sums=True)
+            assert q.partial_sums is not None
+            assert_bitwise(add_up(q.partial_sums, torch.float32), x.float().sum(0))
+    q, turned = gpu.quantize_both(base, SPECS[0], SPECS[0], sums=True)
+    assert q.partial_sums is not None and turned.partial_sums is None
+    lying = gpu.quantize_both(base.t(), SPECS[0], SPECS[0], sums=True)
+    assert lying[0].partial_sums is lying[1].partial_sums is None, "of a transpose the other sums would be asked for"
+
+
+@pytest.mark.parametrize("blocks", [1, 40, 1100])
+def test_sums_of_blocks_are_added_up_in_one_order_and_rounded_once(blocks: int) -> None:
+    partial = torch.randn(blocks, 70, device=DEVICE)
+    wide = add_up(partial, torch.float32)
+    torch.testing.assert_close(wide.double(), partial.double().sum(0), rtol=1e-5, atol=1e-4)
+    assert_bitwise(add_up(partial, torch.float32), wide)
+    assert_bitwise(add_up(partial, torch.bfloat16), wide.bfloat16())
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)], ids=str)

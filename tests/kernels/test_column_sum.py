@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
+from quaver import E4M3, QuantSpec
 from quaver.torch import ops
 from quaver.torch.gpu import column_sum as gpu
+from quaver.torch.gpu.per_tensor import per_tensor
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
 
@@ -51,14 +53,23 @@ def test_bits_do_not_depend_on_where_a_matrix_lies() -> None:
         assert_bitwise(gpu.column_sum(x, torch.float32), gpu.column_sum(x.clone().contiguous(), torch.float32))
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_a_layers_bias_gradient_is_summed_by_the_kernel(dtype: torch.dtype) -> None:
-    layer = qt.Linear(24, 16, dtype=dtype, device=DEVICE, recipe="tensorwise")
-    g = torch.randn(100, 16, device=DEVICE).to(dtype)
+def test_a_layers_bias_gradient_is_summed_by_a_kernel(
+    dtype: torch.dtype, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one scale for the tensor by the cast, which reads the gradient anyway; else by one of its own."""
+    layer = qt.Linear(24, 16, dtype=dtype, device=DEVICE, recipe=recipe)
+    g = torch.randn(200, 16, device=DEVICE).to(dtype)
+    expected = gpu.column_sum(g, dtype)
+    if recipe == "tensorwise":
+        partial = per_tensor(g, QuantSpec(E4M3), None, None, False, True, sums=True).partial_sums
+        assert partial is not None
+        expected = gpu.add_up(partial, dtype)
+        monkeypatch.setattr(gpu, "column_sum", lambda *_: pytest.fail("the gradient is read once more"))
     with qt.only("triton"):
         assert ops.BIAS_GRADIENT.explain(g, dtype)[0] == ("triton", "")
-        layer(torch.randn(100, 24, device=DEVICE).to(dtype)).backward(g)
-        expected = gpu.column_sum(g, dtype)
+        layer(torch.randn(200, 24, device=DEVICE).to(dtype).requires_grad_()).backward(g)
     assert layer.bias.grad is not None
     assert_bitwise(layer.bias.grad, expected)
 

@@ -161,6 +161,15 @@ def activate_blocks(
 
 
 @triton.jit
+def value_gradient(g, x, b, limit, alpha, F: tl.constexpr, CLAMPED: tl.constexpr):
+    """The gradient of value b, beside gate x."""
+    y = F(x, limit, alpha) * g
+    if CLAMPED:
+        y = y * tl.where(tl.abs(b) > limit, 0.0, 1.0)
+    return y
+
+
+@triton.jit
 def activate_backward(
     grad, gate, value, of_gate, of_value, top, value_top, work,
     rows, columns, grad_stride, gate_stride, value_stride, of_gate_stride, of_value_stride, programs, limit, alpha,
@@ -179,10 +188,7 @@ def activate_backward(
     x = load_tile(gate, r, c, rows, columns, gate_stride, EVEN)
     if GATED:
         b = load_tile(value, r, c, rows, columns, value_stride, EVEN)
-        second = F(x, limit, alpha) * g
-        if CLAMPED:
-            second = second * tl.where(tl.abs(b) > limit, 0.0, 1.0)
-        second = second.to(dtype)
+        second = value_gradient(g, x, b, limit, alpha, F, CLAMPED).to(dtype)
         store_tile(of_value, second, r, c, rows, columns, of_value_stride, EVEN)
         g = g * factor_of(b, limit, CLAMPED)
     first = B(g, x, limit, alpha).to(dtype)

@@ -77,11 +77,11 @@ def keep_newest(newest, bits):
 
 @triton.jit
 def cast(
-    x, q, qt, scale, top, factor, given, newest, work,
+    x, q, qt, scale, top, factor, given, newest, work, partial,
     rows, columns, stride, q_stride, qt_lines, programs,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr, NEWEST: tl.constexpr, TALL: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+    SUMS: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns] to q of the same shape (ROWS), its transpose qt as int32 (COLUMNS), and scale float32 [1].
@@ -89,14 +89,23 @@ def cast(
     MEASURED: top float32 [1] is the amax. Otherwise the amax `given` goes before it (GIVEN), or factor is set; top is
     written: the amax of x, taken on the way. factor (if FACTOR) goes before what an amax implies unless it is 0.
     newest (if NEWEST): the newest entry of a history, which notes the amax where that is finite.
+    partial (if SUMS): float32 [blocks of BM rows, columns], the sums of x, unscaled, over the rows of each block.
     q_stride, qt_lines: bytes of a row of q, 16 of them in a row of qt; the ends of rows beyond x are zeros.
-    work: int32 [2] of zeros, left as zeros; programs: how many share it. TALL: rows are the grid's first axis. Exact.
+    work: int32 [2] of zeros, left as zeros; programs: how many share it. TALL: rows are the grid's first axis.
+    Exact; sums Bounded: of float32 in a fixed order.
     """
     pm = tl.program_id(0 if TALL else 1)
     pn = tl.program_id(1 if TALL else 0)
     r = pm * BM + 4 * tl.arange(0, BM // 4)
     c = pn * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
+    if SUMS:
+        found = tl.sum((x0 + x1) + (x2 + x3), 0)
+        at = partial + pm.to(tl.int64) * columns + c
+        if EVEN:
+            tl.store(at, found)
+        else:
+            tl.store(at, found, mask=c < columns)
     limit = 0
     if MEASURED:
         limit = flushed(magnitude_bits(tl.load(top)))

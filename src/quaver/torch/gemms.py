@@ -75,17 +75,21 @@ def backward(
     need_input: bool,
     need_weight: bool,
     weight_dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None]:
-    """grad_output [T, N] to grad_input [T, K] and grad_weight [N, K], as far as they are needed."""
+    bias_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """grad_output [T, N] to grad_input [T, K], grad_weight [N, K] and, of this dtype, grad_bias [N], as needed."""
     gq: Tensor | Quantized = g
     turned: Quantized | None = None
-    grad_input = grad_weight = None
+    grad_input = grad_weight = grad_bias = None
     a, c = recipe.dgrad.a, recipe.wgrad.a
     if a is not None and (need_input or (need_weight and call.plan.grad_output)):
         if call.both is not None and need_input and need_weight and c is not None and both_at_once(a, c, call):
-            gq, turned = quantize_both(layer, amax.GRAD_OUTPUT, "grad_output", g, a, c, recipe, call)
+            sums = bias_dtype in ops.DTYPES
+            gq, turned = quantize_both(layer, amax.GRAD_OUTPUT, "grad_output", g, a, c, recipe, call, sums)
         else:
             gq = quantize(layer, amax.GRAD_OUTPUT, "grad_output", g, a, recipe, call)
+    if bias_dtype is not None:
+        grad_bias = ops.bias_gradient(g, bias_dtype, gq.partial_sums if isinstance(gq, Quantized) else None)
     if need_input:
         grad_input = dgrad(gq, weight, layer, recipe, call)
     if need_weight:
@@ -99,7 +103,7 @@ def backward(
         else:
             gt = quantize(layer, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, recipe, call)
         grad_weight = wgrad(gt, kept, recipe, call, weight_dtype)
-    return grad_input, grad_weight
+    return grad_input, grad_weight, grad_bias
 
 
 def dgrad(g: Tensor | Quantized, weight: Tensor, layer: nn.Module, recipe: Recipe, call: "Call") -> Tensor:
@@ -221,8 +225,13 @@ def quantize_both(
     other: QuantSpec,
     recipe: Recipe,
     call: Call,
+    sums: bool = False,
 ) -> tuple[Quantized, Quantized]:
-    """x by one spec and its transpose by another; see `quantize`. They share nothing but what their kernel shares."""
+    """x by one spec and its transpose by another; see `quantize`. They share nothing but what their kernel shares.
+
+    Args:
+        sums: whether x is to be summed over its rows too, where its one read gives that: `partial_sums` of the first.
+    """
     assert call.both is not None
     if call.factors is not None:
         factor, record = call.factors[column], call.record
@@ -232,13 +241,16 @@ def quantize_both(
             record = record and number is None
         else:
             known, newest = amax.is_set(layer, column, call.factors), _newest(layer, column, x, call)
-            q, turned = call.both(x, spec, other, None, factor, ops.QUIET, ops.QUIET, known, newest)
+            q, turned = call.both(x, spec, other, None, factor, ops.QUIET, ops.QUIET, known, newest, sums)
         if record:
             amax.record(layer, column, q.amax, q.noted)
         return q, turned
     noise = ops.QUIET if spec.rounding == "nearest" else draw(layer, operand)
     turned_noise = ops.QUIET if other.rounding == "nearest" else draw(layer, operand + ".T")
-    q, turned = call.both(x, spec, other, None, None, noise, turned_noise)
+    if sums and not call.traced:
+        q, turned = call.both(x, spec, other, None, None, noise, turned_noise, False, None, True)
+    else:
+        q, turned = call.both(x, spec, other, None, None, noise, turned_noise)
     for rounding, name in ((spec.rounding, operand), (other.rounding, operand + ".T")):
         if rounding != "nearest":
             drawn(layer, name)

@@ -110,12 +110,11 @@ def _backward(ctx: Any, g: Tensor) -> Any:
         call.factors = factors
     g2 = matrix(g)
     kept = put_together(kept, tensors)
-    found, grad_weight = backward(g2, weight, kept, layer, recipe, call, need_input, need_weight, weight_dtype)
+    bias_dtype = bias_dtype if need_bias else None
+    needs = need_input, need_weight
+    found, *grads = backward(g2, weight, kept, layer, recipe, call, *needs, weight_dtype, bias_dtype)
     grad_input = found if found is None or g.dim() == 2 else found.view(shape)
-    grad_bias = None
-    if need_bias:
-        grad_bias = ops.bias_gradient(g2, bias_dtype)
-    return grad_input, grad_weight, grad_bias, None, None, None
+    return grad_input, *grads, None, None, None
 
 
 #: `Function.apply` without its checks for torch.func, which the layer has made itself; they take as long as a small

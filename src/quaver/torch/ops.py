@@ -77,8 +77,7 @@ def _two_calls(
     factor: Tensor | float | None = None,
     noise: Noise = QUIET,
     other_noise: Noise = QUIET,
-    is_set: bool = False,
-    newest: Tensor | None = None,
+    *_hints: object,
 ) -> tuple[Quantized, Quantized]:
     q = QUANTIZE(x, spec, amax, factor, noise)
     if spec == other and spec.transposable and noise is other_noise:
@@ -93,7 +92,7 @@ def _why_two_calls(x: Tensor, *args: Any) -> str:
 
 #: x [rows, k] by one spec and its transpose by another, from one read of x where an implementation can do that:
 #: (x, spec, spec of the transpose, amax, factor, noise, noise of the transpose, whether factor is known not to be 0,
-#: where a kernel may note the amax).
+#: where a kernel may note the amax, whether it may sum x over its rows).
 QUANTIZE_BOTH = Op(
     "quantize_both",
     [Impl("triton", choice.quantize_both, _why_two_calls), Impl("two calls", _two_calls, _always)],
@@ -265,8 +264,14 @@ def run_matmul(
     return y
 
 
-def bias_gradient(g: Tensor, dtype: torch.dtype) -> Tensor:
-    """g [tokens, features] summed over its tokens in float32, in a fixed order, and rounded once: [features]."""
+def bias_gradient(g: Tensor, dtype: torch.dtype, partial: Tensor | None = None) -> Tensor:
+    """g [tokens, features] summed over its tokens in float32, in a fixed order, and rounded once: [features].
+
+    Args:
+        partial: `Quantized.partial_sums` of g, where whatever quantized it summed it on the way: g is not read again.
+    """
+    if partial is not None:
+        return choice.add_up(partial, dtype)
     if torch.compiler.is_compiling() or (g.is_cpu and not choice.asked()):
         return _plain_sum(g, dtype)
     found: Tensor = BIAS_GRADIENT(g, dtype)

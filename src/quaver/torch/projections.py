@@ -307,7 +307,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
     of_biases: list[Tensor | None] = [None] * n
     # As autograd adds them up: what was computed last comes first.
     for i in reversed(range(n)):
-        found, of_weights[i] = backward(
+        found, of_weights[i], of_biases[i] = backward(
             gs[i],
             weights[i],
             kept,
@@ -317,12 +317,11 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
             of_input,
             needs_weight[i],
             weights[i].dtype,
+            bias_dtypes[i] if needs[taken + n + i] else None,
         )
         if found is not None:
             found = found if found.dtype is dtype else found.to(dtype)
             of_y = found if of_y is None else add(of_y, found)
-        if needs[taken + n + i]:
-            of_biases[i] = ops.bias_gradient(gs[i], bias_dtypes[i])
     of_x: tuple[Tensor | None, ...] = (None,) * taken
     if of_input:
         assert of_y is not None

@@ -52,6 +52,9 @@ class Quantized:
     swizzled: bool = False
     #: Whether the kernel that measured `amax` has noted it in a history already.
     noted: bool = False
+    #: What the kernel that quantized a matrix summed of it on the way: float32 [blocks of rows, columns], of the values
+    #: as they were. The gradient of a bias is the sum of these.
+    partial_sums: Tensor | None = None
 
     @property
     def device(self) -> torch.device:

@@ -105,6 +105,12 @@ def column_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
     return kernels.column_sum(g, dtype)
 
 
+def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    from quaver.torch.gpu import column_sum as kernels
+
+    return kernels.add_up(partial, dtype)
+
+
 def why_not_native(a: Quantized, b: Quantized, *rest: Any) -> str:
     """Why cuBLASLt does not multiply these, or ""."""
     why = device.why_no_fp8(a.device, "native")

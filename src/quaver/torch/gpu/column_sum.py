@@ -10,6 +10,8 @@ from quaver.torch.gpu.launch import aligned, keep, launcher, multiprocessors, ta
 BLOCK, LAST_BLOCK = (32, 128, 4), (32, 32, 4)
 #: Programs of a multiprocessor that keep enough reads in flight.
 PROGRAMS = 8
+#: Partial sums, one for so many rows of a matrix, that one launch adds up without taking long.
+FEW = 1024
 
 _sums = table()
 
@@ -43,6 +45,14 @@ def sum_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.empty((x.shape[1],), dtype=dtype, device=x.device)
     _sum(x, out, -(-x.shape[0] // LAST_BLOCK[0]) * LAST_BLOCK[0], 1, LAST_BLOCK)
     return out
+
+
+def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over rows of what another kernel summed by blocks of rows, float32 [blocks, columns]: [columns].
+
+    Bounded: as `column_sum` of the matrix, in another order of float32 sums: not its bits, but the same at every run.
+    """
+    return sum_rows(partial, dtype) if partial.shape[0] <= FEW else column_sum(partial, dtype)
 
 
 def _sum(x: Tensor, out: Tensor, each: int, down: int, block: tuple[int, int, int]) -> None:

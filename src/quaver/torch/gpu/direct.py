@@ -18,10 +18,11 @@ from quaver.torch import amax, counters, ops, recomputation, weights
 from quaver.torch.gemms import Call, quantized_weight
 from quaver.torch.gpu import choice, launch
 from quaver.torch.gpu.codes import empty_codes
+from quaver.torch.gpu.column_sum import add_up
 from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.launch import workspace
 from quaver.torch.gpu.operands import transpose
-from quaver.torch.gpu.per_tensor import amax_launch, cast_launch
+from quaver.torch.gpu.per_tensor import amax_launch, cast_launch, room_for_sums
 from quaver.torch.gpu.scaled_mm import way
 from quaver.torch.quantized import STORAGE, Quantized
 from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
@@ -43,9 +44,11 @@ class Place(NamedTuple):
     top: Tensor
     #: Codes, codes of the transpose and scale that the next GEMMs read and nobody keeps; None where they are large.
     written: tuple[Tensor, Tensor, Tensor] | None
+    #: Sums of blocks of rows, which another kernel adds up at once; None where nobody asks for them.
+    partial: Tensor | None
 
 
-#: By thread, stream, device, shape and dtype: layers share them.
+#: By thread, stream, device, shape, dtype and whether there are sums: layers share them.
 _places: dict[Any, Place] = {}
 
 
@@ -55,12 +58,14 @@ class Cast:
     Args:
         x: a matrix like those to come.
         keeps: whether the transpose and the scale are kept, so that each call must write new ones.
+        sums: whether blocks of its rows are summed on the way, for the gradient of a bias.
     """
 
-    __slots__ = ("amax", "card", "device", "dtype", "keeps", "launches", "places", "shape", "spec", "turned")
+    __slots__ = ("amax", "card", "device", "dtype", "keeps", "launches", "places", "shape", "spec", "sums", "turned")
 
-    def __init__(self, x: Tensor, spec: QuantSpec, keeps: bool) -> None:
+    def __init__(self, x: Tensor, spec: QuantSpec, keeps: bool, sums: bool = False) -> None:
         rows, columns = x.shape
+        self.sums = sums
         self.spec, self.device, self.dtype, self.keeps = spec, x.device, STORAGE[spec.format.name], keeps
         self.shape, self.turned = (rows, columns), (columns, rows)
         #: Index of the GPU, what tells the current one's, and what tells its stream.
@@ -78,14 +83,15 @@ class Cast:
         column: int = 0,
         known: bool = False,
         newest: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(codes, codes of the transpose, scale [1, 1]); `per_tensor` says what the arguments mean.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(codes, codes of the transpose, scale [1, 1], sums); `per_tensor` says what the arguments mean.
 
-        A transpose that is kept comes as the right side of a GEMM: [rows, columns], lying as [columns, rows].
+        A transpose that is kept comes as the right side of a GEMM: [rows, columns], lying as [columns, rows]. Sums are
+        those of blocks of rows, to be added up before anything else is quantized.
         """
         index, current, stream_of = self.card
         stream = stream_of(index)
-        work, top, written = self.places.get((get_ident(), stream)) or self._place(stream)
+        work, top, written, partial = self.places.get((get_ident(), stream)) or self._place(stream)
         if written is None:
             qt = self._turned_room() if self.keeps else self._room(self.turned)
             q, scale = self._room(self.shape), self._number()
@@ -99,13 +105,13 @@ class Cast:
             factor = None if factors is None else factors[column]
             x = x.detach().view(self.shape)
             turned = qt.t() if self.keeps else qt
-            tensors = (x, q, turned, scale, top, factor, None, newest, work if one_pass else None)
+            tensors = (x, q, turned, scale, top, factor, None, newest, work if one_pass else None, partial)
             if not one_pass:
                 self.amax(x, top, work)
             if run is None:
                 run = self._launch(x, tensors, one_pass)
             run(*tensors)
-            return q, qt, scale
+            return q, qt, scale, partial
         at, meeting, of_top = x.data_ptr(), work.data_ptr(), top.data_ptr()
         if not one_pass:
             start, grid, middle, tail = self.amax.parts
@@ -124,9 +130,10 @@ class Cast:
             None,
             None if newest is None else newest.data_ptr(),
             meeting if one_pass else None,
+            None if partial is None else partial.data_ptr(),
             *tail,
         )
-        return q, qt, scale
+        return q, qt, scale, partial
 
     def _turned_room(self) -> Tensor:
         """[rows, columns] that lies as its transpose does."""
@@ -140,12 +147,13 @@ class Cast:
 
     def _place(self, stream: int) -> Place:
         mine = get_ident(), stream
-        shared = *mine, self.device, self.shape, self.dtype
+        shared = *mine, self.device, self.shape, self.dtype, self.sums
         if shared not in _places:
             with torch.inference_mode(False):
                 small = self.shape[0] * self.shape[1] <= SMALL
                 written = (self._room(self.shape), self._room(self.turned), self._number()) if small else None
-                _places[shared] = Place(workspace(self.device), self._number(), written)
+                partial = room_for_sums(*self.shape, self.device) if self.sums else None
+                _places[shared] = Place(workspace(self.device), self._number(), written, partial)
         made = self.places[mine] = _places[shared]
         return made
 
@@ -297,7 +305,7 @@ def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pla
         ]
         if all(_plainly(left, right, x.dtype, added) for left, right, added in operands):
             like = x.detach().view(tokens, k)
-            casts = Cast(like, a, True), Cast(like.new_empty((tokens, n)), g, False)
+            casts = Cast(like, a, True), Cast(like.new_empty((tokens, n)), g, False, bias is not None)
     return Plan(recipe, x.shape, x.dtype, x.get_device(), of_bias, *casts)
 
 
@@ -331,9 +339,9 @@ class _Step(torch.autograd.Function):
         recipe, cast = plan.recipe, plan.input
         w = _weight(weight, layer, recipe, x, delayed)
         if delayed is None:
-            q, xt, scale = cast(x)
+            q, xt, scale, _ = cast(x)
         else:
-            q, xt, scale = cast(x, delayed.factors, amax.INPUT, delayed.known[0], delayed.newest[0])
+            q, xt, scale, _ = cast(x, delayed.factors, amax.INPUT, delayed.known[0], delayed.newest[0])
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, xt, scale)
         ctx.about = layer, plan, delayed, w, None if bias is None else bias.dtype
@@ -359,25 +367,25 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     if not g.is_contiguous() or g.data_ptr() & 15:
         g = g.clone(memory_format=torch.contiguous_format)
     if delayed is None:
-        q, qt, scale = cast(g)
+        q, qt, scale, partial = cast(g)
     else:
         history, newest = layer._buffers["history"], delayed.newest[2]
         if history is not delayed.history or history.data_ptr() != delayed.address:
             newest = amax.newest(layer, amax.GRAD_OUTPUT, g)
-        q, qt, scale = cast(g, delayed.factors, amax.GRAD_OUTPUT, delayed.known[2], newest)
+        q, qt, scale, partial = cast(g, delayed.factors, amax.GRAD_OUTPUT, delayed.known[2], newest)
     if counters.active.counters is not None:
         spec = recipe.dgrad.a
         counters.active.counters.note(layer, "grad_output", g.view(q.shape), Quantized(q, scale, spec, tuple(q.shape)))
     scales, need = [scale], ctx.needs_input_grad
     of_input = of_weight = of_bias = None
+    if partial is not None and need[2]:
+        of_bias = add_up(partial, bias)
     if need[0]:
         of_input = _multiply(q, w.dgrad, scales, [w.scale], None, dtype, recipe.dgrad.fast_accum)
         if len(plan.shape) != 2:
             of_input = of_input.view(plan.shape)
     if need[1]:
         of_weight = _multiply(qt, xt, scales, [of_x], None, dtype, recipe.wgrad.fast_accum)
-    if bias is not None and need[2]:
-        of_bias = ops.bias_gradient(g.view(q.shape), bias)
     return of_input, of_weight, of_bias, None
 
 

@@ -56,6 +56,7 @@ def per_tensor(
     as_it_lies: bool = True,
     newest: Tensor | None = None,
     measured_amax: Tensor | None = None,
+    sums: bool = False,
 ) -> Quantized:
     """One scale for the tensor.
 
@@ -69,6 +70,7 @@ def per_tensor(
         newest: float32 of one element, a history's newest amax, which is raised to this one where that is finite.
         measured_amax: the amax of x, float32 of one element, where whatever made x has measured it; unlike `amax` it
             is not combined with what the cast finds.
+        sums: of x over its rows, from the same read, left as `partial_sums`.
     """
     rows, k = x.shape
     measured = amax is None and not (is_set and factor is not None)
@@ -80,10 +82,11 @@ def per_tensor(
     qt = empty_codes(k, rows, spec, x.device) if both or not as_it_lies else None
     scale = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     work = None if measured else workspace(x.device)
-    tensors = (x, q, qt, scale, top, factor, amax, newest, work)
+    partial = room_for_sums(rows, k, x.device) if sums else None
+    tensors = (x, q, qt, scale, top, factor, amax, newest, work, partial)
     key = (
         *(rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, factor is None, amax is None, measured),
-        *(both, as_it_lies, newest is None),
+        *(both, as_it_lies, newest is None, sums),
     )
     run = _casts.get(key)
     if run is None:
@@ -97,18 +100,26 @@ def per_tensor(
         turned = Quantized(of(qt, rows), scale, spec, (k, rows), amax=top, noted=noted)
     if made is None:
         assert turned is not None
+        turned.partial_sums = partial
         return turned
+    made.partial_sums = partial
     if turned is not None:
         made.twin, turned.twin = turned, made
     return made
 
 
+def room_for_sums(rows: int, k: int, device: torch.device) -> Tensor:
+    """For what a cast of a matrix [rows, k] leaves of its sums: float32 [blocks of rows, k]."""
+    return torch.empty((-(-rows // CAST_BLOCK[0]), k), dtype=torch.float32, device=device)
+
+
 def cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured: bool) -> Run:
     """The launch that casts a matrix like x: a function of x, its codes, its transpose's, their scale, the amax, the
-    factor, an amax that is given, a history's newest and the meeting place, which are None where they are here."""
+    factor, an amax that is given, a history's newest, the meeting place and the sums of blocks of rows, which are None
+    where they are here."""
     rows, k = x.shape
     bm, bn, warps = CAST_BLOCK
-    _, q, qt, _, _, factor, amax, newest, _ = tensors
+    _, q, qt, _, _, factor, amax, newest, _, partial = tensors
     # Blocks reach over the zeros that end the rows of both results.
     down, across = rows if qt is None else qt.shape[1], k if q is None else q.shape[1]
     programs, tall = grid(-(-down // bm), -(-across // bn))
@@ -123,6 +134,7 @@ def cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured: 
         "GIVEN": amax is not None,
         "NEWEST": newest is not None,
         "TALL": tall,
+        "SUMS": partial is not None,
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }

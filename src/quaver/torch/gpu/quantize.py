@@ -50,6 +50,8 @@ class Call(NamedTuple):
     other_noise: Any
     #: A history's newest amax, float32 of one element, which the kernel raises to this one; or None.
     newest: Tensor | None
+    #: Whether x is to be summed over its rows, where one read gives that too.
+    sums: bool = False
 
 
 class Family(NamedTuple):
@@ -80,7 +82,8 @@ def _run_by_tensor(call: Call) -> Pair:
     views = architecture(x.device) >= 100
     both = call.spec is not None and call.other is not None
     as_it_lies = call.spec is not None or views
-    q = per_tensor(x, spec, call.amax, call.factor, call.is_set, both and not views, as_it_lies, call.newest)
+    turn = both and not views
+    q = per_tensor(x, spec, call.amax, call.factor, call.is_set, turn, as_it_lies, call.newest, sums=call.sums)
     if not both:
         return (q, None) if call.spec is not None else (None, q.T if views else q)
     turned, q.twin = q.T, None
@@ -192,12 +195,15 @@ def quantize_both(
     other_noise: Any = QUIET,
     is_set: bool = False,
     newest: Tensor | None = None,
+    sums: bool = False,
 ) -> tuple[Quantized, Quantized]:
     """x [rows, k] by `spec` and its transpose [k, rows] by `other`, from one read of x where a kernel does that.
 
     Args:
         amax: of x; one that is given serves the transpose too only where the blocks are square.
         newest: as `quantize` takes it; the first of the results says whether it was noted.
+        sums: of x over its rows, wanted where they cost no read: the first of the results holds them as `partial_sums`,
+            or None.
     """
     family = _family(spec, other)
     turned_amax = amax.t() if isinstance(amax, Tensor) and amax.dim() == 2 else amax
@@ -209,7 +215,7 @@ def quantize_both(
     if x.stride(1) != 1 and x.stride(0) == 1:
         pair = family.run(_call(x.t(), other, spec, turned_amax, factor, other_noise, noise, is_set, newest))[::-1]
     else:
-        pair = family.run(_call(x, spec, other, amax, factor, noise, other_noise, is_set, newest))
+        pair = family.run(_call(x, spec, other, amax, factor, noise, other_noise, is_set, newest, sums))
     assert pair[0] is not None
     assert pair[1] is not None
     return pair[0], pair[1]
@@ -231,6 +237,7 @@ def _call(
     other_noise: Any,
     is_set: bool,
     newest: Tensor | None,
+    sums: bool = False,
 ) -> Call:
     if amax is not None:
         amax = torch.as_tensor(amax, dtype=torch.float32, device=x.device)
@@ -241,4 +248,4 @@ def _call(
         # A kernel is told an address, whatever lies there.
         factor = factor.to(x.device, torch.float32)
     x = x if x.stride(1) == 1 else x.contiguous()
-    return Call(x, spec, other, amax, factor, is_set, noise, other_noise, newest)
+    return Call(x, spec, other, amax, factor, is_set, noise, other_noise, newest, sums)
