@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 from quaver.core import ledger
 from quaver.core.gpus import GPUS
 from quaver.recipes import RECIPES, get
+from quaver.train import cli
 from quaver.train.cli import app
 from quaver.train.parameters import projections
 from quaver.train.plan import as_json, cells, plan, verdict
@@ -18,6 +19,12 @@ from quaver.train.sizes import MODELS
 
 def quaver(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker of pytest-xdist takes for its terminal is narrower."""
+    monkeypatch.setattr(cli.out, "_width", 160)
 
 
 LLAMA = ("--gpu", "h100", "--model", "llama3-8b", "--recipe", "tensorwise")
