@@ -173,6 +173,7 @@ def _of_a_step() -> list[Case]:
 def _fused() -> list[Case]:
     rows, runs, micro = QuantSpec(E4M3, (1, None)), QuantSpec(E4M3, (1, 128)), QuantSpec(E4M3, (1, 32), "e8m0")
     gradient = QuantSpec(E5M2)
+    halves = {"wide stores": "16 codes of four rows a thread, of two gradients, leave it no registers: it has 8"}
     order = {"wide stores": "8 codes a thread, so that a row is summed in one order whatever is written"}
     bytewise = {**order, "shared bytes": "the scales of a row's blocks, bytes, change places"}
     sums = {"wide stores": "it writes a sum a column"}
@@ -250,15 +251,27 @@ def _fused() -> list[Case]:
         Case(name="clamped_swiglu back+amax", launch=deactivated("clamped_swiglu")),
         Case(name="gelu back+amax", launch=deactivated("gelu")),
         Case(name="geglu_exact back+amax", launch=deactivated("geglu_exact")),
-        Case(name="swiglu back+cast", launch=cast_back("swiglu", gradient)),
-        Case(name="swiglu back+cast+transpose", launch=cast_back("swiglu", gradient, True, True)),
-        Case(name="swiglu back+cast+transpose E4M3", launch=cast_back("swiglu", POWER, True, True)),
+        Case(name="swiglu back+cast", launch=cast_back("swiglu", gradient), exceptions=halves),
+        Case(name="swiglu back+cast+transpose", launch=cast_back("swiglu", gradient, True, True), exceptions=halves),
+        Case(name="swiglu back+cast+transpose E4M3", launch=cast_back("swiglu", POWER, True, True), exceptions=halves),
         Case(name="swiglu back+transpose", launch=cast_back("swiglu", gradient, False, True)),
-        Case(name="swiglu back+cast+transpose in two", launch=cast_back("swiglu", gradient, True, True, False)),
+        Case(
+            name="swiglu back+cast+transpose in two",
+            launch=cast_back("swiglu", gradient, True, True, False),
+            exceptions=halves,
+        ),
         Case(name="swiglu back+cast+transpose ragged", launch=cast_back("swiglu", gradient, True, True, height=8175)),
-        Case(name="clamped_swiglu back+cast+transpose", launch=cast_back("clamped_swiglu", gradient, True, True)),
+        Case(
+            name="clamped_swiglu back+cast+transpose",
+            launch=cast_back("clamped_swiglu", gradient, True, True),
+            exceptions=halves,
+        ),
         Case(name="gelu back+cast+transpose", launch=cast_back("gelu", gradient, True, True)),
-        Case(name="geglu_exact back+cast+transpose", launch=cast_back("geglu_exact", gradient, True, True)),
+        Case(
+            name="geglu_exact back+cast+transpose",
+            launch=cast_back("geglu_exact", gradient, True, True),
+            exceptions=halves,
+        ),
         Case(name="swiglu back+rows", launch=cast_back("swiglu", rows)),
         Case(name="gelu back+rows", launch=cast_back("gelu", rows)),
     ]

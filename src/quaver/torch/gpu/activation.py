@@ -53,7 +53,9 @@ KINDS = {
     "clamped_swiglu": Kind(*_CLAMPED, gated=True, clamped=True),
 }
 #: Rows, columns and warps of a program.
-TILE, BLOCK_TILE, BACKWARD_TILE, CODES_TILE = (128, 64, 4), (16, 128, 4), (32, 128, 4), (128, 64, 8)
+TILE, BLOCK_TILE, BACKWARD_TILE = (128, 64, 4), (16, 128, 4), (32, 128, 4)
+#: That of the gradients as codes, plain and gated: two of them of 16 codes of four rows a thread exceed its registers.
+CODES_TILE, GATED_CODES_TILE = (128, 64, 4), (128, 64, 8)
 
 _forwards = table()
 _backwards = table()
@@ -322,7 +324,7 @@ def _codes_launch(
     # What ends a row is written by whoever comes last in it.
     ends = (columns, stride - columns) if parts == 1 and width > columns else (stride, stride)
     strides = [0 if t is None else t.stride(0) for t in (g, gate, value)]
-    bm, bn, warps = CODES_TILE
+    bm, bn, warps = CODES_TILE if value is None else GATED_CODES_TILE
     if not whole:
         bn = max(256, 1 << (columns - 1).bit_length())
         bm, warps = max(1, 2048 // bn), min(max(bn // 512, 4), 32)
