@@ -187,10 +187,12 @@ def _fused() -> list[Case]:
         factor = number() if one_pass else None
         return lambda: norm.normalized(matrix(columns=columns), gamma, beta, kind, 1e-5, spec, factor, output)
 
-    def back(kind: str, measure: bool, columns: int = COLUMNS) -> Callable[[], object]:
+    def back(kind: str, measure: bool, columns: int = COLUMNS, cast: bool = False) -> Callable[[], object]:
         gamma, statistics = torch.empty(columns, device="meta"), torch.empty(ROWS, device="meta")
         beta = gamma if kind == "LayerNorm" else None
         x = matrix(columns=columns)
+        if cast:
+            return lambda: norm.quantized_gradients(x, x, gamma, beta, statistics, statistics, kind, gradient, number())
         return lambda: norm.gradients(x, x, gamma, beta, statistics, statistics, kind, measure)
 
     def activated(name: str, spec: QuantSpec | None = None, **how: bool) -> Callable[[], object]:
@@ -231,6 +233,9 @@ def _fused() -> list[Case]:
         Case(name="RMSNorm back", launch=back("RMSNorm", False)),
         Case(name="LayerNorm back+amax", launch=back("LayerNorm", True)),
         Case(name="LayerNorm back 16384", launch=back("LayerNorm", True, 16384)),
+        Case(name="RMSNorm back+cast", launch=back("RMSNorm", True, cast=True), exceptions=order),
+        Case(name="LayerNorm back+cast", launch=back("LayerNorm", True, cast=True), exceptions=order),
+        Case(name="LayerNorm back+cast 16384", launch=back("LayerNorm", True, 16384, True), exceptions=order),
         Case(name="swiglu", launch=activated("swiglu", output=True)),
         Case(name="swiglu+amax", launch=activated("swiglu", POWER)),
         Case(name="swiglu+cast+transpose", launch=activated("swiglu", POWER, one_pass=True, turned=True)),

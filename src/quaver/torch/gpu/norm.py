@@ -196,41 +196,98 @@ def gradients(
 
     Bounded: relative RMS 1e-6 of float64 in float32. Deterministic.
     """
+    dx = torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device=x.device)
+    top = torch.empty((1, 1), dtype=torch.float32, device=x.device) if measure else None
+    sums = _gradients(g, x, gamma, beta, mean, inverse, normalization, dx, top, None, None, None, None)
+    return dx.view(x.shape), *sums, top
+
+
+def quantized_gradients(
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    normalization: str,
+    spec: QuantSpec,
+    factor: Tensor,
+) -> tuple[Quantized, Tensor, Tensor]:
+    """As `gradients`, that of x as an operand with its amax, in one pass that never writes it in x's dtype.
+
+    For layers that hold both sides of the norm: between autograd functions gradients are handed over in x's dtype, so
+    that `gradients` serves there. The transpose is that of the codes. Not measured on a GPU yet.
+
+    Args:
+        spec: of the gradient as an operand [tokens, d], with one scale for the tensor.
+        factor: its encode factor, float32 of one element, not 0.
+    Exact: the operand is `quaver.torch.reference.quantize` of what `gradients` gives. Deterministic.
+    """
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    assert mode(spec, True, columns) == "tensor", (
+        f"no kernel writes the gradient of a norm by {spec}; quantize it after"
+    )
+    q, scale = room("tensor", spec, rows, columns, x.device)
+    top = torch.empty((1, 1), dtype=torch.float32, device=x.device)
+    sums = _gradients(g, x, gamma, beta, mean, inverse, normalization, None, top, q, scale, factor, spec)
+    return Quantized(q[:, :columns], scale, spec, (rows, columns), amax=top), *sums
+
+
+def _gradients(
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    normalization: str,
+    dx: Tensor | None,
+    top: Tensor | None,
+    q: Tensor | None,
+    scale: Tensor | None,
+    factor: Tensor | None,
+    spec: QuantSpec | None,
+) -> tuple[Tensor, Tensor]:
+    """Write the gradient of x to dx or q, and its amax to top; returns those of gamma and beta."""
     flat, along = _rows(x), _rows(g)
     rows, columns = flat.shape
     gamma = None if gamma is None else gamma.contiguous()
-    one: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    top = torch.empty((1, 1), **one) if measure else None
     programs = min(rows, BACKWARD_PROGRAMS * multiprocessors(x.device))
     partial = None
     if gamma is not None:
         # Rows in registers are summed there; wider ones add to memory.
         make = torch.zeros if columns > WIDEST_BACKWARD else torch.empty
-        partial = make((programs, columns if beta is None else 2 * columns), **one)
+        width = columns if beta is None else 2 * columns
+        partial = make((programs, width), dtype=torch.float32, device=x.device)
     key = (
-        *(rows, columns, flat.stride(0), along.stride(0), x.dtype, g.dtype, x.device, normalization, measure),
+        *(rows, columns, flat.stride(0), along.stride(0), x.dtype, g.dtype, x.device, normalization, top is None, spec),
         *(gamma is None or aligned(gamma), gamma is None, beta is None),
     )
-    tensors = (along, flat, gamma, mean, inverse, dx, partial, top, workspace(x.device))
+    tensors = (along, flat, gamma, mean, inverse, dx, partial, top, q, scale, factor, workspace(x.device))
     run = _backwards.get(key)
     if run is None:
-        run = keep(_backwards, key, _backward_launch(tensors, normalization, beta is not None, programs))
+        run = keep(_backwards, key, _backward_launch(tensors, normalization, beta is not None, programs, spec))
     run(*tensors)
     nothing = inverse.new_empty(0)
     if partial is None:
-        return dx.view(x.shape), nothing, nothing, top
+        return nothing, nothing
     sums = sum_rows(partial)
-    return dx.view(x.shape), sums[:columns], nothing if beta is None else sums[columns:], top
+    return sums[:columns], nothing if beta is None else sums[columns:]
 
 
-def _backward_launch(tensors: tuple[Any, ...], normalization: str, has_beta: bool, programs: int) -> Any:
-    g, x, partial = tensors[0], tensors[1], tensors[6]
+def _backward_launch(
+    tensors: tuple[Any, ...], normalization: str, has_beta: bool, programs: int, spec: QuantSpec | None
+) -> Any:
+    g, x, partial, q = tensors[0], tensors[1], tensors[6], tensors[8]
     rows, columns = x.shape
     centred, averaged = KINDS[normalization]
     share = 1.0 / columns if averaged else 1.0
-    numbers = (rows, columns, g.stride(0), x.stride(0), 0 if partial is None else partial.shape[1], programs, share)
+    q_stride, width = columns if q is None else q.shape[1], 0 if partial is None else partial.shape[1]
+    numbers = (rows, columns, g.stride(0), x.stride(0), q_stride, width, programs, share)
+    form = _NO_FORMAT if spec is None else format_constants(spec, x.device)
     constants = {"CENTRED": centred, "BETA": has_beta, "VECTOR": vector(x, g)}
+    constants |= {name: form[name] for name in ("POWER_OF_TWO", "INTEGERS")}
     if columns > WIDEST_BACKWARD:
         constants |= {"BN": WIDE_BLOCK, "EVEN": columns % WIDE_BLOCK == 0}
         return launcher(wide_norm_backward, (programs,), tensors, numbers, constants, 16)
