@@ -151,7 +151,7 @@ def _forward_launch(tensors: tuple[Any, ...], normalization: str, eps: float, ki
     constants = {"CENTRED": centred, "MODE": kind, "VECTOR": vector(x)}
     share = 1.0 / columns if averaged else 1.0
     if columns > WIDEST:
-        constants |= {name: form[name] for name in ("POWER_OF_TWO", "INTEGERS")}
+        constants |= {"POWER_OF_TWO": form["POWER_OF_TWO"], "INTEGERS": form["INTEGERS"]}
         constants |= {"BN": WIDE_BLOCK, "EVEN": q_stride == columns and columns % WIDE_BLOCK == 0}
         wide = (rows, columns, x.stride(0), q_stride, programs, float(eps), share)
         return launcher(wide_norm, (programs,), tensors, wide, constants, 16)
@@ -286,8 +286,8 @@ def _backward_launch(
     q_stride, width = columns if q is None else q.shape[1], 0 if partial is None else partial.shape[1]
     numbers = (rows, columns, g.stride(0), x.stride(0), q_stride, width, programs, share)
     form = _NO_FORMAT if spec is None else format_constants(spec, x.device)
-    constants = {"CENTRED": centred, "BETA": has_beta, "VECTOR": vector(x, g)}
-    constants |= {name: form[name] for name in ("POWER_OF_TWO", "INTEGERS")}
+    constants: dict[str, Any] = {"CENTRED": centred, "BETA": has_beta, "VECTOR": vector(x, g)}
+    constants |= {"POWER_OF_TWO": form["POWER_OF_TWO"], "INTEGERS": form["INTEGERS"]}
     if columns > WIDEST_BACKWARD:
         constants |= {"BN": WIDE_BLOCK, "EVEN": columns % WIDE_BLOCK == 0}
         return launcher(wide_norm_backward, (programs,), tensors, numbers, constants, 16)
