@@ -27,7 +27,9 @@ from quaver.torch.gpu.scaled_mm import way
 from quaver.torch.quantized import STORAGE, Quantized
 from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
 
-_TENSORWISE, _NONE = [ScalingType.TensorWise.value], []  # type: ignore[var-annotated]
+#: How a scaled GEMM's scales are for one tensor, in no special order.
+_ONE: list[int] = [ScalingType.TensorWise.value]
+_NO: list[int] = []
 _empty = torch.empty_strided
 
 #: Up to so many elements codes that nobody keeps are written to a place of their own, again and again; larger ones
@@ -257,7 +259,8 @@ class Weight(NamedTuple):
     quantized: Quantized
     fprop: Tensor
     dgrad: Tensor
-    scale: Tensor
+    #: One tensor, as GEMMs take it.
+    scale: list[Tensor]
     #: The step in whose history its amax is noted: a kept weight's counts in each.
     noted: Delayed | None
 
@@ -345,7 +348,10 @@ class _Step(torch.autograd.Function):
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, xt, scale)
         ctx.about = layer, plan, delayed, w, None if bias is None else bias.dtype
-        return _multiply(q, w.fprop, [scale], [w.scale], bias, plan.dtype, recipe.fprop.fast_accum)
+        y: Tensor = torch._scaled_mm_v2(
+            q, w.fprop, [scale], _ONE, _NO, w.scale, _ONE, _NO, bias, plan.dtype, (), recipe.fprop.fast_accum
+        )
+        return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -376,25 +382,20 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     if counters.active.counters is not None:
         spec = recipe.dgrad.a
         counters.active.counters.note(layer, "grad_output", g.view(q.shape), Quantized(q, scale, spec, tuple(q.shape)))
-    scales, need = [scale], ctx.needs_input_grad
+    # torch.nn.functional.scaled_mm without what it does to lists.
+    scales, need, multiply = [scale], ctx.needs_input_grad, torch._scaled_mm_v2
     of_input = of_weight = of_bias = None
     if partial is not None and need[2]:
         of_bias = add_up(partial, bias)
     if need[0]:
-        of_input = _multiply(q, w.dgrad, scales, [w.scale], None, dtype, recipe.dgrad.fast_accum)
+        fast = recipe.dgrad.fast_accum
+        of_input = multiply(q, w.dgrad, scales, _ONE, _NO, w.scale, _ONE, _NO, None, dtype, (), fast)
         if len(plan.shape) != 2:
             of_input = of_input.view(plan.shape)
     if need[1]:
-        of_weight = _multiply(qt, xt, scales, [of_x], None, dtype, recipe.wgrad.fast_accum)
+        fast = recipe.wgrad.fast_accum
+        of_weight = multiply(qt, xt, scales, _ONE, _NO, [of_x], _ONE, _NO, None, dtype, (), fast)
     return of_input, of_weight, of_bias, None
-
-
-def _multiply(
-    a: Tensor, b: Tensor, of_a: list[Tensor], of_b: list[Tensor], bias: Tensor | None, dtype: torch.dtype, fast: bool
-) -> Tensor:
-    """torch.nn.functional.scaled_mm without what it does to lists."""
-    y: Tensor = torch._scaled_mm_v2(a, b, of_a, _TENSORWISE, _NONE, of_b, _TENSORWISE, _NONE, bias, dtype, (), fast)
-    return y
 
 
 def _weight(weight: Tensor, layer: nn.Module, recipe: Recipe, x: Tensor, delayed: Delayed | None) -> Weight:
@@ -415,6 +416,6 @@ def _weight(weight: Tensor, layer: nn.Module, recipe: Recipe, x: Tensor, delayed
     if turned.turned:
         turned.data, turned.turned = transpose(q.data), False
     assert isinstance(q.scale, Tensor)
-    ready = Weight(q, q.data.t(), turned.data.t(), q.scale, delayed)
+    ready = Weight(q, q.data.t(), turned.data.t(), [q.scale], delayed)
     layer.__dict__["_direct_weight"] = ready
     return ready
