@@ -83,7 +83,8 @@ def can_keep(weight: Tensor) -> bool:
 def refresh(model: nn.Module) -> None:
     """Drop every kept weight of a model: call it after writing to weights through `.data`."""
     for module in model.modules():
-        module.__dict__.pop("_weights", None)
+        for kept in ("_weights", "_direct_weight"):
+            module.__dict__.pop(kept, None)
 
 
 def _count(optimizer: object, args: object, kwargs: object) -> None:
