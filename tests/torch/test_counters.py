@@ -138,6 +138,7 @@ def test_off_means_that_a_layer_looks_at_one_attribute_only(recipe: str, monkeyp
 
     model = model_with(recipe)
     x = torch.randn(8, 32, requires_grad=True)
+    model(x)
     monkeypatch.setattr(counters, "active", Active())
     monkeypatch.setattr(counters, "Counters", SimpleNamespace())
     model(x).sum().backward()

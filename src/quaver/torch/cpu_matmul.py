@@ -15,7 +15,6 @@ from torch import Tensor
 
 from quaver.torch import cpu_brgemm, cpu_narrow, reference
 from quaver.torch.cpu_decode import decode, folds_exactly, rescales_exactly
-from quaver.torch.cpu_quantize import scalar
 from quaver.torch.quantized import Quantized
 
 #: Up to this m × n × k a plain float32 GEMM is fastest.
@@ -48,7 +47,8 @@ def matmul(
     (m, k), n = a.shape, b.shape[0]
     size = m * n * k
     if 0 < size <= SMALL and a.scale.__class__ is float and b.scale.__class__ is float:
-        return _small(a, b, a.scale * b.scale, dtype, bias)
+        x, y = decoded(a), decoded(b)
+        return scaled_product(x.t() if a.turned else x, y if b.turned else y.t(), a.scale, b.scale, dtype, bias)
     if size == 0:
         return reference.matmul(a, b, dtype, bias)
     few = min(m, n)
@@ -78,40 +78,34 @@ def matmul(
     return y if y.dtype is dtype else y.to(dtype)
 
 
-def _small(a: Quantized, b: Quantized, scale: float, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """Per-tensor operands of a few thousand elements: every call counts."""
-    left = a.decoded
-    if left is None:
-        left = _remember(a)
-    if a.turned:
-        left = left.t()
-    exact = LIFTS[0] < scale < LIFTS[1] and a.spec.power_of_two and b.spec.power_of_two
-    if exact and b.decoded is not None:
-        # Used before, as weights are: the scale is in the operand already, or goes there for the next time.
-        y = torch.mm(left, b.right if b.lift == scale and b.right is not None else _lifted(b, b.decoded, scale))
+def decoded(q: Quantized) -> Tensor:
+    """The float32 values, as they lie, of an operand with one scale, without it; remembered where they are few."""
+    values = q.decoded
+    if values is None:
+        values = q.data.float()
+        if values.numel() <= REMEMBERED:
+            q.decoded = values
+    return values
+
+
+_nothing = torch.zeros(())
+
+
+def scaled_product(
+    left: Tensor, right: Tensor, a: float, b: float, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """left [m, k] @ right [k, n] × a × b + bias, of a few thousand elements, where every call counts."""
+    scale = a * b
+    if LIFTS[0] < scale < LIFTS[1] and math.frexp(scale)[0] == 0.5:
+        # A power of two: each sum is what it would be without it.
+        y = torch.addmm(_nothing, left, right, beta=0, alpha=scale)
     else:
-        right = _remember(b) if b.decoded is None else b.decoded
-        y = torch.mm(left, right if b.turned else right.t())
-        y = y.mul_(scalar(scale)) if exact else rescale(y, a.scale, b.scale)
+        y = rescale(torch.mm(left, right), a, b)
     if bias is not None:
         y += bias
     if dtype is torch.float32:
         return y
     return y.bfloat16() if dtype is torch.bfloat16 else y.to(dtype)
-
-
-def _remember(q: Quantized) -> Tensor:
-    decoded = q.data.float()
-    if decoded.numel() <= REMEMBERED:
-        q.decoded = decoded
-    return decoded
-
-
-def _lifted(b: Quantized, decoded: Tensor, scale: float) -> Tensor:
-    """The right side of a product with both scales in it: a power of two, so that every sum is what it would be."""
-    right = decoded * scalar(scale)
-    b.right, b.lift = right if b.turned else right.t(), scale
-    return b.right
 
 
 @contextmanager

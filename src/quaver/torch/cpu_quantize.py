@@ -41,9 +41,14 @@ def quantize(
     turned = not x.is_contiguous() and x.stride(1) != 1 and x.stride(0) == 1
     if not spec.per_tensor:
         return _blocks(x, spec, amax, turned)
-    shape = (x.shape[0], x.shape[1])
-    if turned:
-        x = x.t()
+    data, scale, top = per_tensor(x.t() if turned else x, spec, amax, factor)
+    return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), turned, None, top)
+
+
+def per_tensor(
+    x: Tensor, spec: QuantSpec, amax: Tensor | float | None = None, factor: Tensor | float | None = None
+) -> tuple[Tensor, float, float]:
+    """(codes as x lies, decode scale, amax of x) for a spec with one scale."""
     fmt, exact = spec.format, spec.power_of_two
     top = wanted = host_amax(x)
     if amax is not None:
@@ -61,7 +66,7 @@ def quantize(
         scale = math.nan
     else:
         scale = 1.0 / e if exact else float(np.float32(1.0 / e))
-    return Quantized(y.type(STORAGE[fmt.name]), scale, spec, shape, turned, None, top)
+    return y.type(STORAGE[fmt.name]), scale, top
 
 
 #: Powers of two as tensors without dimensions: torch multiplies by one in half the time that a Python number takes.

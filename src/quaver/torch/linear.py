@@ -16,18 +16,15 @@ from torch.autograd import forward_ad
 
 from quaver import recipes
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, ops, recomputation, stored, storing
+from quaver.torch import amax, direct, ops, recomputation, stored, storing
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gemms import Call, backward, fprop
-from quaver.torch.gpu import device as device_of_gpu
 from quaver.torch.noise import fresh_count
 from quaver.torch.quantized import put_together, take_apart
 from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
 from quaver.torch.state import STATE, match_state, prepare
 
 _serials = itertools.count()
-#: Implementations of a GPU that are asked for by name, and then for tensors on a CPU too.
-_asked = device_of_gpu.asked
 
 
 class _Linear(torch.autograd.Function):
@@ -122,16 +119,6 @@ def _backward(ctx: Any, g: Tensor) -> Any:
 _apply: Any = super(torch.autograd.Function, _Linear).apply
 
 
-def _run_directly(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
-    """The output where all of a layer's step on a GPU is decided beforehand, or None."""
-    if "_direct" not in layer.__dict__ and device_of_gpu.why_no_fp8(x.device, "native"):
-        return None
-    # Triton, and all that runs on a GPU, is imported when a GPU is there.
-    from quaver.torch.gpu import direct
-
-    return direct.run(x, weight, bias, layer, recipe)
-
-
 def recipe_of(layer: nn.Module) -> Recipe | None:
     """The recipe that a forward of this layer follows; inside backward the one of its last forward."""
     recipe = recipe_in_force(layer.recipe)  # type: ignore[arg-type]
@@ -215,8 +202,9 @@ class Linear(nn.Linear):
             if weight.dtype in stored.CODES:
                 return stored.linear(input, weight, bias, self)
             return F.linear(input, weight, bias)
-        if training and "_direct" in mine and not compiling:
-            y = mine["_direct"].again(input, weight, bias, self, recipe)
+        plan: direct.Plan | None = mine.get("_direct")
+        if plan is not None and training and not compiling:
+            y = plan.again(input, weight, bias, self, recipe)
             if y is not None:
                 return y
         if training and mine.get("_prepared") is not recipe:
@@ -239,8 +227,9 @@ class Linear(nn.Linear):
         if compiling:
             return _Linear.apply(x, weight, bias, self, recipe, training)
         refuse_transforms(x, weight, bias)
-        if training and (x.is_cuda or _asked):
-            y = _run_directly(x, weight, bias, self, recipe)
+        if training and not (casting or (plan is not None and plan.fits(x, weight, bias, recipe))):
+            plan = mine["_direct"] = direct.plan(x, weight, bias, recipe)
+            y = None if plan is None else plan.again(x, weight, bias, self, recipe)
             if y is not None:
                 return y
         if not casting:

@@ -42,9 +42,6 @@ class Quantized:
     amax: Tensor | float | None = None
     #: The data as a float32 matrix as they lie, remembered where that is small.
     decoded: Tensor | None = None
-    #: That as the right side of a product, times a power of two; and which.
-    right: Tensor | None = None
-    lift: float = 1.0
     #: The transpose, once it was asked for, or what was written as such beside the data.
     twin: "Quantized | None" = None
     #: Whether the scales, uint8, are in the order of `quaver.torch.swizzle`: flat, and a row of them for every row of

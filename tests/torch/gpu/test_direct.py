@@ -8,7 +8,7 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver.core.spec import Recipe
-from quaver.torch import amax, linear, ops
+from quaver.torch import amax, direct, ops
 from quaver.torch.gpu import choice, device, launch, scaled_mm
 
 T, K, N = 32, 48, 64
@@ -35,7 +35,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def generally() -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(linear, "_run_directly", lambda *_: None)
+    return lambda patch: patch.setattr(direct, "plan", lambda *_: None)
 
 
 def is_direct(y: Tensor) -> bool:

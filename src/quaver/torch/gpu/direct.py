@@ -1,8 +1,7 @@
-"""A linear layer's step with everything decided beforehand: for recipes with one scale a tensor, on Ada and Hopper.
+"""A layer's step on Ada and Hopper: what `quaver.torch.direct` decides on where one scale serves a tensor.
 
-A small layer's time on the host goes into finding out which kernel, which GEMM, which layout. Here that is found out
-once for a layer and a shape; a step then makes room for what is written, and launches. Kernels, arguments and bits are
-those of `quaver.torch.gemms`, which takes whatever is not taken here.
+Which kernel, which GEMM, which layout is found out once for a layer and a shape; a step then makes room for what is
+written, and launches. Kernels, arguments and bits are those of the general way.
 """
 
 from threading import get_ident
@@ -10,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.functional import ScalingType
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, counters, ops, recomputation, weights
+from quaver.torch import amax, counters, weights
 from quaver.torch.gemms import Call, quantized_weight
 from quaver.torch.gpu import choice, launch
 from quaver.torch.gpu.codes import empty_codes
@@ -178,64 +176,28 @@ class _Interpreted(NamedTuple):
         self.run(*tensors)
 
 
-class Plan(NamedTuple):
-    """What one layer does with inputs of one shape; `input` is None where it takes the general way."""
+class Step:
+    """What one layer does with inputs of one shape."""
 
-    recipe: Recipe
-    shape: torch.Size
-    dtype: torch.dtype
-    #: Of the GPU; -1 where there is none.
-    gpu: int
-    bias: torch.dtype | None
-    input: Cast | None
-    grad_output: Cast | None
+    __slots__ = ("dtype", "grad_output", "input", "recipe", "shape")
 
-    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
-        """y [..., n] of an x [..., k] that nobody has checked; None unless it is as that of last time."""
-        if (
-            self.input is None
-            or self.shape != x.shape
-            or not self.fits(x, weight, bias, recipe)
-            or not (x.requires_grad and weight.requires_grad and x.is_contiguous())
-            or x.data_ptr() & 15
-            or counters.active.counters is not None
-            or recomputation.state.replay is not None
-            or recomputation.state.writing
-            or ops.QUANTIZE.active is not ops.QUANTIZE.impls
-            or ops.MATMUL.active is not ops.MATMUL.impls
-            or torch._C._is_any_autocast_enabled()
-            or torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-            or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-        ):
+    def __init__(self, recipe: Recipe, x: Tensor, of_input: Cast, of_grad_output: Cast) -> None:
+        self.recipe, self.shape, self.dtype = recipe, x.shape, x.dtype
+        self.input, self.grad_output = of_input, of_grad_output
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
+        if x.data_ptr() & 15 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         delayed = None
-        if recipe.delayed is not None:
-            delayed = _delayed(layer, x) if layer.__dict__.get("_prepared") is recipe else None
+        if self.recipe.delayed is not None:
+            delayed = _delayed(layer, x) if layer.__dict__.get("_prepared") is self.recipe else None
             if delayed is None:
                 return None
         try:
             y: Tensor = _apply(x, weight, bias, (layer, self, delayed))
         except torch.OutOfMemoryError as error:
             raise choice.out_of_memory(x, 2) from error
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-
-    def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
-        """Whether it is for these, but for the shape of x."""
-        return (
-            self.recipe is recipe
-            and self.dtype is x.dtype is weight.dtype
-            and self.gpu == x.get_device()
-            and self.bias is (None if bias is None else bias.dtype)
-        )
-
-
-def run(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
-    """y [..., n] of x [..., k], or None: then the general way. The layer has checked x."""
-    plan: Plan | None = layer.__dict__.get("_direct")
-    if plan is None or plan.shape != x.shape or not plan.fits(x, weight, bias, recipe):
-        plan = layer.__dict__["_direct"] = _plan(x, weight, bias, recipe)
-    return plan.again(x, weight, bias, layer, recipe)
+        return y
 
 
 class Delayed(NamedTuple):
@@ -294,22 +256,22 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
     return made
 
 
-def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan:
-    of_bias = None if bias is None else bias.dtype
-    casts: tuple[Cast | None, Cast | None] = (None, None)
-    if _fits(x, weight, recipe):
-        tokens, (n, k) = x.numel() // x.shape[-1], weight.shape
-        a, b, g = recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
-        assert a is not None and b is not None and g is not None
-        operands = [
-            (_operand(tokens, k, a, x), _operand(n, k, b, x), bias),
-            (_operand(tokens, n, g, x), _operand(k, n, b, x), None),
-            (_operand(n, tokens, g, x), _operand(k, tokens, a, x), None),
-        ]
-        if all(_plainly(left, right, x.dtype, added) for left, right, added in operands):
-            like = x.detach().view(tokens, k)
-            casts = Cast(like, a, True), Cast(like.new_empty((tokens, n)), g, False, bias is not None)
-    return Plan(recipe, x.shape, x.dtype, x.get_device(), of_bias, *casts)
+def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Step | None:
+    """The step for inputs like x, or None where the general way is the only one."""
+    if not _fits(x, weight, recipe):
+        return None
+    tokens, (n, k) = x.numel() // x.shape[-1], weight.shape
+    a, b, g = recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
+    assert a is not None and b is not None and g is not None
+    operands = [
+        (_operand(tokens, k, a, x), _operand(n, k, b, x), bias),
+        (_operand(tokens, n, g, x), _operand(k, n, b, x), None),
+        (_operand(n, tokens, g, x), _operand(k, tokens, a, x), None),
+    ]
+    if not all(_plainly(left, right, x.dtype, added) for left, right, added in operands):
+        return None
+    like = x.detach().view(tokens, k)
+    return Step(recipe, x, Cast(like, a, True), Cast(like.new_empty((tokens, n)), g, False, bias is not None))
 
 
 def _fits(x: Tensor, weight: Tensor, recipe: Recipe) -> bool:
@@ -338,8 +300,8 @@ def _plainly(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, about: Any) -> Tensor:
-        layer, plan, delayed = about
-        recipe, cast = plan.recipe, plan.input
+        layer, step, delayed = about
+        recipe, cast = step.recipe, step.input
         w = _weight(weight, layer, recipe, x, delayed)
         if delayed is None:
             q, xt, scale, _ = cast(x)
@@ -347,11 +309,11 @@ class _Step(torch.autograd.Function):
             q, xt, scale, _ = cast(x, delayed.factors, amax.INPUT, delayed.known[0], delayed.newest[0])
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, xt, scale)
-        ctx.about = layer, plan, delayed, w, None if bias is None else bias.dtype
+        ctx.about = layer, step, delayed, w, None if bias is None else bias.dtype
         y: Tensor = torch._scaled_mm_v2(
-            q, w.fprop, [scale], _ONE, _NO, w.scale, _ONE, _NO, bias, plan.dtype, (), recipe.fprop.fast_accum
+            q, w.fprop, [scale], _ONE, _NO, w.scale, _ONE, _NO, bias, step.dtype, (), recipe.fprop.fast_accum
         )
-        return y
+        return y if len(step.shape) == 2 else y.view(*step.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -367,9 +329,9 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
-    layer, plan, delayed, w, bias = ctx.about
+    layer, step, delayed, w, bias = ctx.about
     _, xt, of_x = ctx.saved_tensors
-    cast, recipe, dtype = plan.grad_output, plan.recipe, plan.dtype
+    cast, recipe, dtype = step.grad_output, step.recipe, step.dtype
     if not g.is_contiguous() or g.data_ptr() & 15:
         g = g.clone(memory_format=torch.contiguous_format)
     if delayed is None:
@@ -390,8 +352,8 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     if need[0]:
         fast = recipe.dgrad.fast_accum
         of_input = multiply(q, w.dgrad, scales, _ONE, _NO, w.scale, _ONE, _NO, None, dtype, (), fast)
-        if len(plan.shape) != 2:
-            of_input = of_input.view(plan.shape)
+        if len(step.shape) != 2:
+            of_input = of_input.view(step.shape)
     if need[1]:
         fast = recipe.wgrad.fast_accum
         of_weight = multiply(qt, xt, scales, _ONE, _NO, [of_x], _ONE, _NO, None, dtype, (), fast)

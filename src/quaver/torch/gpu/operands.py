@@ -48,7 +48,7 @@ def settle(q: Quantized) -> None:
     q.data = transpose(q.data) if q.spec.format.bits == 8 else pack(q.codes())
     q.scale = scale
     q.turned = q.swizzled = False
-    q.decoded = q.right = None
+    q.decoded = None
 
 
 def transpose(codes: Tensor) -> Tensor:

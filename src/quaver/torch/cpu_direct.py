@@ -1,0 +1,111 @@
+"""A small layer's step on a CPU: what `quaver.torch.direct` decides on where one scale serves a tensor.
+
+Three products of a few thousand numbers take less time than a dozen calls of Python. A step makes those that compute
+something; formulas, bits and state are those of `cpu_quantize` and `cpu_matmul` behind `quaver.torch.gemms`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch import amax, counters, cpu_quantize, ops, weights
+from quaver.torch.cpu_matmul import SMALL, decoded, scaled_product
+from quaver.torch.quantized import Quantized
+from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
+
+
+def decide(x: Tensor, weight: Tensor, recipe: Recipe) -> "Step | None":
+    """The step for inputs like x, or None where the general way is as fast or the only one."""
+    specs = list(recipe.operands().values())
+    size = x.numel() * weight.shape[0]
+    if any(s is None or not s.per_tensor or cpu_quantize.reason(x, s) for s in specs):
+        return None
+    return Step(recipe) if 0 < size <= SMALL and all(recipe.plan) else None
+
+
+class Step:
+    """A layer's step under a recipe, on tensors whose three products are small."""
+
+    __slots__ = ("grad_output", "input", "recipe", "weight")
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.fprop.a is not None and recipe.fprop.b is not None and recipe.dgrad.a is not None
+        self.recipe = recipe
+        self.input, self.weight, self.grad_output = recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
+        if not weight.is_contiguous():
+            return None
+        factors = None
+        if self.recipe.delayed is not None:
+            if layer.__dict__.get("_prepared") is not self.recipe:
+                return None
+            factors = amax.saved_factors(layer)
+            if isinstance(factors, Tensor):
+                return None
+        y: Tensor = _apply(x, weight, bias, (self, layer, factors))
+        return y
+
+    def operand(self, layer: nn.Module, weight: Tensor, factors: list[float] | None) -> Quantized:
+        """The weight's; kept until it, or its factor, changes."""
+        factor = 0.0 if factors is None else factors[amax.WEIGHT]
+        q = weights.lookup(layer, "fprop", weight, self.weight, factor)
+        if q is None or q.scale.__class__ is not float:
+            # Or it was kept by another implementation, under `only`.
+            q = cpu_quantize.quantize(weight, self.weight, None, factor)
+            weights.keep(layer, "fprop", weight, self.weight, factor, q)
+        if factors is not None:
+            amax.record(layer, amax.WEIGHT, q.amax)
+        return q
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, about: Any) -> Tensor:
+        step, layer, factors = about
+        w = step.operand(layer, weight, factors)
+        rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+        codes, scale, top = cpu_quantize.per_tensor(rows, step.input, factor=factors and factors[amax.INPUT])
+        if factors is not None:
+            amax.record(layer, amax.INPUT, top)
+        # The weight itself, so that autograd sees a change of it before backward.
+        ctx.save_for_backward(weight, codes)
+        ctx.about = step, layer, factors, w, scale, x.shape, None if bias is None else bias.dtype
+        y = scaled_product(codes.float(), decoded(w).t(), scale, w.scale, x.dtype, bias)
+        return y if rows is x else y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            with ops.without_autocast("cpu"):
+                return _Step.backward(ctx, g)
+        if torch.is_grad_enabled():
+            # create_graph=True: the gradients exist, only their own derivative does not.
+            with torch.no_grad():
+                grads = _backward(ctx, g)
+            return no_second_derivative(grads, NO_DOUBLE_BACKWARD, g, ctx.saved_tensors[0])
+        return _backward(ctx, g)
+
+
+#: `Function.apply` without its checks for torch.func, which have been made.
+_apply: Any = super(torch.autograd.Function, _Step).apply
+
+
+def _backward(ctx: Any, g: Tensor) -> Any:
+    step, layer, factors, w, of_x, shape, bias = ctx.about
+    need_input, need_weight, need_bias, _ = ctx.needs_input_grad
+    weight, x = ctx.saved_tensors
+    g = g.reshape(-1, g.shape[-1]).contiguous()
+    spec: QuantSpec = step.grad_output
+    codes, scale, top = cpu_quantize.per_tensor(g, spec, factor=factors and factors[amax.GRAD_OUTPUT])
+    if factors is not None:
+        amax.record(layer, amax.GRAD_OUTPUT, top)
+    if counters.active.counters is not None:
+        q = Quantized(codes, scale, spec, (g.shape[0], g.shape[1]))
+        counters.active.counters.note(layer, "grad_output", g, q)
+    values, dtype = codes.float(), g.dtype
+    of_input = scaled_product(values, decoded(w), scale, w.scale, dtype).view(shape) if need_input else None
+    of_weight = scaled_product(values.t(), x.float(), scale, of_x, weight.dtype) if need_weight else None
+    return of_input, of_weight, ops.bias_gradient(g, bias) if need_bias else None, None

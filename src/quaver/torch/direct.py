@@ -1,0 +1,86 @@
+"""A linear layer's step with everything decided beforehand, for recipes with one scale a tensor.
+
+A small layer's time goes into finding out which implementation, which kernel, which layout. A `Plan` finds that out
+once for a layer and a shape; its step then does what is to be done. What a plan does not take, and every call that
+somebody looks at (counters, recomputation, torch.autocast, `only`), goes the general way, `quaver.torch.gemms`, whose
+bits, gradients and state a step has too.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from quaver.core.spec import Recipe
+from quaver.torch import counters, cpu_direct, ops, recomputation
+from quaver.torch.gpu import device
+
+#: y [..., n] of (x [..., k] contiguous, weight [n, k], bias, layer), or None where it cannot take this one.
+Step = Callable[[Tensor, Tensor, Tensor | None, nn.Module], Tensor | None]
+
+
+class Plan(NamedTuple):
+    """What one layer does with inputs of one shape."""
+
+    recipe: Recipe
+    shape: torch.Size
+    dtype: torch.dtype
+    #: Of the GPU; -1 where there is none.
+    gpu: int
+    bias: torch.dtype | None
+    #: None where it takes the general way.
+    step: Step | None
+
+    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
+        """y [..., n] of an x [..., k] that nobody has checked; None unless it is as that of last time."""
+        if (
+            self.step is None
+            or not self.fits(x, weight, bias, recipe)
+            or not (x.requires_grad and weight.requires_grad and x.is_contiguous())
+            or disturbed()
+        ):
+            return None
+        return self.step(x, weight, bias, layer)
+
+    def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
+        """Whether it is for these."""
+        return (
+            self.recipe is recipe
+            and self.shape == x.shape
+            and self.dtype is x.dtype is weight.dtype
+            and self.gpu == x.get_device()
+            and self.bias is (None if bias is None else bias.dtype)
+        )
+
+
+def disturbed() -> bool:
+    """Whether somebody looks on or interferes of whom no step knows."""
+    return (
+        counters.active.counters is not None
+        or recomputation.state.replay is not None
+        or bool(recomputation.state.writing)
+        or ops.QUANTIZE.active is not ops.QUANTIZE.impls
+        or ops.MATMUL.active is not ops.MATMUL.impls
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
+def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan | None:
+    """The plan for an x [..., k] that the layer has checked; None where that cannot be told now."""
+    if disturbed():
+        return None
+    step: Step | None = None
+    if x.is_cuda or device.asked:
+        if not device.why_no_fp8(x.device, "native"):
+            # Triton, and all that runs on a GPU, is imported when a GPU is there.
+            from quaver.torch.gpu import direct as gpu_direct
+
+            step = gpu_direct.decide(x, weight, bias, recipe)
+    elif x.is_cpu:
+        step = cpu_direct.decide(x, weight, recipe)
+    of_bias = None if bias is None else bias.dtype
+    return Plan(recipe, x.shape, x.dtype, x.get_device(), of_bias, step)
