@@ -28,19 +28,21 @@ from quaver.torch import amax, ops
 from quaver.torch.gpu import choice, device, launch, roll, scaled_mm
 
 SIZE = 16
-RECIPES = ["tensorwise", "delayed", "rowwise"]
+#: By architecture the recipes that have GEMMs there.
+RECIPES = {90: ["tensorwise", "delayed", "rowwise", "blockwise"], 100: ["tensorwise", "delayed", "rowwise", "mxfp8"]}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
-def pretend() -> None:
-    """Make this process take CPU tensors for those of a Hopper GPU."""
+def pretend(arch: int) -> None:
+    """Make this process take CPU tensors for those of a GPU of this architecture."""
     torch.set_num_threads(1)
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(Driver(arch))
+    device._architecture = lambda _: arch  # type: ignore[assignment]
     launch.card = lambda device: (0, lambda: 0, lambda index: 0, nowhere)
     device.asked |= {"triton", "native"}
     # What the device is asked for is asked as of a GPU: these are remembered there too.
     device.why_no_fp8 = lambda d, what: device._why_no_fp8(d, device.architecture(d))  # type: ignore[assignment]
-    device.why_no_kernels = lambda d: "" if device._recorded_arch() else device._why_no_fp8(d, 90)  # type: ignore[assignment]
+    device.why_no_kernels = lambda d: "" if device._recorded_arch() else device._why_no_fp8(d, arch)  # type: ignore[assignment]
     products = {dtype: torch.randn(SIZE, SIZE).to(dtype) for dtype in DTYPES.values()}
 
     torch._scaled_mm_v2 = lambda a, b, *rest: torch.mm(products[rest[7]], products[rest[7]])  # type: ignore[assignment]
@@ -93,9 +95,9 @@ def settle(layer: qt.Linear, recipe: Recipe) -> None:
     layer.__dict__["_stacked"][0].known = [[True] * 3]
 
 
-def measure(rounds: int, steps: int, names: list[str]) -> dict[str, dict[str, tuple[float, float]]]:
+def measure(rounds: int, steps: int, names: list[str], arch: int = 90) -> dict[str, dict[str, tuple[float, float]]]:
     """By dtype and subject: the ratio to nn.Linear, and microseconds of a step."""
-    pretend()
+    pretend(arch)
     found = {}
     for dtype, kind in DTYPES.items():
         timings = interleave(subjects(kind, names), rounds=rounds, steps=steps)
@@ -107,6 +109,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_cost")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--arch", type=int, default=90, choices=RECIPES)
+    parser.add_argument("--recipes", nargs="*")
     asked = parser.parse_args()
-    print(json.dumps(measure(asked.rounds, asked.steps, asked.recipes)))
+    print(json.dumps(measure(asked.rounds, asked.steps, asked.recipes or RECIPES[asked.arch], asked.arch)))

@@ -13,8 +13,10 @@ from benchmarks import stub_driver
 from benchmarks.figure import Case, Figure, NotMeasurable, at_most
 
 ROOT = Path(__file__).parents[2]
-#: Of nn.Linear's time, in the dtype that GPUs train in; recipes whose steps are decided beforehand.
-HIGHEST, JUDGED = 1.6, {("bf16", "quaver tensorwise"), ("bf16", "quaver delayed")}
+#: Of nn.Linear's time, judged in the dtype that GPUs train in.
+HIGHEST, JUDGED = 1.6, "bf16"
+#: The GPUs that tensors are made to be of, by architecture.
+GPUS = {90: "Hopper", 100: "Blackwell"}
 NOTES = (
     "Forward and backward of 16 by 16 on CPU tensors that take a GPU's way: the real layer, choice and launches, up to "
     "the driver, which is a stub; torch.mm stands for a scaled GEMM. One thread, processor time, interleaved; the "
@@ -29,22 +31,30 @@ def measure(quick: bool) -> list[Figure]:
         raise NotMeasurable("not measurable here: there is no C compiler, with which Triton makes its launchers")
     if not triton.__version__.startswith("3.6."):
         raise NotMeasurable(f"not measurable with triton {triton.__version__}: the stub is of the driver of 3.6")
-    found = run(3 if quick else 15, 50 if quick else 200)
     figures = []
-    for dtype, rows in found.items():
-        for name, (ratio, microseconds) in rows.items():
-            target = at_most(HIGHEST) if (dtype, name) in JUDGED and not quick else None
-            figures.append(Figure(name, f"{dtype}, ratio", ratio, "x", target))
-            figures.append(Figure(name, f"{dtype}, time", microseconds, "µs"))
+    for arch, gpu in GPUS.items():
+        for dtype, rows in run(arch, 3 if quick else 15, 50 if quick else 200).items():
+            for name, (ratio, microseconds) in rows.items():
+                judged = dtype == JUDGED and name != "nn.Linear" and not quick
+                figures.append(
+                    Figure(f"{name}, {gpu}", f"{dtype}, ratio", ratio, "x", at_most(HIGHEST) if judged else None)
+                )
+                figures.append(Figure(f"{name}, {gpu}", f"{dtype}, time", microseconds, "µs"))
     return figures
 
 
-def run(rounds: int, steps: int) -> dict[str, dict[str, tuple[float, float]]]:
+def run(arch: int, rounds: int, steps: int) -> dict[str, dict[str, tuple[float, float]]]:
     """By dtype and subject: the ratio to nn.Linear, and microseconds of a step; in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment |= stub_driver.build(Path(folder)) | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "benchmarks.host_cost", "--rounds", str(rounds), "--steps", str(steps)]
+        options = {"--arch": arch, "--rounds": rounds, "--steps": steps}
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.host_cost",
+            *(str(word) for pair in options.items() for word in pair),
+        ]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "it ended without a word")

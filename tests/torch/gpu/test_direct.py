@@ -1,17 +1,25 @@
-"""A layer's step with everything decided beforehand has the bits, gradients and state of the general one."""
+"""A layer's step on a GPU, decided beforehand, has the bits, gradients and state of the general one."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
 
 import quaver.torch as qt
 from quaver.core.spec import Recipe
 from quaver.torch import amax, direct, ops
 from quaver.torch.gpu import choice, device, launch, scaled_mm
+from tests.torch.gpu.cublaslt import stand_in
 
 T, K, N = 32, 48, 64
+#: Recipes whose steps are decided beforehand, and where.
+DECIDED = [
+    *(("tensorwise", 89), ("tensorwise", 90), ("delayed", 90), ("rowwise", 89), ("rowwise", 90), ("rowwise", 100)),
+    *(("blockwise", 90), ("mxfp8", 100), ("tensorwise", 100), ("delayed", 120)),
+]
 
 
 def _resolve(recipe: Recipe, x: Tensor) -> ops.Resolved:
@@ -31,6 +39,24 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     device.asked.intersection_update(before)
     ops._resolved.clear()
+
+
+KINDS, SWIZZLES = ({kind.value: kind for kind in all.__members__.values()} for all in (ScalingType, SwizzleType))
+
+
+def become(arch: int, patch: pytest.MonkeyPatch) -> None:
+    """Have the kernels and the GEMMs of one architecture, the GEMMs by their checks."""
+    run = stand_in(arch, [])
+
+    def told(a: Tensor, b: Tensor, sa: Any, ka: Any, wa: Any, sb: Any, kb: Any, wb: Any, *rest: Any) -> Tensor:
+        kinds = [[KINDS[kind] for kind in side] for side in (ka, kb)]
+        swizzles = [[SWIZZLES[swizzle] for swizzle in side] or None for side in (wa, wb)]
+        return run(a, b, sa, kinds[0], sb, kinds[1], *swizzles, *rest)
+
+    patch.setattr(torch, "_scaled_mm_v2", told)
+    patch.setattr(scaled_mm, "scaled_mm", run)
+    patch.setattr(device, "_architecture", lambda _: arch)
+    scaled_mm._ways.clear()
 
 
 @pytest.fixture
@@ -66,10 +92,15 @@ def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(("recipe", "arch"), DECIDED)
 def test_bits_and_state_are_those_of_the_general_way(
-    recipe: str, bias: bool, generally: Callable[[pytest.MonkeyPatch], None]
+    recipe: str,
+    arch: int,
+    bias: bool,
+    generally: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    become(arch, monkeypatch)
     xs = [torch.randn(2, T // 2, K).bfloat16() * 3.0**i for i in range(4)]
     xs.append(torch.full_like(xs[0], torch.inf))
     first = qt.Linear(K, N, bias=bias, dtype=torch.bfloat16, recipe=recipe)
@@ -83,18 +114,45 @@ def test_bits_and_state_are_those_of_the_general_way(
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
 
 
-def test_two_forwards_before_their_backwards_keep_their_own_codes() -> None:
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+@pytest.mark.parametrize(("recipe", "arch"), DECIDED)
+def test_two_forwards_before_their_backwards_keep_their_own_codes(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
     x1, x2 = (torch.randn(T, K).bfloat16().requires_grad_() for _ in range(2))
     alone = []
     for x in (x1, x2):
         y = layer(x)
         alone.append((y.detach().clone(), *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))))
     y1, y2 = layer(x1), layer(x2)
+    assert is_direct(y1)
     together = [torch.autograd.grad(y.float().square().sum(), (x, layer.weight)) for y, x in ((y1, x1), (y2, x2))]
     for (y, *grads), again, out in zip(alone, together, (y1, y2), strict=True):
         assert torch.equal(out, y)
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+
+
+@pytest.mark.parametrize(("recipe", "arch"), DECIDED)
+def test_backward_counts_what_a_forward_before_did_not(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    y = layer(torch.randn(T, K).bfloat16().requires_grad_())
+    assert is_direct(y)
+    with qt.count(layer) as counters:
+        y.sum().backward()
+    found = {name: counts.elements for name, counts in counters.table[""].items()}
+    operands = ["grad_output"] if recipe in ("tensorwise", "delayed") else ["grad_output", "grad_output.T"]
+    assert found == dict.fromkeys(operands, T * N)
+
+
+@pytest.mark.parametrize(("recipe", "arch"), [("blockwise", 100), ("blockwise", 89), ("mxfp8", 90), ("nvfp4", 100)])
+def test_where_gemms_want_other_scales_than_kernels_write_nothing_is_decided(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    assert not is_direct(layer(torch.randn(T, K).bfloat16().requires_grad_()))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +224,6 @@ def test_want_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("quaver.torch.gpu.direct._empty", full)
+    monkeypatch.setattr("quaver.torch.gpu.tensor_cast.empty", full)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
         layer(x)

@@ -13,12 +13,13 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.mxfp8 import mxfp8_columns, mxfp8_rows
 from quaver.kernels.nvfp4 import nvfp4_along, nvfp4_down, rotated_amax
 from quaver.torch import reference
+from quaver.torch.gpu.both_ways import BothWays, Launch, Room, empty_like_told, lying
 from quaver.torch.gpu.codes import empty_codes
 from quaver.torch.gpu.codes import grid as over
 from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table, workspace
 from quaver.torch.gpu.per_tensor import measure
-from quaver.torch.quantized import Quantized
+from quaver.torch.quantized import STORAGE, Quantized
 from quaver.torch.swizzle import BLOCKS, ROWS
 
 #: Rows and columns of a program's block, and its warps.
@@ -113,6 +114,31 @@ def _mx_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], straight: b
         return launcher(mxfp8_columns, grid, tensors, numbers, constants | {"ROWS": straight}, warps)
     constants["NEAR"] = (bm + 1) * max(x.stride(0), q_stride) < 2**31
     return launcher(mxfp8_rows, grid, tensors, (rows, k, x.stride(0), q_stride, across(k, 32)), constants, warps)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec, kept: bool) -> BothWays | None:
+    """`by_exponents` of matrices like x, contiguous, whose sides are multiples of 16; both operands."""
+    rows, k = x.shape
+    codes = STORAGE[spec.format.name]
+    scales = [-(-down // ROWS) * ROWS * across(wide, 32) * BLOCKS for down, wide in ((rows, k), (k, rows))]
+    of_scales = [Room((n,), (1,), torch.float8_e8m0fnu, _as_bytes) for n in scales]
+    turned = lying((k, rows), codes, kept)._replace(told=_turned_in_words if kept else _in_words)
+    rooms = (lying((rows, k), codes), of_scales[0], turned, of_scales[1])
+    q, s, qt, st = (empty_like_told(room, x.device) for room in rooms)
+    run = _mx_launch(x, spec, (x, q, s, qt, st), True)
+    return BothWays(x, rooms, kept, None, [Launch(run, (0, 1, 2, 3))])
+
+
+def _as_bytes(scales: Tensor) -> Tensor:
+    return scales.view(torch.uint8)
+
+
+def _in_words(codes: Tensor) -> Tensor:
+    return codes.view(torch.int32)
+
+
+def _turned_in_words(codes: Tensor) -> Tensor:
+    return codes.t().view(torch.int32)
 
 
 def by_two_levels(

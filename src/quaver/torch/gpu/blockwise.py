@@ -13,9 +13,10 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.blockwise import blockwise as blockwise_kernel
 from quaver.kernels.blockwise import squares as squares_kernel
+from quaver.torch.gpu.both_ways import BothWays, Launch, empty_like_told, lying
 from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid, in_words, of, strides, taking_words
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table
-from quaver.torch.quantized import Quantized
+from quaver.torch.quantized import STORAGE, Quantized
 
 BLOCK = 128
 #: Warps of a program that writes the transpose, and of one that does not.
@@ -103,3 +104,17 @@ def _launch(x: Tensor, spec: QuantSpec, square: bool, tensors: tuple[Any, ...]) 
     warps = ROW_WARPS if qt is None else WARPS
     told = (x, q, in_words(qt), *tensors[3:])
     return taking_words(launcher(kernel, programs, told, numbers, constants, warps), kernel, 2)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec, kept: bool) -> BothWays | None:
+    """`by_blocks` of matrices like x, contiguous, whose sides are multiples of 16; both operands, in runs, or None."""
+    rows, k = x.shape
+    if spec.block[0] == BLOCK:
+        return None
+    codes, f32, down, across = STORAGE[spec.format.name], torch.float32, -(-rows // BLOCK), -(-k // BLOCK)
+    # Scales of either side lie block by block, and are read the other way round.
+    scale, turned_scale = lying((across, rows), f32, turned=True), lying((down, k), f32, turned=True)
+    rooms = (lying((rows, k), codes), scale, lying((k, rows), codes, kept), turned_scale)
+    q, s, qt, st = (empty_like_told(room, x.device) for room in rooms)
+    run = _launch(x, spec, False, (x, q, qt, s, st, None))
+    return BothWays(x, rooms, kept, None, [Launch(run, (0, 2, 1, 3, -1))])

@@ -4,185 +4,45 @@ Which kernel, which GEMM, which layout is found out once for a layer and a shape
 written, and launches. Kernels, arguments and bits are those of the general way.
 """
 
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import ScalingType
 
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax, counters, weights
 from quaver.torch.gemms import Call, quantized_weight
-from quaver.torch.gpu import choice, launch
+from quaver.torch.gpu import choice
+from quaver.torch.gpu.both_ways import BothWays
 from quaver.torch.gpu.codes import empty_codes
-from quaver.torch.gpu.column_sum import add_up
-from quaver.torch.gpu.device import architecture
-from quaver.torch.gpu.launch import workspace
-from quaver.torch.gpu.operands import transpose
-from quaver.torch.gpu.per_tensor import amax_launch, cast_launch, room_for_sums
-from quaver.torch.gpu.scaled_mm import way
-from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.gpu.column_sum import add_up, column_sum
+from quaver.torch.gpu.operands import any_matrix, matrix, scales
+from quaver.torch.gpu.quantize import family_of, quantize
+from quaver.torch.gpu.scaled_mm import FAST, SCALING, SWIZZLE, Kind, role, way
+from quaver.torch.gpu.tensor_cast import TensorCast
+from quaver.torch.quantized import Quantized
 from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
 
-#: How a scaled GEMM's scales are for one tensor, in no special order.
-_ONE: list[int] = [ScalingType.TensorWise.value]
-_NO: list[int] = []
-_empty = torch.empty_strided
 
-#: Up to so many elements codes that nobody keeps are written to a place of their own, again and again; larger ones
-#: take memory for as long as they are needed, and their launches wait for the GPU anyway.
-SMALL = 1 << 16
+class Gemm(NamedTuple):
+    """How a scaled GEMM is told of its operands' scales, in the order of its arguments."""
 
-
-class Place(NamedTuple):
-    """What one thread on one stream writes and reads before it writes there again."""
-
-    #: Where a launch's programs meet.
-    work: Tensor
-    #: An amax that a kernel writes and another reads.
-    top: Tensor
-    #: Codes, codes of the transpose and scale that the next GEMMs read and nobody keeps; None where they are large.
-    written: tuple[Tensor, Tensor, Tensor] | None
-    #: Sums of blocks of rows, which another kernel adds up at once; None where nobody asks for them.
-    partial: Tensor | None
-
-
-#: By thread, stream, device, shape, dtype and whether there are sums: layers share them.
-_places: dict[Any, Place] = {}
-
-
-class Cast:
-    """A matrix [rows, columns] to its codes, those of its transpose, and their scale.
-
-    Args:
-        x: a matrix like those to come.
-        keeps: whether the transpose and the scale are kept, so that each call must write new ones.
-        sums: whether blocks of its rows are summed on the way, for the gradient of a bias.
-    """
-
-    __slots__ = ("amax", "card", "device", "dtype", "keeps", "launches", "places", "shape", "spec", "sums", "turned")
-
-    def __init__(self, x: Tensor, spec: QuantSpec, keeps: bool, sums: bool = False) -> None:
-        rows, columns = x.shape
-        self.sums = sums
-        self.spec, self.device, self.dtype, self.keeps = spec, x.device, STORAGE[spec.format.name], keeps
-        self.shape, self.turned = (rows, columns), (columns, rows)
-        #: Index of the GPU, what tells the current one's, and what tells its stream.
-        self.card = launch.card(x.device)[:3]
-        #: By thread and stream.
-        self.places: dict[tuple[int, int], Place] = {}
-        #: By whether a factor is given, whether it is known to be set, and whether the amax is noted.
-        self.launches: dict[tuple[bool, bool, bool], Any] = {}
-        self.amax: Any = amax_launch(x)
-
-    def __call__(
-        self,
-        x: Tensor,
-        factors: Tensor | None = None,
-        column: int = 0,
-        known: bool = False,
-        newest: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(codes, codes of the transpose, scale [1, 1], sums); `per_tensor` says what the arguments mean.
-
-        A transpose that is kept comes as the right side of a GEMM: [rows, columns], lying as [columns, rows]. Sums are
-        those of blocks of rows, to be added up before anything else is quantized.
-        """
-        index, current, stream_of = self.card
-        stream = stream_of(index)
-        work, top, written, partial = self.places.get((get_ident(), stream)) or self._place(stream)
-        if written is None:
-            qt = self._turned_room() if self.keeps else self._room(self.turned)
-            q, scale = self._room(self.shape), self._number()
-        elif self.keeps:
-            q, qt, scale = written[0], self._turned_room(), self._number()
-        else:
-            q, qt, scale = written
-        one_pass = known and factors is not None
-        run = self.launches.get((factors is not None, one_pass, newest is not None))
-        if run is None or run.parts is None or current() != index:
-            factor = None if factors is None else factors[column]
-            x = x.detach().view(self.shape)
-            turned = qt.t() if self.keeps else qt
-            tensors = (x, q, turned, scale, top, factor, None, newest, work if one_pass else None, partial)
-            if not one_pass:
-                self.amax(x, top, work)
-            if run is None:
-                run = self._launch(x, tensors, one_pass)
-            run(*tensors)
-            return q, qt, scale, partial
-        at, meeting, of_top = x.data_ptr(), work.data_ptr(), top.data_ptr()
-        if not one_pass:
-            start, grid, middle, tail = self.amax.parts
-            start(*grid, stream, *middle, at, of_top, meeting, *tail)
-        start, grid, middle, tail = run.parts
-        start(
-            *grid,
-            stream,
-            *middle,
-            at,
-            q.data_ptr(),
-            qt.data_ptr(),
-            scale.data_ptr(),
-            of_top,
-            None if factors is None else factors.data_ptr() + 4 * column,
-            None,
-            None if newest is None else newest.data_ptr(),
-            meeting if one_pass else None,
-            None if partial is None else partial.data_ptr(),
-            *tail,
-        )
-        return q, qt, scale, partial
-
-    def _turned_room(self) -> Tensor:
-        """[rows, columns] that lies as its transpose does."""
-        return _empty(self.shape, (1, self.shape[0]), dtype=self.dtype, device=self.device)
-
-    def _room(self, shape: tuple[int, int]) -> Tensor:
-        return _empty(shape, (shape[1], 1), dtype=self.dtype, device=self.device)
-
-    def _number(self) -> Tensor:
-        return _empty((1, 1), (1, 1), dtype=torch.float32, device=self.device)
-
-    def _place(self, stream: int) -> Place:
-        mine = get_ident(), stream
-        shared = *mine, self.device, self.shape, self.dtype, self.sums
-        if shared not in _places:
-            with torch.inference_mode(False):
-                small = self.shape[0] * self.shape[1] <= SMALL
-                written = (self._room(self.shape), self._room(self.turned), self._number()) if small else None
-                partial = room_for_sums(*self.shape, self.device) if self.sums else None
-                _places[shared] = Place(workspace(self.device), self._number(), written, partial)
-        made = self.places[mine] = _places[shared]
-        return made
-
-    def _launch(self, x: Tensor, tensors: tuple[Any, ...], one_pass: bool) -> Any:
-        made: Any = cast_launch(x, self.spec, tensors, not one_pass)
-        run = made if hasattr(made, "parts") else _Interpreted(made)
-        if not hasattr(self.amax, "parts"):
-            self.amax = _Interpreted(self.amax)
-        self.launches[tensors[5] is not None, one_pass, tensors[7] is not None] = run
-        return run
-
-
-class _Interpreted(NamedTuple):
-    """A launch that takes tensors and no addresses."""
-
-    run: Any
-    parts: None = None
-
-    def __call__(self, *tensors: Any) -> None:
-        self.run(*tensors)
+    a: list[int]
+    a_swizzle: list[int]
+    b: list[int]
+    b_swizzle: list[int]
+    fast: bool
+    kind: Kind
 
 
 class Step:
     """What one layer does with inputs of one shape."""
 
-    __slots__ = ("dtype", "grad_output", "input", "recipe", "shape")
+    __slots__ = ("dgrad", "dtype", "fprop", "grad_output", "input", "recipe", "shape", "wgrad")
 
-    def __init__(self, recipe: Recipe, x: Tensor, of_input: Cast, of_grad_output: Cast) -> None:
+    def __init__(self, recipe: Recipe, x: Tensor, gemms: list[Gemm], of_input: Any, of_grad_output: Any) -> None:
         self.recipe, self.shape, self.dtype = recipe, x.shape, x.dtype
+        self.fprop, self.dgrad, self.wgrad = gemms
         self.input, self.grad_output = of_input, of_grad_output
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
@@ -216,13 +76,13 @@ class Delayed(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Both operands that a kept weight gives, as the right side of a GEMM."""
+    """Both operands that a kept weight gives, as the right side of a GEMM, and their scales."""
 
     quantized: Quantized
     fprop: Tensor
+    fprop_scale: list[Tensor]
     dgrad: Tensor
-    #: One tensor, as GEMMs take it.
-    scale: list[Tensor]
+    dgrad_scale: list[Tensor]
     #: The step in whose history its amax is noted: a kept weight's counts in each.
     noted: Delayed | None
 
@@ -258,30 +118,57 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
 
 def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Step | None:
     """The step for inputs like x, or None where the general way is the only one."""
-    if not _fits(x, weight, recipe):
-        return None
-    tokens, (n, k) = x.numel() // x.shape[-1], weight.shape
-    a, b, g = recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
-    assert a is not None and b is not None and g is not None
-    operands = [
-        (_operand(tokens, k, a, x), _operand(n, k, b, x), bias),
-        (_operand(tokens, n, g, x), _operand(k, n, b, x), None),
-        (_operand(n, tokens, g, x), _operand(k, tokens, a, x), None),
-    ]
-    if not all(_plainly(left, right, x.dtype, added) for left, right, added in operands):
+    tokens, (n, k) = x.numel() // max(x.shape[-1], 1), weight.shape
+    if x.numel() == 0 or any(side & 15 for side in (tokens, n, k)):
+        # Sides that need to be filled up.
         return None
     like = x.detach().view(tokens, k)
-    return Step(recipe, x, Cast(like, a, True), Cast(like.new_empty((tokens, n)), g, False, bias is not None))
+    found = [
+        _gemm("fprop", tokens, n, k, bias, like, recipe),
+        _gemm("dgrad", tokens, k, n, None, like, recipe),
+        _gemm("wgrad", n, k, tokens, None, like, recipe),
+    ]
+    gemms = [gemm for gemm in found if gemm is not None]
+    loose = {gemm.kind.loose for gemm in gemms}
+    if len(gemms) < 3 or len(loose) > 1:
+        return None
+    of_input = _cast(like, recipe.fprop.a, recipe.wgrad.b, True in loose, True)
+    g = like.new_empty((tokens, n))
+    of_grad_output = _cast(g, recipe.dgrad.a, recipe.wgrad.a, True in loose, False, bias is not None)
+    if of_input is None or of_grad_output is None:
+        return None
+    return Step(recipe, x, gemms, of_input, of_grad_output)
 
 
-def _fits(x: Tensor, weight: Tensor, recipe: Recipe) -> bool:
-    """Whether all operands have one scale, the two of a tensor are transposes, and no side needs to be filled up."""
-    specs = list(recipe.operands().values())
-    if any(s is None or not s.per_tensor or s.format.bits != 8 or s.rounding != "nearest" for s in specs):
-        return False
-    sides = (x.numel() // max(x.shape[-1], 1), *weight.shape)
-    served = not choice.why_not_quantize(x.view(-1, x.shape[-1]), recipe.fprop.a) if x.numel() else False  # type: ignore[arg-type]
-    return served and all(recipe.plan) and architecture(x.device) < 100 and not any(side & 15 for side in sides)
+def _cast(
+    like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, loose: bool, kept: bool, sums: bool = False
+) -> TensorCast | BothWays | None:
+    """What makes a matrix and its transpose operands, or None."""
+    if spec is None or other is None or choice.why_not_quantize(like, spec):
+        return None
+    family = family_of(spec, other)
+    if family is None or spec.rounding != "nearest" or spec.hadamard:
+        return None
+    if spec.per_tensor:
+        return TensorCast(like, spec, kept, sums, loose)
+    return None if family.decided is None else family.decided(like, spec, other, kept)
+
+
+def _gemm(name: str, m: int, n: int, k: int, bias: Tensor | None, like: Tensor, recipe: Recipe) -> Gemm | None:
+    """How one GEMM is told of its scales; None unless a native one gives the result as it is asked for."""
+    gemm = recipe.gemms[name]
+    if gemm.a is None or gemm.b is None:
+        return None
+    found = way(_operand(m, k, gemm.a, like), _operand(n, k, gemm.b, like), like.dtype, bias)
+    kind = found.kind
+    if kind is None or kind.bare or found.out is not like.dtype or (bias is not None and not found.adds):
+        return None
+    if kind.a != role(gemm.a) or (name == "wgrad" and kind.b != role(gemm.b)):
+        # Scales that nothing writes as they are read.
+        return None
+    a, b = ([scaling.value for scaling in SCALING[side]] for side in (kind.a, kind.b))
+    a_swizzle, b_swizzle = ([swizzle.value for swizzle in SWIZZLE.get(side, [])] for side in (kind.a, kind.b))
+    return Gemm(a, a_swizzle, b, b_swizzle, gemm.fast_accum and kind.a in FAST, kind)
 
 
 def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor) -> Quantized:
@@ -290,28 +177,23 @@ def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor) -> Quantized:
     return Quantized(empty_codes(rows, k, spec, like.device), scale, spec, (rows, k))
 
 
-def _plainly(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> bool:
-    """Whether one native GEMM gives the result as it is asked for."""
-    found = way(a, b, dtype, bias)
-    kind = found.kind
-    return kind is not None and not kind.bare and found.out is dtype and (bias is None or found.adds)
-
-
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, about: Any) -> Tensor:
         layer, step, delayed = about
-        recipe, cast = step.recipe, step.input
-        w = _weight(weight, layer, recipe, x, delayed)
+        cast, gemm = step.input, step.fprop
+        w = _weight(weight, layer, step, x, delayed)
         if delayed is None:
-            q, xt, scale, _ = cast(x)
+            q, scale, xt, of_xt, _ = cast(x)
         else:
-            q, xt, scale, _ = cast(x, delayed.factors, amax.INPUT, delayed.known[0], delayed.newest[0])
+            q, scale, xt, of_xt, _ = cast(x, delayed.factors, amax.INPUT, delayed.known[0], delayed.newest[0])
         # The weight itself, so that autograd sees a change of it before backward.
-        ctx.save_for_backward(weight, xt, scale)
+        ctx.save_for_backward(weight, xt, of_xt)
         ctx.about = layer, step, delayed, w, None if bias is None else bias.dtype
+        # torch.nn.functional.scaled_mm without what it does to lists.
+        a, a_swizzle, b, b_swizzle, fast, _ = gemm
         y: Tensor = torch._scaled_mm_v2(
-            q, w.fprop, [scale], _ONE, _NO, w.scale, _ONE, _NO, bias, step.dtype, (), recipe.fprop.fast_accum
+            q, w.fprop, [scale], a, a_swizzle, w.fprop_scale, b, b_swizzle, bias, step.dtype, (), fast
         )
         return y if len(step.shape) == 2 else y.view(*step.shape[:-1], weight.shape[0])
 
@@ -330,40 +212,50 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 def _backward(ctx: Any, g: Tensor) -> Any:
     layer, step, delayed, w, bias = ctx.about
-    _, xt, of_x = ctx.saved_tensors
-    cast, recipe, dtype = step.grad_output, step.recipe, step.dtype
+    _, xt, of_xt = ctx.saved_tensors
+    cast, dtype = step.grad_output, step.dtype
     if not g.is_contiguous() or g.data_ptr() & 15:
         g = g.clone(memory_format=torch.contiguous_format)
     if delayed is None:
-        q, qt, scale, partial = cast(g)
+        q, scale, qt, of_qt, sums = cast(g)
     else:
         history, newest = layer._buffers["history"], delayed.newest[2]
         if history is not delayed.history or history.data_ptr() != delayed.address:
             newest = amax.newest(layer, amax.GRAD_OUTPUT, g)
-        q, qt, scale, partial = cast(g, delayed.factors, amax.GRAD_OUTPUT, delayed.known[2], newest)
+        q, scale, qt, of_qt, sums = cast(g, delayed.factors, amax.GRAD_OUTPUT, delayed.known[2], newest)
     if counters.active.counters is not None:
-        spec = recipe.dgrad.a
-        counters.active.counters.note(layer, "grad_output", g.view(q.shape), Quantized(q, scale, spec, tuple(q.shape)))
-    # torch.nn.functional.scaled_mm without what it does to lists.
-    scales, need, multiply = [scale], ctx.needs_input_grad, torch._scaled_mm_v2
+        _count(layer, step.recipe, g.view(q.shape), q, scale)
+    need, multiply = ctx.needs_input_grad, torch._scaled_mm_v2
     of_input = of_weight = of_bias = None
-    if partial is not None and need[2]:
-        of_bias = add_up(partial, bias)
+    if need[2]:
+        of_bias = column_sum(g.view(q.shape), bias) if sums is None else add_up(sums, bias)
     if need[0]:
-        fast = recipe.dgrad.fast_accum
-        of_input = multiply(q, w.dgrad, scales, _ONE, _NO, w.scale, _ONE, _NO, None, dtype, (), fast)
+        a, a_swizzle, b, b_swizzle, fast, _ = step.dgrad
+        of_input = multiply(q, w.dgrad, [scale], a, a_swizzle, w.dgrad_scale, b, b_swizzle, None, dtype, (), fast)
         if len(step.shape) != 2:
             of_input = of_input.view(step.shape)
     if need[1]:
-        fast = recipe.wgrad.fast_accum
-        of_weight = multiply(qt, xt, scales, _ONE, _NO, [of_x], _ONE, _NO, None, dtype, (), fast)
+        a, a_swizzle, b, b_swizzle, fast, _ = step.wgrad
+        of_weight = multiply(qt, xt, [of_qt], a, a_swizzle, [of_xt], b, b_swizzle, None, dtype, (), fast)
     return of_input, of_weight, of_bias, None
 
 
-def _weight(weight: Tensor, layer: nn.Module, recipe: Recipe, x: Tensor, delayed: Delayed | None) -> Weight:
+def _count(layer: nn.Module, recipe: Recipe, g: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Note the operands of a grad_output for counters that were opened after its forward."""
+    note, a, c = counters.active.counters.note, recipe.dgrad.a, recipe.wgrad.a  # type: ignore[union-attr]
+    assert a is not None and c is not None
+    if a.per_tensor:
+        note(layer, "grad_output", g, Quantized(codes, scale, a, (g.shape[0], g.shape[1])))
+        return
+    note(layer, "grad_output", g, quantize(g, a))
+    note(layer, "grad_output.T", g.t(), quantize(g.t(), c))
+
+
+def _weight(weight: Tensor, layer: nn.Module, step: Step, x: Tensor, delayed: Delayed | None) -> Weight:
     """The weight's operands; kept until it, or its factor, changes."""
-    spec = recipe.fprop.b
-    assert spec is not None
+    recipe = step.recipe
+    spec, other = recipe.fprop.b, recipe.dgrad.b
+    assert spec is not None and other is not None
     written: float = 0.0 if delayed is None else delayed.version
     q = weights.lookup(layer, "fprop", weight, spec, written)
     ready: Weight | None = layer.__dict__.get("_direct_weight")
@@ -374,10 +266,13 @@ def _weight(weight: Tensor, layer: nn.Module, recipe: Recipe, x: Tensor, delayed
         return ready
     call = Call(recipe, x, x.dtype, True, True, None if delayed is None else delayed.factors)
     q = quantized_weight(layer, weight, "fprop", spec, recipe, call)
-    turned = q.T
-    if turned.turned:
-        turned.data, turned.turned = transpose(q.data), False
-    assert isinstance(q.scale, Tensor)
-    ready = Weight(q, q.data.t(), turned.data.t(), [q.scale], delayed)
+    turned = q.T if recipe.plan.weight else quantized_weight(layer, weight, "dgrad", other, recipe, call)
+    ready = Weight(q, *_right(q, step.fprop), *_right(turned, step.dgrad), delayed)
     layer.__dict__["_direct_weight"] = ready
     return ready
+
+
+def _right(q: Quantized, gemm: Gemm) -> tuple[Tensor, list[Tensor]]:
+    """The right side of a GEMM, and its scales."""
+    codes = any_matrix(q) if gemm.kind.loose else matrix(q)
+    return codes.t(), scales(q, gemm.kind.b, True)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch import reference
+from quaver.torch.gpu import block_scaled, blockwise, rowwise
 from quaver.torch.gpu.block_scaled import by_exponents, by_two_levels, with_exponents, with_two_levels
 from quaver.torch.gpu.blockwise import BLOCK, by_blocks
+from quaver.torch.gpu.both_ways import BothWays
 from quaver.torch.gpu.codes import empty_codes as empty_codes
 from quaver.torch.gpu.codes import format_constants as format_constants
 from quaver.torch.gpu.device import architecture
@@ -60,6 +62,8 @@ class Family(NamedTuple):
     #: Whether they write both operands from one read, by these specs; or the one whose spec is not None.
     serves: Callable[[QuantSpec | None, QuantSpec | None], bool]
     run: Callable[[Call], Pair]
+    #: Both operands of a matrix decided beforehand, for a Linear's step; or None.
+    decided: Callable[[Tensor, QuantSpec, QuantSpec, bool], BothWays | None] | None = None
 
 
 def _by_tensor(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
@@ -125,9 +129,9 @@ def _run_with_two_levels(call: Call) -> Pair:
 #: In order of preference.
 FAMILIES = [
     Family(_by_tensor, _run_by_tensor),
-    Family(_in_blocks, _run_in_blocks),
-    Family(_in_rows, _run_in_rows),
-    Family(with_exponents, _run_with_exponents),
+    Family(_in_blocks, _run_in_blocks, blockwise.decided),
+    Family(_in_rows, _run_in_rows, rowwise.decided),
+    Family(with_exponents, _run_with_exponents, block_scaled.decided),
     Family(with_two_levels, _run_with_two_levels),
 ]
 
@@ -135,7 +139,7 @@ FAMILIES = [
 _found: dict[tuple[str | None, str | None], Family | None] = {}
 
 
-def _family(spec: QuantSpec | None, other: QuantSpec | None) -> Family | None:
+def family_of(spec: QuantSpec | None, other: QuantSpec | None) -> Family | None:
     key = None if spec is None else spec.text, None if other is None else other.text
     if key not in _found:
         _found[key] = next((family for family in FAMILIES if family.serves(spec, other)), None)
@@ -148,7 +152,7 @@ def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
         return f"its kernels read float32, bfloat16 and float16, not {x.dtype}"
     if x.shape and max(x.shape) > LONGEST_SIDE:
         return f"a side of {max(x.shape)} elements is more than its kernels count"
-    return "" if _family(spec, None) else f"it has no kernel for {spec}"
+    return "" if family_of(spec, None) else f"it has no kernel for {spec}"
 
 
 def reason_both(x: Tensor, spec: QuantSpec, other: QuantSpec, *_: object) -> str:
@@ -156,7 +160,7 @@ def reason_both(x: Tensor, spec: QuantSpec, other: QuantSpec, *_: object) -> str
     why = reason(x, spec)
     if why:
         return why
-    return "" if _family(spec, other) else f"no kernel writes {spec} and {other} from one read"
+    return "" if family_of(spec, other) else f"no kernel writes {spec} and {other} from one read"
 
 
 def quantize(
@@ -174,7 +178,7 @@ def quantize(
         is_set: whether factor is known not to be 0, so that one pass over x does.
         newest: where the amax is to be noted, float32 of one element; the result says whether it was.
     """
-    family = _family(spec, None)
+    family = family_of(spec, None)
     if family is None or _not_for_kernels(x, spec, factor):
         return reference.quantize(x, spec, amax, factor, noise)
     if x.stride(1) != 1 and x.stride(0) == 1:
@@ -205,7 +209,7 @@ def quantize_both(
         sums: of x over its rows, wanted where they cost no read: the first of the results holds them as `partial_sums`,
             or None.
     """
-    family = _family(spec, other)
+    family = family_of(spec, other)
     turned_amax = amax.t() if isinstance(amax, Tensor) and amax.dim() == 2 else amax
     one_amax = amax is None or (spec == other and spec.transposable)
     if family is None or _not_for_kernels(x, spec, factor) or not one_amax:

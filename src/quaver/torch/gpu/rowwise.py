@@ -8,9 +8,10 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.kernels import rowwise as kernels
+from quaver.torch.gpu.both_ways import BothWays, Launch, Room, empty_like_told, lying
 from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid, in_words, of, taking_words
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, multiprocessors, table
-from quaver.torch.quantized import Quantized
+from quaver.torch.quantized import STORAGE, Quantized
 
 #: The longest row that a program holds.
 LONGEST = 16384
@@ -138,20 +139,40 @@ def _turned(x: Tensor, spec: QuantSpec, tops: Tensor, given: Tensor | None) -> Q
     key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, known)
     run = _columns.get(key)
     if run is None:
-        bm, bn, warps = COLUMN_BLOCK
-        programs, tall = grid(-(-qt.shape[1] // bm), -(-k // bn))
-        constants = {
-            "BM": bm,
-            "BN": bn,
-            "EVEN": rows % bm == 0 and k % bn == 0,
-            "GIVEN": given is not None,
-            "TALL": tall,
-            "dtype": DTYPES[spec.format.name],
-            **format_constants(spec, x.device),
-        }
-        numbers = (rows, k, x.stride(0), qt.shape[1] // 16)
-        told = (x, in_words(qt), scale, tops, given)
-        made = launcher(kernels.columnwise, programs, told, numbers, constants, warps)
-        run = keep(_columns, key, taking_words(made, kernels.columnwise, 1))
+        run = keep(_columns, key, _turned_launch(x, spec, tensors))
     run(*tensors)
     return Quantized(of(qt, rows), scale, spec, (k, rows))
+
+
+def _turned_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
+    rows, k = x.shape
+    _, qt, scale, tops, given = tensors
+    bm, bn, warps = COLUMN_BLOCK
+    programs, tall = grid(-(-qt.shape[1] // bm), -(-k // bn))
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and k % bn == 0,
+        "GIVEN": given is not None,
+        "TALL": tall,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    numbers = (rows, k, x.stride(0), qt.shape[1] // 16)
+    told = (x, in_words(qt), scale, tops, given)
+    made = launcher(kernels.columnwise, programs, told, numbers, constants, warps)
+    return taking_words(made, kernels.columnwise, 1)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec, kept: bool) -> BothWays | None:
+    """`by_rows` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
+    rows, k = x.shape
+    if k > LONGEST:
+        return None
+    codes, f32 = STORAGE[spec.format.name], torch.float32
+    scale, turned_scale = lying((rows, 1), f32), lying((k, 1), f32, turned=kept)
+    tops = Room((k,), (1,), torch.int32)
+    rooms = (lying((rows, k), codes), scale, lying((k, rows), STORAGE[other.format.name], kept), turned_scale, tops)
+    q, s, qt, st, t = (empty_like_told(room, x.device) for room in rooms)
+    straight, turned = _launch(x, spec, (x, q, s, t, None)), _turned_launch(x, other, (x, qt, st, t, None))
+    return BothWays(x, rooms, kept, 4, [Launch(straight, (0, 1, 4, -1)), Launch(turned, (2, 3, 4, -1))])
