@@ -114,7 +114,10 @@ def test_bits_and_state_are_those_of_the_general_way(
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
 
 
-@pytest.mark.parametrize(("recipe", "arch"), DECIDED)
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [("tensorwise", 90), ("tensorwise", 100), ("rowwise", 90), ("blockwise", 90), ("mxfp8", 100)],
+)
 def test_two_forwards_before_their_backwards_keep_their_own_codes(
     recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +136,7 @@ def test_two_forwards_before_their_backwards_keep_their_own_codes(
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
 
 
-@pytest.mark.parametrize(("recipe", "arch"), DECIDED)
+@pytest.mark.parametrize(("recipe", "arch"), [("tensorwise", 90), ("rowwise", 90)])
 def test_backward_counts_what_a_forward_before_did_not(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     become(arch, monkeypatch)
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
