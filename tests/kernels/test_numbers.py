@@ -1,4 +1,4 @@
-"""Rounding to FP8 by the bits, as on sm_89, equals the reference for every value that could be told apart."""
+"""What kernels do with the bits of float32 equals the reference for every value that could be told apart."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quaver import E4M3, E5M2, Format
+from quaver.core import scaling
 from quaver.core.rounding import magnitudes
-from quaver.kernels.numbers import encode, widened
+from quaver.kernels.numbers import encode, encode_factor, largest_of_runs, widened
 from quaver.torch.gpu import interpreter
 from quaver.torch.gpu.codes import DTYPES
 from quaver.torch.quantized import STORAGE
@@ -20,6 +21,19 @@ from tests.kernels.compare import DEVICE
 def encoded(x, q, BLOCK: tl.constexpr, dtype: tl.constexpr, INTEGERS: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(q + at, encode(widened(tl.load(x + at)), dtype, INTEGERS))
+
+
+@triton.jit
+def tops(x, top, BLOCK: tl.constexpr, HALVINGS: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    runs = tl.program_id(0) * (BLOCK >> HALVINGS) + tl.arange(0, BLOCK >> HALVINGS)
+    tl.store(top + runs, largest_of_runs(tl.load(x + at), HALVINGS))
+
+
+@triton.jit
+def factors(bits, e, BLOCK: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(e + at, encode_factor(tl.load(bits + at), True, EMAX, TOP_MANTISSA, 1.0))
 
 
 def telling(fmt: Format) -> Tensor:
@@ -50,3 +64,28 @@ def test_every_telling_value_rounds_to_nearest_even_and_saturates(fmt: Format, i
     assert torch.equal(found.isnan(), expected.isnan())
     differs = (q != expected.view(torch.uint8)) & ~expected.isnan()
     assert not differs.any(), (x[differs][0].item(), q[differs][0].item())
+
+
+@pytest.mark.parametrize("halvings", range(5))
+def test_the_largest_of_a_run_is_that_of_its_bits(halvings: int) -> None:
+    x = telling(E4M3)
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))].to(DEVICE)
+    found = torch.empty(len(x) >> halvings, dtype=torch.int32, device=DEVICE)
+    tops[(len(x) // 4096,)](x, found, 4096, halvings)
+    expected = (x.view(torch.int32) & 0x7FFFFFFF).view(-1, 1 << halvings).amax(1)
+    # Any NaN stands for any other.
+    infinity = 0x7F800000
+    differs = (found != expected) & ~((found > infinity) & (expected > infinity))
+    assert not differs.any(), (hex(found[differs][0]), hex(expected[differs][0]))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_a_power_of_two_is_the_reference_s_for_every_exponent_of_an_amax(fmt: Format) -> None:
+    mantissas = np.array([0, 1, fmt.max_mantissa - 1, fmt.max_mantissa, fmt.max_mantissa + 1, 0x7FFFFF], np.int32)
+    bits = np.resize((np.arange(256, dtype=np.int32)[:, None] << 23) + mantissas, 2048)
+    found = torch.empty(2048, device=DEVICE)
+    factors[(1,)](torch.from_numpy(bits).to(DEVICE), found, 2048, fmt.emax, fmt.max_mantissa)
+    amax = np.where(bits < 0x00800000, 0, bits).view(np.float32)
+    expected = scaling.encode_factor(amax, fmt, True)
+    differs = found.cpu().numpy() != expected
+    assert not differs.any(), (amax[differs][0], found[torch.from_numpy(differs)][0].item(), expected[differs][0])

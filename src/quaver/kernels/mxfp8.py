@@ -8,24 +8,8 @@ import triton
 import triton.language as tl
 
 from quaver.kernels.cast import load4, store4, store_turned
-from quaver.kernels.numbers import HIGHEST, INFINITY_BITS, SMALLEST_NORMAL_BITS, encode, magnitude_bits, pack4, widened
+from quaver.kernels.numbers import encode, largest_of_runs, magnitude_bits, pack4, shared_exponent, widened
 from quaver.kernels.swizzle import swizzled
-
-
-@triton.jit
-def shared_exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
-    """From the bits of a block's amax the E8M0 code of its scale, int32, and its encode factor 2**(127 - code).
-
-    Code 0 for an amax of 0 (subnormals are), and 255 for one that is not finite, both with the factor 1: subnormals are
-    far below half the smallest code, so all become zeros of their signs.
-    """
-    # The exponent stays in its place among the bits. None takes a factor below 2**-126, so one bound is enough.
-    low: tl.constexpr = ((127 - HIGHEST + EMAX) << 23) - 0x7FFFFF + TOP_MANTISSA
-    place = (tl.maximum(bits, low) + (0x7FFFFF - TOP_MANTISSA - (EMAX << 23))) & 0x7F800000
-    # One comparison finds both kinds of amax without a factor; their own exponent fields, 0 and 255, are the codes.
-    usable = (bits - SMALLEST_NORMAL_BITS).to(tl.uint32, bitcast=True) < INFINITY_BITS - SMALLEST_NORMAL_BITS
-    code = tl.where(usable, place, bits) >> 23
-    return code, tl.where(usable, (254 << 23) - place, 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -43,28 +27,17 @@ def block_at(p, down, right, stride, BM: tl.constexpr, BN: tl.constexpr, NEAR: t
 
 
 @triton.jit
-def largest(v):
-    """The bits of the largest magnitude along the last axis.
-
-    As signed integers the largest positive wins, as unsigned ones the largest negative: two maxima, and no bit to clear
-    in each element.
-    """
-    bits = v.to(tl.int32, bitcast=True)
-    negative = tl.max(bits.to(tl.uint32, bitcast=True), 2).to(tl.int32, bitcast=True)
-    return tl.maximum(tl.max(bits, 2), negative & 0x7FFFFFFF)
-
-
-@triton.jit
 def mxfp8_rows(
-    x, q, s,
+    x, q, s4,
     rows, columns, stride, q_stride, across,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
     NEAR: tl.constexpr, SQUARE: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] to q of the same shape and s, swizzled bytes, in blocks of 1 × 32; SQUARE: of 32 × 32.
+    """x [rows, columns] to q of the same shape and s4, swizzled bytes, in blocks of 1 × 32; SQUARE: of 32 × 32.
 
-    q_stride: bytes of a row of q; the end of a row beyond x is zeros. across: tiles of s side by side. Exact.
+    s4: as int32. q_stride: bytes of a row of q; the end of a row beyond x is zeros. across: tiles of scales side by
+    side. Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     r = down * BM + tl.arange(0, BM)
@@ -75,8 +48,7 @@ def mxfp8_rows(
     else:
         v = widened(tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0))
     v = tl.reshape(v, [BM, BN // 32, 32])
-    top = largest(tl.reshape(v, [BM, BN // 16, 16]))
-    top = tl.max(tl.reshape(top, [BM, BN // 32, 2]), 2)  # [BM, BN / 32]
+    top = tl.max(tl.reshape(largest_of_runs(v, 4), [BM, BN // 32, 2]), 2)  # [BM, BN / 32]
     if SQUARE:
         top = tl.max(tl.reshape(top, [BM // 32, 32, BN // 32]), 1)[:, None, :]
         top = tl.reshape(tl.broadcast_to(top, [BM // 32, 32, BN // 32]), [BM, BN // 32])
@@ -84,8 +56,10 @@ def mxfp8_rows(
     if SQUARE and not EVEN:
         code = tl.where(r[:, None] < rows, code, 0)
     # Whole tiles: of their places only that of the first depends on where the block lies.
-    tile = ((down * (BM // 128)).to(tl.int64) * across + right * (BN // 128)) * 512
-    tl.store(s + tile + swizzled(tl.arange(0, BM), tl.arange(0, BN // 32), across), code.to(tl.uint8))
+    tile = ((down * (BM // 128)).to(tl.int64) * across + right * (BN // 128)) * 128
+    # The four blocks of a row in a tile are neighbours there: one word, so that no byte changes threads.
+    word = tl.sum(tl.reshape(code, [BM, BN // 128, 4]) << 8 * tl.arange(0, 4)[None, None, :], 2)
+    tl.store(s4 + tile + swizzled(tl.arange(0, BM), 4 * tl.arange(0, BN // 128), across) // 4, word)
     dtype: tl.constexpr = q.dtype.element_ty
     codes = tl.reshape(encode(v * e[:, :, None], dtype, INTEGERS), [BM, BN]).to(dtype, bitcast=True)
     at = block_at(q, down, right, q_stride, BM, BN, NEAR)
@@ -136,8 +110,9 @@ def mxfp8_columns(
 ):  # fmt: skip
     """The transpose of x [rows, columns] to qt as int32 and st, in blocks of 32 rows of x; x itself too if ROWS.
 
-    SQUARE: blocks are of 32 × 32, so that both have the same codes. q, s, across: as in `mxfp8_rows`, and without ROWS
-    q is there for its dtype; st, across_t: the same of the transpose. qt_stride4: int32 of a row of qt. Exact.
+    SQUARE: blocks are of 32 × 32, so that both have the same codes. q, across: as in `mxfp8_rows`; without ROWS q is
+    there for its dtype. s: swizzled bytes; st, across_t: the same of the transpose. qt_stride4: int32 of a row of qt.
+    Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     BR: tl.constexpr = BM // 4

@@ -9,15 +9,14 @@ import triton
 import triton.language as tl
 
 from quaver.kernels.numbers import (
-    INFINITY_BITS,
     decode_scale,
     encode,
     encode_factor,
-    exponent,
     flushed,
+    largest_of_runs,
     magnitude_bits,
     meet,
-    power_of_two,
+    shared_exponent,
     widened,
 )
 
@@ -87,6 +86,8 @@ def norm(
     q's rows are q_stride bytes, zeros beyond x's. work: int32 [2] of zeros, left as zeros.
     Bounded: relative RMS 1e-6 of float64 before the rounding to y's dtype. Exact: q, scale and top, given y.
     """
+    # Of what a thread holds side by side.
+    HALVINGS: tl.constexpr = (VECTOR > 1) + (VECTOR > 2) + (VECTOR > 4)
     first = tl.program_id(0)
     c = tl.max_contiguous(tl.arange(0, BN), VECTOR)
     if HELD and gamma is not None:
@@ -121,12 +122,16 @@ def norm(
         if MODE == "amax" or MODE == "tensor":
             m = tl.maximum(m, magnitude_bits(v))
         if MODE == "row":
-            bits = flushed(tl.max(magnitude_bits(v), 0))
+            bits = tl.max(largest_of_runs(v, HALVINGS), 0)
             e = encode_factor(bits, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
             tl.store(scale + row, decode_scale(bits, e, POWER_OF_TWO))
         if MODE == "blocks" or MODE == "e8m0":
             grid = tl.reshape(v, (BN // BLOCK, BLOCK))
-            bits = flushed(tl.max(magnitude_bits(grid), 1))
+            if MODE == "blocks":
+                bits = tl.max(tl.reshape(largest_of_runs(v, HALVINGS), (BN // BLOCK, BLOCK >> HALVINGS)), 1)
+            else:
+                # Bytes of scales change threads.
+                bits = tl.max(magnitude_bits(grid), 1)
             block = tl.arange(0, BN // BLOCK)
             there = block * BLOCK < columns
             if MODE == "blocks":
@@ -134,9 +139,7 @@ def norm(
                 at = scale + block.to(tl.int64) * scale_stride + row
                 tl.store(at, decode_scale(bits, wide, POWER_OF_TWO), mask=there)
             else:
-                p = exponent(bits, EMAX, TOP_MANTISSA)
-                wide = tl.where(bits == 0, 0.0, power_of_two(p))
-                code = tl.where(bits < INFINITY_BITS, tl.where(bits == 0, 0, 127 - p), 255)
+                code, wide = shared_exponent(bits, EMAX, TOP_MANTISSA)
                 tl.store(scale + swizzled(row, block, scale_stride), code.to(tl.uint8), mask=there)
             v = tl.reshape(grid * wide[:, None], (BN,))
         elif q is not None:

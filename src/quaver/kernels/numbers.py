@@ -29,6 +29,20 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def largest_of_runs(v, HALVINGS: tl.constexpr):
+    """`magnitude_bits` of the largest of every 2**HALVINGS neighbours of float32 v, flat.
+
+    The maximum of floats takes magnitudes and keeps NaN at no cost; that of integers would need a bit cleared in each.
+    Not in a kernel where bytes change threads, which it may garble (triton-lang/triton#11111).
+    """
+    v = tl.abs(v)
+    for _ in tl.static_range(HALVINGS):
+        even, odd = tl.split(tl.reshape(v, [v.numel // 2, 2]))
+        v = tl.maximum(even, odd, propagate_nan=tl.PropagateNan.ALL)
+    return v.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def flushed(bits):
     """An amax whose exponent field is 0 counts as 0."""
     return tl.where(bits < SMALLEST_NORMAL_BITS, 0, bits)
@@ -49,10 +63,26 @@ def power_of_two(p):
 
 
 @triton.jit
+def shared_exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
+    """From the bits of an amax the E8M0 code of its scale, int32, and its encode factor 2**(127 - code).
+
+    Code 0 for an amax of 0 (subnormals are), and 255 for one that is not finite, both with the factor 1: subnormals are
+    far below half the smallest code, so all become zeros of their signs.
+    """
+    # The exponent stays in its place among the bits. None takes a factor below 2**-126, so one bound is enough.
+    low: tl.constexpr = ((127 - HIGHEST + EMAX) << 23) - 0x7FFFFF + TOP_MANTISSA
+    place = (tl.maximum(bits, low) + (0x7FFFFF - TOP_MANTISSA - (EMAX << 23))) & 0x7F800000
+    # One comparison finds both kinds of amax without a factor; their own exponent fields, 0 and 255, are the codes.
+    usable = (bits - SMALLEST_NORMAL_BITS).to(tl.uint32, bitcast=True) < INFINITY_BITS - SMALLEST_NORMAL_BITS
+    code = tl.where(usable, place, bits) >> 23
+    return code, tl.where(usable, (254 << 23) - place, 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def encode_factor(bits, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr):
     """What data are multiplied by, from the bits of their amax; 1 where it is 0 or not finite."""
     if POWER_OF_TWO:
-        e = power_of_two(exponent(bits, EMAX, TOP_MANTISSA))
+        _, e = shared_exponent(bits, EMAX, TOP_MANTISSA)
     else:
         usable = (bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS)
         amax = tl.where(usable, bits, 0x3F800000).to(tl.float32, bitcast=True)

@@ -65,8 +65,10 @@ def by_exponents(
     q, s = (None, None) if spec is None else _room(rows, k, one, x.device)
     qt, st = (None, None) if other is None else _room(k, rows, one, x.device)
     key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), one, q is None, qt is None)
-    tensors: tuple[Any, ...] = (x, q, s)
-    if qt is not None:
+    if qt is None:
+        assert s is not None
+        tensors: tuple[Any, ...] = (x, q, s.view(torch.int32))
+    else:
         tensors = (x, qt if q is None else q, s, qt.view(torch.int32), st)
     run = _mx.get(key)
     if run is None:
