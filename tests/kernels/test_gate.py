@@ -44,6 +44,7 @@ def test_each_rule_fires_on_a_kernel_that_breaks_it() -> None:
     broken = said["broken"]
     for arch in ("89", "90"):
         assert broken["turns bytes"][arch] == ["shared bytes"]
+        assert "passing NaN" in broken["clamps"][arch]
         assert broken["holds too much"][arch] == ["local memory"]
         assert broken["strides of 1023"][arch] == ["wide loads", "wide stores"]
         assert broken["strides of 1024"][arch] == []

@@ -31,6 +31,16 @@ def turns_bytes(x, out, stride, out_stride, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def clamps(x, out, stride, out_stride, BM: tl.constexpr, BN: tl.constexpr):
+    """A transposed cast to FP8 of what was clamped, NaN passed on."""
+    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    v = tl.load(x + r[:, None].to(tl.int64) * stride + c[None, :])
+    v = tl.maximum(v, -448.0, propagate_nan=tl.PropagateNan.ALL).to(out.dtype.element_ty)
+    tl.store(out + c[:, None].to(tl.int64) * out_stride + r[None, :], tl.trans(v))
+
+
+@triton.jit
 def holds_too_much(x, out, N: tl.constexpr):
     """A softmax over more elements than four warps have registers for."""
     at = tl.arange(0, N)
@@ -61,8 +71,10 @@ def launches() -> dict[str, Launch]:
     """By name."""
     one, codes, bf16, float32 = (1, 1, 1), data(torch.uint8), data(torch.bfloat16), data(torch.float32)
     block = {"BM": 64, "BN": 64}
+    fp8 = data(torch.float8_e5m2)
     return {
         "turns bytes": describe(turns_bytes, one, (codes, codes), (1024, 1024), block, 4),
+        "clamps": describe(clamps, one, (float32, fp8), (1024, 1024), block, 4),
         "holds too much": describe(holds_too_much, one, (bf16, bf16), (), {"N": 32768}, 4),
         "casts": describe(casts, one, (float32, data(torch.float8_e4m3fn)), (), {"N": 2048}, 4),
         "strides of 1023": describe(copies, one, (bf16, bf16), (1023,), block, 4),

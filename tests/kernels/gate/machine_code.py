@@ -22,9 +22,11 @@ from quaver.torch.gpu.launch import Launch
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 #: Raised when what is read changes: kept figures of other readers are not believed.
-READER = 1
+READER = 2
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 USAGE = re.compile(r"REG:(\d+)\s+STACK:(\d+)\s+SHARED:\d+\s+LOCAL:(\d+)")
+#: Eight-bit data that threads exchange, in Triton's own language.
+EXCHANGED_BYTES = re.compile(r"ttg\.convert_layout [^:\n]*: tensor<[^>]*x(?:i8|f8\w*), ")
 BITS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1, "8": 1}
 LOADS, STORES, SHARED_LOADS, LOCAL = ("LDG", "LD", "LDGSTS"), ("STG", "ST"), ("LDS",), ("LDL", "STL")
 
@@ -47,6 +49,10 @@ class Code:
     local: int
     #: Conversions to float16 that truncate.
     truncating: int
+    #: Maxima and minima that pass NaN on.
+    passing_nan: int
+    #: Changes of eight-bit data from the threads that made them to others.
+    exchanged_bytes: int
 
 
 def read(launch: Launch, arch: int) -> Code:
@@ -80,6 +86,8 @@ def _read(kernel: Any) -> dict[str, Any]:
         "shared_loads": _widths(found, SHARED_LOADS),
         "local": sum(_widths(found, LOCAL).values()),
         "truncating": kernel.asm["ptx"].count("cvt.rz.f16.f32"),
+        "passing_nan": len(re.findall(r"\b(?:max|min)\.NaN\b", kernel.asm["ptx"])),
+        "exchanged_bytes": len(EXCHANGED_BYTES.findall(kernel.asm["ttgir"])),
     }
 
 

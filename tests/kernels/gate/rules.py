@@ -34,6 +34,13 @@ def rounding(code: Code, launch: Launch) -> str:
     return ""
 
 
+def passing_nan(code: Code, launch: Launch) -> str:
+    """triton-lang/triton#11111."""
+    if code.passing_nan and code.exchanged_bytes:
+        return f"{code.passing_nan} maxima or minima pass NaN on beside bytes that change threads: these may be garbled"
+    return ""
+
+
 #: By name, as exceptions have it.
 RULES: dict[str, Callable[[Code, Launch], str]] = {
     "local memory": local_memory,
@@ -41,6 +48,7 @@ RULES: dict[str, Callable[[Code, Launch], str]] = {
     "wide stores": wide_stores,
     "shared bytes": shared_bytes,
     "rounding": rounding,
+    "passing NaN": passing_nan,
 }
 
 
