@@ -202,8 +202,8 @@ class Linear(nn.Linear):
             if weight.dtype in stored.CODES:
                 return stored.linear(input, weight, bias, self)
             return F.linear(input, weight, bias)
-        plan: direct.Plan | None = mine.get("_direct")
-        if plan is not None and training and not compiling:
+        plan: direct.Plan | None = mine.get("_direct") if training and not compiling else None
+        if plan is not None:
             y = plan.again(input, weight, bias, self, recipe)
             if y is not None:
                 return y
