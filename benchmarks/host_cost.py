@@ -29,7 +29,10 @@ from quaver.torch.gpu import choice, device, launch, roll, scaled_mm
 
 SIZE = 16
 #: By architecture the recipes that have GEMMs there.
-RECIPES = {90: ["tensorwise", "delayed", "rowwise", "blockwise"], 100: ["tensorwise", "delayed", "rowwise", "mxfp8"]}
+RECIPES = {
+    90: ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise"],
+    100: ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "mxfp8"],
+}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -118,8 +118,10 @@ def _mx_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], straight: b
     return launcher(mxfp8_rows, grid, tensors, (rows, k, x.stride(0), q_stride, across(k, 32)), constants, warps)
 
 
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec, kept: bool) -> BothWays | None:
-    """`by_exponents` of matrices like x, contiguous, whose sides are multiples of 16; both operands."""
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:
+    """`by_exponents` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
+    if other is None:
+        return None
     rows, k = x.shape
     codes = STORAGE[spec.format.name]
     scales = [-(-down // ROWS) * ROWS * across(wide, 32) * BLOCKS for down, wide in ((rows, k), (k, rows))]

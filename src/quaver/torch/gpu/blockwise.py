@@ -106,10 +106,10 @@ def _launch(x: Tensor, spec: QuantSpec, square: bool, tensors: tuple[Any, ...]) 
     return taking_words(launcher(kernel, programs, told, numbers, constants, warps), kernel, 2)
 
 
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec, kept: bool) -> BothWays | None:
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:
     """`by_blocks` of matrices like x, contiguous, whose sides are multiples of 16; both operands, in runs, or None."""
     rows, k = x.shape
-    if spec.block[0] == BLOCK:
+    if other is None or spec.block[0] == BLOCK:
         return None
     codes, f32, down, across = STORAGE[spec.format.name], torch.float32, -(-rows // BLOCK), -(-k // BLOCK)
     # Scales of either side lie block by block, and are read the other way round.

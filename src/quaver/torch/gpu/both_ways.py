@@ -21,8 +21,9 @@ SMALL = 1 << 16
 
 #: What a matrix [rows, columns] became, as scaled GEMMs take it: codes [rows, columns] and their scales; codes of the
 #: transpose and their scales, of the right side of a GEMM where they are kept: [rows, columns], lying as [columns,
-#: rows]; and float32 sums of blocks of rows, to be added up before anything else is quantized, or None.
-Decided = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+#: rows], or None and None where no GEMM takes them; and float32 sums of blocks of rows, to be added up before anything
+#: else is quantized, or None.
+Decided = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Room(NamedTuple):
@@ -60,7 +61,8 @@ class BothWays:
 
     Args:
         x: [rows, columns], contiguous.
-        rooms: for codes, scales, codes of the transpose, its scales, and for what launches need among themselves.
+        rooms: for codes, scales, codes of the transpose, its scales (None where nothing writes them), and for what
+            launches need among themselves.
         kept: whether the transpose and its scales are kept, so that each call must write new ones.
         zeroed: index of the room that must hold zeros at first, or None.
         launches: in their order.
@@ -69,13 +71,14 @@ class BothWays:
     __slots__ = ("card", "device", "fresh", "launches", "parts", "places", "rooms", "shape", "zeroed")
 
     def __init__(
-        self, x: Tensor, rooms: Sequence[Room], kept: bool, zeroed: int | None, launches: Sequence[Launch]
+        self, x: Tensor, rooms: Sequence[Room | None], kept: bool, zeroed: int | None, launches: Sequence[Launch]
     ) -> None:
         self.shape, self.device, self.rooms, self.zeroed = x.shape, x.device, tuple(rooms), zeroed
         self.card = launch.card(x.device)[:3]
         small = x.numel() <= SMALL
         #: Rooms that each call makes, and what they are.
-        self.fresh = [(i, *room[:3]) for i, room in enumerate(rooms) if (i < 4 and not small) or (i in (2, 3) and kept)]
+        fresh = [(i < 4 and not small) or (i in (2, 3) and kept) for i in range(len(rooms))]
+        self.fresh = [(i, *room[:3]) for i, room in enumerate(rooms) if room is not None and fresh[i]]
         self.launches = tuple(launches)
         #: What starts them with addresses; None where one is interpreted.
         self.parts: Any = None
@@ -104,7 +107,7 @@ class BothWays:
         return tensors[0], tensors[1], tensors[2], tensors[3], None
 
     def _run(self, x: Tensor, tensors: list[Any]) -> None:
-        told = [room.told(t) for room, t in zip(self.rooms, tensors[:-1], strict=True)] + [None]
+        told = [None if room is None else room.told(t) for room, t in zip((*self.rooms, None), tensors, strict=True)]
         for run, takes in self.launches:
             run(x.detach().view(self.shape), *[told[i] for i in takes])
 

@@ -7,6 +7,7 @@ written, and launches. Kernels, arguments and bits are those of the general way.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
@@ -20,6 +21,7 @@ from quaver.torch.gpu.operands import any_matrix, matrix, scales
 from quaver.torch.gpu.quantize import family_of, quantize
 from quaver.torch.gpu.scaled_mm import FAST, SCALING, SWIZZLE, Kind, role, way
 from quaver.torch.gpu.tensor_cast import TensorCast
+from quaver.torch.ops import without_autocast
 from quaver.torch.quantized import Quantized
 from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
 
@@ -40,9 +42,14 @@ class Step:
 
     __slots__ = ("dgrad", "dtype", "fprop", "grad_output", "input", "recipe", "shape", "wgrad")
 
-    def __init__(self, recipe: Recipe, x: Tensor, gemms: list[Gemm], of_input: Any, of_grad_output: Any) -> None:
+    def __init__(
+        self, recipe: Recipe, x: Tensor, gemms: dict[str, Gemm | None], of_input: Any, of_grad_output: Any
+    ) -> None:
         self.recipe, self.shape, self.dtype = recipe, x.shape, x.dtype
-        self.fprop, self.dgrad, self.wgrad = gemms
+        self.fprop: Any = gemms["fprop"]
+        self.dgrad: Any = gemms["dgrad"]
+        #: None where it is not quantized.
+        self.wgrad = gemms["wgrad"]
         self.input, self.grad_output = of_input, of_grad_output
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
@@ -123,14 +130,14 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
         # Sides that need to be filled up.
         return None
     like = x.detach().view(tokens, k)
-    found = [
-        _gemm("fprop", tokens, n, k, bias, like, recipe),
-        _gemm("dgrad", tokens, k, n, None, like, recipe),
-        _gemm("wgrad", n, k, tokens, None, like, recipe),
-    ]
-    gemms = [gemm for gemm in found if gemm is not None]
-    loose = {gemm.kind.loose for gemm in gemms}
-    if len(gemms) < 3 or len(loose) > 1:
+    gemms = {
+        "fprop": _gemm("fprop", tokens, n, k, bias, like, recipe),
+        "dgrad": _gemm("dgrad", tokens, k, n, None, like, recipe),
+        "wgrad": _gemm("wgrad", n, k, tokens, None, like, recipe),
+    }
+    plain = recipe.wgrad.a is None and recipe.wgrad.b is None
+    loose = {gemm.kind.loose for gemm in gemms.values() if gemm is not None}
+    if len(loose) != 1 or any(gemm is None and not (plain and name == "wgrad") for name, gemm in gemms.items()):
         return None
     of_input = _cast(like, recipe.fprop.a, recipe.wgrad.b, True in loose, True)
     g = like.new_empty((tokens, n))
@@ -143,14 +150,14 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
 def _cast(
     like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, loose: bool, kept: bool, sums: bool = False
 ) -> TensorCast | BothWays | None:
-    """What makes a matrix and its transpose operands, or None."""
-    if spec is None or other is None or choice.why_not_quantize(like, spec):
+    """What makes a matrix an operand, and its transpose too if `other` is not None; None where nothing does."""
+    if spec is None or choice.why_not_quantize(like, spec):
         return None
     family = family_of(spec, other)
     if family is None or spec.rounding != "nearest" or spec.hadamard:
         return None
     if spec.per_tensor:
-        return TensorCast(like, spec, kept, sums, loose)
+        return None if other is None else TensorCast(like, spec, kept, sums, loose)
     return None if family.decided is None else family.decided(like, spec, other, kept)
 
 
@@ -188,7 +195,7 @@ class _Step(torch.autograd.Function):
         else:
             q, scale, xt, of_xt, _ = cast(x, delayed.factors, amax.INPUT, delayed.known[0], delayed.newest[0])
         # The weight itself, so that autograd sees a change of it before backward.
-        ctx.save_for_backward(weight, xt, of_xt)
+        ctx.save_for_backward(weight, x if xt is None else xt, of_xt)
         ctx.about = layer, step, delayed, w, None if bias is None else bias.dtype
         # torch.nn.functional.scaled_mm without what it does to lists.
         a, a_swizzle, b, b_swizzle, fast, _ = gemm
@@ -234,21 +241,30 @@ def _backward(ctx: Any, g: Tensor) -> Any:
         of_input = multiply(q, w.dgrad, [scale], a, a_swizzle, w.dgrad_scale, b, b_swizzle, None, dtype, (), fast)
         if len(step.shape) != 2:
             of_input = of_input.view(step.shape)
-    if need[1]:
+    if need[1] and step.wgrad is None:
+        of_weight = _plain_wgrad(g.view(q.shape), xt.view(-1, xt.shape[-1]))
+    elif need[1]:
         a, a_swizzle, b, b_swizzle, fast, _ = step.wgrad
         of_weight = multiply(qt, xt, [of_qt], a, a_swizzle, [of_xt], b, b_swizzle, None, dtype, (), fast)
     return of_input, of_weight, of_bias, None
 
 
+def _plain_wgrad(g: Tensor, x: Tensor) -> Tensor:
+    """grad_weight [n, k] of g [tokens, n] and x [tokens, k], unquantized."""
+    with without_autocast(g.device.type):
+        return F.linear(g.t(), x.t())
+
+
 def _count(layer: nn.Module, recipe: Recipe, g: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Note the operands of a grad_output for counters that were opened after its forward."""
     note, a, c = counters.active.counters.note, recipe.dgrad.a, recipe.wgrad.a  # type: ignore[union-attr]
-    assert a is not None and c is not None
+    assert a is not None
     if a.per_tensor:
         note(layer, "grad_output", g, Quantized(codes, scale, a, (g.shape[0], g.shape[1])))
         return
     note(layer, "grad_output", g, quantize(g, a))
-    note(layer, "grad_output.T", g.t(), quantize(g.t(), c))
+    if c is not None:
+        note(layer, "grad_output.T", g.t(), quantize(g.t(), c))
 
 
 def _weight(weight: Tensor, layer: nn.Module, step: Step, x: Tensor, delayed: Delayed | None) -> Weight:

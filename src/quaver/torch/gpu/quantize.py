@@ -62,8 +62,8 @@ class Family(NamedTuple):
     #: Whether they write both operands from one read, by these specs; or the one whose spec is not None.
     serves: Callable[[QuantSpec | None, QuantSpec | None], bool]
     run: Callable[[Call], Pair]
-    #: Both operands of a matrix decided beforehand, for a Linear's step; or None.
-    decided: Callable[[Tensor, QuantSpec, QuantSpec, bool], BothWays | None] | None = None
+    #: Both operands of a matrix decided beforehand, or the first alone, for a Linear's step; or None.
+    decided: Callable[[Tensor, QuantSpec, QuantSpec | None, bool], BothWays | None] | None = None
 
 
 def _by_tensor(spec: QuantSpec | None, other: QuantSpec | None) -> bool:

@@ -164,15 +164,19 @@ def _turned_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
     return taking_words(made, kernels.columnwise, 1)
 
 
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec, kept: bool) -> BothWays | None:
-    """`by_rows` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:
+    """`by_rows` of matrices like x, contiguous, whose sides are multiples of 16; without the transpose, or None."""
     rows, k = x.shape
     if k > LONGEST:
         return None
-    codes, f32 = STORAGE[spec.format.name], torch.float32
-    scale, turned_scale = lying((rows, 1), f32), lying((k, 1), f32, turned=kept)
+    straight = lying((rows, k), STORAGE[spec.format.name]), lying((rows, 1), torch.float32)
+    q, s = (empty_like_told(room, x.device) for room in straight)
+    if other is None:
+        run = _launch(x, spec, (x, q, s, None, None))
+        return BothWays(x, (*straight, None, None), kept, None, [Launch(run, (0, 1, -1, -1))])
+    turned = lying((k, rows), STORAGE[other.format.name], kept), lying((k, 1), torch.float32, turned=kept)
     tops = Room((k,), (1,), torch.int32)
-    rooms = (lying((rows, k), codes), scale, lying((k, rows), STORAGE[other.format.name], kept), turned_scale, tops)
-    q, s, qt, st, t = (empty_like_told(room, x.device) for room in rooms)
-    straight, turned = _launch(x, spec, (x, q, s, t, None)), _turned_launch(x, other, (x, qt, st, t, None))
-    return BothWays(x, rooms, kept, 4, [Launch(straight, (0, 1, 4, -1)), Launch(turned, (2, 3, 4, -1))])
+    qt, st, t = (empty_like_told(room, x.device) for room in (*turned, tops))
+    first, second = _launch(x, spec, (x, q, s, t, None)), _turned_launch(x, other, (x, qt, st, t, None))
+    launches = [Launch(first, (0, 1, 4, -1)), Launch(second, (2, 3, 4, -1))]
+    return BothWays(x, (*straight, *turned, tops), kept, 4, launches)
