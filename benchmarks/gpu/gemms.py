@@ -10,7 +10,7 @@ from benchmarks.gpu.setting import Case, Found, Section, Setting
 from quaver.core import ledger
 from quaver.core.spec import GemmSpec
 from quaver.recipes import RECIPES
-from quaver.torch import ops, reference
+from quaver.torch import functional, ops, reference
 from quaver.torch.quantized import Quantized
 
 #: [m, k] @ [n, k].T
@@ -49,7 +49,7 @@ def operands(spec: GemmSpec, shape: tuple[int, int, int], setting: Setting) -> t
     b = torch.randn(n, k, dtype=BF16, device=setting.device) * 0.02
     assert spec.a is not None and spec.b is not None
     with setting.kernels():
-        return ops.quantize(a, spec.a), ops.quantize(b, spec.b)
+        return functional.quantize(a, spec.a), functional.quantize(b, spec.b)
 
 
 def runs_as(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> str:
@@ -64,7 +64,7 @@ def errors(setting: Setting, found: Found) -> None:
         expected = reference.double(a) @ reference.double(b).t()
         for fast in (False, True):
             with implementations(setting):
-                y = ops.matmul(a, b, FLOAT32, None, fast).double()
+                y = functional.matmul(a, b, FLOAT32, None, fast).double()
                 how = runs_as(a, b, FLOAT32, fast)
             error = ((y - expected).square().sum() / expected.square().sum()).sqrt().item()
             found.add(name, f"error{', fast' if fast else ''}", error * 1e6, "ppm")
@@ -85,7 +85,7 @@ def rates(shape: tuple[int, int, int], setting: Setting, found: Found) -> None:
                 a, b = operands(spec, shape, setting)
                 for mode, (dtype, fast) in modes(spec).items():
                     label = f"{head}{name}{mode} ({runs_as(a, b, dtype, fast)})"
-                    steps[label] = lambda a=a, b=b, dtype=dtype, fast=fast: ops.matmul(a, b, dtype, None, fast)
+                    steps[label] = lambda a=a, b=b, dtype=dtype, fast=fast: functional.matmul(a, b, dtype, None, fast)
             except Exception as error:
                 found.failures.append(f"{head}{name}: {error}")
         timings = interleave(steps, setting, found)

@@ -13,7 +13,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.core.plan import saved_bytes
 from quaver.core.spec import Recipe
-from quaver.torch import linear, ops
+from quaver.torch import linear, opaque
 from quaver.torch.quantized import Quantized
 from tests.close import assert_bitwise, assert_close
 
@@ -351,7 +351,7 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
             )
             lies = turned and one.format.bits == 8
             q = Quantized(data, scale, one, (rows, 48), lies, factor if one.two_level else None)
-            operands.append(ops._flat(q))
+            operands.append(opaque.flat(q))
     for a in operands[:2]:
         for b in operands[2:]:
             last = torch.randn(16) if bias else None

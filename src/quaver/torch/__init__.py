@@ -9,6 +9,7 @@ from quaver.torch.convert import convert, revert
 from quaver.torch.counters import count
 from quaver.torch.cross_entropy import linear_cross_entropy
 from quaver.torch.explain import explain
+from quaver.torch.functional import dequantize, matmul, quantize
 from quaver.torch.grouped import grouped_matmul
 from quaver.torch.kv_cache import KVCache
 from quaver.torch.linear import Linear
@@ -16,7 +17,7 @@ from quaver.torch.mlp import MLP, LayerNormMLP
 from quaver.torch.multihead import MultiheadAttention
 from quaver.torch.norm import LayerNorm, RMSNorm
 from quaver.torch.norm_linear import LayerNormLinear
-from quaver.torch.ops import dequantize, matmul, only, quantize
+from quaver.torch.ops import only
 from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.torch.quantized import Quantized
 from quaver.torch.quantized_init import (

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, counters, ops, recomputation, stored, weights
+from quaver.torch import amax, counters, opaque, ops, recomputation, stored, weights
+from quaver.torch.functional import run_matmul, run_quantize
 from quaver.torch.gpu.choice import announce_features
 from quaver.torch.noise import draw, drawn, quantize_with_noise
 from quaver.torch.quantized import Quantized
@@ -168,8 +169,8 @@ class Call:
         #: `ops.QUANTIZE_BOTH` where it is worth while.
         self.both: Callable[..., tuple[Quantized, Quantized]] | None
         if self.traced:
-            self.quantize, self.matmul = ops.run_quantize, ops.run_matmul
-            self.both = ops.quantize_both_opaquely if x.is_cuda else None
+            self.quantize, self.matmul = run_quantize, run_matmul
+            self.both = opaque.quantize_both if x.is_cuda else None
         else:
             _, self.quantize, self.matmul, self.both = ops.resolve(recipe, x)
         #: Of factors on a device, which writing of theirs the forward saw.
@@ -187,7 +188,7 @@ def quantize(
     if call.factors is not None:
         factor = call.factors[column]
         if call.traced and call.record and column == amax.GRAD_OUTPUT:
-            return ops.quantize_opaquely(x, spec, None, factor, number=layer.__dict__["_number"])
+            return opaque.quantize(x, spec, None, factor, number=layer.__dict__["_number"])
         if call.both is None or call.traced:
             q = call.quantize(x, spec, None, factor)
         else:
@@ -237,7 +238,7 @@ def quantize_both(
         factor, record = call.factors[column], call.record
         if call.traced:
             number = layer.__dict__["_number"] if record and column == amax.GRAD_OUTPUT else None
-            q, turned = ops.quantize_both_opaquely(x, spec, other, None, factor, number=number)
+            q, turned = opaque.quantize_both(x, spec, other, None, factor, number=number)
             record = record and number is None
         else:
             known, newest = amax.is_set(layer, column, call.factors), _newest(layer, column, x, call)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from quaver.core.formats import E4M3
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import activation as activations
-from quaver.torch import ops
 from quaver.torch.activation import get_activation, option_values
 from quaver.torch.checkpoint import checkpoint
+from quaver.torch.functional import run_quantize
 from quaver.torch.gpu import fused
 from quaver.torch.linear import Linear
 from quaver.torch.norm import Norm
@@ -50,7 +50,7 @@ class Activated:
         y = activations.forward(self.name, self.options, x)  # type: ignore[arg-type]
         if not self.eight_bits:
             return y, x
-        return y, tuple(ops.run_quantize(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
+        return y, tuple(run_quantize(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
 
     def quantized(
         self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool

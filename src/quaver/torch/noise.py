@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec
 from quaver.torch import ops, recomputation
+from quaver.torch.functional import run_quantize
 from quaver.torch.quantized import Quantized
 
 
 def quantize_with_noise(layer: nn.Module, operand: str, x: Tensor, spec: QuantSpec) -> Quantized:
     """Round at random; the count moves on, so that the next micro-batch draws other noise."""
-    q = ops.run_quantize(x, spec, None, None, draw(layer, operand))
+    q = run_quantize(x, spec, None, None, draw(layer, operand))
     drawn(layer, operand)
     return q
 

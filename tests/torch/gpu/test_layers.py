@@ -12,7 +12,7 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver import E4M3, QuantSpec, recipes
 from quaver.core.registry import Impl
-from quaver.torch import gemms, ops
+from quaver.torch import gemms, opaque, ops
 from quaver.torch.quantized import Quantized
 from tests.operands import SPECS
 
@@ -162,7 +162,7 @@ def test_two_operands_in_one_operator_are_those_of_two_calls(name: str) -> None:
     x = torch.randn(40, 48)
     args = x, spec.text, spec.text, None, None, None
     torch.library.opcheck(torch.ops.quaver.quantize_both.default, args)
-    found = ops.quantize_both_opaquely(x, spec, spec)
+    found = opaque.quantize_both(x, spec, spec)
     for q, expected in zip(found, (ops.QUANTIZE(x, spec), ops.QUANTIZE(x.t(), spec)), strict=True):
         assert torch.equal(q.codes(), expected.codes()) and torch.equal(q.scales(), expected.scales())
 
@@ -234,7 +234,7 @@ def test_two_operands_in_one_operator_compile_as_layers_ask_for_them(noise: tupl
     spec = QuantSpec(E4M3)
 
     def both(x: Tensor) -> list[Tensor]:
-        return [q.data for q in ops.quantize_both_opaquely(x, spec, spec, *noise)]
+        return [q.data for q in opaque.quantize_both(x, spec, spec, *noise)]
 
     x = torch.randn(16, 32)
     compiled = torch.compile(both, fullgraph=True, backend="eager")
@@ -248,7 +248,7 @@ class CallOfAGPU(gemms.Call):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         if self.traced:
-            self.both = ops.quantize_both_opaquely
+            self.both = opaque.quantize_both
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
