@@ -27,8 +27,9 @@ class Plan(NamedTuple):
     recipe: Recipe
     shape: torch.Size
     dtype: torch.dtype
-    #: Of the GPU; -1 where there is none.
-    gpu: int
+    device: torch.device
+    #: Its shape: another is a weight that was put in its place.
+    weight: torch.Size
     bias: torch.dtype | None
     #: None where it takes the general way.
     step: Step | None
@@ -50,7 +51,8 @@ class Plan(NamedTuple):
             self.recipe is recipe
             and self.shape == x.shape
             and self.dtype is x.dtype is weight.dtype
-            and self.gpu == x.get_device()
+            and self.device == x.device
+            and self.weight == weight.shape
             and self.bias is (None if bias is None else bias.dtype)
         )
 
@@ -83,4 +85,4 @@ def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan
     elif x.is_cpu:
         step = cpu_direct.decide(x, weight, recipe)
     of_bias = None if bias is None else bias.dtype
-    return Plan(recipe, x.shape, x.dtype, x.get_device(), of_bias, step)
+    return Plan(recipe, x.shape, x.dtype, x.device, weight.shape, of_bias, step)

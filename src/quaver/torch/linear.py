@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from quaver import recipes
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, direct, ops, recomputation, stored, storing
+from quaver.torch import amax, direct, ops, recomputation, stored, storing, weights
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gemms import Call, backward, fprop
 from quaver.torch.noise import fresh_count
@@ -227,7 +227,9 @@ class Linear(nn.Linear):
         if compiling:
             return _Linear.apply(x, weight, bias, self, recipe, training)
         refuse_transforms(x, weight, bias)
-        if training and not (casting or (plan is not None and plan.fits(x, weight, bias, recipe))):
+        # Neither what is cast nor a weight that is codes has a plan.
+        undecided = not (casting or (plan is not None and plan.fits(x, weight, bias, recipe)))
+        if training and undecided and x.dtype is weight.dtype:
             plan = mine["_direct"] = direct.plan(x, weight, bias, recipe)
             y = None if plan is None else plan.again(x, weight, bias, self, recipe)
             if y is not None:
@@ -250,7 +252,7 @@ class Linear(nn.Linear):
         else:
             storing.moved(self, fn, super()._apply)
         # Casting there and back may bring other values to the same address.
-        self.__dict__.pop("_weights", None)
+        weights.drop(self)
         for name, buffer in held.items():
             assert buffer is not None
             device = self.weight.device

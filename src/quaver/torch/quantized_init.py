@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quaver import recipes
 from quaver.core.rules import Rules, Skip
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import stored, storing
+from quaver.torch import stored, storing, weights
 from quaver.torch.convert import convert
 from quaver.torch.linear import Linear
 
@@ -96,7 +96,7 @@ def quantize_weights(
             storing.restore(layer)
         if layer.weight_spec is None:
             storing.store(layer, spec)
-            layer.__dict__.pop("_weights", None)
+            weights.drop(layer)
         saved.before += before
         saved.after += _bytes(layer)
         saved.layers.append(name)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import ops
+from quaver.torch import ops, weights
 from quaver.torch.stored import CODE_DTYPES, CODES, PACKED, SCALES, dequantized
 
 #: Attributes of such a layer.
@@ -67,8 +67,9 @@ def restore(layer: nn.Linear) -> None:
     layer._parameters["weight"] = nn.Parameter(value, requires_grad=weight.requires_grad)
     for name in SCALES:
         layer._buffers.pop(name, None)
-    for name in (*ABOUT, "_weights"):
+    for name in ABOUT:
         layer.__dict__.pop(name, None)
+    weights.drop(layer)
 
 
 def encode(value: Tensor, spec: QuantSpec) -> tuple[Tensor, dict[str, Tensor]]:

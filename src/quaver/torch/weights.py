@@ -83,8 +83,13 @@ def can_keep(weight: Tensor) -> bool:
 def refresh(model: nn.Module) -> None:
     """Drop every kept weight of a model: call it after writing to weights through `.data`."""
     for module in model.modules():
-        for kept in ("_weights", "_direct_weight"):
-            module.__dict__.pop(kept, None)
+        drop(module)
+
+
+def drop(layer: nn.Module) -> None:
+    """Drop what one layer keeps of its weight."""
+    for kept in ("_weights", "_direct_weight"):
+        layer.__dict__.pop(kept, None)
 
 
 def _count(optimizer: object, args: object, kwargs: object) -> None:

@@ -1,5 +1,6 @@
 """A layer's step on a GPU, decided beforehand, has the bits, gradients and state of the general one."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 import quaver.torch as qt
-from quaver.core.spec import Recipe
+from quaver import recipes
+from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch import amax, direct, ops
 from quaver.torch.gpu import choice, device, launch, scaled_mm
 from tests.torch.gpu.cublaslt import stand_in
@@ -222,6 +224,70 @@ def test_a_weight_written_in_place_is_quantized_anew_and_seen_by_backward() -> N
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     assert torch.equal(layer(x), y * 2)
+
+
+@pytest.mark.parametrize("features", [40, 48, 80])
+@pytest.mark.parametrize(("recipe", "arch"), [("tensorwise", 90), ("rowwise", 90), ("mxfp8", 100)])
+def test_a_weight_of_another_shape_has_a_plan_of_its_own(
+    recipe: str,
+    arch: int,
+    features: int,
+    generally: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    layer.weight = torch.nn.Parameter(torch.randn(features, K).bfloat16())
+    y = layer(x)
+    assert is_direct(y) == (features % 16 == 0)
+    grads = torch.autograd.grad(y.float().square().sum(), (x, layer.weight))
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        layer.__dict__.pop("_direct")
+        expected = layer(x)
+        others = torch.autograd.grad(expected.float().square().sum(), (x, layer.weight))
+    assert torch.equal(y, expected)
+    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+
+
+def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
+    generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(100, monkeypatch)
+    first = recipes.mxfp8()
+    square = GemmSpec(first.dgrad.a, recipes.mxfp8(weight_2d=True).dgrad.b)
+    second = dataclasses.replace(first, dgrad=square)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.mul_(torch.logspace(-5, 0, K))
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+
+    def gradient(recipe: Recipe) -> Tensor:
+        with qt.autocast(recipe):
+            y = layer(x)
+        return torch.autograd.grad(y.float().square().sum(), x)[0]
+
+    found = [gradient(recipe) for recipe in (first, second, first)]
+    generally(monkeypatch)
+    layer.__dict__.pop("_direct")
+    expected = [gradient(recipe) for recipe in (first, second, first)]
+    assert not torch.equal(expected[0], expected[1])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_is_kept_of_a_weight_goes_with_it() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    assert "_direct_weight" in layer.__dict__
+    layer.to(torch.bfloat16)
+    assert "_direct_weight" not in layer.__dict__
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
+    assert is_direct(layer(x))
+    # Nobody sees when it changes: it is quantized each time.
+    assert "_direct_weight" not in layer.__dict__
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -92,6 +92,8 @@ class Weight(NamedTuple):
     dgrad_scale: list[Tensor]
     #: The step in whose history its amax is noted: a kept weight's counts in each.
     noted: Delayed | None
+    #: Whose GEMMs read them; another may share the quantized weight.
+    recipe: Recipe
 
 
 def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
@@ -275,7 +277,7 @@ def _weight(weight: Tensor, layer: nn.Module, step: Step, x: Tensor, delayed: De
     written: float = 0.0 if delayed is None else delayed.version
     q = weights.lookup(layer, "fprop", weight, spec, written)
     ready: Weight | None = layer.__dict__.get("_direct_weight")
-    if q is not None and ready is not None and ready.quantized is q:
+    if q is not None and ready is not None and ready.quantized is q and ready.recipe is recipe:
         if ready.noted is not delayed:
             amax.record(layer, amax.WEIGHT, q.amax)
             ready = layer.__dict__["_direct_weight"] = ready._replace(noted=delayed)
@@ -283,8 +285,9 @@ def _weight(weight: Tensor, layer: nn.Module, step: Step, x: Tensor, delayed: De
     call = Call(recipe, x, x.dtype, True, True, None if delayed is None else delayed.factors)
     q = quantized_weight(layer, weight, "fprop", spec, recipe, call)
     turned = q.T if recipe.plan.weight else quantized_weight(layer, weight, "dgrad", other, recipe, call)
-    ready = Weight(q, *_right(q, step.fprop), *_right(turned, step.dgrad), delayed)
-    layer.__dict__["_direct_weight"] = ready
+    ready = Weight(q, *_right(q, step.fprop), *_right(turned, step.dgrad), delayed, recipe)
+    if weights.can_keep(weight):
+        layer.__dict__["_direct_weight"] = ready
     return ready
 
 
