@@ -1,5 +1,7 @@
 """A small layer's step on a CPU, decided beforehand, has the bits, gradients and state of the general one."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -141,6 +143,53 @@ def test_what_a_step_is_not_for_takes_the_general_way() -> None:
         assert layer(x).grad_fn is None
 
 
+def test_a_weight_of_another_shape_has_a_plan_of_its_own() -> None:
+    layer, x = qt.Linear(K, N, bias=False, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
+    assert is_direct(layer(x))
+    layer.weight = nn.Parameter(torch.randn(N, K + 1))
+    with pytest.raises(ValueError, match="got an input of shape"):
+        layer(x)
+    large = cpu_matmul.SMALL // (T * K) + 1
+    layer.weight = nn.Parameter(torch.randn(large, K))
+    y = layer(x)
+    assert y.shape == (T, large) and not is_direct(y)
+
+
+def test_on_meta_nothing_is_computed() -> None:
+    layer, _ = layer_and_input()
+    layer.to("meta")
+    assert layer(torch.empty(T, K, device="meta", requires_grad=True)).shape == (T, N)
+
+
+def test_nothing_is_decided_for_a_weight_that_is_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with qt.quantized_init("tensorwise"):
+        layer = qt.Linear(K, N)
+    asked: list[object] = []
+    monkeypatch.setattr(direct, "plan", lambda *given: asked.append(given))
+    with qt.autocast("tensorwise"):
+        layer(torch.randn(T, K, requires_grad=True))
+    assert not asked
+
+
+@pytest.mark.parametrize("default", ["set_default_dtype(torch.float16)", "set_default_device('meta')"])
+def test_no_default_of_torch_reaches_a_step(default: str) -> None:
+    code = f"""
+import torch
+torch.{default}
+import quaver.torch as qt
+own = dict(dtype=torch.float32, device="cpu")
+layer = qt.Linear({K}, {N}, bias=False, recipe="tensorwise", **own)
+torch.nn.init.ones_(layer.weight)
+# Its factor leaves float16.
+x = torch.full(({T}, {K}), 2.0**-30, **own).requires_grad_()
+y = layer(x)
+assert (y == {K} * 2.0**-30).all()
+y.sum().backward()
+assert (x.grad == {N}).all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
     layer, x = layer_and_input()
     nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh())
@@ -176,7 +225,15 @@ def test_two_forwards_before_their_backwards_keep_their_own_codes() -> None:
             assert_bitwise(grad, value)
 
 
-def test_backward_takes_any_gradient_and_ignores_torchs_autocast() -> None:
+GRADIENTS = {
+    "expanded": torch.linspace(-1, 1, N).expand(T, N),
+    "expanded the other way": torch.linspace(-1, 1, T)[:, None].expand(T, N),
+    "column by column": torch.from_numpy(nasty((N, T))["normal"]).t(),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+def test_backward_takes_any_gradient_and_ignores_torchs_autocast(gradient: Tensor) -> None:
     first, second = pair(RECIPES["tensorwise"], torch.float32)
     found = []
     for layer, ours in ((first, True), (second, False)):
@@ -185,12 +242,23 @@ def test_backward_takes_any_gradient_and_ignores_torchs_autocast() -> None:
         with generally() if not ours else contextmanager(lambda: iter([None]))():
             y = layer(x)
         with torch.autocast("cpu", torch.bfloat16):
-            y.backward(torch.linspace(-1, 1, N).expand(T, N))
+            y.backward(gradient)
         assert is_direct(y) is ours
-        assert x.grad is not None and layer.weight.grad is not None
-        found.append((x.grad, layer.weight.grad))
+        assert x.grad is not None and layer.weight.grad is not None and layer.bias.grad is not None
+        found.append((x.grad, layer.weight.grad, layer.bias.grad))
     for a, b in zip(*found, strict=True):
         assert_bitwise(a, b)
+
+
+def test_an_autocast_of_another_device_does_not_matter() -> None:
+    layer, x = layer_and_input()
+    y = layer(x)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        y.sum().backward()
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert x.grad is not None
 
 
 def test_backward_counts_what_a_forward_before_did_not() -> None:

@@ -127,7 +127,7 @@ def _raw(data: Tensor, fmt: Format, half: bool) -> tuple[Tensor, int]:
     return wide.to(torch.bfloat16 if half else torch.float32), 8
 
 
-_subnormal = torch.tensor(2.0**-130)
+_subnormal = torch.tensor(2.0**-130, dtype=torch.float32, device="cpu")
 
 
 def _flushes_subnormals() -> bool:

@@ -78,7 +78,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        if torch._C._is_any_autocast_enabled():
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cpu"):
             with ops.without_autocast("cpu"):
                 return _Step.backward(ctx, g)
         if torch.is_grad_enabled():
@@ -97,7 +97,8 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     step, layer, factors, w, of_x, shape, bias = ctx.about
     need_input, need_weight, need_bias, _ = ctx.needs_input_grad
     weight, x = ctx.saved_tensors
-    g = g.reshape(-1, g.shape[-1]).contiguous()
+    lying = g.reshape(-1, g.shape[-1])
+    g = lying.contiguous()
     spec: QuantSpec = step.grad_output
     codes, scale, top = cpu_quantize.per_tensor(g, spec, factor=factors and factors[amax.GRAD_OUTPUT])
     if factors is not None:
@@ -108,4 +109,4 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     values, dtype = codes.float(), g.dtype
     of_input = scaled_product(values, decoded(w), scale, w.scale, dtype).view(shape) if need_input else None
     of_weight = scaled_product(values.t(), x.float(), scale, of_x, weight.dtype) if need_weight else None
-    return of_input, of_weight, ops.bias_gradient(g, bias) if need_bias else None, None
+    return of_input, of_weight, ops.bias_gradient(lying, bias) if need_bias else None, None

@@ -88,7 +88,7 @@ def decoded(q: Quantized) -> Tensor:
     return values
 
 
-_nothing = torch.zeros(())
+_nothing = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def scaled_product(

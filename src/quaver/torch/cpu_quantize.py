@@ -78,7 +78,7 @@ def scalar(e: float) -> Tensor:
     made = _scalars.get(e)
     if made is None:
         with torch.inference_mode(False):
-            made = _scalars[e] = torch.tensor(e)
+            made = _scalars[e] = torch.tensor(e, dtype=torch.float32, device="cpu")
     return made
 
 
