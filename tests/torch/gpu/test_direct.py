@@ -13,7 +13,8 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch import amax, direct, ops
-from quaver.torch.gpu import choice, device, launch, scaled_mm
+from quaver.torch.gpu import choice, device, launch, scaled_mm, tensor_cast
+from quaver.torch.gpu.both_ways import SMALL
 from tests.torch.gpu.cublaslt import stand_in
 
 T, K, N = 32, 48, 64
@@ -275,6 +276,17 @@ def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
     expected = [gradient(recipe) for recipe in (first, second, first)]
     assert not torch.equal(expected[0], expected[1])
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_a_large_step_writes_is_not_held_for_its_shape() -> None:
+    layer = qt.Linear(K, N, dtype=torch.bfloat16, recipe="tensorwise")
+    before = set(tensor_cast._places)
+    y = layer(torch.randn(SMALL // K + 32 & -16, K).bfloat16().requires_grad_())
+    assert is_direct(y)
+    y.sum().backward()
+    places = [place for key, place in tensor_cast._places.items() if key not in before]
+    assert len(places) == 2
+    assert all(place.written is None and place.partial is None for place in places)
 
 
 def test_what_is_kept_of_a_weight_goes_with_it() -> None:

@@ -27,7 +27,7 @@ class Place(NamedTuple):
     top: Tensor
     #: Codes, codes of the transpose and scale that the next GEMMs read and nobody keeps; None where they are large.
     written: tuple[Tensor, Tensor, Tensor] | None
-    #: Sums of blocks of rows, which another kernel adds up at once; None where nobody asks for them.
+    #: Sums of blocks of rows, which another kernel adds up at once; None where nobody asks for them or codes are large.
     partial: Tensor | None
 
 
@@ -80,6 +80,8 @@ class TensorCast:
         else:
             q = self._room(self.shape) if written is None or self.views else written[0]
             qt, scale = self._transpose(q), self._number()
+        if partial is None and self.sums:
+            partial = room_for_sums(*self.shape, self.device)
         one_pass = known and factors is not None
         run = self.launches.get((factors is not None, one_pass, newest is not None))
         if run is None or run.parts is None or current() != index:
@@ -135,11 +137,11 @@ class TensorCast:
         shared = *mine, self.device, self.shape, self.dtype, self.sums, self.views
         if shared not in _places:
             with torch.inference_mode(False):
-                written = None
+                written = partial = None
                 if self.shape[0] * self.shape[1] <= SMALL:
                     q = self._room(self.shape)
                     written = q, q.t() if self.views else self._room(self.turned), self._number()
-                partial = room_for_sums(*self.shape, self.device) if self.sums else None
+                    partial = room_for_sums(*self.shape, self.device) if self.sums else None
                 _places[shared] = Place(workspace(self.device), self._number(), written, partial)
         made = self.places[mine] = _places[shared]
         return made
