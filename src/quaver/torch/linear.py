@@ -43,7 +43,11 @@ class _Linear(torch.autograd.Function):
         reused = None if call.traced else call
         bias_dtype = None if bias is None else bias.dtype
         ctx.about = layer, recipe, reused, x.shape, x.dtype, weight.dtype, bias_dtype, record, kept
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+        if x.dim() == 2:
+            return y
+        shape = *x.shape[:-1], weight.shape[0]
+        # Autograd lets nobody write to a view that a Function made, as nn.ReLU(inplace=True) does.
+        return y.view(shape) if call.traced or not y.is_contiguous() else y.resize_(shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

@@ -302,6 +302,16 @@ def test_what_is_kept_of_a_weight_goes_with_it() -> None:
     assert "_direct_weight" not in layer.__dict__
 
 
+def test_an_output_may_be_written_to() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(2, T // 2, K).bfloat16().requires_grad_()
+    expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
+    y = layer(x)
+    assert is_direct(y)
+    found = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_second_derivatives_are_refused() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
