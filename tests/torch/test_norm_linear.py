@@ -212,3 +212,15 @@ def test_a_second_derivative_is_refused() -> None:
         (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_outputs_may_be_written_to(recipe: str) -> None:
+    layer = qt.LayerNormLinear(32, 48, return_normalized=True)
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    with qt.autocast(recipe):
+        outputs = layer(x)
+        expected = [torch.relu(y).sum() for y in layer(x)]
+    sum(y.relu_().sum() for y in outputs).backward()
+    assert x.grad is not None
+    assert [y.sum().item() for y in outputs] == [e.item() for e in expected]

@@ -74,7 +74,7 @@ class _Step(torch.autograd.Function):
         ctx.save_for_backward(weight, codes)
         ctx.about = step, layer, factors, w, scale, x.shape, None if bias is None else bias.dtype
         y = scaled_product(codes.float(), decoded(w).t(), scale, w.scale, x.dtype, bias)
-        # A view could not be written to: see `_Linear`.
+        # A view could not be written to: see `linear.shaped`.
         return y if rows is x else y.resize_(*x.shape[:-1], weight.shape[0])
 
     @staticmethod

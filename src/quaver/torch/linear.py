@@ -43,11 +43,7 @@ class _Linear(torch.autograd.Function):
         reused = None if call.traced else call
         bias_dtype = None if bias is None else bias.dtype
         ctx.about = layer, recipe, reused, x.shape, x.dtype, weight.dtype, bias_dtype, record, kept
-        if x.dim() == 2:
-            return y
-        shape = *x.shape[:-1], weight.shape[0]
-        # Autograd lets nobody write to a view that a Function made, as nn.ReLU(inplace=True) does.
-        return y.view(shape) if call.traced or not y.is_contiguous() else y.resize_(shape)
+        return y if x.dim() == 2 else shaped(y, (*x.shape[:-1], weight.shape[0]), call)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -81,6 +77,12 @@ NO_FUNCTORCH = (
     "quantized layers do not run under torch.func transforms such as vmap and grad; loop over the batch and use "
     "torch.autograd, or run them in high precision for this: with quaver.torch.autocast(enabled=False)"
 )
+
+
+def shaped(y: Tensor, shape: tuple[int, ...], call: Call) -> Tensor:
+    """A Function's fresh output in another shape, to be written to: autograd lets nobody write to a view of its making,
+    as nn.ReLU(inplace=True) does."""
+    return y.view(shape) if call.traced or not y.is_contiguous() else y.resize_(shape)
 
 
 def matrix(x: Tensor) -> Tensor:

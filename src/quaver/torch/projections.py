@@ -17,7 +17,7 @@ from quaver.torch import amax, counters, ops, stored
 from quaver.torch.autocast import ambient, recomputing
 from quaver.torch.gemms import Call, backward, both_at_once, fprop, kept_input, quantize, quantize_both
 from quaver.torch.gpu import fused
-from quaver.torch.linear import NO_DOUBLE_BACKWARD, Linear, dtype_sentence, matrix, recipe_of, refuse_transforms
+from quaver.torch.linear import NO_DOUBLE_BACKWARD, Linear, dtype_sentence, matrix, recipe_of, refuse_transforms, shaped
 from quaver.torch.quantized import Quantized, put_together, take_apart
 from quaver.torch.second_derivative import no_second_derivative
 from quaver.torch.state import prepare
@@ -161,7 +161,7 @@ class _Projections(torch.autograd.Function):
             if layer is not first and call.record and call.factors is not None:
                 amax.record(layer, amax.INPUT, yq.amax)
             z = fprop(yq, weight, bias, layer, recipe, call)
-            outputs.append(z.view(*lead, weight.shape[0]))
+            outputs.append(shaped(z, (*lead, weight.shape[0]), call))
         if keeps:
             calls[0].kept = entrance.turned
             if entrance.turned is None:

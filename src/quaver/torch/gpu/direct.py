@@ -204,7 +204,7 @@ class _Step(torch.autograd.Function):
         y: Tensor = torch._scaled_mm_v2(
             q, w.fprop, [scale], a, a_swizzle, w.fprop_scale, b, b_swizzle, bias, step.dtype, (), fast
         )
-        # A view could not be written to: see `_Linear`.
+        # A view could not be written to: see `linear.shaped`.
         return y if len(step.shape) == 2 else y.resize_(*step.shape[:-1], weight.shape[0])
 
     @staticmethod
