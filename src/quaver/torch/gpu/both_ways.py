@@ -76,8 +76,8 @@ class BothWays:
         self.shape, self.device, self.rooms, self.zeroed = x.shape, x.device, tuple(rooms), zeroed
         self.card = launch.card(x.device)[:3]
         small = x.numel() <= SMALL
-        #: Rooms that each call makes, and what they are.
         fresh = [(i < 4 and not small) or (i in (2, 3) and kept) for i in range(len(rooms))]
+        #: Rooms that each call makes, and what they are.
         self.fresh = [(i, *room[:3]) for i, room in enumerate(rooms) if room is not None and fresh[i]]
         self.launches = tuple(launches)
         #: What starts them with addresses; None where one is interpreted.
