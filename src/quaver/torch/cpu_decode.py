@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quaver.core.formats import Format
-from quaver.torch import reference
+from quaver.torch import reference, scratch
 from quaver.torch.quantized import Quantized, e2m1_values
 
 #: Exponents of block scales that may be folded into the operands: products and sums stay normal float32 numbers.
@@ -15,31 +15,34 @@ FOLD = (-50, 6)
 ROWS = (2.0**-60, 2.0**60)
 
 
-def decode(q: Quantized, half: bool, tiny: bool) -> tuple[Tensor, Tensor | float] | None:
+def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
     """An operand as a matrix of bf16 or float32 values as it lies, and what its product is to be multiplied by.
 
     Block scales are in the matrix; scales of rows and of the tensor are not. None: the scales are too far apart for
     that.
+
+    Args:
+        slot: of `quaver.torch.scratch`, where the matrix may lie.
     """
     if q.spec.two_level:
         return _decode_two_level(q, half)
     if not isinstance(q.scale, Tensor):
-        return _values(q, half, tiny), q.scale
+        return _values(q, half, tiny, slot), q.scale
     if q.spec.block[1] is not None:
-        return _decode_blocks(q, half, tiny)
+        return _decode_blocks(q, half, tiny, slot)
     if q.spec.power_of_two:
         # Decoding multiplies by a power of two anyway: a row's own saves two passes over the product.
-        folded = _decode_blocks(q, half, tiny)
+        folded = _decode_blocks(q, half, tiny, slot)
         if folded is not None:
             return folded
     low, high = torch.aminmax(q.scale)
     if not (ROWS[0] <= low.item() and high.item() <= ROWS[1]):
         return None
     scale = q.scale.t() if q.turned else q.scale
-    return _values(q, half, tiny), reference.spread(scale, q.spec.block, q.shape)
+    return _values(q, half, tiny, slot), reference.spread(scale, q.spec.block, q.shape)
 
 
-def _decode_blocks(q: Quantized, half: bool, tiny: bool) -> tuple[Tensor, float] | None:
+def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, float] | None:
     assert isinstance(q.scale, Tensor)
     # Code 0 of E8M0 becomes 0: its data are zeros.
     scale = (q.scale.to(torch.int32) << 23).view(torch.float32) if q.spec.scale == "e8m0" else q.scale
@@ -52,7 +55,7 @@ def _decode_blocks(q: Quantized, half: bool, tiny: bool) -> tuple[Tensor, float]
     if top - bottom > FOLD[1] - FOLD[0]:
         return None
     shift = 0 if FOLD[0] <= bottom and top <= FOLD[1] else top
-    values, lift = (q.data.float(), 0) if tiny else _raw(q.data, q.spec.format, half)
+    values, lift = (q.data.float(), 0) if tiny else _raw(q.data, q.spec.format, half, slot)
     factor = scale * 2.0**-shift * 2.0**lift
     return fold(values, factor.to(values.dtype), q.lying_block), math.ldexp(1.0, shift)
 
@@ -104,27 +107,31 @@ def _e2m1_pairs(half: bool) -> Tensor:
     return _pairs[half]
 
 
-def _values(q: Quantized, half: bool, tiny: bool) -> Tensor:
+def _values(q: Quantized, half: bool, tiny: bool, slot: str) -> Tensor:
     """FP8 codes to bf16 or float32 values, without scales; NaN codes are not kept: their scale is NaN."""
     if tiny:
         return q.data.float()
-    raw, lift = _raw(q.data, q.spec.format, half)
+    raw, lift = _raw(q.data, q.spec.format, half, slot)
     return raw.mul_(2.0**lift) if lift else raw
 
 
-def _raw(data: Tensor, fmt: Format, half: bool) -> tuple[Tensor, int]:
+def _raw(data: Tensor, fmt: Format, half: bool, slot: str) -> tuple[Tensor, int]:
     """FP8 codes moved into the bits of a wider type, and the exponent that this leaves out.
 
     E5M2 is the top byte of a float16; E4M3 shifts into a float16 or a bfloat16 with its sign carried along.
     """
+    bits = scratch.room(slot, data.shape, torch.int16)
     if fmt.name == "e5m2":
-        wide = data.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16)
-        return wide.to(torch.bfloat16 if half else torch.float32), 0
-    bits = data.view(torch.int8).to(torch.int16)
-    if half and not _flushes_subnormals():
-        return bits.bitwise_left_shift_(4).bitwise_and_(-30721).view(torch.bfloat16), 120
-    wide = bits.bitwise_left_shift_(7).bitwise_and_(-16385).view(torch.float16)
-    return wide.to(torch.bfloat16 if half else torch.float32), 8
+        bits.copy_(data.view(torch.uint8)).bitwise_left_shift_(8)
+        lift = 0
+    else:
+        bits.copy_(data.view(torch.int8))
+        if half and not _flushes_subnormals():
+            return bits.bitwise_left_shift_(4).bitwise_and_(-30721).view(torch.bfloat16), 120
+        bits.bitwise_left_shift_(7).bitwise_and_(-16385)
+        lift = 8
+    wide = scratch.room(slot + ", wide", data.shape, torch.bfloat16 if half else torch.float32)
+    return wide.copy_(bits.view(torch.float16)), lift
 
 
 _subnormal = torch.tensor(2.0**-130, dtype=torch.float32, device="cpu")

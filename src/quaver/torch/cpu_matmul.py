@@ -59,7 +59,7 @@ def matmul(
     tiny = size <= SMALL
     half = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
     blocked = exact and not half and not tiny and cpu_brgemm.takes(m, n, k)
-    left, right = decode(a, half or blocked, tiny), decode(b, half or blocked, tiny)
+    left, right = decode(a, half or blocked, tiny, "left"), decode(b, half or blocked, tiny, "right")
     if left is None or right is None:
         # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
         return reference.matmul(a, b, dtype, bias)

@@ -32,7 +32,7 @@ def product(a: Quantized, b: Quantized) -> Tensor:
 
 def _product(few: Quantized, wide: Quantized) -> Tensor:
     exact = few.shape[0] * wide.shape[0] <= EXACT
-    left = None if exact else decode(few, half=False, tiny=False)
+    left = None if exact else decode(few, half=False, tiny=False, slot="left")
     if left is None:
         return reference.double(few) @ reference.double(wide).t()
     x = left[0].t() if few.turned else left[0]  # [m, k]
@@ -69,7 +69,7 @@ def _lying_rows(q: Quantized, start: int, stop: int) -> Quantized:
 
 def _times(x: Tensor, part: Quantized, piece: int) -> Tensor:
     """x [m, k] @ part [r, k].T, float64 [m, r]."""
-    found = decode(part, half=False, tiny=False)
+    found = decode(part, half=False, tiny=False, slot="right")
     if found is None:
         # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
         return x.double() @ reference.double(part).t()

@@ -14,11 +14,13 @@ from torch import Tensor
 from quaver.core.formats import Format
 from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX
 from quaver.core.spec import QuantSpec
-from quaver.torch import reference
+from quaver.torch import reference, scratch
 from quaver.torch.quantized import STORAGE, Quantized
-from quaver.torch.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, exponent
+from quaver.torch.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, exponent, usable
 
 SMALLEST_NORMAL = 2.0**-126
+#: The bits of float32 1.0, and of NaN.
+ONE_BITS, NAN_BITS = 0x3F800000, 0x7FC00000
 
 
 def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
@@ -59,7 +61,12 @@ def per_tensor(
     elif math.frexp(e)[0] != 0.5:
         # A factor from elsewhere, such as an average of several.
         e, exact = float(np.float32(e)), False
-    y = x * scalar(e) if exact and x.dtype is not torch.float16 else x.float() * e
+    if not exact or x.dtype is torch.float16:
+        y = x.float() * e
+    elif x.numel() * x.itemsize < scratch.SMALLEST or not x.is_contiguous():
+        y = x * scalar(e)
+    else:
+        y = torch.mul(x.detach(), scalar(e), out=scratch.room("temporary", x.shape, x.dtype))
     if not top * e <= fmt.max:
         y.clamp_(-fmt.max, fmt.max)
     if not (top < math.inf and wanted < math.inf):
@@ -110,32 +117,62 @@ def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
 def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: bool) -> Quantized:
     if x.numel() == 0:
         return reference.quantize(x, spec, amax)
+    x = x.detach()
     base, block = (x.t(), spec.block[::-1]) if turned else (x, spec.block)
     if x.dtype is torch.float16 or (not spec.power_of_two and x.dtype is not torch.float32):
         base = base.float()
     view, dims = blocked(base, block)
     bits = largest_bits(view, dims)
-    measured = bits
-    if amax is not None:
-        given = reference.given_bits(amax, bits.t() if turned else bits)
-        bits = (given.t() if turned else given).contiguous()
-    e = reference.factors(bits, spec)
-    if spec.scale == "e8m0" and amax is not None:
-        # An amax of 0 was given for data that need not be 0: they become zeros of their sign.
-        e = torch.where(bits == 0, 0.0, e)
+    measured, limit = bits, spec.format.max
+    if amax is None and spec.power_of_two:
+        e, scale, finite = _powers_of_two(bits, spec)
+    else:
+        bits, e = _given(bits, amax, spec, turned)
+        of_blocks = (bits < INFINITY_BITS) & (measured < INFINITY_BITS)
+        scale, finite = _stored_scale(bits, of_blocks, e, spec), amax is None and bool(of_blocks.all().item())
     for dim in dims:
         e = e.unsqueeze(dim)
-    y = view * e.to(view.dtype)
-    limit = spec.format.max
-    finite = (bits < INFINITY_BITS) & (measured < INFINITY_BITS)
-    if amax is not None or not finite.all().item():
+    y = torch.mul(view, e.to(view.dtype), out=scratch.room("temporary", view.shape, view.dtype))
+    if not finite:
+        # Or not by its own amax.
         y.clamp_(-limit, limit)
     data = y.to(STORAGE[spec.format.name]).view(_padded_shape(view, dims))
     if data.shape != base.shape:
         # A copy, so that backward does not keep the padding.
         data = data[: base.shape[0], : base.shape[1]].clone(memory_format=torch.contiguous_format)
-    scale = _stored_scale(bits, finite, e.view(bits.shape), spec)
     return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), turned, None, measured.view(torch.float32))
+
+
+def _given(bits: Tensor, amax: Tensor | float | None, spec: QuantSpec, turned: bool) -> tuple[Tensor, Tensor]:
+    """The bits of the amaxes that count, as blocks lie, and the encode factors that follow from them."""
+    if amax is None:
+        return bits, reference.factors(bits, spec)
+    given = reference.given_bits(amax, bits.t() if turned else bits)
+    given = (given.t() if turned else given).contiguous()
+    e = reference.factors(given, spec)
+    # An amax of 0 was given for data that need not be 0: they become zeros of their sign.
+    return given, torch.where(given == 0, 0.0, e) if spec.scale == "e8m0" else e
+
+
+def _powers_of_two(bits: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]:
+    """From the bits of amaxes their encode factors, the scales as they are stored, and whether all are finite.
+
+    The exponent stays in its place among the bits; blocks without a factor are looked for only where there are some.
+    """
+    fmt = spec.format
+    low, high = (bound.item() for bound in torch.aminmax(bits))
+    # No factor is above 2**100.
+    place = bits.clamp(min=((127 - FACTOR_EXPONENTS[1] + fmt.emax) << 23) - 0x7FFFFF + fmt.max_mantissa)
+    place = place.add_(0x7FFFFF - fmt.max_mantissa - (fmt.emax << 23)).bitwise_and_(0x7F800000)
+    e, of_scale = ONE_BITS * 2 - place, place
+    if low == 0 or high >= INFINITY_BITS:
+        known = usable(bits)
+        e = torch.where(known, e, ONE_BITS)
+        # Their own exponent fields, 0 and 255, are the codes of E8M0; a float32 scale is 1, or NaN.
+        other = bits if spec.scale == "e8m0" else torch.where(bits == 0, ONE_BITS, bits | NAN_BITS)
+        of_scale = torch.where(known, place, other)
+    scale = (of_scale >> 23).to(torch.uint8) if spec.scale == "e8m0" else of_scale.view(torch.float32)
+    return e.view(torch.float32), scale, high < INFINITY_BITS
 
 
 def blocked(base: Tensor, block: tuple[int | None, int | None]) -> tuple[Tensor, list[int]]:
@@ -158,9 +195,10 @@ def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
     """The float32 bits of the largest magnitude of each block, int32; integers reduce several times faster than
     floats."""
     if view.dtype is torch.bfloat16:
-        top = view.view(torch.int16) & 0x7FFF
+        bits, mask = view.view(torch.int16), 0x7FFF
     else:
-        top = view.view(torch.int32) & 0x7FFFFFFF
+        bits, mask = view.view(torch.int32), 0x7FFFFFFF
+    top = torch.bitwise_and(bits, mask, out=scratch.room("temporary", bits.shape, bits.dtype))
     for dim in reversed(dims):
         top = top.amax(dim)
     if view.dtype is torch.bfloat16:
