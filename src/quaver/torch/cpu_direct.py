@@ -13,7 +13,7 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax, counters, cpu_quantize, ops, weights
 from quaver.torch.cpu_matmul import SMALL, decoded, scaled_product
 from quaver.torch.quantized import Quantized
-from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
+from quaver.torch.second_derivative import first_derivative
 
 
 def decide(x: Tensor, weight: Tensor, recipe: Recipe) -> "Step | None":
@@ -82,12 +82,7 @@ class _Step(torch.autograd.Function):
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cpu"):
             with ops.without_autocast("cpu"):
                 return _Step.backward(ctx, g)
-        if torch.is_grad_enabled():
-            # create_graph=True: the gradients exist, only their own derivative does not.
-            with torch.no_grad():
-                grads = _backward(ctx, g)
-            return no_second_derivative(grads, NO_DOUBLE_BACKWARD, g, ctx.saved_tensors[0])
-        return _backward(ctx, g)
+        return first_derivative(_backward, ctx, g)
 
 
 #: `Function.apply` without its checks for torch.func, which have been made.

@@ -21,7 +21,7 @@ from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gemms import Call, backward, fprop
 from quaver.torch.noise import fresh_count
 from quaver.torch.quantized import put_together, take_apart
-from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
+from quaver.torch.second_derivative import first_derivative
 from quaver.torch.state import STATE, match_state, prepare
 
 _serials = itertools.count()
@@ -51,12 +51,7 @@ class _Linear(torch.autograd.Function):
         if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
             with ops.without_autocast(device):
                 return _Linear.backward(ctx, g)
-        if torch.is_grad_enabled():
-            # create_graph=True: the gradients exist, only their own derivative does not.
-            with torch.no_grad():
-                grads = _backward(ctx, g)
-            return no_second_derivative(grads, NO_DOUBLE_BACKWARD, g, ctx.saved_tensors[0])
-        return _backward(ctx, g)
+        return first_derivative(_backward, ctx, g)
 
 
 def refuse_transforms(*tensors: Tensor | None) -> None:

@@ -17,9 +17,9 @@ from quaver.torch import amax, counters, ops, stored
 from quaver.torch.autocast import ambient, recomputing
 from quaver.torch.gemms import Call, backward, both_at_once, fprop, kept_input, quantize, quantize_both
 from quaver.torch.gpu import fused
-from quaver.torch.linear import NO_DOUBLE_BACKWARD, Linear, dtype_sentence, matrix, recipe_of, refuse_transforms, shaped
+from quaver.torch.linear import Linear, dtype_sentence, matrix, recipe_of, refuse_transforms, shaped
 from quaver.torch.quantized import Quantized, put_together, take_apart
-from quaver.torch.second_derivative import no_second_derivative
+from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
 from quaver.torch.state import prepare
 from quaver.torch.sums import add
 

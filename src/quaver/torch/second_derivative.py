@@ -1,5 +1,6 @@
 """What tells a user that a gradient cannot be differentiated again, where it would otherwise pass for a constant."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,18 @@ def no_second_derivative(grads: tuple[Any, ...], sentence: str, *sources: Any) -
     """
     tied = *sources, torch.empty(0, requires_grad=True)
     return tuple(_Refuse.apply(g, sentence, *tied) if isinstance(g, Tensor) else g for g in grads)
+
+
+def first_derivative(run: Callable[[Any, Tensor], tuple[Any, ...]], ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    """run(ctx, g), the backward of a linear layer whose weight was saved first.
+
+    Under create_graph=True the gradients exist, only their own derivative does not.
+    """
+    if not torch.is_grad_enabled():
+        return run(ctx, g)
+    with torch.no_grad():
+        grads = run(ctx, g)
+    return no_second_derivative(grads, NO_DOUBLE_BACKWARD, g, ctx.saved_tensors[0])
 
 
 class _Refuse(torch.autograd.Function):

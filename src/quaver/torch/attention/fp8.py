@@ -15,9 +15,9 @@ from quaver.torch import ops
 from quaver.torch.attention import fp8_passes
 from quaver.torch.attention.fp8_passes import Kept, Options, empty_tokens
 from quaver.torch.attention.operands import Heads, empty_heads
-from quaver.torch.linear import NO_DOUBLE_BACKWARD, refuse_transforms
+from quaver.torch.linear import refuse_transforms
 from quaver.torch.operators import define
-from quaver.torch.second_derivative import no_second_derivative
+from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
 
 #: Dropout's masks are told apart by this many bits.
 _DRAWS = 1 << 31

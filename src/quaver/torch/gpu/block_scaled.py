@@ -126,7 +126,7 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> 
     codes = STORAGE[spec.format.name]
     scales = [-(-down // ROWS) * ROWS * across(wide, 32) * BLOCKS for down, wide in ((rows, k), (k, rows))]
     of_scales = [Room((n,), (1,), torch.float8_e8m0fnu, _as_bytes) for n in scales]
-    turned = lying((k, rows), codes, kept)._replace(told=_turned_in_words if kept else _in_words)
+    turned = lying((k, rows), codes, kept)._replace(told=_in_words)
     rooms = (lying((rows, k), codes), of_scales[0], turned, of_scales[1])
     q, s, qt, st = (empty_like_told(room, x.device) for room in rooms)
     run = _mx_launch(x, spec, (x, q, s, qt, st), True)
@@ -138,11 +138,8 @@ def _as_bytes(scales: Tensor) -> Tensor:
 
 
 def _in_words(codes: Tensor) -> Tensor:
-    return codes.view(torch.int32)
-
-
-def _turned_in_words(codes: Tensor) -> Tensor:
-    return codes.t().view(torch.int32)
+    """Codes that lie row by row, or their transpose, as they lie: four to an int32."""
+    return (codes if codes.is_contiguous() else codes.t()).view(torch.int32)
 
 
 def by_two_levels(

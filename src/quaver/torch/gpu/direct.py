@@ -23,7 +23,7 @@ from quaver.torch.gpu.scaled_mm import FAST, SCALING, SWIZZLE, Kind, role, way
 from quaver.torch.gpu.tensor_cast import TensorCast
 from quaver.torch.ops import without_autocast
 from quaver.torch.quantized import Quantized
-from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
+from quaver.torch.second_derivative import first_derivative
 
 
 class Gemm(NamedTuple):
@@ -209,11 +209,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                grads = _backward(ctx, g)
-            return no_second_derivative(grads, NO_DOUBLE_BACKWARD, g, ctx.saved_tensors[0])
-        return _backward(ctx, g)
+        return first_derivative(_backward, ctx, g)
 
 
 #: `Function.apply` without its checks for torch.func, which the layer has made itself.

@@ -1,8 +1,5 @@
-"""A matrix with one scale to its codes and those of its transpose, decided beforehand: for `gpu.direct`.
-
-Which kernels run, what they write and where is found out once for a shape. A call then makes room for what is kept, and
-launches; what the next GEMMs read and nobody keeps is written to a place of its own, again and again.
-"""
+"""What `gpu.both_ways` is for rows and blocks, for one scale a tensor: with the factors and the history of delayed
+scaling, the amax that a first launch may measure, and sums for the gradient of a bias."""
 
 from threading import get_ident
 from typing import Any, NamedTuple
