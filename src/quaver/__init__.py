@@ -28,3 +28,11 @@ __all__ = [
     "recipes",
     "rules",
 ]
+
+#: The rooms that users import by themselves; each is shown once it is there.
+_FRONT_ENDS = ("jax", "torch", "train")
+
+
+def __dir__() -> list[str]:
+    """The public names alone."""
+    return sorted([*__all__, "__version__", *(name for name in _FRONT_ENDS if name in globals())])

@@ -19,6 +19,11 @@ from quaver.core.suggest import suggest
 __all__ = ["SkipFilter", "auto_filter_small_kn", "unprofitable"]
 
 
+def __dir__() -> list[str]:
+    """The public names alone."""
+    return sorted(__all__)
+
+
 @dataclass(frozen=True)
 class _Unprofitable:
     gpu: Gpu

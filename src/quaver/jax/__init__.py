@@ -29,3 +29,8 @@ __all__ = [
     "sharding",
     "state",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names alone."""
+    return sorted(__all__)

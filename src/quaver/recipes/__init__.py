@@ -53,4 +53,21 @@ def get(recipe: str | Recipe, **options: Any) -> Recipe:
     return RECIPES[recipe](**options)
 
 
-__all__ = ["RECIPES", "get", *RECIPES]
+# Written out, because type checkers do not run code: a recipe that is missing here is an error under mypy --strict.
+__all__ = [
+    "RECIPES",
+    "bf16",
+    "blockwise",
+    "delayed",
+    "get",
+    "mxfp8",
+    "nvfp4",
+    "rowwise",
+    "rowwise_bf16_wgrad",
+    "tensorwise",
+]
+
+
+def __dir__() -> list[str]:
+    """The public names alone."""
+    return sorted(__all__)

@@ -69,3 +69,8 @@ __all__ = [
     "refresh",
     "revert",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names alone."""
+    return sorted(__all__)

@@ -10,3 +10,8 @@ from quaver.train.config import TrainConfig
 from quaver.train.loop import TrainResult, run_training
 
 __all__ = ["Comparison", "TrainConfig", "TrainResult", "compare_runs", "run_training"]
+
+
+def __dir__() -> list[str]:
+    """The public names alone."""
+    return sorted(__all__)

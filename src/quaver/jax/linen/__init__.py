@@ -27,3 +27,8 @@ __all__ = [
     "dot_general_cls",
     "einsum_cls",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names alone."""
+    return sorted(__all__)

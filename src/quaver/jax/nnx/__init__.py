@@ -32,3 +32,8 @@ __all__ = [
     "revert",
     "value_and_grad",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names alone."""
+    return sorted(__all__)

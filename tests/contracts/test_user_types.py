@@ -1,0 +1,80 @@
+"""What users see: dir() shows the public names, each is exported with its type, and a user's script passes --strict."""
+
+import importlib
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quaver
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("user_script.py")
+#: What users import names from.
+PUBLIC = [
+    "quaver",
+    "quaver.jax",
+    "quaver.jax.linen",
+    "quaver.jax.nnx",
+    "quaver.recipes",
+    "quaver.rules",
+    "quaver.torch",
+    "quaver.train",
+]
+
+
+def every_public_name() -> str:
+    """A script that asks for the type of each public name, module by module."""
+    lines = [f"import {module}" for module in PUBLIC]
+    return "\n".join(lines + [f"reveal_type({m}.{n})" for m in PUBLIC for n in importlib.import_module(m).__all__])
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_dir_shows_the_public_names_alone(module: str) -> None:
+    shown = {name for name in dir(importlib.import_module(module)) if f"{module}.{name}" not in PUBLIC}
+    assert shown - {"__version__"} == set(importlib.import_module(module).__all__) - {"recipes", "rules"}
+
+
+def test_submodules_stay_importable_and_front_ends_are_shown_once_imported() -> None:
+    code = "import quaver; before = dir(quaver); import quaver.torch; import quaver.torch.linear as linear\n"
+    code += "print('torch' in before, 'torch' in dir(quaver), 'linear' in dir(quaver.torch), linear.Linear.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "False", "Linear"]
+
+
+def mypy_strict(*scripts: Path) -> list[str]:
+    """What mypy says about a user's scripts, the library found as an installed package is: by its py.typed."""
+    cache = ROOT / ".mypy_cache" / "strict"  # beside the lint's; 15 seconds without it
+    options = ["--strict", "--config-file=", "--no-error-summary", "--hide-error-context", f"--cache-dir={cache}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, *map(str, scripts)],
+        cwd=scripts[0].parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return (done.stdout + done.stderr).splitlines()
+
+
+def test_a_users_script_passes_mypy_strict_and_no_public_name_is_untyped(tmp_path: Path) -> None:
+    names = tmp_path / "every_public_name.py"
+    names.write_text(every_public_name())
+    said = mypy_strict(names, SCRIPT)
+    revealed = [line for line in said if "Revealed type" in line]
+    assert set(said) == set(revealed), "\n".join(line for line in said if line not in revealed)
+    assert len(revealed) == names.read_text().count("reveal_type")
+    untyped = [line for line in revealed if line.endswith('is "Any"')]
+    assert not untyped, "\n".join(untyped)
+
+
+def test_the_users_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "converted 3 to rowwise" in capsys.readouterr().out
+
+
+def test_the_marker_of_a_typed_package_is_there() -> None:
+    assert (Path(quaver.__file__).parent / "py.typed").read_text() == ""
