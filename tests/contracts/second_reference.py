@@ -20,7 +20,7 @@ Where the text leaves a case open, the most literal reading is taken:
  5. Subnormal elements are not flushed: x * e is IEEE float32. So they can show up in codes with stochastic
     rounding (u < f holds for u = 0 and any f > 0) or with a scale that is no power of two and e beyond 2^100.
  6. Where e or S is no power of two, scale = 1 / e and s_b / S may be subnormal (e > 2^126); they are kept.
- 7. Two levels, S no power of two: e_b = S * float32(1/s_b) may overflow; then e_b is infinite, and an element
+ 7. Two levels, S no power of two: e_b = 1 / (s_b * (1/S)) may overflow; then e_b is infinite, and an element
     of 0 gives NaN and hence +6. The decode scale is s_b / S, one division.
  8. Hadamard: "nothing rounded between" means nothing but float32's own rounding; the padding is multiplied by
     the signs like the rest (which gives zeros their sign only); a block of a whole axis spans the padded
@@ -227,7 +227,7 @@ def two_level(measured: np.float32, s: np.float32, tensor_amax: np.float32) -> t
     """(encode factor e_b, decode scale s_b / S) of one block whose amax is `measured`, s being S."""
     code = round_to(measured * (s * (ONE / np.float32(6))), "e4m3")
     s_b = NAN if code == 0x7F else np.float32(magnitudes("e4m3")[code])
-    e_b = ZERO if s_b == 0 else s * (ONE / s_b)
+    e_b = ZERO if s_b == 0 else ONE / (s_b * (ONE / s))
     finite = np.isfinite(measured) and np.isfinite(tensor_amax)
     return e_b, s_b / s if finite else NAN
 

@@ -141,9 +141,9 @@ def test_the_largest_element_of_a_tensor_gets_a_block_scale_within_e4m3() -> Non
     assert small[free].min() >= 208 and small.max() <= E4M3.max  # within a factor 2 (and a rounding) of the top
 
 
-def test_a_block_factor_is_the_tensor_factor_times_a_rounded_reciprocal() -> None:
+def test_under_a_power_of_two_a_block_factor_is_that_times_a_rounded_reciprocal() -> None:
     scales = magnitudes(E4M3)[:127]
-    for factor in (np.float32(1), np.float32(2.0**100), np.float32(2.0**-117), np.float32(3.7)):
+    for factor in (np.float32(1), np.float32(2.0**100), np.float32(2.0**-117)):
         reciprocals = (1 / scales[1:].astype(np.float64)).astype(np.float32)
         expected = np.concatenate([[np.float32(0)], factor * reciprocals])
         assert_bitwise(block_factor(scales, factor), expected.astype(np.float32))

@@ -76,10 +76,15 @@ def block_scale(amax: np.ndarray, factor: np.ndarray) -> np.ndarray:
 
 
 def block_factor(scale: np.ndarray, factor: np.ndarray) -> np.ndarray:
-    """What two-level data are multiplied by: factor / scale, 0 where the block's scale is 0. Exact."""
+    """What two-level data are multiplied by: 1 / (scale × (1 / factor)), 0 where the block's scale is 0.
+
+    Three roundings in Transformer Engine's order; where the factor is a power of two only the last one rounds, and
+    factor × (1 / scale) is the same number.
+    Exact.
+    """
     safe = np.where(scale == 0, np.float32(1), scale)
     with np.errstate(over="ignore"):
-        e = np.minimum(factor * (np.float32(1) / safe), FLT_MAX)
+        e = np.minimum(np.float32(1) / (safe * (np.float32(1) / factor)), FLT_MAX)
     return np.where(scale == 0, np.float32(0), e)
 
 

@@ -78,10 +78,17 @@ def _two_level(blocks: Array, spec: QuantSpec, amax: Array | float | None) -> Fa
     sixth = lax.optimization_barrier(big * jnp.float32(1 / 6))
     wanted = _float(blocks) * sixth
     small = jnp.where(wanted > E4M3.max, jnp.float32(E4M3.max), wanted).astype(jnp.float8_e4m3fn)
-    # A look-up, so that nothing divides.
-    code = lax.bitcast_convert_type(lax.optimization_barrier(small), jnp.uint8)
+    small = lax.optimization_barrier(small)
+    code = lax.bitcast_convert_type(small, jnp.uint8)
+    # A look-up, so that nothing divides where the factor is a power of two.
     one_by = jnp.asarray(_RECIPROCALS)[code]
-    e = jnp.where(one_by == 0, jnp.float32(0), jnp.minimum(big * one_by, FLT_MAX))
+    if spec.scale == "two_level":
+        e = big * one_by
+    else:
+        # Transformer Engine's order: 1 / (scale × (1 / factor)).
+        divided = lax.optimization_barrier(small.astype(jnp.float32) * lax.optimization_barrier(1 / big))
+        e = 1 / divided
+    e = jnp.where(one_by == 0, jnp.float32(0), jnp.minimum(e, FLT_MAX))
     stored = jnp.where(blocks < INFINITY_BITS, code, jnp.uint8(0x7F))
     tensor_factor = jnp.where(tensor < INFINITY_BITS, big, jnp.float32(jnp.nan))
     return jnp.where(jnp.isnan(one_by), one_by, e), stored, tensor_factor, _float(top)

@@ -52,11 +52,19 @@ def reciprocal(scale):
 
 
 @triton.jit
-def block_scale(bits, big, INTEGERS: tl.constexpr):
-    """From the bits of a block's amax and the tensor's factor: the scale's E4M3 code, uint8, and the encode factor."""
+def block_scale(bits, big, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr):
+    """From the bits of a block's amax and the tensor's factor: the scale's E4M3 code, uint8, and the encode factor.
+
+    A factor that is no POWER_OF_TWO takes Transformer Engine's order, 1 / (scale × (1 / factor)).
+    """
     code = encode(flushed(bits).to(tl.float32, bitcast=True) * (big * SIXTH), tl.float8e4nv, INTEGERS)
     scale = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    e = (big * reciprocal(scale)).to(tl.int32, bitcast=True)
+    if POWER_OF_TWO:
+        e = big * reciprocal(scale)
+    else:
+        inverse = tl.div_rn(big * 0.0 + 1.0, big)
+        e = tl.div_rn(scale * 0.0 + 1.0, tl.where(code == 0, 1.0, scale) * inverse)
+    e = e.to(tl.int32, bitcast=True)
     e = tl.where(code == 0, 0, tl.minimum(e, INFINITY_BITS - 1))
     e = tl.where(bits > INFINITY_BITS, NAN_BITS, e).to(tl.float32, bitcast=True)
     return tl.where(bits < INFINITY_BITS, code, 0x7F).to(tl.uint8), e
@@ -133,10 +141,11 @@ def finish(word, bits, BIAS: tl.constexpr):
 
 @triton.jit
 def quantized(
-    v, bits, big, place, tensor_id, count, seed_low, seed_high, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr
-):
+    v, bits, big, place, tensor_id, count, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
     """Blocks of sixteen tensors with amaxes of these bits to their scales' codes and two int32 of codes."""
-    scale, e = block_scale(bits, big, INTEGERS)
+    scale, e = block_scale(bits, big, POWER_OF_TWO, INTEGERS)
     place = (place >> 2) + (bits >> 31)
     made = ()
     for half in tl.static_range(2):
@@ -287,7 +296,7 @@ def nvfp4_along(
         bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
     place = r[:, None].to(tl.int64) * k + 16 * g[None, :]
     tensor_id, low, high = whole_word(id0, id1), whole_word(seed0, seed1), whole_word(seed2, seed3)
-    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, INTEGERS)
+    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, POWER_OF_TWO, INTEGERS)
     c4 = right * (2 * BG) + tl.arange(0, 2 * BG)
     at = q + r[:, None].to(tl.int64) * q_stride4 + c4[None, :]
     if EVEN:
@@ -325,7 +334,7 @@ def nvfp4_down(
         bits = tl.reshape(tl.broadcast_to(shared, [BG, BN // 16, 16]), [BG, BN])
     place = c[None, :].to(tl.int64) * k + 16 * g[:, None]
     tensor_id, low, high = whole_word(id0, id1), whole_word(seed0, seed1), whole_word(seed2, seed3)
-    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, INTEGERS)
+    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, POWER_OF_TWO, INTEGERS)
     r4 = down * (2 * BG) + tl.arange(0, 2 * BG)
     at = qt + c[:, None].to(tl.int64) * qt_stride4 + r4[None, :]
     if EVEN:

@@ -68,7 +68,7 @@ def quantize(
     big = power_of_two(tensor_exponent(tensor)) if spec.scale == "two_level" else ratio(TWO_LEVEL_MAX, tensor)
     small = (blocks.view(torch.float32) * (big * torch.tensor(1 / 6))).clamp_(max=448.0).to(torch.float8_e4m3fn)
     wide = small.to(torch.float32)
-    e = torch.where(wide == 0, 0.0, (big * (1.0 / wide)).clamp(max=float(FLT_MAX)))
+    e = torch.where(wide == 0, 0.0, (1.0 / (wide * (1.0 / big))).clamp(max=float(FLT_MAX)))
     packed = _codes(x, e, spec, block, shape, noise, turned)
     stored = torch.where(blocks < INFINITY_BITS, small.view(torch.uint8), rounding.NAN_CODE)
     if turned:

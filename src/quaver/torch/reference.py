@@ -73,7 +73,7 @@ def _two_level(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, blocks: 
     sixth = big * torch.tensor(1 / 6, dtype=torch.float32, device=x.device)
     small = (blocks.view(torch.float32) * sixth).clamp(max=448.0).to(torch.float8_e4m3fn)
     wide = small.to(torch.float32)
-    e = (big * (1.0 / torch.where(wide == 0, 1.0, wide))).clamp(max=float(FLT_MAX))
+    e = (1.0 / (torch.where(wide == 0, 1.0, wide) * (1.0 / big))).clamp(max=float(FLT_MAX))
     e = torch.where(wide == 0, 0.0, e)
     finite = blocks < INFINITY_BITS
     stored = torch.where(finite, small.view(torch.uint8), NAN_SCALE_BYTE[spec.scale])
