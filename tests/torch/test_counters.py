@@ -165,3 +165,14 @@ def test_printing_shows_a_row_for_each_operand() -> None:
         ["0", "weight", "512"],
         ["0", "grad_output", "128"],
     ]
+
+
+def test_counters_are_shown_as_they_are_printed_and_in_a_notebook_as_a_table() -> None:
+    model = nn.Sequential(qt.Linear(32, 32, recipe="mxfp8"))
+    with qt.count(model) as counted:
+        assert repr(counted) == str(counted) == "nothing was quantized while counting (compiled layers are not counted)"
+        assert counted._repr_html_() == f"<p>{counted}</p>"
+        model(torch.randn(16, 32))
+    assert repr(counted) == str(counted) and len(str(counted).splitlines()) == 4
+    page = counted._repr_html_()
+    assert page.count("<tr>") == 4 and "<th>saturated</th>" in page and ">512<" in page and ">1024<" in page

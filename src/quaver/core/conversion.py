@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from quaver.core.html_table import html_lines, html_table
 from quaver.core.rules import Rule, Rules, Skip, SkipFilter, matches
 from quaver.core.spec import Recipe
 from quaver.core.suggest import suggest
@@ -29,17 +30,38 @@ class Report:
     other_attention: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        skipped = [f"  left alone: {name or '(root)'} ({why})" for name, why in self.skipped.items()]
+        return "\n".join([*self._done(), *skipped, *self._rest()])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        layers = {name or "(root)": recipe for name, recipe in self.converted.items()}
+        skipped = {name or "(root)": why for name, why in self.skipped.items()}
+        html = html_lines(self._done())
+        if layers:
+            html += f"<details><summary>layers</summary>{html_table(('layer', 'recipe'), layers.items())}</details>"
+        if skipped:
+            html += html_table(("left alone", "why"), skipped.items())
+        return html + html_lines(self._rest())
+
+    def _done(self) -> list[str]:
+        """What was quantized."""
         lines = [f"converted {_counts(self.converted)}"]
         if self.attention:
             lines.append(f"  attention quantized: {_counts(self.attention)}")
         if self.other_attention:
             kinds = ", ".join(f"{n} {kind}" for kind, n in self.other_attention.items())
             lines.append(f"  attention stays in high precision, being no DotProductAttention: {kinds}")
-        lines += [f"  left alone: {name or '(root)'} ({why})" for name, why in self.skipped.items()]
+        return lines
+
+    def _rest(self) -> list[str]:
+        """What no rule could reach, and which rules reached nothing."""
+        lines = []
         if self.others:
             lines.append(f"  not {self.kind}: " + ", ".join(f"{n} {kind}" for kind, n in self.others.items()))
-        lines += [f"  matched nothing: {pattern}{self._nearest(pattern)}" for pattern in self.unused]
-        return "\n".join(lines)
+        return lines + [f"  matched nothing: {pattern}{self._nearest(pattern)}" for pattern in self.unused]
 
     def _nearest(self, pattern: str) -> str:
         """A hint for a misspelt pattern: the nearest part of a layer's name."""

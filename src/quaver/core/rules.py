@@ -86,6 +86,9 @@ class Rules:
         if not self.rules:
             raise ValueError("these rules are empty; give at least one, such as Rules({'*': 'mxfp8'})")
 
+    def __repr__(self) -> str:
+        return f"Rules({', '.join(f'{str(rule)!r}: {rule.recipe}' for rule in self.rules)})"
+
     def match(self, name: str, in_features: int, out_features: int) -> Rule | None:
         """The first rule that fits, or None."""
         return next((r for r in self.rules if r.fits(name, in_features, out_features)), None)

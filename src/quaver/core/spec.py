@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from typing import Literal, NamedTuple, get_args
 
 from quaver.core.formats import FORMATS, Format
+from quaver.core.html_table import html_lines, html_table
 
 #: fp32: the encode factor is format.max / amax, correctly rounded. power_of_two: the largest power of two that does not
 #: saturate. e8m0: the same power, stored as an exponent byte. two_level: an E4M3 scale a block and a power of two for
@@ -90,6 +91,9 @@ class QuantSpec:
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        return f"QuantSpec({self.text})"
 
     @staticmethod
     @cache
@@ -251,6 +255,39 @@ class Recipe:
 
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        """One line that tells two different recipes apart: `Recipe(mxfp8: fprop, dgrad, wgrad e4m3[1x32]:e8m0)`."""
+        by_text: dict[str, list[str]] = {}
+        for name, gemm in self.gemms.items():
+            by_text.setdefault(_gemm_text(gemm), []).append(name)
+        parts = [f"{', '.join(names)} {text}" for text, names in by_text.items()]
+        return f"Recipe({self.name}: {'; '.join([*parts, *self._options()])})"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, gemm.a or HIGH, gemm.b or HIGH, "yes" * gemm.fast_accum) for name, gemm in self.gemms.items()]
+        table = html_table(("GEMM", "a", "b", "fast accumulation"), rows, caption=f"recipe {self.name}")
+        return table + html_lines(self._options())
+
+    def _options(self) -> list[str]:
+        """What a recipe says beyond its GEMMs."""
+        history, products = self.delayed, self.attention
+        texts = []
+        if history is not None:
+            texts.append(f"history {history.length}, {history.algorithm}, margin {history.margin}")
+        if products is not None:
+            texts.append(f"attention {products.input}, grad_output {products.grad_output}")
+        return texts
+
+
+#: What stands for an operand that no recipe quantizes.
+HIGH = "high precision"
+
+
+def _gemm_text(gemm: GemmSpec) -> str:
+    """The two operands in a line, an operand named once where both are the same."""
+    operands = dict.fromkeys(str(spec or HIGH) for spec in (gemm.a, gemm.b))
+    return " @ ".join(operands) + " fast" * gemm.fast_accum
 
 
 def _member(where: str, value: object, kind: object) -> None:

@@ -5,13 +5,14 @@ and not for the thread, because on a GPU backward runs in another thread than fo
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from quaver.core.html_table import html_lines, html_table
 from quaver.torch.hadamard import rotate
 from quaver.torch.quantized import Quantized, spread
 from quaver.torch.weights import refresh
@@ -28,6 +29,10 @@ class Counts:
     flushed: int = 0
     #: Infinities and NaN.
     nonfinite: int = 0
+
+
+HEADER = ("layer", "operand", "elements", "saturated", "flushed", "non-finite")
+NOTHING = "nothing was quantized while counting (compiled layers are not counted)"
 
 
 class Counters:
@@ -57,15 +62,27 @@ class Counters:
         counts.flushed += int((finite & (exact > 0) & (q.values() == 0)).sum())
         counts.nonfinite += int((~given.isfinite()).sum())
 
+    def _rows(self) -> list[tuple[str, str, int, int, int, int]]:
+        return [
+            (layer or "(root)", operand, c.elements, c.saturated, c.flushed, c.nonfinite)
+            for layer, operands in self.table.items()
+            for operand, c in operands.items()
+        ]
+
     def __str__(self) -> str:
-        if not self.table:
-            return "nothing was quantized while counting (compiled layers are not counted)"
-        lines = [f"{'layer':<40}{'operand':<16}{'elements':>12}{'saturated':>12}{'flushed':>12}{'non-finite':>12}"]
-        for layer, operands in self.table.items():
-            for operand, c in operands.items():
-                numbers = "".join(f"{n:>12}" for n in (c.elements, c.saturated, c.flushed, c.nonfinite))
-                lines.append(f"{layer or '(root)':<40}{operand:<16}{numbers}")
-        return "\n".join(lines)
+        lines = [_line(row) for row in (HEADER, *self._rows())]
+        return "\n".join(lines) if self.table else NOTHING
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html_table(HEADER, self._rows()) if self.table else html_lines([NOTHING])
+
+
+def _line(row: Sequence[object]) -> str:
+    layer, operand, *numbers = row
+    return f"{layer:<40}{operand:<16}" + "".join(f"{n:>12}" for n in numbers)
 
 
 class _Active:
