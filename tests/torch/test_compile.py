@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,6 +106,17 @@ def test_one_graph_with_the_bits_of_eager_mode(name: str, how: Callable[..., Ste
     nets.append(copy.deepcopy(nets[0]))
     results = [train(net, how(net, name, compiled), 6) for net, compiled in zip(nets, (False, True), strict=True)]
     assert_trained_alike(results[1], results[0])
+
+
+@pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().delayed or r().stochastic])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"])
+def test_a_copy_of_a_converted_model_is_one_graph(name: str, copied: Callable[[Net], Net]) -> None:
+    """Nothing that a compiler cannot trace, such as the checksum of a name, is left for its first forward."""
+    net = Net()
+    qt.convert(net, name)
+    eager, compiled = copied(net), copied(net)
+    step = torch.compile(compiled, fullgraph=True, backend="eager")
+    assert_trained_alike(train(compiled, step, 2), train(eager, eager, 2))
 
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "mxfp8", "nvfp4"])

@@ -23,7 +23,7 @@ from quaver.torch import amax, storing
 from quaver.torch.attention import conversion
 from quaver.torch.autocast import ambient, recomputing
 from quaver.torch.linear import TRANSIENT, Linear
-from quaver.torch.noise import fresh_count
+from quaver.torch.noise import fresh_count, name_streams
 from quaver.torch.state import STATE, prepare
 
 
@@ -161,6 +161,7 @@ def _convert_layer(module: nn.Linear, recipe: Recipe, name: str, seed: int) -> N
         # The noise goes by the name from here on, and no longer by the order of construction.
         count[2] = fresh_count(module)[2]
     amax.register(module)
+    name_streams(module)
     prepare(module, recipe)
 
 

@@ -19,7 +19,7 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax, direct, ops, recomputation, stored, storing, weights
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gemms import Call, backward, fprop
-from quaver.torch.noise import fresh_count
+from quaver.torch.noise import fresh_count, name_streams
 from quaver.torch.quantized import put_together, take_apart
 from quaver.torch.second_derivative import first_derivative
 from quaver.torch.state import STATE, match_state, prepare
@@ -284,6 +284,7 @@ class Linear(nn.Linear):
         if self.weight_spec is not None:
             storing.settle(self)
         amax.register(self)
+        name_streams(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

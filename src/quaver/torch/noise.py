@@ -64,6 +64,16 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
     return kept[1]
 
 
+def name_streams(layer: nn.Module) -> None:
+    """Have the streams of a layer that has a name ready: whatever gives it one, or copies it, calls this.
+
+    A compiler may be the next to run it, whatever recipe it gets, and cannot trace a checksum.
+    """
+    if layer.__dict__.get("qualified_name") is not None:
+        with torch.inference_mode(False):
+            streams(layer)
+
+
 def fresh_count(layer: nn.Module, device: Any = None) -> Tensor:
     """Nothing quantized yet; the stream's number goes with it, or -1 where a name tells. On the weight's device."""
     device = layer.weight.device if device is None else device
