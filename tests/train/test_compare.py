@@ -66,14 +66,17 @@ def test_pictures_are_made_of_whatever_finished(make_config: MakeConfig, tmp_pat
 
 
 def test_the_loss_is_plotted(make_config: MakeConfig, tmp_path: Path) -> None:
-    picture = plot_loss(made_up("bf16", 0, 0, make_config).records, tmp_path / "loss.png", "title")
+    picture = plot_loss(made_up("bf16", 0, 0, make_config).records, tmp_path / "loss.png", "title", "bf16")
     assert picture.stat().st_size > 10_000
 
 
 def test_labels_are_moved_apart() -> None:
     moved = spread([0.0, 0.01, 0.02, 0.9], 0.1)
     assert all(right - left > 0.0999 for left, right in pairwise(moved))
-    assert moved[3] == 0.9 and sum(moved[:3]) == pytest.approx(0.03)
+    assert moved[3] == 0.9 and moved[0] == pytest.approx(0.04)
+    assert spread([0.5, 0.51, 0.52], 0.1) == pytest.approx([0.41, 0.51, 0.61])
+    crowded = spread([0.5] * 30, 0.1)
+    assert crowded[0] == pytest.approx(0.04) and crowded[-1] == pytest.approx(0.96)
 
 
 def test_compare_trains_recipes_by_seeds_each_in_its_process(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def train(
 
         result = run_training(settings, resume=resume, watch=watch)
     title = f"{settings.model}, {settings.recipe}, seed {settings.seed}"
-    picture = plot_loss(read(result.folder / "metrics.jsonl"), result.folder / "loss.png", title)
+    picture = plot_loss(read(result.folder / "metrics.jsonl"), result.folder / "loss.png", title, settings.recipe)
     say(str(result.conversion))
     say(f"validation loss {result.validation_loss:.4f} nats a token after {settings.steps} steps")
     say(f"picture: {picture}")

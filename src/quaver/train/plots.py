@@ -9,29 +9,29 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from quaver.train.colours import GREY, colour
 from quaver.train.comparison import BASELINE, Comparison, Row
 from quaver.train.metrics import Record, losses, validation_losses
 
-# Okabe and Ito's colours, which the colour-blind tell apart (their yellow left out: too pale for a line).
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7A5195", "#8C6D1F")
-GREY = "#444444"
+BLACK = "#000000"
 
 
-def plot_loss(records: Sequence[Record], path: Path, title: str) -> Path:
-    """loss.png: the training loss of each step, its moving mean, and the validation losses."""
+def plot_loss(records: Sequence[Record], path: Path, title: str, recipe: str) -> Path:
+    """loss.png: the training loss of each step and its moving mean in the recipe's colour; validation losses."""
+    shade = colour(recipe)
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     steps, values = series(losses(list(records)))
-    axes.plot(steps, values, color=COLOURS[0], alpha=0.3, linewidth=0.8, label="training, each step")
-    axes.plot(steps, smooth(values), color=COLOURS[0], linewidth=1.8, label="training, moving mean")
+    axes.plot(steps, values, color=shade, alpha=0.3, linewidth=0.8, label="training, each step")
+    axes.plot(steps, smooth(values), color=shade, linewidth=1.8, label="training, moving mean")
     held_out = series(validation_losses(list(records)))
-    axes.plot(*held_out, "o-", color=COLOURS[3], markersize=4, linewidth=1.2, label="validation")
+    axes.plot(*held_out, "o-", color=BLACK, markersize=4, linewidth=1.2, label="validation")
     axes.annotate(
         f"{held_out[1][-1]:.3f}",
         (held_out[0][-1], held_out[1][-1]),
         (6, 0),
         textcoords="offset points",
-        color=COLOURS[3],
+        color=BLACK,
         va="center",
         annotation_clip=False,
     )
@@ -42,14 +42,14 @@ def plot_loss(records: Sequence[Record], path: Path, title: str) -> Path:
 
 def plot_comparison(comparison: Comparison, path: Path) -> Path:
     """compare.png: above, each recipe's training loss; below, its paired difference from bf16."""
+    return write(comparison_figure(comparison), path)
+
+
+def comparison_figure(comparison: Comparison) -> Figure:
     figure = Figure(figsize=(10, 8.5), dpi=150, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.5])
-    shown = [
-        band
-        for recipe, colour in palette(comparison.recipes).items()
-        if draw_losses(upper, comparison, recipe, colour)
-        for band in draw_difference(lower, comparison, recipe, colour)
-    ]
+    drawn = [recipe for recipe in comparison.recipes if draw_losses(upper, comparison, recipe)]
+    shown = [band for recipe in drawn for band in draw_difference(lower, comparison, recipe)]
     if upper.lines:
         upper.legend(frameon=False, ncols=2)
     config, seeds = comparison.runs[0].config, len({run.config.seed for run in comparison.runs})
@@ -58,41 +58,41 @@ def plot_comparison(comparison: Comparison, path: Path) -> Path:
     lower.axhline(0, color=GREY, linewidth=1.2)
     if shown:
         lower.set_ylim(*frame(np.concatenate([*shown, [0.0]])))
-        label_ends(lower)
+        label_finals(lower, [row for row in comparison.rows() if row.recipe != BASELINE and row.difference is not None])
     around = "" if seeds == 1 else ", shaded: standard error"
     finish(lower, "step", "nats a token", f"Difference from {BASELINE}, same seed and batch", pad=22)
-    key = f"thin: each step, thick: moving mean{around}; on the right: the final validation loss's difference"
+    key = f"thin: each step, thick: moving mean{around}; dots: the final validation"
     lower.text(0, 1.02, key, transform=lower.transAxes, fontsize=9, color=GREY)
-    return write(figure, path)
+    return figure
 
 
-def draw_losses(axes: Axes, comparison: Comparison, recipe: str, colour: str) -> bool:
+def draw_losses(axes: Axes, comparison: Comparison, recipe: str) -> bool:
     """A recipe's training loss, mean over seeds; bf16 is the broad line that the others lie on."""
     runs = list(comparison.finished(recipe).values())
     if not runs:
         return False
     steps, values = stack([run.losses for run in runs])
     width, alpha = (5.0, 0.35) if recipe == BASELINE else (1.3, 1.0)
-    axes.plot(steps, smooth(values.mean(axis=0)), color=colour, linewidth=width, alpha=alpha, label=recipe)
+    axes.plot(steps, smooth(values.mean(axis=0)), color=colour(recipe), linewidth=width, alpha=alpha, label=recipe)
     return True
 
 
-def draw_difference(axes: Axes, comparison: Comparison, recipe: str, colour: str) -> list[np.ndarray]:
+def draw_difference(axes: Axes, comparison: Comparison, recipe: str) -> list[np.ndarray]:
     """A recipe's paired difference, mean over seeds, raw and smoothed; returns what the frame must hold."""
-    pairs = comparison.pairs(recipe)
+    shade, pairs = colour(recipe), comparison.pairs(recipe)
     if recipe == BASELINE or not pairs:
         return []
     steps, values = stack([minus(run.losses, baseline.losses) for run, baseline in pairs])
-    axes.plot(steps, values.mean(axis=0), color=colour, alpha=0.2, linewidth=0.6)
+    axes.plot(steps, values.mean(axis=0), color=shade, alpha=0.2, linewidth=0.6)
     smoothed = np.array([smooth(row, 10) for row in values])
     mean = smoothed.mean(axis=0)
     error = np.zeros_like(mean)
     if len(pairs) > 1:
         error = smoothed.std(axis=0, ddof=1) / len(pairs) ** 0.5
-        axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.13, linewidth=0)
-    axes.plot(steps, mean, color=colour, linewidth=1.8, label=final_label(comparison.row(recipe)))
+        axes.fill_between(steps, mean - error, mean + error, color=shade, alpha=0.13, linewidth=0)
+    axes.plot(steps, mean, color=shade, linewidth=1.8)
     first = len(mean) // 20  # the first steps differ the most and say the least
-    return [(mean - error)[first:], (mean + error)[first:]]
+    return [(mean - error)[first:], (mean + error)[first:], np.array(ends(comparison.row(recipe)))]
 
 
 def final_label(row: Row) -> str:
@@ -111,29 +111,43 @@ def minus(left: Mapping[int, float], right: Mapping[int, float]) -> dict[int, fl
     return {step: left[step] - right[step] for step in left if step in right}
 
 
-def label_ends(axes: Axes) -> None:
-    """Write each line's label beside its end in its colour, moved apart where ends are close."""
-    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
-    ends = {line: np.asarray(line.get_xydata())[-1] for line in lines}
-    lines.sort(key=lambda line: float(ends[line][1]))
+def label_finals(axes: Axes, rows: Sequence[Row]) -> None:
+    """Right of the axes, each recipe's final validation difference: a dot with its standard error, and its label.
+
+    A dot stands at its value and its label beside it; labels that would cover each other are moved apart.
+    """
+    finals = {row.recipe: row.difference or 0.0 for row in rows}
+    rows = sorted(rows, key=lambda row: finals[row.recipe])
     low, high = axes.get_ylim()
-    heights = spread([(ends[line][1] - low) / (high - low) for line in lines], 0.1)
-    for line, height in zip(lines, heights, strict=True):
+    beside = axes.get_yaxis_transform()  # x as a share of the axes' width, y in nats
+    heights = spread([(finals[row.recipe] - low) / (high - low) for row in rows], 0.1)
+    for index, (row, height) in enumerate(zip(rows, heights, strict=True)):
+        shade, dot = colour(row.recipe), (1.02 + 0.012 * (index % 3), finals[row.recipe])
+        axes.plot([dot[0]] * 2, ends(row), color=shade, linewidth=1.2, transform=beside, clip_on=False)
+        axes.plot(*dot, "o", color=shade, markersize=5, transform=beside, clip_on=False)
         axes.annotate(
-            str(line.get_label()),
-            ends[line],
-            (1.03, height),
+            final_label(row),
+            dot,
+            (1.075, height),
+            xycoords=beside,
             textcoords="axes fraction",
-            color=line.get_color(),
+            color=shade,
             va="center",
             fontsize=9.5,
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.6},
+            arrowprops={"arrowstyle": "-", "color": shade, "linewidth": 0.6, "relpos": (0, 0.5)},
         )
 
 
-def spread(heights: Sequence[float], apart: float) -> list[float]:
-    """Ascending heights, moved as little as makes them `apart`, their mean kept."""
+def ends(row: Row) -> tuple[float, float]:
+    """The final difference less and plus its standard error."""
+    middle, error = row.difference or 0.0, row.error or 0.0
+    return middle - error, middle + error
+
+
+def spread(heights: Sequence[float], apart: float, low: float = 0.04, high: float = 0.96) -> list[float]:
+    """Ascending heights, moved as little as makes them `apart` within [low, high], or as far apart as fits."""
+    apart = min(apart, (high - low) / max(1, len(heights) - 1))
     moved = np.array(heights, dtype=float)
     for _ in range(200):
         close = np.diff(moved) < apart - 1e-9 * apart
@@ -142,13 +156,9 @@ def spread(heights: Sequence[float], apart: float) -> list[float]:
         gap = np.where(close, apart - np.diff(moved), 0) / 2
         moved[:-1] -= gap
         moved[1:] += gap
-    return moved.tolist()
-
-
-def palette(recipes: Sequence[str]) -> dict[str, str]:
-    """bf16 grey, each other recipe a colour by its place."""
-    others = [recipe for recipe in recipes if recipe != BASELINE]
-    return {BASELINE: GREY} | {recipe: COLOURS[index % len(COLOURS)] for index, recipe in enumerate(others)}
+    step = apart * np.arange(len(moved))
+    moved = np.maximum.accumulate(np.maximum(moved, low) - step) + step
+    return (np.minimum.accumulate((np.minimum(moved, high) + step[::-1])[::-1])[::-1] - step[::-1]).tolist()
 
 
 def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
