@@ -1,11 +1,15 @@
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 
-from quaver.train import checkpoint
+from quaver.train import checkpoint, whole_file
 from quaver.train.checkpoint import CheckpointError
 
 ABOUT = {"model": "nano"}
@@ -114,5 +118,82 @@ def test_a_checkpoint_from_before_the_blocks_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
     (path / "state.json").write_text(json.dumps({"format": 1, "step": 1}))
-    with pytest.raises(CheckpointError, match="format 1, and this quaver reads 2; train that run again"):
+    with pytest.raises(CheckpointError, match=r"format 1, of an earlier version .* format 3: train that run again"):
         checkpoint.load(path, ABOUT)
+    (path / "state.json").write_text(json.dumps({"format": 4, "step": 1}))
+    with pytest.raises(CheckpointError, match=r"format 4, of a later version .* go on with that version"):
+        checkpoint.load(path, ABOUT)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_every_flipped_bit_is_seen(tmp_path: Path, name: str) -> None:
+    path = checkpoint.save(tmp_path, 1, *trained(), {**ABOUT, "config": {"clip": float("inf"), "text": ["ü"]}})
+    whole = (path / name).read_bytes()
+    for place in np.random.default_rng(0).integers(0, 8 * len(whole), 60):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        (path / name).write_bytes(flipped)
+        with pytest.raises(CheckpointError, match="step-000001"):
+            checkpoint.load(path, ABOUT)
+    (path / name).write_bytes(whole)
+    assert checkpoint.load(path, ABOUT).step == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_another_steps_file_is_refused(tmp_path: Path, name: str) -> None:
+    one, two = (checkpoint.save(tmp_path, step, *trained(step), ABOUT) for step in (1, 2))
+    shutil.copy(one / name, two / name)
+    said = "rename it to .*step-000001" if name == "state.json" else f"{name} is not the file that was saved"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.load(two, ABOUT)
+
+
+def test_a_renamed_folder_is_refused(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, *trained(), ABOUT)
+    renamed = path.rename(tmp_path / "step-000007")
+    with pytest.raises(CheckpointError, match=r"holds the checkpoint of step 1; rename it to .*step-000001"):
+        checkpoint.load(renamed, ABOUT)
+
+
+def test_an_emptied_optimizer_is_refused(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, *trained(), ABOUT)
+    save_file({}, path / "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is not the file that was saved"):
+        checkpoint.load(path, ABOUT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
+def test_a_type_that_numpy_lacks_is_one_sentence(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = checkpoint.save(tmp_path, 1, *trained(), ABOUT)
+    save_torch({"0.weight": torch.zeros(4, dtype=dtype)}, path / "model.safetensors")
+    checkpoint.seal(path, {"format": checkpoint.FORMAT, "step": 1, **ABOUT})
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: '0\.weight' is of type"):
+        checkpoint.load(path, ABOUT)
+
+
+@pytest.mark.parametrize("name", ["step-²", "step-1", "step-", "step--00001", "step-000001.partial"])
+def test_other_folders_are_no_checkpoints(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_no_deletion_leaves_a_folder_without_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, *trained(step), ABOUT, keep=2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(whole_file.shutil, "rmtree", lambda path, **options: interrupted(path))
+        checkpoint.save(tmp_path, 3, *trained(3), ABOUT, keep=2)
+    assert [checkpoint.load(path, ABOUT).step for path in checkpoint.all_in(tmp_path)] == [2, 3]
+    checkpoint.save(tmp_path, 4, *trained(4), ABOUT, keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000003", "step-000004"}
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    mine.write_text("precious")
+    run.mkdir()
+    for name in ("config.toml.partial", ".step-000001.partial", "config.toml"):
+        (run / name).symlink_to(mine)
+    whole_file.write(run / "config.toml", "steps = 1")
+    assert checkpoint.save(run, 1, *trained(), ABOUT).is_dir()
+    assert mine.read_text() == "precious" and (run / "config.toml").read_text() == "steps = 1"

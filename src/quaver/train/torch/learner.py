@@ -60,7 +60,7 @@ class TorchLearner:
             load_state(self.model, self.optimizer, tensors_of(optimizer))
             # What was recorded would go on with the tensors from before.
             self._run = self._runner()
-        except (RuntimeError, KeyError) as error:
+        except RuntimeError as error:
             raise ValueError(in_short(error)) from error
 
     def _runner(self) -> Callable[[torch.Tensor], torch.Tensor]:

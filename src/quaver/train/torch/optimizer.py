@@ -29,12 +29,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Take up what `state_of` gave. Raises: KeyError for a parameter that the model does not have."""
+    """Take up what `state_of` gave. Raises: ValueError for a parameter that the model does not have."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     index = {name: number for number, name in enumerate(order)}
     state: dict[int, dict[str, torch.Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition("/")
+        if name not in index:
+            raise ValueError(f"{full_name!r} belongs to none of the model's parameters")
         state.setdefault(index[name], {})[key] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,80 @@
+"""Going on from a checkpoint: what it must hold, and what is said where this run's options differ from its own."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quaver.train import checkpoint
+from quaver.train.checkpoint import CheckpointError, Saved
+from quaver.train.config import TrainConfig
+from quaver.train.learner import Learner, Tensors
+from quaver.train.parameters import parameters
+from quaver.train.sizes import MODELS
+
+#: Options that change the numbers of a run; model, seed and text are not among them: where those differ, it is refused.
+COUNT = (
+    *("recipe", "dtype", "batch", "sequence", "accumulate"),
+    *("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip"),
+)
+#: What AdamW keeps of a parameter.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def take_up(path: Path, trained: Learner, about: dict[str, Any], config: TrainConfig, vocab: int) -> int:
+    """Go on from a checkpoint, whichever framework wrote it; returns its step.
+
+    Warns: once, if options differ that change the numbers.
+    Raises: CheckpointError if it is broken, another run's, or not whole.
+    """
+    saved = checkpoint.load(path, about)
+    before = saved.state.get("config")
+    changed = differences(before if isinstance(before, dict) else {}, config)
+    shapes = parameters(MODELS[config.model], vocab)
+    state = set(trained.tensors()[0]) - set(shapes)
+    wrong = lacks(saved, shapes, set() if "recipe" in changed else state)
+    if not wrong and "recipe" not in changed:
+        wrong = [f"{name} is not part of the model" for name in saved.model if name not in {*shapes, *state}]
+    try:
+        if wrong:
+            raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
+        trained.load(saved.model, saved.optimizer)
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
+    if changed:
+        said = ", ".join(f"{name} {getattr(config, name)!r} (was {old!r})" for name, old in changed.items())
+        warnings.warn(
+            f"the run goes on from step {saved.step} with other options: {said}; its losses are those of no run that "
+            "was never stopped",
+            stacklevel=2,
+        )
+    return saved.step
+
+
+def differences(before: Mapping[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """The earlier value of every option that counts and differs now."""
+    return {name: before[name] for name in COUNT if name in before and before[name] != getattr(config, name)}
+
+
+def lacks(saved: Saved, shapes: Mapping[str, tuple[int, ...]], state: set[str]) -> list[str]:
+    """What is missing in a checkpoint, of another shape or type, or too much among the moments; in words."""
+    moments = {f"{name}/{key}": shape for name, shape in shapes.items() for key in MOMENTS}
+    updates: dict[str, tuple[int, ...]] = {f"{name}/step": () for name in shapes}
+    wrong = [f"{name} is missing" for name in sorted(state) if name not in saved.model]
+    wrong += differing("the model", saved.model, shapes)
+    wrong += differing("the optimizer", saved.optimizer, moments | updates)
+    wrong += [f"{name} is not part of the optimizer" for name in saved.optimizer if name not in moments | updates]
+    return wrong
+
+
+def differing(whose: str, given: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Tensors of `shapes` that are missing, or not float32 of that shape."""
+    wrong = []
+    for name, shape in shapes.items():
+        if name not in given:
+            wrong.append(f"{name} is missing in {whose}")
+        elif given[name].shape != shape or given[name].dtype != np.float32:
+            wrong.append(f"{name} is {given[name].dtype} {given[name].shape}, where {whose} has float32 {shape}")
+    return wrong
