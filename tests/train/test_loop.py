@@ -1,5 +1,8 @@
+import json
 import math
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 import quaver
 from quaver.train import checkpoint
 from quaver.train.checkpoint import CheckpointError
-from quaver.train.config import FRAMEWORKS, to_toml
+from quaver.train.config import FRAMEWORKS, TrainConfig, to_toml
 from quaver.train.interrupt import Interrupted
 from quaver.train.loop import run_training
 from quaver.train.metrics import Record, losses, read, validation_losses
@@ -114,11 +117,49 @@ def test_other_text_is_not_resumed_on(make_config: MakeConfig, text: Path) -> No
 def test_a_checkpoint_of_another_model_is_one_sentence(make_config: MakeConfig, framework: str) -> None:
     config = make_config(framework=framework)
     run_training(config)
-    path = Path(config.out) / "step-000010" / "model.safetensors"
-    tensors = load_file(path)
-    save_file({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, path)
+    forge(Path(config.out) / "step-000010", "model", lambda tensors: tensors.pop("norm.weight"))
     with pytest.raises(CheckpointError, match=r"step-000010 does not fit this model: .*norm\.weight"):
         run_training(replace(config, steps=20), resume=True)
+
+
+def forge(path: Path, part: str, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    """Change a checkpoint's tensors, digests included."""
+    tensors = load_file(path / f"{part}.safetensors")
+    change(tensors)
+    save_file(tensors, path / f"{part}.safetensors")
+    checkpoint.seal(path, json.loads((path / "state.json").read_text()))
+
+
+NORM = np.ones(32, np.float32)
+#: Part of a checkpoint, what is done to it, and what is said of it.
+FORGERIES = {
+    "empty optimizer": ("optimizer", lambda t: t.clear(), "embedding.weight/exp_avg is missing in the optimizer, and"),
+    "moment gone": ("optimizer", lambda t: t.pop("norm.weight/exp_avg_sq"), "norm.weight/exp_avg_sq is missing in the"),
+    "moment too many": ("optimizer", lambda t: t.update({"x/exp_avg": NORM}), "x/exp_avg is not part of the optimizer"),
+    "nameless moment": ("optimizer", lambda t: t.update({"x": NORM}), "x is not part of the optimizer"),
+    "moment's shape": (
+        "optimizer",
+        lambda t: t.update({"norm.weight/exp_avg": NORM[:4]}),
+        r"is float32 \(4,\)",
+    ),
+    "tensor too many": ("model", lambda t: t.update({"x": NORM}), "x is not part of the model"),
+    "history gone": ("model", lambda t: t.pop("layers.0.mlp.up_proj.history"), "up_proj.history is missing"),
+    "type": ("model", lambda t: t.update({"norm.weight": np.ones(32)}), "norm.weight is float64"),
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_expected_tensor_is_there_and_no_other(make_config: MakeConfig, framework: str) -> None:
+    config = make_config(framework=framework, recipe="delayed(history=4)", steps=1)
+    path = run_training(config).folder / "step-000001"
+    kept = path.with_name("kept")
+    shutil.copytree(path, kept)
+    for part, change, said in FORGERIES.values():
+        forge(path, part, change)
+        with pytest.raises(CheckpointError, match=f"does not fit this model: .*{said}"):
+            run_training(replace(config, steps=2), resume=True)
+        shutil.copytree(kept, path, dirs_exist_ok=True)
+    assert list(run_training(replace(config, steps=2), resume=True).losses) == [1, 2]
 
 
 def test_a_full_disk_ends_the_run_with_a_sentence(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +176,62 @@ def test_a_full_disk_ends_the_run_with_a_sentence(make_config: MakeConfig, monke
         run_training(config)
     monkeypatch.undo()
     assert run_training(config, resume=True).losses == run_training(make_config("whole")).losses
+
+
+def test_a_disk_that_fills_while_metrics_are_written_ends_the_run_with_a_sentence(make_config: MakeConfig) -> None:
+    config = make_config()
+    metrics = Path(config.out) / "metrics.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(record: Record) -> None:
+        if record["step"] == 7:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.stat().st_size + 9, before[1]))
+
+    try:
+        with pytest.raises(
+            ValueError, match=r"stopped after step 8: could not write .*metrics\.jsonl: .*; the last"
+        ) as e:
+            run_training(config, watch=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "step-000005; mend that, such as by making room, then go on with --resume" in str(e.value)
+    assert len(read(metrics)) == 8 and not metrics.read_text().endswith("\n")
+    assert run_training(config, resume=True).losses == run_training(make_config("whole")).losses
+
+
+@pytest.mark.parametrize("what", ["removed", "renamed", "replaced"])
+def test_a_folder_that_goes_ends_the_run_with_a_sentence(make_config: MakeConfig, tmp_path: Path, what: str) -> None:
+    config, moved = make_config(), tmp_path / "moved"
+
+    def take_away(record: Record) -> None:
+        if record["step"] == 7:
+            shutil.rmtree(config.out) if what == "removed" else os.rename(config.out, moved)
+            if what == "replaced":
+                run_training(replace(config, steps=1))
+
+    with pytest.raises(
+        ValueError, match=r"stopped after step 8: the run's folder .* was removed or renamed while it ran"
+    ):
+        run_training(config, watch=take_away)
+    assert Path(config.out).exists() == (what == "replaced")
+    if what == "renamed":
+        os.rename(moved, config.out)
+        assert run_training(config, resume=True).losses == run_training(make_config("whole")).losses
+
+
+CHANGED = {"recipe": "mxfp8", "lr": 0.01, "batch": 3, "sequence": 16, "dtype": "float32", "clip": 2.0}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_run_that_goes_on_with_another_option_says_so(make_config: MakeConfig, name: str) -> None:
+    config = make_config(steps=1)
+    run_training(config)
+    more = replace(config, steps=2, **{name: CHANGED[name]})
+    said = f"from step 1 with other options: {name} {CHANGED[name]!r} \\(was {getattr(config, name)!r}\\)"
+    with pytest.warns(UserWarning, match=said) as warned:
+        run_training(more, resume=True)
+    assert len(warned) == 1
+    assert list(run_training(replace(more, steps=3), resume=True).losses) == [1, 2, 3]
 
 
 def test_the_first_module_that_is_not_finite_is_named() -> None:
@@ -185,23 +282,36 @@ def test_an_unknown_device_is_one_sentence(make_config: MakeConfig) -> None:
             run_training(make_config(device=name))
 
 
-def test_ctrl_c_saves_and_the_run_can_go_on(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config("stopped", steps=4000, checkpoint_every=0, validate_every=0)
+def command(config: TrainConfig, tmp_path: Path) -> list[str]:
     (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
-    command = [sys.executable, "-m", "quaver.train", "train", "--config", str(tmp_path / "c.toml")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    metrics = Path(config.out) / "metrics.jsonl"
-    while len(read(metrics)) < 3:
+    return [sys.executable, "-m", "quaver.train", "train", "--config", str(tmp_path / "c.toml")]
+
+
+def wait_for_steps(process: "subprocess.Popen[bytes]", config: TrainConfig, steps: int) -> None:
+    while len(read(Path(config.out) / "metrics.jsonl")) < steps:
         assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name)
+def test_a_signal_loses_nothing(make_config: MakeConfig, tmp_path: Path, number: signal.Signals) -> None:
+    # The rate does not depend on the number of steps where the cosine ends at its beginning.
+    config = make_config("stopped", steps=4000, checkpoint_every=3, validate_every=0, final_lr=1.0)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command(config, tmp_path), stderr=subprocess.PIPE, env=environment)
+    wait_for_steps(process, config, 4)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and b"stopped after step" in said and b"Traceback" not in said
-    done = read(metrics)[-1]["step"]
+    done = read(Path(config.out) / "metrics.jsonl")[-1]["step"]
     last = checkpoint.latest(Path(config.out))
-    assert last is not None and last.name == f"step-{done:06d}"
-    result = run_training(replace(config, steps=done + 2), resume=True)
-    assert max(result.losses) == done + 2
+    assert last is not None and b"Traceback" not in said
+    if number is signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL and checkpoint.load(last, {}).step in range(done - 3, done + 1)
+    else:
+        assert process.returncode == 128 + number and b"stopped after step" in said
+        assert last.name == f"step-{done:06d}"
+    fewer = replace(config, steps=done + 2)
+    assert run_training(fewer, resume=True).losses == run_training(replace(fewer, out=str(tmp_path / "whole"))).losses
 
 
 def test_a_run_is_not_resumed_backwards(make_config: MakeConfig) -> None:

@@ -1,6 +1,6 @@
-"""Ctrl-C (or a scheduler's SIGTERM) lets a run finish its step and save, instead of killing it anywhere.
+"""Ctrl-C, a scheduler's SIGTERM or a closed terminal's SIGHUP lets a run finish its step and save.
 
-A second Ctrl-C stops at once.
+A second Ctrl-C stops at once. Under nohup, which has SIGHUP ignored, it stays ignored.
 """
 
 import signal
@@ -19,7 +19,7 @@ class Interrupted(Exception):
 class Interrupt:
     """While entered, notes the first signal in `number`; a thread that is not the main one is left alone."""
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -27,7 +27,8 @@ class Interrupt:
     def __enter__(self) -> "Interrupt":
         self._before = {}
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+            noted = [number for number in self.SIGNALS if not ignored_on_purpose(number)]
+            self._before = {number: signal.signal(number, self._note) for number in noted}
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -39,3 +40,8 @@ class Interrupt:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def ignored_on_purpose(number: int) -> bool:
+    """Whether a signal is ignored as nohup has it; a shell's background jobs ignore SIGINT, which is to be noted."""
+    return number != signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from quaver.core.spec import Recipe
-from quaver.train import checkpoint, frameworks, recipe_name, whole_file
+from quaver.train import checkpoint, frameworks, lock, recipe_name, whole_file
 from quaver.train.batches import training_batch, validation_batches
-from quaver.train.config import TrainConfig, to_toml
+from quaver.train.config import TrainConfig, reason, to_toml
 from quaver.train.interrupt import Interrupt, Interrupted
 from quaver.train.learner import Learner
 from quaver.train.metrics import Metrics, Record, losses, read, validation_losses
 from quaver.train.nonfinite import NonFiniteError
+from quaver.train.resuming import take_up
 from quaver.train.schedule import lr_at
 from quaver.train.tokens import Tokens, load
 
@@ -56,45 +57,28 @@ def run_training(
         resume: go on from the run's newest checkpoint; the losses are those of a run never stopped.
         watch: called with each record as it is written to metrics.jsonl.
     Raises:
-        ValueError: an option, the text or a checkpoint is bad, or something became NaN (NonFiniteError).
-        Interrupted: Ctrl-C, once the step was finished and saved.
+        ValueError: an option, the text or a checkpoint is bad, the folder is in use or cannot be written, or something
+            became NaN (NonFiniteError).
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, once the step was finished and saved.
     """
     folder = folder_of(config)
-    check_folder(folder, resume)
     recipe = recipe or recipe_name.find(config.recipe)
     frameworks.check(config, recipe)  # before the text is read
-    saved_tokenizer = folder / "tokenizer.json"
-    tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None)
-
-    trained = frameworks.make(config, recipe, tokens.vocab)
-    about = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint()}
-    start = 0
-    if resume and (last := checkpoint.latest(folder)):
-        start = take_up(last, trained, about)
-        if start > config.steps:
-            raise ValueError(f"{last} is beyond the {config.steps} steps of this run; give more --steps")
-    prepare(folder, config, tokens)
-    held_out = validation_batches(tokens.validation, config)
-
-    with Metrics(folder / "metrics.jsonl", start) as metrics, Interrupt() as interrupt:
-        begun = time.perf_counter() - metrics.seconds
-
-        def log(record: Record) -> None:
-            metrics.append({**record, "seconds": round(time.perf_counter() - begun, 3)})
-            watch(metrics.records[-1])
-
-        for step in range(start + 1, config.steps + 1):
-            batch = training_batch(tokens.train, config, step)
-            log(train_step(trained, batch, step, config))
-            last_one = step == config.steps
-            if last_one or due(step, config.validate_every):
-                log({"step": step, "validation_loss": validate(trained, held_out, step, config)})
-            if last_one or due(step, config.checkpoint_every) or interrupt.number:
-                state = {**about, "config": asdict(config)}
-                path = checkpoint.save(folder, step, *trained.tensors(), state, config.keep)
-            if interrupt.number and not last_one:
-                message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"
-                raise Interrupted(message, interrupt.number)
+    with lock.held(folder, "training"):
+        check_folder(folder, resume)
+        saved_tokenizer = folder / "tokenizer.json"
+        tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None)
+        trained = frameworks.make(config, recipe, tokens.vocab)
+        about = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint()}
+        start = 0
+        if resume and (last := checkpoint.latest(folder)):
+            start = take_up(last, trained, about, config, tokens.vocab)
+            if start > config.steps:
+                raise ValueError(f"{last} is beyond the {config.steps} steps of this run; give more --steps")
+        prepare(folder, config, tokens)
+        with Metrics(folder / "metrics.jsonl", start) as metrics, Interrupt() as interrupt:
+            log = Log(folder, metrics, watch)
+            go_on(trained, tokens, config, about, start, log, interrupt)
     return TrainResult(
         folder=folder,
         losses=losses(metrics.records),
@@ -104,14 +88,57 @@ def run_training(
     )
 
 
-def take_up(path: Path, trained: Learner, about: dict[str, Any]) -> int:
-    """Go on from a checkpoint, whichever framework wrote it; returns its step. Raises: CheckpointError."""
-    saved = checkpoint.load(path, about)
-    try:
-        trained.load(saved.model, saved.optimizer)
-    except ValueError as error:
-        raise checkpoint.CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
-    return saved.step
+def go_on(
+    trained: Learner,
+    tokens: Tokens,
+    config: TrainConfig,
+    about: dict[str, Any],
+    start: int,
+    log: "Log",
+    interrupt: Interrupt,
+) -> None:
+    """The steps after `start`: train, validate, save, stop."""
+    held_out = validation_batches(tokens.validation, config)
+    for step in range(start + 1, config.steps + 1):
+        batch = training_batch(tokens.train, config, step)
+        log(train_step(trained, batch, step, config))
+        last_one = step == config.steps
+        if last_one or due(step, config.validate_every):
+            log({"step": step, "validation_loss": validate(trained, held_out, step, config)})
+        if last_one or due(step, config.checkpoint_every) or interrupt.number:
+            state = {**about, "config": asdict(config)}
+            path = checkpoint.save(log.folder, step, *trained.tensors(), state, config.keep)
+        if interrupt.number and not last_one:
+            message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"
+            raise Interrupted(message, interrupt.number)
+    if config.steps not in validation_losses(log.metrics.records):  # the record was lost after the checkpoint was saved
+        log({"step": config.steps, "validation_loss": validate(trained, held_out, config.steps, config)})
+
+
+class Log:
+    """Writes a run's records, with the time that the run has taken, and shows them to `watch`."""
+
+    def __init__(self, folder: Path, metrics: Metrics, watch: Callable[[Record], None]) -> None:
+        self.folder = folder
+        self.metrics = metrics
+        self.watch = watch
+        self.begun = time.perf_counter() - metrics.seconds
+
+    def __call__(self, record: Record) -> None:
+        """Raises: ValueError if it cannot be written, or the run's folder is not where it was."""
+        try:
+            self.metrics.append({**record, "seconds": round(time.perf_counter() - self.begun, 3)})
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"stopped after step {record['step']}: the run's folder {self.folder} was removed or renamed while it "
+                "ran; put it back under that name and go on with --resume, or begin again"
+            ) from error
+        except OSError as error:
+            raise ValueError(
+                f"stopped after step {record['step']}: could not write {self.metrics.path}: {reason(error)}; "
+                f"{checkpoint.last_good(self.folder)}; mend that, such as by making room, then go on with --resume"
+            ) from error
+        self.watch(self.metrics.records[-1])
 
 
 def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConfig) -> Record:
@@ -138,8 +165,7 @@ def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConf
 
 
 def stopped(step: int, what: str, where: str, config: TrainConfig) -> str:
-    last = checkpoint.latest(folder_of(config))
-    kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+    kept = checkpoint.last_good(folder_of(config))
     ways = "try a smaller --lr, more --warmup or another --recipe"
     return f"stopped at step {step}: {what}; {where}; {kept}; {ways}"
 
@@ -177,7 +203,6 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 def prepare(folder: Path, config: TrainConfig, tokens: Tokens) -> None:
     """Make the run's folder, with what it takes to run it again."""
-    folder.mkdir(parents=True, exist_ok=True)
     whole_file.write(folder / "config.toml", to_toml(replace(config, out=str(folder))))
     if tokens.tokenizer is not None:
         whole_file.write(folder / "tokenizer.json", tokens.tokenizer.to_str(pretty=True))

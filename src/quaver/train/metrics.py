@@ -5,6 +5,7 @@ validation_loss and seconds. Floats are written in full, so that two runs can be
 """
 
 import json
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,21 +16,42 @@ Record = dict[str, Any]
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a metrics file; a last line that an interrupted write left unfinished is not one."""
+    """The records of a metrics file; a last line that an interrupted write left unfinished is not one.
+
+    Raises: ValueError for a line that is not a record, with its number.
+    """
     if not path.exists():
         return []
-    complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in complete.splitlines()]
+    complete = whole_file.read(path, longest=1 << 40).rpartition("\n")[0]
+    return [record(line, f"line {number} of {path}") for number, line in enumerate(complete.split("\n"), 1) if line]
 
 
 def newest(path: Path) -> list[Record]:
     """The last few records, without reading the rest of a long file."""
     if not path.exists():
         return []
+    whole_file.check_file(path)
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
-        lines = file.read().decode("utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line.startswith("{") and line.endswith("}")]
+        lines = file.read().decode("utf-8", "replace").split("\n")
+    return [record(line, f"a line of {path}") for line in lines[:-1] if line.startswith("{") and line.endswith("}")]
+
+
+def record(line: str, where: str) -> Record:
+    """One line as a record. Raises: ValueError if it is none."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}); restore it, or delete that line") from error
+    right = isinstance(said, dict) and type(said.get("step")) is int and "seconds" in said
+    if not right or not all(map(is_number, said.values())):
+        raise ValueError(f"{where} is not a record that quaver wrote; restore it, or delete that line")
+    return said
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a float, or an integer of 64 bits."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
 
 
 def losses(records: list[Record]) -> dict[int, float]:
@@ -46,15 +68,28 @@ class Metrics:
     """Appends to a run's metrics file, after dropping what lies beyond the step that the run goes on from."""
 
     def __init__(self, path: Path, step: int) -> None:
+        self.path = path
         self.records = [record for record in read(path) if record["step"] <= step]
         self.seconds = max((record["seconds"] for record in self.records), default=0.0)
         whole_file.write(path, "".join(json.dumps(record) + "\n" for record in self.records))
-        self._file = path.open("a", encoding="utf-8")
+        # Unbuffered: what a full disk did not take must not be written again when the file is closed.
+        self._file = path.open("ab", buffering=0)
 
     def append(self, record: Record) -> None:
+        """Raises: OSError if the record cannot be written whole, FileNotFoundError if the file is not in its place."""
+        if not self._in_place():
+            raise FileNotFoundError(f"{self.path} is not in its place any more")
+        line = (json.dumps(record) + "\n").encode()
+        while line:
+            line = line[self._file.write(line) :]
         self.records.append(record)
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+
+    def _in_place(self) -> bool:
+        """Whether the path still leads to the file that is written."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except OSError:
+            return False
 
     def __enter__(self) -> "Metrics":
         return self

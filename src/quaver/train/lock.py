@@ -1,0 +1,70 @@
+"""One process at a time writes into a run's folder, or a comparison's; whoever reads needs no lock.
+
+The lock is the operating system's and ends with the process that holds it: one that died is no obstacle. Who holds it
+is written beside it, for the sentence that the second one gets. That file stays: it marks the folder as quaver's.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from quaver.train import whole_file
+
+LOCK = ".quaver.lock"
+#: Marks a folder of a run or a comparison.
+HOLDER = ".quaver.json"
+
+
+@contextmanager
+def held(folder: Path, doing: str) -> Iterator[None]:
+    """While entered, no other process enters it for this folder.
+
+    Args:
+        folder: made if it is not there; if it is still empty at the end it goes again.
+        doing: what is done in it, for the message that another process gets: "training", "a comparison".
+    Raises: ValueError that names the process that is in it.
+    """
+    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ValueError(f"{folder} is in use: {holder(folder)}; wait for it, or give another --out") from error
+    try:
+        whole_file.write(folder / HOLDER, described(doing))
+        yield
+    finally:
+        if {path.name for path in folder.glob("*")} <= {LOCK, HOLDER}:
+            forget(folder, new)
+        with suppress(OSError):
+            lock.release()
+
+
+def described(doing: str) -> str:
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since, "doing": doing})
+
+
+def holder(folder: Path) -> str:
+    """Who holds a folder's lock, in words."""
+    try:
+        said = json.loads(whole_file.read(folder / HOLDER))
+        return f"{said['doing']} by process {said['pid']} on {said['host']}, since {said['since']}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "another process is writing into it"
+
+
+def forget(folder: Path, new: list[Path]) -> None:
+    """Take away the lock's files and the folders that were made for them, if nothing else came in."""
+    for name in (HOLDER, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        for path in new:
+            path.rmdir()

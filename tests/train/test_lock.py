@@ -1,0 +1,62 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quaver.train import generate, lock
+from quaver.train.config import TrainConfig, to_toml
+from quaver.train.loop import run_training
+from quaver.train.metrics import losses, read
+from tests.train.conftest import MakeConfig
+
+
+def start(config: TrainConfig, tmp_path: Path) -> "subprocess.Popen[bytes]":
+    """A training in a process of its own, some steps on."""
+    (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
+    command = [sys.executable, "-m", "quaver.train", "train", "--quiet", "--config", str(tmp_path / "c.toml")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while len(losses(read(Path(config.out) / "metrics.jsonl"))) < 6:
+        assert process.poll() is None
+        time.sleep(0.02)
+    return process
+
+
+def test_a_second_training_is_told_of_the_first_and_changes_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(steps=5000, validate_every=0)
+    process = start(config, tmp_path)
+    try:
+        said = rf"run is in use: training by process {process.pid} on {socket.gethostname()}, since 2\d\d\d-"
+        for resume in (False, True):
+            with pytest.raises(ValueError, match=said):
+                run_training(config, resume=resume)
+        assert generate.generate(Path(config.out), "7", tokens=2).tokens
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    steps = list(losses(read(Path(config.out) / "metrics.jsonl")))
+    assert steps == list(range(1, len(steps) + 1))
+    fewer = replace(config, steps=len(steps) + 2)
+    assert max(run_training(fewer, resume=True).losses) == len(steps) + 2, "a dead process's lock is no obstacle"
+
+
+def test_a_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
+    with lock.held(tmp_path / "a" / "b", "training"):
+        pass
+    with lock.held(tmp_path / "c", "training"):
+        (tmp_path / "c" / "kept").touch()
+    assert not (tmp_path / "a").exists() and (tmp_path / "c" / "kept").exists()
+
+
+@pytest.mark.parametrize("said", ["", "[]", "{}", "[" * 5000, json.dumps({"pid": 1})])
+def test_a_holder_that_cannot_be_read_is_still_one_sentence(tmp_path: Path, said: str) -> None:
+    with lock.held(tmp_path, "training"):
+        (tmp_path / lock.HOLDER).write_text(said)
+        with pytest.raises(ValueError, match="is in use: another process is writing into it"), lock.held(tmp_path, ""):
+            pass
