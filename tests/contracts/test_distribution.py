@@ -1,0 +1,125 @@
+"""What is published: the source distribution holds the whole tree, the wheel the library; their metadata is true."""
+
+import re
+import subprocess
+import tarfile
+import tomllib
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+import yaml
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+
+import quaver
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+#: What `make test` needs beyond the folders of code, and what a reader looks for.
+NEEDED = {
+    ".ci/run",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "SECURITY.md",
+    "constraints.txt",
+    "docs/compare.png",
+    "pyproject.toml",
+    "src/quaver/py.typed",
+    "tests/kernels/gate/ceilings.toml",
+}
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
+
+
+def tracked() -> set[str]:
+    """The files under version control; of an unpacked distribution, where there is none, those that are there."""
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return {name for name in done.stdout.split("\0") if (ROOT / name).is_file()}
+    return NEEDED
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names in the source distribution, without its top folder."""
+    folder = tmp_path_factory.mktemp("sdist")
+    (path,) = SdistBuilder(str(ROOT)).build(directory=str(folder))
+    with tarfile.open(path) as archive:
+        return {name.partition("/")[2] for name in archive.getnames()}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the wheel and what is in them."""
+    folder = tmp_path_factory.mktemp("wheel")
+    (path,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_source_distribution_holds_every_file_that_is_tracked(sdist: set[str]) -> None:
+    assert not NEEDED - sdist, f"the source distribution lacks {sorted(NEEDED - sdist)}"
+    assert not tracked() - sdist, f"the source distribution lacks {sorted(tracked() - sdist)}"
+
+
+def test_the_source_distribution_holds_nothing_that_is_not_tracked(sdist: set[str]) -> None:
+    unknown = {name for name in sdist if not (ROOT / name).is_file()} - {"PKG-INFO"}
+    assert not unknown
+    assert not [name for name in sdist if re.search(r"(^|/)(__pycache__|\.venv|runs|\.mypy_cache)/", name)]
+
+
+def test_the_wheel_holds_the_library_its_marker_of_types_and_the_licence(wheel: dict[str, bytes]) -> None:
+    assert {name.partition("/")[0] for name in wheel} == {"quaver", f"quaver-{quaver.__version__}.dist-info"}
+    library = {f"quaver/{path.relative_to(ROOT / 'src/quaver')}" for path in (ROOT / "src/quaver").rglob("*.py")}
+    assert {name for name in wheel if name.startswith("quaver/")} == library | {"quaver/py.typed"}
+    assert any(name.endswith("/LICENSE") for name in wheel)
+
+
+def test_the_metadata_of_the_wheel_is_the_projects(wheel: dict[str, bytes]) -> None:
+    metadata = message_from_string(wheel[f"quaver-{quaver.__version__}.dist-info/METADATA"].decode())
+    assert (metadata["Name"], metadata["Version"]) == ("quaver", quaver.__version__)
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata.get_payload() == (ROOT / "README.md").read_text()
+
+
+def test_pictures_of_the_readme_are_shown_wherever_it_is_shown() -> None:
+    # Package indexes show README alone: links to its pictures are absolute as soon as [project.urls] has an address.
+    address = PROJECT.get("urls", {}).get("Source")
+    for target in PICTURE.findall((ROOT / "README.md").read_text()):
+        assert target.startswith("https://") if address else (ROOT / target).is_file()
+
+
+def test_the_versions_agree() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert PROJECT["version"] == quaver.__version__ == citation["version"]
+    assert citation["license"] == PROJECT["license"] and citation["title"].lower() == PROJECT["name"]
+    assert citation["cff-version"] == "1.2.0" and citation["abstract"] == PROJECT["description"]
+    assert (
+        all(author["name"] for author in citation["authors"]) and citation["message"] and citation["type"] == "software"
+    )
+    assert f"## {quaver.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("path", [path for path in TEMPLATES if path.stem != "config"], ids=lambda path: path.stem)
+def test_an_issue_template_is_a_form(path: Path) -> None:
+    # Its keys: GitHub's "Syntax for issue forms".
+    form = yaml.safe_load(path.read_text())
+    assert set(form) <= {"name", "description", "labels", "body"} and form["name"] and form["description"]
+    fields = {field["id"]: field for field in form["body"]}
+    assert len(fields) == len(form["body"])
+    for field in fields.values():
+        assert field["type"] in {"textarea", "input", "dropdown", "checkboxes"} and field["attributes"]["label"]
+        assert set(field) <= {"type", "id", "attributes", "validations"}
+    assert any(field.get("validations", {}).get("required") for field in fields.values())
+
+
+def test_the_constraints_pin_what_builds_the_distribution() -> None:
+    pinned = {
+        line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
+    assert {"hatchling", "pathspec", "packaging", "pluggy", "trove-classifiers", "tomlkit", "pyyaml"} <= pinned
