@@ -1,3 +1,4 @@
+import json
 import math
 import os
 import signal
@@ -8,9 +9,10 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from quaver.train import checkpoint, report
+from quaver.train import checkpoint, frozen, report, tokens
 from quaver.train.compare import compare_runs
 from quaver.train.comparison import Comparison, Run, paired
 from quaver.train.config import to_toml
@@ -95,6 +97,61 @@ def test_compare_trains_recipes_by_seeds_each_in_its_process(make_config: MakeCo
         compare_runs(config, ["bf16", "mxfp8"], seeds=2)
     with pytest.raises(ValueError, match="has steps = 10, and now it is 20; resume with the same options"):
         compare_runs(replace(config, steps=20), ["bf16", "mxfp8"], resume=True)
+
+
+def test_every_run_reads_the_text_that_was_read_first(make_config: MakeConfig, tmp_path: Path, text: Path) -> None:
+    """The comparison's folder lies in the text, as under `--text .`, and the text changes between two runs."""
+    config = make_config(str(text / "runs" / "compared"), steps=1, validate_every=0)
+    folder = Path(config.out)
+    compare_runs(config, ["bf16"])
+    (text / "00.txt").write_text("something else")
+    comparison = compare_runs(config, ["tensorwise"], resume=True)
+    assert not comparison.failures and len(comparison.runs) == 2
+    states = [json.loads((Path(run.config.out) / "step-000001/state.json").read_text()) for run in comparison.runs]
+    assert {state["text"] for state in states} == {comparison.text}
+    assert comparison.text in report.notes(comparison)[0]
+
+    with pytest.raises(ValueError, match="already holds a run; go on with it by --resume"):
+        compare_runs(config, ["bf16"])
+    with pytest.raises(ValueError, match=r"was read with text = .*, and now it is .*; resume with the same options"):
+        compare_runs(replace(config, text=(str(text / "01.txt"),)), ["bf16"], resume=True)
+    (folder / "text.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"bf16-seed0 cannot go on: .* was trained on a text of fingerprint \w+, and"):
+        compare_runs(config, ["bf16"], resume=True)
+
+
+def test_what_runs_write_is_no_text(make_config: MakeConfig, text: Path) -> None:
+    before = tokens.load(make_config())
+    first = make_config(str(text / "runs" / "first"), steps=1)
+    run_training(first)
+    after = tokens.load(make_config(), out=text / "runs" / "second")
+    assert after.fingerprint() == before.fingerprint()
+    with pytest.raises(ValueError, match="is the folder that this run writes into; give another --out"):
+        tokens.load(make_config(), out=text)
+
+
+def test_a_frozen_text_that_was_changed_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    read = tokens.load(make_config())
+    path = tmp_path / "text.safetensors"
+    frozen.write(path, frozen.Frozen(read.train, read.validation, "", {"text": ["a"]}))
+    again = tokens.load(make_config(text=(str(path),)))
+    assert again.fingerprint() == read.fingerprint() and np.array_equal(again.train, read.train)
+    with pytest.raises(ValueError, match="was made by other tokens than --tokens"):
+        tokens.load(make_config(text=(str(path),), tokens="bpe"), saved_tokenizer(tmp_path, make_config))
+    whole = path.read_bytes()
+    for place in np.random.default_rng(0).integers(0, 8 * len(whole), 40):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"is not (as it was written|a text that quaver compare wrote)"):
+            frozen.read(path)
+
+
+def saved_tokenizer(folder: Path, make_config: MakeConfig) -> Path:
+    learnt = tokens.load(make_config(tokens="bpe", vocab=300)).tokenizer
+    assert learnt is not None
+    learnt.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
 
 
 def test_a_misspelt_recipe_starts_nothing(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from quaver.train import generate, lock
+from quaver.train.compare import compare_runs
 from quaver.train.config import TrainConfig, to_toml
 from quaver.train.loop import run_training
 from quaver.train.metrics import losses, read
@@ -44,6 +45,15 @@ def test_a_second_training_is_told_of_the_first_and_changes_nothing(make_config:
     assert steps == list(range(1, len(steps) + 1))
     fewer = replace(config, steps=len(steps) + 2)
     assert max(run_training(fewer, resume=True).losses) == len(steps) + 2, "a dead process's lock is no obstacle"
+
+
+def test_a_second_comparison_is_told_of_the_first(make_config: MakeConfig) -> None:
+    config = make_config(steps=1)
+    with (
+        lock.held(Path(config.out), "a comparison"),
+        pytest.raises(ValueError, match="in use: a comparison by process"),
+    ):
+        compare_runs(config, ["mxfp8"])
 
 
 def test_a_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quaver.train import frameworks, recipe_name, tokens, whole_file
+from quaver.train import checkpoint, frameworks, frozen, lock, recipe_name, tokens, whole_file
 from quaver.train.comparison import BASELINE, Comparison, Run
 from quaver.train.config import TrainConfig, read_toml, to_toml
 from quaver.train.interrupt import Interrupt, Interrupted
-from quaver.train.loop import check_folder
 from quaver.train.metrics import Record, newest, read
 
 
@@ -46,21 +45,23 @@ def compare_runs(
     folder = Path(config.out or f"runs/compare-{config.model}{framework}")
     threads = config.threads or 1
     jobs = jobs or (max(1, cores() // threads) if frameworks.on_cpu(config) else 1)
-    config = replace(config, tokens=shared_tokens(config, folder, resume))
-    names = list(dict.fromkeys([BASELINE, *recipes]))
-    waiting = [
-        replace(config, recipe=name, seed=seed, out=str(folder / f"{recipe_name.folder(name)}-seed{seed}"))
-        for name in names
-        for seed in range(config.seed, config.seed + seeds)  # runs of one length side by side
-    ]
-    for run in waiting:
-        check_same(run) if resume else check_folder(Path(run.out), resume)
-    runs = run_all([Run(config=run) for run in waiting], jobs, threads, watch)
-    return Comparison(folder=folder, runs=tuple(runs), jobs=jobs)
+    with lock.held(folder, "a comparison"):
+        config, text = share_text(config, folder, resume)
+        names = list(dict.fromkeys([BASELINE, *recipes]))
+        waiting = [
+            replace(config, recipe=name, seed=seed, out=str(folder / f"{recipe_name.folder(name)}-seed{seed}"))
+            for name in names
+            for seed in range(config.seed, config.seed + seeds)  # runs of one length side by side
+        ]
+        for run in waiting if resume else ():
+            check_same(run, text)
+        runs = run_all([Run(config=run) for run in waiting], jobs, threads, watch)
+        runs = [replace(run, failure=run.failure or other_text(run.config, text)) for run in runs]
+        return Comparison(folder=folder, runs=tuple(runs), jobs=jobs, text=text)
 
 
-def check_same(config: TrainConfig) -> None:
-    """Raise a ValueError if the run that is to go on was begun with other options."""
+def check_same(config: TrainConfig, text: str) -> None:
+    """Raise a ValueError if the run that is to go on was begun with other options or on other text."""
     path = Path(config.out) / "config.toml"
     for name, before in (read_toml(path) if path.exists() else {}).items():
         if getattr(config, name) != before:
@@ -68,6 +69,15 @@ def check_same(config: TrainConfig) -> None:
                 f"{path} has {name} = {before!r}, and now it is {getattr(config, name)!r}; "
                 "resume with the same options, or give another --out"
             )
+    if why := other_text(config, text):
+        raise ValueError(f"{config.out} cannot go on: {why}; delete that folder, or give another --out")
+
+
+def other_text(config: TrainConfig, text: str) -> str | None:
+    """Why a run is not comparable, if it was trained on a text of another fingerprint."""
+    last = checkpoint.latest(Path(config.out))
+    seen = checkpoint.read_state(last).get("text") if last else text
+    return None if seen == text else f"{last} was trained on a text of fingerprint {seen}, and this one's is {text}"
 
 
 def cores() -> int:
@@ -75,17 +85,31 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def shared_tokens(config: TrainConfig, folder: Path, resume: bool) -> str:
-    """Read the text once, for its errors; with bpe, learn the tokens for all runs and return their file."""
-    path = folder / "tokenizer.json"
-    if config.tokens == "bpe" and resume and path.exists():
-        return str(path)
-    learnt = tokens.load(config).tokenizer
-    if config.tokens != "bpe" or learnt is None:
-        return config.tokens
-    folder.mkdir(parents=True, exist_ok=True)
-    whole_file.write(path, learnt.to_str(pretty=True))
-    return str(path)
+def share_text(config: TrainConfig, folder: Path, resume: bool) -> tuple[TrainConfig, str]:
+    """Read and tokenize the text once, into files of the comparison's folder that every run reads.
+
+    Returns: the options by which a run reads them, and their fingerprint.
+    Raises: ValueError if the folder holds a comparison that is not to go on, or was begun with another text.
+    """
+    path, learnt = folder / frozen.NAME, folder / "tokenizer.json"
+    if not resume and [*folder.glob("*/metrics.jsonl"), *folder.glob("*/step-*")]:
+        raise ValueError(f"{folder} already holds a run; go on with it by --resume, or give another --out")
+    asked = {"text": list(config.text), "tokens": config.tokens, "vocab": config.vocab}
+    if resume and path.exists():
+        given = frozen.read(path)
+        for name, now in asked.items():
+            if given.asked.get(name) != now:
+                raise ValueError(
+                    f"{path} was read with {name} = {given.asked.get(name)!r}, and now it is {now!r}; "
+                    "resume with the same options, or give another --out"
+                )
+    else:
+        read = tokens.load(config, learnt if resume and learnt.exists() else None, folder)
+        if read.tokenizer is not None:
+            whole_file.write(learnt, read.tokenizer.to_str(pretty=True))
+        given = frozen.Frozen(read.train, read.validation, tokens.digest(read.tokenizer), asked)
+        frozen.write(path, given)
+    return replace(config, text=(str(path),), tokens=str(learnt) if given.tokenizer else "byte"), given.fingerprint
 
 
 def run_all(runs: list[Run], jobs: int, threads: int, watch: Callable[[Sequence[Run]], None]) -> list[Run]:
@@ -129,7 +153,8 @@ def start(config: TrainConfig, threads: int) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "quaver.train", "train", "--config", str(folder / "config.toml")]
     command += ["--out", str(folder), "--quiet", "--resume"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    with (folder / "log.txt").open("wb") as log:
+    (folder / "log.txt").unlink(missing_ok=True)
+    with (folder / "log.txt").open("xb") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
 

@@ -67,6 +67,8 @@ class Comparison:
     folder: Path
     runs: tuple[Run, ...]
     jobs: int
+    # Fingerprint of the tokens that every run was trained on.
+    text: str = ""
 
     @property
     def recipes(self) -> list[str]:

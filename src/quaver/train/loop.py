@@ -67,7 +67,7 @@ def run_training(
     with lock.held(folder, "training"):
         check_folder(folder, resume)
         saved_tokenizer = folder / "tokenizer.json"
-        tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None)
+        tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None, folder)
         trained = frameworks.make(config, recipe, tokens.vocab)
         about = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint()}
         start = 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from quaver.train import whole_file
 from quaver.train.comparison import BASELINE, Comparison, Row
 
 TITLE = "Final validation loss, nats a token"
@@ -53,9 +54,10 @@ def notes(comparison: Comparison) -> list[str]:
     seeds = len({run.config.seed for run in comparison.runs})
     tokens = config.batch * config.accumulate * config.sequence
     which = f"seed {config.seed}" if seeds == 1 else f"seeds {config.seed} to {config.seed + seeds - 1}"
+    text = f" (the text's fingerprint: {comparison.text})" if comparison.text else ""
     said = [
         f"Model {config.model}, {config.steps} steps of {tokens} tokens, {which}; "
-        "the same initial weights and batches under every recipe."
+        f"the same initial weights and batches under every recipe{text}."
     ]
     if seeds == 1:
         said.append("With one seed no standard error can be given; --seeds 3 shows what is chance.")
@@ -79,7 +81,7 @@ def write_report(comparison: Comparison, pictures: Sequence[Path]) -> Path:
     framework = comparison.runs[0].config.framework
     lines += [f"{framework} {version(framework)}, Python {platform.python_version()}, {platform.machine()}."]
     path = comparison.folder / "report.md"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    whole_file.write(path, "\n".join(lines) + "\n")
     return path
 
 

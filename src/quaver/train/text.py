@@ -3,10 +3,13 @@
 With nothing given, the text is the running Python's own standard library: some 11 MB that are already there.
 """
 
+import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from quaver.train.lock import HOLDER
 
 # Left out of the default text: what is not the library itself, and tests, which not every distribution ships.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -23,18 +26,22 @@ class Document:
     data: bytes
 
 
-def read(paths: Sequence[str]) -> list[Document]:
+def read(paths: Sequence[str], out: Path | None = None) -> list[Document]:
     """The documents of the given files and folders, or of the standard library if none are given.
 
-    A file that is named must be text; in a folder, empty files, hidden files and files that are not text are
-    passed over. Raises: ValueError for a missing, empty or non-text file and for a folder without text.
+    A file that is named must be text; in a folder, empty files, hidden files, files that are not text and the folders
+    of runs and comparisons in it are passed over.
+
+    Args:
+        out: the folder that this run writes into.
+    Raises: ValueError for a missing, empty or non-text file, for a folder without text, and for `out` itself.
     """
     if not paths:
         return library()
     found: dict[Path, Document] = {}
     for name in paths:
         path = Path(name)
-        for document in folder(path) if path.is_dir() else [single(path)]:
+        for document in folder(path, out) if path.is_dir() else [single(path)]:
             found.setdefault(document.path.resolve(), document)
     return list(found.values())
 
@@ -48,17 +55,31 @@ def library() -> list[Document]:
     return documents
 
 
-def folder(root: Path) -> list[Document]:
-    hidden = {path for path in root.rglob("*") if any(part[0] == "." for part in path.relative_to(root).parts)}
-    documents = texts(sorted(path for path in root.rglob("*") if path.is_file() and path not in hidden))
+def folder(root: Path, out: Path | None) -> list[Document]:
+    if out and root.resolve() == out.resolve():
+        raise ValueError(f"the text {root} is the folder that this run writes into; give another --out")
+    documents = texts(sorted(path for path in walk(root) if path.is_file()))
     if not documents:
         raise ValueError(f"the folder {root} holds no text; name files or folders of text with --text")
     return documents
 
 
+def walk(root: Path) -> Iterator[Path]:
+    """All that a folder and the folders in it hold, but what is hidden and what runs wrote."""
+    for parent, folders, names in os.walk(root):
+        here = Path(parent)
+        if here != root and (here / HOLDER).exists():
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (here / name for name in names if not name.startswith("."))
+
+
 def single(path: Path) -> Document:
     if not path.exists():
         raise ValueError(f"there is no text file {path}; --text takes files and folders that exist")
+    if not path.is_file():
+        raise ValueError(f"{path} is a pipe, a device or a socket; --text takes files, which end")
     data = path.read_bytes()
     if not data:
         raise ValueError(f"the text file {path} is empty; --text takes files with text in them")

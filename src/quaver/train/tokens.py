@@ -4,7 +4,7 @@ Documents are joined by token 0, which stands for nothing else: the byte NUL doe
 encoding reserves it.
 """
 
-import zlib
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from quaver.train import frozen
 from quaver.train.config import TrainConfig
 from quaver.train.text import Document, read, split
 
@@ -30,25 +31,19 @@ class Tokens:
 
     def fingerprint(self) -> str:
         """Names this very data, so that a run is not resumed on other text."""
-        return f"{zlib.crc32(self.train.tobytes()):08x}{zlib.crc32(self.validation.tobytes()):08x}"
+        return frozen.fingerprint(self.train, self.validation)
 
 
-def load(config: TrainConfig, saved: Path | None = None) -> Tokens:
+def load(config: TrainConfig, saved: Path | None = None, out: Path | None = None) -> Tokens:
     """The run's text as tokens.
 
     Args:
         config: its `text`, `tokens`, `vocab` and `sequence` are used.
         saved: a tokenizer.json to take instead of training one, as when a run is resumed.
+        out: the folder that the run writes into, which is no text.
     Raises: ValueError if the text cannot be read or is too short for one sequence.
     """
-    train, validation = split(read(config.text))
-    if config.tokens == "byte":
-        tokens = Tokens(join_bytes(train), join_bytes(validation), 256, None)
-    else:
-        path = Path(config.tokens) if config.tokens.endswith(".json") else saved
-        tokenizer = open_tokenizer(path) if path else learn(train, config.vocab)
-        size = tokenizer.get_vocab_size()
-        tokens = Tokens(encode(tokenizer, train), encode(tokenizer, validation), size, tokenizer)
+    tokens = thawed(config, saved) if frozen.is_one(config.text) else tokenized(config, saved, out)
     shortest = min(len(tokens.train), len(tokens.validation))
     if shortest <= config.sequence:
         raise ValueError(
@@ -57,6 +52,34 @@ def load(config: TrainConfig, saved: Path | None = None) -> Tokens:
             "give more text with --text or a smaller --sequence"
         )
     return tokens
+
+
+def tokenized(config: TrainConfig, saved: Path | None, out: Path | None) -> Tokens:
+    train, validation = split(read(config.text, out))
+    if config.tokens == "byte":
+        return Tokens(join_bytes(train), join_bytes(validation), 256, None)
+    path = Path(config.tokens) if config.tokens.endswith(".json") else saved
+    tokenizer = open_tokenizer(path) if path else learn(train, config.vocab)
+    return Tokens(encode(tokenizer, train), encode(tokenizer, validation), tokenizer.get_vocab_size(), tokenizer)
+
+
+def thawed(config: TrainConfig, saved: Path | None) -> Tokens:
+    """What a comparison froze, for tokens that are the ones of then."""
+    source = Path(config.text[0])
+    given = frozen.read(source)
+    path = Path(config.tokens) if config.tokens.endswith(".json") else saved
+    tokenizer = open_tokenizer(path) if path and config.tokens != "byte" else None
+    if given.tokenizer != digest(tokenizer):
+        raise ValueError(f"{source} was made by other tokens than --tokens {config.tokens}; give those of then")
+    size = 256 if tokenizer is None else tokenizer.get_vocab_size()
+    if not max(part.max(initial=0) for part in (given.train, given.validation)) < size:
+        raise ValueError(f"{source} holds tokens beyond the {size} of --tokens {config.tokens}")
+    return Tokens(given.train, given.validation, size, tokenizer)
+
+
+def digest(tokenizer: tokenizers.Tokenizer | None) -> str:
+    """SHA-256 of a tokenizer; "" for bytes."""
+    return "" if tokenizer is None else hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def join_bytes(documents: Sequence[Document]) -> np.ndarray:
