@@ -1,10 +1,14 @@
 """On a card: a captured training step is the eager one, step by step and bit by bit."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
+import quaver.torch as qt
 from quaver.recipes import RECIPES, get
+from quaver.torch.gpu import launch
 from quaver.torch.graph import CapturedStep
 from quaver.train.config import TrainConfig
 from quaver.train.torch.learner import TorchLearner
@@ -77,3 +81,37 @@ def test_other_shapes_and_reads_of_the_device_are_sentences() -> None:
     reading(x)
     with pytest.raises(RuntimeError, match="read the device on the host"):
         reading(x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [64, 37])
+@pytest.mark.parametrize("recipe", [name for name, build in RECIPES.items() if build().quantizes])
+@pytest.mark.filterwarnings("ignore:.*decoded operands:UserWarning")
+def test_a_capture_loads_no_kernel_and_gives_the_gradients_of_eager_steps(
+    recipe: str, tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = launch._load
+
+    def checked(one: launch.Launch) -> object:
+        assert not torch.cuda.is_current_stream_capturing(), f"{one.fn} is loaded inside a capture"
+        return load(one)
+
+    monkeypatch.setattr(launch, "_load", checked)
+    layer = qt.Linear(128, 64, bias=bias, dtype=torch.bfloat16, device="cuda", recipe=recipe)
+    twin = copy.deepcopy(layer)
+
+    def step(layer: qt.Linear, x: torch.Tensor) -> list[torch.Tensor]:
+        layer.zero_grad()
+        leaf = x.detach().requires_grad_()
+        with qt.autocast(recipe):
+            y = layer(leaf)
+        y.float().square().sum().backward()
+        return [y.detach(), leaf.grad, layer.weight.grad]  # type: ignore[list-item]
+
+    captured = CapturedStep(lambda x: step(layer, x))
+    for number in range(6):
+        torch.manual_seed(number)
+        x = torch.randn(tokens, 128, device="cuda").bfloat16()
+        found = [t.clone() for t in captured(x)]
+        for mine, expected in zip(found, step(twin, x), strict=True):
+            assert torch.equal(mine, expected), number

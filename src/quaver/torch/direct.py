@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from quaver.core.spec import Recipe
 from quaver.torch import counters, cpu_direct, ops, recomputation
-from quaver.torch.gpu import device
+from quaver.torch.gpu import capture, device
 
 #: y [..., n] of (x [..., k] contiguous, weight [n, k], bias, layer), or None where it cannot take this one.
 Step = Callable[[Tensor, Tensor, Tensor | None, nn.Module], Tensor | None]
@@ -73,7 +73,7 @@ def disturbed() -> bool:
 
 def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan | None:
     """The plan for an x [..., k] that the layer has checked; None where that cannot be told now."""
-    if disturbed():
+    if disturbed() or capture.as_captured(x.device):
         return None
     step: Step | None = None
     if x.is_cuda or device.asked:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax, counters, opaque, ops, recomputation, stored, weights
 from quaver.torch.functional import run_matmul, run_quantize
+from quaver.torch.gpu import capture
 from quaver.torch.gpu.choice import announce_features
 from quaver.torch.noise import draw, drawn, quantize_with_noise
 from quaver.torch.quantized import Quantized
@@ -147,6 +148,7 @@ class Call:
         "quantize",
         "record",
         "traced",
+        "turned_weight",
         "version",
         "weight",
     )
@@ -179,6 +181,8 @@ class Call:
         self.kept: Tensor | Quantized | None = None
         #: fprop's weight where dgrad will consume it too and the layer keeps it anyway.
         self.weight: Quantized | None = None
+        #: dgrad's weight where the read that wrote fprop's wrote it too and the layer does not keep it.
+        self.turned_weight: Quantized | None = None
 
 
 def quantize(
@@ -270,8 +274,8 @@ def _version(layer: nn.Module, call: Call) -> int:
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: it neither reads what was kept before nor leaves anything to keep."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    """True while a CUDA graph is captured or that is rehearsed: no kept weight is read, and none is kept."""
+    return capture.as_captured(x.device)
 
 
 def quantized_weight(
@@ -281,6 +285,9 @@ def quantized_weight(
     shared = side == "dgrad" and call.plan.weight
     if shared and call.weight is not None:
         return call.weight.T
+    if side == "dgrad" and call.turned_weight is not None:
+        turned, call.turned_weight = call.turned_weight, None
+        return turned
     if weight.dtype in stored.CODES:
         return stored.operand(layer, weight, side == "dgrad", call.plan.weight, spec, call)
     if call.traced:
@@ -301,8 +308,10 @@ def quantized_weight(
             weights.keep(layer, kept_as, weight, spec, written, q)
         if other is not None and call.plan.weight:
             q.twin = other
-        elif other is not None:
+        elif other is not None and keeps and weights.can_keep(weight):
             weights.keep(layer, "dgrad", weight, other.spec, written, other)
+        else:
+            call.turned_weight = other
     elif call.record and call.factors is not None and side == "fprop":
         amax.record(layer, amax.WEIGHT, q.amax)
     return q.T if shared else q
@@ -318,7 +327,7 @@ def _quantize_weight(
         return quantize(layer, amax.WEIGHT, "weight.T", weight.t(), spec, recipe, call), None
     other = recipe.dgrad.b
     wanted = call.both is not None and call.record and other is not None and both_at_once(spec, other, call)
-    if not wanted or not (call.plan.weight or (weights.can_keep(weight) and not capturing(weight))):
+    if not wanted:
         return quantize(layer, amax.WEIGHT, "weight", weight, spec, recipe, call), None
     assert other is not None
     return quantize_both(layer, amax.WEIGHT, "weight", weight, spec, other, recipe, call)

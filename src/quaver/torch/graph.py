@@ -1,8 +1,8 @@
 """A training step recorded once as a CUDA graph and replayed: the host's time no longer depends on how many kernels.
 
-The first calls run as they are, real steps that warm everything up; the next one is recorded and every one from then on
-replayed. Weights are quantized anew in each replay, histories roll in it, and noise draws on; what layers keep on the
-host is told that the step has run.
+The first calls are real steps that rehearse the recording: they run eagerly and decide as it will. The next one is
+recorded and every one from then on replayed. Weights are quantized anew in each replay, histories roll in it, and noise
+draws on; what layers keep on the host is told that the step has run.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from quaver.torch import weights
+from quaver.torch.gpu import capture
 
 #: Calls that run before one is recorded: the second sees the gradients and histories that the first has left, and
-#: the third launches nothing for the first time.
+#: the third the factors that follow from them, which one pass over a tensor needs.
 WARM_UP = 3
 
 
@@ -27,7 +28,8 @@ class CapturedStep:
             is in a tensor, such as the learning rate; gradients are set to None at its beginning.
         warm_up: calls that run before the one that is recorded.
     Raises:
-        ValueError: there is no GPU, or a later call brings other shapes or dtypes.
+        ValueError: there is no GPU, the inputs are on another than the one that was current when this was made, or a
+            later call brings other shapes or dtypes.
         RuntimeError: the step does what cannot be recorded.
     Results are overwritten by the next call. Exact: what the same calls give without it.
     """
@@ -63,6 +65,13 @@ class CapturedStep:
     def _take(self, inputs: tuple[Tensor, ...]) -> None:
         """Copy the inputs to where the recording reads them."""
         if not self._inputs:
+            mine = self._stream.device
+            other = next((x.device for x in inputs if x.is_cuda and x.device != mine), None)
+            if other is not None:
+                raise ValueError(
+                    f"this CapturedStep records what runs on {mine}, and is given a tensor on {other}: make it and "
+                    f"call it inside torch.cuda.device({other.index})"
+                )
             self._inputs = tuple(x.clone() for x in inputs)
             return
         known, given = ([(tuple(x.shape), x.dtype) for x in each] for each in (self._inputs, inputs))
@@ -75,17 +84,18 @@ class CapturedStep:
             kept.copy_(x)
 
     def _beside(self) -> Any:
-        """Run the step on the stream that will be recorded: what belongs to a stream is in place by then."""
+        """Rehearse the step on the stream that will be recorded: what belongs to a stream is in place by then."""
         current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        # The host knows by then which factors the step before has set: they need one pass over a tensor instead of two.
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream), capture.rehearsing(self._stream.device):
             result = self.step(*self._inputs)
         current.wait_stream(self._stream)
         return result
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        self._stream.wait_stream(current)
+        torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, stream=self._stream):
                 self._result = self.step(*self._inputs)

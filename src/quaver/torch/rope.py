@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quaver.core.suggest import suggest
 from quaver.torch import rope_scaling
+from quaver.torch.gpu import capture
 from quaver.torch.rope_positions import LAYOUTS, positions_of
 from quaver.torch.rotary import apply_rotary, rotary_tables
 
@@ -98,7 +99,7 @@ class RotaryEmbedding(nn.Module):
             or isinstance(cu_seqlens, list | tuple)
         ):
             raise ValueError("positions, offset and cu_seqlens of rope are tensors (offset may be a number), not lists")
-        if torch.compiler.is_compiling() or type(x) is not Tensor or _capturing(x):
+        if torch.compiler.is_compiling() or type(x) is not Tensor or capture.as_captured(x.device):
             return self._made(x, positions, offset, layout, cu_seqlens)
         given = positions, offset, cu_seqlens
         tensors = tuple(t for t in given if isinstance(t, Tensor))
@@ -167,8 +168,3 @@ def _to(x: Tensor, given: Any) -> Any:
 def _unkeepable(tensors: tuple[Tensor, ...]) -> bool:
     """Whether a change of these could go unseen: inference tensors have no version."""
     return any(type(t) is not Tensor or t.is_inference() for t in tensors)
-
-
-def _capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: it reads its tables at every replay, when others may be kept here."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

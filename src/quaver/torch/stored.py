@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from quaver.core.spec import QuantSpec
 from quaver.torch import ops, weights
+from quaver.torch.gpu import capture
 from quaver.torch.quantized import STORAGE, Quantized
 
 #: Two codes to a byte.
@@ -36,11 +37,13 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     """The weight as the operand that it is."""
     spec: QuantSpec = layer.__dict__["weight_spec"]
     traced = torch.compiler.is_compiling()
+    # A captured graph reads the codes anew: the layout that a GEMM wants of them is made at every replay.
+    held = not traced and not capture.as_captured(weight.device)
     scale = layer._buffers["weight_scale"]
     assert scale is not None
     # On the host it is a copy, which a write to the scale alone would leave behind.
     written = 0.0 if traced or scale.is_inference() else float(scale._version)
-    if not traced:
+    if held:
         kept = weights.lookup(layer, "stored", weight, spec, written)
         if kept is not None:
             return kept
@@ -50,7 +53,7 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     # Traced, packed codes go into the operators as they are: see `ops.code_bytes`.
     data = weight.detach() if traced else weight.detach().view(STORAGE[spec.format.name])
     q = Quantized(data, scale.item() if on_host else scale, spec, shape, False, factor)  # type: ignore[arg-type]
-    if not traced:
+    if held:
         weights.keep(layer, "stored", weight, spec, written, q)
     return q
 

@@ -2,20 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType
 
 import quaver.torch as qt
 from quaver import recipes
 from quaver.core.spec import GemmSpec, Recipe
-from quaver.torch import amax, direct, ops
-from quaver.torch.gpu import choice, device, launch, scaled_mm, tensor_cast
+from quaver.torch import direct
+from quaver.torch.gpu import tensor_cast
 from quaver.torch.gpu.both_ways import SMALL
-from tests.torch.gpu.cublaslt import stand_in
+from tests.torch.gpu.pretend import as_on_a_gpu, become
 
 T, K, N = 32, 48, 64
 #: Recipes whose steps are decided beforehand, and where.
@@ -31,41 +29,10 @@ DECIDED = [
 ]
 
 
-def _resolve(recipe: Recipe, x: Tensor) -> ops.Resolved:
-    return ops.Resolved(recipe, choice.quantize, scaled_mm.matmul, choice.quantize_both)
-
-
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors on a CPU take a GPU's way: interpreted kernels, and the scaled GEMM that torch has for CPUs."""
-    before = set(device.asked)
-    device.asked.update({"triton", "native"})
-    monkeypatch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0, None))
-    monkeypatch.setattr(ops, "_resolve", _resolve)
-    # As on a device, where nobody reads a factor.
-    monkeypatch.setattr(amax, "saved_factors", lambda layer: amax._on_device(layer, layer.factor))
-    ops._resolved.clear()
-    yield
-    device.asked.intersection_update(before)
-    ops._resolved.clear()
-
-
-KINDS, SWIZZLES = ({kind.value: kind for kind in all.__members__.values()} for all in (ScalingType, SwizzleType))
-
-
-def become(arch: int, patch: pytest.MonkeyPatch) -> None:
-    """Have the kernels and the GEMMs of one architecture, the GEMMs by their checks."""
-    run = stand_in(arch, [])
-
-    def told(a: Tensor, b: Tensor, sa: Any, ka: Any, wa: Any, sb: Any, kb: Any, wb: Any, *rest: Any) -> Tensor:
-        kinds = [[KINDS[kind] for kind in side] for side in (ka, kb)]
-        swizzles = [[SWIZZLES[swizzle] for swizzle in side] or None for side in (wa, wb)]
-        return run(a, b, sa, kinds[0], sb, kinds[1], *swizzles, *rest)
-
-    patch.setattr(torch, "_scaled_mm_v2", told)
-    patch.setattr(scaled_mm, "scaled_mm", run)
-    patch.setattr(device, "_architecture", lambda _: arch)
-    scaled_mm._ways.clear()
+    with as_on_a_gpu(monkeypatch):
+        yield
 
 
 @pytest.fixture

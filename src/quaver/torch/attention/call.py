@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quaver.torch.attention.layout import Ragged
 from quaver.torch.attention.masks import Mask, Window, ahead_of_query, alibi, hidden
+from quaver.torch.gpu import capture
 
 
 class Call(NamedTuple):
@@ -48,7 +49,7 @@ def _keepable(q: Tensor) -> bool:
     """Whether what is made now may serve later calls: nothing traced or faked, nor what only a CUDA graph fills."""
     if torch.compiler.is_compiling() or type(q) is not Tensor:
         return False
-    return not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not capture.as_captured(q.device)
 
 
 @lru_cache(2)

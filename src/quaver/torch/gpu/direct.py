@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import amax, counters, weights
 from quaver.torch.gemms import Call, quantized_weight
-from quaver.torch.gpu import choice
+from quaver.torch.gpu import capture, choice
 from quaver.torch.gpu.both_ways import BothWays
 from quaver.torch.gpu.codes import empty_codes
 from quaver.torch.gpu.column_sum import add_up, column_sum
@@ -53,7 +53,7 @@ class Step:
         self.input, self.grad_output = of_input, of_grad_output
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
-        if x.data_ptr() & 15 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if x.data_ptr() & 15 or capture.as_captured(self.input.device):
             return None
         delayed = None
         if self.recipe.delayed is not None:
@@ -110,7 +110,7 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
         and factor._version == seen.version
         and history is seen.history
         and history.data_ptr() == seen.address
-        and not stacked[0].capturing
+        and not stacked[0].captured
     ):
         return seen
     factors = amax.saved_factors(layer)

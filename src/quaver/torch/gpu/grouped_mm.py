@@ -14,6 +14,7 @@ from torch.nn.functional import ScalingType
 
 from quaver.core.spec import QuantSpec
 from quaver.torch import reference
+from quaver.torch.gpu import capture
 from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.operands import matrix, scales
 from quaver.torch.gpu.scaled_mm import TOLERANCE, role
@@ -43,7 +44,7 @@ def reason(a: Quantized | None, b: Quantized | None, n: int, dtype: torch.dtype,
         return f"the output has {n} columns; it takes multiples of 16"
     if 0 in (*a.shape, *b.shape):
         return "there is nothing to add up"
-    if a.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and (a.device, fast_accum) not in _probes:
+    if (a.device, fast_accum) not in _probes and capture.capturing(a.device):
         return "a CUDA graph is being captured before any call has tried it: run a step first"
     return probe(a.device, fast_accum)
 

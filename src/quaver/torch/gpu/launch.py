@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction
 
-from quaver.torch.gpu import interpreter
+from quaver.torch.gpu import capture, interpreter
 
 #: What Triton calls the dtypes.
 TYPES = {
@@ -62,6 +62,12 @@ class Launch:
     def options(self) -> dict[str, Any]:
         """What `triton.compile` takes besides the source."""
         return {"num_warps": self.warps, "enable_fp_fusion": self.fused}
+
+    @property
+    def kernel(self) -> tuple[Any, ...]:
+        """What is compiled: launches of one kernel may differ in their grid and their numbers."""
+        parts = (self.signature.items(), self.constants.items(), self.divisible, self.options.items())
+        return (self.fn, *map(tuple, parts))
 
     @property
     def source(self) -> ASTSource:
@@ -244,8 +250,7 @@ _kernels: dict[Any, Any] = {}
 
 def _loaded(launch: Launch, index: int) -> Any:
     """The kernel on the current GPU, of this index: one for all shapes that are compiled alike."""
-    parts = (launch.signature.items(), launch.constants.items(), launch.divisible, launch.options.items())
-    key = (index, launch.fn, *map(tuple, parts))
+    key = index, launch.kernel
     found = _kernels.get(key)
     if found is None:
         found = _kernels[key] = _load(launch)
@@ -280,7 +285,7 @@ def workspace(device: torch.device) -> Tensor:
 def _row(device: torch.device, stream: int) -> Tensor:
     with _making, torch.inference_mode(False):
         room = _rooms.get(device)
-        if room is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if room is None and capture.capturing(device):
             # Memory of the graph, filled at each replay: of no use to anything else.
             return torch.zeros(4, dtype=torch.int32, device=device)
         if room is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quaver.torch.gpu import capture
 from quaver.torch.gpu.device import why_no_kernels
 from quaver.torch.quantized import Quantized, pack, spread
 from quaver.torch.swizzle import swizzle
@@ -135,7 +136,7 @@ def _one(device: torch.device) -> Tensor:
     if found is None:
         with torch.inference_mode(False):
             found = torch.ones((1, 1), dtype=torch.float32, device=device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capture.capturing(device):
             # Memory of the graph, filled at each replay: of no use to anything else.
             return found
         if device.type == "cuda":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from quaver.core.spec import Delayed, QuantSpec
 from quaver.kernels.roll import note as note_kernel
 from quaver.kernels.roll import roll as roll_kernel
+from quaver.torch.gpu import capture
 from quaver.torch.gpu.launch import aligned, keep, launcher, table
 
 #: The longest history that one program reads at once.
@@ -50,8 +51,8 @@ class Stack:
         #: All factors after the last roll [layers, 3], and the versions that the buffers had then.
         self.rolled: Tensor | None = None
         self.versions: list[int] = []
-        #: Whether that roll was captured into a graph.
-        self.capturing = False
+        #: Whether that roll was captured into a graph, or that was rehearsed.
+        self.captured = False
         #: Which factors are known not to be 0, and a copy under way that will tell.
         self.known: list[list[bool]] | None = None
         self._host: Tensor | None = None
@@ -73,7 +74,7 @@ class Stack:
 
     def snapshot(self, index: int, factor: Tensor) -> Tensor | None:
         """A layer's factors as the last roll left them, which later rolls do not change; None if they are others."""
-        if self.rolled is None or not self._holds(index, factor) or self.capturing != _capturing(self.device):
+        if self.rolled is None or not self._holds(index, factor) or self.captured != capture.as_captured(self.device):
             return None
         return self.rolled[index]
 
@@ -88,7 +89,7 @@ class Stack:
 
     def roll(self, delayed: Delayed, specs: tuple[QuantSpec, QuantSpec, QuantSpec]) -> None:
         """End a step for its layers. Exact: `quaver.core.history.roll` of each column."""
-        capturing = _capturing(self.device)
+        capturing = capture.capturing(self.device)
         if capturing:
             _captured.append(self)
         else:
@@ -102,7 +103,8 @@ class Stack:
         # What goes by a factor's version, such as a weight that is kept in eight bits, must see that it was written.
         written = [t for t in (*self.histories, *self.factors) if t is not None and not t.is_inference()]
         torch.autograd.graph.increment_version(written)
-        self.rolled, self.versions, self.capturing = rolled, _versions(self.factors), capturing
+        self.rolled, self.versions = rolled, _versions(self.factors)
+        self.captured = capture.as_captured(self.device)
         if not capturing and self._host is None and not (self.known and all(map(all, self.known))):
             self._ask(rolled)
 
@@ -130,7 +132,7 @@ def roll(layers: Sequence[nn.Module], delayed: Delayed, specs: tuple[QuantSpec, 
     stack: Stack | None = None if stacked is None else stacked[0]
     if stack is None or not stack.fits(layers):
         device: torch.device = layers[0]._buffers["history"].device  # type: ignore[union-attr]
-        if _capturing(device):
+        if capture.capturing(device):
             return False
         stack = Stack(layers)
     stack.roll(delayed, specs)
@@ -183,10 +185,6 @@ def _versions(factors: Sequence[Tensor | None]) -> list[int]:
 
 def _addresses(histories: Sequence[Tensor | None], factors: Sequence[Tensor | None]) -> list[int]:
     return [t.data_ptr() for pair in zip(histories, factors, strict=True) for t in pair if t is not None]
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _power(n: int) -> int:

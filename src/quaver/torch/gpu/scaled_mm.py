@@ -14,7 +14,7 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from quaver.core.spec import QuantSpec
 from quaver.torch import reference
-from quaver.torch.gpu import decoded
+from quaver.torch.gpu import capture, decoded
 from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.operands import any_matrix, matrix, scales
 from quaver.torch.quantized import Quantized, spread
@@ -107,7 +107,7 @@ def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> 
     found = _ways.get(key)
     if found is None:
         found = _decide(a, b, dtype, None if bias is None else bias.dtype)
-        if not _capturing(device):
+        if not capture.capturing(device):
             _ways[key] = found
     return found
 
@@ -159,7 +159,7 @@ def _decide(a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | 
     for kind in () if why else KINDS[_roles(a.spec, b.spec, device)]:
         if kind.first <= arch <= kind.last:
             found = Way(kind, "", torch.float32 if kind.bare else out, adds and not kind.bare, specs)
-            why = "" if _capturing(device) else _probe(found, a, b, dtype, bias)
+            why = "" if capture.capturing(device) else _probe(found, a, b, dtype, bias)
             if not why:
                 return found
             refusal = refusal or why
@@ -239,8 +239,3 @@ def _made_like(x: Tensor, like: Quantized, device: torch.device) -> Quantized:
         turned,
         None if q.tensor_factor is None else q.tensor_factor.to(device),
     )
-
-
-def _capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, into which no probe may go."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

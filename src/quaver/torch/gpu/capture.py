@@ -1,0 +1,48 @@
+"""CUDA graphs: whether one is captured, and the rehearsal of a capture.
+
+A capture loads no kernel, tries no GEMM and makes nothing that later work uses: the driver refuses the first, and what
+a graph allocates is filled at its replays alone. So whatever a capture launches must have run before, and a capture
+decides otherwise than eager work: it neither reads what a layer keeps of its weight nor takes a step that was decided
+beforehand. A rehearsal runs eagerly and decides as a capture does: then every kernel, every GEMM and every room that
+the capture takes is there.
+
+Source: CUDA's programming guide, "Prohibited and Unhandled Operations" of stream capture.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+#: The streams on which a capture is rehearsed: device and handle. Backward runs in a thread of autograd's, but on the
+#: stream of its forward.
+_rehearsed: set[tuple[torch.device, int]] = set()
+
+
+def capturing(device: torch.device) -> bool:
+    """True while a CUDA graph is captured on the current stream: nothing may be made for later use."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def as_captured(device: torch.device) -> bool:
+    """True while a CUDA graph is captured on the current stream, and while that is rehearsed: what is kept from one
+    call to the next is neither read nor left, and no step decided beforehand runs."""
+    if _rehearsed and (device, _stream(device)) in _rehearsed:
+        return True
+    return capturing(device)
+
+
+@contextmanager
+def rehearsing(device: torch.device) -> Iterator[None]:
+    """While open, what runs on the device's current stream decides as a capture on that stream will."""
+    known = device, _stream(device)
+    added = {known} - _rehearsed
+    _rehearsed.update(added)
+    try:
+        yield
+    finally:
+        _rehearsed.difference_update(added)
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
