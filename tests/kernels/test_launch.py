@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -49,10 +50,44 @@ def test_shapes_that_are_compiled_alike_share_what_is_on_the_gpu(monkeypatch: py
 def test_what_is_on_the_gpu_stays_there_though_nobody_launches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "_load", Loaded)
-    let_go = weakref.ref(launch._loaded(described(33, 64, 64), 0))
+    let_go = weakref.ref(launch._loaded(described(33, 64, 64), 0).kernel)
     launch._forget()
     gc.collect()
     assert let_go() is not None
+
+
+def test_threads_that_want_a_kernel_at_once_load_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a second load replaced would be let go under the first thread's launches. What is put on a GPU is so when a
+    kernel is first asked for what starts it."""
+    compiled, put = [], []
+
+    class Slow(Loaded):
+        function = packed_metadata = None
+
+        def __init__(self, *_: Any) -> None:
+            time.sleep(0.01)
+            compiled.append(self)
+
+        @property
+        def run(self) -> None:
+            time.sleep(0.01)
+            put.append(self)
+
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_load", Slow)
+    start, found = threading.Barrier(8), []
+
+    def want() -> None:
+        start.wait()
+        found.append(launch._loaded(described(33, 64, 64), 0))
+
+    threads = [threading.Thread(target=want) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compiled) == len(put) == 1
+    assert len(found) == 8 and all(one is found[0] for one in found)
 
 
 def test_tensors_on_two_devices_are_refused_by_name() -> None:

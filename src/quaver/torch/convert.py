@@ -212,7 +212,8 @@ def _counterpart(kind: type) -> type:
     """The quantized class for nn.Linear, or for a subclass of it that has no forward of its own."""
     if kind not in _counterparts:
         members = {"__reduce_ex__": _reduce, "__module__": kind.__module__, "_original": kind}
-        _counterparts[kind] = type(kind.__name__, (kind, Linear), members)
+        # Another thread may have made one: a class is one object.
+        _counterparts.setdefault(kind, type(kind.__name__, (kind, Linear), members))
     return _counterparts[kind]
 
 

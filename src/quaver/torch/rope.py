@@ -107,7 +107,8 @@ class RotaryEmbedding(nn.Module):
             return self._made(x, positions, offset, layout, cu_seqlens)
         versions = tuple(t._version for t in tensors)
         numbers = (id(t) if isinstance(t, Tensor) else t for t in given)
-        key = (x.shape[:-2], x.shape[-1], layout, x.device, versions, *numbers)
+        # Another stream does not wait for the one that makes them.
+        key = (x.shape[:-2], x.shape[-1], layout, x.device, capture.stream_of(x.device), versions, *numbers)
         found = self._kept.get(key)
         if found is None:
             # Saved for backward later on, so they must not be inference tensors.

@@ -34,7 +34,7 @@ class Call(NamedTuple):
         shape = scores_shape(q, k)
         if self.mask is not None or self.ragged is not None or not _keepable(q):
             return hidden(self.mask_type, self.mask, self.window, shape, q.device, self.ragged)
-        return _by_position(self.mask_type, self.window, *shape[2:], q.device)
+        return _by_position(self.mask_type, self.window, *shape[2:], q.device, capture.stream_of(q.device))
 
     def whole_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
         """The bias and that of ALiBi, broadcastable to [B, H, Sq, Sk]; None for neither."""
@@ -53,8 +53,13 @@ def _keepable(q: Tensor) -> bool:
 
 
 @lru_cache(2)
-def _by_position(mask_type: str, window: Window | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """`hidden` of what does not depend on tokens, [1, 1, Sq, Sk]: the layers of a model share one for backward."""
+def _by_position(
+    mask_type: str, window: Window | None, queries: int, keys: int, device: torch.device, stream: int
+) -> Tensor | None:
+    """`hidden` of what does not depend on tokens, [1, 1, Sq, Sk]: the layers of a model share one for backward.
+
+    Each stream has its own: another does not wait for the one that makes it.
+    """
     with torch.inference_mode(False):
         return hidden(mask_type, None, window, (1, 1, queries, keys), device)
 

@@ -27,7 +27,7 @@ def capturing(device: torch.device) -> bool:
 def as_captured(device: torch.device) -> bool:
     """True while a CUDA graph is captured on the current stream, and while that is rehearsed: what is kept from one
     call to the next is neither read nor left, and no step decided beforehand runs."""
-    if _rehearsed and (device, _stream(device)) in _rehearsed:
+    if _rehearsed and (device, stream_of(device)) in _rehearsed:
         return True
     return capturing(device)
 
@@ -35,7 +35,7 @@ def as_captured(device: torch.device) -> bool:
 @contextmanager
 def rehearsing(device: torch.device) -> Iterator[None]:
     """While open, what runs on the device's current stream decides as a capture on that stream will."""
-    known = device, _stream(device)
+    known = device, stream_of(device)
     added = {known} - _rehearsed
     _rehearsed.update(added)
     try:
@@ -44,5 +44,6 @@ def rehearsing(device: torch.device) -> Iterator[None]:
         _rehearsed.difference_update(added)
 
 
-def _stream(device: torch.device) -> int:
+def stream_of(device: torch.device) -> int:
+    """The handle of a device's current stream; 0 off a GPU."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -212,8 +212,7 @@ def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequenc
         raise RuntimeError(f"{launch.fn.__name__} is given tensors on {' and '.join(devices)}; move them to one device")
     index, current, stream_of, entering = card(next(t.device for t in tensors if t is not None))
     with entering(index):
-        kernel = _loaded(launch, index)
-        start, function, middle = _start_of(kernel)
+        _, start, function, middle = _loaded(launch, index)
     order = [launch.constants.get(name) for name in launch.fn.arg_names[len(tensors) + len(numbers) :]]
     tail = (*numbers, *order)
     x, y, z = launch.grid
@@ -245,15 +244,33 @@ def _start_of(kernel: Any) -> tuple[Callable[..., None], Any, tuple[Any, ...]]:
 
 #: What is on a GPU, for good: `triton.compile` puts the same code there again each time, and later versions of Triton
 #: take it away, under a launch that still has its address, when what was compiled is let go.
-_kernels: dict[Any, Any] = {}
+_kernels: "dict[Any, _Loaded]" = {}
+#: Held while a kernel is compiled and put on a GPU: a second thread would put it there once more, and what it replaces
+#: would be let go under the first one's launches.
+_loading = Lock()
 
 
-def _loaded(launch: Launch, index: int) -> Any:
+class _Loaded(NamedTuple):
+    #: Held, since it owns what is on the GPU.
+    kernel: Any
+    #: As `_start_of`.
+    start: Callable[..., None]
+    function: Any
+    middle: tuple[Any, ...]
+
+
+def _loaded(launch: Launch, index: int) -> _Loaded:
     """The kernel on the current GPU, of this index: one for all shapes that are compiled alike."""
     key = index, launch.kernel
     found = _kernels.get(key)
-    if found is None:
-        found = _kernels[key] = _load(launch)
+    if found is not None:
+        return found
+    with _loading:
+        found = _kernels.get(key)
+        if found is None:
+            kernel = _load(launch)
+            # Triton puts it on the GPU when it is first asked for what starts it.
+            found = _kernels[key] = _Loaded(kernel, *_start_of(kernel))
     return found
 
 
@@ -277,7 +294,7 @@ def workspace(device: torch.device) -> Tensor:
     All of a device's are made at once. CUDA graphs keep the row of the stream that they are captured on: two captured
     on one stream must not be replayed at the same time.
     """
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    stream = capture.stream_of(device)
     found = _workspaces.get((device, stream))
     return _row(device, stream) if found is None else found
 

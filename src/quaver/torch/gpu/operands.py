@@ -142,5 +142,6 @@ def _one(device: torch.device) -> Tensor:
         if device.type == "cuda":
             # Other streams do not wait for this one.
             torch.cuda.current_stream(device).synchronize()
-        _ones[device] = found
+        # Another thread may have made one.
+        found = _ones.setdefault(device, found)
     return found

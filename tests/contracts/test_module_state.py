@@ -1,0 +1,154 @@
+"""What modules keep for the process: every container that a function fills, and why threads may fill it at once."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "quaver"
+#: Whose modules run in several threads: a backward has one of its own on a GPU.
+PARTS = ("torch", "kernels")
+FILLING = {"add", "append", "clear", "discard", "extend", "pop", "setdefault", "update", "keep"}
+
+SAME = "what two threads put under a key is the same, and holds nothing that is lost when one of them is dropped"
+LOCKED = "filled under a lock, and looked up again there"
+ONCE = "setdefault: the first one stays"
+OWN = "the key holds the thread and the stream: nobody else writes there"
+WARNS = "two threads may warn twice"
+LAUNCHES = "a launch refers to what is in launch._kernels, which stays: either thread's may be kept"
+#: functools.cache and lru_cache are safe in threads; what they hold must be, too.
+CACHED = "functools keeps it consistent; two threads may compute the same twice"
+#: By module and name.
+SAFE = {
+    "torch.amax:_histories": SAME,
+    "torch.amax:_layers": "each layer has a number of its own, which itertools.count gives to no other",
+    "torch.amax:_numbers": "a thread adds the layers that it makes",
+    "torch.attention.call:_by_position": "one for each stream, since another does not wait for what a stream makes",
+    "torch.attention.flex:_compiled": CACHED,
+    "torch.convert:_counterparts": ONCE,
+    "torch.convert:_roots": "a thread adds the models that it converts",
+    "torch.cpu_brgemm:_functions": CACHED,
+    "torch.cpu_decode:_pairs": SAME,
+    "torch.cpu_fp4:_table": CACHED,
+    "torch.cpu_quantize:_scalars": SAME,
+    "torch.cross_entropy:_warned": WARNS,
+    "torch.gpu.activation:_backward_codes": LAUNCHES,
+    "torch.gpu.activation:_backwards": LAUNCHES,
+    "torch.gpu.activation:_forwards": LAUNCHES,
+    "torch.gpu.block_scaled:_mx": LAUNCHES,
+    "torch.gpu.block_scaled:_nv": LAUNCHES,
+    "torch.gpu.block_scaled:_rotated": LAUNCHES,
+    "torch.gpu.blockwise:_launches": LAUNCHES,
+    "torch.gpu.both_ways:_places": OWN,
+    "torch.gpu.capture:_rehearsed": "a stream is rehearsed by one thread, and sets add and remove in one step",
+    "torch.gpu.choice:_announced": WARNS,
+    "torch.gpu.column_sum:_sums": LAUNCHES,
+    "torch.gpu.cross_entropy:_launches": LAUNCHES,
+    "torch.gpu.decode:_decodes": LAUNCHES,
+    "torch.gpu.device:_architecture": CACHED,
+    "torch.gpu.device:_why_no_fp8": CACHED,
+    "torch.gpu.device:why_no_triton": CACHED,
+    "torch.gpu.grouped_mm:_probes": SAME,
+    "torch.gpu.interpreter:_mended": "kernels are interpreted in tests, where one thread comes first",
+    "torch.gpu.launch:_kernels": LOCKED,
+    "torch.gpu.launch:_recorded": "only tests and the gate record, in one thread",
+    "torch.gpu.launch:_recorded_arch": "only tests and the gate record, in one thread",
+    "torch.gpu.launch:_rooms": LOCKED,
+    "torch.gpu.launch:_tables": "filled while modules are imported",
+    "torch.gpu.launch:_workspaces": LOCKED,
+    "torch.gpu.launch:multiprocessors": CACHED,
+    "torch.gpu.norm:_backwards": LAUNCHES,
+    "torch.gpu.norm:_forwards": LAUNCHES,
+    "torch.gpu.operands:_ones": ONCE,
+    "torch.gpu.per_tensor:_amaxes": LAUNCHES,
+    "torch.gpu.per_tensor:_casts": LAUNCHES,
+    "torch.gpu.quantize:_found": SAME,
+    "torch.gpu.roll:_captured": "it only grows: whose tables a captured graph reads at every replay",
+    "torch.gpu.roll:_notes": LAUNCHES,
+    "torch.gpu.roll:_rolls": LAUNCHES,
+    "torch.gpu.rope:_launches": LAUNCHES,
+    "torch.gpu.rowwise:_amaxes": LAUNCHES,
+    "torch.gpu.rowwise:_columns": LAUNCHES,
+    "torch.gpu.rowwise:_rows": LAUNCHES,
+    "torch.gpu.scaled_mm:_ways": "two threads find out the same; an entry holds the specs whose identities it has",
+    "torch.gpu.tensor_cast:_places": OWN,
+    "torch.gpu.transpose:_launches": LAUNCHES,
+    "torch.linear:_warned": WARNS,
+    "torch.ops:_resolved": "an entry holds the recipe whose identity it has; `only` is the process's",
+    "torch.philox:_keys": "functools keeps it consistent, and a copy from the host is waited for",
+    "torch.quantized:_tables": "two threads make the same, and a copy from the host is waited for",
+    "torch.rope_scaling:parse": CACHED,
+    "torch.storing:_owners": "a parameter has an identity of its own for as long as its entry is there",
+}
+
+
+def filled(name: str, source: str) -> Iterator[str]:
+    """Names of a module whose containers its functions fill or replace, and functions whose results are cached."""
+    tree = ast.parse(source)
+    names = {node.id for part in tree.body if isinstance(part, ast.Assign | ast.AnnAssign) for node in stored(part)}
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        if any("cache" in ast.unparse(one) and "property" not in ast.unparse(one) for one in function.decorator_list):
+            yield f"{name}:{function.name}"
+        replaced = {one for node in ast.walk(function) if isinstance(node, ast.Global) for one in node.names}
+        for node in ast.walk(function):
+            yield from (
+                f"{name}:{one}" for one in written(node) if one in names and (one in replaced or not bare(node))
+            )
+
+
+def stored(node: ast.AST) -> Iterator[ast.Name]:
+    return (one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+
+
+def bare(node: ast.AST) -> bool:
+    """True if it gives a name another value, which is the function's own unless that is declared global."""
+    return isinstance(node, ast.Name)
+
+
+def written(node: ast.AST) -> Iterator[str]:
+    """What one node of a syntax tree fills: name[key] = ..., name.add(...), keep(name, ...), and name = ..."""
+    if (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Store | ast.Del)
+        and isinstance(node.value, ast.Name)
+    ):
+        yield node.value.id
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLING:
+        yield from (one.id for one in [node.func.value] if isinstance(one, ast.Name))
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FILLING:
+        yield from (one.id for one in node.args[:1] if isinstance(one, ast.Name))
+
+
+def present() -> set[str]:
+    found: set[str] = set()
+    for part in PARTS:
+        for path in sorted((ROOT / part).rglob("*.py")):
+            found |= set(filled(".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text()))
+    return found
+
+
+def test_what_modules_keep_is_known_to_be_safe_in_threads() -> None:
+    unknown = sorted(present() - set(SAFE))
+    assert not unknown, f"filled without a word on threads, add a reason to SAFE or a lock: {unknown}"
+    assert not sorted(set(SAFE) - present()), "no longer there, take them out of SAFE"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("held = {}\ndef f(k):\n    held[k] = 1", {"m:held"}),
+        ("held = []\ndef f(k):\n    held.append(k)", {"m:held"}),
+        ("held = table()\ndef f(k):\n    return keep(held, k, run)", {"m:held"}),
+        ("held = None\ndef f(k):\n    global held\n    held = k", {"m:held"}),
+        ("held = None\ndef f(k):\n    held = k", set()),
+        ("@cache\ndef f(k):\n    return k", {"m:f"}),
+        ("class A:\n    @cached_property\n    def f(self):\n        return 1", set()),
+        ("held = {}\ndef f(k):\n    return held.get(k)", set()),
+        ("held = {}\ndef f(k):\n    del held[k]", {"m:held"}),
+    ],
+)
+def test_what_a_function_fills_is_seen(source: str, expected: set[str]) -> None:
+    assert set(filled("m", source)) == expected
