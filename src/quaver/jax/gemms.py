@@ -19,7 +19,7 @@ from quaver.jax.gather import Along, cut_by, whole
 from quaver.jax.ops import matmul
 from quaver.jax.quantized import Quantized
 from quaver.jax.sharding import Axes, quantize_piece
-from quaver.jax.state import GRAD_OUTPUT, INPUT, WEIGHT, State
+from quaver.jax.state import GRAD_OUTPUT, INPUT, WEIGHT, State, unless_overrun
 from quaver.jax.uses import Uses
 
 
@@ -112,6 +112,7 @@ def _gradient(
         return quantize_piece(g, spec, rows, k, factor=_factor(state, GRAD_OUTPUT))
     stream = {"seed": call.seed, "tensor_id": call.tensor_id(operand)}
     count = state["count"][int(operand.endswith(".T"))]
+    g = unless_overrun(g, count)
     return quantize_piece(g, spec, rows, k, factor=_factor(state, GRAD_OUTPUT), count=count, **stream)
 
 

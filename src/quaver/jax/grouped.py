@@ -21,8 +21,10 @@ from jax import Array, lax
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.jax import state as states
 from quaver.jax.autocast import recipe_in_force
+from quaver.jax.constant import constant
+from quaver.jax.differentiation import SECOND_DERIVATIVE, differentiated_once, unwrapped
 from quaver.jax.gemms import Call
-from quaver.jax.linear import is_primal, next_state, primals, refuse_forgotten
+from quaver.jax.linear import next_state
 from quaver.jax.native import decoded, scaled
 from quaver.jax.ops import DTYPES, quantize, static
 from quaver.jax.quantized import Quantized
@@ -92,9 +94,9 @@ def _fprop(call: Call, x: Array, w: Array, lay: "Layout", state: State) -> tuple
 
 
 def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array, Any]:
-    perturbed = [any(p.perturbed for p in primals(part)) for part in (x, w, sizes, state)]
-    x, w, sizes, state = (jax.tree.map(lambda p: p.value, part, is_leaf=is_primal) for part in (x, w, sizes, state))
-    refuse_forgotten(call, state, perturbed)
+    (x, w, sizes, state), (of_x, of_w, _, of_state) = unwrapped(x, w, sizes, state)
+    perturbed = [of_x, of_w, False, of_state]
+    x, w, _, state = differentiated_once(call, x, w, None, state, perturbed)
     recipe, state = call.recipe, states.ready(state, call.recipe)
     lay = _layout(recipe, x, sizes)
     y, xq, wq = _fprop(call, x, w, lay, state)
@@ -107,6 +109,9 @@ def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array,
 def _backward(call: Call, kept: Any, g: Array) -> tuple[Any, ...]:
     kept_x, kept_w, lay, amaxes, state, like_x, like_w = kept
     recipe, plan, factor = call.recipe, call.recipe.plan, _factor(state, GRAD_OUTPUT)
+    g = constant(SECOND_DERIVATIVE.format(call.where), g)
+    if "count" in state:
+        g = states.unless_overrun(g, state["count"].max())
     gq: Any = g if recipe.dgrad.a is None else quantize(g, recipe.dgrad.a, **_noise(call, state, 0), factor=factor)
     weights = (
         jax.vmap(lambda q: q.T)(kept_w) if plan.weight else _experts(kept_w, recipe.dgrad.b, _factor(state, WEIGHT))

@@ -6,9 +6,10 @@ byte an element or half of one, and returns the layer's next state as the gradie
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from quaver.core.spec import Recipe
 from quaver.jax import gemms
 from quaver.jax import state as states
 from quaver.jax.autocast import recipe_in_force
+from quaver.jax.constant import constant
+from quaver.jax.differentiation import SECOND_DERIVATIVE, differentiated_once, unwrapped
 from quaver.jax.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
 from quaver.jax.gemms import Call
 from quaver.jax.ops import DTYPES, static
@@ -109,40 +112,58 @@ def _linear(call: Call, x: Any, w: Any, bias: Array | None, state: State) -> Arr
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Needs:
-    """Whose gradients are asked for, and how the GEMMs are cut."""
+class _Cut:
+    """How the GEMMs are cut: what backward must know and no array holds."""
+
+    axes: Axes
+
+
+class _Needs(NamedTuple):
+    """Whose gradients are asked for."""
 
     input: bool
     weight: bool
     bias: bool
-    axes: Axes
 
 
 def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, Any]:
-    perturbed = [any(p.perturbed for p in primals(part)) for part in (x, w, bias, state)]
-    x, w, bias, state = (jax.tree.map(lambda p: p.value, part, is_leaf=is_primal) for part in (x, w, bias, state))
-    refuse_forgotten(call, state, perturbed)
+    (x, w, bias, state), perturbed = unwrapped(x, w, bias, state)
+    x, w, bias, state = differentiated_once(call, x, w, bias, state, perturbed)
     if call.recipe.delayed is not None or call.recipe.stochastic:
         state = _mapped_alike(call, state, x, w)
     axes = _axes(call, x, w, state)
-    needs = _Needs(perturbed[0], perturbed[1], perturbed[2], axes)
+    needs = _Needs(*perturbed[:3])
     ready = states.ready(state, call.recipe)
     y, xq, wq = gemms.fprop(call, x, w, bias, ready, axes)
-    kept_x = gemms.kept_input(call, x, xq, ready, axes) if needs.weight else None
-    kept_w = gemms.kept_weight(call, w, wq) if needs.input else None
+    # JAX may trace one call forward for several needs before it runs their backwards, and remembers one pytree for all:
+    # what is kept has the same structure whatever is needed, and its shapes say what was.
+    kept_x = _kept(needs.weight, x, call.recipe.plan.input, lambda: gemms.kept_input(call, x, xq, ready, axes))
+    kept_w = _kept(needs.input, w, call.recipe.plan.weight, lambda: gemms.kept_weight(call, w, wq))
     amaxes = None
     if call.recipe.delayed is not None:
         assert xq is not None and wq is not None
         amaxes = xq.amax, wq.amax
-    kept_x, kept_w = (checkpoint_name(k, KEPT) if isinstance(k, Quantized) else k for k in (kept_x, kept_w))
     # Gradients have their dtypes; an array without elements carries one, and its type under shard_map.
     likes = [None if isinstance(p, Quantized) or p is None else p[..., :0] for p in (x, w, bias)]
-    return y, (needs, kept_x, kept_w, likes, amaxes, ready)
+    return y, (jnp.zeros((*needs, 0), jnp.bool_), _Cut(axes), kept_x, kept_w, likes, amaxes, ready)
+
+
+def _kept(needed: bool, operand: Any, serves: bool, make: Callable[[], Any]) -> Any:
+    """An operand for backward, without its elements where no backward needs it.
+
+    The latter is a slice of the operand: under vmap it is mapped where the operand is. None where an operand that was
+    given quantized serves fprop alone.
+    """
+    if not needed:
+        return None if isinstance(operand, Quantized) and not serves else jax.tree.map(lambda a: a[..., :0], make())
+    kept = make()
+    return checkpoint_name(kept, KEPT) if isinstance(kept, Quantized) else kept
 
 
 def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
-    needs, kept_x, kept_w, (like_x, like_w, like_bias), amaxes, state = kept
-    axes = needs.axes
+    asked, cut, kept_x, kept_w, (like_x, like_w, like_bias), amaxes, state = kept
+    axes, needs = cut.axes, _Needs(*map(bool, asked.shape[:3]))
+    g = constant(SECOND_DERIVATIVE.format(call.where), g)
     gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
     grad_x = grad_w = grad_bias = None
     if needs.input:
@@ -187,37 +208,6 @@ def _refuse_repeated_bias(call: Call, x: Any, w: Any, bias: Array | None, state:
         raise ValueError(
             f"{call.where}: mesh axes {cut} cut K, so each shard computes a part of the sum, and the bias would be "
             "added on every one; add it after jax.lax.psum, or give axes= if they do not cut K"
-        )
-
-
-def is_primal(node: Any) -> bool:
-    return hasattr(node, "perturbed")
-
-
-def primals(part: Any) -> list[Any]:
-    return jax.tree.leaves(part, is_leaf=is_primal)
-
-
-def refuse_forgotten(call: Call, state: State, perturbed: list[bool]) -> None:
-    remembers = call.recipe.delayed is not None or call.recipe.stochastic
-    if not remembers:
-        return
-    if call.recipe.stochastic and "count" not in state:
-        raise ValueError(
-            f"{call.where}: recipe {call.recipe.name!r} rounds gradients at random and got no state, so every step "
-            "would draw the same noise; pass state=quaver.jax.state.init(recipe) and differentiate with respect to it, "
-            "or take the recipe with stochastic_rounding=False"
-        )
-    if not perturbed[3]:
-        raise ValueError(
-            f"{call.where}: gradients are taken under recipe {call.recipe.name!r}, but not with respect to the layer's "
-            "state, so the next step would know nothing of this one; differentiate with respect to both, "
-            "jax.value_and_grad(loss, argnums=(0, 1))(parameters, state): the state's gradient is its next value"
-        )
-    if call.uses.count > 1:
-        raise ValueError(
-            f"{call.where}: {call.uses.count} calls read the same state in one step, and autodiff would add up what "
-            f"they return for it; give each a slice of quaver.jax.state.share(state, {call.uses.count})"
         )
 
 

@@ -20,10 +20,16 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 from quaver.core.spec import QuantSpec
+from quaver.jax.constant import constant
 from quaver.jax.quantized import Quantized, e2m1_values, over_blocks, unpack
 from quaver.jax.rounding import SMALLEST_NORMAL_BITS, two_to_the
 
 NT = (((1,), (1,)), ((), ()))
+
+NO_DERIVATIVE = (
+    "quaver.jax.matmul: operands that are quantized have no derivative. quaver.jax.linear, dot_general and grouped_dot "
+    "have gradients of their own; for a value that is to count as a constant, multiply jax.lax.stop_gradient(operand)"
+)
 
 #: The largest block scale of a row is folded in as 2**TOP: products stay below float32's largest, and what underflows
 #: is smaller by 2**-166.
@@ -33,6 +39,7 @@ TOP = 40
 @partial(jax.jit, static_argnames=("dtype", "fast_accum"))
 def matmul(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_accum: bool) -> Array:
     """a [m, k] @ b [n, k].T + bias."""
+    a, b = constant(NO_DERIVATIVE, (a, b))
     (m, k), n = a.shape, b.shape[0]
     if m * k * n == 0:
         return _finish(jnp.zeros((m, n), jnp.float32), bias, dtype)

@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from quaver.core.spec import QuantSpec
 from quaver.jax import native
+from quaver.jax.constant import constant
 from quaver.jax.hadamard import rotate
 from quaver.jax.philox import Place, uniform
 from quaver.jax.quantized import Quantized, over_blocks, pack
@@ -16,6 +17,11 @@ from quaver.jax.rounding import encode, flush, widen
 from quaver.jax.scaling import factors
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+NO_DERIVATIVE = (
+    "quaver.jax.quantize: rounding has no derivative. quaver.jax.linear, dot_general and grouped_dot have gradients of "
+    "their own; for a value that is to count as a constant, quantize jax.lax.stop_gradient(x)"
+)
 
 
 def quantize(
@@ -43,9 +49,10 @@ def quantize(
         place: (first row, first column, columns of the whole) where x is a piece of an operand, as under shard_map:
             it then draws what the whole would have drawn.
     Returns:
-        A block whose amax (measured or given) is infinite or NaN has scale NaN. Not differentiable: see `linear`.
+        A block whose amax (measured or given) is infinite or NaN has scale NaN.
     Raises:
         ValueError: x is no matrix, has another dtype, or is quantized by another spec.
+        NotImplementedError: its derivative is asked for: see `linear`.
     Exact: the bits of `quaver.core.reference.quantize`, eager and under jit. Bounded where scales are no powers of two:
         they are within an ulp, codes within a step, and subnormals (scales too) count as 0 on a CPU. Rotated operands
         have an exception (`quaver.jax.hadamard.rotate`).
@@ -89,6 +96,7 @@ def _quantize(
     seed: int,
     whole: int | None,
 ) -> Quantized:
+    x, amax, factor = constant(NO_DERIVATIVE, (x, amax, factor))
     if spec.hadamard or spec.rounding == "stochastic":
         # What made x (its transpose, say) is not computed again for the amax and for the data; nor are random numbers.
         x = lax.optimization_barrier(x)

@@ -131,6 +131,11 @@ def _factor(amax: Array, spec: QuantSpec, margin: int) -> Array:
     return jnp.clip(e, np.finfo(np.float32).tiny, FLT_MAX)
 
 
+def unless_overrun(x: Array, count: Array) -> Array:
+    """x, or NaN where a count is so large that float32 would count no further, and every step draw the same noise."""
+    return jnp.where(count <= MOST_COUNTED, x, jnp.nan)
+
+
 def is_state(node: Any) -> bool:
     """Whether a node of a pytree is the state of one layer: a dict of just the names above."""
     return isinstance(node, dict) and set(node) in ({"history", "factor"}, {"count"}, {"history", "factor", "count"})

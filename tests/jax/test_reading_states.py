@@ -1,0 +1,105 @@
+"""Who may read a layer's state without changing it, and what those are told who may not."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array, lax
+
+import quaver.jax as qj
+from quaver import recipes
+from tests.close import assert_bitwise
+from tests.jax.transformed import integers
+
+RECIPE = recipes.delayed(history=3)
+X, W = integers(0, 8, 16), integers(1, 16, 16)
+
+
+def linear(x: Array, w: Array, state: Any) -> Array:
+    return qj.linear(x, w, recipe=RECIPE, state=state)
+
+
+def after_a_step() -> Any:
+    return jax.grad(lambda w, s: linear(X, w, s).sum(), argnums=(0, 1))(W, qj.state.init(RECIPE))[1]
+
+
+@pytest.mark.parametrize("how", ["x alone", "stop_gradient", "checkpoint"])
+def test_the_gradient_of_x_alone_reads_a_history_and_leaves_it_alone(how: str) -> None:
+    state = after_a_step()
+    expected = jax.grad(lambda x, s: linear(x, W, s).sum(), argnums=(0, 1))(X, state)[0]
+    held = lax.stop_gradient
+    got = {
+        "x alone": lambda: jax.grad(lambda x: linear(x, W, state).sum())(X),
+        "stop_gradient": lambda: jax.grad(lambda x, w, s: linear(x, held(w), held(s)).sum(), (0, 1, 2))(X, W, state)[0],
+        "checkpoint": lambda: jax.grad(jax.checkpoint(lambda x: linear(x, W, state).sum()))(X),
+    }[how]()
+    assert_bitwise(got, expected)
+
+
+def test_a_teacher_in_the_same_loss_reads_the_state_that_the_student_writes() -> None:
+    def loss(w: Array, state: Any) -> Array:
+        teacher = linear(X, lax.stop_gradient(w), lax.stop_gradient(state))
+        return (linear(X, w, state) * teacher).sum()
+
+    state = after_a_step()
+    got = jax.jit(jax.grad(loss, argnums=(0, 1)))(W, state)
+    expected = jax.grad(lambda w, s: (linear(X, w, s) * linear(X, W, state)).sum(), argnums=(0, 1))(W, state)
+    jax.tree.map(assert_bitwise, got, expected)
+
+
+def test_the_gradient_of_x_alone_under_random_rounding_is_told_of_its_noise() -> None:
+    state = qj.state.init("nvfp4")
+    with pytest.raises(ValueError, match=r"gradient of x alone.*argnums=\(0, 1\)\)\(x, state\)"):
+        jax.grad(lambda x: qj.linear(x, W, recipe="nvfp4", state=state).sum())(X)
+    jax.grad(lambda x, s: qj.linear(x, W, recipe="nvfp4", state=s).sum(), argnums=(0, 1))(X, state)
+
+
+def test_a_step_that_forgets_the_state_is_told_of_stop_gradient() -> None:
+    with pytest.raises(ValueError, match=r"put jax.lax.stop_gradient around its weights, its bias and its state"):
+        jax.grad(lambda w: linear(X, w, qj.state.init(RECIPE)).sum())(W)
+
+
+def test_branches_of_a_cond_take_the_state_as_an_operand() -> None:
+    """Branches that close over it pass for two calls, and are told how they do not."""
+
+    def closing_over(w: Array, state: Any, taken: Array) -> Array:
+        return lax.cond(taken, lambda x: 2 * linear(x, w, state), lambda x: linear(x, w, state), X).sum()
+
+    def of_operands(w: Array, state: Any, taken: Array) -> Array:
+        return lax.cond(taken, lambda x, s: 2 * linear(x, w, s), lambda x, s: linear(x, w, s), X, state).sum()
+
+    state = after_a_step()
+    with pytest.raises(ValueError, match=r"branches of jax.lax.cond, hand the state to the branches as an operand"):
+        jax.grad(closing_over, argnums=(0, 1))(W, state, jnp.bool_(True))
+    step = jax.jit(jax.grad(of_operands, argnums=(0, 1)))
+    for taken in (True, False):
+        got = step(W, state, jnp.bool_(taken))
+        expected = jax.grad(lambda w, s, k=1 + taken: (k * linear(X, w, s)).sum(), argnums=(0, 1))(W, state)
+        jax.tree.map(assert_bitwise, got, expected)
+
+
+def test_a_state_that_a_traced_function_is_called_with_twice_is_seen_in_the_next_loss() -> None:
+    """The body is traced once, so no trace can tell."""
+    layer = jax.checkpoint(linear)
+
+    def loss(w: Array, state: Any) -> Array:
+        return layer(layer(X, w, state), w, state).sum()
+
+    summed = jax.jit(jax.grad(loss, argnums=(0, 1)))(W, after_a_step())[1]
+    assert jnp.isnan(loss(W, summed))
+    with pytest.raises(ValueError, match="is not what a step"):
+        qj.state.check(summed, RECIPE)
+
+
+@pytest.mark.parametrize("count", [2.0**24 - 1, 2.0**24, 2.0**25, float("inf")])
+def test_a_count_that_float32_cannot_count_on_is_seen_in_the_gradient(count: float) -> None:
+    """Beyond 2**24 every step would draw the same noise."""
+    state = {"count": jnp.full(2, count, jnp.float32)}
+    w = W[None]
+    for layer, weight in (
+        (lambda w, s: qj.linear(X, w, recipe="nvfp4", state=s), W),
+        (lambda w, s: qj.grouped_dot(X, w, jnp.array([8]), recipe="nvfp4", state=s), w),
+    ):
+        gradient = jax.grad(lambda w, s, f=layer: f(w, s).sum(), argnums=(0, 1))(weight, state)[0]
+        assert bool(jnp.isnan(gradient).all()) is (count > 2.0**24)
