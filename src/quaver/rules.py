@@ -51,8 +51,8 @@ def unprofitable(
 
     Args:
         gpu: a name from `quaver.core.gpus.GPUS`, or a Gpu with rates of your own.
-        tokens: that the layer sees at a time.
-        recipe: to predict with; None takes the one that the layer would get.
+        tokens: how many tokens the layer sees at a time.
+        recipe: the prediction is for this recipe; None takes the one that the layer would get.
         least: the speed-up over bf16 that a layer must be predicted to reach.
     Raises:
         ValueError: an unknown GPU or recipe, or numbers that make no sense.
@@ -85,7 +85,7 @@ class _SmallKn:
 
 
 def auto_filter_small_kn(recipe: str) -> SkipFilter:
-    """Leave alone what torchao's filter of this name does: by fixed thresholds, whatever the GPU and the tokens.
+    """Leave alone what torchao's filter of this name leaves alone: fixed thresholds, whatever the GPU and the tokens.
 
     Args:
         recipe: whose thresholds, "tensorwise" or "rowwise".

@@ -26,7 +26,7 @@ class Report:
     kind: str = "nn.Linear"
     #: Name of each attention whose products a recipe quantizes, and the recipe.
     attention: dict[str, Recipe] = field(default_factory=dict)
-    #: Where a recipe quantizes attention: how many modules attend in a class that has none of ours inside.
+    #: Attention that a recipe would quantize and `convert` cannot reach: how many modules of each other class.
     other_attention: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def _counts(recipes: Mapping[str, Recipe]) -> str:
 
 
 class Choice:
-    """Rules and patterns to skip, and which of them have been of use.
+    """Rules and patterns to skip, and which of them decided something.
 
     Args:
         recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
@@ -107,7 +107,7 @@ class Choice:
         self._used: set[str | Rule] = set()
 
     def decide(self, names: Sequence[str], in_features: int, out_features: int) -> tuple[Rule | None, str]:
-        """The first rule that fits any of a layer's names, and "" or why it shall not be converted."""
+        """The first rule that fits any of a layer's names, and "", or why `convert` leaves the layer alone."""
         for pattern in self.skip:
             if any(matches(pattern, name) for name in names):
                 self._used.add(pattern)

@@ -1,7 +1,7 @@
 """What GPUs reach: copy and GEMM rates by name, each with where it comes from.
 
-A rate is measured (somebody timed it), published (a data sheet) or derived (from the other two, as its source says).
-No rate is here without a source; a kind of GEMM without a rate is one that the GPU does not have.
+A rate is measured (its source timed it), published (a data sheet) or derived (from the other two, as its source says).
+Every rate has a source. A GPU lacks the kinds of GEMM for which it has no rate.
 """
 
 from collections.abc import Mapping
@@ -28,15 +28,15 @@ class Gpu:
     """A GPU as the ledger sees it."""
 
     name: str
-    #: What it is called in full.
+    #: Its full name.
     about: str
-    #: What its driver calls it (`torch.cuda.get_device_name()`), where that tells it from its relatives.
+    #: Its driver's name for it (`torch.cuda.get_device_name()`), where that name belongs to this GPU alone.
     driver: str = ""
     #: Compute capability.
     capability: tuple[int, int]
-    #: Of a large device-to-device copy.
+    #: The rate of a large device-to-device copy.
     copy: Figure
-    #: Of large GEMMs by kind (`quaver.core.ledger.kind`): bf16, and the kinds of scaling that run natively.
+    #: Rates of large GEMMs by kind (`quaver.core.ledger.kind`): bf16, and the kinds of scaling that run natively.
     rates: Mapping[str, Figure]
 
     @property
@@ -70,7 +70,7 @@ def _hopper(bf16: Figure, tensor: Figure) -> dict[str, Figure]:
 
 
 def _sheet(bf16: float, fp8: float, sheet: str, nvfp4: float | None = None) -> dict[str, Figure]:
-    """Rates of a card of which only a data sheet is known: the fraction of its peaks that an H200 NVL reaches."""
+    """Rates of a card that has only a data sheet: its peaks times the fraction that an H200 NVL reaches of its own."""
     source = f"{sheet}, times the fraction of its peak that the H200 NVL reaches in {TE}"
     rates = _scaled(
         Figure(bf16 * FRACTION_BF16, "derived", f"{bf16:g} of {source}"),

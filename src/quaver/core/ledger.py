@@ -35,7 +35,7 @@ class Copy(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of kernels that move memory, in bytes and seconds."""
+    """What kernels that move memory cost, in bytes and seconds."""
 
     bytes: float = 0.0
     kernels: float = 0.0
@@ -51,11 +51,11 @@ class Gemm(NamedTuple):
 
     #: A key of `Gpu.rates`, or "other".
     kind: str
-    #: Whether the GPU has it, and for these sizes; if not, operands are decoded and it runs in bf16.
+    #: True if the GPU has this GEMM for these sizes; otherwise operands are decoded and it runs in bf16.
     native: bool
     flops: float
     seconds: float
-    #: Of decoding, where it is not native.
+    #: The cost of decoding the operands of a GEMM that is not native.
     decoding: Cost
 
 
@@ -68,9 +68,9 @@ class Layer:
     out_features: int
     #: By fprop, dgrad, wgrad.
     gemms: dict[str, Gemm]
-    #: Quantization, by input, weight, grad_output.
+    #: The cost of quantization, by input, weight, grad_output.
     tensors: dict[str, Cost]
-    #: Of the three GEMMs in bf16.
+    #: What the three GEMMs cost in bf16.
     bf16_seconds: float
 
     @property
@@ -79,7 +79,7 @@ class Layer:
 
     @property
     def bytes(self) -> float:
-        """Moved beyond what a bf16 layer moves: by quantizing and, where a GEMM is not native, by decoding."""
+        """Bytes that quantization, and decoding where a GEMM is not native, move beyond those of a bf16 layer."""
         return sum(c.bytes for c in self.tensors.values()) + sum(g.decoding.bytes for g in self.gemms.values())
 
     @property
@@ -89,7 +89,7 @@ class Layer:
 
     @property
     def speedup(self) -> float:
-        """Over the same layer in bf16."""
+        """How many times as fast as the same layer in bf16."""
         return self.bf16_seconds / self.seconds
 
     @property
@@ -124,7 +124,7 @@ def role(spec: QuantSpec) -> str:
 
 
 def on(spec: GemmSpec, gpu: Gpu) -> str:
-    """The kind that a GPU runs: Blackwell takes blocks of 128 for four of 32 where their scales are powers of two."""
+    """The kind that a GPU runs: Blackwell runs a block of 128 as four of 32 where the scales are powers of two."""
     narrower = "mx" in gpu.rates and all(
         s is not None and role(s) == "block" and s.power_of_two for s in (spec.a, spec.b)
     )
@@ -167,7 +167,7 @@ def scale_bytes(spec: QuantSpec) -> int:
 
 
 def measured_first(copy: Copy, delayed: bool) -> bool:
-    """Whether a scale needs values from beyond the rows that a program holds: of all the tensor, or of a column."""
+    """True if a scale needs values that one program does not hold: of the whole tensor, or of a column."""
     spec = copy.spec
     if delayed or spec.scale == "unit":
         return False
@@ -221,11 +221,11 @@ def copies(recipe: Recipe, gpu: Gpu) -> dict[str, list[Copy]]:
 
 
 def _copies(plain: QuantSpec | None, turned: QuantSpec | None, reusable: bool, gpu: Gpu) -> list[Copy]:
-    found = [] if plain is None else [Copy(plain)]
+    copies = [] if plain is None else [Copy(plain)]
     # A GEMM that takes its operand in either layout needs no second copy of codes that are the same.
     if turned is not None and not (reusable and turned.per_tensor and gpu.any_layout):
-        found.append(Copy(turned, turned=True))
-    return found
+        copies.append(Copy(turned, turned=True))
+    return copies
 
 
 def layer(

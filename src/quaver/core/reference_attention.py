@@ -42,7 +42,7 @@ class Head:
     probabilities: np.ndarray
     #: The derivative of the scores after soft_cap by those before it, float64 [Sq, Sk]; 1 without one.
     slope: np.ndarray
-    #: Over the scores and the sink, float64 [Sq]; -inf where nothing is seen.
+    #: The logarithm of the sum over the scores and the sink, float64 [Sq]; -inf where a query sees nothing.
     logsumexp: np.ndarray
     #: float32 [Sq, Dv].
     out: np.ndarray
@@ -64,9 +64,9 @@ class HeadGradients:
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
-    #: Of the scores where the bias is added, float64 [Sq, Sk].
+    #: The gradient of the scores where the bias is added, float64 [Sq, Sk].
     dbias: np.ndarray
-    #: Of the sink's logit.
+    #: The gradient of the sink's logit.
     dsink: float
 
 
@@ -187,12 +187,12 @@ def attention_backward(
     for b, h, g, own in _heads(q, k, options):
         head = attention_head(q[b, h], k[b, g], v[b, g], spec, **own)
         mine = {name: value for name, value in own.items() if name in ("scale", "sink", "keep", "dropout")}
-        made = attention_head_backward(grad[b, h], head, q[b, h], k[b, g], v[b, g], spec, **mine)
-        dq[b, h] = made.dq
-        dk[b, g] += made.dk
-        dv[b, g] += made.dv
-        dbias[b, h] = made.dbias
-        dsinks[h] += made.dsink
+        gradients = attention_head_backward(grad[b, h], head, q[b, h], k[b, g], v[b, g], spec, **mine)
+        dq[b, h] = gradients.dq
+        dk[b, g] += gradients.dk
+        dv[b, g] += gradients.dv
+        dbias[b, h] = gradients.dbias
+        dsinks[h] += gradients.dsink
     with np.errstate(over="ignore"):
         narrow = [x.astype(np.float32) for x in (dq, dk, dv, dbias, dsinks)]
     return narrow[0], narrow[1], narrow[2], narrow[3], narrow[4]

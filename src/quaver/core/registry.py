@@ -28,7 +28,7 @@ class Op:
     def __init__(self, name: str, impls: list[Impl]) -> None:
         self.name = name
         self.impls = impls
-        #: What `only` left over; the list that calls go through.
+        #: The implementations that `only` left; a call tries them in order.
         self.active = impls
 
     def __call__(self, *args: Any) -> Any:

@@ -12,7 +12,7 @@ from quaver.core.spec import Recipe
 
 
 class SkipFilter(Protocol):
-    """Leaves layers alone by more than their names: by sizes, by what a recipe would gain."""
+    """Decides by a layer's name, sizes and recipe whether `convert` leaves it alone."""
 
     def __call__(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
         """Why this layer shall not get this recipe, or ""."""
@@ -23,7 +23,7 @@ Skip = Iterable[str | SkipFilter] | SkipFilter
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether an fnmatch pattern fits the full name, or any suffix of it that starts after a dot."""
+    """True if an fnmatch pattern fits the full name, or any suffix of it that starts after a dot."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 

@@ -6,7 +6,7 @@ A linear layer is three GEMMs of two operands each, every one written NT, `y[m, 
     dgrad   grad_input  [T, K] = grad_output   [T, N] @ weight.T [K, N].T
     wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
 
-A `Recipe` says how each of the six is quantized; it is never subclassed and never asked which one it is.
+A `Recipe` says how each of the six is quantized. Nothing subclasses it, and no code asks for its name.
 """
 
 from dataclasses import dataclass
@@ -112,8 +112,8 @@ class GemmSpec:
 
     a: QuantSpec | None
     b: QuantSpec | None
-    #: Let the hardware accumulate faster and coarser where it offers that (Hopper and Ada keep 13 bits). Emulation
-    #: ignores it.
+    #: True lets the hardware accumulate faster and coarser where it offers that (Hopper and Ada keep 13 bits).
+    #: Emulation ignores it.
     fast_accum: bool = False
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class GemmSpec:
 
 
 def reusable(have: QuantSpec | None, want: QuantSpec | None) -> bool:
-    """Whether an operand quantized by `have` is, transposed, exactly what `want` asks for."""
+    """True if the transpose of an operand quantized by `have` is exactly the operand quantized by `want`."""
     return have is not None and have == want and have.transposable
 
 
@@ -236,7 +236,7 @@ class Recipe:
 
     @cached_property
     def quantizes(self) -> bool:
-        """Whether any operand is quantized at all."""
+        """True if any operand is quantized."""
         return any(spec is not None for spec in self.operands().values())
 
     @cached_property
@@ -250,7 +250,7 @@ class Recipe:
 
     @cached_property
     def stochastic(self) -> bool:
-        """Whether any operand is rounded at random, which takes a count of its quantizations."""
+        """True if any operand is rounded at random; its layer then counts the quantizations."""
         return any(spec is not None and spec.rounding == "stochastic" for spec in self.operands().values())
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What an MLP applies between its two matrices: a table; adding an activation is adding a row.
+"""The activations that an MLP applies between its two matrices, as a table: a new activation is a new row.
 
 A gated one takes two arrays, the gate that passes through the nonlinearity and the value that it multiplies.
 Source of the gated ones: Shazeer 2020, arXiv:2002.05202.

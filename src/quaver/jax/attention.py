@@ -92,7 +92,7 @@ def attention(
 
 
 def refuse_quantized(own: str | Recipe | None = None) -> None:
-    """Raise a ValueError where the recipe in force asks for what is not here: quantized attention."""
+    """Raise a ValueError if the recipe in force quantizes attention, which JAX's attention cannot."""
     recipe = recipe_in_force(own)
     if recipe is not None and recipe.attention is not None:
         raise ValueError(
@@ -137,7 +137,7 @@ def hidden(mask_type: str, mask: Mask | None, window: tuple[int, int] | None, sh
 
 
 def _softmax(scores: Array, where_hidden: Array | None) -> Array:
-    """Over the last axis; 0 in rows that are hidden throughout."""
+    """Softmax over the last axis; 0 in rows that are hidden throughout."""
     if where_hidden is None:
         return jax.nn.softmax(scores, axis=-1)
     scores = jnp.where(where_hidden, -jnp.inf, scores)

@@ -1,7 +1,7 @@
-"""Which recipe is in force: `autocast`, and what a layer finds when it asks.
+"""Which recipe is in force: `autocast` sets it, and `recipe_in_force` gives it to a layer.
 
-What it sets is read while a function is traced, and is part of jit's cache key: a function traced under one recipe is
-traced again under another, never reused.
+A function reads the recipe while it is traced, and the recipe is part of jit's cache key: JAX traces the function again
+under another recipe and never reuses it.
 """
 
 from contextlib import AbstractContextManager, ContextDecorator

@@ -43,8 +43,8 @@ def dot_general(
         ValueError: as `quaver.jax.linear`.
     Exact and Bounded as `quaver.jax.linear`.
     """
-    found = recipe_in_force(recipe)
-    if found is None or not found.quantizes:
+    in_force = recipe_in_force(recipe)
+    if in_force is None or not in_force.quantizes:
         return lax.dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
         )

@@ -47,7 +47,7 @@ class Gather:
 
 
 class Along(NamedTuple):
-    """How the shards of a matrix make up the whole."""
+    """Where the shards of a matrix lie in the whole matrix."""
 
     gather: Gather
     #: The axis of the matrix that is cut.
@@ -55,7 +55,7 @@ class Along(NamedTuple):
     #: The axes of the operand that were flattened into it, as they are in a shard, and which of them is cut.
     lead: tuple[int, ...]
     position: int
-    #: What the PartitionSpec says of the matrix' axes.
+    #: The entries of the PartitionSpec for the matrix' axes.
     entries: tuple[Any, Any]
 
     @property
@@ -64,7 +64,7 @@ class Along(NamedTuple):
 
 
 def along_weight(gather: Gather | None, w: Any) -> Along | None:
-    """Of w [K, N]."""
+    """How w [K, N] is gathered."""
     if gather is None:
         return None
     position, shape = gather.position(2), w.shape
@@ -74,7 +74,7 @@ def along_weight(gather: Gather | None, w: Any) -> Along | None:
 
 
 def along_input(gather: Gather | None, x: Any) -> Along | None:
-    """Of x [..., K] as the matrix [T, K]."""
+    """How x [..., K] is gathered as the matrix [T, K]."""
     if gather is None:
         return None
     shape, ndim = x.shape, len(x.shape)

@@ -25,10 +25,10 @@ from quaver.jax.uses import Uses
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of a layer decides before anything is computed."""
+    """The decisions of one call of a layer, made before anything is computed."""
 
     recipe: Recipe
-    #: Of the activations.
+    #: The dtype of the activations.
     dtype: Any
     name: str
     seed: int
@@ -37,7 +37,7 @@ class Call:
     #: How shards of x [T, K] and of w [K, N] are gathered; None where they are multiplied as they lie.
     input: Along | None
     weight: Along | None
-    #: How often this state has been read.
+    #: How many calls have read this state.
     uses: Uses
 
     @property
@@ -66,7 +66,7 @@ def fprop(
 
 
 def kept_input(call: Call, x: Array | Quantized, xq: Quantized | None, state: State, axes: Axes) -> Array | Quantized:
-    """What wgrad will need of the input, not gathered: fprop's operand where that serves, else input.T [K, T], else
+    """What wgrad needs of the input, not gathered: fprop's operand where wgrad can use it, else input.T [K, T], else
     the input."""
     spec = call.recipe.wgrad.b
     if call.recipe.plan.input:
@@ -80,7 +80,7 @@ def kept_input(call: Call, x: Array | Quantized, xq: Quantized | None, state: St
 
 
 def kept_weight(call: Call, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
-    """What dgrad will need of the weight: fprop's operand where that serves, else the parameter, which lives anyway."""
+    """What dgrad needs of the weight: fprop's operand where dgrad can use it, else the parameter, which lives on."""
     if call.recipe.plan.weight:
         assert wq is not None
         return wq

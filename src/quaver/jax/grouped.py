@@ -61,7 +61,7 @@ def grouped_dot(
     Exact: codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in
         float64.
     """
-    found = recipe_in_force(recipe)
+    in_force = recipe_in_force(recipe)
     if x.ndim != 2 or w.ndim != 3 or group_sizes.shape != w.shape[:1] or x.shape[1] != w.shape[1]:
         raise ValueError(
             f"{name}: x is [T, K], w [experts, K, N] and group_sizes [experts]; these are {x.shape}, {w.shape} and "
@@ -71,12 +71,12 @@ def grouped_dot(
         raise ValueError(f"{name}: group_sizes count tokens and are {group_sizes.dtype}; convert them to int32")
     static("seed", seed, "the steps' noise differs by the count in the state")
     dtype = jnp.dtype(jnp.result_type(x, w) if dtype is None else dtype)
-    if found is None or not found.quantizes or dtype not in DTYPES:
+    if in_force is None or not in_force.quantizes or dtype not in DTYPES:
         high = x.astype(dtype), w.astype(dtype)
         return lax.ragged_dot(*high, group_sizes, preferred_element_type=jnp.float32).astype(dtype)
     state = {} if state is None else dict(state)
-    states.fitting(state, found, name)
-    call = Call(found, dtype, name, seed, None, None, None, uses_of(state))
+    states.fitting(state, in_force, name)
+    call = Call(in_force, dtype, name, seed, None, None, None, uses_of(state))
     return _grouped(call, x.astype(dtype), w, group_sizes, state)
 
 
@@ -157,7 +157,7 @@ class Layout(NamedTuple):
     token: Array
     #: int32 [T]: the slot of each token, the number of slots for a token of no expert.
     slot: Array
-    #: int32 [tiles].
+    #: int32 [tiles]: the expert of each tile.
     expert: Array
     #: int32 [experts]: slots of each.
     sizes: Array

@@ -71,19 +71,19 @@ def linear(
     Exact: all codes, scales and states. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same
         products in float64.
     """
-    found = recipe_in_force(recipe)
+    in_force = recipe_in_force(recipe)
     static("seed", seed, "the steps' noise differs by the count in the state")
     along = along_input(gather_input, x), along_weight(gather_weight, w)
     shape = _fitting(x, w, bias, name or "this layer", along[1])
     dtype = _dtype(x, w, dtype)
-    if found is None or not found.quantizes:
+    if in_force is None or not in_force.quantizes:
         return high_precision(x, w, bias, dtype)
     if dtype not in DTYPES:
         _refuse(dtype)
         return high_precision(x, w, bias, dtype)
     state = {} if state is None else dict(state)
-    states.fitting(state, found, name or "this layer")
-    call = Call(found, dtype, name, seed, axes, *along, uses_of(state))
+    states.fitting(state, in_force, name or "this layer")
+    call = Call(in_force, dtype, name, seed, axes, *along, uses_of(state))
     _refuse_repeated_bias(call, x, w, bias, state)
 
     def tokens(x: Any, w: Any, bias: Array | None, state: State) -> Array:
@@ -113,13 +113,13 @@ def _linear(call: Call, x: Any, w: Any, bias: Array | None, state: State) -> Arr
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Cut:
-    """How the GEMMs are cut: what backward must know and no array holds."""
+    """How the GEMMs are cut; backward needs it, and no array holds it."""
 
     axes: Axes
 
 
 class _Needs(NamedTuple):
-    """Whose gradients are asked for."""
+    """Which arrays need gradients."""
 
     input: bool
     weight: bool
@@ -180,7 +180,7 @@ def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def next_state(call: Call, state: State, amaxes: Any, gq: Any, gt: Any) -> State:
-    """What the state's gradient is."""
+    """The state's gradient."""
     after = dict(state)
     if call.recipe.delayed is not None:
         seen = states.amaxes_of(state, *amaxes, None if gq is None else gq.amax)

@@ -50,7 +50,7 @@ def matmul(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_a
 
 
 def on_cuda(a: QuantSpec, b: QuantSpec) -> str:
-    """What a GEMM of operands with these specs is on CUDA: "fp8", "block-scaled" or "emulated"."""
+    """How CUDA runs a GEMM of operands with these specs: "fp8", "block-scaled" or "emulated"."""
     if a.format.bits == b.format.bits == 8 and a.block[1] is b.block[1] is None:
         return "fp8"
     return "block-scaled" if _hardware_block(a) == _hardware_block(b) != "" else "emulated"
@@ -58,7 +58,7 @@ def on_cuda(a: QuantSpec, b: QuantSpec) -> str:
 
 @cache
 def tell(kind: str, a: QuantSpec, b: QuantSpec, capability: str | None) -> None:
-    """Say, once for each pair of specs, that a GPU multiplies them in high precision, and why.
+    """Warn, once for each pair of specs, that a GPU multiplies them in high precision, and say why.
 
     Args:
         kind: from `on_cuda`.

@@ -11,7 +11,7 @@ from jax import Array, lax
 from quaver.core.rounding import NAN_CODE
 from quaver.core.spec import QuantSpec
 
-#: What holds one code; two E2M1 codes share a byte, the lower nibble being the even index of k.
+#: The dtype that holds a format's codes; two E2M1 codes share a byte, the lower nibble being the even index of k.
 STORAGE: dict[str, Any] = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "e2m1": jnp.uint8}
 
 

@@ -1,4 +1,4 @@
-"""How the parts of a Transformer layer are put around the residual stream, and what is dropped from it."""
+"""How a Transformer layer adds its parts to the residual stream, and how it drops them."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""What layers need where arrays are sharded.
+"""Amaxes, noise and gradients of layers whose arrays are sharded.
 
 Under `jit` every array is whole: an amax is the whole tensor's by itself, and there is nothing to do. Under
 `jax.shard_map` arrays are pieces; over which mesh axes they vary is part of their types, and that says which axis of
@@ -147,14 +147,14 @@ def max_like(x: Array, like: Array) -> Array:
 
 
 def spec_of(x: Any) -> tuple[Any, ...]:
-    """What the type of an array says of each axis on a mesh with explicit axes; of an operand that is quantized, of
-    codes [rows, k] as they lie."""
+    """The sharding that an array's type gives for each axis on a mesh with explicit axes; for a quantized operand,
+    that of its codes [rows, k] as they lie."""
     leaf = jax.typeof(jax.tree.leaves(x)[0])
     return (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
 
 
 def shardings_inferred(function: Callable[..., Array], x: Any, out: tuple[Any, ...]) -> Callable[..., Array]:
-    """A function whose inside leaves shardings to the compiler on a mesh whose axes are explicit.
+    """The function with shardings left to the compiler inside it, on a mesh whose axes are explicit.
 
     Blocks and flattened axes have no sharding that a type could express.
     Args:

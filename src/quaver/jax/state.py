@@ -1,4 +1,4 @@
-"""What recipes remember between steps, as plain pytrees: histories of amaxes, and counts of random roundings.
+"""The state that recipes keep between steps, as plain pytrees: histories of amaxes, and counts of random roundings.
 
 The state of one linear layer is a dict of float32 arrays:
 
@@ -137,7 +137,7 @@ def unless_overrun(x: Array, count: Array) -> Array:
 
 
 def is_state(node: Any) -> bool:
-    """Whether a node of a pytree is the state of one layer: a dict of just the names above."""
+    """True if a node of a pytree is the state of one layer: a dict with exactly the names above."""
     return isinstance(node, dict) and set(node) in ({"history", "factor"}, {"count"}, {"history", "factor", "count"})
 
 
@@ -196,12 +196,12 @@ def _merge(a: State, b: State) -> State:
 
 
 def _recorded(state: State) -> Array:
-    """Whether each column of a next state recorded an amax: then it has a factor, and row 0 is +0. bool [3]."""
+    """bool [3]: True for each column of a next state that recorded an amax; it has a factor, and its row 0 is +0."""
     return ~jnp.signbit(state["history"][..., 0, :]) & (state["factor"] > 0)
 
 
 def unrecorded(states: Any) -> Any:
-    """What `merge` begins from: these states as a step that recorded nothing would return them."""
+    """These states as a step that recorded nothing would return them: `merge` begins from them."""
 
     def mark(state: State) -> State:
         if "history" not in state:

@@ -1,4 +1,4 @@
-"""How often one layer's state is read in one step: autodiff would add up what it returns for each.
+"""How many calls read one layer's state in one step: autodiff would add up the states that it returns for them.
 
 A state that is traced is an object; the calls that get the same one are counted beside it, and a backward rule that is
 about to be traced looks at the count. What is counted is not part of any computation, and goes when the object does.

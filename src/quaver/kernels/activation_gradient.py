@@ -1,4 +1,4 @@
-"""The gradients of activations' inputs as the eight bits that the next GEMMs read, for layers that hold both sides.
+"""The gradients of activations' inputs, written as the eight-bit codes that the next GEMMs read.
 
 They are quantized as rounded to their dtype, so that the codes are those of what `activate_backward` writes.
 """

@@ -100,12 +100,12 @@ def cast(
     c = pn * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
     if SUMS:
-        found = tl.sum((x0 + x1) + (x2 + x3), 0)
+        sums = tl.sum((x0 + x1) + (x2 + x3), 0)
         at = partial + pm.to(tl.int64) * columns + c
         if EVEN:
-            tl.store(at, found)
+            tl.store(at, sums)
         else:
-            tl.store(at, found, mask=c < columns)
+            tl.store(at, sums, mask=c < columns)
     limit = 0
     if MEASURED:
         limit = flushed(magnitude_bits(tl.load(top)))

@@ -1,4 +1,4 @@
-"""Sums over rows, such as of what each program of another kernel found: deterministic, always in the same order."""
+"""Sums over rows, such as the partial sums of another kernel's programs: deterministic, always in the same order."""
 
 import triton
 import triton.language as tl
@@ -24,5 +24,5 @@ def column_sums(
             total += tl.load(at).to(tl.float32)
         else:
             total += tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0).to(tl.float32)
-    found = tl.sum(total, 0).to(out.dtype.element_ty)
-    tl.store(out + tl.program_id(1).to(tl.int64) * columns + c, found, mask=c < columns)
+    summed = tl.sum(total, 0).to(out.dtype.element_ty)
+    tl.store(out + tl.program_id(1).to(tl.int64) * columns + c, summed, mask=c < columns)

@@ -1,4 +1,4 @@
-"""Codes and scales back to values: what is multiplied where no GEMM takes an operand as it is."""
+"""Codes and scales back to values, for operands that no GEMM of the device takes as they are."""
 
 import triton
 import triton.language as tl
@@ -40,20 +40,20 @@ def decoded_scale(scale, factor, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr)
     if KIND == "e8m0":
         bits = scale.to(tl.int32)
         bits = tl.where(bits == 0, 0x00400000, tl.where(bits == 255, NAN_BITS, bits << 23))
-        found = bits.to(tl.float32, bitcast=True)
+        decoded = bits.to(tl.float32, bitcast=True)
     elif KIND == "two_level":
-        found = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        decoded = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         if factor is not None:
             whole = tl.load(factor)
             if POWER_OF_TWO:
                 bits = whole.to(tl.int32, bitcast=True)
                 bits = tl.where(whole == whole, 0x7F000000 - bits, NAN_BITS)
-                found = found * bits.to(tl.float32, bitcast=True)
+                decoded = decoded * bits.to(tl.float32, bitcast=True)
             else:
-                found = tl.div_rn(found, found * 0.0 + whole)
+                decoded = tl.div_rn(decoded, decoded * 0.0 + whole)
     else:
-        found = scale
-    return found
+        decoded = scale
+    return decoded
 
 
 @triton.jit

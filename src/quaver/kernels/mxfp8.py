@@ -1,4 +1,4 @@
-"""Eight bits with an exponent byte for 32 elements along k, or for 32 × 32, and the same of the transpose.
+"""Eight bits with an exponent byte for 32 elements along k, or for 32 × 32, of a matrix and of its transpose.
 
 A block of 128 × 128 elements has one tile of 512 scales, whichever way it lies: zeros beyond the data give the zeros
 that fill a tile.

@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm and L2 over rows, and what a quantized GEMM reads of them, written by the same pass.
+"""LayerNorm, RMSNorm and L2 over rows; one pass writes them and the codes that a quantized GEMM reads.
 
 One program takes many rows, so that gamma is read once and few programs meet over an amax. A row lies in registers;
 what is wider goes through `quaver.kernels.wide_norm`. Threads hold VECTOR neighbours whatever is written, so that rows
@@ -86,7 +86,7 @@ def norm(
     q's rows are q_stride bytes, zeros beyond x's. work: int32 [2] of zeros, left as zeros.
     Bounded: relative RMS 1e-6 of float64 before the rounding to y's dtype. Exact: q, scale and top, given y.
     """
-    # Of what a thread holds side by side.
+    # Neighbours that a thread holds.
     HALVINGS: tl.constexpr = (VECTOR > 1) + (VECTOR > 2) + (VECTOR > 4)
     first = tl.program_id(0)
     c = tl.max_contiguous(tl.arange(0, BN), VECTOR)

@@ -1,4 +1,4 @@
-"""Amaxes, factors and codes on the bits of float32: what `quaver.core.scaling` and `.rounding` say, inside a kernel.
+"""Amaxes, factors and codes on the bits of float32: `quaver.core.scaling` and `.rounding` inside a kernel.
 
 A format arrives as compile-time numbers: MANTISSA bits, EMAX (exponent of its maximum) and TOP_MANTISSA (the 23 bits
 after that maximum's leading one), as `quaver.core.formats.Format` has them.
@@ -16,7 +16,7 @@ LOWEST, HIGHEST = tl.constexpr(-126), tl.constexpr(100)
 
 @triton.jit
 def widened(v):
-    """float32 of what was loaded. bf16 goes by its bits: of every pair, that is one instruction less."""
+    """Loaded values as float32. bf16 is widened by its bits, which takes one instruction less for every pair."""
     if v.dtype == tl.bfloat16:
         return (v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return v.to(tl.float32)
@@ -24,7 +24,7 @@ def widened(v):
 
 @triton.jit
 def magnitude_bits(x):
-    """Of |float32 x|, as int32: they order as NaN > infinity > finite."""
+    """The bits of |float32 x| as int32: they order as NaN > infinity > finite."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -176,7 +176,7 @@ def meet(work, bits, programs):
     top = bits
     if last:
         top = tl.load(work, volatile=True)
-        # Nobody may read what another warp has cleared already.
+        # No warp may read what another warp has cleared already.
         tl.debug_barrier()
         tl.store(work, 0)
         tl.store(work + 1, 0)

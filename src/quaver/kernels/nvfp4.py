@@ -101,7 +101,7 @@ def stochastic(y, word):
     return ((steps + ((word ^ 0xFFFFFFFF) >> 8).to(tl.int32)) >> 24) + (stretch >> 22)
 
 
-#: What codes are too large by before they are packed: it is taken off eight of them at once.
+#: Codes are larger by this until they are packed: it is subtracted from eight of them at once.
 NEAREST_BIAS, STOCHASTIC_BIAS = tl.constexpr(0x0B000000 + 254), tl.constexpr(254)
 
 
@@ -147,7 +147,7 @@ def quantized(
     """Blocks of sixteen tensors with amaxes of these bits to their scales' codes and two int32 of codes."""
     scale, e = block_scale(bits, big, POWER_OF_TWO, INTEGERS)
     place = (place >> 2) + (bits >> 31)
-    made = ()
+    words_of_codes = ()
     for half in tl.static_range(2):
         word = (tl.zeros_like(bits), tl.zeros_like(bits).to(tl.uint32))
         if STOCHASTIC:
@@ -156,13 +156,13 @@ def quantized(
                 for j in tl.static_range(4):
                     y = flush(v[8 * half + 7 - 4 * i - j]) * e
                     word = pack(word, y, stochastic(y, words[3 - j]))
-            made += (finish(word, bits, STOCHASTIC_BIAS),)  # type: ignore[assignment]
+            words_of_codes += (finish(word, bits, STOCHASTIC_BIAS),)  # type: ignore[assignment]
         else:
             for j in tl.static_range(8):
                 y = v[8 * half + 7 - j] * e
                 word = pack(word, y, nearest(y))
-            made += (finish(word, bits, NEAREST_BIAS),)  # type: ignore[assignment]
-    return scale, made[0], made[1]  # type: ignore[misc]
+            words_of_codes += (finish(word, bits, NEAREST_BIAS),)  # type: ignore[assignment]
+    return scale, words_of_codes[0], words_of_codes[1]  # type: ignore[misc]
 
 
 @triton.jit

@@ -12,7 +12,7 @@ W0, W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def product(a, m: tl.constexpr):
-    """High and low word of uint32 a times m, of which a GPU has both by one instruction."""
+    """High and low word of uint32 a times m; a GPU computes both by one instruction."""
     wide = a.to(tl.uint64) * m
     return (wide >> 32).to(tl.uint32), wide.to(tl.uint32)
 

@@ -73,7 +73,7 @@ def wide_norm_backward(
 ):  # fmt: skip
     """`quaver.kernels.norm.norm_backward` over any number of columns.
 
-    A program adds to its row of `partial`, which holds zeros, in memory: nobody else touches it.
+    A program adds to its own row of `partial`, which holds zeros; no other program touches that row.
     """
     first = tl.program_id(0)
     m = tl.zeros([BN], tl.int32)

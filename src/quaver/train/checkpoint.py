@@ -46,7 +46,7 @@ class Saved:
     step: int
     model: dict[str, np.ndarray]
     optimizer: dict[str, np.ndarray]
-    # All that its state.json says.
+    # The entries of its state.json.
     state: dict[str, Any]
 
 
@@ -76,13 +76,13 @@ def save(
     step: int,
     model: Mapping[str, np.ndarray],
     optimizer: Mapping[str, np.ndarray],
-    about: dict[str, Any],
+    facts: dict[str, Any],
     keep: int = 0,
 ) -> Path:
     """Write the state after `step` into `folder`; all but the `keep` newest checkpoints go (0: none goes).
 
     Args:
-        about: what `load` shall find equal, and whatever else is worth knowing; JSON.
+        facts: entries that `load` compares, and others that a reader of the file wants; JSON.
     Raises: CheckpointError if it cannot be written; the checkpoints before it stay.
     """
     target = folder / name_of(step)
@@ -92,7 +92,7 @@ def save(
         partial.mkdir()
         save_file(contiguous(model), partial / "model.safetensors")
         save_file(contiguous(optimizer), partial / "optimizer.safetensors")
-        seal(partial, {"format": FORMAT, "step": step, **about})
+        seal(partial, {"format": FORMAT, "step": step, **facts})
         for path in [*partial.iterdir(), partial]:
             flush(path)
         whole_file.put_away(target)
@@ -134,15 +134,15 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def load(path: Path, about: dict[str, Any]) -> Saved:
+def load(path: Path, facts: dict[str, Any]) -> Saved:
     """What a checkpoint holds.
 
     Args:
-        about: entries of the checkpoint's state that must be equal, such as the model's size and the text.
+        facts: entries of the checkpoint's state that must be equal, such as the model's size and the text.
     Raises: CheckpointError if it is broken, another program's or another run's.
     """
     state = read_state(path)
-    for key, value in about.items():
+    for key, value in facts.items():
         if state.get(key) != value:
             raise CheckpointError(
                 f"the checkpoint {path} was made with {key} {state.get(key)!r}, and this run has {value!r}; "

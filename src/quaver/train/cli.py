@@ -242,13 +242,13 @@ def plan(
 ) -> None:
     """Predict what a model's layers gain under a recipe on a GPU."""
     with sentences():
-        made = planning.plan(model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused)
+        planned = planning.plan(model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused)
         if as_json:
-            say(json.dumps(planning.as_json(made), indent=2))
+            say(json.dumps(planning.as_json(planned), indent=2))
             return
-        say(planning.title(made))
-        out.print(planning.rich_table(made))
-        for line in planning.verdict(made):
+        say(planning.title(planned))
+        out.print(planning.rich_table(planned))
+        for line in planning.verdict(planned):
             say(line)
 
 
@@ -259,7 +259,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def bars(quiet: bool) -> Iterator[Progress]:
-    """Progress that whoever reports starts, so that bad input draws no bar."""
+    """Progress bars that start with the first report, so that bad input draws none."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"), TimeRemainingColumn())
     progress = Progress(TextColumn("{task.description}"), *columns, console=err, disable=quiet)
     try:

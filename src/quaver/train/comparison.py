@@ -1,4 +1,4 @@
-"""What a comparison found: its runs, and a recipe's *paired* difference from bf16 with its standard error.
+"""A comparison's result: its runs, and a recipe's *paired* difference from bf16 with its standard error.
 
 A difference is a recipe's validation loss minus bf16's with the same seed; its mean over seeds counts.
 Two curves that look alike prove nothing; the seeds' spread says how small a difference can be seen at all.
@@ -18,7 +18,7 @@ BASELINE = "bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One recipe with one seed: what it was, and what it left."""
+    """One recipe with one seed: its configuration, its records and its failure."""
 
     config: TrainConfig
     records: tuple[Record, ...] = ()
@@ -108,7 +108,7 @@ def final(run: Run) -> float:
 
 
 def paired(differences: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean of the differences and its standard error; None for what cannot be said."""
+    """Mean of the differences and its standard error; None where there are too few differences."""
     if not differences:
         return None, None
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None

@@ -137,5 +137,5 @@ def to_toml(config: TrainConfig) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, without Python's decoration."""
+    """An error's message, without Python's decoration."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -73,8 +73,8 @@ def _kinds(framework: str) -> list[str]:
 
 def cpu() -> str:
     """Architecture, cores and those instructions that make exact emulation fast."""
-    found = [flag for flag in CPU_FLAGS if flag in cpu_flags()]
-    return f"{platform.machine()}, {os.cpu_count()} cores{_torch_uses()}; {', '.join(found) or 'no bf16 instructions'}"
+    flags = [flag for flag in CPU_FLAGS if flag in cpu_flags()]
+    return f"{platform.machine()}, {os.cpu_count()} cores{_torch_uses()}; {', '.join(flags) or 'no bf16 instructions'}"
 
 
 def _torch_uses() -> str:
@@ -110,8 +110,8 @@ def _jax_gpus() -> list[Device]:
         return []
     import jax
 
-    found = [device for device in jax.devices() if device.platform == "gpu"]
-    return [Device(gpu.device_kind, _capability(gpu.compute_capability)) for gpu in found]
+    gpus = [device for device in jax.devices() if device.platform == "gpu"]
+    return [Device(gpu.device_kind, _capability(gpu.compute_capability)) for gpu in gpus]
 
 
 def _capability(text: str) -> tuple[int, int]:

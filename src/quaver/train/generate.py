@@ -28,7 +28,7 @@ class Generated:
     tokens: tuple[int, ...]
     # Whether the model ended the text by itself.
     ended: bool
-    # Of the prompt, and of all tokens after the first.
+    # Seconds that the prompt took, and seconds that all tokens after the first took.
     prompt_seconds: float
     seconds: float
     # What is worth knowing, a sentence each.
@@ -75,11 +75,11 @@ def generate(
         run: the folder of a run.
         prompt: text to go on from.
         tokens: how many at most; the token between files ends the text before.
-        how: tokens are chosen; None is as `Sampling` has it.
+        how: the rule that chooses tokens; None takes the defaults of `Sampling`.
         seed: of the choice.
         recipe: as the command line takes it; "" is the run's own.
-        cache: one of `CACHES`. The choice is the same with and without one where every row of an input is quantized
-            by itself; a scale per tensor sees other tokens beside it.
+        cache: one of `CACHES`. Where every row of an input is quantized by itself, a cache does not change the choice;
+            a scale per tensor depends on the other tokens in the tensor.
         device: as `TrainConfig.device`.
         emit: called with each piece of text as it comes, whole characters only.
     Raises: ValueError for bad input, before the model is made.
@@ -91,7 +91,7 @@ def generate(
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be at least 0")
     how = how or Sampling()
-    found = recipe_name.find(recipe or config.recipe)
+    chosen = recipe_name.find(recipe or config.recipe)
     vocabulary = Vocabulary(None if config.tokens == "byte" else open_tokenizer(run / "tokenizer.json"))
     ids = vocabulary.encode(prompt)
     notes = check_length(config, len(ids), tokens)
@@ -99,7 +99,7 @@ def generate(
     from quaver.train.torch.decoding import Decoding
 
     path = newest(run)
-    step = Decoding(config, found, vocabulary.size, checkpoint.load(path, {}), cache, len(ids) + tokens)
+    step = Decoding(config, chosen, vocabulary.size, checkpoint.load(path, {}), cache, len(ids) + tokens)
     return replace(_continue(step, vocabulary, ids, tokens, how, seed, emit), notes=notes)
 
 
@@ -156,7 +156,7 @@ def newest(run: Path) -> Path:
 
 
 def check_length(config: TrainConfig, prompt: int, tokens: int) -> tuple[str, ...]:
-    """Whether prompt and tokens fit the model, and what is worth knowing of it. Raises: ValueError if not."""
+    """Check that prompt and tokens fit the model; returns notes for the user. Raises: ValueError if they do not fit."""
     positions = max(MODELS[config.model].positions, config.sequence)
     if prompt == 0:
         raise ValueError("the prompt is empty; give some text to go on from with --prompt")

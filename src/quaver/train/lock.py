@@ -1,7 +1,7 @@
-"""One process at a time writes into a run's folder, or a comparison's; whoever reads needs no lock.
+"""One process at a time writes into a run's folder, or a comparison's; a reader needs no lock.
 
 The lock is the operating system's and ends with the process that holds it: one that died is no obstacle. Who holds it
-is written beside it, for the sentence that the second one gets. That file stays: it marks the folder as quaver's.
+is written beside it, for the sentence that the second process prints. That file stays: it marks the folder as quaver's.
 """
 
 import json

@@ -69,16 +69,16 @@ def run_training(
         saved_tokenizer = folder / "tokenizer.json"
         tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None, folder)
         trained = frameworks.make(config, recipe, tokens.vocab)
-        about = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint()}
+        facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint()}
         start = 0
         if resume and (last := checkpoint.latest(folder)):
-            start = take_up(last, trained, about, config, tokens.vocab)
+            start = take_up(last, trained, facts, config, tokens.vocab)
             if start > config.steps:
                 raise ValueError(f"{last} is beyond the {config.steps} steps of this run; give more --steps")
         prepare(folder, config, tokens)
         with Metrics(folder / "metrics.jsonl", start) as metrics, Interrupt() as interrupt:
             log = Log(folder, metrics, watch)
-            go_on(trained, tokens, config, about, start, log, interrupt)
+            go_on(trained, tokens, config, facts, start, log, interrupt)
     return TrainResult(
         folder=folder,
         losses=losses(metrics.records),
@@ -92,7 +92,7 @@ def go_on(
     trained: Learner,
     tokens: Tokens,
     config: TrainConfig,
-    about: dict[str, Any],
+    facts: dict[str, Any],
     start: int,
     log: "Log",
     interrupt: Interrupt,
@@ -106,7 +106,7 @@ def go_on(
         if last_one or due(step, config.validate_every):
             log({"step": step, "validation_loss": validate(trained, held_out, step, config)})
         if last_one or due(step, config.checkpoint_every) or interrupt.number:
-            state = {**about, "config": asdict(config)}
+            state = {**facts, "config": asdict(config)}
             path = checkpoint.save(log.folder, step, *trained.tensors(), state, config.keep)
         if interrupt.number and not last_one:
             message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"

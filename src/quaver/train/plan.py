@@ -139,7 +139,7 @@ def title(planned: Plan) -> str:
 
 
 def verdict(planned: Plan) -> list[str]:
-    """What to make of the table, in sentences."""
+    """What the table means, in sentences."""
     recipe, gpu = str(planned.recipe), planned.gpu.name
     losers = [name for row in planned.rows if not row.gains for name in row.names]
     said = []

@@ -49,7 +49,7 @@ def rich_table(comparison: Comparison) -> Table:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What one has to know to read the table."""
+    """Notes that explain the table."""
     config = comparison.runs[0].config
     seeds = len({run.config.seed for run in comparison.runs})
     tokens = config.batch * config.accumulate * config.sequence

@@ -23,13 +23,13 @@ COUNT = (
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def take_up(path: Path, trained: Learner, about: dict[str, Any], config: TrainConfig, vocab: int) -> int:
+def take_up(path: Path, trained: Learner, facts: dict[str, Any], config: TrainConfig, vocab: int) -> int:
     """Go on from a checkpoint, whichever framework wrote it; returns its step.
 
     Warns: once, if options differ that change the numbers.
     Raises: CheckpointError if it is broken, another run's, or not whole.
     """
-    saved = checkpoint.load(path, about)
+    saved = checkpoint.load(path, facts)
     before = saved.state.get("config")
     changed = differences(before if isinstance(before, dict) else {}, config)
     shapes = parameters(MODELS[config.model], vocab)

@@ -7,11 +7,11 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. Raises: ValueError for what cannot be."""
+    """How tokens are chosen. Raises: ValueError for numbers outside their range."""
 
     # Logits are divided by it; 0 takes the likeliest token.
     temperature: float = 0.8
-    # Only so many of the likeliest tokens; 0: all.
+    # How many of the likeliest tokens to choose from; 0: all.
     top_k: int = 50
     # Only the likeliest tokens that together have this probability.
     top_p: float = 1.0

@@ -44,7 +44,7 @@ class ModelConfig:
     # Every matrix of a layer has a bias.
     bias: bool = False
 
-    # The tokens before its own that a query sees, -1 for all: layer i takes the i-th, and the pattern repeats.
+    # How many tokens before its own a query sees, -1 for all: layer i takes the i-th, and the pattern repeats.
     windows: tuple[int, ...] = (-1,)
     # Attention's scores become cap * tanh(scores / cap).
     soft_cap: float | None = None
@@ -67,7 +67,7 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate: such activations have "glu" in their names."""
+        """True if the MLP has a gate: such activations have "glu" in their names."""
         return "glu" in self.activation
 
     def window(self, layer: int) -> tuple[int, int] | None:

@@ -38,12 +38,12 @@ def read(paths: Sequence[str], out: Path | None = None) -> list[Document]:
     """
     if not paths:
         return library()
-    found: dict[Path, Document] = {}
+    documents: dict[Path, Document] = {}
     for name in paths:
         path = Path(name)
         for document in folder(path, out) if path.is_dir() else [single(path)]:
-            found.setdefault(document.path.resolve(), document)
-    return list(found.values())
+            documents.setdefault(document.path.resolve(), document)
+    return list(documents.values())
 
 
 def library() -> list[Document]:

@@ -1,6 +1,6 @@
 """Small files read and written whole or not at all: a full disk or an interrupt leaves the one that was there.
 
-What is written lies first under a hidden name that nobody can foresee, opened so that nothing may lie there already:
+What is written lies first under a random hidden name, opened so that nothing may lie there already:
 a link that was planted is never written through. What is read must be a file: a pipe or a device may never end.
 """
 
@@ -51,7 +51,7 @@ def check_file(path: Path) -> None:
 
 
 def put_away(path: Path) -> None:
-    """Delete a folder: its name goes first, so that nobody finds half of it."""
+    """Delete a folder: its name goes first, so that no reader sees half of it."""
     gone = partial_of(path)
     with suppress(FileNotFoundError):
         os.replace(path, gone)

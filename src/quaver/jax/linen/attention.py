@@ -57,10 +57,10 @@ class DotProductAttention(nn.Module):
 
 
 def is_dropping(deterministic: bool | None, *rates: float) -> bool:
-    """Whether dropout acts.
+    """True if dropout acts.
 
     Raises:
-        ValueError: a rate is not 0 and nobody said whether this is training.
+        ValueError: a rate is not 0, and neither the module nor the call says whether this is training.
     """
     if not any(rates):
         return False

@@ -1,4 +1,4 @@
-"""Recipes for models that somebody else wrote: what goes into the slots that Flax's own modules have.
+"""Recipes for models made of Flax's own modules: operations that fit the slots of those modules.
 
 nn.Dense(4096, dot_general_cls=dot_general_cls("tensorwise"))
 """

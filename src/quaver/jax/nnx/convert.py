@@ -105,11 +105,11 @@ class _Slot:
 
     def put(self, layer: Any, recipe: Recipe, name: str, seed: int) -> None:
         inside = getattr(layer, self.name)
-        made = self.operation(recipe, seed=seed, name=name)
-        made.state = _stacked_state(recipe, layer.kernel, self.ndim(layer))
+        slot = self.operation(recipe, seed=seed, name=name)
+        slot.state = _stacked_state(recipe, layer.kernel, self.ndim(layer))
         if isinstance(inside, self.operation) and inside.state.of is recipe:
-            made.state = inside.state
-        setattr(layer, self.name, nnx.data(made))
+            slot.state = inside.state
+        setattr(layer, self.name, nnx.data(slot))
 
     def take(self, layer: Any) -> bool:
         if not isinstance(getattr(layer, self.name), self.operation):
@@ -185,8 +185,8 @@ def _kind_of(module: Any) -> Any:
 
 def _layers(model: nnx.Module) -> Iterator[tuple[str, Any, Any]]:
     """Each linear layer with its name and its kind."""
-    found = [(path, module) for path, module in nnx.iter_modules(model) if _kind_of(module) is not None]
-    for path, module in sorted(found, key=lambda item: [(isinstance(p, str), p) for p in item[0]]):
+    layers = [(path, module) for path, module in nnx.iter_modules(model) if _kind_of(module) is not None]
+    for path, module in sorted(layers, key=lambda item: [(isinstance(p, str), p) for p in item[0]]):
         yield ".".join(map(str, path)), module, _kind_of(module)
 
 

@@ -12,7 +12,7 @@ from quaver.jax.nnx.variable import OverwriteWithGradient
 def value_and_grad(
     loss: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, wrt: Any = nnx.Param
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` that also writes each layer's next state into the model, so that nobody forgets it.
+    """`nnx.value_and_grad` that also writes each layer's next state into the model.
 
     Args:
         loss: a function whose arguments `argnums` are modules.

@@ -1,4 +1,4 @@
-"""Recipes for models that somebody else wrote: what goes into the slots that Flax's own modules have.
+"""Recipes for models made of Flax's own modules: operations that fit the slots of those modules.
 
 nnx.Linear(512, 2048, dot_general=DotGeneral("tensorwise"), rngs=rngs)
 nnx.Einsum("bd,df->bf", (512, 2048), einsum_op=Einsum("mxfp8"), rngs=rngs)

@@ -60,7 +60,7 @@ class LayerState(nnx.Pytree):
 
 
 def fresh_state(own: str | Recipe | None) -> LayerState:
-    """For a layer that is being made: the state of its own recipe, else of the ambient one."""
+    """The state that a new layer gets: that of its own recipe, else that of the ambient one."""
     return LayerState(recipe_in_force(own) if own is None else own)
 
 
@@ -70,5 +70,5 @@ def joined(*names: str) -> str:
 
 
 def label(module: Any) -> str:
-    """A module in a message."""
+    """The name of a module in a message."""
     return f"{type(module).__name__} {module.name or '(unnamed)'}"

@@ -29,20 +29,20 @@ Look = Callable[[str, Array], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """All about a model that is not an array: hashable, a static argument of jit."""
+    """Everything in a model but its arrays: hashable, a static argument of jit."""
 
     config: ModelConfig
     recipe: Recipe
-    # Of the matrix products.
+    # The dtype of the matrix products.
     dtype: str
-    # Of stochastic rounding.
+    # The seed of stochastic rounding.
     seed: int
     # What backward computes again: "none", "mlp" or "full", a layer.
     recompute: str = "none"
 
 
 def ignore(name: str, x: Array) -> None:
-    """Look at nothing."""
+    """A watcher that does nothing."""
 
 
 def logits_of(model: Decoder, params: Params, state: State, ids: Array, look: Look = ignore) -> Array:
@@ -91,7 +91,7 @@ class Layer:
         return x + self.norm("mlp_post_norm", mlp(x))
 
     def again(self, what: str, part: Callable[..., Array]) -> Callable[..., Array]:
-        """The part, computed again in backward where the model says so."""
+        """The part; backward computes it again where the model's `recompute` names it."""
         chosen = self.model.recompute == what and self.look is ignore
         return jax.checkpoint(part) if chosen else part
 

@@ -22,12 +22,12 @@ STATE = ("history", "factor", "count")
 
 def weights(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """The parameters. Raises: ValueError unless they are those of the model."""
-    found = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in STATE}
-    for name in [*shapes, *found]:
-        mine, given = shapes.get(name), found[name].shape if name in found else None
+    parameters = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in STATE}
+    for name in [*shapes, *parameters]:
+        mine, given = shapes.get(name), parameters[name].shape if name in parameters else None
         if mine != given:
             raise ValueError(f"{name} has shape {given} in the checkpoint and {mine} in the model")
-    return {name: found[name].astype(np.float32) for name in shapes}
+    return {name: parameters[name].astype(np.float32) for name in shapes}
 
 
 def write_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -105,5 +105,5 @@ def read_moments(
 
 
 def _take(tensors: Tensors, key: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    found = {name.rpartition("/")[0]: tensor for name, tensor in tensors.items() if name.endswith(f"/{key}")}
-    return weights(found, shapes)
+    slots = {name.rpartition("/")[0]: tensor for name, tensor in tensors.items() if name.endswith(f"/{key}")}
+    return weights(slots, shapes)

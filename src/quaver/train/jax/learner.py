@@ -1,4 +1,4 @@
-"""A model in training under JAX: what the loop asks of a framework, with what JAX has for it."""
+"""A model in training under JAX: the methods that the loop calls, written with JAX."""
 
 import math
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Model:
 
     decoder: Decoder
     params: Params
-    # Of the recipe, by layer: empty where it keeps none.
+    # The recipe's state, by layer: empty where the recipe keeps none.
     state: State
 
 
@@ -73,9 +73,9 @@ class JaxLearner:
         loss, norm, self.params, self.moments, self.state = steps.update(
             self.decoder, self.params, self.moments, self.state, self._put(batch.astype(np.int32)), now
         )
-        found = float(loss), float(norm)
-        self.updates += all(map(math.isfinite, found))
-        return found
+        numbers = float(loss), float(norm)
+        self.updates += all(map(math.isfinite, numbers))
+        return numbers
 
     def loss(self, batches: np.ndarray) -> float:
         ids = self._put(batches.astype(np.int32))

@@ -30,7 +30,7 @@ class Rates(NamedTuple):
 
 
 def rates(lr: float, update: int, config: TrainConfig) -> Rates:
-    """Of the update with this number, counted from 1."""
+    """The rates of the update with this number, counted from 1."""
     return Rates(
         step=lr / (1 - config.beta1**update),
         keep=1 - lr * config.weight_decay,

@@ -1,4 +1,4 @@
-"""The compiled functions of a run: one update, one loss, and what looks for NaN after a failure."""
+"""The compiled functions of a run: one update, one loss, and the search for NaN after a failure."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ def gradients(model: Decoder, params: Params, state: State, batch: Array) -> tup
 def update(
     model: Decoder, params: Params, moments: Moments, state: State, batch: Array, rates: Rates
 ) -> tuple[Array, Array, Params, Moments, State]:
-    """One step: the loss, the gradient's norm, and what follows; if either is not finite, what was there before."""
+    """One step: the loss, the gradient's norm and the next arrays; the old arrays if either number is not finite."""
     loss, grads, next_state = gradients(model, params, state, batch)
     norm = norm_of(grads)
     after = *adamw(params, moments, grads, norm, rates), next_state
@@ -49,12 +49,12 @@ evaluate = jax.jit(loss_of, static_argnums=0, static_argnames="look")
 
 @partial(jax.jit, static_argnames="model")
 def finite_gradients(model: Decoder, params: Params, state: State, batch: Array) -> dict[str, Array]:
-    """Whether each parameter's gradient is finite."""
+    """True for each parameter whose gradient is finite."""
     return finite(gradients(model, params, state, batch)[1])
 
 
 def finite_outputs(model: Decoder, params: Params, state: State, batch: Array) -> dict[str, bool]:
-    """Whether what each part of the model puts out is finite, in order of computation."""
+    """True for each part of the model whose output is finite, in order of computation."""
     names: list[str] = []
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""A model in training under PyTorch: what the loop asks of a framework, with what torch has for it."""
+"""A model in training under PyTorch: the methods that the loop calls, written with torch."""
 
 from collections.abc import Callable, Mapping
 
@@ -75,7 +75,7 @@ def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def in_short(error: Exception) -> str:
-    """The beginning of what a long error says, in one line."""
+    """The beginning of a long error's message, in one line."""
     return " ".join(str(error).split())[:300]
 
 

@@ -20,12 +20,12 @@ def first_module(model: nn.Module, batch: torch.Tensor, dtype: str) -> str:
     for name, parameter in model.named_parameters():
         if not finite(parameter):
             return f"the parameter {name} is already not finite"
-    found: list[str] = []
+    names: list[str] = []
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not found and not finite(output):
-                found.append(name)
+            if not names and not finite(output):
+                names.append(name)
 
         return hook
 
@@ -37,7 +37,7 @@ def first_module(model: nn.Module, batch: torch.Tensor, dtype: str) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    return f"the first output that is not finite is that of {found[0]}" if found else "every module's output is finite"
+    return f"the first output that is not finite is that of {names[0]}" if names else "every module's output is finite"
 
 
 def first_gradient(model: nn.Module) -> str:

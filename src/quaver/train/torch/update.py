@@ -10,7 +10,7 @@ from quaver.train.torch.decoder import loss_of
 class Update:
     """Batches int64 [accumulate, B, S + 1] to float32 [2], the loss and the gradient's norm.
 
-    Where either is not finite nothing is updated; the gradients stay for whoever looks for the cause.
+    If either is not finite, nothing is updated; the gradients stay, so that `first_gradient` can name the cause.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
@@ -21,7 +21,7 @@ class Update:
         self.lr: Tensor | None = None
 
     def set_lr(self, lr: float, device: torch.device) -> None:
-        """Of the next update."""
+        """Set the learning rate of the next update."""
         if device.type == "cuda":
             self.lr = torch.zeros((), device=device) if self.lr is None else self.lr
             self.lr.fill_(lr)
@@ -36,11 +36,11 @@ class Update:
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or float("inf"))
-        found = torch.stack([total, norm])
+        norms = torch.stack([total, norm])
         # The fused optimizer itself leaves everything as it is where this is not 0 (torch.amp.GradScaler's way).
-        self.optimizer.found_inf = (~found.isfinite().all()).float()  # type: ignore[attr-defined]
+        self.optimizer.found_inf = (~norms.isfinite().all()).float()  # type: ignore[attr-defined]
         capturing = ids.is_cuda and torch.cuda.is_current_stream_capturing()
         for group in self.optimizer.param_groups:
             group["capturable"] = capturing
         self.optimizer.step()
-        return found
+        return norms
