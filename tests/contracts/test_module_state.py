@@ -71,6 +71,7 @@ SAFE = {
     "torch.gpu.rowwise:_amaxes": LAUNCHES,
     "torch.gpu.rowwise:_columns": LAUNCHES,
     "torch.gpu.rowwise:_rows": LAUNCHES,
+    "torch.gpu.scaled_mm:_transposes": SAME,
     "torch.gpu.scaled_mm:_ways": "two threads find out the same; an entry holds the specs whose identities it has",
     "torch.gpu.tensor_cast:_places": OWN,
     "torch.gpu.transpose:_launches": LAUNCHES,

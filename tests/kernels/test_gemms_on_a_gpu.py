@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver import recipes
+from quaver import E4M3, QuantSpec, recipes
 from quaver.core.spec import GemmSpec
 from quaver.torch import ops, reference
+from quaver.torch.gpu import scaled_mm
 from tests.operands import GEMMS
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +45,24 @@ def test_a_gemm_is_within_its_bound_of_the_reference(name: str, shape: tuple[int
         off = ((y - expected - bias.double()).norm() / expected.norm()).item()
         bound = 1e-6 if reasons["native"] else BOUNDS[fast]
         assert off < bound + (4e-3 if dtype is torch.bfloat16 else 0), (name, fast, dtype, reasons)
+
+
+@pytest.mark.parametrize("m", [16, 24, 36, 38, 37])
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, True)], ids=str)
+def test_transposes_and_any_number_of_rows_are_within_the_bound(turned: tuple[bool, bool], m: int) -> None:
+    """Whether read where they lie or brought into order, natively or decoded: what a probe decided runs."""
+    spec = QuantSpec(E4M3)
+    x, w = torch.randn(m, 256, device=CARD), torch.randn(64, 256, device=CARD)
+    a, b = (
+        reference.quantize(v.t().contiguous(), spec).T if lies else reference.quantize(v, spec)
+        for v, lies in zip((x, w), turned, strict=True)
+    )
+    bias = torch.randn(64, device=CARD, dtype=torch.bfloat16)
+    expected = reference.matmul(a, b, torch.float32).double() + bias.double()
+    y = ops.MATMUL(a, b, torch.bfloat16, bias).double()
+    assert ((y - expected).norm() / expected.norm()).item() < 4e-3
+    # A whole number of 16 rows is what layers mostly have: it is native wherever there are eight-bit GEMMs.
+    assert m % 16 or not scaled_mm.reason(a, b, torch.bfloat16, bias)
 
 
 @pytest.mark.parametrize("tokens", [128, 100])

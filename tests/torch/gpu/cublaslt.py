@@ -15,8 +15,18 @@ from quaver.torch.swizzle import unswizzle
 T = ScalingType
 
 
-def stand_in(arch: int, calls: list[list[str]]) -> Any:
-    """The function for one architecture; each call adds the names of its kinds to `calls`."""
+def reads_transposes(arch: int) -> bool:
+    """From Blackwell on, but for consumers' cards, for which pytorch/pytorch#198126 reports what Hopper wants."""
+    return arch >= 100 and arch != 120
+
+
+def stand_in(arch: int, calls: list[list[str]], either: bool | None = None) -> Any:
+    """The function for one architecture; each call adds the names of its kinds to `calls`.
+
+    Args:
+        either: whether GEMMs with one scale a tensor read transposes; None for what is known of the architecture.
+    """
+    either = reads_transposes(arch) if either is None else either
 
     def scaled_mm(
         a: Tensor,
@@ -33,7 +43,7 @@ def stand_in(arch: int, calls: list[list[str]]) -> Any:
         fast: bool = False,
     ) -> Tensor:
         pair = kind_a[0].name, kind_b[0].name
-        check_matrices(a, b, arch, pair == ("TensorWise", "TensorWise"), fast)
+        check_matrices(a, b, either and pair == ("TensorWise", "TensorWise"), fast)
         check_bias(bias, dtype)
         check_kinds(kind_a, kind_b, arch, dtype)
         n = b.shape[1]
@@ -47,7 +57,7 @@ def stand_in(arch: int, calls: list[list[str]]) -> Any:
     return scaled_mm
 
 
-def check_matrices(a: Tensor, b: Tensor, arch: int, tensorwise: bool, fast: bool) -> None:
+def check_matrices(a: Tensor, b: Tensor, either: bool, fast: bool) -> None:
     packed = 2 if a.dtype is torch.float4_e2m1fn_x2 else 1
     assert a.shape[1] == b.shape[0]
     if a.shape[1] * packed % 16:
@@ -55,7 +65,7 @@ def check_matrices(a: Tensor, b: Tensor, arch: int, tensorwise: bool, fast: bool
     for name, t in (("a", a), ("b", b.t())):
         rowwise = t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0
         other = t.stride(0) == 1 and t.stride(1) * t.element_size() % 16 == 0 and t.shape[0] % 16 == 0
-        if not rowwise and not (other and tensorwise and arch >= 100):
+        if not rowwise and not (other and either):
             raise RuntimeError(f"Only multiplication of row-major and column-major matrices is supported ({name})")
         assert t.data_ptr() % 16 == 0
     if a.dtype is b.dtype is torch.float8_e5m2:

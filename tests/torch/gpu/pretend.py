@@ -36,9 +36,14 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     ops._resolved.clear()
 
 
-def become(arch: int, patch: pytest.MonkeyPatch) -> None:
-    """Have the kernels and the GEMMs of one architecture, the GEMMs by their checks."""
-    run = stand_in(arch, [])
+def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> list[list[str]]:
+    """Have the kernels and the GEMMs of one architecture, the GEMMs by their checks; returns what those are called by.
+
+    Args:
+        either: as `stand_in`.
+    """
+    calls: list[list[str]] = []
+    run = stand_in(arch, calls, either)
 
     def told(a: Tensor, b: Tensor, sa: Any, ka: Any, wa: Any, sb: Any, kb: Any, wb: Any, *rest: Any) -> Tensor:
         kinds = [[KINDS[kind] for kind in side] for side in (ka, kb)]
@@ -49,6 +54,8 @@ def become(arch: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scaled_mm, "scaled_mm", run)
     patch.setattr(device, "_architecture", lambda _: arch)
     scaled_mm._ways.clear()
+    scaled_mm._transposes.clear()
+    return calls
 
 
 class Driver:

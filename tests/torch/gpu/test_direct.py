@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch import direct
-from quaver.torch.gpu import tensor_cast
+from quaver.torch.gpu import operands, scaled_mm, tensor_cast
 from quaver.torch.gpu.both_ways import SMALL
 from tests.torch.gpu.pretend import as_on_a_gpu, become
 
@@ -88,6 +89,43 @@ def test_bits_and_state_are_those_of_the_general_way(
         theirs = steps(second, xs, False)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("arch", [100, 120])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(
+    recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as sm_120, and sm_100 with some versions of cuBLASLt: nothing is read once more to be turned."""
+    calls = become(arch, monkeypatch, either=False)
+
+    def settle(_: object) -> None:
+        raise AssertionError("an operand is transposed by a kernel of its own")
+
+    monkeypatch.setattr(scaled_mm, "_probe", with_settling(scaled_mm._probe, operands.settle, monkeypatch))
+    monkeypatch.setattr(operands, "settle", settle)
+    xs = [torch.randn(2, T // 2, K).bfloat16() for _ in range(3)]
+    first = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    second = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    ours = steps(first, xs, True)
+    assert calls
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = steps(second, xs, False)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def with_settling(probe: Callable[..., str], settle: Callable[..., None], patch: pytest.MonkeyPatch) -> Any:
+    """A probe's operands may be turned: it tries what no layer does."""
+
+    def probed(*args: Any) -> str:
+        with patch.context() as inside:
+            inside.setattr(operands, "settle", settle)
+            return probe(*args)
+
+    return probed
 
 
 @pytest.mark.parametrize(

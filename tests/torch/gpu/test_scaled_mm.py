@@ -49,8 +49,10 @@ OUTPUTS = [
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     scaled_mm._ways.clear()
+    scaled_mm._transposes.clear()
     yield
     scaled_mm._ways.clear()
+    scaled_mm._transposes.clear()
 
 
 @pytest.fixture
@@ -197,6 +199,63 @@ def test_a_gemm_that_refuses_or_is_wrong_is_not_used(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(scaled_mm, "scaled_mm", lambda a, b, *_: 2.0 * (a.float() @ b.float()))
     assert "off by" in scaled_mm.reason(x, w, torch.float32, None)
     assert check("native", x, w, torch.float32, None) == "decoded"
+
+
+@pytest.mark.parametrize("gpu", [90], indirect=True)
+@pytest.mark.parametrize("name", ["tensor", "row", "1x128"])
+def test_a_bias_that_a_gemm_refuses_is_added_after_it(
+    gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    right = scaled_mm.scaled_mm
+
+    def without(*args: object) -> Tensor:
+        if args[8] is not None:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
+        return right(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scaled_mm, "scaled_mm", without)
+    x, w = pair(SPECS[name], SPECS[name], 64, 256, 32)
+    assert check("native", x, w, torch.bfloat16, torch.bfloat16) == "native"
+    way = scaled_mm.way(x, w, torch.bfloat16, torch.zeros(32, dtype=torch.bfloat16))
+    assert way.kind is not None and not way.adds and not way.why
+    # The sum with the bias is rounded once.
+    assert way.out is torch.float32
+
+
+@pytest.mark.parametrize("gpu", [90], indirect=True)
+def test_numbers_of_rows_are_tried_apart_by_what_divides_them(
+    gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = scaled_mm.scaled_mm
+
+    def of_quarters(a: Tensor, *rest: object) -> Tensor:
+        if a.shape[0] % 4:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
+        return right(a, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scaled_mm, "scaled_mm", of_quarters)
+    for m in (161, 37, 162, 164, 4, 168, 160, 16):
+        x, w = pair(SPECS["tensor"], SPECS["tensor"], m, 256, 32)
+        ran = check("native", x, w, torch.bfloat16, None)
+        assert ran == ("decoded" if m % 4 else "native"), m
+
+
+@pytest.mark.parametrize("gpu", [100], indirect=True)
+def test_a_probe_lies_as_what_will_run(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a transpose that is a view, a view is tried; else a GEMM that wants rows is found out in a backward."""
+    tried = []
+    right = scaled_mm.scaled_mm
+
+    def noting(a: Tensor, b: Tensor, *rest: object) -> Tensor:
+        tried.append((a.stride(1) == 1, b.stride(0) == 1))
+        return right(a, b, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scaled_mm, "scaled_mm", noting)
+    plain, turned = (pair(SPECS["tensor"], SPECS["tensor"], 64, 256, 32, lies) for lies in (False, True))
+    for a, b in ((plain[0], plain[1]), (plain[0], turned[1]), (turned[0], turned[1])):
+        tried.clear()
+        assert scaled_mm.way(a, b, torch.bfloat16, None).kind is not None
+        assert tried == [(not a.turned, not b.turned)]
 
 
 SCRAMBLED = {

@@ -19,11 +19,12 @@ asked: set[str] = set()
 
 def architecture(device: torch.device) -> int:
     """89, 90, 100, 120: the compute capability times ten; of the recording where there is one; 90 off a GPU."""
-    recorded = _recorded_arch()
+    recorded = recorded_arch()
     return recorded if recorded is not None else _architecture(device)
 
 
-def _recorded_arch() -> int | None:
+def recorded_arch() -> int | None:
+    """The architecture that launches are recorded for, or None."""
     # Nothing is recorded where nobody has imported Triton, which takes a while.
     launch = sys.modules.get("quaver.torch.gpu.launch")
     recorded: int | None = None if launch is None else launch.recorded_arch()
@@ -59,7 +60,7 @@ def _why_no_fp8(device: torch.device, arch: int) -> str:
 
 def why_no_kernels(device: torch.device) -> str:
     """Why the Triton kernels do not run on a device, or ""."""
-    if _recorded_arch() is not None:
+    if recorded_arch() is not None:
         return ""
     why = why_no_fp8(device, "triton") or why_no_triton()
     if not why and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

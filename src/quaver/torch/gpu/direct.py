@@ -19,7 +19,7 @@ from quaver.torch.gpu.codes import empty_codes
 from quaver.torch.gpu.column_sum import add_up, column_sum
 from quaver.torch.gpu.operands import any_matrix, matrix, scales
 from quaver.torch.gpu.quantize import family_of, quantize
-from quaver.torch.gpu.scaled_mm import FAST, SCALING, SWIZZLE, Kind, role, way
+from quaver.torch.gpu.scaled_mm import FAST, SCALING, SWIZZLE, Kind, reads_transposes, role, way
 from quaver.torch.gpu.tensor_cast import TensorCast
 from quaver.torch.ops import without_autocast
 from quaver.torch.quantized import Quantized
@@ -35,6 +35,8 @@ class Gemm(NamedTuple):
     b_swizzle: list[int]
     fast: bool
     kind: Kind
+    #: Whether its operands may be transposes that lie as they were written: views.
+    views: bool
 
 
 class Step:
@@ -132,25 +134,26 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
         # Sides that need to be filled up.
         return None
     like = x.detach().view(tokens, k)
+    specs = [spec for gemm in recipe.gemms.values() for spec in (gemm.a, gemm.b)]
+    views = all(spec is not None and spec.per_tensor for spec in specs) and reads_transposes(x.device)
     gemms = {
-        "fprop": _gemm("fprop", tokens, n, k, bias, like, recipe),
-        "dgrad": _gemm("dgrad", tokens, k, n, None, like, recipe),
-        "wgrad": _gemm("wgrad", n, k, tokens, None, like, recipe),
+        "fprop": _gemm("fprop", tokens, n, k, bias, like, recipe, views),
+        "dgrad": _gemm("dgrad", tokens, k, n, None, like, recipe, views),
+        "wgrad": _gemm("wgrad", n, k, tokens, None, like, recipe, views),
     }
     plain = recipe.wgrad.a is None and recipe.wgrad.b is None
-    loose = {gemm.kind.loose for gemm in gemms.values() if gemm is not None}
-    if len(loose) != 1 or any(gemm is None and not (plain and name == "wgrad") for name, gemm in gemms.items()):
+    if any(gemm is None and not (plain and name == "wgrad") for name, gemm in gemms.items()):
         return None
-    of_input = _cast(like, recipe.fprop.a, recipe.wgrad.b, True in loose, True)
+    of_input = _cast(like, recipe.fprop.a, recipe.wgrad.b, views, True)
     g = like.new_empty((tokens, n))
-    of_grad_output = _cast(g, recipe.dgrad.a, recipe.wgrad.a, True in loose, False, bias is not None)
+    of_grad_output = _cast(g, recipe.dgrad.a, recipe.wgrad.a, views, False, bias is not None)
     if of_input is None or of_grad_output is None:
         return None
     return Step(recipe, x, gemms, of_input, of_grad_output)
 
 
 def _cast(
-    like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, loose: bool, kept: bool, sums: bool = False
+    like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, views: bool, kept: bool, sums: bool = False
 ) -> TensorCast | BothWays | None:
     """What makes a matrix an operand, and its transpose too if `other` is not None; None where nothing does."""
     if spec is None or choice.why_not_quantize(like, spec):
@@ -159,31 +162,45 @@ def _cast(
     if family is None or spec.rounding != "nearest" or spec.hadamard:
         return None
     if spec.per_tensor:
-        return None if other is None else TensorCast(like, spec, kept, sums, loose)
+        return None if other is None else TensorCast(like, spec, kept, sums, views)
     return None if family.decided is None else family.decided(like, spec, other, kept)
 
 
-def _gemm(name: str, m: int, n: int, k: int, bias: Tensor | None, like: Tensor, recipe: Recipe) -> Gemm | None:
-    """How one GEMM is told of its scales; None unless a native one gives the result as it is asked for."""
+def _gemm(
+    name: str, m: int, n: int, k: int, bias: Tensor | None, like: Tensor, recipe: Recipe, views: bool
+) -> Gemm | None:
+    """How one GEMM is told of its scales; None unless a native one gives the result as it is asked for.
+
+    What is tried is what will run: with views, dgrad's weight and both operands of wgrad are transposes.
+    """
     gemm = recipe.gemms[name]
     if gemm.a is None or gemm.b is None:
         return None
-    found = way(_operand(m, k, gemm.a, like), _operand(n, k, gemm.b, like), like.dtype, bias)
+    turned = views and name == "wgrad", views and name != "fprop"
+    operands = _operand(m, k, gemm.a, like, turned[0]), _operand(n, k, gemm.b, like, turned[1])
+    found = way(*operands, like.dtype, bias)
     kind = found.kind
-    if kind is None or kind.bare or found.out is not like.dtype or (bias is not None and not found.adds):
+    if (
+        kind is None
+        or kind.bare
+        or (views and not kind.loose)
+        or found.out is not like.dtype
+        or (bias is not None and not found.adds)
+    ):
         return None
     if kind.a != role(gemm.a) or (name == "wgrad" and kind.b != role(gemm.b)):
         # Scales that nothing writes as they are read.
         return None
     a, b = ([scaling.value for scaling in SCALING[side]] for side in (kind.a, kind.b))
     a_swizzle, b_swizzle = ([swizzle.value for swizzle in SWIZZLE.get(side, [])] for side in (kind.a, kind.b))
-    return Gemm(a, a_swizzle, b, b_swizzle, gemm.fast_accum and kind.a in FAST, kind)
+    return Gemm(a, a_swizzle, b, b_swizzle, gemm.fast_accum and kind.a in FAST, kind, views)
 
 
-def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor) -> Quantized:
-    """Codes of nothing, in the layout of an operand."""
-    scale = torch.ones((1, 1), device=like.device)
-    return Quantized(empty_codes(rows, k, spec, like.device), scale, spec, (rows, k))
+def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor, turned: bool) -> Quantized:
+    """Codes of nothing, in the layout of an operand, or in that of its transpose."""
+    scale = torch.ones((1, 1), dtype=torch.float32, device=like.device)
+    lying = (k, rows) if turned else (rows, k)
+    return Quantized(empty_codes(*lying, spec, like.device), scale, spec, (rows, k), turned)
 
 
 class _Step(torch.autograd.Function):
@@ -200,7 +217,7 @@ class _Step(torch.autograd.Function):
         ctx.save_for_backward(weight, x if xt is None else xt, of_xt)
         ctx.about = layer, step, delayed, w, None if bias is None else bias.dtype
         # torch.nn.functional.scaled_mm without what it does to lists.
-        a, a_swizzle, b, b_swizzle, fast, _ = gemm
+        a, a_swizzle, b, b_swizzle, fast, *_ = gemm
         y: Tensor = torch._scaled_mm_v2(
             q, w.fprop, [scale], a, a_swizzle, w.fprop_scale, b, b_swizzle, bias, step.dtype, (), fast
         )
@@ -236,14 +253,14 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     if need[2]:
         of_bias = column_sum(g.view(q.shape), bias) if sums is None else add_up(sums, bias)
     if need[0]:
-        a, a_swizzle, b, b_swizzle, fast, _ = step.dgrad
+        a, a_swizzle, b, b_swizzle, fast, *_ = step.dgrad
         of_input = multiply(q, w.dgrad, [scale], a, a_swizzle, w.dgrad_scale, b, b_swizzle, None, dtype, (), fast)
         if len(step.shape) != 2:
             of_input = of_input.view(step.shape)
     if need[1] and step.wgrad is None:
         of_weight = _plain_wgrad(g.view(q.shape), xt.view(-1, xt.shape[-1]))
     elif need[1]:
-        a, a_swizzle, b, b_swizzle, fast, _ = step.wgrad
+        a, a_swizzle, b, b_swizzle, fast, *_ = step.wgrad
         of_weight = multiply(qt, xt, [of_qt], a, a_swizzle, [of_xt], b, b_swizzle, None, dtype, (), fast)
     return of_input, of_weight, of_bias, None
 
@@ -290,5 +307,5 @@ def _weight(weight: Tensor, layer: nn.Module, step: Step, x: Tensor, delayed: De
 
 def _right(q: Quantized, gemm: Gemm) -> tuple[Tensor, list[Tensor]]:
     """The right side of a GEMM, and its scales."""
-    codes = any_matrix(q) if gemm.kind.loose else matrix(q)
+    codes = any_matrix(q) if gemm.views else matrix(q)
     return codes.t(), scales(q, gemm.kind.b, True)

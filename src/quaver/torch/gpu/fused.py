@@ -151,8 +151,9 @@ def operand(
 def cast(y: Tensor, spec: QuantSpec, factor: Tensor | None, amax: Tensor | None, turn: bool) -> Quantized:
     """y [rows, k] by its measured amax, or a set factor, and its transpose as the `twin` where GEMMs read one."""
     from quaver.torch.gpu.per_tensor import per_tensor
+    from quaver.torch.gpu.scaled_mm import reads_transposes
 
-    return per_tensor(y, spec, None, factor, False, turn and device.architecture(y.device) < 100, measured_amax=amax)
+    return per_tensor(y, spec, None, factor, False, turn and not reads_transposes(y.device), measured_amax=amax)
 
 
 def remade(

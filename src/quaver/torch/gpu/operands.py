@@ -55,9 +55,9 @@ def settle(q: Quantized) -> None:
 def transpose(codes: Tensor) -> Tensor:
     """Eight-bit codes [rows, k] to [k, rows], the rows filled with zeros."""
     if not why_no_kernels(codes.device):
-        from quaver.torch.gpu import quantize
+        from quaver.torch.gpu import transpose as kernel
 
-        return quantize.transpose(codes)
+        return kernel.transpose(codes)
     rows = codes.shape[0]
     return _filled(codes.t(), -(-rows // LINE) * LINE)[:, :rows]
 

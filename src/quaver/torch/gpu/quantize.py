@@ -19,10 +19,10 @@ from quaver.torch.gpu.blockwise import BLOCK, by_blocks
 from quaver.torch.gpu.both_ways import BothWays
 from quaver.torch.gpu.codes import empty_codes as empty_codes
 from quaver.torch.gpu.codes import format_constants as format_constants
-from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.per_tensor import measure as measure
 from quaver.torch.gpu.per_tensor import per_tensor as per_tensor
 from quaver.torch.gpu.rowwise import by_rows
+from quaver.torch.gpu.scaled_mm import reads_transposes
 from quaver.torch.gpu.transpose import transpose as transpose
 from quaver.torch.gpu.transpose import transposed as transposed
 from quaver.torch.quantized import Quantized
@@ -82,8 +82,8 @@ def _plain(*specs: QuantSpec | None) -> bool:
 def _run_by_tensor(call: Call) -> Pair:
     x, spec = call.x, call.spec or call.other
     assert spec is not None
-    # From Blackwell on a GEMM reads either direction, and a transpose is a view.
-    views = architecture(x.device) >= 100
+    # Where a GEMM reads either direction, a transpose is a view.
+    views = reads_transposes(x.device)
     both = call.spec is not None and call.other is not None
     as_it_lies = call.spec is not None or views
     turn = both and not views

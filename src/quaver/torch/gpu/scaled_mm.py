@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from quaver.core.formats import E4M3, E5M2
 from quaver.core.spec import QuantSpec
 from quaver.torch import reference
 from quaver.torch.gpu import capture, decoded
-from quaver.torch.gpu.device import architecture
+from quaver.torch.gpu.device import architecture, recorded_arch
 from quaver.torch.gpu.operands import any_matrix, matrix, scales
-from quaver.torch.quantized import Quantized, spread
+from quaver.torch.quantized import STORAGE, Quantized, spread
 
 
 class Kind(NamedTuple):
@@ -76,7 +77,12 @@ class Way(NamedTuple):
     specs: tuple[QuantSpec, QuantSpec]
 
 
+#: Where a layer has transposes: the left operand of dgrad and of wgrad, and whether it is one; the right one always is.
+WHOLE = QuantSpec(E4M3)
+TRANSPOSED = ((QuantSpec(E5M2), False), (QuantSpec(E5M2), True), (WHOLE, True))
+
 _ways: dict[tuple[object, ...], Way] = {}
+_transposes: dict[tuple[torch.device, int], bool] = {}
 
 
 def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False) -> str:
@@ -101,7 +107,7 @@ def matmul(
 def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Way:
     """How a call like this one is computed, decided once."""
     (m, k), n = a.shape, b.shape[0]
-    shapes = m & 15 > 0, n & 15 > 0, k & 127 > 0, m == 0 or n == 0 or k == 0, a.turned, b.turned
+    shapes = _evenness(m), n & 15 > 0, k & 127 > 0, m == 0 or n == 0 or k == 0, a.turned, b.turned
     device = a.data.device
     key = (id(a.spec), id(b.spec), dtype, None if bias is None else bias.dtype, device, shapes, architecture(device))
     found = _ways.get(key)
@@ -110,6 +116,41 @@ def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> 
         if not capture.capturing(device):
             _ways[key] = found
     return found
+
+
+def _evenness(rows: int) -> int:
+    """The largest power of two up to 16 that divides a number of rows: by what a GEMM may take them or refuse them."""
+    return min(rows & -rows, 16)
+
+
+def reads_transposes(device: torch.device) -> bool:
+    """True if GEMMs of two scales read a transpose where it lies, in each place where a layer has one; tried once.
+
+    From Blackwell on they may: which card and which version of cuBLASLt does is not known beforehand.
+    """
+    arch = architecture(device)
+    if arch < 100:
+        return False
+    if recorded_arch() is not None or device.type == "meta":
+        return True
+    known = _transposes.get((device, arch))
+    if known is None:
+        known = all(_reads(device, *one) for one in TRANSPOSED)
+        if not capture.capturing(device):
+            _transposes[device, arch] = known
+    return known
+
+
+def _reads(device: torch.device, left: QuantSpec, turned: bool) -> bool:
+    """Whether the kind that reads transposes takes these: the left operand, turned or not, and a turned right one."""
+    codes = torch.empty((128, 128), dtype=torch.uint8, device=device)
+    scale = torch.ones((1, 1), dtype=torch.float32, device=device)
+    a, b = (
+        Quantized(codes.view(STORAGE[spec.format.name]), scale, spec, (128, 128), lies)
+        for spec, lies in ((left, turned), (WHOLE, True))
+    )
+    kind = way(a, b, torch.bfloat16, None).kind
+    return kind is not None and kind.loose
 
 
 def role(spec: QuantSpec) -> str:
@@ -153,17 +194,23 @@ def _decide(a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | 
     why = "there is nothing to add up" if 0 in (*a.shape, b.shape[0]) else unavailable(a.spec, b.spec, device)
     if not why and b.shape[0] % 16:
         why = f"the output has {b.shape[0]} columns; cuBLASLt takes multiples of 16"
-    adds = bias is dtype and dtype is not torch.float32
-    out = dtype if bias is None or adds else torch.float32
     arch, refusal = architecture(device), ""
     for kind in () if why else KINDS[_roles(a.spec, b.spec, device)]:
-        if kind.first <= arch <= kind.last:
-            found = Way(kind, "", torch.float32 if kind.bare else out, adds and not kind.bare, specs)
+        if not kind.first <= arch <= kind.last:
+            continue
+        for adds in _additions(kind, dtype, bias):
+            out = dtype if (bias is None or adds) and not kind.bare else torch.float32
+            found = Way(kind, "", out, adds, specs)
             why = "" if capture.capturing(device) else _probe(found, a, b, dtype, bias)
             if not why:
                 return found
             refusal = refusal or why
     return Way(None, why or refusal, dtype, False, specs)
+
+
+def _additions(kind: Kind, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[bool, ...]:
+    """Whether the GEMM adds the bias itself: tried first where it can, and then without, the bias added after it."""
+    return (True, False) if bias is dtype and dtype is not torch.float32 and not kind.bare else (False,)
 
 
 def _where(kind: Kind) -> str:
@@ -198,7 +245,7 @@ def _run(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tenso
 def _probe(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | None) -> str:
     """Try a small product of the same class: "" or why the call is not computed in this way."""
     device = a.data.device
-    m, k, n = 161 if a.shape[0] & 15 else 160, 656 if a.shape[1] & 127 else 640, 144
+    m, k, n = 160 + _evenness(a.shape[0]) % 16, 656 if a.shape[1] & 127 else 640, 144
     generator = torch.Generator("cpu").manual_seed(0)
     left, right = (_made_like(_uneven(rows, k, generator), like, device) for rows, like in ((m, a), (n, b)))
     extra = None if bias is None else torch.randn(n, generator=generator, dtype=torch.float32, device="cpu")
@@ -230,7 +277,8 @@ def _made_like(x: Tensor, like: Quantized, device: torch.device) -> Quantized:
     """x by a spec, nearest and without what goes before the rounding; on a device, lying as an operand lies."""
     spec = QuantSpec(like.spec.format, like.spec.block, like.spec.scale)
     turned = like.turned and spec.block[0] == spec.block[1]
-    q = reference.quantize(x.t() if turned else x, spec)
+    # A transpose lies row by row as every operand does, or it would be brought into order before the GEMM sees it.
+    q = reference.quantize(x.t().contiguous() if turned else x, spec)
     return Quantized(
         q.data.to(device),
         q.scale.to(device) if isinstance(q.scale, Tensor) else q.scale,
