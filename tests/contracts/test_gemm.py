@@ -1,5 +1,9 @@
 """The GEMM is bounded: in float32 within 1e-6 relative RMS of float64 on the same operands; bf16 rounds that once."""
 
+import threading
+import time
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +11,7 @@ import torch
 import quaver.torch as qt
 from quaver.core import reference
 from quaver.core.spec import GemmSpec, QuantSpec
+from quaver.torch.cpu_decode import folds_exactly
 from quaver.torch.reference import double
 from tests.close import assert_bitwise, assert_close
 from tests.operands import GEMMS, MAGNITUDES
@@ -114,11 +119,44 @@ def test_an_empty_gemm_is_zeros_or_the_bias(gemm: GemmSpec, m: int, k: int, n: i
     assert_bitwise(qt.matmul(a, b, bias=bias), bias.expand(m, n))
 
 
-def test_the_precision_setting_of_the_process_is_put_back() -> None:
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    gemm = next(iter(GEMMS.values()))
-    qt.matmul(*operands("normal", gemm, 192, 512, 256))
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+def test_threads_never_see_the_precision_of_float32_products_change() -> None:
+    before, seen = torch.backends.mkldnn.matmul.fp32_precision, set()
+    pairs = [operands("normal", gemm, 100, 512, 256) for gemm in list(GEMMS.values())[:4]]
+
+    def multiply() -> None:
+        for _ in range(10):
+            for pair in pairs:
+                qt.matmul(*pair)
+
+    threads = [threading.Thread(target=multiply) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        seen.add(torch.backends.mkldnn.matmul.fp32_precision)
+        time.sleep(0.0001)
+    assert seen | {torch.backends.mkldnn.matmul.fp32_precision} == {before}
+
+
+@pytest.fixture
+def rounded_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul.fp32_precision
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.mkldnn.matmul.fp32_precision = before[1]
+
+
+@every_gemm
+@pytest.mark.parametrize("m", [3, 100])
+@pytest.mark.usefixtures("rounded_products")
+def test_a_process_that_lets_torch_round_float32_products_gets_the_same_precision(gemm: GemmSpec, m: int) -> None:
+    a, b = operands("normal", gemm, m, 512, 256)
+    y = qt.matmul(a, b)
+    assert_close("medium", y, exact(a, b), 1e-6)
+    if not (folds_exactly(a) and folds_exactly(b)):
+        # Whatever this processor does with the setting: bf16 could not hold the values.
+        with qt.only("reference"):
+            assert_bitwise(y, qt.matmul(a, b))
 
 
 def test_operands_that_do_not_share_k_and_odd_dtypes_are_refused() -> None:

@@ -69,10 +69,10 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
                 f"a layer's history of {history.shape[0]} steps makes room for one of {length}, which starts fresh",
                 stacklevel=4,
             )
-        made: dict[str, Any] = {"dtype": torch.float32, "device": layer.weight.device}
+        where: torch.device = layer.weight.device  # type: ignore[assignment]
         # Stored column by column, so that a window is contiguous.
-        layer.register_buffer("history", torch.zeros((3, length), **made).t())
-        layer.register_buffer("factor", torch.zeros(3, **made))
+        layer.register_buffer("history", torch.zeros((3, length), dtype=torch.float32, device=where).t())
+        layer.register_buffer("factor", torch.zeros(3, dtype=torch.float32, device=where))
     elif layer.__dict__.get("_delayed", recipe) is not recipe:
         # Factors for other formats or another margin: the next roll finds new ones.
         factor.zero_()
@@ -92,7 +92,7 @@ def register(layer: nn.Module) -> None:
         number = _numbers[layer] = next(_serials)
         _layers[number] = weakref.ref(layer, partial(_forget, number, _layers))
     with torch.inference_mode(False):
-        layer.__dict__["_number"] = torch.tensor(number, device="cpu")
+        layer.__dict__["_number"] = torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 def _forget(number: int, known: dict[int, Any], _: object) -> None:

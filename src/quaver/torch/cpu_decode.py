@@ -100,7 +100,7 @@ _pairs: dict[bool, Tensor] = {}
 def _e2m1_pairs(half: bool) -> Tensor:
     """Both values of every byte of packed E2M1, as one integer each: [256]."""
     if half not in _pairs:
-        byte = torch.arange(256)
+        byte = torch.arange(256, dtype=torch.int64, device="cpu")
         values = e2m1_values(torch.device("cpu"))
         both = torch.stack([values[byte & 15], values[byte >> 4]], 1)
         _pairs[half] = both.to(torch.bfloat16).view(torch.int32)[:, 0] if half else both.view(torch.int64)[:, 0]

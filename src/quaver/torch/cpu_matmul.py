@@ -2,12 +2,11 @@
 
 Every E4M3, E5M2 and E2M1 value is a bf16 value, also after multiplying by a power of two or by an E4M3 scale, and the
 product of two of them is exact in float32. So a bf16 GEMM, or a float32 GEMM that works in bf16 inside, adds up
-exactly the products that the recipe defines. docs/numerics.md describes the decoding.
+exactly the products that the recipe defines. docs/numerics.md describes the decoding. No setting of the process is
+changed for that: other threads would multiply by it.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,11 +50,13 @@ def matmul(
         return scaled_product(x.t() if a.turned else x, y if b.turned else y.t(), a.scale, b.scale, dtype, bias)
     if size == 0:
         return reference.matmul(a, b, dtype, bias)
+    exact = folds_exactly(a) and folds_exactly(b)
+    if not exact and _rounds():
+        return reference.matmul(a, b, dtype, bias)
     few = min(m, n)
     if few <= NARROW or (few <= NARROW_BESIDE[0] and max(m, n) * k >= NARROW_BESIDE[1]):
         y = cpu_narrow.product(a, b)
         return (y if bias is None else y + bias).float().to(dtype)
-    exact = folds_exactly(a) and folds_exactly(b)
     tiny = size <= SMALL
     half = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
     blocked = exact and not half and not tiny and cpu_brgemm.takes(m, n, k)
@@ -67,11 +68,8 @@ def matmul(
     y = right[0] if b.turned else right[0].t()
     if blocked:
         y = cpu_brgemm.product(x, y.t())
-    elif half or tiny or not exact:
-        y = torch.mm(x, y)
     else:
-        with bf16_products():
-            y = torch.mm(x, y)
+        y = torch.mm(x, y)
     y = rescale(y, left[1], right[1])
     if bias is not None:
         y += bias
@@ -108,16 +106,9 @@ def scaled_product(
     return y.bfloat16() if dtype is torch.bfloat16 else y.to(dtype)
 
 
-@contextmanager
-def bf16_products() -> Iterator[None]:
-    """float32 GEMMs that multiply in bf16. The setting is the process's, and is put back; no hardware bf16, no
-    effect."""
-    before = _precision.fp32_precision
-    _precision.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        _precision.fp32_precision = before
+def _rounds() -> bool:
+    """Whether the process has asked torch to round the operands of float32 products on a CPU."""
+    return _precision.fp32_precision not in ("none", "ieee")
 
 
 def rescale(y: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:

@@ -39,12 +39,12 @@ def _product(few: Quantized, wide: Quantized) -> Tensor:
     rows, columns = wide.lying_shape
     step = _step(wide, columns)
     if wide.turned:
-        y = torch.zeros(x.shape[0], columns, dtype=torch.float64)
+        y = torch.zeros(x.shape[0], columns, dtype=torch.float64, device="cpu")
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             y += _times(x[:, start:stop], _lying_rows(wide, start, stop), PIECE)
     else:
-        y = torch.empty(x.shape[0], rows, dtype=torch.float64)
+        y = torch.empty(x.shape[0], rows, dtype=torch.float64, device="cpu")
         piece = CONTIGUOUS_PIECE if x.shape[0] == 1 else PIECE
         for start in range(0, rows, step):
             stop = min(start + step, rows)

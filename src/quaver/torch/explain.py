@@ -180,7 +180,7 @@ def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
     sizes = (core.heads, dim), (core.groups, dim), (core.groups, width)
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     qkv = [x.new_empty(*tokens, *size, dtype=dtype) for size in sizes]
-    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, tokens[0]])} if thd else {}
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, tokens[0]], dtype=torch.int64, device="cpu")} if thd else {}
     if MASKS[core.mask_type][0]:
         batch, length = (1, tokens[0]) if thd else tokens[::-1] if core.layout == "sbhd" else tokens
         rows = length if core.mask_type == "arbitrary" else batch

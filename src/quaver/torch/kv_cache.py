@@ -52,8 +52,8 @@ class KVCache:
         """`length` of each sequence, int64 [B], where the keys are."""
         first = next((k for k in self._keys if k is not None), None)
         if first is None:
-            return torch.zeros(0, dtype=torch.int64)
-        return torch.full((first.shape[0],), self.length, device=first.device)
+            return torch.zeros(0, dtype=torch.int64, device="cpu")
+        return torch.full((first.shape[0],), self.length, dtype=torch.int64, device=first.device)
 
     def held(self, layer: int) -> int:
         """Tokens that one layer holds."""

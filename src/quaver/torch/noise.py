@@ -59,7 +59,7 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
             numbers = {operand: 2 * serial + operand.endswith(".T") for operand in operands}
         else:
             numbers = {operand: zlib.crc32(f"{name}.{operand}".encode()) for operand in operands}
-        tensors = {operand: torch.tensor(number, device="cpu") for operand, number in numbers.items()}
+        tensors = {o: torch.tensor(number, dtype=torch.int64, device="cpu") for o, number in numbers.items()}
         kept = layer.__dict__["_streams"] = source, tensors
     return kept[1]
 
@@ -78,4 +78,5 @@ def fresh_count(layer: nn.Module, device: Any = None) -> Tensor:
     """Nothing quantized yet; the stream's number goes with it, or -1 where a name tells. On the weight's device."""
     device = layer.weight.device if device is None else device
     named = layer.__dict__.get("qualified_name") is not None
-    return torch.tensor([0, 0, -1 if named else layer.__dict__.get("_serial", 0)], device=device)
+    stream = -1 if named else layer.__dict__.get("_serial", 0)
+    return torch.tensor([0, 0, stream], dtype=torch.int64, device=device)

@@ -98,9 +98,9 @@ class Norm(nn.Module):
         self.dim = dim
         self.formula = Normalization(normalization, eps, zero_centered)
         centred, averaged = NORMALIZATIONS[normalization]
-        made = {"device": device, "dtype": dtype}
-        self.register_parameter("weight", nn.Parameter(torch.empty(dim, **made)) if averaged else None)
-        self.register_parameter("bias", nn.Parameter(torch.empty(dim, **made)) if centred and bias else None)
+        for name, present in (("weight", averaged), ("bias", centred and bias)):
+            values = nn.Parameter(torch.empty(dim, dtype=dtype, device=device)) if present else None
+            self.register_parameter(name, values)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -28,8 +28,9 @@ def quantize(
     """`quantize` as an opaque operator. With the number of a layer, the amax is recorded as its grad_output's."""
     turned = x.stride(1) != 1 and x.stride(0) == 1
     # A tensor id that is a tensor is no constant of the graph: layers that share code share a graph.
-    amax, factor, tensor_id, count = (
-        torch.tensor(v) if isinstance(v, int | float) else v for v in (amax, factor, *noise[1:])
+    amax, factor = _float(amax), _float(factor)
+    tensor_id, count = (
+        torch.tensor(v, dtype=torch.int64, device="cpu") if isinstance(v, int) else v for v in noise[1:]
     )
     data, scale, tensor_factor, top = torch.ops.quaver.quantize(
         x.t() if turned else x, turned, spec.text, amax, factor, noise[0], tensor_id, count, number
@@ -37,6 +38,10 @@ def quantize(
     shape = (x.shape[0], spec.padded(x.shape[1]))
     lies_turned = turned and spec.format.bits == 8
     return Quantized(data, scale, spec, shape, lies_turned, tensor_factor if spec.two_level else None, top)
+
+
+def _float(v: Tensor | float | None) -> Tensor | None:
+    return torch.tensor(v, dtype=torch.float32, device="cpu") if isinstance(v, int | float) else v
 
 
 def quantize_both(
@@ -52,8 +57,7 @@ def quantize_both(
     """`QUANTIZE_BOTH` as an opaque operator, of roundings to nearest; the number as `quantize` takes it."""
     # Not whether they are QUIET: to a compiler a default and the global that it names are two tuples.
     assert spec.rounding == other.rounding == "nearest"
-    if isinstance(factor, float):
-        factor = torch.tensor(factor)
+    factor = _float(factor)
     data, scale, of_tensor, top, turned_data, turned_scale, turned_of_tensor = torch.ops.quaver.quantize_both(
         x, spec.text, other.text, amax, factor, number
     )

@@ -90,7 +90,7 @@ class PagedKVCache:
     def padding(self) -> Tensor:
         """bool [B, longest], True where what `update` last returned is padding."""
         held = self._newest()
-        at = torch.arange(max(held, default=0), device=self._device())
+        at = torch.arange(max(held, default=0), dtype=torch.int64, device=self._device())
         return at >= self._tensor(held)[:, None]
 
     def mask(self, mask: Any, mask_type: str, queries: int) -> tuple[Any, str]:
@@ -111,7 +111,7 @@ class PagedKVCache:
             return None, "causal_bottom_right" if causal else "none"
         of_queries = torch.zeros(self.batch, queries, dtype=torch.bool, device=self._device()) if mask is None else mask
         real = self._tensor(held)[:, None] - of_queries.sum(1, keepdim=True)
-        of_keys = torch.arange(max(held), device=real.device) >= real
+        of_keys = torch.arange(max(held), dtype=torch.int64, device=real.device) >= real
         return (of_queries, of_keys), "padding_causal_bottom_right" if causal else "padding"
 
     def check_mask(self, mask: Any, mask_type: str, tokens: tuple[int, int]) -> None:
@@ -231,7 +231,8 @@ class PagedKVCache:
         for pool in (*self._keys, *self._values):
             if pool is not None and moves:
                 paged = pool.view(self.pages, self.page_size, *pool.shape[1:])
-                here, there = (torch.tensor(side, device=pool.device) for side in zip(*moves, strict=True))
+                sides = zip(*moves, strict=True)
+                here, there = (torch.tensor(side, dtype=torch.int64, device=pool.device) for side in sides)
                 paged[there] = paged[here]
 
     def _device(self) -> torch.device | None:
@@ -285,10 +286,10 @@ class PagedKVCache:
         key = (tuple(rows), tuple(ends), tokens, device)
         if self._last is None or self._last[0] != key:
             longest = max(ends, default=0)
-            every = torch.zeros(len(rows), longest, dtype=torch.int64)
+            every = torch.zeros(len(rows), longest, dtype=torch.int64, device="cpu")
             for i, (sequence, end) in enumerate(zip(rows, ends, strict=True)):
-                at = torch.arange(end)
-                pages = torch.tensor(self._table[sequence], dtype=torch.int64)
+                at = torch.arange(end, dtype=torch.int64, device="cpu")
+                pages = torch.tensor(self._table[sequence], dtype=torch.int64, device="cpu")
                 every[i, :end] = pages[at // self.page_size] * self.page_size + at % self.page_size
                 # A token of its own: another sequence's NaN would pass a mask that multiplies by 0.
                 every[i, end:] = every[i, 0] if longest else 0

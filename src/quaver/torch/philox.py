@@ -29,7 +29,7 @@ def uniform(
     out = torch.empty((groups, 4), dtype=torch.float32, device=device)
     chunk = _CHUNK if device.type == "cpu" else max(groups, 1)
     for at in range(0, groups, chunk):
-        g = torch.arange(start + at, start + min(at + chunk, groups), device=device)
+        g = torch.arange(start + at, start + min(at + chunk, groups), dtype=torch.int64, device=device)
         piece = out[at : at + chunk]
         for column, word in enumerate(words(g, seed, tensor_id, count)):
             piece[:, column] = word
@@ -43,8 +43,9 @@ def turned_uniform(
 
     k, first and number are multiples of four, so that the four words of a counter belong to four lines of the result.
     """
-    out = torch.empty((number // 4, 4, rows))
-    g = torch.arange(first // 4, (first + number) // 4)[:, None] + torch.arange(rows) * (k // 4)
+    out = torch.empty((number // 4, 4, rows), dtype=torch.float32, device="cpu")
+    g = torch.arange(first // 4, (first + number) // 4, dtype=torch.int64, device="cpu")[:, None]
+    g = g + torch.arange(rows, dtype=torch.int64, device="cpu") * (k // 4)
     for line, word in enumerate(words(g, seed, tensor_id, count)):
         out[:, line] = word
     return out.mul_(2.0**-24).view(number, rows)
@@ -52,8 +53,10 @@ def turned_uniform(
 
 def words(g: Tensor, seed: int, tensor_id: int, count: Tensor | int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The upper 24 bits of the four words for counters g, int64 of any shape."""
-    low = count.reshape(()).bitwise_and(_LOW) if isinstance(count, Tensor) else torch.tensor(count & _LOW)
-    c3 = torch.empty_like(g).copy_(low.to(g.device))
+    if isinstance(count, Tensor):
+        c3 = torch.empty_like(g).copy_(count.reshape(()).bitwise_and(_LOW).to(g.device))
+    else:
+        c3 = torch.full_like(g, count & _LOW)
     made = philox(g & _LOW, g >> 32, torch.full_like(g, tensor_id), c3, seed)
     return tuple(word.bitwise_right_shift_(8) for word in made)  # type: ignore[return-value]
 
@@ -65,7 +68,7 @@ def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: int) -> tuple[T
     each time.
     """
     device = c0.device
-    low, half, m0, m1 = (torch.tensor(v, device=device) for v in (_LOW, 32, *MULTIPLIERS))
+    low, half, m0, m1 = (_word(v, device) for v in (_LOW, 32, *MULTIPLIERS))
     high = torch.empty_like(c0)
     for k0, k1 in _keys(seed, device):
         c0.mul_(m0)
@@ -85,4 +88,8 @@ def _keys(seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """The round keys."""
     rounds = [((seed + i * WEYL[0]) & _LOW, ((seed >> 32) + i * WEYL[1]) & _LOW) for i in range(ROUNDS)]
     with torch.inference_mode(False):
-        return [(torch.tensor(k0, device=device), torch.tensor(k1, device=device)) for k0, k1 in rounds]
+        return [(_word(k0, device), _word(k1, device)) for k0, k1 in rounds]
+
+
+def _word(v: int, device: torch.device) -> Tensor:
+    return torch.tensor(v, dtype=torch.int64, device=device)

@@ -18,7 +18,7 @@ def positions_of(
         raise ValueError(f"cu_seqlens is for layout 'thd', and this is {layout!r}; leave it out")
     if positions is None:
         start = 0 if isinstance(offset, Tensor) else offset
-        positions = torch.arange(start, start + tokens, device=x.device)
+        positions = torch.arange(start, start + tokens, dtype=torch.int64, device=x.device)
         shift: int | Tensor = offset if isinstance(offset, Tensor) else 0
     else:
         shift = offset
@@ -51,7 +51,7 @@ def _ragged(x: Tensor, positions: Tensor | None, offset: int | Tensor, cu_seqlen
             raise ValueError("layout 'thd' needs cu_seqlens, where each sequence begins; or positions of every token")
         return positions + offset
     _check_lengths(cu_seqlens, tokens)
-    counted = torch.arange(tokens, device=x.device)
+    counted = torch.arange(tokens, dtype=torch.int64, device=x.device)
     # The last start that is not above the token; empty sequences share theirs with the next.
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), counted, right=True)
     if positions is None:

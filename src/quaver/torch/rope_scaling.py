@@ -42,8 +42,9 @@ class Frequencies:
 
     def rows(self, device: Any = None) -> Tensor:
         """float32 [n, dim / 2]: row 0 serves every length, unless the type goes by it. Exact: made on the CPU."""
-        if device is not None and torch.device(device).type == "meta":
-            return torch.empty(KINDS[self.rope_type].count, self.dim // 2, device=device)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type == "meta":
+            return torch.empty(KINDS[self.rope_type].count, self.dim // 2, dtype=torch.float32, device=device)
         return KINDS[self.rope_type].rows(self).to(device)
 
     def at(self, rows: Tensor, length: int | Tensor) -> Tensor:
@@ -164,9 +165,9 @@ def _check_keys(rope_type: str, kind: Kind, given: dict[str, Any], max_positions
 # The rows. Each follows the order of operations of the code whose checkpoints it reads.
 
 
-def _exponents(dim: int, device: Any = None) -> Tensor:
+def _exponents(dim: int, device: Any = "cpu") -> Tensor:
     """2 i / dim."""
-    return torch.arange(0, dim, 2, device=device).float() / dim
+    return torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
 
 
 def _plain(f: Frequencies) -> Tensor:
@@ -200,8 +201,9 @@ def _dynamic_at(f: Frequencies, rows: Tensor, length: int | Tensor) -> Tensor:
     if isinstance(length, int):
         if length <= f.max_positions:
             return rows[0]
-        length = torch.full((), length, device=rows.device)
-    grown = 1.0 / _ntk_base(f, length) ** _exponents(f.dim, rows.device)
+        length = torch.full((), length, dtype=torch.int64, device=rows.device)
+    # An integer times a float would be of torch's default dtype.
+    grown = 1.0 / _ntk_base(f, length.float()) ** _exponents(f.dim, rows.device)
     return torch.where(length > f.max_positions, grown, rows[0])
 
 
@@ -234,7 +236,7 @@ def _yarn(f: Frequencies) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, f.dim - 1)
     width = high - low or 0.001
-    kept = 1 - ((torch.arange(f.dim // 2).float() - low) / width).clamp(0, 1)
+    kept = 1 - ((torch.arange(f.dim // 2, dtype=torch.int64, device="cpu").float() - low) / width).clamp(0, 1)
     powers = f.theta ** _exponents(f.dim)
     return (1.0 / (_factor(f) * powers) * (1 - kept) + 1.0 / powers * kept)[None]
 
@@ -253,7 +255,7 @@ def _yarn_attention(f: Frequencies) -> float:
 
 def _longrope(f: Frequencies) -> Tensor:
     """Row 0 for sequences up to the original length, row 1 beyond."""
-    stretch = torch.tensor([f.get("short_factor"), f.get("long_factor")])
+    stretch = torch.tensor([f.get("short_factor"), f.get("long_factor")], dtype=torch.float32, device="cpu")
     return 1.0 / (stretch * f.theta ** _exponents(f.dim))
 
 

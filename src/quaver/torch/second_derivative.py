@@ -21,7 +21,7 @@ def no_second_derivative(grads: tuple[Any, ...], sentence: str, *sources: Any) -
         sentence: why there is none, and what to do.
         sources: what the gradients depend on, tensors or None.
     """
-    tied = *sources, torch.empty(0, requires_grad=True)
+    tied = *sources, torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
     return tuple(_Refuse.apply(g, sentence, *tied) if isinstance(g, Tensor) else g for g in grads)
 
 

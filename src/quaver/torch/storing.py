@@ -114,8 +114,8 @@ def write(layer: nn.Linear, value: Tensor) -> None:
 @torch.no_grad()
 def reset(layer: nn.Linear) -> None:
     """Fill weight and bias as nn.Linear does."""
-    made: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.__dict__["weight_dtype"]}
-    fresh = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, **made)
+    dtype, biased = layer.__dict__["weight_dtype"], layer.bias is not None
+    fresh = nn.Linear(layer.in_features, layer.out_features, biased, device=layer.weight.device, dtype=dtype)
     if layer.__dict__["keep_initial"]:
         _keep_initial(layer, fresh.weight)
     if not fresh.weight.is_meta:

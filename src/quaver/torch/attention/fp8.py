@@ -60,7 +60,7 @@ def attention_fp8(
     """
     _check(q, k, v, bias, hidden, sinks, dropout)
     refuse_transforms(q, k, v, bias, sinks)
-    draw = torch.randint(_DRAWS, (1,), device=q.device) if dropout else None
+    draw = torch.randint(_DRAWS, (1,), dtype=torch.int64, device=q.device) if dropout else None
     scale = max(q.shape[3], 1) ** -0.5 if scale is None else scale
     bias, hidden = (None if x is None else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape)) for x in (bias, hidden))
     numbers = float(scale), None if soft_cap is None else float(soft_cap), float(dropout)

@@ -42,15 +42,16 @@ class Ragged(NamedTuple):
         """The position in its own sequence of each query and key, queries' shifted to the keys' end on demand."""
         starts, key_starts = self.of_queries.to(device), self.of_keys.to(device)
         sequence = _sequence(starts, queries)
-        of_queries = torch.arange(queries, device=device) - starts[sequence]
-        of_keys = torch.arange(keys, device=device) - key_starts[_sequence(key_starts, keys)]
+        of_queries = torch.arange(queries, dtype=torch.int64, device=device) - starts[sequence]
+        of_keys = torch.arange(keys, dtype=torch.int64, device=device) - key_starts[_sequence(key_starts, keys)]
         if bottom_right:
             of_queries = of_queries + (key_starts.diff() - starts.diff())[sequence]
         return of_queries, of_keys
 
 
 def _sequence(cumulative: Tensor, tokens: int) -> Tensor:
-    found = torch.bucketize(torch.arange(tokens, device=cumulative.device), cumulative[1:].long(), right=True)
+    every = torch.arange(tokens, dtype=torch.int64, device=cumulative.device)
+    found = torch.bucketize(every, cumulative[1:].long(), right=True)
     # A compiler does not look whether the last sequence ends with the tokens; what lies beyond belongs to it.
     return found.clamp(max=max(cumulative.shape[0] - 2, 0))
 

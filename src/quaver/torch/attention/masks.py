@@ -87,7 +87,8 @@ def ahead_of_query(
     if ragged is not None:
         of_queries, of_keys = ragged.positions(queries, keys, bottom_right, device)
         return (of_keys - of_queries[:, None])[None, None]
-    ahead = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+    of_keys, of_queries = (torch.arange(n, dtype=torch.int64, device=device) for n in (keys, queries))
+    ahead = of_keys - of_queries[:, None]
     if not bottom_right:
         return ahead[None, None]
     if mask is None:

@@ -69,8 +69,8 @@ def _room(rows: int, k: int, square: bool, device: torch.device) -> Tensor:
     blocks = -(-k // BLOCK)
     if not square:
         return torch.empty((blocks, rows), dtype=torch.float32, device=device)
-    make = torch.zeros if blocks % 4 else torch.empty
-    return make((-(-rows // BLOCK), -(-blocks // 4) * 4), dtype=torch.float32, device=device)
+    scale = torch.empty((-(-rows // BLOCK), -(-blocks // 4) * 4), dtype=torch.float32, device=device)
+    return scale.zero_() if blocks % 4 else scale
 
 
 def _as_scales(amax: Tensor, scale: Tensor | None, square: bool) -> Tensor:

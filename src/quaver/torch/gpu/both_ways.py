@@ -13,8 +13,6 @@ from torch import Tensor
 
 from quaver.torch.gpu import launch
 
-empty = torch.empty_strided
-
 #: Up to so many elements codes that nobody keeps are written to a place of their own; larger ones take memory for as
 #: long as they are needed, and their launches wait for the GPU anyway.
 SMALL = 1 << 16
@@ -45,7 +43,11 @@ def lying(shape: tuple[int, int], dtype: torch.dtype, turned: bool = False) -> R
 
 def empty_like_told(room: Room, device: torch.device) -> Tensor:
     """What a kernel is told of a room: to compile its launch by."""
-    return room.told(empty(room.shape, room.strides, dtype=room.dtype, device=device))
+    return room.told(_empty(room, device))
+
+
+def _empty(room: Room, device: torch.device) -> Tensor:
+    return torch.empty_strided(room.shape, room.strides, dtype=room.dtype, device=device)
 
 
 class Launch(NamedTuple):
@@ -94,7 +96,7 @@ class BothWays:
         if self.fresh:
             tensors, addresses = tensors.copy(), addresses.copy()
             for i, shape, strides, dtype in self.fresh:
-                made = tensors[i] = empty(shape, strides, dtype=dtype, device=self.device)
+                made = tensors[i] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
                 addresses[i] = made.data_ptr()
         if self.zeroed is not None:
             tensors[self.zeroed].zero_()
@@ -118,7 +120,9 @@ class BothWays:
         shared = *mine, self.device, rooms
         if shared not in _places:
             with torch.inference_mode(False):
-                tensors = [None if r is None else empty(*r[:2], dtype=r.dtype, device=self.device) for r in rooms]
+                tensors = [
+                    None if r is None else torch.empty_strided(*r[:2], dtype=r.dtype, device=self.device) for r in rooms
+                ]
             # The last one stands for what a kernel does not take.
             _places[shared] = [*tensors, None], [*[None if t is None else t.data_ptr() for t in tensors], None]
         made = self.places[mine] = _places[shared]

@@ -78,18 +78,14 @@ def _power_below(scales: Tensor) -> Tensor:
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y in float32, of two bf16 matrices or in true float32."""
-    if not x.is_cuda:
-        return x.float() @ y.float()
-    if x.dtype is y.dtype is torch.bfloat16 and torch.version.hip is None and architecture(x.device) >= HALF:
-        return torch.mm(x, y, out_dtype=torch.float32)
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "ieee"
-    try:
-        return x.float() @ y.float()
-    finally:
-        matmul.fp32_precision = before
+    """x @ y in float32, of two bf16 matrices or in true float32, whatever the process allows torch."""
+    if x.is_cuda:
+        if x.dtype is y.dtype is torch.bfloat16 and torch.version.hip is None and architecture(x.device) >= HALF:
+            return torch.mm(x, y, out_dtype=torch.float32)
+        if torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee"):
+            # TF32 would round the operands, and the setting is the process's: other threads would see it change.
+            return (x.double() @ y.double()).float()
+    return x.float() @ y.float()
 
 
 def rescale(y: Tensor, *scales: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def matmul(a: Quantized, b: Quantized, n: int, ends: Tensor, fast_accum: bool = 
         output_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
     )
-    of_none = torch.arange(a.shape[0], device=ends.device) >= ends[-1]
+    of_none = torch.arange(a.shape[0], dtype=torch.int64, device=ends.device) >= ends[-1]
     # What was not written may be anything, NaN too.
     return y.masked_fill_(of_none[:, None], 0.0)
 
@@ -92,12 +92,16 @@ def probe(device: torch.device, fast_accum: bool) -> str:
 def _probe(device: torch.device, fast_accum: bool) -> str:
     from quaver.core.formats import E4M3
 
-    generator, spec = torch.Generator().manual_seed(0), QuantSpec(E4M3, (1, None))
-    x, w = torch.randn(48, 272, generator=generator), torch.randn(3 * 32, 272, generator=generator)
-    x, w = (m * torch.rand(m.shape[0], 1, generator=generator).add_(0.5) for m in (x, w))
+    generator, spec = torch.Generator("cpu").manual_seed(0), QuantSpec(E4M3, (1, None))
+    x, w = (
+        torch.randn(rows, 272, generator=generator, dtype=torch.float32, device="cpu").mul_(
+            torch.rand(rows, 1, generator=generator, dtype=torch.float32, device="cpu").add_(0.5)
+        )
+        for rows in (48, 3 * 32)
+    )
     a, b = reference.quantize(x.to(device), spec), reference.quantize(w.to(device), spec)
     ends = torch.tensor([21, 21, 40], dtype=torch.int32, device=device)
-    expected = torch.zeros(48, 32, device=device)
+    expected = torch.zeros(48, 32, dtype=torch.float32, device=device)
     left, right = a.dequantize(), b.dequantize().view(3, 32, 272)
     expected[:21], expected[21:40] = left[:21] @ right[0].t(), left[21:40] @ right[2].t()
     try:

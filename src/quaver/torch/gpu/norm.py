@@ -101,12 +101,11 @@ def normalized(
     gamma, beta = None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous()
     kind = "none" if spec is None else mode(spec, factor is not None, columns)
     assert kind, f"no kernel normalizes and quantizes by {spec}"
-    one: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if want_output or kind == "amax" else None
     centred, _ = KINDS[normalization]
-    mean = torch.empty((rows if centred else 0,), **one)
-    inverse = torch.empty((rows,), **one)
-    top = torch.empty((1, 1), **one) if kind in ("amax", "tensor") else None
+    mean = torch.empty((rows if centred else 0,), dtype=torch.float32, device=x.device)
+    inverse = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    top = torch.empty((1, 1), dtype=torch.float32, device=x.device) if kind in ("amax", "tensor") else None
     q, scale = (None, None) if spec is None or kind == "amax" else room(kind, spec, rows, columns, x.device)
     work = workspace(x.device)
     key = (
@@ -133,9 +132,9 @@ def room(kind: str, spec: QuantSpec, rows: int, columns: int, device: torch.devi
     if kind == "e8m0":
         blocks = -(-columns // 128) * 4
         whole = rows % 128 == 0 and columns % 128 == 0
+        scale = torch.empty((-(-rows // 128) * 128 * blocks,), dtype=torch.uint8, device=device)
         # What no block has is zero.
-        make = torch.empty if whole else torch.zeros
-        return q, make((-(-rows // 128) * 128 * blocks,), dtype=torch.uint8, device=device)
+        return q, scale if whole else scale.zero_()
     if kind == "blocks":
         return q, torch.empty((-(-columns // 128), rows), dtype=torch.float32, device=device).t()
     return q, torch.empty((rows if kind == "row" else 1, 1), dtype=torch.float32, device=device)
@@ -256,10 +255,11 @@ def _gradients(
     programs = min(rows, BACKWARD_PROGRAMS * multiprocessors(x.device))
     partial = None
     if gamma is not None:
-        # Rows in registers are summed there; wider ones add to memory.
-        make = torch.zeros if columns > WIDEST_BACKWARD else torch.empty
         width = columns if beta is None else 2 * columns
-        partial = make((programs, width), dtype=torch.float32, device=x.device)
+        partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
+        if columns > WIDEST_BACKWARD:
+            # Rows in registers are summed there; wider ones add to memory.
+            partial.zero_()
     key = (
         *(rows, columns, flat.stride(0), along.stride(0), x.dtype, g.dtype, x.device, normalization, top is None, spec),
         *(gamma is None or aligned(gamma), gamma is None, beta is None),

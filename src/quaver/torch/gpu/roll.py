@@ -46,7 +46,7 @@ class Stack:
         self.factors = [layer._buffers["factor"] for layer in layers]
         self.addresses = _addresses(self.histories, self.factors)
         self.device = self.histories[0].device  # type: ignore[union-attr]
-        flat = torch.tensor(self.addresses, dtype=torch.int64).view(-1, 2)
+        flat = torch.tensor(self.addresses, dtype=torch.int64, device="cpu").view(-1, 2)
         self.table = flat.to(self.device)
         #: All factors after the last roll [layers, 3], and the versions that the buffers had then.
         self.rolled: Tensor | None = None

@@ -6,7 +6,7 @@ computed and compared with the decoded one. A GEMM that refuses or differs is no
 Source: the checks of torch's aten/src/ATen/native/cuda/ScaledBlas.cpp (2.13); cuBLAS's documentation of cublasLtMatmul.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -264,11 +264,10 @@ def _probe(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: tor
 
 def _uneven(rows: int, k: int, generator: torch.Generator) -> Tensor:
     """Numbers whose blocks, of any size that has scales, differ in their scales from their neighbours."""
-    one: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
-    x = torch.randn((rows, k), **one).mul_(4.0)
+    x = torch.randn((rows, k), generator=generator, dtype=torch.float32, device="cpu").mul_(4.0)
     for height, width in ((1, k), (16, 16), (128, 128)):
         shape = -(-rows // height), -(-k // width)
-        part = torch.randint(4, shape, **one).neg_().exp2_()
+        part = torch.randint(4, shape, generator=generator, dtype=torch.float32, device="cpu").neg_().exp2_()
         x *= spread(part, (height, width), (rows, k))
     return x
 

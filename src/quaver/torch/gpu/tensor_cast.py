@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch.gpu import launch
-from quaver.torch.gpu.both_ways import SMALL, Decided, empty
+from quaver.torch.gpu.both_ways import SMALL, Decided
 from quaver.torch.gpu.launch import workspace
 from quaver.torch.gpu.per_tensor import amax_launch, cast_launch, room_for_sums
 from quaver.torch.quantized import STORAGE
@@ -120,14 +120,14 @@ class TensorCast:
         if self.views:
             return q if self.keeps else q.t()
         if self.keeps:
-            return empty(self.shape, (1, self.shape[0]), dtype=self.dtype, device=self.device)
+            return torch.empty_strided(self.shape, (1, self.shape[0]), dtype=self.dtype, device=self.device)
         return self._room(self.turned)
 
     def _room(self, shape: tuple[int, int]) -> Tensor:
-        return empty(shape, (shape[1], 1), dtype=self.dtype, device=self.device)
+        return torch.empty_strided(shape, (shape[1], 1), dtype=self.dtype, device=self.device)
 
     def _number(self) -> Tensor:
-        return empty((1, 1), (1, 1), dtype=torch.float32, device=self.device)
+        return torch.empty_strided((1, 1), (1, 1), dtype=torch.float32, device=self.device)
 
     def _place(self, stream: int) -> Place:
         mine = get_ident(), stream

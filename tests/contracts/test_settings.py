@@ -1,0 +1,245 @@
+"""No code takes torch's default dtype or device for a tensor of its own, and none changes a setting of the process.
+
+Both are read from the syntax trees: a default that somebody changes gives wrong results, or memory of another size to
+what is written in C; a setting that is changed and put back is seen by every other thread in between.
+"""
+
+import ast
+import inspect
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+from tests.contracts.test_layering import modules
+
+#: What makes a tensor from no tensor; torch's own list of what a default device moves is a part of it.
+_FACTORIES = """
+arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_quantized empty_strided eye fftfreq
+full hamming_window hann_window kaiser_window linspace logspace nested_tensor normal ones rand randint randn randperm
+range rfftfreq scalar_tensor sparse_bsc_tensor sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor
+sparse_csc_tensor sparse_csr_tensor tensor tril_indices triu_indices vander zeros
+"""
+FACTORIES = set(_FACTORIES.split())
+#: Constructors of the oldest kind, which take no dtype.
+OLD = {"FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor"}
+#: Functions that change a setting of the process, by the last part of their name.
+_SETTERS = """
+set_default_dtype set_default_device set_default_tensor_type set_num_threads set_num_interop_threads set_warn_always
+use_deterministic_algorithms set_deterministic_debug_mode set_flush_denormal set_float32_matmul_precision set_rng_state
+set_swap_module_params_on_conversion set_overwrite_module_params_on_conversion set_printoptions set_sharing_strategy
+enable_flash_sdp enable_mem_efficient_sdp enable_math_sdp enable_cudnn_sdp set_device set_per_process_memory_fraction
+set_start_method setrecursionlimit setswitchinterval setdefaulttimeout setlocale basicConfig seterr putenv unsetenv
+chdir umask
+"""
+SETTERS = set(_SETTERS.split())
+#: The same where these are what is called, whole.
+_CALLS = """
+torch.manual_seed torch.seed torch.random.manual_seed torch.cuda.manual_seed torch.cuda.manual_seed_all random.seed
+np.random.seed numpy.random.seed gc.disable gc.enable gc.freeze gc.set_threshold signal.signal warnings.filterwarnings
+warnings.simplefilter jax.config.update os.environ.setdefault os.environ.update os.environ.pop os.environ.clear
+torch.set_grad_enabled torch.autograd.set_grad_enabled torch.autograd.set_detect_anomaly
+torch.autograd.set_multithreading_enabled
+"""
+CALLS = set(_CALLS.split())
+#: A thread's own where they are the context of a `with`.
+SCOPED = {call for call in CALLS if call.startswith(("torch.set_", "torch.autograd.set_"))} | {"set_device"}
+#: Objects whose attributes and items are settings of the process.
+SETTINGS = "torch.backends", "torch._dynamo.config", "torch._inductor.config", "torch.utils.deterministic", "os.environ"
+#: What owns its process may: (module, what it calls).
+OWNERS = {
+    # The command line's training and generating give themselves their threads, and signals an orderly end.
+    ("quaver.train.torch.decoding", "torch.set_num_threads"),
+    ("quaver.train.torch.learner", "torch.set_num_threads"),
+    ("quaver.train.interrupt", "signal.signal"),
+    ("quaver.train.torch.decoding", "warnings.simplefilter"),
+    # XLA reads its number of threads from there when it starts.
+    ("quaver.train.jax.device", "os.environ.setdefault"),
+}
+
+
+def dotted(node: ast.AST, known: dict[str, str]) -> str:
+    """The name that an expression spells, aliases resolved; "" if it is none."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value, known)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""
+
+
+def aliases(tree: ast.AST) -> dict[str, str]:
+    """Names of a file that stand for torch's: imported, or assigned from an attribute."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {a.asname: a.name for a in node.names if a.asname}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Attribute):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            meant = dotted(node.value, known)
+            if meant.startswith(("torch.", "os.", "jax.")):
+                known |= {target.id: meant for target in targets if isinstance(target, ast.Name)}
+    return known
+
+
+def defaults_taken(source: str) -> Iterator[tuple[int, str]]:
+    """(line, code) of every tensor whose dtype or device is torch's default, and of factories that are not called."""
+    tree = ast.parse(source)
+    known = aliases(tree)
+    called = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called.add(node.func)
+        name = dotted(node.func, known)
+        if not (makes_a_tensor(name) or makes_parameters(name)):
+            continue
+        given = {keyword.arg for keyword in node.keywords}
+        if name.rpartition(".")[2] in OLD or not {"dtype", "device"} <= given:
+            yield node.lineno, ast.unparse(node)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and node not in called and isinstance(node.ctx, ast.Load):
+            name = dotted(node, known)
+            if makes_a_tensor(name) and name.rpartition(".")[2] not in OLD:
+                yield node.lineno, ast.unparse(node)
+
+
+def makes_a_tensor(name: str) -> bool:
+    root, _, last = name.rpartition(".")
+    return root in ("torch", "torch.fft", "torch.nested", "torch.sparse") and last in FACTORIES | OLD
+
+
+def makes_parameters(name: str) -> bool:
+    """Whether it is one of torch's modules that take a dtype and a device."""
+    if not name.startswith(("nn.", "torch.nn.")):
+        return False
+    module = getattr(nn, name.rpartition(".")[2], None)
+    return inspect.isclass(module) and {"dtype", "device"} <= set(inspect.signature(module).parameters)
+
+
+def settings_changed(source: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of every change of a setting of the process: calls by their name, assignments by their code."""
+    tree = ast.parse(source)
+    known = aliases(tree)
+    contexts = {
+        item.context_expr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With | ast.AsyncWith)
+        for item in node.items
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = dotted(node.func, known)
+            last = name.rpartition(".")[2]
+            if name in CALLS or last in SETTERS:
+                if node not in contexts or not {name, last} & SCOPED:
+                    yield node.lineno, name
+            elif last in ("setattr", "delattr") and node.args and of_a_setting(dotted(node.args[0], known)):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
+            targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Attribute | ast.Subscript) and of_a_setting(dotted(target.value, known)):
+                    yield node.lineno, ast.unparse(node)
+
+
+def of_a_setting(name: str) -> bool:
+    return any(name == setting or name.startswith(setting + ".") for setting in SETTINGS)
+
+
+def test_every_tensor_names_its_dtype_and_device() -> None:
+    found = [
+        f"{name}:{line}: {code}"
+        for name, source in modules().items()
+        if name.startswith("quaver.torch")
+        for line, code in defaults_taken(source)
+    ]
+    assert not found, "name dtype and device; who has the user's default in mind, names None:\n" + "\n".join(found)
+
+
+def test_no_setting_of_the_process_is_changed_but_by_what_owns_it() -> None:
+    changes = {(name, what): line for name, source in modules().items() for line, what in settings_changed(source)}
+    wrong = [f"{name}:{line}: {what}" for (name, what), line in changes.items() if (name, what) not in OWNERS]
+    assert not wrong, "other threads see it, and an exception leaves it:\n" + "\n".join(wrong)
+    assert set(changes) >= OWNERS, f"nobody does it any more: {OWNERS - set(changes)}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.empty((2, 3))",
+        "torch.zeros(3, dtype=torch.float32)",
+        "torch.arange(3, device='cpu')",
+        "torch.as_tensor(x, device='cpu')",
+        "torch.full((), 1.0, **made)",
+        "make = torch.empty",
+        "from torch import randn\nrandn(3)",
+        "from torch import randn as normal\nnormal(3)",
+        "import torch as t\nt.eye(3)",
+        "torch.FloatTensor(3)",
+        "nn.Linear(3, 4)",
+        "torch.nn.Embedding(3, 4, device=None)",
+    ],
+)
+def test_the_lint_sees_a_default(code: str) -> None:
+    assert list(defaults_taken(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.empty((2, 3), dtype=dtype, device=device)",
+        "nn.Linear(3, 4, device=None, dtype=torch.get_default_dtype())",
+        "x.new_empty(3)",
+        "torch.empty_like(x)",
+        "torch.from_numpy(a)",
+        "def f(x: torch.Tensor) -> torch.Tensor: return torch.stack([x])",
+    ],
+)
+def test_the_lint_lets_pass_what_names_or_inherits_both(code: str) -> None:
+    assert not list(defaults_taken(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "m = torch.backends.mkldnn.matmul\nm.fp32_precision = 'bf16'",
+        "p: Any = torch.backends.mkldnn.matmul\ndef f():\n    p.fp32_precision = 'bf16'",
+        "from torch.backends import mkldnn\nmkldnn.matmul.fp32_precision = 'bf16'",
+        "from torch.backends.cuda import matmul as m\nm.fp32_precision = 'ieee'",
+        "setattr(torch.backends.cuda.matmul, 'fp32_precision', 'ieee')",
+        "torch.set_default_dtype(torch.bfloat16)",
+        "from torch import set_num_threads as threads\nthreads(2)",
+        "torch.set_grad_enabled(False)",
+        "os.environ['A'] = '1'",
+        "del os.environ['A']",
+        "torch._inductor.config.fallback_random = True",
+        "torch.manual_seed(0)",
+    ],
+)
+def test_the_lint_sees_a_setting_that_changes(code: str) -> None:
+    assert list(settings_changed(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "before = torch.backends.mkldnn.matmul.fp32_precision",
+        "with torch.set_grad_enabled(False): pass",
+        "generator.manual_seed(0)",
+        "os.environ.get('A')",
+        "self.environ = {}",
+    ],
+)
+def test_the_lint_lets_pass_what_is_read_or_a_threads_own(code: str) -> None:
+    assert not list(settings_changed(code))
+
+
+def test_the_lint_knows_everything_that_a_default_device_moves() -> None:
+    listed = pytest.importorskip("torch.utils._device", reason="this torch has no such list")
+    moved = {f.__name__.removeprefix("fft_") for f in listed._device_constructors()}
+    assert moved <= FACTORIES, moved - FACTORIES
