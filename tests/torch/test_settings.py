@@ -1,0 +1,64 @@
+"""What a process sets for torch reaches no result of a quantized layer: every setting by recipes and paths of a CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.close import assert_bitwise, assert_close
+from tests.operands import variants
+from tests.torch.under_settings import BOUNDED, SETTINGS, SHAPES
+
+ROOT = Path(__file__).parents[2]
+RECIPES = list(variants())
+#: One case a setting, of each kind of path: what C writes, a step decided beforehand, noise, and a whole layer.
+QUICK = [("mxfp8", "blocks compiled by libtorch"), ("tensorwise", "decided"), ("nvfp4", "ragged"), ("delayed", "block")]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("settings")
+    run(QUICK, folder)
+    return folder
+
+
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "none"])
+def test_a_setting_of_the_process_changes_no_result(setting: str, quick: Path) -> None:
+    same(setting, quick)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("shape", [*SHAPES, "block"])
+def test_no_setting_changes_a_result_of_any_recipe_on_any_path(shape: str, tmp_path: Path) -> None:
+    run([(recipe, shape) for recipe in RECIPES], tmp_path)
+    for setting in SETTINGS:
+        same(setting, tmp_path)
+
+
+def run(cases: list[tuple[str, str]], folder: Path) -> None:
+    """Fill a folder with a file a setting; see `tests.torch.under_settings`."""
+    told = json.dumps([list(SETTINGS), cases, str(folder)])
+    command = [sys.executable, "-m", "tests.torch.under_settings", told]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (folder / "words").write_text(done.stdout + done.stderr, encoding="utf-8")
+
+
+def same(setting: str, folder: Path) -> None:
+    """Under a setting as under none: bit for bit, or within the GEMM's bound where sums have another order."""
+    file = folder / f"{setting}.pt"
+    assert file.exists(), f"{setting}: " + (folder / "words").read_text(encoding="utf-8")
+    found, expected = torch.load(file), torch.load(folder / "none.pt")
+    assert list(found) == list(expected) and expected
+    for what, t in found.items():
+        assert not expected[what].isnan().any(), what
+        if setting in BOUNDED:
+            # Two GEMMs one after the other, and a code that a sum in another order moves by a step.
+            assert t.dtype is expected[what].dtype
+            assert_close(f"{setting}: {what}", t.double(), expected[what].double(), 1e-6 if t.itemsize == 4 else 4e-3)
+        else:
+            assert_bitwise(t, expected[what], f"{setting}: {what}")
