@@ -1,5 +1,11 @@
 """The JAX front end: the recipes of `quaver.recipes` for arrays, functions, Flax linen and NNX modules."""
 
+from importlib.util import find_spec
+
+if find_spec("jax") is None:
+    sentence = "quaver.jax needs JAX, which is not installed: pip install 'quaver[jax]'"
+    raise ModuleNotFoundError(sentence, name="jax")
+
 import jax
 
 if jax.__version_info__ < (0, 10, 2):

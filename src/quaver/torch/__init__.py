@@ -1,5 +1,11 @@
 """The PyTorch front end: `Linear`, `autocast`, `convert`, and the operations they are made of."""
 
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    sentence = "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"
+    raise ModuleNotFoundError(sentence, name="torch")
+
 from quaver.core.conversion import Report
 from quaver.torch.activation import ACTIVATIONS, activate
 from quaver.torch.attention import DotProductAttention

@@ -2,14 +2,38 @@
 
 It imports everything below it and is imported by nothing. `run_training` and `compare_runs` are the two
 functions that the commands `quaver train` and `quaver compare` call, for use from Python.
+
+The names are imported when they are first used: without the extras the command line says what to install.
 """
 
-from quaver.train.compare import compare_runs
-from quaver.train.comparison import Comparison
-from quaver.train.config import TrainConfig
-from quaver.train.loop import TrainResult, run_training
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from quaver.train import installation
+
+if TYPE_CHECKING:
+    from quaver.train.compare import compare_runs
+    from quaver.train.comparison import Comparison
+    from quaver.train.config import TrainConfig
+    from quaver.train.loop import TrainResult, run_training
 
 __all__ = ["Comparison", "TrainConfig", "TrainResult", "compare_runs", "run_training"]
+
+HOMES = {
+    "Comparison": "comparison",
+    "TrainConfig": "config",
+    "TrainResult": "loop",
+    "compare_runs": "compare",
+    "run_training": "loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if sentence := installation.missing():
+        raise ImportError(sentence)
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,19 @@
-"""`python -m quaver.train` is the `quaver` command, for where the command itself is not on the path."""
+"""The command `quaver`, and `python -m quaver.train` for where the command itself is not on the path."""
 
-from quaver.train.cli import app
+import sys
+
+from quaver.train import installation
+
+
+def main() -> None:
+    """Run the command line; where packages are missing, say which in one sentence and exit with 1."""
+    if sentence := installation.missing():
+        print(sentence, file=sys.stderr)
+        sys.exit(1)
+    from quaver.train.cli import app
+
+    app(prog_name="quaver")
+
 
 if __name__ == "__main__":
-    app(prog_name="quaver")
+    main()

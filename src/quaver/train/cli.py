@@ -7,8 +7,9 @@ The options of `train` and `compare` are the fields of `TrainConfig`; one given 
 import functools
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Optional, get_args, get_type_hints
@@ -43,16 +44,29 @@ err = Console(stderr=True)
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """Turn what a user can mend into one sentence and an exit code."""
+    """Turn what a user can mend into one sentence and an exit code, and a warning into a sentence."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = warn
+            yield
     except Interrupted as stopped:
-        err.print(str(stopped), style="yellow", markup=False, highlight=False, soft_wrap=True)
+        tell(str(stopped), "yellow")
         raise typer.Exit(stopped.exit_code) from stopped
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, Warning, MemoryError) as error:
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-        err.print(reason(error) + where, style="red", markup=False, highlight=False, soft_wrap=True)
+        tell((reason(error) or "there is not enough memory") + where, "red")
         raise typer.Exit(1) from error
+
+
+def warn(message: Warning | str, *where: object, **options: object) -> None:
+    """Show a warning as one sentence, without the place in the code that gave it."""
+    tell(str(message), "yellow")
+
+
+def tell(line: str, style: str) -> None:
+    """Print a line on stderr; a terminal that has hung up gets none."""
+    with suppress(OSError):
+        err.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -266,7 +280,8 @@ def bars(quiet: bool) -> Iterator[Progress]:
         yield progress
     finally:
         if progress.live.is_started:
-            progress.stop()
+            with suppress(OSError):  # of a terminal that has hung up
+                progress.stop()
 
 
 def numbers(record: Record) -> str:

@@ -10,9 +10,12 @@ from pathlib import Path
 
 from quaver.train import checkpoint, frameworks, frozen, lock, recipe_name, tokens, whole_file
 from quaver.train.comparison import BASELINE, Comparison, Run
-from quaver.train.config import TrainConfig, read_toml, to_toml
+from quaver.train.config import TrainConfig, read_toml, shown, to_toml
 from quaver.train.interrupt import Interrupt, Interrupted
 from quaver.train.metrics import Record, newest, read
+
+#: Runs of a comparison.
+MOST = 10_000
 
 
 def compare_runs(
@@ -36,9 +39,11 @@ def compare_runs(
     Raises: ValueError for bad input, before anything is started. A run that fails is reported, not raised.
     """
     if seeds < 1:
-        raise ValueError(f"seeds is {seeds}; it must be at least 1")
+        raise ValueError(f"seeds is {shown(seeds)}; it must be at least 1")
+    if len(recipes) * seeds > MOST:
+        raise ValueError(f"{len(recipes)} recipes with {shown(seeds)} seeds are more than {MOST} runs; take fewer")
     if jobs < 0:
-        raise ValueError(f"jobs is {jobs}; it must be at least 0, which is as many as fill the cores")
+        raise ValueError(f"jobs is {shown(jobs)}; it must be at least 0, which is as many as fill the cores")
     for recipe in recipes:
         frameworks.check(config, recipe_name.find(recipe))
     framework = "" if config.framework == "torch" else f"-{config.framework}"
@@ -66,7 +71,7 @@ def check_same(config: TrainConfig, text: str) -> None:
     for name, before in (read_toml(path) if path.exists() else {}).items():
         if getattr(config, name) != before:
             raise ValueError(
-                f"{path} has {name} = {before!r}, and now it is {getattr(config, name)!r}; "
+                f"{path} has {name} = {shown(before)}, and now it is {shown(getattr(config, name))}; "
                 "resume with the same options, or give another --out"
             )
     if why := other_text(config, text):

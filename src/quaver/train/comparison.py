@@ -43,8 +43,9 @@ class Run:
 
     @property
     def speed(self) -> float:
-        """Median tokens per second."""
-        return statistics.median(r["tokens_per_second"] for r in self.records if "tokens_per_second" in r)
+        """Median tokens per second; NaN where no step was recorded."""
+        speeds = [record["tokens_per_second"] for record in self.records if "tokens_per_second" in record]
+        return statistics.median(speeds) if speeds else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from quaver.core.suggest import suggest
+from quaver.train import whole_file
 from quaver.train.sizes import MODELS
 
 FRAMEWORKS = ("torch", "jax")
@@ -67,11 +68,18 @@ class TrainConfig:
         if not self.tokens.endswith(".json"):
             choose("tokens", self.tokens, ("byte", "bpe"))
         for name, least in SMALLEST.items():
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+            value = getattr(self, name)
+            if not value >= least:
+                raise ValueError(f"{name} is {shown(value)}; it must be at least {least}")
+            if isinstance(value, int) and value > LARGEST.get(name, 2**63 - 1):
+                raise ValueError(f"{name} is {shown(value)}; it must be at most {LARGEST.get(name, 2**63 - 1)}")
         for name in ("beta1", "beta2"):
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be below 1")
+        for name, value in dataclasses.asdict(self).items():
+            for word in value if isinstance(value, tuple) else [value]:
+                if isinstance(word, str) and not is_plain(word):
+                    raise ValueError(f"{name} is {shown(word)}, which is no text of Unicode characters")
 
 
 SMALLEST: Mapping[str, float] = {
@@ -80,13 +88,29 @@ SMALLEST: Mapping[str, float] = {
     **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk"), 0),
     "vocab": 257,  # 256 bytes and the mark between files
 }
+#: 2**63 - 1 for the others: what a file of integers holds.
+LARGEST: Mapping[str, int] = {"threads": 1024, "vocab": 1 << 20}
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text can be written to a file and name one: no NUL, no half of a surrogate pair."""
+    return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def shown(value: object) -> str:
+    """A value for a message, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def choose(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise a ValueError that suggests the right word unless `value` is one of `choices`."""
     known = list(choices)
     if value not in known:
-        raise ValueError(f"{name} {value!r} is not known; {suggest(value, known)}")
+        raise ValueError(f"{name} {shown(value)} is not known; {suggest(value[:100], known)}")
 
 
 def kinds() -> dict[str, Any]:
@@ -100,16 +124,20 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises: ValueError for a missing file, bad TOML, an unknown option (with the nearest) or a wrong type.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        text = whole_file.read(path, longest=1 << 20)
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the configuration {path}: {reason(error)}") from error
-    except tomllib.TOMLDecodeError as error:
+    try:
+        table = tomllib.loads(text)
+    except ValueError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is not valid TOML: it is nested too deeply") from error
     known = kinds()
     options = {key.replace("-", "_"): value for key, value in table.items()}
     for key, value in options.items():
         if key not in known:
-            raise ValueError(f"{path}: there is no option {key!r}; {suggest(key, known)}")
+            raise ValueError(f"{path}: there is no option {shown(key)}; {suggest(key[:100], known)}")
         options[key] = typed(path, key, value, known[key])
     return options
 
@@ -123,16 +151,19 @@ def typed(path: Path, key: str, value: Any, kind: Any) -> Any:
         right = isinstance(value, list) and all(isinstance(item, str) for item in value)
         wanted, kind = "a list of strings", tuple
     if not right:
-        raise ValueError(f"{path}: {key} = {value!r} should be {wanted}")
-    return kind(value)
+        raise ValueError(f"{path}: {key} = {shown(value)} should be {wanted}")
+    try:
+        return kind(value)
+    except OverflowError as error:
+        raise ValueError(f"{path}: {key} = {shown(value)} is too large") from error
 
 
 def to_toml(config: TrainConfig) -> str:
     """All options as TOML, in the order of the table; `read_toml` gives the same values back."""
     lines = ["# Every option of this run; start another one from it with: quaver train --config config.toml"]
     for key, value in dataclasses.asdict(config).items():
-        shown = repr(value) if isinstance(value, int | float) else json.dumps(value, ensure_ascii=False)
-        lines.append(f"{key} = {shown}")
+        written = repr(value) if isinstance(value, int | float) else json.dumps(value, ensure_ascii=False)
+        lines.append(f"{key} = " + written.replace("\x7f", "\\u007f"))  # which TOML takes no other way
     return "\n".join(lines) + "\n"
 
 

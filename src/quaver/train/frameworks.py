@@ -1,5 +1,6 @@
 """The frameworks by name: each is imported when a run asks for it, so that the other need not be installed."""
 
+import os
 from importlib.util import find_spec
 
 from quaver.core.spec import Recipe
@@ -26,6 +27,9 @@ def make(config: TrainConfig, recipe: Recipe, vocab: int) -> Learner:
 def check(config: TrainConfig, recipe: Recipe) -> None:
     """Raise a ValueError if the run's framework, its device or what the framework can do is not enough for it."""
     on_cpu(config)
+    cores = os.cpu_count() or 1
+    if config.threads > cores:  # OpenMP ends the process where it cannot make a thread
+        raise ValueError(f"threads is {config.threads}, and this machine has {cores} cores; give {cores} or fewer")
     if config.framework != "jax":
         return
     if recipe.attention is not None:

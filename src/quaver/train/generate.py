@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from quaver.train import checkpoint, frameworks, recipe_name
-from quaver.train.config import TrainConfig, choose, read_toml
+from quaver.train import checkpoint, frameworks, memory, recipe_name
+from quaver.train.checkpoint import Saved
+from quaver.train.config import TrainConfig, choose, is_plain, read_toml, shown
+from quaver.train.parameters import parameters
+from quaver.train.resuming import differing
 from quaver.train.sampling import Sampling, sample
 from quaver.train.sizes import MODELS
 from quaver.train.tokens import open_tokenizer
@@ -86,10 +89,12 @@ def generate(
     """
     config = replace(config_of(run), device=device)
     choose("cache", cache, CACHES)
+    if not is_plain(prompt):
+        raise ValueError(f"the prompt is {shown(prompt)}, which is no text of Unicode characters")
     if tokens < 1:
-        raise ValueError(f"tokens is {tokens}; it must be at least 1")
+        raise ValueError(f"tokens is {shown(tokens)}; it must be at least 1")
     if seed < 0:
-        raise ValueError(f"seed is {seed}; it must be at least 0")
+        raise ValueError(f"seed is {shown(seed)}; it must be at least 0")
     how = how or Sampling()
     chosen = recipe_name.find(recipe or config.recipe)
     vocabulary = Vocabulary(None if config.tokens == "byte" else open_tokenizer(run / "tokenizer.json"))
@@ -98,9 +103,18 @@ def generate(
     frameworks.installed("torch", "quaver generate")
     from quaver.train.torch.decoding import Decoding
 
-    path = newest(run)
-    step = Decoding(config, chosen, vocabulary.size, checkpoint.load(path, {}), cache, len(ids) + tokens)
-    return replace(_continue(step, vocabulary, ids, tokens, how, seed, emit), notes=notes)
+    saved = of_this_model(newest(run), config, vocabulary.size)
+    with memory.told("--tokens"):
+        step = Decoding(config, chosen, vocabulary.size, saved, cache, len(ids) + tokens)
+        return replace(_continue(step, vocabulary, ids, tokens, how, seed, emit), notes=notes)
+
+
+def of_this_model(path: Path, config: TrainConfig, vocab: int) -> Saved:
+    """A checkpoint. Raises: CheckpointError if it is broken or its weights are those of another model."""
+    saved = checkpoint.load(path, {"model": config.model})
+    if wrong := differing("the model", saved.model, parameters(MODELS[config.model], vocab)):
+        raise checkpoint.CheckpointError(f"the checkpoint {path} does not fit {config.model}: {wrong[0]}")
+    return saved
 
 
 def _continue(
@@ -165,7 +179,7 @@ def check_length(config: TrainConfig, prompt: int, tokens: int) -> tuple[str, ..
     if prompt + tokens > positions:
         room = positions - prompt
         raise ValueError(
-            f"after {prompt} of {positions} tokens {tokens} more do not fit; give --tokens {room} or fewer"
+            f"after {prompt} of {positions} tokens {shown(tokens)} more do not fit; give --tokens {room} or fewer"
         )
     if prompt + tokens <= config.sequence:
         return ()

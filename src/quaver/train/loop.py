@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quaver.core.spec import Recipe
-from quaver.train import checkpoint, frameworks, lock, recipe_name, whole_file
+from quaver.train import checkpoint, frameworks, lock, memory, recipe_name, whole_file
 from quaver.train.batches import training_batch, validation_batches
 from quaver.train.config import TrainConfig, reason, to_toml
 from quaver.train.interrupt import Interrupt, Interrupted
@@ -64,10 +64,12 @@ def run_training(
     folder = folder_of(config)
     recipe = recipe or recipe_name.find(config.recipe)
     frameworks.check(config, recipe)  # before the text is read
-    with lock.held(folder, "training"):
+    with lock.held(folder, "training"), memory.told("--batch, --accumulate, --sequence or --model"):
         check_folder(folder, resume)
         saved_tokenizer = folder / "tokenizer.json"
         tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None, folder)
+        if frameworks.on_cpu(config):
+            memory.check(config, tokens.vocab)
         trained = frameworks.make(config, recipe, tokens.vocab)
         facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint()}
         start = 0

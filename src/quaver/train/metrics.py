@@ -42,7 +42,7 @@ def record(line: str, where: str) -> Record:
     try:
         said = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); restore it, or delete that line") from error
+        raise ValueError(f"{where} is not JSON; restore it, or delete that line") from error
     right = isinstance(said, dict) and type(said.get("step")) is int and "seconds" in said
     if not right or not all(map(is_number, said.values())):
         raise ValueError(f"{where} is not a record that quaver wrote; restore it, or delete that line")

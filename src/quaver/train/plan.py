@@ -17,6 +17,7 @@ from quaver.core.ledger import Layer
 from quaver.core.spec import Recipe
 from quaver.core.suggest import suggest
 from quaver.train import recipe_name
+from quaver.train.config import shown
 from quaver.train.parameters import matrices
 from quaver.train.sizes import MODELS, ModelConfig
 
@@ -28,6 +29,8 @@ KINDS = {
     "mx": "MXFP8's blocks of 32",
     "nvfp4": "NVFP4's blocks of 16",
 }
+#: Tokens of a micro-batch, and micro-batches, that are still meant.
+MOST = 10**12
 #: "more MB" is what the layer moves beyond a bf16 one.
 COLUMNS = ("layer", "K", "N", "bf16, ms", "predicted", "more MB", "speed-up", "gains")
 
@@ -87,10 +90,13 @@ def plan(model: str, recipe: str, gpu: str, *, tokens: int = 8192, micro_batches
         micro_batches: that share one quantization of the weights.
         fused: inputs and gradients are quantized by the kernels that make them.
     Raises:
-        ValueError: an unknown model, recipe or GPU, with the nearest known one.
+        ValueError: an unknown model, recipe or GPU, with the nearest known one; a number below 1 or above `MOST`.
     """
     if model not in MODELS:
-        raise ValueError(f"no model {model!r}; {suggest(model, MODELS)}")
+        raise ValueError(f"no model {shown(model)}; {suggest(model[:100], MODELS)}")
+    for name, value in (("tokens", tokens), ("micro_batches", micro_batches)):
+        if not 1 <= value <= MOST:
+            raise ValueError(f"{name} is {shown(value)}; give a number from 1 to {MOST}")
     config, chosen, card = MODELS[model], recipe_name.find(recipe), gpus.get(gpu)
     shapes: dict[tuple[int, int], list[str]] = {}
     for part in matrices(config).values():

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quaver.train import memory
 from quaver.train.lock import HOLDER
 
 # Left out of the default text: what is not the library itself, and tests, which not every distribution ships.
@@ -80,7 +81,8 @@ def single(path: Path) -> Document:
         raise ValueError(f"there is no text file {path}; --text takes files and folders that exist")
     if not path.is_file():
         raise ValueError(f"{path} is a pipe, a device or a socket; --text takes files, which end")
-    data = path.read_bytes()
+    check_size(path.stat().st_size, f"the text file {path}")
+    data = path.read_bytes() if path.stat().st_size else b""
     if not data:
         raise ValueError(f"the text file {path} is empty; --text takes files with text in them")
     if not is_text(data):
@@ -89,8 +91,17 @@ def single(path: Path) -> Document:
 
 
 def texts(files: Sequence[Path]) -> list[Document]:
-    documents = (Document(path, path.read_bytes()) for path in files)
+    sizes = [(path, path.stat().st_size) for path in files]  # what a system makes up, such as /proc, is of size 0
+    check_size(sum(size for _, size in sizes), "the text")
+    documents = (Document(path, path.read_bytes()) for path, size in sizes if size)
     return [document for document in documents if document.data and is_text(document.data)]
+
+
+def check_size(size: int, what: str) -> None:
+    """Raise a ValueError for a text that memory does not hold beside its tokens."""
+    if 4 * size > memory.available():
+        have = memory.size(memory.available())
+        raise ValueError(f"{what} has {memory.size(size)} where there are {have} of memory; give less with --text")
 
 
 def is_text(data: bytes) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from quaver.train import frozen
+from quaver.train import frozen, whole_file
 from quaver.train.config import TrainConfig
 from quaver.train.text import Document, read, split
 
@@ -100,6 +100,7 @@ def learn(documents: Sequence[Document], vocab: int) -> tokenizers.Tokenizer:
 
 
 def open_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    whole_file.check_file(path)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -1,5 +1,11 @@
 """Flax linen modules whose GEMMs follow a recipe: their own, else the innermost `autocast`'s, else none."""
 
+from importlib.util import find_spec
+
+if find_spec("flax") is None:
+    sentence = "quaver.jax.linen needs Flax, which is not installed: pip install 'quaver[flax]'"
+    raise ModuleNotFoundError(sentence, name="flax")
+
 from quaver.jax.heads import Rope
 from quaver.jax.linen.attention import DotProductAttention, MultiHeadAttention, RelativePositionBias
 from quaver.jax.linen.dense import DenseGeneral

@@ -1,5 +1,11 @@
 """Flax NNX modules whose GEMMs follow a recipe: their own, else the innermost `autocast`'s, else none."""
 
+from importlib.util import find_spec
+
+if find_spec("flax") is None:
+    sentence = "quaver.jax.nnx needs Flax, which is not installed: pip install 'quaver[flax]'"
+    raise ModuleNotFoundError(sentence, name="flax")
+
 from quaver.core.conversion import Report
 from quaver.jax.heads import Rope
 from quaver.jax.nnx.attention import DotProductAttention, MultiHeadAttention, RelativePositionBias

@@ -4,6 +4,8 @@ import os
 
 import jax
 
+from quaver.train.config import shown
+
 
 def find(name: str, threads: int = 0) -> jax.Device:
     """The device that a name means: cpu, cuda, cuda:1; auto is JAX's default.
@@ -17,9 +19,13 @@ def find(name: str, threads: int = 0) -> jax.Device:
     os.environ.setdefault("NPROC", str(threads or 1))
     if name == "auto":
         return jax.devices()[0]
-    platform, _, number = name.partition(":")
+    platform, colon, number = name.partition(":")
     try:
+        if colon and not (number.isascii() and number.isdigit()):
+            raise ValueError(f"{number!r} is not a number")
         return jax.devices(platform)[int(number or 0)]
     except (RuntimeError, ValueError, IndexError) as error:
         known = ", ".join(f"{device.platform}:{device.id}" for device in jax.devices())
-        raise ValueError(f"the device {name!r} is not available to JAX, which has {known}; try --device cpu") from error
+        raise ValueError(
+            f"the device {shown(name)} is not available to JAX, which has {known}; try --device cpu"
+        ) from error

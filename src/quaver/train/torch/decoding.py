@@ -1,5 +1,6 @@
 """A trained decoder that is given a few tokens at a time and keeps keys and values of those before."""
 
+import os
 import warnings
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ class Decoding:
     """Called with the tokens that come next, gives the logits float32 [vocab] of the one after them.
 
     Args:
-        config: of the run; its model, dtype, device and threads are used.
+        config: of the run; its model, dtype, device and threads, no more than there are cores, are used.
         recipe: of the layers.
         vocab: tokens that there are.
         saved: the weights.
@@ -38,7 +39,7 @@ class Decoding:
     ) -> None:
         self.device = device_of(config.device)
         if config.threads or self.device.type == "cpu":
-            torch.set_num_threads(config.threads or 1)
+            torch.set_num_threads(min(config.threads, os.cpu_count() or 1) or 1)
         self.autocast = config.dtype == "bfloat16"
         self.vocab = vocab
         sizes = MODELS[config.model]

@@ -2,6 +2,11 @@
 
 import torch
 
+from quaver.train.config import shown
+
+#: What is tested: a CPU, and NVIDIA's GPUs.
+KINDS = ("cpu", "cuda")
+
 
 def device_of(name: str) -> torch.device:
     """The device that a name means. Raises: ValueError if this machine has no such device."""
@@ -9,8 +14,10 @@ def device_of(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type not in KINDS:
+            raise RuntimeError(f"quaver trains on {' and '.join(KINDS)}")
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"the device {name!r} is not available ({why}); try --device cpu") from error
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"the device {shown(name)} is not available ({why[:200]}); try --device cpu") from error
     return device

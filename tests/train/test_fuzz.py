@@ -1,0 +1,144 @@
+"""Whatever is typed, and whatever lies in a run's folder: exit code 0, or a sentence, in bounds of time and memory."""
+
+import faulthandler
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+from typer.testing import CliRunner
+
+from quaver.train import recipe_name
+from quaver.train.cli import app
+from tests.train import fuzzing
+from tests.train.conftest import MakeConfig
+from tests.train.fuzzing import Place
+
+#: Seconds that a case may take, on a machine that does much else.
+LONGEST = 60
+#: Bytes that a case may add to what the process has.
+MOST = 3 << 30
+#: What is no sentence: Python's own words for what went wrong inside.
+POOR = re.compile(
+    r"Expecting value|embedded null|object at 0x|^'[^']*'$|\b[A-Z]\w+Error\b|has no attribute|subscriptable|unhashable"
+)
+
+
+class Hang(BaseException):
+    """A case took too long."""
+
+
+@pytest.fixture
+def where(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Place:
+    made = fuzzing.place(tmp_path / "place", make_config)
+    monkeypatch.chdir(made.root / "a" / "b")
+    return made
+
+
+@contextmanager
+def bounds() -> Iterator[None]:
+    """Limits of time and memory for what is done inside."""
+
+    def late(number: int, frame: object) -> None:
+        raise Hang
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGALRM, late)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST, before[1]))
+    timer = signal.setitimer(signal.ITIMER_REAL, LONGEST)  # pytest's own, which goes on afterwards
+    faulthandler.dump_traceback_later(2 * LONGEST, exit=True)  # where no signal is looked at
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def run(arguments: list[str]) -> str:
+    """What is wrong with how the command line took these arguments; "" if nothing is."""
+    try:
+        with bounds(), warnings.catch_warnings():
+            warnings.simplefilter("default")
+            result = CliRunner().invoke(app, arguments, prog_name="quaver")
+    except Hang:
+        return f"took more than {LONGEST} seconds"
+    if isinstance(result.exception, Hang):
+        return f"took more than {LONGEST} seconds"
+    if result.exception and not isinstance(result.exception, SystemExit):
+        return f"raised {result.exception!r}"
+    return judged(result.exit_code, result.output)
+
+
+def judged(exit_code: int, said: str) -> str:
+    if exit_code == 0:
+        return ""
+    if exit_code not in (1, 2):
+        return f"ended with {exit_code}"
+    if not said.strip() or len(said) > 20_000:
+        return f"said {len(said)} characters"
+    poor = POOR.search(said)
+    return f"said {said[:500]!r}" if exit_code == 1 and poor else ""
+
+
+def cases(seeds: Iterator[int], where: Place, tmp_path: Path) -> Iterator[str]:
+    """The findings of the cases of these seeds."""
+    for seed in seeds:
+        fresh = tmp_path / f"case-{seed}"
+        arguments = fuzzing.command_line(seed, where, fresh)
+        if wrong := run(arguments):
+            yield f"case {seed}, {[argument[:200] for argument in arguments]}: {wrong}"
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def test_a_hundred_odd_command_lines_and_folders_are_answered(where: Place, tmp_path: Path) -> None:
+    assert not list(cases(iter(range(100)), where, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_odd_command_lines_and_folders_are_answered_for_ten_minutes(where: Place, tmp_path: Path) -> None:
+    first = int(os.environ.get("QUAVER_FUZZ_SEED", "1000"))
+
+    def seeds() -> Iterator[int]:
+        end, seed = time.monotonic() + float(os.environ.get("QUAVER_FUZZ_SECONDS", "600")), first
+        while time.monotonic() < end:
+            yield seed
+            seed += 1
+
+    assert not list(cases(seeds(), where, tmp_path))
+
+
+def test_the_same_holds_in_a_process_of_its_own(where: Place, tmp_path: Path) -> None:
+    """Where arguments and outputs are the system's, not typer's stand-ins."""
+    for seed in range(500, 504):
+        arguments = fuzzing.command_line(seed, where, tmp_path / f"case-{seed}")
+        given = [os.fsencode(argument.replace("\0", "")) for argument in arguments]
+        command = [sys.executable, "-m", "quaver.train", *given]
+        done = subprocess.run(command, capture_output=True, timeout=LONGEST, check=False, stdin=subprocess.DEVNULL)
+        said = (done.stdout + done.stderr).decode("utf-8", "replace")
+        assert "Traceback" not in said and not judged(done.returncode, said), (seed, arguments, said)
+
+
+def test_every_recipe_text_is_a_recipe_or_a_sentence() -> None:
+    for seed in range(4000):
+        text = fuzzing.recipe(Random(seed))
+        for part in [text, *recipe_name.split(text)]:
+            try:
+                recipe_name.find(part)
+            except ValueError as error:
+                assert len(str(error)) < 1000 and not POOR.search(str(error)), (seed, text, error)
+            assert "/" not in recipe_name.folder(part)

@@ -1,0 +1,172 @@
+"""What once was a traceback, or ran for ever, is a sentence: by the command line, and where packages are missing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from quaver.train import memory, recipe_name
+from quaver.train.cli import app
+from quaver.train.config import read_toml, to_toml
+from quaver.train.loop import run_training
+from quaver.train.metrics import read
+from tests.train.conftest import MakeConfig
+
+
+def quaver(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="quaver")
+
+
+def refused(result: Result, said: str) -> None:
+    """One sentence on stderr, exit code 1, no exception that typer had to catch."""
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
+    assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+@pytest.fixture
+def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(to_toml(make_config(steps=1)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "meta"], "the device 'meta' is not available (quaver trains on cpu and cuda)"),
+        (["--device", "hpu"], "the device 'hpu' is not available"),
+        (["--framework", "jax", "--device", "cpu:-1"], "the device 'cpu:-1' is not available to JAX"),
+        (["--batch", "1000000000000"], "of memory; take a smaller --model, --batch, --accumulate or --sequence"),
+        (["--accumulate", "1000000000000"], "of memory; take a smaller"),
+        (["--model", "llama3-70b", "--batch", "100"], "for the weights of llama3-70b with their gradients"),
+        (["--batch", "9" * 400], "it must be at most 9223372036854775807"),
+        (["--threads", "1000"], "cores; give"),
+        (["--vocab", "1000000000000"], "it must be at most 1048576"),
+        (["--recipe", "mxfp8(x={[]:1})"], "cannot be read; write NAME or NAME(option=value, ...)"),
+        (["--recipe", "mxfp8(x=" + "-" * 1000 + "1)"], "cannot be read; write NAME or NAME(option=value, ...)"),
+        (["--recipe", "mxfp8(x=" + "-" * 400 + "1)"], "cannot be read; write NAME or NAME(option=value, ...)"),
+        (["--text", "/dev/zero"], "/dev/zero is a pipe, a device or a socket"),
+        (["--config", "/dev/zero"], "cannot read the configuration /dev/zero"),
+        (["--out", "a\udcffb"], "which is no text of Unicode characters"),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_sentence(toml: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
+    refused(quaver("train", "--config", toml, "--quiet", *arguments), said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pipe_is_not_read_for_ever(toml: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for option in ("--text", "--config"):
+        refused(quaver("train", "--config", toml, "--quiet", option, tmp_path / "pipe"), "pipe is a pipe, a device")
+
+
+@pytest.mark.parametrize("number", ["9" * 30, "0", "-1"])
+@pytest.mark.parametrize("option", ["--tokens", "--micro-batches"])
+def test_a_plan_of_tokens_beyond_measure_is_one_sentence(option: str, number: str) -> None:
+    result = quaver("plan", "--gpu", "h100", "--model", "tiny", "--recipe", "mxfp8", option, number)
+    refused(result, "give a number from 1 to 1000000000000")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("x = " + "[" * 9000, "nested too deeply"),
+        ("batch = " + "9" * 5000, "is not valid TOML"),
+        ("batch = 0x" + "f" * 5000, "batch is a number of thousands of digits; it must be at most"),
+        ("lr = 0x" + "f" * 5000, "lr = a number of thousands of digits is too large"),
+        ('out = "a\\u0000"', "which is no text of Unicode characters"),
+    ],
+)
+def test_an_odd_configuration_is_one_sentence(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "c.toml").write_text(content)
+    refused(quaver("train", "--config", tmp_path / "c.toml"), said)
+
+
+def test_every_character_of_an_option_comes_back_from_its_file(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config("".join(map(chr, range(1, 0x2100))))
+    (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
+    assert read_toml(tmp_path / "c.toml")["out"] == config.out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "3",
+        "null",
+        "x",
+        "[" * 9000,
+        '{"step": "1", "seconds": 1}',
+        '{"step": 1}',
+        '{"step": 1, "seconds": 1, "loss": []}',
+    ],
+)
+def test_a_metrics_file_of_another_shape_is_one_sentence(toml: Path, tmp_path: Path, line: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "seconds": 1.0, "loss": 2.0}\n' + line + "\n")
+    refused(quaver("train", "--config", toml, "--quiet"), "restore it, or delete that line")
+    with pytest.raises(ValueError, match=r"line 2 of .*metrics\.jsonl is not"):
+        read(tmp_path / "run" / "metrics.jsonl")
+
+
+def test_a_checkpoint_of_another_model_is_not_built_first(make_config: MakeConfig) -> None:
+    run = run_training(make_config(steps=1)).folder
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace('model = "nano"', 'model = "llama3-70b"'))
+    refused(quaver("generate", run, "--prompt", "7"), "was made with model 'nano', and this run has 'llama3-70b'")
+
+
+def test_options_that_change_a_run_are_a_sentence_on_the_terminal(toml: Path, tmp_path: Path) -> None:
+    assert quaver("train", "--config", toml, "--quiet").exit_code == 0
+    command = [sys.executable, "-m", "quaver.train", "train", "--resume", "--out", str(tmp_path / "run"), "--quiet"]
+    done = subprocess.run([*command, "--lr", "0.5", "--steps", "2"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("the run goes on from step 1 with other options: lr 0.5 (was 0.0); its losses")
+
+
+def test_memory_is_what_the_machine_and_its_limits_allow() -> None:
+    assert 1 << 28 < memory.available() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with pytest.raises(ValueError, match="there is not enough memory; take a smaller --batch"), memory.told("--batch"):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    with pytest.raises(RuntimeError, match="another"), memory.told("--batch"):
+        raise RuntimeError("another")
+
+
+def without(packages: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code where packages cannot be imported."""
+    hide = f"import sys; sys.modules.update(dict.fromkeys({packages.split()!r}))\n"
+    return subprocess.run([sys.executable, "-c", hide + code], capture_output=True, text=True, check=False)
+
+
+def test_the_command_without_its_extras_says_what_to_install() -> None:
+    done = without("tokenizers typer", "from quaver.train.__main__ import main; main()")
+    assert done.returncode == 1 and done.stderr == (
+        "quaver's commands need tokenizers, typer, not installed here: pip install 'quaver[train]' (or "
+        "'quaver[train-jax]', without PyTorch)\n"
+    )
+    done = without("filelock", "from quaver.train import run_training")
+    assert done.stderr.splitlines()[-1].startswith("ImportError: quaver's commands need filelock, not installed here")
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "said"),
+    [
+        ("quaver.torch", "torch", "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"),
+        ("quaver.torch.linear", "torch", "quaver.torch needs PyTorch, which is not installed"),
+        ("quaver.jax", "jax", "quaver.jax needs JAX, which is not installed: pip install 'quaver[jax]'"),
+        ("quaver.jax.linen", "flax", "quaver.jax.linen needs Flax, which is not installed: pip install 'quaver[flax]'"),
+        ("quaver.jax.nnx", "flax", "quaver.jax.nnx needs Flax, which is not installed: pip install 'quaver[flax]'"),
+    ],
+)
+def test_a_front_end_without_its_framework_says_what_to_install(module: str, package: str, said: str) -> None:
+    done = without(package, f"import {module}")
+    assert f"ModuleNotFoundError: {said}" in done.stderr.splitlines()[-1]
+
+
+def test_a_list_of_recipes_is_split_in_the_time_that_it_takes_to_read_it() -> None:
+    assert recipe_name.split("a(" + "," * 200_000) == ["a(" + "," * 200_000]
+    assert recipe_name.split("," * 200_000) == []
