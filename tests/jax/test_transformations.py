@@ -60,7 +60,7 @@ def check(layer: str, recipe: str, transform: str, how: str = "grad", needs: Seq
         ("linear", "tensorwise", "checkpoint"),
         ("linear", "delayed", "two uses in scan"),
         ("linear", "mxfp8", "vmap in checkpoint"),
-        ("grouped_dot", "mxfp8", "jit"),
+        ("grouped_dot", "tensorwise", "checkpoint that keeps everything"),
         ("linen in nn.remat", "tensorwise", "jit"),
         ("nnx in nnx.remat", "delayed", "jit"),
     ],

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_batching import sequential_vmap
 
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.jax import state as states
@@ -27,7 +28,7 @@ from quaver.jax.gemms import Call
 from quaver.jax.linear import next_state
 from quaver.jax.native import decoded, scaled
 from quaver.jax.ops import DTYPES, quantize, static
-from quaver.jax.quantized import Quantized
+from quaver.jax.quantized import Quantized, as_bytes, as_codes
 from quaver.jax.sharding import sum_like
 from quaver.jax.state import GRAD_OUTPUT, INPUT, WEIGHT, State
 from quaver.jax.uses import uses_of
@@ -103,13 +104,13 @@ def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array,
     kept_x = xq if recipe.plan.input else _along_tokens(x, recipe.wgrad.b, lay, factor=_factor(state, INPUT))
     kept_w = wq if recipe.plan.weight else w
     amaxes = None if recipe.delayed is None else (xq.amax, wq.amax.max())
-    return y, (kept_x, kept_w, lay, amaxes, state, x[..., :0], w[..., :0])
+    return y, (as_bytes(kept_x), as_bytes(kept_w), lay, amaxes, state, x[..., :0], w[..., :0])
 
 
 def _backward(call: Call, kept: Any, g: Array) -> tuple[Any, ...]:
     kept_x, kept_w, lay, amaxes, state, like_x, like_w = kept
     recipe, plan, factor = call.recipe, call.recipe.plan, _factor(state, GRAD_OUTPUT)
-    g = constant(SECOND_DERIVATIVE.format(call.where), g)
+    g, kept_x, kept_w = constant(SECOND_DERIVATIVE.format(call.where), g), as_codes(kept_x), as_codes(kept_w)
     if "count" in state:
         g = states.unless_overrun(g, state["count"].max())
     gq: Any = g if recipe.dgrad.a is None else quantize(g, recipe.dgrad.a, **_noise(call, state, 0), factor=factor)
@@ -227,6 +228,7 @@ def _rows_tiled(x: Array, w: Array, lay: Layout) -> Array:
     return lax.map(one, (x.reshape(lay.expert.shape[0], -1, x.shape[1]), lay.expert)).reshape(x.shape[0], w.shape[1])
 
 
+@sequential_vmap
 def _rows_ragged(x: Array, w: Array, lay: Layout) -> Array:
     return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), lay.sizes, preferred_element_type=jnp.float32)
 
@@ -244,6 +246,7 @@ def _tokens_tiled(x: Array, g: Array, lay: Layout) -> Array:
     return lax.scan(add, start, (lay.expert, *split))[0]
 
 
+@sequential_vmap
 def _tokens_ragged(x: Array, g: Array, lay: Layout) -> Array:
     contract = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
     return lax.ragged_dot_general(x, g, lay.sizes, contract, preferred_element_type=jnp.float32)

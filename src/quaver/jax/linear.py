@@ -26,7 +26,7 @@ from quaver.jax.differentiation import SECOND_DERIVATIVE, differentiated_once, u
 from quaver.jax.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
 from quaver.jax.gemms import Call
 from quaver.jax.ops import DTYPES, static
-from quaver.jax.quantized import Quantized
+from quaver.jax.quantized import Quantized, as_bytes, as_codes
 from quaver.jax.sharding import Axes, axes_of, shardings_inferred, spec_of, sum_like, varying
 from quaver.jax.state import State
 from quaver.jax.uses import uses_of
@@ -155,15 +155,16 @@ def _kept(needed: bool, operand: Any, serves: bool, make: Callable[[], Any]) -> 
     given quantized serves fprop alone.
     """
     if not needed:
-        return None if isinstance(operand, Quantized) and not serves else jax.tree.map(lambda a: a[..., :0], make())
+        unfit = isinstance(operand, Quantized) and not serves
+        return None if unfit else jax.tree.map(lambda a: a[..., :0], as_bytes(make()))
     kept = make()
-    return checkpoint_name(kept, KEPT) if isinstance(kept, Quantized) else kept
+    return checkpoint_name(as_bytes(kept), KEPT) if isinstance(kept, Quantized) else kept
 
 
 def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
     asked, cut, kept_x, kept_w, (like_x, like_w, like_bias), amaxes, state = kept
     axes, needs = cut.axes, _Needs(*map(bool, asked.shape[:3]))
-    g = constant(SECOND_DERIVATIVE.format(call.where), g)
+    g, kept_x, kept_w = constant(SECOND_DERIVATIVE.format(call.where), g), as_codes(kept_x), as_codes(kept_w)
     gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
     grad_x = grad_w = grad_bias = None
     if needs.input:

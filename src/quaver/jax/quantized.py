@@ -1,6 +1,6 @@
 """The one container of quantized data, a pytree, and how its bytes are laid out."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -90,6 +90,33 @@ class Quantized:
     def dequantize(self) -> Array:
         """float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees them."""
         return over_blocks(self.values(), self.scales(), self.spec.block)
+
+
+def as_bytes(kept: Any) -> Any:
+    """A pytree of operands as it lies between forward and backward: codes of eight bits as uint8.
+
+    `jax.checkpoint` rounds a float that it keeps to its own type, by a rule of IEEE formats: E4M3's 256 to 448 would
+    become infinity.
+    """
+
+    def one(leaf: Any) -> Any:
+        return lax.bitcast_convert_type(leaf, jnp.uint8) if leaf.dtype in _FLOAT8 else leaf
+
+    return jax.tree.map(one, kept)
+
+
+def as_codes(kept: Any) -> Any:
+    """The operands that `as_bytes` was given."""
+
+    def one(node: Any) -> Any:
+        if not isinstance(node, Quantized) or node.spec.format.bits == 4:
+            return node
+        return replace(node, data=lax.bitcast_convert_type(node.data, STORAGE[node.spec.format.name]))
+
+    return jax.tree.map(one, kept, is_leaf=lambda node: isinstance(node, Quantized))
+
+
+_FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def over_blocks(x: Array, factor: Array, block: tuple[int | None, int | None]) -> Array:
