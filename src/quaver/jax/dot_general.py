@@ -11,6 +11,7 @@ from jax import Array, lax
 from quaver.core.spec import Recipe
 from quaver.jax import state as states
 from quaver.jax.autocast import recipe_in_force
+from quaver.jax.given import array
 from quaver.jax.linear import linear
 from quaver.jax.state import State
 
@@ -40,7 +41,7 @@ def dot_general(
         recipe, state, name, seed: as `quaver.jax.linear`.
         out_sharding: as `jax.lax.dot_general`, where nothing is quantized.
     Raises:
-        ValueError: as `quaver.jax.linear`.
+        ValueError, TypeError: as `quaver.jax.linear` and `jax.lax.dot_general`.
     Exact and Bounded as `quaver.jax.linear`.
     """
     in_force = recipe_in_force(recipe)
@@ -48,7 +49,8 @@ def dot_general(
         return lax.dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
         )
-    (contract_l, contract_r), (batch_l, batch_r) = ([tuple(map(int, a)) for a in pair] for pair in dimension_numbers)
+    lhs, rhs = array(name, "lhs", lhs), array(name, "rhs", rhs)
+    (contract_l, contract_r), (batch_l, batch_r) = _dimensions(name, lhs, rhs, dimension_numbers)
     free_l, free_r = _rest(lhs.ndim, contract_l, batch_l), _rest(rhs.ndim, contract_r, batch_r)
     batch, lead, k = _sizes(lhs, batch_l), _sizes(lhs, free_l), math.prod(_sizes(lhs, contract_l))
     out = _sizes(rhs, free_r)
@@ -66,6 +68,21 @@ def dot_general(
         shared = states.share({} if state is None else state, slices)
         y = jax.vmap(slice_)(x.reshape(slices, *lead, k), w.reshape(slices, k, math.prod(out)), shared)
     return y.reshape(*batch, *lead, *out)
+
+
+def _dimensions(name: str, lhs: Array, rhs: Array, numbers: Any) -> list[list[tuple[int, ...]]]:
+    """The dimension numbers as tuples, if `jax.lax.dot_general` takes them."""
+    try:
+        contract, batch = ([tuple(map(int, axes)) for axes in pair] for pair in numbers)
+        if len(contract) != 2 or len(batch) != 2:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name}: dimension_numbers are ((axes of lhs, axes of rhs) to sum over, (axes of lhs, axes of rhs) of a "
+            f"batch), such as (((1,), (0,)), ((), ())), not {numbers!r}"
+        ) from None
+    jax.eval_shape(lambda a, b: lax.dot_general(a, b, (tuple(contract), tuple(batch))), lhs, rhs)  # type: ignore[arg-type]
+    return [contract, batch]
 
 
 def _sizes(x: Array, axes: Sequence[int]) -> list[int]:

@@ -32,6 +32,13 @@ class Gather:
     axis: str
     sharding: PartitionSpec | NamedSharding
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis, str) or not isinstance(self.sharding, (PartitionSpec, NamedSharding)):
+            raise TypeError(
+                f"Gather takes the name of a mesh axis and a PartitionSpec or NamedSharding that names it, not "
+                f"{self.axis!r} and {self.sharding!r}"
+            )
+
     @property
     def spec(self) -> PartitionSpec:
         return self.sharding.spec if isinstance(self.sharding, NamedSharding) else self.sharding

@@ -25,6 +25,7 @@ from quaver.jax.autocast import recipe_in_force
 from quaver.jax.constant import constant
 from quaver.jax.differentiation import SECOND_DERIVATIVE, differentiated_once, unwrapped
 from quaver.jax.gemms import Call
+from quaver.jax.given import array, floating, instance, state_of
 from quaver.jax.linear import next_state
 from quaver.jax.native import decoded, scaled
 from quaver.jax.ops import DTYPES, quantize, static
@@ -59,10 +60,13 @@ def grouped_dot(
         [T, N]. Inside shard_map each shard's tokens are an operand of their own.
     Raises:
         ValueError: shapes that do not fit, or what `linear` refuses of a state.
+        TypeError: a list, or what else is no array.
     Exact: codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in
         float64.
     """
     in_force = recipe_in_force(recipe)
+    instance("grouped_dot", "name", name, str, "'experts'")
+    x, w, group_sizes = (array(name, k, a) for k, a in (("x", x), ("w", w), ("group_sizes", group_sizes)))
     if x.ndim != 2 or w.ndim != 3 or group_sizes.shape != w.shape[:1] or x.shape[1] != w.shape[1]:
         raise ValueError(
             f"{name}: x is [T, K], w [experts, K, N] and group_sizes [experts]; these are {x.shape}, {w.shape} and "
@@ -71,11 +75,11 @@ def grouped_dot(
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"{name}: group_sizes count tokens and are {group_sizes.dtype}; convert them to int32")
     static("seed", seed, "the steps' noise differs by the count in the state")
-    dtype = jnp.dtype(jnp.result_type(x, w) if dtype is None else dtype)
+    dtype = floating(name, jnp.result_type(x, w) if dtype is None else dtype)
     if in_force is None or not in_force.quantizes or dtype not in DTYPES:
         high = x.astype(dtype), w.astype(dtype)
         return lax.ragged_dot(*high, group_sizes, preferred_element_type=jnp.float32).astype(dtype)
-    state = {} if state is None else dict(state)
+    state = state_of(name, state)
     states.fitting(state, in_force, name)
     call = Call(in_force, dtype, name, seed, None, None, None, uses_of(state))
     return _grouped(call, x.astype(dtype), w, group_sizes, state)

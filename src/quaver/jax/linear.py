@@ -25,6 +25,7 @@ from quaver.jax.constant import constant
 from quaver.jax.differentiation import SECOND_DERIVATIVE, differentiated_once, unwrapped
 from quaver.jax.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
 from quaver.jax.gemms import Call
+from quaver.jax.given import array, floating, instance, state_of
 from quaver.jax.ops import DTYPES, static
 from quaver.jax.quantized import Quantized, as_bytes, as_codes
 from quaver.jax.sharding import Axes, axes_of, shardings_inferred, spec_of, sum_like, varying
@@ -68,21 +69,26 @@ def linear(
         [..., N]. Without a recipe, in dtype's own precision; float64 is never quantized, with a warning.
     Raises:
         ValueError: shapes or dtypes that do not fit, a missing state, or gradients that leave out the state.
+        TypeError: a list, or what else is no array.
     Exact: all codes, scales and states. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same
         products in float64.
     """
     in_force = recipe_in_force(recipe)
+    _typed(axes, gather_input, gather_weight, name)
+    where = name or "this layer"
+    x, w = (a if isinstance(a, Quantized) else array(where, what, a) for what, a in (("x", x), ("w", w)))
+    bias = None if bias is None else array(where, "bias", bias)
     static("seed", seed, "the steps' noise differs by the count in the state")
     along = along_input(gather_input, x), along_weight(gather_weight, w)
-    shape = _fitting(x, w, bias, name or "this layer", along[1])
-    dtype = _dtype(x, w, dtype)
+    shape = _fitting(x, w, bias, where, along[1])
+    dtype = _dtype(where, x, w, dtype)
     if in_force is None or not in_force.quantizes:
         return high_precision(x, w, bias, dtype)
     if dtype not in DTYPES:
         _refuse(dtype)
         return high_precision(x, w, bias, dtype)
-    state = {} if state is None else dict(state)
-    states.fitting(state, in_force, name or "this layer")
+    state = state_of(where, state)
+    states.fitting(state, in_force, where)
     call = Call(in_force, dtype, name, seed, axes, *along, uses_of(state))
     _refuse_repeated_bias(call, x, w, bias, state)
 
@@ -244,14 +250,20 @@ def _fitting(x: Any, w: Any, bias: Any, name: str, weight: Along | None) -> tupl
     return shape
 
 
-def _dtype(x: Any, w: Any, dtype: Any) -> Any:
+def _typed(axes: Any, gather_input: Any, gather_weight: Any, name: Any) -> None:
+    instance("linear", "name", name, str, "'layers.0.mlp'")
+    if axes is not None:
+        instance(name, "axes", axes, Axes, "quaver.jax.sharding.Axes(tokens=('dp',))")
+    for what, gather in (("gather_input", gather_input), ("gather_weight", gather_weight)):
+        if gather is not None:
+            instance(name, what, gather, Gather, "quaver.jax.Gather('fsdp', PartitionSpec('fsdp', None))")
+
+
+def _dtype(where: str, x: Any, w: Any, dtype: Any) -> Any:
     if dtype is None:
         own = [a.dtype for a in (x, w) if not isinstance(a, Quantized)]
         dtype = jnp.result_type(*own) if own else jnp.float32
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"a linear layer computes in a floating dtype, not {dtype}; convert x, or give dtype=")
-    return dtype
+    return floating(where, dtype)
 
 
 def _refuse(dtype: Any) -> None:

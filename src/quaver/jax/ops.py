@@ -10,6 +10,7 @@ from jax import Array, lax
 from quaver.core.spec import QuantSpec
 from quaver.jax import native
 from quaver.jax.constant import constant
+from quaver.jax.given import array, floating, instance
 from quaver.jax.hadamard import rotate
 from quaver.jax.philox import Place, uniform
 from quaver.jax.quantized import Quantized, over_blocks, pack
@@ -57,15 +58,18 @@ def quantize(
         they are within an ulp, codes within a step, and subnormals (scales too) count as 0 on a CPU. Rotated operands
         have an exception (`quaver.jax.hadamard.rotate`).
     """
+    instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
     if isinstance(x, Quantized):
         if x.spec != spec:
             raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")
         return x
-    if jnp.ndim(x) != 2:
-        raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {jnp.shape(x)}: reshape it first")
+    x = array("quantize", "x", x)
+    if x.ndim != 2:
+        raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {x.shape}: reshape it first")
     if x.dtype not in DTYPES:
         raise ValueError(f"an operand is float32, bfloat16 or float16, not {x.dtype}; convert it first")
     static("seed", seed, "let tensor_id or count differ instead")
+    _numbers(spec, x, amax, factor, tensor_id, count)
     whole = None if place is None else place[2]
     at = (0, 0) if place is None else place[:2]
     if isinstance(count, int):
@@ -77,6 +81,18 @@ def static(what: str, number: object, instead: str) -> None:
     """Refuse an array where a program is made for one number. Raises: ValueError."""
     if not isinstance(number, int):
         raise ValueError(f"{what} is a Python int, known when jit traces, and this is {number!r}; {instead}")
+
+
+def _numbers(spec: QuantSpec, x: Array, amax: Any, factor: Any, tensor_id: Any, count: Any) -> None:
+    for what, number in (("amax", amax), ("factor", factor), ("tensor_id", tensor_id), ("count", count)):
+        optional = number is None and what in ("amax", "factor")
+        if not optional and (isinstance(number, bool) or not isinstance(number, (int, float))):
+            array("quantize", what, number)
+    wanted = (1, 1) if spec.two_level else spec.blocks(*x.shape)
+    if amax is not None and jnp.size(amax) != 1 and jnp.shape(amax) != wanted:
+        raise ValueError(f"quantize: amax has shape {jnp.shape(amax)}; give one number, or {wanted}")
+    if factor is not None and jnp.size(factor) != 1:
+        raise ValueError(f"quantize: factor has shape {jnp.shape(factor)}; give one number, of the whole tensor")
 
 
 def _word(x: Array | int) -> Array:
@@ -132,6 +148,7 @@ def _once(packed: Array, tensor_factor: Array) -> Array:
 
 def dequantize(q: Quantized) -> Array:
     """float32 [rows, k]: data × scale; after a Hadamard the rotated values, as the GEMM sees them. Exact."""
+    instance("dequantize", "q", q, Quantized, "quaver.jax.quantize(x, spec)")
     return q.dequantize()
 
 
@@ -149,6 +166,12 @@ def matmul(
         ValueError: the operands do not share k, or dtype is none of the three.
     Bounded: on a CPU relative RMS below 1e-6 of float64 on the same operands for float32 output.
     """
+    for what, operand in (("a", a), ("b", b)):
+        instance("matmul", what, operand, Quantized, "quaver.jax.quantize(x, spec)")
+    bias = None if bias is None else array("matmul", "bias", bias)
+    dtype = floating("matmul", dtype)
+    if bias is not None and bias.shape != (b.shape[0],):
+        raise ValueError(f"matmul: bias has shape {bias.shape} and b is {b.shape}; give a bias [{b.shape[0]}]")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a is {a.shape} and b is {b.shape}: both are [rows, k] and k must agree")
     if dtype not in DTYPES:

@@ -61,8 +61,9 @@ def axes_of(x: Any, w: Any, state: Any = None, gathered_x: str | None = None, ga
         return Axes()
     if any(not varying(lax.axis_index(axis)) for axis in manual):
         raise ValueError(
-            "a quantized layer runs in a shard_map with check_vma=False, where nothing tells which arrays are pieces "
-            "of a whole, so that its scales would differ from shard to shard; leave check_vma at True"
+            "a quantized layer runs in jax.pmap, or in a shard_map with check_vma=False, where nothing tells which "
+            "arrays are pieces of a whole, so that its scales would differ from shard to shard; in place of pmap use "
+            "jax.jit with sharded arrays (jax.sharding.NamedSharding), or jax.shard_map with check_vma left at True"
         )
     own = varying(state)
     a, b = varying(x) - own - {gathered_x}, varying(w) - own - {gathered_w}

@@ -27,6 +27,7 @@ from jax import Array, lax
 from quaver import recipes
 from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX
 from quaver.core.spec import QuantSpec, Recipe
+from quaver.jax.given import array
 from quaver.jax.ops import static
 from quaver.jax.rounding import two_to_the
 from quaver.jax.scaling import encode_factor, exponent
@@ -161,8 +162,29 @@ def join(rest: Any, states: Any) -> Any:
 
 
 def per_layer(function: Callable[..., State], *trees: Any) -> Any:
-    """A function of layers' states, over trees of them."""
+    """A function of layers' states, over trees of them.
+
+    Raises:
+        ValueError: a tree holds something else, or they differ in structure.
+    """
+    layers = [_layers(tree) for tree in trees]
+    if any(other != layers[0] for other in layers):
+        raise ValueError(
+            "trees of layers' states differ in their layers, or in what these remember; give the same ones"
+        )
     return jax.tree.map(function, *trees, is_leaf=is_state)
+
+
+def _layers(tree: Any) -> list[tuple[Any, set[str]]]:
+    """Where each layer's state is, and what it is made of."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_state)
+    for path, leaf in leaves:
+        if not is_state(leaf):
+            raise ValueError(
+                f"a tree of layers' states holds a {type(leaf).__name__} at {jax.tree_util.keystr(path) or 'its root'}"
+                "; quaver.jax.state.split takes the states out of a tree of parameters or of gradients"
+            )
+    return [(path, set(state)) for path, state in leaves]
 
 
 def merge(*states: Any) -> Any:
@@ -173,7 +195,9 @@ def merge(*states: Any) -> Any:
     Exact: what one step would have returned that recorded the maximum of theirs, as torch's layers do; counts move to
         the furthest.
     """
-    merged = states[0]
+    if not states:
+        raise ValueError("quaver.jax.state.merge takes the states of one micro-batch or more, and got none")
+    merged = per_layer(dict, states[0])
     for other in states[1:]:
         merged = per_layer(_merge, merged, other)
     return merged
@@ -214,6 +238,9 @@ def unrecorded(states: Any) -> Any:
 def micro_batch(states: Any, index: Array | int) -> Any:
     """The states for micro-batch number `index` of a step: the same factors, other noise."""
 
+    if not isinstance(index, (int, np.integer)):
+        array("micro_batch", "index", index)
+
     def later(state: State) -> State:
         return state | {"count": state["count"] + index} if "count" in state else state
 
@@ -244,6 +271,8 @@ def share(states: Any, n: int) -> Any:
     """
 
     static("n", n, "count the uses where the program is written")
+    if n < 1:
+        raise ValueError(f"n is {n}; a layer that is not used needs no share")
     return _share(states, n)
 
 
@@ -314,6 +343,8 @@ def fitting(state: State, recipe: Recipe, where: str) -> None:
     Raises:
         ValueError.
     """
+    if recipe.stochastic and "count" in state:
+        _fits(state, {"count": (2,)}, recipe, where)
     if recipe.delayed is None:
         return
     if "history" not in state or "factor" not in state:
@@ -321,7 +352,10 @@ def fitting(state: State, recipe: Recipe, where: str) -> None:
             f"{where}: recipe {recipe.name!r} scales by a history and got none; pass "
             "state=quaver.jax.state.init(recipe), use a module, which keeps it, or the recipe 'tensorwise'"
         )
-    wanted = {"history": (recipe.delayed.length, 3), "factor": (3,)}
+    _fits(state, {"history": (recipe.delayed.length, 3), "factor": (3,)}, recipe, where)
+
+
+def _fits(state: State, wanted: dict[str, tuple[int, ...]], recipe: Recipe, where: str) -> None:
     for key, shape in wanted.items():
         if state[key].shape[-len(shape) :] != shape or state[key].dtype != jnp.float32:
             raise ValueError(
