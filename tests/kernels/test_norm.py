@@ -165,12 +165,20 @@ def test_a_gradient_that_no_kernel_writes_is_refused_before_any_work() -> None:
             gpu.quantized_gradients(x, x, None, None, mean, inverse, "L2", spec, torch.ones(1))
 
 
-def test_rows_that_lie_apart_and_askew_are_read_as_they_are() -> None:
-    base = torch.randn(4, 131, device=DEVICE)
-    for x in (base[:, :100], base[:, 3:103], base.t()[:100].t(), base[:2].view(2, 1, 131)[..., 31:]):
+def test_rows_that_lie_apart_and_askew_give_the_bits_of_rows_that_lie_together() -> None:
+    """The neighbours that a thread holds, and so the order of its sums, go by how far rows lie apart."""
+    base, other = torch.randn(4, 131, device=DEVICE), torch.randn(4, 132, device=DEVICE)
+    views = [t[:, :100] for t in (base, other)]
+    views += [base[:, 3:103], base.t()[:100].t(), base[:2].view(2, 1, 131)[..., 31:], other[:, 4:104]]
+    for x in views:
         gamma, _ = parameters("RMSNorm", 100)
-        y, _, inverse = gpu.forward(x, gamma, None, "RMSNorm", EPS)
-        assert torch.equal(y, gpu.forward(x.clone(), gamma, None, "RMSNorm", EPS)[0])
+        y, mean, inverse = gpu.forward(x, gamma, None, "RMSNorm", EPS)
+        alone = x.clone(memory_format=torch.contiguous_format)
+        assert torch.equal(y, gpu.forward(alone, gamma, None, "RMSNorm", EPS)[0])
+        assert gpu.vector(gpu._rows(x)) == gpu.vector(gpu._rows(alone))
+        grads = [gpu.backward(g, v, gamma, None, mean, inverse, "RMSNorm") for g, v in ((x, alone), (alone, x))]
+        for found, expected in zip(*grads, strict=True):
+            assert torch.equal(found, expected)
         assert y.shape == x.shape
         assert inverse.shape == (*x.shape[:-1], 1)
 

@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -23,6 +24,7 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.llama4 import modeling_llama4 as llama4
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
@@ -58,7 +60,7 @@ class Layer:
             head_dim,
             scaling=c.rope_parameters,
             max_positions=c.max_position_embeddings,
-            interleaved=c.model_type == "cohere",
+            interleaved=c.model_type in ("cohere", "llama4_text"),
         )
         made = {"rope": rope, "head_dim": head_dim, "mask_type": mask_type, "window": window, **self.options}
         sizes = (c.hidden_size, c.num_attention_heads)
@@ -260,6 +262,16 @@ LAYERS: dict[str, Layer] = {
         rotary=cohere.CohereRotaryEmbedding,
         names={k: v for k, v in OF_LLAMA.items() if not k.endswith(".norm")} | {"norm": ("input_layernorm",)},
         options={"groups": GROUPS, "parallel": True, "bias": False, "norm_bias": False, "activation": "swiglu"},
+    ),
+    "llama4 attention": Layer(
+        config=Llama4TextConfig(
+            **SIZES, head_dim=8, use_qk_norm=True, attention_bias=False, rms_norm_eps=1e-2, rope_parameters=PLAIN
+        ),
+        layer=llama4.Llama4TextAttention,
+        rotary=llama4.Llama4TextRotaryEmbedding,
+        names={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "o_proj": ("o_proj",)},
+        options={"groups": GROUPS, "bias": False, "qk_norm": "L2", "qk_norm_eps": 1e-2, "qk_norm_after_rope": True},
+        ours=MultiheadAttention,
     ),
     "gpt_oss attention": Layer(
         config=GptOssConfig(

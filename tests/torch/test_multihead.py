@@ -88,6 +88,24 @@ def test_queries_and_keys_are_normalized(qk_norm: str, after: bool) -> None:
     assert ("q_norm.weight" in made.state_dict()) is (qk_norm != "L2")
 
 
+@pytest.mark.parametrize(("name", "kind"), [("RMSNorm", qt.RMSNorm), ("LayerNorm", qt.LayerNorm)])
+def test_norms_are_of_the_class_that_they_are_called_by_and_those_of_heads_have_an_eps_of_their_own(
+    name: str, kind: type
+) -> None:
+    made = qt.TransformerLayer(64, 4, 96, normalization=name, eps=1e-5, qk_norm=name, qk_norm_eps=1e-2)
+    attention = made.attention
+    for norm, eps in (
+        (attention.norm, 1e-5),
+        (made.mlp.norm, 1e-5),
+        (attention.q_norm, 1e-2),
+        (attention.k_norm, 1e-2),
+    ):
+        assert type(norm) is kind
+        assert norm.formula.eps == eps
+    assert qt.MultiheadAttention(64, 4, qk_norm=name, eps=1e-3).q_norm.formula.eps == 1e-3
+    assert type(qt.LayerNormLinear(64, 32, normalization=name).norm) is kind
+
+
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_every_parameter_has_a_gradient(recipe: str) -> None:
     made = qt.MultiheadAttention(

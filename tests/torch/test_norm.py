@@ -1,5 +1,7 @@
 """Normalizations: float64's values and gradients, one rounding, nothing kept but the input and two numbers a row."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,7 @@ ONE_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 3e-4
 def exact(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
     """The formula, in x's dtype."""
     centred = x - x.mean(-1, keepdim=True) if kind == "LayerNorm" else x
-    squares = centred.square()
-    y = centred / torch.sqrt((squares.sum(-1, True) if kind == "L2" else squares.mean(-1, True)) + eps)
+    y = centred / torch.sqrt(centred.square().mean(-1, True) + eps)
     if weight is not None:
         y = y * (weight + 1 if zero_centered else weight)
     return y if bias is None else y + bias
@@ -69,6 +70,30 @@ def test_the_gradient_of_gamma_is_summed_in_float32(kind: str) -> None:
     given = weight.detach().double().requires_grad_()
     exact(kind, x.double(), given, None, 1e-5, False).backward(g.double())
     assert_close("gradient of gamma", weight.grad, given.grad, ONE_ROUNDING[torch.bfloat16])
+
+
+@KINDS
+@DTYPES
+@pytest.mark.parametrize("which", ["x", "g", "both"])
+def test_no_bit_depends_on_how_the_operands_lie(kind: str, dtype: torch.dtype, which: str) -> None:
+    x, g = (torch.randn(3, 300, 24).to(dtype) * torch.logspace(-2, 2, 24).to(dtype) for _ in range(2))
+    weight, bias = parameters(kind, 24, dtype)
+
+    def found(lying: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaf = (x if which == "g" else lying(x)).detach().requires_grad_()
+        y = normalize(leaf, weight, bias, kind)
+        parts = [p for p in (leaf, weight, bias) if p is not None]
+        return [y, *torch.autograd.grad(y, parts, g if which == "x" else lying(g))]
+
+    expected = found(lambda t: t)
+    for order in ((2, 0, 1), (1, 0, 2), (2, 1, 0)):
+        back = [order.index(i) for i in range(3)]
+        for one, other in zip(
+            found(lambda t, o=order, b=back: t.permute(o).contiguous().permute(b)),  # type: ignore[misc]
+            expected,
+            strict=True,
+        ):
+            assert_bitwise(one, other)
 
 
 @KINDS

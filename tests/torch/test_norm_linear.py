@@ -136,7 +136,7 @@ def test_a_norm_with_hooks_is_called() -> None:
     block.norm.forward = lambda x: (called.append("replaced"), plain(x))[1]  # type: ignore[method-assign]
     with qt.autocast("mxfp8"):
         block(torch.randn(4, 48, requires_grad=True)).sum().backward()
-    assert set(called) == {"replaced", "Norm", "Linear", "LayerNormLinear", "before backward", "backward"}
+    assert set(called) == {"replaced", "LayerNorm", "Linear", "LayerNormLinear", "before backward", "backward"}
     for handle in handles:
         handle.remove()
     called.clear()

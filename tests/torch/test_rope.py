@@ -1,5 +1,6 @@
 """Rotary positions against complex multiplication in float64."""
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Iterator
@@ -344,3 +345,20 @@ def test_features_that_cannot_turn_are_a_sentence() -> None:
         RotaryEmbedding(6, fraction=0.5)
     with pytest.raises(ValueError, match=r"fraction is 0"):
         RotaryEmbedding(6, fraction=0)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_turned_is_contiguous_however_it_lay(
+    dtype: torch.dtype, fraction: float, interleaved: bool, kernel: bool
+) -> None:
+    rope = qt.RotaryEmbedding(16, fraction=fraction, interleaved=interleaved)
+    whole = torch.randn(2, 5, 4, 48).to(dtype)
+    with qt.only("triton") if kernel else contextlib.nullcontext():
+        for x in (whole[..., :16], whole[..., 16:32].transpose(1, 2).contiguous().transpose(1, 2)):
+            cos, sin = rope.tables(x)
+            y = qt.apply_rotary(x, cos, sin, interleaved)
+            assert y.is_contiguous() and not x.is_contiguous()
+            assert_bitwise(y, qt.apply_rotary(x.contiguous(), cos, sin, interleaved))

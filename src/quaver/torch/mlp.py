@@ -21,7 +21,7 @@ from quaver.torch.checkpoint import checkpoint
 from quaver.torch.functional import run_quantize
 from quaver.torch.gpu import fused
 from quaver.torch.linear import Linear
-from quaver.torch.norm import Norm
+from quaver.torch.norm import named
 from quaver.torch.norm_linear import normalized_projections
 from quaver.torch.projections import project
 from quaver.torch.quantized import Quantized
@@ -121,7 +121,7 @@ class MLP(nn.Module):
         of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **made}
         norm = None
         if normalization is not None:
-            norm = Norm(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **made)
+            norm = named(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **made)
         self.register_module("norm", norm)
         if gated and fused:
             self.gate_up_proj = Linear(dim, 2 * hidden, **of_linear)

@@ -9,7 +9,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.attention import DotProductAttention
 from quaver.torch.kv_cache import KVCache
 from quaver.torch.linear import Linear
-from quaver.torch.norm import Norm
+from quaver.torch.norm import named
 from quaver.torch.norm_linear import normalized_projections
 from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.torch.rope import RotaryEmbedding
@@ -34,7 +34,8 @@ class MultiheadAttention(nn.Module):
             (with a memory: `q_proj` and `kv_proj`); else `q_proj`, `k_proj` and `v_proj`.
         bias: of the projections; out_bias: of `o_proj`, None as bias.
         rope: rotary positions of queries and keys; None has none. Layers may share one.
-        qk_norm: "RMSNorm", "LayerNorm" or "L2" over each head's features of queries and keys.
+        qk_norm: "RMSNorm", "LayerNorm" or "L2" (`Norm`) over each head's features of queries and keys.
+        qk_norm_eps: of those norms; None takes eps.
         qk_norm_after_rope: turn first.
         mask_type, window, scale, soft_cap, dropout, sinks, alibi, layout: as `DotProductAttention`.
         normalization: of x, before the projections; with eps, zero_centered and norm_bias.
@@ -43,6 +44,7 @@ class MultiheadAttention(nn.Module):
     Raises:
         ValueError: heads that do not divide, names that do not exist.
     Source: Vaswani et al. 2017, arXiv:1706.03762; GQA: arXiv:2305.13245; norms of queries and keys: arXiv:2302.05442.
+        "L2" after the rotation is Llama 4's (transformers' Llama4TextL2Norm).
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class MultiheadAttention(nn.Module):
         out_bias: bool | None = None,
         rope: RotaryEmbedding | None = None,
         qk_norm: str | None = None,
+        qk_norm_eps: float | None = None,
         qk_norm_after_rope: bool = False,
         mask_type: str = "none",
         window: tuple[int, int] | None = None,
@@ -101,9 +104,9 @@ class MultiheadAttention(nn.Module):
         self.register_module("rope", rope)
         self.layout, self.qk_norm_after_rope = layout, qk_norm_after_rope
         self.dim, self.memory_dim, self.cross = dim, memory_dim, memory_dim is not None
-        of_norm: dict[str, Any] = {"eps": eps, "zero_centered": zero_centered, **made}
+        of_norm: dict[str, Any] = {"zero_centered": zero_centered, **made}
         self.register_module(
-            "norm", None if normalization is None else Norm(normalization, dim, bias=norm_bias, **of_norm)
+            "norm", None if normalization is None else named(normalization, dim, eps, bias=norm_bias, **of_norm)
         )
         of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **made}
         widths = {"q_proj": heads * wide, "k_proj": groups * wide, "v_proj": groups * narrow}
@@ -113,8 +116,10 @@ class MultiheadAttention(nn.Module):
         self._parts = {
             name: [widths[part] for part in parts] for name, parts in _projections(fused, self.cross).items()
         }
+        own = eps if qk_norm_eps is None else qk_norm_eps
         for name in ("q_norm", "k_norm"):
-            self.register_module(name, None if qk_norm is None else Norm(qk_norm, wide, bias=norm_bias, **of_norm))
+            norm = None if qk_norm is None else named(qk_norm, wide, own, bias=norm_bias, **of_norm)
+            self.register_module(name, norm)
         self.o_proj = Linear(heads * narrow, dim if out is None else out, **of_linear | {"bias": _or(out_bias, bias)})
 
     def reset_parameters(self) -> None:

@@ -19,7 +19,7 @@ from quaver.torch.gpu import fused
 from quaver.torch.operators import define
 from quaver.torch.second_derivative import no_second_derivative
 
-#: The kinds by name: whether the mean is subtracted, and whether squares are averaged rather than summed.
+#: The kinds by name: whether the mean is subtracted, and whether there is a gamma.
 NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
 
 
@@ -69,9 +69,10 @@ class Norm(nn.Module):
     """A normalization by name; `LayerNorm` and `RMSNorm` say what it computes.
 
     Args:
-        normalization: "LayerNorm"; "RMSNorm"; or "L2", x / sqrt(sum(x²) + eps), which has no parameters.
+        normalization: "LayerNorm"; "RMSNorm"; or "L2", x / sqrt(mean(x²) + eps), which has no parameters. Llama 4 calls
+            it so, though it divides by the root of the mean and not by the length.
         dim: features, the last axis of the input.
-        eps: added to the variance, or to the sum.
+        eps: added to the variance, or to the mean of the squares.
         zero_centered: the parameter is gamma - 1 and begins at 0, so that weight decay pulls gamma to 1.
         bias: whether LayerNorm adds one.
     Input [..., dim] in float32, bfloat16 or float16, whatever the parameters are; output of the input's dtype.
@@ -97,8 +98,8 @@ class Norm(nn.Module):
         check_normalization(normalization)
         self.dim = dim
         self.formula = Normalization(normalization, eps, zero_centered)
-        centred, averaged = NORMALIZATIONS[normalization]
-        for name, present in (("weight", averaged), ("bias", centred and bias)):
+        centred, weighted = NORMALIZATIONS[normalization]
+        for name, present in (("weight", weighted), ("bias", centred and bias)):
             values = nn.Parameter(torch.empty(dim, dtype=dtype, device=device)) if present else None
             self.register_parameter(name, values)
         self.reset_parameters()
@@ -154,6 +155,14 @@ class RMSNorm(Norm):
 
     def __init__(self, dim: int, eps: float = 1e-5, **options: Any) -> None:
         super().__init__("RMSNorm", dim, eps, **options)
+
+
+def named(normalization: str, dim: int, eps: float, **options: Any) -> Norm:
+    """The norm of this name, of the class that is called so; a `Norm` for "L2". Arguments as those of `Norm`."""
+    classes: dict[str, type[LayerNorm | RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    if normalization in classes:
+        return classes[normalization](dim, eps, **options)
+    return Norm(normalization, dim, eps, **options)
 
 
 def check_normalization(name: str) -> None:
@@ -266,15 +275,14 @@ def _forward(
 def _plain_forward(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    centred, averaged = NORMALIZATIONS[normalization]
-    if centred:
+    if NORMALIZATIONS[normalization][0]:
         # A CPU takes float32 parameters beside a narrower x, works in float32 and rounds once.
         mixed = x if x.is_cpu and gamma is not None and x.dtype in NARROW else ops.widened(x)
         y, mean, factor = torch.native_layer_norm(mixed, x.shape[-1:], gamma, beta, eps)
         return y if y.dtype is x.dtype else y.to(x.dtype), mean, factor
     wide = ops.widened(x)
-    squares = wide.square()
-    factor = (squares.mean(-1, True) if averaged else squares.sum(-1, True)).add_(eps).rsqrt_()
+    # The order of a sum, and so its bits, must not depend on how x lies.
+    factor = wide.square().contiguous().mean(-1, True).add_(eps).rsqrt_()
     y = wide * factor
     if gamma is not None:
         y.mul_(gamma)
@@ -305,9 +313,8 @@ def _plain_backward(
     factor: Tensor,
     normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    centred, averaged = NORMALIZATIONS[normalization]
     nothing = factor.new_empty
-    if centred:
+    if NORMALIZATIONS[normalization][0]:
         # In float32: of bf16 the CPU's kernel sums the parameters' gradients in bf16, 5 to 10 % off over 4096 rows.
         wanted = [True, gamma is not None, beta is not None]
         of_x, of_gamma, of_beta = torch.ops.aten.native_layer_norm_backward(
@@ -316,14 +323,14 @@ def _plain_backward(
         return of_x.to(x.dtype), nothing(0) if gamma is None else of_gamma, nothing(0) if beta is None else of_beta
     # y = x f gamma with f = (mean(x²) + eps)^-½, so dx = f (g gamma - x̂ mean(g gamma x̂)) where x̂ = x f.
     wide, along = ops.widened(x) * factor, ops.widened(g)
-    product = along * wide
+    # The order of its sums must not depend on how x and g lie.
+    product = (along * wide).contiguous()
     of_gamma = nothing(0)
     if gamma is not None:
         of_gamma = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
         product.mul_(gamma)
         along = along * gamma
-    inner = product.mean(-1, True) if averaged else product.sum(-1, True)
-    of_x = torch.addcmul(along, wide, inner, value=-1).mul_(factor)
+    of_x = torch.addcmul(along, wide, product.mean(-1, True), value=-1).mul_(factor)
     return of_x if of_x.dtype is x.dtype else of_x.to(x.dtype), of_gamma, nothing(0)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.linear import Linear
-from quaver.torch.norm import Norm
+from quaver.torch.norm import Norm, named
 from quaver.torch.projections import is_bare, project
 
 
@@ -90,7 +90,7 @@ class LayerNormLinear(nn.Module):
     ) -> None:
         super().__init__()
         made = {"device": device, "dtype": dtype}
-        self.norm = Norm(normalization, in_features, eps, zero_centered=zero_centered, bias=norm_bias, **made)
+        self.norm = named(normalization, in_features, eps, zero_centered=zero_centered, bias=norm_bias, **made)
         self.linear = Linear(in_features, out_features, bias, recipe=recipe, seed=seed, **made)
         self.return_normalized = return_normalized
 

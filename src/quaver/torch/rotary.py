@@ -29,7 +29,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
         sin: the same of the sine, negative at the first place. `RotaryEmbedding.tables` makes both.
         interleaved: pairs are neighbours (0, 1), (2, 3) ...; else feature i goes with i + turning / 2.
     Returns:
-        [..., D] in x's dtype, computed in float32 and rounded once, gradients too.
+        [..., D] in x's dtype, contiguous, computed in float32 and rounded once, gradients too.
     Exact: the bits of eager mode, compiled too.
     """
     if torch.compiler.is_compiling():
@@ -64,8 +64,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
     turned = wide * cos
     turned = turned - partner * sin if back else turned + partner * sin
     if turning != x.shape[-1]:
-        return torch.cat([turned.to(x.dtype), x[..., turning:]], dim=-1)
-    return turned if x.dtype is turned.dtype else turned.to(x.dtype)
+        return torch.cat([turned.to(x.dtype), x[..., turning:]], dim=-1).contiguous()
+    turned = turned if x.dtype is turned.dtype else turned.to(x.dtype)
+    return turned.contiguous()
 
 
 def _launched(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -164,7 +165,7 @@ def _turn_impl(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: boo
         from quaver.torch.gpu import rope
 
         return rope.turn(x, None, cos, sin, interleaved, back)[0]
-    return _turn(x, cos, sin, interleaved, back).contiguous()
+    return _turn(x, cos, sin, interleaved, back)
 
 
 def _turn_fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:

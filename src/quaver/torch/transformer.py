@@ -13,7 +13,7 @@ from quaver.torch.checkpoint import checkpoint
 from quaver.torch.kv_cache import KVCache
 from quaver.torch.mlp import MLP
 from quaver.torch.multihead import MultiheadAttention
-from quaver.torch.norm import Norm
+from quaver.torch.norm import Norm, named
 from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.torch.rope import RotaryEmbedding
 from quaver.torch.sums import fork, join
@@ -29,8 +29,8 @@ class TransformerLayer(nn.Module):
 
     Args:
         dim: features of the residual stream.
-        heads, groups, head_dim, rope, qk_norm, qk_norm_after_rope, mask_type, window, scale, soft_cap, sinks, alibi,
-            layout: of the attention; see `MultiheadAttention`.
+        heads, groups, head_dim, rope, qk_norm, qk_norm_eps, qk_norm_after_rope, mask_type, window, scale, soft_cap,
+            sinks, alibi, layout: of the attention; see `MultiheadAttention`.
         hidden, activation, activation_options, eight_bit_activations: of the MLP; see `MLP`.
         normalization: "LayerNorm" or "RMSNorm"; with eps, zero_centered and norm_bias.
         norm_position: one of `NORM_POSITIONS`.
@@ -80,6 +80,7 @@ class TransformerLayer(nn.Module):
         fused: bool = True,
         rope: RotaryEmbedding | None = None,
         qk_norm: str | None = None,
+        qk_norm_eps: float | None = None,
         qk_norm_after_rope: bool = False,
         bias: bool = True,
         attention_bias: bool | None = None,
@@ -129,7 +130,7 @@ class TransformerLayer(nn.Module):
         def norm_if(wanted: bool) -> Norm | None:
             if not wanted:
                 return None
-            return Norm(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **made)
+            return named(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **made)
 
         self.register_module("norm", norm_if(parallel is True))
         self.attention = MultiheadAttention(
@@ -137,6 +138,7 @@ class TransformerLayer(nn.Module):
             heads,
             rope=rope,
             qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
             qk_norm_after_rope=qk_norm_after_rope,
             mask_type=mask_type,
             window=window,

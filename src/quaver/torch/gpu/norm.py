@@ -23,7 +23,10 @@ WIDEST, WIDEST_BACKWARD, WIDE_BLOCK = 16384, 8192, 4096
 NARROWEST = 256
 #: Programs of a multiprocessor: forward, and backward, where each has sums of its own.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 8, 2
-KINDS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
+#: Most neighbours that a thread holds.
+MOST = 8
+#: Whether the mean is subtracted.
+CENTRED = {"LayerNorm": True, "RMSNorm": False, "L2": False}
 #: A kernel's constants where nothing is quantized.
 _NO_FORMAT = {"POWER_OF_TWO": True, "EMAX": 0, "TOP_MANTISSA": 0, "MAX": 1.0, "INTEGERS": False}
 
@@ -102,7 +105,7 @@ def normalized(
     kind = "none" if spec is None else mode(spec, factor is not None, columns)
     assert kind, f"no kernel normalizes and quantizes by {spec}"
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if want_output or kind == "amax" else None
-    centred, _ = KINDS[normalization]
+    centred = CENTRED[normalization]
     mean = torch.empty((rows if centred else 0,), dtype=torch.float32, device=x.device)
     inverse = torch.empty((rows,), dtype=torch.float32, device=x.device)
     top = torch.empty((1, 1), dtype=torch.float32, device=x.device) if kind in ("amax", "tensor") else None
@@ -144,11 +147,10 @@ def _forward_launch(tensors: tuple[Any, ...], normalization: str, eps: float, ki
     x, q = tensors[0], tensors[4]
     rows, columns = x.shape
     q_stride = columns if q is None else q.shape[1]
-    centred, averaged = KINDS[normalization]
     programs = min(rows, FORWARD_PROGRAMS * multiprocessors(x.device))
     form = _NO_FORMAT if spec is None else format_constants(spec, x.device)
-    constants = {"CENTRED": centred, "MODE": kind, "VECTOR": vector(x)}
-    share = 1.0 / columns if averaged else 1.0
+    constants = {"CENTRED": CENTRED[normalization], "MODE": kind, "VECTOR": vector(x)}
+    share = 1.0 / columns
     if columns > WIDEST:
         constants |= {"POWER_OF_TWO": form["POWER_OF_TWO"], "INTEGERS": form["INTEGERS"]}
         constants |= {"BN": WIDE_BLOCK, "EVEN": q_stride == columns and columns % WIDE_BLOCK == 0}
@@ -281,12 +283,11 @@ def _backward_launch(
 ) -> Any:
     g, x, partial, q = tensors[0], tensors[1], tensors[6], tensors[8]
     rows, columns = x.shape
-    centred, averaged = KINDS[normalization]
-    share = 1.0 / columns if averaged else 1.0
+    share = 1.0 / columns
     q_stride, width = columns if q is None else q.shape[1], 0 if partial is None else partial.shape[1]
     numbers = (rows, columns, g.stride(0), x.stride(0), q_stride, width, programs, share)
     form = _NO_FORMAT if spec is None else format_constants(spec, x.device)
-    constants: dict[str, Any] = {"CENTRED": centred, "BETA": has_beta, "VECTOR": vector(x, g)}
+    constants: dict[str, Any] = {"CENTRED": CENTRED[normalization], "BETA": has_beta, "VECTOR": vector(x, g)}
     constants |= {"POWER_OF_TWO": form["POWER_OF_TWO"], "INTEGERS": form["INTEGERS"]}
     if columns > WIDEST_BACKWARD:
         constants |= {"BN": WIDE_BLOCK, "EVEN": columns % WIDE_BLOCK == 0}
@@ -301,8 +302,10 @@ def _rows(x: Tensor) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     if flat.stride(1) != 1:
         return flat.contiguous()
-    # The bits of a sum must not depend on an address.
-    return flat if aligned(flat) else flat.clone()
+    # The order of a sum, and so its bits, must not depend on an address, nor on how far rows lie apart.
+    columns = flat.shape[1]
+    as_alone = math.gcd(MOST, columns, flat.stride(0)) == math.gcd(MOST, columns)
+    return flat if aligned(flat) and as_alone else flat.clone(memory_format=torch.contiguous_format)
 
 
 def vector(*matrices: Tensor) -> int:
