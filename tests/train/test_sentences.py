@@ -117,7 +117,10 @@ def test_a_checkpoint_of_another_model_is_not_built_first(make_config: MakeConfi
     run = run_training(make_config(steps=1)).folder
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace('model = "nano"', 'model = "llama3-70b"'))
-    refused(quaver("generate", run, "--prompt", "7"), "was made with model 'nano', and this run has 'llama3-70b'")
+    refused(
+        quaver("generate", run, "--prompt", "7"),
+        "does not fit llama3-70b, as the run's config.toml has it: it is one of 'nano'",
+    )
 
 
 def test_options_that_change_a_run_are_a_sentence_on_the_terminal(toml: Path, tmp_path: Path) -> None:

@@ -111,9 +111,13 @@ def generate(
 
 def of_this_model(path: Path, config: TrainConfig, vocab: int) -> Saved:
     """A checkpoint. Raises: CheckpointError if it is broken or its weights are those of another model."""
-    saved = checkpoint.load(path, {"model": config.model})
-    if wrong := differing("the model", saved.model, parameters(MODELS[config.model], vocab)):
-        raise checkpoint.CheckpointError(f"the checkpoint {path} does not fit {config.model}: {wrong[0]}")
+    saved = checkpoint.load(path, {})
+    wrong = differing("the model", saved.model, parameters(MODELS[config.model], vocab))
+    if saved.state.get("model") != config.model:
+        wrong = [f"it is one of {shown(saved.state.get('model'))}"]
+    if wrong:
+        said = f"the checkpoint of step {saved.step} does not fit {config.model}, as the run's config.toml has it"
+        raise checkpoint.CheckpointError(f"{said}: {wrong[0]} ({path})")
     return saved
 
 
