@@ -120,6 +120,19 @@ def a_group_of_ones_own(rank: int) -> None:
     assert not torch.equal(*gathered(net[0].factor)), "each rank keeps its own"
 
 
+def groups_that_are_the_layers_own(rank: int) -> None:
+    """Another model's autocast does not reduce a model over a group that is not its own."""
+    groups = [dist.new_group([r]) for r in range(RANKS)]
+    one, other = model(), model()
+    with qt.autocast("delayed", group=groups[rank]):
+        one(data(rank, 0)).square().mean().backward()
+    for step in range(2):
+        with qt.autocast("delayed"):
+            other(data(rank, step)).square().mean().backward()
+    assert one[0].factor.all() and not torch.equal(*gathered(one[0].history[-1])), "each rank keeps its own"
+    assert_bitwise(*gathered(other[0].history[-1]), "the default group's")
+
+
 def as_one_process(rank: int) -> None:
     """Blocks of 32 tokens lie within a rank, so the ranks' gradients average to those of the whole batch."""
     net, whole = model(), model()
@@ -149,7 +162,14 @@ def every_recipe(rank: int) -> None:
         assert_equal_on_ranks(net, name)
 
 
-CASES = [converted_delayed, autocast_around_ddp, a_group_of_ones_own, as_one_process, every_recipe]
+CASES = [
+    converted_delayed,
+    autocast_around_ddp,
+    a_group_of_ones_own,
+    groups_that_are_the_layers_own,
+    as_one_process,
+    every_recipe,
+]
 
 
 def _run(rank: int, port: int) -> None:

@@ -291,7 +291,7 @@ def test_training_goes_on_after_inference_mode(name: str) -> None:
             layer(x)
         for one, want in zip(got, expected, strict=True):
             assert_bitwise(one, want)
-    # Each autocast rolls every layer alive; this ends the last step of both.
+    # Each autocast rolls what this thread has run; this ends the last step of both.
     amax.roll_all()
     for key, value in other.state_dict().items():
         if key != "count":

@@ -85,7 +85,7 @@ def test_training_resumes_bit_for_bit(name: str, kind: type[Run], assign: bool) 
     second.optimizer = torch.optim.AdamW(second.net.parameters(), lr=1e-2)
     second.optimizer.load_state_dict(saved["optimizer"])  # type: ignore[index]
     assert_same_state(first.net, second.net)
-    # One after the other: an autocast rolls every layer alive.
+    # One after the other: an autocast rolls what this thread has run, of both.
     for a, b in zip(first.steps(3, 7), second.steps(3, 7), strict=True):
         assert_bitwise(b, a)
     amax.roll_all()

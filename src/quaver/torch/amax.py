@@ -226,6 +226,8 @@ def record_gradient(number: Tensor, amax: Tensor) -> None:
     ref = _layers.get(int(number))
     layer = None if ref is None else ref()
     if layer is not None and layer._buffers.get("history") is not None:
+        # Compiled layers belong to no step: see `quaver.torch.steps`.
+        layer.__dict__.pop("_step", None)
         record(layer, GRAD_OUTPUT, amax)
 
 
@@ -246,27 +248,41 @@ def views(layer: nn.Module) -> _Views:
 
 
 def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
-    """End a step for every layer with a history."""
-    roll(layers(), group, recipe)
+    """End a step for every layer with a history, whatever model and thread it belongs to."""
+    everything = layers()
+    reduce(everything, group)
+    roll(everything, recipe)
 
 
-def roll(layers: Iterable[nn.Module], group: Any = None, recipe: Recipe | None = None) -> None:
+def has_ranks(group: Any) -> bool:
+    """Whether a process group, the default one if there is any, has more than one rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def reduce(layers: Iterable[nn.Module], group: Any = None) -> None:
+    """Row 0 of each history becomes the maximum over a process group, the default one if there is any."""
+    if has_ranks(group):
+        # A copy that only one rank holds, an average of weights for instance, must not wait for the others.
+        # One that is on meta yet has nothing to say.
+        _reduce([layer for layer in layers if "_copied" not in layer.__dict__ and not layer.history.is_meta], group)
+
+
+def same_group(one: Any, other: Any) -> bool:
+    """Whether two process groups are one; None is the default group."""
+    if one is other or not (dist.is_available() and dist.is_initialized()):
+        return True
+    default = dist.group.WORLD
+    return (default if one is None else one) is (default if other is None else other)
+
+
+def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:
     """What the step recorded joins each window, and the factors follow; a column that recorded nothing stays.
 
     Args:
-        layers: with a history.
-        group: process group over which row 0 is reduced first; the default one if there is any.
+        layers: with a history; `reduce` comes first where there are several ranks.
         recipe: of layers that were given a history by a checkpoint and have not run under any yet.
     Exact: `quaver.core.history.roll` column by column.
     """
-    layers = list(layers)
-    if not layers:
-        return
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        # A copy that only one rank holds, an average of weights for instance, must not wait for the others.
-        # One that is on meta yet has nothing to say.
-        reduced = [layer for layer in layers if "_copied" not in layer.__dict__ and not layer.history.is_meta]
-        _reduce(reduced, group)
     together: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         rule = layer.__dict__.get("_delayed", recipe)

@@ -9,7 +9,8 @@ import torch
 
 from quaver import recipes
 from quaver.core.spec import Recipe
-from quaver.torch import amax
+from quaver.torch import amax, steps
+from quaver.torch.recomputation import recomputing
 
 
 class _Ambient(threading.local):
@@ -24,8 +25,10 @@ ambient = _Ambient()
 class autocast(ContextDecorator):
     """Run the layers inside under a recipe; layers with a recipe of their own keep it.
 
-    It is for the forward pass: backward uses what forward used. Entering the outermost one with gradients enabled ends
-    a step of delayed scaling: every history that recorded something rolls, after one all-reduce of the maxima.
+    It is for the forward pass: backward uses what forward used. Entering the outermost one with gradients enabled
+    begins a step of delayed scaling, and the histories of the layers that ran in this thread's earlier ones roll, after
+    one all-reduce of the maxima. Layers whose backward is still to come roll when their model runs forward again, so
+    that several models in one loop or one process train as each does alone.
 
     Args:
         recipe: a name from `quaver.recipes.RECIPES` or a Recipe.
@@ -42,29 +45,32 @@ class autocast(ContextDecorator):
         self.recipe = None if recipe is None else _resolve(recipe)
         self.enabled = enabled
         self.group = group
-        self._before: list[tuple[Recipe | None, bool, int]] = []
+        #: What each entry found, and whether the step of delayed scaling changed with it.
+        self._before: list[tuple[tuple[Recipe | None, bool, int], bool, steps.Step | None]] = []
 
     def _recreate_cm(self) -> "autocast":
         # A decorated function may run in several threads at once.
         return autocast(self.recipe, enabled=self.enabled, group=self.group)
 
     def __enter__(self) -> "autocast":
-        before = ambient.now
-        if before[2] == 0 and self.enabled and torch.is_grad_enabled() and not recomputing():
-            amax.roll_all(self.group, self.recipe)
-        self._before.append(before)
+        before, step = ambient.now, None
+        outermost = before[2] == 0 and not recomputing()
+        if outermost:
+            rolls = self.enabled and torch.is_grad_enabled()
+            if not torch.compiler.is_compiling():
+                step = steps.enter(rolls, self.group, self.recipe)
+            elif rolls:
+                amax.roll_all(self.group, self.recipe)
+        self._before.append((before, outermost, step))
         ambient.now = (self.recipe if self.enabled else None, not self.enabled, before[2] + 1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ambient.now = self._before.pop()
-
-
-def recomputing() -> bool:
-    """Whether a backward is running: what runs forward inside it is checkpointing's recomputation."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        ambient.now, outermost, step = self._before.pop()
+        if outermost and not torch.compiler.is_compiling():
+            steps.leave(step)
 
 
 #: The recipes without options, ready made: a compiler traces a lookup, but not how a recipe is built and checked.

@@ -19,11 +19,12 @@ from quaver import recipes
 from quaver.core.conversion import Choice, Report
 from quaver.core.rules import Rule, Rules, Skip
 from quaver.core.spec import Recipe
-from quaver.torch import amax, storing
+from quaver.torch import amax, steps, storing
 from quaver.torch.attention import conversion
-from quaver.torch.autocast import ambient, recomputing
+from quaver.torch.autocast import ambient
 from quaver.torch.linear import TRANSIENT, Linear
 from quaver.torch.noise import fresh_count, name_streams
+from quaver.torch.recomputation import recomputing
 from quaver.torch.state import STATE, prepare
 
 
@@ -248,7 +249,7 @@ class RollHistories:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if ambient.now[2] == 0 and torch.is_grad_enabled() and not recomputing():
-            amax.roll(_with_history(module))
+            steps.roll_root(_with_history(module))
 
 
 def _with_history(model: nn.Module) -> list[nn.Module]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, counters, cpu_quantize, ops, weights
+from quaver.torch import amax, counters, cpu_quantize, ops, steps, weights
 from quaver.torch.cpu_matmul import SMALL, decoded, scaled_product
 from quaver.torch.quantized import Quantized
 from quaver.torch.second_derivative import first_derivative
@@ -42,7 +42,7 @@ class Step:
         if self.recipe.delayed is not None:
             if layer.__dict__.get("_prepared") is not self.recipe:
                 return None
-            factors = amax.saved_factors(layer)
+            factors = steps.factors(layer, True)
             if isinstance(factors, Tensor):
                 return None
         y: Tensor = _apply(x, weight, bias, (self, layer, factors))
@@ -72,7 +72,8 @@ class _Step(torch.autograd.Function):
             amax.record(layer, amax.INPUT, top)
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, codes)
-        ctx.about = step, layer, factors, w, scale, x.shape, None if bias is None else bias.dtype
+        owed = None if factors is None else steps.owed(layer)
+        ctx.about = step, layer, factors, owed, w, scale, x.shape, None if bias is None else bias.dtype
         y = scaled_product(codes.float(), decoded(w).t(), scale, w.scale, x.dtype, bias)
         # A view could not be written to: see `linear.shaped`.
         return y if rows is x else y.resize_(*x.shape[:-1], weight.shape[0])
@@ -90,7 +91,9 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
-    step, layer, factors, w, of_x, shape, bias = ctx.about
+    step, layer, factors, owed, w, of_x, shape, bias = ctx.about
+    if owed is not None:
+        owed.settle()
     need_input, need_weight, need_bias, _ = ctx.needs_input_grad
     weight, x = ctx.saved_tensors
     lying = g.reshape(-1, g.shape[-1])

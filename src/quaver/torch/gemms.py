@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, counters, opaque, ops, recomputation, stored, weights
+from quaver.torch import amax, counters, opaque, ops, recomputation, steps, stored, weights
 from quaver.torch.functional import run_matmul, run_quantize
 from quaver.torch.gpu import capture
 from quaver.torch.gpu.choice import announce_features
@@ -80,6 +80,8 @@ def backward(
     bias_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """grad_output [T, N] to grad_input [T, K], grad_weight [N, K] and, of this dtype, grad_bias [N], as needed."""
+    if call.owed is not None:
+        call.owed.settle()
     gq: Tensor | Quantized = g
     turned: Quantized | None = None
     grad_input = grad_weight = grad_bias = None
@@ -144,6 +146,7 @@ class Call:
         "keep_input",
         "kept",
         "matmul",
+        "owed",
         "plan",
         "quantize",
         "record",
@@ -183,6 +186,13 @@ class Call:
         self.weight: Quantized | None = None
         #: dgrad's weight where the read that wrote fprop's wrote it too and the layer does not keep it.
         self.turned_weight: Quantized | None = None
+        #: What keeps a step of delayed scaling from being over until its backward has run.
+        self.owed: steps.Owed | None = None
+
+    def owe(self, layer: nn.Module) -> None:
+        """A forward of this layer will note its grad_output."""
+        if self.factors is not None and self.record and not self.traced:
+            self.owed = steps.owed(layer)
 
 
 def quantize(

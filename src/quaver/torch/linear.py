@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from quaver import recipes
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, direct, ops, recomputation, stored, storing, weights
+from quaver.torch import amax, direct, ops, recomputation, steps, stored, storing, weights
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gemms import Call, backward, fprop
 from quaver.torch.noise import fresh_count, name_streams
@@ -35,8 +35,9 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe, record: bool
     ) -> Tensor:
         need_input, need_weight, *_ = ctx.needs_input_grad
-        factors = None if recipe.delayed is None else amax.saved_factors(layer)
+        factors = None if recipe.delayed is None else steps.factors(layer, record)
         call = Call(recipe, x, x.dtype, need_weight and record, record, factors)
+        call.owe(layer)
         y = fprop(matrix(x), weight, bias, layer, recipe, call)
         kept = _save(ctx, call, weight if need_input else None)
         # A compiler carries tensors and plain values from forward to backward, no objects.
@@ -319,6 +320,7 @@ TRANSIENT = (
         "_copied",
         "_streams",
         "_initial",
+        "_step",
         "_stacked",
     ),
 )

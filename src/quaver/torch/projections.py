@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, counters, ops, stored
-from quaver.torch.autocast import ambient, recomputing
+from quaver.torch import amax, counters, ops, steps, stored
+from quaver.torch.autocast import ambient
 from quaver.torch.gemms import Call, backward, both_at_once, fprop, kept_input, quantize, quantize_both
 from quaver.torch.gpu import fused
 from quaver.torch.linear import Linear, dtype_sentence, matrix, recipe_of, refuse_transforms, shaped
 from quaver.torch.quantized import Quantized, put_together, take_apart
+from quaver.torch.recomputation import recomputing
 from quaver.torch.second_derivative import NO_DOUBLE_BACKWARD, no_second_derivative
 from quaver.torch.state import prepare
 from quaver.torch.sums import add
@@ -261,8 +262,10 @@ def _known(layer: Linear, call: Call) -> tuple[Tensor | float | None, bool]:
 
 
 def _call(what: _What, layer: Linear, y: Tensor) -> Call:
-    factors = None if what.recipe.delayed is None else amax.saved_factors(layer)
-    return Call(what.recipe, y, what.dtype, False, what.training, factors)
+    factors = None if what.recipe.delayed is None else steps.factors(layer, what.training)
+    call = Call(what.recipe, y, what.dtype, False, what.training, factors)
+    call.owe(layer)
+    return call
 
 
 def _save(ctx: Any, calls: list[Call], saved: Sequence[Any], weights: Sequence[Tensor | None]) -> list[tuple[int, Any]]:

@@ -31,6 +31,11 @@ def replaying() -> bool:
     return not torch.compiler.is_compiling() and state.replay is not None
 
 
+def recomputing() -> bool:
+    """Whether a backward is running: what runs forward inside it is checkpointing's recomputation."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def noted(layer: object, what: str, present: Any) -> Any:
     """What a layer read, and whether the first run read it; the present value otherwise, which is logged."""
     key = id(layer), what

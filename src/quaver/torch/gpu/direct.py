@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch import amax, counters, weights
+from quaver.torch import amax, counters, steps, weights
 from quaver.torch.gemms import Call, quantized_weight
 from quaver.torch.gpu import capture, choice
 from quaver.torch.gpu.both_ways import BothWays
@@ -100,6 +100,7 @@ class Weight(NamedTuple):
 
 def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
     """The same as last time until a roll, a load or a move; None where factors are on the host."""
+    steps.join(layer, True)
     buffers, stacked = layer._buffers, layer.__dict__.get("_stacked")
     factor, history = buffers["factor"], buffers["history"]
     assert factor is not None and history is not None
@@ -215,7 +216,8 @@ class _Step(torch.autograd.Function):
             q, scale, xt, of_xt, _ = cast(x, delayed.factors, amax.INPUT, delayed.known[0], delayed.newest[0])
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, x if xt is None else xt, of_xt)
-        ctx.about = layer, step, delayed, w, None if bias is None else bias.dtype
+        owed = None if delayed is None else steps.owed(layer)
+        ctx.about = layer, step, delayed, owed, w, None if bias is None else bias.dtype
         # torch.nn.functional.scaled_mm without what it does to lists.
         a, a_swizzle, b, b_swizzle, fast, *_ = gemm
         y: Tensor = torch._scaled_mm_v2(
@@ -234,7 +236,9 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
-    layer, step, delayed, w, bias = ctx.about
+    layer, step, delayed, owed, w, bias = ctx.about
+    if owed is not None:
+        owed.settle()
     _, xt, of_xt = ctx.saved_tensors
     cast, dtype = step.grad_output, step.dtype
     if not g.is_contiguous() or g.data_ptr() & 15:
