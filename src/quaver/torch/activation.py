@@ -1,4 +1,4 @@
-"""What an MLP applies between its two matrices: a table; adding an activation is adding a row.
+"""The activations that an MLP applies between its two matrices, as a table: a new activation is a new row.
 
 A gated one takes two tensors, the gate that passes through the nonlinearity and the value that it multiplies; a fused
 projection puts them side by side in one tensor, gate first. All are computed in float32 and rounded once. Backward
@@ -36,7 +36,7 @@ class Activation:
     gated: bool = False
     #: torch's own operation, which works in float32 inside whatever the dtype: the same bits without casts.
     native: bool = False
-    #: Options with what they are by default, in the order in which the functions take them.
+    #: Options and their defaults, in the order in which the functions take them.
     options: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -201,12 +201,12 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
         ctx.save_for_backward(*x)
-        ctx.about = name, options
+        ctx.constants = name, options
         return forward(name, options, x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        name, options = ctx.about
+        name, options = ctx.constants
         if torch.is_grad_enabled():
             with torch.no_grad():
                 grads = backward(name, options, g, ctx.saved_tensors)
@@ -257,8 +257,8 @@ def _plain_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> 
 
 def _backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
     if fused.wanted(x[0]):
-        found: list[Tensor] = ACTIVATE_BACKWARD(name, options, g, x)
-        return found
+        gradients: list[Tensor] = ACTIVATE_BACKWARD(name, options, g, x)
+        return gradients
     return _plain_backward(name, options, g, x)
 
 
@@ -269,13 +269,13 @@ def _plain_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[
     together = row.gated and len(x) == 1
     if not together and not _in_blocks(g):
         return [grad.to(dtype) for grad in row.backward(ops.widened(g), *_wide(row, x), *options)]
-    found = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in x]
-    for of_y, *rest in _blocks(g, *x, *found) if _in_blocks(g) else [(g, *x, *found)]:
+    gradients = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in x]
+    for of_y, *rest in _blocks(g, *x, *gradients) if _in_blocks(g) else [(g, *x, *gradients)]:
         part, outs = rest[: len(x)], rest[len(x) :]
         grads = row.backward(ops.widened(of_y), *_wide(row, part), *options)
         for out, grad in zip(outs[0].chunk(2, -1) if together else outs, grads, strict=True):
             out.copy_(grad)
-    return found
+    return gradients
 
 
 def _in_blocks(x: Tensor) -> bool:
@@ -289,7 +289,7 @@ def _blocks(first: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _width(row: Activation, x: Sequence[Tensor]) -> int:
-    """Of the result."""
+    """The width of the result."""
     return x[0].shape[-1] // (2 if row.gated and len(x) == 1 else 1)
 
 

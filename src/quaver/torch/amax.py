@@ -36,7 +36,7 @@ _histories: dict[str, bool] = {}
 
 
 class _Views:
-    """A layer's buffers as numpy arrays of the same memory, and the address that tells whether they still are.
+    """A layer's buffers as numpy arrays of the same memory, and the address by which a change of memory is seen.
 
     Reading and writing a few floats through numpy takes a fifth of the time it takes through torch.
     """
@@ -51,7 +51,7 @@ class _Views:
         self.flat = self.columns.reshape(-1) if self.columns.flags.c_contiguous else None
         self.newest = self.columns[:, 0]
         self.factors = factor.detach().numpy()
-        #: Whether eager code noted something since the last roll; compiled code and loading raise the version.
+        #: True if eager code noted something since the last roll; compiled code and loading raise the version.
         self.recorded = False
         self.version = -1
         #: The largest value of each column but for row 0: searching a window takes longer than all the rest of a roll.
@@ -126,24 +126,24 @@ def saved_factors(layer: nn.Module) -> Tensor | list[float]:
         return torch.zeros(3, dtype=torch.float32, device=layer.weight.device)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         return factor.clone()
-    found: Tensor | list[float] = views(layer).factors.tolist() if factor.is_cpu else _on_device(layer, factor)
+    factors: Tensor | list[float] = views(layer).factors.tolist() if factor.is_cpu else _on_device(layer, factor)
     if recomputation.state.replay is not None or recomputation.state.writing:
-        found = recomputation.noted(layer, "factors", found)
-    return found
+        factors = recomputation.noted(layer, "factors", factors)
+    return factors
 
 
 def _on_device(layer: nn.Module, factor: Tensor) -> Tensor:
     stacked: Any = layer.__dict__.get("_stacked")
-    found: Tensor | None = None if stacked is None else stacked[0].snapshot(stacked[1], factor)
-    if found is None:
+    copied: Tensor | None = None if stacked is None else stacked[0].snapshot(stacked[1], factor)
+    if copied is None:
         return factor.clone()
     # Wherever these factors go, whether they are set goes with them.
-    found.known_set = stacked[0].is_set(stacked[1], factor)  # type: ignore[attr-defined]
-    return found
+    copied.known_set = stacked[0].is_set(stacked[1], factor)  # type: ignore[attr-defined]
+    return copied
 
 
 def is_set(layer: nn.Module, column: int, factors: "Tensor | list[float] | None" = None) -> bool:
-    """Whether a factor is known not to be 0, without a synchronization: then one pass over the tensor will do.
+    """True if a factor is known not to be 0, without a synchronization: one pass over the tensor is then enough.
 
     A GPU says so a step or two late, and anew after loading or another recipe; a write through `.data` goes unseen.
 
@@ -168,7 +168,7 @@ def is_set(layer: nn.Module, column: int, factors: "Tensor | list[float] | None"
 
 
 def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
-    """Where the kernel that casts x may note its amax by itself: a view of one element, history[0, column].
+    """The place where the kernel that casts x may note its amax: a view of one element, history[0, column].
 
     None where that is left to `record`: in compiled code, in a forward that runs again, off a GPU.
     """
@@ -183,15 +183,15 @@ def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
     if cached is None or cached[0] is not history or cached[1] != history.data_ptr():
         row = history.detach()[0]
         cached = layer.__dict__["_newest"] = history, history.data_ptr(), [row[i : i + 1] for i in range(3)]
-    found: Tensor = cached[2][column]
-    return found
+    entry: Tensor = cached[2][column]
+    return entry
 
 
 def record(layer: nn.Module, column: int, amax: Tensor | float | None, noted: bool = False) -> None:
     """Note an amax in row 0; infinities and NaN are not noted, lest one overflow freeze the scale.
 
     Args:
-        noted: whether the kernel that measured it has done that, in what `newest` gave.
+        noted: True if the kernel that measured it has noted it, in the view that `newest` gave.
     """
     if recomputation.replaying():
         return
@@ -232,7 +232,7 @@ def record_gradient(number: Tensor, amax: Tensor) -> None:
 
 
 def views(layer: nn.Module) -> _Views:
-    """The layer's buffers and their views, made again when the buffers are not those of last time."""
+    """The layer's buffers and their views, made again when the layer has other buffers."""
     buffers = layer._buffers
     history, factor = buffers["history"], buffers["factor"]
     assert history is not None and factor is not None
@@ -306,7 +306,7 @@ def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:
 
 
 def _launched(history: Tensor) -> bool:
-    """Whether a kernel rolls and notes in a history: on a GPU, or interpreted on a CPU that is asked to."""
+    """True if a kernel rolls and notes in a history: on a GPU, or under `only("triton")` on a CPU."""
     if history.is_cpu and "triton" not in device.asked:
         return False
     return not history.is_meta and not device.why_no_kernels(history.device)

@@ -1,4 +1,4 @@
-"""Which recipe is in force: `autocast`, and what a layer finds when it asks."""
+"""Which recipe is in force: `autocast` sets it, and `recipe_in_force` gives it to a layer."""
 
 import threading
 from contextlib import ContextDecorator

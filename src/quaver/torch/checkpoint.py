@@ -43,7 +43,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _contexts() -> tuple[Log, "_Again"]:
-    """What torch enters around the first run, and around each that repeats it."""
+    """The contexts that torch enters around the first run, and around each run that repeats it."""
     log = Log()
     return log, _Again(log)
 

@@ -109,11 +109,11 @@ OWN = ("recipe", "seed", "qualified_name", "_serial", "_delayed")
 
 def _linears(model: nn.Module) -> list[tuple[nn.Linear, list[str]]]:
     """Each nn.Linear once, with all its names."""
-    found: dict[int, tuple[nn.Linear, list[str]]] = {}
+    layers: dict[int, tuple[nn.Linear, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
-            found.setdefault(id(module), (module, []))[1].append(name)
-    return list(found.values())
+            layers.setdefault(id(module), (module, []))[1].append(name)
+    return list(layers.values())
 
 
 def _others(model: nn.Module) -> dict[str, int]:
@@ -200,10 +200,10 @@ def _set_class(module: nn.Linear, exchanged: Any) -> bool:
 
 def _copied(self: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
     """Deepcopy a parametrized layer, whose class refuses to be pickled."""
-    made: nn.Linear = type(self).__new__(type(self))
-    memo[id(self)] = made
-    made.__setstate__(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in TRANSIENT}, memo))
-    return made
+    copied: nn.Linear = type(self).__new__(type(self))
+    memo[id(self)] = copied
+    copied.__setstate__(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in TRANSIENT}, memo))
+    return copied
 
 
 _counterparts: dict[type, type] = {nn.Linear: Linear}
@@ -229,8 +229,8 @@ def _reduce(module: Any, protocol: int) -> Any:
 
 
 def _rebuild(kind: type) -> Any:
-    made: Any = _counterpart(kind)
-    return made.__new__(made)
+    counterpart: Any = _counterpart(kind)
+    return counterpart.__new__(counterpart)
 
 
 # What the model around the layers needs.

@@ -20,7 +20,7 @@ from quaver.torch.weights import refresh
 
 @dataclass
 class Counts:
-    """Of one operand of one layer, over everything quantized while counting."""
+    """Counts of one operand of one layer, over everything quantized while counting."""
 
     elements: int = 0
     #: Stored as the largest magnitude though larger.

@@ -33,7 +33,7 @@ FEWEST, SMALLEST = 128, 1 << 23
 
 
 def takes(m: int, n: int, k: int) -> bool:
-    """Whether a product [m, k] @ [n, k].T can run here."""
+    """True if a product [m, k] @ [n, k].T can run here."""
     fits = m >= FEWEST and m * n * k >= SMALLEST and n % COLUMNS[-1] == 0
     return fits and torch.get_num_threads() == 1 and _functions() is not None
 
@@ -139,8 +139,8 @@ def _functions() -> tuple[Any, Any] | None:
     size, yes, pointer = ctypes.c_int64, ctypes.c_bool, ctypes.c_void_p
     brgemm.argtypes, brgemm.restype = [*[size] * 6, yes, pointer, pointer, pointer, yes], None
     release.argtypes, release.restype = [yes], None
-    found = brgemm, release
-    return found if _is_right(found) else None
+    functions = brgemm, release
+    return functions if _is_right(functions) else None
 
 
 def _is_right(functions: tuple[Any, Any]) -> bool:

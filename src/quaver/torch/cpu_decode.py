@@ -61,12 +61,12 @@ def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Ten
 
 
 def rescales_exactly(q: Quantized) -> bool:
-    """Whether its scales can be applied after the one rounding to bf16."""
+    """True if its scales can be applied after the one rounding to bf16."""
     return q.spec.power_of_two or q.spec.scale == "two_level"
 
 
 def folds_exactly(q: Quantized) -> bool:
-    """Whether the decoded matrix holds bf16 values."""
+    """True if the decoded matrix holds bf16 values."""
     return q.spec.power_of_two or q.spec.two_level or q.spec.block[1] is None
 
 

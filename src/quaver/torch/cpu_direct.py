@@ -1,4 +1,4 @@
-"""A small layer's step on a CPU: what `quaver.torch.direct` decides on where one scale serves a tensor.
+"""A small layer's step on a CPU, which `quaver.torch.direct` chooses where one scale serves a tensor.
 
 Three products of a few thousand numbers take less time than a dozen calls of Python. A step makes those that compute
 something; formulas, bits and state are those of `cpu_quantize` and `cpu_matmul` behind `quaver.torch.gemms`.
@@ -49,7 +49,7 @@ class Step:
         return y
 
     def operand(self, layer: nn.Module, weight: Tensor, factors: list[float] | None) -> Quantized:
-        """The weight's; kept until it, or its factor, changes."""
+        """The weight's operand, kept until the weight or its factor changes."""
         factor = 0.0 if factors is None else factors[amax.WEIGHT]
         q = weights.lookup(layer, "fprop", weight, self.weight, factor)
         if q is None or q.scale.__class__ is not float:
@@ -63,8 +63,8 @@ class Step:
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, about: Any) -> Tensor:
-        step, layer, factors = about
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, constants: Any) -> Tensor:
+        step, layer, factors = constants
         w = step.operand(layer, weight, factors)
         rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
         codes, scale, top = cpu_quantize.per_tensor(rows, step.input, factor=factors and factors[amax.INPUT])
@@ -73,7 +73,7 @@ class _Step(torch.autograd.Function):
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, codes)
         owed = None if factors is None else steps.owed(layer)
-        ctx.about = step, layer, factors, owed, w, scale, x.shape, None if bias is None else bias.dtype
+        ctx.constants = step, layer, factors, owed, w, scale, x.shape, None if bias is None else bias.dtype
         y = scaled_product(codes.float(), decoded(w).t(), scale, w.scale, x.dtype, bias)
         # A view could not be written to: see `linear.shaped`.
         return y if rows is x else y.resize_(*x.shape[:-1], weight.shape[0])
@@ -91,7 +91,7 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
-    step, layer, factors, owed, w, of_x, shape, bias = ctx.about
+    step, layer, factors, owed, w, of_x, shape, bias = ctx.constants
     if owed is not None:
         owed.settle()
     need_input, need_weight, need_bias, _ = ctx.needs_input_grad

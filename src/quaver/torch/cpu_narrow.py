@@ -69,11 +69,11 @@ def _lying_rows(q: Quantized, start: int, stop: int) -> Quantized:
 
 def _times(x: Tensor, part: Quantized, piece: int) -> Tensor:
     """x [m, k] @ part [r, k].T, float64 [m, r]."""
-    found = decode(part, half=False, tiny=False, slot="right")
-    if found is None:
+    decoded = decode(part, half=False, tiny=False, slot="right")
+    if decoded is None:
         # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
         return x.double() @ reference.double(part).t()
-    values, scale = found
+    values, scale = decoded
     v = values if part.turned else values.t()  # [k, r]
     k = v.shape[0]
     y = torch.mm(x[:, :piece], v[:piece]).double()

@@ -82,11 +82,11 @@ _scalars: dict[float, Tensor] = {}
 
 def scalar(e: float) -> Tensor:
     """A power of two as a tensor without dimensions."""
-    made = _scalars.get(e)
-    if made is None:
+    kept = _scalars.get(e)
+    if kept is None:
         with torch.inference_mode(False):
-            made = _scalars[e] = torch.tensor(e, dtype=torch.float32, device="cpu")
-    return made
+            kept = _scalars[e] = torch.tensor(e, dtype=torch.float32, device="cpu")
+    return kept
 
 
 def host_amax(x: Tensor) -> float:

@@ -61,8 +61,8 @@ def linear_cross_entropy(
     dtype = _check(x, weight, targets, bias, rule, soft_cap, reduction, chunk)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     labels = targets.reshape(-1).to(torch.int64)
-    found: Tensor = _LinearCrossEntropy.apply(flat, weight, bias, labels, dtype, rule, reduction, chunk or 0)
-    return found.view(targets.shape) if reduction == "none" else found
+    losses: Tensor = _LinearCrossEntropy.apply(flat, weight, bias, labels, dtype, rule, reduction, chunk or 0)
+    return losses.view(targets.shape) if reduction == "none" else losses
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -79,7 +79,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
-        ctx.about = needs, dtype, rule, reduction, chunk, x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.constants = (
+            needs,
+            dtype,
+            rule,
+            reduction,
+            chunk,
+            x.dtype,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+        )
         if reduction == "none":
             ctx.save_for_backward(x, weight, bias, targets)
             return chunks(x, weight, bias, targets, None, dtype, rule, chunk, (False, False, False))[0]
@@ -95,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        needs, dtype, rule, reduction, chunk, *dtypes = ctx.about
+        needs, dtype, rule, reduction, chunk, *dtypes = ctx.constants
         if reduction == "none":
             x, weight, bias, targets = ctx.saved_tensors
             _, *grads = chunks(x, weight, bias, targets, g.contiguous(), dtype, rule, chunk, needs)
@@ -103,10 +112,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             count, *grads = ctx.saved_tensors
             scale = g if count is None else g / count
-        found = [
+        gradients = [
             _scaled(grad, scale, to) if need else None for need, grad, to in zip(needs, grads, dtypes, strict=True)
         ]
-        return *found, None, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def _scaled(grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

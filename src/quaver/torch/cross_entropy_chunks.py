@@ -38,10 +38,10 @@ def chunks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(losses [T], gradients of x, weight and bias); those that are not needed are empty."""
     run = torch.ops.quaver.linear_cross_entropy if torch.compiler.is_compiling() else _impl
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = run(
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = run(
         x, weight, bias, targets, row_weights, dtype, *rule, chunk, *needs
     )
-    return found
+    return results
 
 
 def _impl(

@@ -1,9 +1,9 @@
 """A linear layer's step with everything decided beforehand, for recipes with one scale a tensor.
 
-A small layer's time goes into finding out which implementation, which kernel, which layout. A `Plan` finds that out
-once for a layer and a shape; its step then does what is to be done. What a plan does not take, and every call that
-somebody looks at (counters, recomputation, torch.autocast, `only`), goes the general way, `quaver.torch.gemms`, whose
-bits, gradients and state a step has too.
+A small layer's time goes into choosing the implementation, the kernel and the layout. A `Plan` chooses them once for a
+layer and a shape; its step then only computes. The general way, `quaver.torch.gemms`, takes every call that has no
+plan, and every call while counters, recomputation, torch.autocast or `only` is active. A step gives the same bits,
+gradients and state.
 """
 
 from collections.abc import Callable
@@ -22,20 +22,20 @@ Step = Callable[[Tensor, Tensor, Tensor | None, nn.Module], Tensor | None]
 
 
 class Plan(NamedTuple):
-    """What one layer does with inputs of one shape."""
+    """How one layer runs on inputs of one shape."""
 
     recipe: Recipe
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    #: Its shape: another is a weight that was put in its place.
+    #: The weight's shape: a weight of another shape has replaced it, and needs a plan of its own.
     weight: torch.Size
     bias: torch.dtype | None
     #: None where it takes the general way.
     step: Step | None
 
     def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
-        """y [..., n] of an x [..., k] that nobody has checked; None unless it is as that of last time."""
+        """y [..., n] of an x [..., k] that the layer has not checked; None unless the plan fits it."""
         if (
             self.step is None
             or not self.fits(x, weight, bias, recipe)
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
         return self.step(x, weight, bias, layer)
 
     def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
-        """Whether it is for these."""
+        """True if the plan is for this input and this weight."""
         return (
             self.recipe is recipe
             and self.shape == x.shape
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
 
 def disturbed() -> bool:
-    """Whether somebody looks on or interferes of whom no step knows."""
+    """True if counters, recomputation, torch.autocast, `only` or a compiler is active: no step takes that into account."""
     return (
         counters.active.counters is not None
         or recomputation.state.replay is not None
@@ -72,7 +72,7 @@ def disturbed() -> bool:
 
 
 def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan | None:
-    """The plan for an x [..., k] that the layer has checked; None where that cannot be told now."""
+    """The plan for an x [..., k] that the layer has checked; None where no plan can be made now."""
     if disturbed() or capture.as_captured(x.device):
         return None
     step: Step | None = None

@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; printing it shows a table."""
+    """The result of `explain`; printing it shows a table."""
 
     recipe: Recipe | None
     rows: tuple[Row, ...]
@@ -102,26 +102,26 @@ def _linear(layer: Linear, x: Tensor) -> Explanation:
         operands = _operands(layer, x, dtype)
         for name in OPERANDS:
             rows += _gemm(name, recipe, operands, _weight_dtype(layer) if name == "wgrad" else dtype, layer.weight_spec)
-    found = Explanation(recipe, tuple(rows))
-    print(found)
-    return found
+    explanation = Explanation(recipe, tuple(rows))
+    print(explanation)
+    return explanation
 
 
 def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, *, recipe: Any = None, **_: Any) -> Explanation:
     """Of groups that are alike, a row for each operand of one, and for each GEMM as it runs for all."""
-    found = recipe_in_force(None if recipe is None else recipes.get(recipe))
-    check(x, weight, offsets, found)
+    in_force = recipe_in_force(None if recipe is None else recipes.get(recipe))
+    check(x, weight, offsets, in_force)
     rows: list[Row] = []
-    if found is not None:
+    if in_force is not None:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         n, k, each = weight.shape[1], weight.shape[2], -(-x.shape[0] // max(weight.shape[0], 1))
         one = {"input": x.new_empty(each, k), "weight": weight.new_empty(n, k), "grad_output": x.new_empty(each, n)}
         operands = one | {f"{name}.T": t.t() for name, t in one.items()}
         for name in OPERANDS:
-            *of_operands, gemm = _gemm(name, found, operands, weight.dtype if name == "wgrad" else dtype, None)
-            rows += [*of_operands, _all_groups(gemm, name, found, x, weight, Offsets(offsets, x.shape[0]), dtype)]
-    explanation = Explanation(found, tuple(rows))
+            *of_operands, gemm = _gemm(name, in_force, operands, weight.dtype if name == "wgrad" else dtype, None)
+            rows += [*of_operands, _all_groups(gemm, name, in_force, x, weight, Offsets(offsets, x.shape[0]), dtype)]
+    explanation = Explanation(in_force, tuple(rows))
     print(explanation)
     return explanation
 
@@ -162,14 +162,14 @@ def _module(module: nn.Module, x: Tensor) -> dict[str, Explanation | AttentionEx
         )
     if not x.is_floating_point():
         raise ValueError(f"x is {x.dtype}; give what the layers see, [..., features] in floating point")
-    found: dict[str, Explanation | AttentionExplanation] = {}
+    explanations: dict[str, Explanation | AttentionExplanation] = {}
     for name, part in parts.items():
         print(name)
         shape = x.shape[:-1]
-        found[name] = (
+        explanations[name] = (
             _linear(part, x.new_empty(*shape, part.in_features)) if isinstance(part, Linear) else _core(part, x)
         )
-    return found
+    return explanations
 
 
 def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
@@ -185,8 +185,8 @@ def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
         batch, length = (1, tokens[0]) if thd else tokens[::-1] if core.layout == "sbhd" else tokens
         rows = length if core.mask_type == "arbitrary" else batch
         given["mask"] = torch.zeros((rows, length), dtype=torch.bool, device=x.device)
-    found: AttentionExplanation = _attention(core, *qkv, **given)
-    return found
+    explanation: AttentionExplanation = _attention(core, *qkv, **given)
+    return explanation
 
 
 def _operands(layer: Linear, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ def _accumulation(fast: bool, reasons: list[tuple[str, str]], device: torch.devi
 
 
 def _reused(operand: str, recipe: Recipe) -> bool:
-    """Whether the transpose of what an earlier GEMM quantized serves."""
+    """True if the transpose of an operand that an earlier GEMM quantized serves."""
     reuse = plan(recipe)
     return {"weight.T": reuse.weight, "grad_output.T": reuse.grad_output, "input.T": reuse.input}.get(operand, False)
 

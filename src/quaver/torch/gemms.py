@@ -137,7 +137,7 @@ def wgrad(g: Tensor | Quantized, kept: Tensor | Quantized, recipe: Recipe, call:
 
 
 class Call:
-    """What one forward of one layer decides, and what its backward needs besides tensors."""
+    """The decisions of one forward of one layer, and what its backward needs besides tensors."""
 
     __slots__ = (
         "both",
@@ -159,14 +159,14 @@ class Call:
     def __init__(
         self, recipe: Recipe, x: Tensor, dtype: torch.dtype, keep_input: bool, record: bool, factors: Factors
     ) -> None:
-        #: Of the activations.
+        #: The dtype of the activations.
         self.dtype = dtype
         self.keep_input = keep_input
-        #: Whether delayed scaling notes the amaxes of this call.
+        #: True if delayed scaling notes the amaxes of this call.
         self.record = record
         #: Encode factors of input, weight and grad_output as the forward saw them; None without delayed scaling.
         self.factors = factors
-        #: Whether torch.compile is looking: then operations are opaque and nothing is kept between calls.
+        #: True if torch.compile is tracing: then operations are opaque and nothing is kept between calls.
         self.traced = torch.compiler.is_compiling()
         self.plan = recipe.plan
         self.quantize: Callable[..., Quantized]
@@ -220,12 +220,12 @@ def quantize(
 
 
 def _newest(layer: nn.Module, column: int, x: Tensor, call: Call) -> Tensor | None:
-    """Where a kernel notes an operand's amax, if that is to be recorded."""
+    """The place where a kernel notes an operand's amax, if this call records it."""
     return amax.newest(layer, column, x) if call.record and not call.traced else None
 
 
 def both_at_once(spec: QuantSpec, other: QuantSpec, call: Call) -> bool:
-    """Whether an operand and its transpose come from one call of `quantize_both`."""
+    """True if an operand and its transpose come from one call of `quantize_both`."""
     if counters.active.counters is not None:
         return False
     return not call.traced or spec.rounding == other.rounding == "nearest"
@@ -245,7 +245,7 @@ def quantize_both(
     """x by one spec and its transpose by another; see `quantize`. They share nothing but what their kernel shares.
 
     Args:
-        sums: whether x is to be summed over its rows too, where its one read gives that: `partial_sums` of the first.
+        sums: True sums x over its rows too, where the same read gives that: `partial_sums` of the first.
     """
     assert call.both is not None
     if call.factors is not None:

@@ -101,8 +101,8 @@ def grouped_matmul(
     Exact: codes and scales, those of each group alone. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of
     the same products in float64.
     """
-    found = recipe_in_force(None if recipe is None else recipes.get(recipe))
-    check(x, weight, offsets, found)
+    in_force = recipe_in_force(None if recipe is None else recipes.get(recipe))
+    check(x, weight, offsets, in_force)
     device = ops.autocast_device(x)
     casting = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if casting else x.dtype
@@ -114,9 +114,9 @@ def grouped_matmul(
             "fullgraph=True it runs in eager mode"
         )
     refuse_transforms(x, weight)
-    if found is None or not found.quantizes:
+    if in_force is None or not in_force.quantizes:
         weight = weight.to(dtype)
-    what = _What(found or recipes.get("bf16"), Offsets(offsets, x.shape[0]), dtype, seed, count, name)
+    what = _What(in_force or recipes.get("bf16"), Offsets(offsets, x.shape[0]), dtype, seed, count, name)
     with ops.without_autocast(device):
         y: Tensor = _Grouped.apply(x.to(dtype), weight, what)
     return y
@@ -181,7 +181,7 @@ class _Grouped(torch.autograd.Function):
                 kept_input = quantize_features(x, wgrad.b, offsets)
         kept_weight = weight if not plan.weight or b is None else transposed(b, offsets.groups)
         ctx.what, ctx.shape, ctx.weight_dtype = what, weight.shape, weight.dtype
-        ctx.about = _save(ctx, kept_input, kept_weight if need_input else None)
+        ctx.constants = _save(ctx, kept_input, kept_weight if need_input else None)
         return y
 
     @staticmethod
@@ -262,23 +262,23 @@ def _by_tokens(
 
 def _save(ctx: Any, *kept: Groups | Tensor | None) -> list[Any]:
     """Tensors to autograd; how they are put together again is returned."""
-    abouts: list[Any] = []
+    layouts: list[Any] = []
     tensors: list[Tensor | None] = []
     for value in kept:
         operands = value.parts if isinstance(value, Groups) else [value]
         taken = [take_apart(operand) for operand in operands]
-        abouts.append((isinstance(value, Groups), [(len(parts), about) for parts, about in taken]))
+        layouts.append((isinstance(value, Groups), [(len(parts), layout) for parts, layout in taken]))
         tensors += [part for parts, _ in taken for part in parts]
     ctx.save_for_backward(*tensors)
-    return abouts
+    return layouts
 
 
 def _restore(ctx: Any) -> list[Any]:
-    tensors, found = list(ctx.saved_tensors), []
-    for of_groups, abouts in ctx.about:
+    tensors, operands = list(ctx.saved_tensors), []
+    for of_groups, layouts in ctx.constants:
         values = []
-        for parts, about in abouts:
-            values.append(put_together(about, tensors[:parts]))
+        for parts, constants in layouts:
+            values.append(put_together(constants, tensors[:parts]))
             tensors = tensors[parts:]
-        found.append(Groups(None, values) if of_groups else values[0])
-    return found
+        operands.append(Groups(None, values) if of_groups else values[0])
+    return operands

@@ -17,7 +17,7 @@ Noise = Callable[[int], ops.Noise]
 
 
 class Offsets:
-    """Where groups of rows end: on the device, and on the host once somebody asks, which waits for the device."""
+    """Where groups of rows end: on the device, and on the host after the first call of `bounds`, which waits for it."""
 
     def __init__(self, ends: Tensor, rows: int) -> None:
         self.ends = ends
@@ -76,7 +76,7 @@ def rows_of(q: Quantized, start: int, end: int) -> Quantized:
 
 
 def together(spec: QuantSpec, height: int) -> bool:
-    """Whether groups may be quantized at once: if each has a multiple of `height` rows, no block is of two of them."""
+    """True if groups may be quantized at once: each has a multiple of `height` rows, so that no block has rows of two."""
     rows = spec.block[0]
     return rows is not None and height % rows == 0 and spec.rounding == "nearest" and not spec.two_level
 

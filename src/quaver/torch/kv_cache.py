@@ -119,14 +119,14 @@ class KVCache:
     def _memory(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Of an empty layer: what it has if the new tokens fit in, else new."""
         held = self._keys[layer], self._values[layer]
-        made: list[Tensor] = []
+        enlarged: list[Tensor] = []
         # An inference tensor could not be written outside inference mode.
         with torch.inference_mode(False):
             for old, new in zip(held, (k, v), strict=True):
                 if old is None or not same(old, new):
                     old = new.new_empty(new.shape[0], self.capacity, *new.shape[2:])
-                made.append(old)
-        keys, values = self._keys[layer], self._values[layer] = made
+                enlarged.append(old)
+        keys, values = self._keys[layer], self._values[layer] = enlarged
         return keys, values
 
     def reset(self) -> None:

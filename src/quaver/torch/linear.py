@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
         # A compiler carries tensors and plain values from forward to backward, no objects.
         reused = None if call.traced else call
         bias_dtype = None if bias is None else bias.dtype
-        ctx.about = layer, recipe, reused, x.shape, x.dtype, weight.dtype, bias_dtype, record, kept
+        ctx.constants = layer, recipe, reused, x.shape, x.dtype, weight.dtype, bias_dtype, record, kept
         return y if x.dim() == 2 else shaped(y, (*x.shape[:-1], weight.shape[0]), call)
 
     @staticmethod
@@ -76,8 +76,8 @@ NO_FUNCTORCH = (
 
 
 def shaped(y: Tensor, shape: tuple[int, ...], call: Call) -> Tensor:
-    """A Function's fresh output in another shape, to be written to: autograd lets nobody write to a view of its making,
-    as nn.ReLU(inplace=True) does."""
+    """A Function's fresh output in another shape, which may be written to: autograd refuses writes, such as those of
+    nn.ReLU(inplace=True), to a view that a Function returned."""
     return y.view(shape) if call.traced or not y.is_contiguous() else y.resize_(shape)
 
 
@@ -87,22 +87,22 @@ def matrix(x: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, call: Call, weight: Tensor | None) -> tuple[Any, ...] | None:
-    """Tensors to autograd; what lies beside them is returned."""
+    """Give the tensors to autograd; returns the rest."""
     kept, factors = call.kept, call.factors
     on_device = factors if isinstance(factors, Tensor) else None
     if not call.traced:
         call.kept = None
         if on_device is not None:
             call.factors = None
-    tensors, about = take_apart(kept)
+    tensors, layout = take_apart(kept)
     ctx.save_for_backward(weight, on_device, *tensors)
-    return about
+    return layout
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
     need_input, need_weight, need_bias, *_ = ctx.needs_input_grad
     weight, factors, *tensors = ctx.saved_tensors
-    layer, recipe, call, shape, dtype, weight_dtype, bias_dtype, record, kept = ctx.about
+    layer, recipe, call, shape, dtype, weight_dtype, bias_dtype, record, kept = ctx.constants
     if call is None:
         call = Call(recipe, g, dtype, need_weight, record, factors)
     elif factors is not None:
@@ -111,8 +111,8 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     kept = put_together(kept, tensors)
     bias_dtype = bias_dtype if need_bias else None
     needs = need_input, need_weight
-    found, *grads = backward(g2, weight, kept, layer, recipe, call, *needs, weight_dtype, bias_dtype)
-    grad_input = found if found is None or g.dim() == 2 else found.view(shape)
+    of_input, *grads = backward(g2, weight, kept, layer, recipe, call, *needs, weight_dtype, bias_dtype)
+    grad_input = of_input if of_input is None or g.dim() == 2 else of_input.view(shape)
     return grad_input, *grads, None, None, None
 
 
@@ -157,7 +157,7 @@ class Linear(nn.Linear):
     seed: int = 0
     #: How the weight is quantized where it exists only in eight bits (`quaver.torch.quantized_init`), else None.
     weight_spec: QuantSpec | None = None
-    #: What such a weight dequantizes to.
+    #: The dtype that such a weight dequantizes to.
     weight_dtype: torch.dtype | None = None
 
     def __init__(
@@ -265,15 +265,15 @@ class Linear(nn.Linear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: everything but what can be made again."""
+        """The attributes that are copied and pickled: all but those that can be made again."""
         return storing.packed({k: v for k, v in self.__dict__.items() if k not in TRANSIENT})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Linear":
         # A parametrization would bring its own, which copies what belongs to this layer alone.
-        made: Linear = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(Linear.__getstate__(self), memo))
-        return made
+        copied: Linear = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(Linear.__getstate__(self), memo))
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(storing.unpacked(state))

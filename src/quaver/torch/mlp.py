@@ -59,8 +59,8 @@ class Activated:
 
         if self.eight_bits:
             return None
-        made = kernels.activated(self.name, self.options, x, spec, factor, want_output, not turned, turned)
-        return fused.Made(made.y, made.quantized, made.amax, tuple(x))
+        result = kernels.activated(self.name, self.options, x, spec, factor, want_output, not turned, turned)
+        return fused.Made(result.y, result.quantized, result.amax, tuple(x))
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
         return activations.forward(self.name, self.options, saved)
@@ -117,11 +117,11 @@ class MLP(nn.Module):
         self.recompute = recompute
         # What goes into a plain activation is as wide as what comes out, whose codes would be kept beside it.
         self._prologue = Activated(activation, options, eight_bit_activations and gated)
-        made = {"device": device, "dtype": dtype}
-        of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **made}
+        like = {"device": device, "dtype": dtype}
+        of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **like}
         norm = None
         if normalization is not None:
-            norm = named(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **made)
+            norm = named(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **like)
         self.register_module("norm", norm)
         if gated and fused:
             self.gate_up_proj = Linear(dim, 2 * hidden, **of_linear)

@@ -81,7 +81,7 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
+        like = {"device": device, "dtype": dtype}
         wide, narrow = head_sizes(dim, heads, head_dim)
         self.core = DotProductAttention(
             heads,
@@ -96,7 +96,7 @@ class MultiheadAttention(nn.Module):
             alibi=alibi,
             layout=layout,
             recipe=recipe,
-            **made,
+            **like,
         )
         groups = self.core.groups
         if rope is not None and rope.head_dim != wide:
@@ -104,11 +104,11 @@ class MultiheadAttention(nn.Module):
         self.register_module("rope", rope)
         self.layout, self.qk_norm_after_rope = layout, qk_norm_after_rope
         self.dim, self.memory_dim, self.cross = dim, memory_dim, memory_dim is not None
-        of_norm: dict[str, Any] = {"zero_centered": zero_centered, **made}
+        of_norm: dict[str, Any] = {"zero_centered": zero_centered, **like}
         self.register_module(
             "norm", None if normalization is None else named(normalization, dim, eps, bias=norm_bias, **of_norm)
         )
-        of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **made}
+        of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **like}
         widths = {"q_proj": heads * wide, "k_proj": groups * wide, "v_proj": groups * narrow}
         for name, parts in _projections(fused, self.cross).items():
             features = dim if name.startswith("q") or memory_dim is None else memory_dim

@@ -65,7 +65,7 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def name_streams(layer: nn.Module) -> None:
-    """Have the streams of a layer that has a name ready: whatever gives it one, or copies it, calls this.
+    """Make the streams of a layer that has a name: every function that names or copies a layer calls this.
 
     A compiler may be the next to run it, whatever recipe it gets, and cannot trace a checksum.
     """

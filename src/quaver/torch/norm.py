@@ -25,7 +25,7 @@ NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (Fa
 
 @dataclass(frozen=True)
 class Normalization:
-    """What a `Norm` computes of x, weight and bias: a prologue of `quaver.torch.projections`.
+    """The function of x, weight and bias that a `Norm` computes, as a prologue of `quaver.torch.projections`.
 
     Backward keeps x and the rows' statistics.
     """
@@ -54,8 +54,8 @@ class Normalization:
 
         value, weight, bias = x
         gamma, beta = wide_parameters(weight, bias, self.zero_centered)
-        made = kernels.normalized(value, gamma, beta, self.normalization, self.eps, spec, factor, want_output)
-        return fused.Made(made.y, made.quantized, made.amax, (value, gamma, beta, made.mean, made.inverse))
+        result = kernels.normalized(value, gamma, beta, self.normalization, self.eps, spec, factor, want_output)
+        return fused.Made(result.y, result.quantized, result.amax, (value, gamma, beta, result.mean, result.inverse))
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("what a norm made is kept")
@@ -118,9 +118,9 @@ class Norm(nn.Module):
     def affine(self) -> tuple[Tensor | None, Tensor | None]:
         """weight and bias, None where there is none."""
         # Parametrizations, pruning and FSDP make attributes of them, which take longer to look up.
-        found = self._parameters
-        weight = found["weight"] if "weight" in found else self.weight  # noqa: SIM401
-        return weight, found["bias"] if "bias" in found else self.bias  # noqa: SIM401
+        parameters = self._parameters
+        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
+        return weight, parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
 
     def check_input(self, x: Tensor) -> None:
         """Raise a ValueError unless x is [..., dim]."""
@@ -351,8 +351,8 @@ def _fake_backward(
     factor: Tensor,
     normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = [factor.new_empty(0 if p is None else p.shape) for p in (gamma, beta)]
-    return x.new_empty(x.shape), made[0], made[1]
+    of_parameters = [factor.new_empty(0 if p is None else p.shape) for p in (gamma, beta)]
+    return x.new_empty(x.shape), of_parameters[0], of_parameters[1]
 
 
 def _always(*_: Any) -> str:

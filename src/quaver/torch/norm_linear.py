@@ -89,9 +89,9 @@ class LayerNormLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
-        self.norm = named(normalization, in_features, eps, zero_centered=zero_centered, bias=norm_bias, **made)
-        self.linear = Linear(in_features, out_features, bias, recipe=recipe, seed=seed, **made)
+        like = {"device": device, "dtype": dtype}
+        self.norm = named(normalization, in_features, eps, zero_centered=zero_centered, bias=norm_bias, **like)
+        self.linear = Linear(in_features, out_features, bias, recipe=recipe, seed=seed, **like)
         self.return_normalized = return_normalized
 
     def reset_parameters(self) -> None:
@@ -100,5 +100,5 @@ class LayerNormLinear(nn.Module):
         self.linear.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        found = normalized_projections(self.norm, x, (self.linear,), self.return_normalized)
-        return (found[1], found[0]) if self.return_normalized else found[0]
+        outputs = normalized_projections(self.norm, x, (self.linear,), self.return_normalized)
+        return (outputs[1], outputs[0]) if self.return_normalized else outputs[0]

@@ -1,4 +1,4 @@
-"""The operations as opaque library operators, which is what `torch.compile` sees of them.
+"""The operations as opaque library operators: `torch.compile` sees these and does not look inside.
 
 Decoding happens inside them, so that a compiled graph keeps eight bits for backward and not their decoded copies, and
 so that the bits are those of eager mode (Inductor may skip the rounding to bf16 between two fused operations). Scales

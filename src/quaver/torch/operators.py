@@ -1,4 +1,4 @@
-"""The library's operators that a compiler does not look into: how one is made known to torch."""
+"""The library's operators that a compiler does not look into: `define` registers one with torch."""
 
 from collections.abc import Callable
 from typing import Any

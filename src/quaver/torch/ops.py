@@ -103,7 +103,7 @@ BIAS_GRADIENT = Op(
 )
 #: All that `only` chooses from; attention adds itself.
 OPS = [QUANTIZE, MATMUL, BIAS_GRADIENT]
-#: What runs instead of an implementation that takes no more than some calls, where it is asked for by name.
+#: The implementation that runs in place of one that `only` names and that refuses the call.
 _FALL_BACK = {"triton": "reference", "native": "decoded"}
 
 
@@ -140,16 +140,16 @@ _resolved: dict[Any, Resolved] = {}
 
 
 def resolve(recipe: Recipe, x: Tensor) -> Resolved:
-    """What runs a recipe's operations on operands like x.
+    """The implementations that run a recipe's operations on operands like x.
 
     The choice does not depend on shapes, so it is made once for a recipe (and device, and dtype): asking takes as long
     as a small GEMM.
     """
-    found = _resolved.get(id(recipe) if x.is_cpu else (id(recipe), x.device, x.dtype))
-    if found is None:
-        found = _resolve(recipe, x)
-        _resolved[id(recipe) if x.is_cpu else (id(recipe), x.device, x.dtype)] = found
-    return found
+    resolved = _resolved.get(id(recipe) if x.is_cpu else (id(recipe), x.device, x.dtype))
+    if resolved is None:
+        resolved = _resolve(recipe, x)
+        _resolved[id(recipe) if x.is_cpu else (id(recipe), x.device, x.dtype)] = resolved
+    return resolved
 
 
 def _resolve(recipe: Recipe, x: Tensor) -> Resolved:
@@ -178,8 +178,8 @@ def bias_gradient(g: Tensor, dtype: torch.dtype, partial: Tensor | None = None) 
         return choice.add_up(partial, dtype)
     if torch.compiler.is_compiling() or (g.is_cpu and not choice.asked()):
         return _plain_sum(g, dtype)
-    found: Tensor = BIAS_GRADIENT(g, dtype)
-    return found
+    gradient: Tensor = BIAS_GRADIENT(g, dtype)
+    return gradient
 
 
 def autocast_device(x: Tensor) -> str:

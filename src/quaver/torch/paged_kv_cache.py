@@ -44,7 +44,7 @@ class PagedKVCache:
         self._table: dict[int, list[int]] = {}
         self._counts: dict[int, list[int]] = {}
         self._rows: list[int] | None = None
-        self._made: tuple[tuple[int, ...], Tensor] | None = None
+        self._indices: tuple[tuple[int, ...], Tensor] | None = None
         self._last: tuple[object, Tensor, Tensor] | None = None
 
     @property
@@ -80,8 +80,8 @@ class PagedKVCache:
     @property
     def offset(self) -> int | Tensor:
         """Where the next tokens stand, for rope: `lengths`, or one number where they are equal."""
-        found = {min(self._counts[s]) for s in self.sequences} or {0}
-        return found.pop() if len(found) == 1 else self.lengths
+        counts = {min(self._counts[s]) for s in self.sequences} or {0}
+        return counts.pop() if len(counts) == 1 else self.lengths
 
     def held(self, layer: int) -> Tensor:
         """Tokens of each of them that one layer holds, int64 [B]."""
@@ -245,9 +245,9 @@ class PagedKVCache:
 
     def _tensor(self, values: tuple[int, ...]) -> Tensor:
         """int64; the same object for the same numbers, so that a step's layers share what rope makes of it."""
-        if self._made is None or self._made[0] != values:
-            self._made = values, torch.tensor(values, dtype=torch.int64, device=self._device())
-        return self._made[1]
+        if self._indices is None or self._indices[0] != values:
+            self._indices = values, torch.tensor(values, dtype=torch.int64, device=self._device())
+        return self._indices[1]
 
     def _check_known(self, sequences: list[int]) -> None:
         for sequence in sequences:

@@ -57,8 +57,8 @@ def words(g: Tensor, seed: int, tensor_id: int, count: Tensor | int) -> tuple[Te
         c3 = torch.empty_like(g).copy_(count.reshape(()).bitwise_and(_LOW).to(g.device))
     else:
         c3 = torch.full_like(g, count & _LOW)
-    made = philox(g & _LOW, g >> 32, torch.full_like(g, tensor_id), c3, seed)
-    return tuple(word.bitwise_right_shift_(8) for word in made)  # type: ignore[return-value]
+    drawn = philox(g & _LOW, g >> 32, torch.full_like(g, tensor_id), c3, seed)
+    return tuple(word.bitwise_right_shift_(8) for word in drawn)  # type: ignore[return-value]
 
 
 def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ class Prologue(Protocol):
 
     @property
     def remakes(self) -> bool:
-        """Whether backward makes the input again, so that nothing of it is kept."""
+        """True if backward makes the input again, so that nothing of it is kept."""
 
     def __call__(self, *x: Tensor | None) -> Tensor:
         """Differentiably, for layers that are not quantized."""
@@ -100,15 +100,15 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
     for layer in layers:
         if layer.__class__ is not Linear or not is_bare(layer):
             return None
-        found = recipe_of(layer)
-        if found is None or found.fprop.a is None or (recipe is not None and found is not recipe):
+        own = recipe_of(layer)
+        if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
             return None
-        recipe = found
+        recipe = own
     return recipe
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Whether nothing but its class's forward runs when a module is called: no hook, no other forward."""
+    """True if a call of the module runs its class's forward alone: no hook, no other forward."""
     if (
         "forward" in module.__dict__
         or module._forward_hooks
@@ -129,12 +129,12 @@ def is_bare(module: nn.Module) -> bool:
 
 
 class _What(NamedTuple):
-    """Everything about one call that is no tensor."""
+    """Everything in one call that is no tensor."""
 
     prologue: Prologue
     layers: tuple[Linear, ...]
     recipe: Recipe
-    #: Of the GEMMs' inputs and outputs.
+    #: The dtype of the GEMMs' inputs and outputs.
     dtype: torch.dtype
     training: bool
     return_input: bool
@@ -150,7 +150,7 @@ class _Projections(torch.autograd.Function):
         n, recipe = len(what.layers), what.recipe
         x, weights, biases = tensors[: what.taken], tensors[what.taken : what.taken + n], tensors[what.taken + n :]
         needed = ctx.needs_input_grad[1 + what.taken : 1 + what.taken + n]
-        # Noise is not drawn a second time; and a prologue whose own gradients nobody needs keeps nothing.
+        # Noise is not drawn a second time; and a prologue keeps nothing if none of its own gradients is needed.
         c, differentiated = recipe.wgrad.b, any(ctx.needs_input_grad[1 : 1 + what.taken])
         remakes = what.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
         keeps = any(needed) and what.training and not remakes
@@ -168,7 +168,7 @@ class _Projections(torch.autograd.Function):
             if entrance.turned is None:
                 assert entrance.matrix is not None
                 calls[0].kept = kept_input(entrance.matrix, yq, first, recipe, calls[0])
-        ctx.about = (
+        ctx.constants = (
             what,
             entrance.shape,
             entrance.dtype,
@@ -176,7 +176,7 @@ class _Projections(torch.autograd.Function):
             [b is not None and b.dtype for b in biases],
         )
         ctx.calls = None if calls[0].traced else calls
-        return (entrance.made, *outputs) if what.return_input else tuple(outputs)
+        return (entrance.output, *outputs) if what.return_input else tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -186,17 +186,17 @@ class _Projections(torch.autograd.Function):
                 return _Projections.backward(ctx, *grads)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                found = _backward(ctx, grads)
-            return no_second_derivative(found, NO_DOUBLE_BACKWARD, grads[0], *ctx.saved_tensors)
+                gradients = _backward(ctx, grads)
+            return no_second_derivative(gradients, NO_DOUBLE_BACKWARD, grads[0], *ctx.saved_tensors)
         return _backward(ctx, grads)
 
 
 class _Entrance(NamedTuple):
-    """What the layers read."""
+    """The layers' input, in the forms that GEMMs and backward read."""
 
     calls: list[Call]
     #: As the prologue made it, or None where it wrote nothing but codes.
-    made: Tensor | None
+    output: Tensor | None
     #: That as a matrix in the dtype of the GEMMs.
     matrix: Tensor | None
     shape: tuple[int, ...]
@@ -216,22 +216,22 @@ def _entrance(what: _What, x: Sequence[Tensor | None], keeps: bool) -> _Entrance
     calls: list[Call] = []
     if _may_fuse(what.dtype, x[0]):
         calls = [_call(what, layer, x[0]) for layer in what.layers]
-        found = _fused(what, x, keeps, calls)
-        if found is not None:
-            return found
-    made, saved = what.prologue.forward(*x)
-    y = matrix(made.to(what.dtype))
+        entrance = _fused(what, x, keeps, calls)
+        if entrance is not None:
+            return entrance
+    output, saved = what.prologue.forward(*x)
+    y = matrix(output.to(what.dtype))
     calls = calls or [_call(what, layer, y) for layer in what.layers]
     turned = None
     if keeps and c is not None and calls[0].both is not None and both_at_once(a, c, calls[0]):
         yq, turned = quantize_both(first, amax.INPUT, "input", y, a, c, recipe, calls[0])
     else:
         yq = quantize(first, amax.INPUT, "input", y, a, recipe, calls[0])
-    return _Entrance(calls, made, y, made.shape, made.dtype, yq, turned, saved)
+    return _Entrance(calls, output, y, output.shape, output.dtype, yq, turned, saved)
 
 
 def _may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
-    """Whether kernels that quantize what they make may run: on operands of this dtype, made of x."""
+    """True if kernels that quantize what they make may run: on operands of this dtype, made of x."""
     if not fused.wanted(x) or x.dtype is not dtype or torch.compiler.is_compiling():
         return False
     allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.active)
@@ -244,14 +244,14 @@ def _fused(what: _What, x: Sequence[Tensor | None], keeps: bool, calls: list[Cal
     factor, is_set = _known(first, call)
     want_output = what.return_input or (keeps and not call.plan.input)
     turn = keeps and call.plan.input
-    found = fused.operand(what.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
-    if found is None:
+    operand = fused.operand(what.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
+    if operand is None:
         return None
     if call.record and call.factors is not None:
-        amax.record(first, amax.INPUT, found.quantized.amax)
-    shape = (*x[0].shape[:-1], found.quantized.shape[1])
-    y = None if found.y is None else matrix(found.y)
-    return _Entrance(calls, found.y, y, shape, x[0].dtype, found.quantized, found.turned, found.saved)
+        amax.record(first, amax.INPUT, operand.quantized.amax)
+    shape = (*x[0].shape[:-1], operand.quantized.shape[1])
+    y = None if operand.y is None else matrix(operand.y)
+    return _Entrance(calls, operand.y, y, shape, x[0].dtype, operand.quantized, operand.turned, operand.saved)
 
 
 def _known(layer: Linear, call: Call) -> tuple[Tensor | float | None, bool]:
@@ -274,8 +274,8 @@ def _save(ctx: Any, calls: list[Call], saved: Sequence[Any], weights: Sequence[T
     everything = [*weights, calls[0].kept, *factors, *saved]
     packed, tensors = [], []
     for value in everything:
-        parts, about = take_apart(value)
-        packed.append((len(parts), about))
+        parts, layout = take_apart(value)
+        packed.append((len(parts), layout))
         tensors += parts
     ctx.save_for_backward(*tensors)
     calls[0].kept = None
@@ -283,17 +283,17 @@ def _save(ctx: Any, calls: list[Call], saved: Sequence[Any], weights: Sequence[T
 
 
 def _restore(ctx: Any) -> tuple[list[Any], Any, list[Any], list[Any]]:
-    """What `_save` took apart."""
-    what, _, _, packed, _ = ctx.about
+    """Put together what `_save` took apart."""
+    what, _, _, packed, _ = ctx.constants
     tensors, values, n = list(ctx.saved_tensors), [], len(what.layers)
-    for parts, about in packed:
-        values.append(put_together(about, tensors[:parts]))
+    for parts, constants in packed:
+        values.append(put_together(constants, tensors[:parts]))
         tensors = tensors[parts:]
     return values[:n], values[n], values[n + 1 : 2 * n + 1], values[2 * n + 1 :]
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
-    what, shape, dtype, _, bias_dtypes = ctx.about
+    what, shape, dtype, _, bias_dtypes = ctx.constants
     weights, kept, factors, saved = _restore(ctx)
     n, taken, prologue = len(what.layers), what.taken, what.prologue
     needs = ctx.needs_input_grad[1:]
@@ -310,7 +310,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
     of_biases: list[Tensor | None] = [None] * n
     # As autograd adds them up: what was computed last comes first.
     for i in reversed(range(n)):
-        found, of_weights[i], of_biases[i] = backward(
+        part, of_weights[i], of_biases[i] = backward(
             gs[i],
             weights[i],
             kept,
@@ -322,9 +322,9 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
             weights[i].dtype,
             bias_dtypes[i] if needs[taken + n + i] else None,
         )
-        if found is not None:
-            found = found if found.dtype is dtype else found.to(dtype)
-            of_y = found if of_y is None else add(of_y, found)
+        if part is not None:
+            part = part if part.dtype is dtype else part.to(dtype)
+            of_y = part if of_y is None else add(of_y, part)
     of_x: tuple[Tensor | None, ...] = (None,) * taken
     if of_input:
         assert of_y is not None

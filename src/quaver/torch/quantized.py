@@ -184,16 +184,16 @@ def take_apart(value: Tensor | Quantized | None) -> tuple[list[Tensor | None], t
     if not isinstance(value, Quantized):
         return [value], None
     if isinstance(value.scale, Tensor):
-        about = value.spec, value.shape, value.turned, None, value.swizzled
-        return [value.data, value.scale, value.tensor_factor], about
+        layout = value.spec, value.shape, value.turned, None, value.swizzled
+        return [value.data, value.scale, value.tensor_factor], layout
     return [value.data], (value.spec, value.shape, value.turned, value.scale, False)
 
 
-def put_together(about: tuple[Any, ...] | None, tensors: Sequence[Any]) -> Any:
+def put_together(layout: tuple[Any, ...] | None, tensors: Sequence[Any]) -> Any:
     """The operand that `take_apart` took apart."""
-    if about is None:
+    if layout is None:
         return tensors[0]
-    spec, shape, turned, host_scale, swizzled = about
+    spec, shape, turned, host_scale, swizzled = layout
     if host_scale is not None:
         return Quantized(tensors[0], host_scale, spec, shape, turned)
     return Quantized(tensors[0], tensors[1], spec, shape, turned, tensors[2], swizzled=swizzled)

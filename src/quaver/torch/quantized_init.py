@@ -105,15 +105,15 @@ def quantize_weights(
 
 def dequantize_weights(model: nn.Module) -> list[str]:
     """Give layers whose weight is codes a weight of their own dtype again, in place. Returns their names."""
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, Linear) and m.weight_spec is not None]
-    for _, layer in found:
+    stored = [(name, m) for name, m in model.named_modules() if isinstance(m, Linear) and m.weight_spec is not None]
+    for _, layer in stored:
         storing.restore(layer)
-    return [name for name, _ in found]
+    return [name for name, _ in stored]
 
 
 @dataclass
 class Saved:
-    """What `quantize_weights` did."""
+    """The result of `quantize_weights`."""
 
     #: Names of the layers whose weights are codes now.
     layers: list[str] = field(default_factory=list)

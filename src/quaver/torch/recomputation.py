@@ -1,4 +1,4 @@
-"""What a forward took from its layers' state, so that running it again takes the same: a log and its replay.
+"""A log of the values that a forward read from its layers' state, and the replay that gives a second run the same.
 
 While a `Log` is written, what layers read from state that moves on (delayed scaling's factors, the counts of the noise)
 is noted layer by layer; while it is replayed, they are given that instead and write nothing. Logs nest: what is read
@@ -17,7 +17,7 @@ Key = tuple[int, str]
 
 
 class _State(threading.local):
-    """What this thread is writing and replaying; backward has its own thread on a GPU."""
+    """The logs that this thread writes and replays; backward has its own thread on a GPU."""
 
     writing: "tuple[Log, ...]" = ()
     replay: "Replay | None" = None
@@ -27,7 +27,7 @@ state = _State()
 
 
 def replaying() -> bool:
-    """Whether a forward runs again whose first run was logged: then nothing is noted and no state moves on."""
+    """True while a forward runs again whose first run was logged: then nothing is noted and no state moves on."""
     return not torch.compiler.is_compiling() and state.replay is not None
 
 

@@ -1,4 +1,4 @@
-"""quantize and matmul in plain torch tensors, on any device: what the faster implementations are exchanged for."""
+"""quantize and matmul in plain torch tensors, on any device: a faster implementation takes their place where it can."""
 
 import torch
 from torch import Tensor

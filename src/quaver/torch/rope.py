@@ -100,27 +100,27 @@ class RotaryEmbedding(nn.Module):
         ):
             raise ValueError("positions, offset and cu_seqlens of rope are tensors (offset may be a number), not lists")
         if torch.compiler.is_compiling() or type(x) is not Tensor or capture.as_captured(x.device):
-            return self._made(x, positions, offset, layout, cu_seqlens)
+            return self._build(x, positions, offset, layout, cu_seqlens)
         given = positions, offset, cu_seqlens
         tensors = tuple(t for t in given if isinstance(t, Tensor))
         if tensors and _unkeepable(tensors):
-            return self._made(x, positions, offset, layout, cu_seqlens)
+            return self._build(x, positions, offset, layout, cu_seqlens)
         versions = tuple(t._version for t in tensors)
         numbers = (id(t) if isinstance(t, Tensor) else t for t in given)
         # Another stream does not wait for the one that makes them.
         key = (x.shape[:-2], x.shape[-1], layout, x.device, capture.stream_of(x.device), versions, *numbers)
-        found = self._kept.get(key)
-        if found is None:
+        kept = self._kept.get(key)
+        if kept is None:
             # Saved for backward later on, so they must not be inference tensors.
             with torch.inference_mode(False), torch.no_grad():
-                made = self._made(x, positions, offset, layout, cu_seqlens)
+                fresh = self._build(x, positions, offset, layout, cu_seqlens)
             # The tensors stay with the entry, so that their ids are not given to others.
-            found = self._kept[key] = (*made, tensors)
+            kept = self._kept[key] = (*fresh, tensors)
             if len(self._kept) > KEPT:
                 del self._kept[next(iter(self._kept))]
-        return found[0], found[1]
+        return kept[0], kept[1]
 
-    def _made(
+    def _build(
         self, x: Tensor, positions: Tensor | None, offset: int | Tensor, layout: str, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         self._check(x, layout)

@@ -181,9 +181,9 @@ def _linear(f: Frequencies) -> Tensor:
 def _proportional(f: Frequencies) -> Tensor:
     """The first frequencies of all; the others are 0, so that their features stay."""
     turning = int(f.get("partial_rotary_factor") * f.dim // 2)
-    made = _plain(f)
-    made[:, turning:] = 0
-    return made / f.get("factor", 1.0)
+    frequencies = _plain(f)
+    frequencies[:, turning:] = 0
+    return frequencies / f.get("factor", 1.0)
 
 
 def _ntk_base(f: Frequencies, length: Any) -> Any:
@@ -219,8 +219,8 @@ def _llama3(f: Frequencies) -> Tensor:
 
 
 def _factor(f: Frequencies) -> float:
-    made: float = f.get("factor") or f.max_positions / f.get(ORIGINAL)
-    return made
+    factor: float = f.get("factor") or f.max_positions / f.get(ORIGINAL)
+    return factor
 
 
 def _yarn(f: Frequencies) -> Tensor:

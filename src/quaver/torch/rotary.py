@@ -70,7 +70,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
 
 
 def _launched(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel turns x: on a GPU, or interpreted on a CPU that is asked to."""
+    """True if the kernel turns x: on a GPU, or under `only("triton")` on a CPU."""
     if (x.is_cpu and "triton" not in device.asked) or x.is_meta or type(x) is not Tensor or cos.device != x.device:
         return False
     if device.why_no_kernels(x.device) or cos.requires_grad or sin.requires_grad:
@@ -93,13 +93,13 @@ class _Launched(torch.autograd.Function):
 
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.about = interleaved, back
+        ctx.constants = interleaved, back
         return rope.turn(q, k, cos, sin, interleaved, back)
 
     @staticmethod
     def backward(ctx: Any, of_q: Tensor | None, of_k: Tensor | None) -> Any:
         cos, sin = ctx.saved_tensors
-        interleaved, back = ctx.about
+        interleaved, back = ctx.constants
         given = [g for g in (of_q, of_k) if g is not None]
         dense = [g if g.stride(-1) == 1 else g.contiguous() for g in given]
         turned = _Launched.apply(*(*dense, None)[:2], cos, sin, interleaved, not back) if dense else (None, None)
@@ -113,14 +113,14 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.about = interleaved, back
+        ctx.constants = interleaved, back
         turned: Tensor = torch.ops.quaver.turn(x, cos, sin, interleaved, back)
         return turned
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        interleaved, back = ctx.about
+        interleaved, back = ctx.constants
         return torch.ops.quaver.turn(g, cos, sin, interleaved, not back), None, None, None, None
 
 
@@ -138,8 +138,8 @@ def rotary_tables(where: Tensor, rows: Tensor, length: int, text: str, interleav
     Exact: eager's bits, compiled too.
     """
     if torch.compiler.is_compiling():
-        made: tuple[Tensor, Tensor] = torch.ops.quaver.rotary_tables(where, rows, length, text, interleaved)
-        return made
+        tables: tuple[Tensor, Tensor] = torch.ops.quaver.rotary_tables(where, rows, length, text, interleaved)
+        return tables
     return _tables(where, rows, length, text, interleaved)
 
 

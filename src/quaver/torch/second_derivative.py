@@ -1,4 +1,4 @@
-"""What tells a user that a gradient cannot be differentiated again, where it would otherwise pass for a constant."""
+"""An error for a gradient that is differentiated again and would otherwise pass for a constant."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Of linear layers.
+#: The sentence for linear layers.
 NO_DOUBLE_BACKWARD = (
     "quantized layers have no second derivative: rounding has none. Compute the part that is differentiated twice in "
     "high precision: with quaver.torch.autocast(enabled=False)"

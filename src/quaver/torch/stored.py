@@ -24,7 +24,7 @@ from quaver.torch.quantized import STORAGE, Quantized
 
 #: Two codes to a byte.
 PACKED = torch.float4_e2m1fn_x2
-#: By format. Not integers: torch would average those, in copies of a model, without a word.
+#: The parameter's dtype by format. Integers would not do: torch averages them, in copies of a model, without a word.
 CODE_DTYPES = {**STORAGE, "e2m1": PACKED}
 CODES = tuple(CODE_DTYPES.values())
 #: Of weights that torch.autocast may take: high precision, and codes.
@@ -34,7 +34,7 @@ SCALES = ("weight_scale", "weight_factor")
 
 
 def codes(layer: nn.Module, weight: Tensor) -> Quantized:
-    """The weight as the operand that it is."""
+    """The weight's codes and scales as an operand."""
     spec: QuantSpec = layer.__dict__["weight_spec"]
     traced = torch.compiler.is_compiling()
     # A captured graph reads the codes anew: the layout that a GEMM wants of them is made at every replay.
@@ -76,8 +76,8 @@ def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, sp
     if transposed and reuses:
         turned: Quantized = call.quantize(value, spec)
         return turned.T
-    made: Quantized = call.quantize(value.t() if transposed else value, spec)
-    return made
+    quantized: Quantized = call.quantize(value.t() if transposed else value, spec)
+    return quantized
 
 
 def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -105,8 +105,8 @@ def write(layer: nn.Linear, value: Tensor) -> None:
     if spec is None:
         layer.weight.copy_(value)
         return
-    found, scales = encode(value.to(layer.weight.device), spec)
-    layer.weight.copy_(found)
+    codes, scales = encode(value.to(layer.weight.device), spec)
+    layer.weight.copy_(codes)
     for name, scale in scales.items():
         layer._buffers[name].copy_(scale)  # type: ignore[union-attr]
 
@@ -213,7 +213,7 @@ def packed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpacked(state: dict[str, Any]) -> dict[str, Any]:
-    """What `packed` was given."""
+    """The state that `packed` was given."""
     if "_packed" not in state:
         return state
     state = dict(state)

@@ -23,8 +23,8 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 def fork(x: Tensor, uses: int = 2) -> tuple[Tensor, ...]:
     """x for several uses, whose gradients are summed in eager's order: the first one's, the last's, the one before."""
     if torch.compiler.is_compiling():
-        found: tuple[Tensor, ...] = _Fork.apply(x, uses)
-        return found
+        branches: tuple[Tensor, ...] = _Fork.apply(x, uses)
+        return branches
     return (x,) * uses
 
 
@@ -51,13 +51,13 @@ def join(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: float) -> Tensor:
-        ctx.about = scale, x.dtype, y.dtype
+        ctx.constants = scale, x.dtype, y.dtype
         total: Tensor = torch.ops.quaver.join(x, y, scale)
         return total
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        scale, of_x, of_y = ctx.about
+        scale, of_x, of_y = ctx.constants
         narrow = g.to(of_y)
         return g.to(of_x), narrow if scale == 1.0 else narrow * scale, None
 

@@ -104,7 +104,7 @@ class TransformerLayer(nn.Module):
         self.parallel, self.norm_position, self.recompute, self.layout = parallel, norm_position, recompute, layout
         self.dropout, self.drop_path, self.residual_scale = dropout, drop_path, residual_scale
         attention_bias = bias if attention_bias is None else attention_bias
-        made = {"device": device, "dtype": dtype}
+        like = {"device": device, "dtype": dtype}
         of_norm: dict[str, Any] = {"eps": eps, "zero_centered": zero_centered, "norm_bias": norm_bias}
         entrance = None if norm_position == "post" or parallel is True else normalization
         of_part: dict[str, Any] = {
@@ -113,7 +113,7 @@ class TransformerLayer(nn.Module):
             "recipe": recipe,
             "seed": seed,
             **of_norm,
-            **made,
+            **like,
         }
         of_attention: dict[str, Any] = {
             "groups": groups,
@@ -130,7 +130,7 @@ class TransformerLayer(nn.Module):
         def norm_if(wanted: bool) -> Norm | None:
             if not wanted:
                 return None
-            return named(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **made)
+            return named(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **like)
 
         self.register_module("norm", norm_if(parallel is True))
         self.attention = MultiheadAttention(

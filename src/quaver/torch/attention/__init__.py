@@ -1,4 +1,4 @@
-"""Attention: the function, the module, and what says which implementation runs."""
+"""Attention: the function, the module, and `explain_attention`, which says which implementation runs."""
 
 from quaver.torch.attention.dot_product import DotProductAttention
 from quaver.torch.attention.explain import AttentionExplanation, explain_attention

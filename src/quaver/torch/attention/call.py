@@ -1,4 +1,4 @@
-"""What an implementation of attention is asked, once layouts and options are checked and put in one form."""
+"""The arguments of an implementation of attention, once layouts and options are checked and put in one form."""
 
 from functools import lru_cache
 from typing import NamedTuple

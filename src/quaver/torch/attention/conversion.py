@@ -9,11 +9,11 @@ from quaver.torch.attention.dot_product import DotProductAttention
 
 def attentions(model: nn.Module) -> list[tuple[DotProductAttention, list[str]]]:
     """Each `DotProductAttention` once, with all its names."""
-    found: dict[int, tuple[DotProductAttention, list[str]]] = {}
+    modules: dict[int, tuple[DotProductAttention, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DotProductAttention):
-            found.setdefault(id(module), (module, []))[1].append(name)
-    return list(found.values())
+            modules.setdefault(id(module), (module, []))[1].append(name)
+    return list(modules.values())
 
 
 def others(model: nn.Module) -> dict[str, int]:
@@ -26,5 +26,5 @@ def _named(module: nn.Module) -> bool:
 
 
 def _holds_another(module: nn.Module) -> bool:
-    """Whether what attends is inside, ours or another's."""
+    """True if a module inside attends, one of ours or of another class."""
     return any(isinstance(part, DotProductAttention) or _named(part) for part in module.modules() if part is not module)

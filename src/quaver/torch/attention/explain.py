@@ -13,7 +13,7 @@ from quaver.torch.attention.op import ATTENTION, prepare
 
 @dataclass(frozen=True)
 class AttentionExplanation:
-    """What `explain_attention` found; printing it shows a table."""
+    """The result of `explain_attention`; printing it shows a table."""
 
     #: Shapes, dtype and the options in force.
     how: str
@@ -52,9 +52,9 @@ def explain_attention(
         runs = "fp8"
         rows = [(name, f"recipe {recipe} quantizes attention") for name, _ in rows]
     others = tuple((name, why or f"{first} comes first") for name, why in rows if name != runs)
-    found = AttentionExplanation(_how(wide, keys, values, call), runs, others)
-    print(found)
-    return found
+    explanation = AttentionExplanation(_how(wide, keys, values, call), runs, others)
+    print(explanation)
+    return explanation
 
 
 def _how(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from quaver.torch.attention.call import Call
 from quaver.torch.attention.masks import MASKS
 
-#: Whether there is a flash-attn to import.
+#: True if flash-attn can be imported.
 INSTALLED = find_spec("flash_attn") is not None
 
 
@@ -71,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 
 
 def _aligns(call: Call) -> bool:
-    """Whether it matters where query 0 stands, and it is not where flash-attn puts it."""
+    """True if the result depends on where query 0 stands, and flash-attn puts it elsewhere."""
     matters = MASKS[call.mask_type][1] or call.window is not None or call.alibi_slopes is not None
     return matters and not call.mask_type.endswith("bottom_right")
 

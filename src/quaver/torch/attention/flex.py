@@ -93,7 +93,7 @@ def _block_mask(q: Tensor, k: Tensor, call: Call) -> BlockMask | None:
 
 
 def _visible(q: Tensor, k: Tensor, call: Call) -> list[Rule]:
-    """What must all hold for a query to see a key."""
+    """The conditions that must all hold for a query to see a key."""
     rules: list[Rule] = []
     if call.mask_type == "arbitrary":
         assert isinstance(call.mask, Tensor)
@@ -132,7 +132,7 @@ def _ahead(q: Tensor, k: Tensor, call: Call) -> Rule:
 
 
 def _score(q: Tensor, k: Tensor, call: Call) -> Callable[..., Tensor] | None:
-    """What becomes of a scaled score: capped, then biased."""
+    """The function of a scaled score: it is capped, then biased."""
     cap, bias, slopes = call.soft_cap, call.bias, call.alibi_slopes
     if cap is None and bias is None and slopes is None:
         return None

@@ -90,7 +90,7 @@ class _Attention(torch.autograd.Function):
         run = torch.ops.quaver.attention_fp8 if torch.compiler.is_compiling() else _forward
         out, *kept = run(q, k, v, bias, sinks, hidden, draw, *numbers, *texts, training)
         ctx.save_for_backward(bias, sinks, hidden, draw, *kept)
-        ctx.about = numbers, texts
+        ctx.constants = numbers, texts
         return out
 
     @staticmethod
@@ -105,11 +105,11 @@ class _Attention(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     bias, sinks, hidden, draw, *kept = ctx.saved_tensors
-    numbers, texts = ctx.about
+    numbers, texts = ctx.constants
     needs = list(ctx.needs_input_grad[:5])
     run = torch.ops.quaver.attention_fp8_backward if torch.compiler.is_compiling() else _backward
-    made = iter(run(grad, kept, bias, sinks, hidden, draw, *numbers, *texts, needs))
-    return (*(next(made) if need else None for need in needs), None, None, None, None, None)
+    gradients = iter(run(grad, kept, bias, sinks, hidden, draw, *numbers, *texts, needs))
+    return (*(next(gradients) if need else None for need in needs), None, None, None, None, None)
 
 
 def _check(
@@ -186,8 +186,8 @@ def _backward(
     *options, needs = rest
     ready = _options(*options)
     logsumexp, *codes = kept
-    found = fp8_passes.backward(grad, logsumexp, _restore(codes, ready.spec.input), bias, sinks, ready, needs)
-    return [x for x in found if x is not None]
+    gradients = fp8_passes.backward(grad, logsumexp, _restore(codes, ready.spec.input), bias, sinks, ready, needs)
+    return [x for x in gradients if x is not None]
 
 
 def _backward_fake(
@@ -195,8 +195,8 @@ def _backward_fake(
 ) -> list[Tensor]:
     needs = rest[-1]
     of_qkv = [empty_tokens(grad, x.shape[1], x.shape[2], x.shape[3]) for x in kept[1:7:2]]
-    found = [*of_qkv, *(None if x is None else torch.empty_like(x) for x in (bias, sinks))]
-    return [x for x, need in zip(found, needs, strict=True) if need and x is not None]
+    gradients = [*of_qkv, *(None if x is None else torch.empty_like(x) for x in (bias, sinks))]
+    return [x for x, need in zip(gradients, needs, strict=True) if need and x is not None]
 
 
 def _flat(kept: Kept) -> list[Tensor]:

@@ -135,8 +135,8 @@ def backward(
         mask = kept_by_dropout(options, part, p.shape)
         if dv is not None:
             g = along_rows(_heads(do, part), _heads(dot, part))
-            made = (_codes(p, mask).mT @ g).mul_(1 / PROBABILITY_FACTOR).div_(1 - options.dropout)
-            dv[part.batch, part.groups] = _sum_shared(made, part.number_of_groups).float().to(grad.dtype)
+            of_heads = (_codes(p, mask).mT @ g).mul_(1 / PROBABILITY_FACTOR).div_(1 - options.dropout)
+            dv[part.batch, part.groups] = _sum_shared(of_heads, part.number_of_groups).float().to(grad.dtype)
         if need_q or need_k or need_sinks or dbias is not None:
             values = _groups(kept.v, part).decode()
             dp = _grouped(_heads(do, part).decode(), values.shape[1]) @ values.mT
@@ -241,13 +241,13 @@ def _scores_backward(
     codes = quantize_heads(ds, spec)
     if dq is not None:
         keys = along_rows(_groups(kept.k, part), _groups(kept.kt, part))
-        made = (_grouped(codes.decode(), keys.shape[1]) @ keys).mul_(options.scale)
-        dq[part.batch, part.heads] = _ungrouped(made, ds).float().to(dq.dtype)
+        of_groups = (_grouped(codes.decode(), keys.shape[1]) @ keys).mul_(options.scale)
+        dq[part.batch, part.heads] = _ungrouped(of_groups, ds).float().to(dq.dtype)
     if dk is not None:
         queries = along_rows(_heads(kept.q, part), _heads(kept.qt, part))
         turned = along_rows(codes, quantize_along_rows(ds, spec, codes)).mT
-        made = _sum_shared(turned @ queries, part.number_of_groups).mul_(options.scale)
-        dk[part.batch, part.groups] = made.float().to(dk.dtype)
+        summed = _sum_shared(turned @ queries, part.number_of_groups).mul_(options.scale)
+        dk[part.batch, part.groups] = summed.float().to(dk.dtype)
 
 
 def _add_to_bias(dbias: Tensor, ds: Tensor, part: Part) -> None:

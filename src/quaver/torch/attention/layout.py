@@ -51,9 +51,9 @@ class Ragged(NamedTuple):
 
 def _sequence(cumulative: Tensor, tokens: int) -> Tensor:
     every = torch.arange(tokens, dtype=torch.int64, device=cumulative.device)
-    found = torch.bucketize(every, cumulative[1:].long(), right=True)
+    sequence = torch.bucketize(every, cumulative[1:].long(), right=True)
     # A compiler does not look whether the last sequence ends with the tokens; what lies beyond belongs to it.
-    return found.clamp(max=max(cumulative.shape[0] - 2, 0))
+    return sequence.clamp(max=max(cumulative.shape[0] - 2, 0))
 
 
 def heads_first(x: Tensor, layout: str) -> Tensor:
@@ -138,14 +138,14 @@ def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int
 
 
 def _lengths(name: str, ends: list[int], tokens: int) -> list[int]:
-    found = [b - a for a, b in pairwise(ends)]
+    lengths = [b - a for a, b in pairwise(ends)]
     if ends[0] != 0:
         raise ValueError(f"cu_seqlens of the {name} starts at {ends[0]}; it starts at 0")
-    for n, length in enumerate(found):
+    for n, length in enumerate(lengths):
         if length < 0:
             raise ValueError(
                 f"cu_seqlens of the {name} falls from {ends[n]} to {ends[n + 1]} at position {n + 1}; it must ascend"
             )
     if ends[-1] != tokens:
         raise ValueError(f"cu_seqlens of the {name} ends at {ends[-1]} and there are {tokens} tokens; they must agree")
-    return found
+    return lengths

@@ -203,7 +203,7 @@ def _shape(x: object) -> tuple[int, ...] | None:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether scaled_dot_product_attention takes these as they are, with its best kernel."""
+    """True if scaled_dot_product_attention takes these as they are, with its best kernel."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return False
     batch, _, heads, dim = q.shape

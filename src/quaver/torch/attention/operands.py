@@ -18,7 +18,7 @@ class Heads(NamedTuple):
     data: Tensor
     #: float32 or E8M0's exponents, uint8 [B, H, blocks of rows, blocks of k].
     scale: Tensor
-    #: Of each matrix.
+    #: How each matrix is quantized.
     spec: QuantSpec
 
     def part(self, batch: slice, heads: slice) -> "Heads":

@@ -25,7 +25,7 @@ class Kind(NamedTuple):
     forward: Any
     backward: Any
     gated: bool = False
-    #: Whether gate and value are held within a limit: gpt-oss's.
+    #: True if gate and value are held within a limit, as gpt-oss holds them.
     clamped: bool = False
 
 
@@ -40,7 +40,7 @@ _KINDS = {
 }
 _SIGMOID = formulas.sigmoid, formulas.sigmoid_backward
 _CLAMPED = formulas.clamped_silu, formulas.clamped_silu_backward
-#: By the name of the activation.
+#: The kinds by the name of the activation.
 KINDS = {
     **{name: Kind(*pair) for name, pair in _KINDS.items()},
     "glu": Kind(*_SIGMOID, gated=True),
@@ -63,7 +63,7 @@ _backward_codes = table()
 
 
 class Activated(NamedTuple):
-    """What one pass over the inputs gives."""
+    """The results of one pass over the inputs."""
 
     #: In the inputs' dtype, or None where it was not wanted.
     y: Tensor | None
@@ -133,8 +133,8 @@ def activated(
         make = _tile_launch if len(tensors) > 5 else _block_launch
         run = keep(_forwards, key, make(tensors, name, options, kind, spec))
     run(*tensors)
-    made = None if y is None else y.view(*x[0].shape[:-1], columns)
-    return Activated(made, _operand(q, qt, scale, top, spec, rows, columns, kind), top)
+    output = None if y is None else y.view(*x[0].shape[:-1], columns)
+    return Activated(output, _operand(q, qt, scale, top, spec, rows, columns, kind), top)
 
 
 def _operand(
@@ -153,11 +153,11 @@ def _operand(
     if q is None:
         assert qt is not None
         return Quantized(qt[:, :rows], scale, spec, shape, True, amax=top)
-    made = Quantized(q[:, :columns], scale, spec, shape, amax=top, swizzled=kind == "e8m0")
+    operand = Quantized(q[:, :columns], scale, spec, shape, amax=top, swizzled=kind == "e8m0")
     if qt is not None:
-        made.twin = Quantized(qt[:, :rows], scale, spec, shape[::-1], amax=top)
-        made.twin.twin = made
-    return made
+        operand.twin = Quantized(qt[:, :rows], scale, spec, shape[::-1], amax=top)
+        operand.twin.twin = operand
+    return operand
 
 
 def _tile_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float], kind: str, spec: Any) -> Any:
@@ -193,8 +193,8 @@ def _block_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float],
 
 def _formula(name: str, backward: bool) -> dict[str, Any]:
     kind = KINDS[name]
-    found = {"F": kind.forward, "GATED": kind.gated, "CLAMPED": kind.clamped}
-    return {**found, "B": kind.backward} if backward else found
+    functions = {"F": kind.forward, "GATED": kind.gated, "CLAMPED": kind.clamped}
+    return {**functions, "B": kind.backward} if backward else functions
 
 
 def _codes(spec: QuantSpec | None, device: torch.device, names: Sequence[str]) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def gradients(
     gate, value = _halves(name, x)
     rows, columns = gate.shape
     along = _rows(g)
-    found = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in x]
-    of_gate, of_value = _halves(name, found)
+    of_inputs = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in x]
+    of_gate, of_value = _halves(name, of_inputs)
     tops = [torch.empty((1, 1), dtype=torch.float32, device=g.device) if measure else None for _ in x]
     key = (
         *(name, *options, len(x), rows, columns, gate.stride(0), along.stride(0), gate.dtype, g.dtype, gate.device),
@@ -238,7 +238,7 @@ def gradients(
     if run is None:
         run = keep(_backwards, key, _backward_launch(tensors, name, options))
     run(*tensors)
-    return found, tops
+    return of_inputs, tops
 
 
 def _backward_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float]) -> Any:
@@ -303,15 +303,15 @@ def quantized_gradients(
     second = scales[1] if len(x) > 1 else None
     tensors: tuple[Any, ...] = (along, gate, value, *codes, scales[0], second)
     if whole:
-        found = (*tops, None)[:2], (*factors, None)[:2]
-        tensors = (*tensors[:3], codes[0], words[0], codes[1], words[1], scales[0], second, *found[0], *found[1])
+        pairs = (*tops, None)[:2], (*factors, None)[:2]
+        tensors = (*tensors[:3], codes[0], words[0], codes[1], words[1], scales[0], second, *pairs[0], *pairs[1])
         tensors = (*tensors, workspace(device))
     run = _backward_codes.get(key)
     if run is None:
         run = keep(_backward_codes, key, _codes_launch(tensors, name, options, whole, spec, len(x), width))
     run(*tensors)
-    made = [_operand(*parts, spec, rows, width, kind) for parts in zip(q, qt, scales, tops, strict=True)]
-    return [operand for operand in made if operand is not None]
+    operands = [_operand(*parts, spec, rows, width, kind) for parts in zip(q, qt, scales, tops, strict=True)]
+    return [operand for operand in operands if operand is not None]
 
 
 def _codes_launch(

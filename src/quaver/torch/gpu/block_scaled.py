@@ -35,7 +35,7 @@ _rotated = table()
 
 
 def with_exponents(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
-    """Whether `by_exponents` takes these specs, of a matrix and of its transpose."""
+    """True if `by_exponents` takes these specs, of a matrix and of its transpose."""
     one = spec or other
     assert one is not None
     kinds = one.scale == "e8m0" and one.block in ((1, 32), (32, 32)) and one.format.bits == 8
@@ -43,7 +43,7 @@ def with_exponents(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
 
 
 def with_two_levels(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
-    """Whether `by_two_levels` takes these: one spec, since random words and the rotation belong to a direction."""
+    """True if `by_two_levels` takes these: one spec, since random words and the rotation belong to a direction."""
     one = spec or other
     assert one is not None
     return None in (spec, other) and one.two_level and one.block in ((1, 16), (16, 16))
@@ -74,10 +74,10 @@ def by_exponents(
     if run is None:
         run = keep(_mx, key, _mx_launch(x, one, tensors, q is not None))
     run(*tensors)
-    return _made(q, s, rows, k, one), _made(qt, st, k, rows, one)
+    return _operand_of(q, s, rows, k, one), _operand_of(qt, st, k, rows, one)
 
 
-def _made(q: Tensor | None, s: Tensor | None, rows: int, k: int, spec: QuantSpec) -> Quantized | None:
+def _operand_of(q: Tensor | None, s: Tensor | None, rows: int, k: int, spec: QuantSpec) -> Quantized | None:
     return None if q is None or s is None else Quantized(q[:, :k], s, spec, (rows, k), swizzled=True)
 
 

@@ -52,10 +52,10 @@ def by_blocks(
     if run is None:
         run = keep(_launches, key, _launch(x, known, square, tensors))
     run(*tensors)
-    return _made(q, scale, spec, rows, k, square), _made(qt, turned_scale, other, k, rows, square)
+    return _operand_of(q, scale, spec, rows, k, square), _operand_of(qt, turned_scale, other, k, rows, square)
 
 
-def _made(
+def _operand_of(
     q: Tensor | None, scale: Tensor | None, spec: QuantSpec | None, rows: int, k: int, square: bool
 ) -> Quantized | None:
     if q is None or spec is None or scale is None:

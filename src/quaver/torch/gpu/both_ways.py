@@ -96,8 +96,8 @@ class BothWays:
         if self.fresh:
             tensors, addresses = tensors.copy(), addresses.copy()
             for i, shape, strides, dtype in self.fresh:
-                made = tensors[i] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-                addresses[i] = made.data_ptr()
+                tensor = tensors[i] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+                addresses[i] = tensor.data_ptr()
         if self.zeroed is not None:
             tensors[self.zeroed].zero_()
         if self.parts is None or current() != index:
@@ -125,8 +125,8 @@ class BothWays:
                 ]
             # The last one stands for what a kernel does not take.
             _places[shared] = [*tensors, None], [*[None if t is None else t.data_ptr() for t in tensors], None]
-        made = self.places[mine] = _places[shared]
-        return made
+        place = self.places[mine] = _places[shared]
+        return place
 
 
 #: By thread, stream, device and rooms: layers share them.

@@ -29,7 +29,7 @@ def asking(name: str) -> Iterator[None]:
 
 
 def asked() -> bool:
-    """Whether one of them is asked for by name."""
+    """True if `only` names one of them."""
     return bool(device.asked)
 
 
@@ -77,7 +77,7 @@ def quantize_both(x: Tensor, *args: Any) -> tuple[Quantized, Quantized]:
 
 
 def out_of_memory(x: Tensor, copies: int) -> torch.OutOfMemoryError:
-    """What to say where quantizing finds no memory."""
+    """The sentence for a quantization that finds no memory."""
     size = copies * x.numel() / 2**20
     return torch.OutOfMemoryError(
         f"no memory for the quantized copy of a {x.dtype} tensor of shape {tuple(x.shape)}, {size:.0f} MiB. "
@@ -141,7 +141,7 @@ def decoded(*args: Any) -> Tensor:
 
 
 def resolve_matmul(x: Tensor) -> Callable[..., Tensor]:
-    """What multiplies on a GPU, native or decoded, without asking again."""
+    """The implementation that multiplies on a GPU, native or decoded, without asking again."""
     from quaver.torch.gpu import decoded, scaled_mm
 
     return decoded.matmul if device.why_no_fp8(x.device, "native") else scaled_mm.matmul
@@ -151,13 +151,13 @@ _announced: set[tuple[str, torch.device]] = set()
 
 
 def announce(recipe: Recipe, x: Tensor) -> None:
-    """Say once for a recipe and a GPU what of it does not run as it was meant to, and why."""
+    """Warn once for a recipe and a GPU which of its GEMMs do not run natively, and why."""
     known = str(recipe), x.device
     if known in _announced or not recipe.quantizes:
         return
     _announced.add(known)
     why = device.why_no_fp8(x.device, "native")
-    found = {why: list(recipe.gemms)} if why else {}
+    reasons = {why: list(recipe.gemms)} if why else {}
     if not why:
         from quaver.torch.gpu import scaled_mm
 
@@ -165,8 +165,8 @@ def announce(recipe: Recipe, x: Tensor) -> None:
             if gemm.a is not None and gemm.b is not None:
                 why = scaled_mm.unavailable(gemm.a, gemm.b, x.device)
                 if why:
-                    found.setdefault(why, []).append(name)
-    for why, gemms in found.items():
+                    reasons.setdefault(why, []).append(name)
+    for why, gemms in reasons.items():
         warnings.warn(
             f"recipe {recipe} on {device.name(x.device)}: {', '.join(gemms)} run as bf16 GEMMs of decoded operands, "
             f"exact but slower than unquantized ones, because {why}",
@@ -175,7 +175,7 @@ def announce(recipe: Recipe, x: Tensor) -> None:
 
 
 def announce_features(layer: nn.Module, weight: Tensor) -> None:
-    """Say once of a layer whose features no native GEMM takes; tokens are padded, features are not."""
+    """Warn once of a layer whose features no native GEMM takes; tokens are padded, features are not."""
     if "_odd" in layer.__dict__ or device.why_no_fp8(weight.device, "native"):
         return
     layer.__dict__["_odd"] = True

@@ -1,4 +1,4 @@
-"""What a device is, as far as the choice of an implementation goes, and why one is not for it, in a sentence."""
+"""The facts about a device that decide which implementation runs, and the sentences that say why one does not."""
 
 import importlib.util
 import os
@@ -98,7 +98,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def name(device: torch.device) -> str:
-    """How a sentence calls a device."""
+    """The name of a device in a sentence."""
     if device.type != "cuda":
         return str(device)
     return f"{torch.cuda.get_device_name(device)} (sm_{architecture(device)})"

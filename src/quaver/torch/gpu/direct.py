@@ -1,4 +1,4 @@
-"""A layer's step on Ada and Hopper: what `quaver.torch.direct` decides on where one scale serves a tensor.
+"""A layer's step on Ada and Hopper, which `quaver.torch.direct` chooses where one scale serves a tensor.
 
 Which kernel, which GEMM, which layout is found out once for a layer and a shape; a step then makes room for what is
 written, and launches. Kernels, arguments and bits are those of the general way.
@@ -27,7 +27,7 @@ from quaver.torch.second_derivative import first_derivative
 
 
 class Gemm(NamedTuple):
-    """How a scaled GEMM is told of its operands' scales, in the order of its arguments."""
+    """The arguments that tell a scaled GEMM of its operands' scales, in their order."""
 
     a: list[int]
     a_swizzle: list[int]
@@ -40,7 +40,7 @@ class Gemm(NamedTuple):
 
 
 class Step:
-    """What one layer does with inputs of one shape."""
+    """How one layer runs on inputs of one shape."""
 
     __slots__ = ("dgrad", "dtype", "fprop", "grad_output", "input", "recipe", "shape", "wgrad")
 
@@ -70,7 +70,7 @@ class Step:
 
 
 class Delayed(NamedTuple):
-    """What delayed scaling gives a step, and by what it is found to hold still."""
+    """The factors and places that delayed scaling gives a step, and the versions by which a change of them is seen."""
 
     #: `amax.saved_factors`, and which of them are known to be set.
     factors: Tensor
@@ -122,10 +122,10 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
     known = [amax.is_set(layer, column, factors) for column in range(3)]
     newest = [amax.newest(layer, column, x) for column in range(3)]
     rolled = None if stacked is None else stacked[0].rolled
-    made = Delayed(factors, known, newest, rolled, factor, factor._version, history, history.data_ptr())
+    delayed = Delayed(factors, known, newest, rolled, factor, factor._version, history, history.data_ptr())
     # Without a roll behind them factors are a copy of their own, to be made anew.
-    layer.__dict__["_direct_factors"] = made if rolled is not None and hasattr(factors, "known_set") else None
-    return made
+    layer.__dict__["_direct_factors"] = delayed if rolled is not None and hasattr(factors, "known_set") else None
+    return delayed
 
 
 def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Step | None:
@@ -179,14 +179,14 @@ def _gemm(
         return None
     turned = views and name == "wgrad", views and name != "fprop"
     operands = _operand(m, k, gemm.a, like, turned[0]), _operand(n, k, gemm.b, like, turned[1])
-    found = way(*operands, like.dtype, bias)
-    kind = found.kind
+    chosen = way(*operands, like.dtype, bias)
+    kind = chosen.kind
     if (
         kind is None
         or kind.bare
         or (views and not kind.loose)
-        or found.out is not like.dtype
-        or (bias is not None and not found.adds)
+        or chosen.out is not like.dtype
+        or (bias is not None and not chosen.adds)
     ):
         return None
     if kind.a != role(gemm.a) or (name == "wgrad" and kind.b != role(gemm.b)):
@@ -206,8 +206,8 @@ def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor, turned: bool) -> 
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, about: Any) -> Tensor:
-        layer, step, delayed = about
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, constants: Any) -> Tensor:
+        layer, step, delayed = constants
         cast, gemm = step.input, step.fprop
         w = _weight(weight, layer, step, x, delayed)
         if delayed is None:
@@ -217,7 +217,7 @@ class _Step(torch.autograd.Function):
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, x if xt is None else xt, of_xt)
         owed = None if delayed is None else steps.owed(layer)
-        ctx.about = layer, step, delayed, owed, w, None if bias is None else bias.dtype
+        ctx.constants = layer, step, delayed, owed, w, None if bias is None else bias.dtype
         # torch.nn.functional.scaled_mm without what it does to lists.
         a, a_swizzle, b, b_swizzle, fast, *_ = gemm
         y: Tensor = torch._scaled_mm_v2(
@@ -236,7 +236,7 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
-    layer, step, delayed, owed, w, bias = ctx.about
+    layer, step, delayed, owed, w, bias = ctx.constants
     if owed is not None:
         owed.settle()
     _, xt, of_xt = ctx.saved_tensors

@@ -1,4 +1,4 @@
-"""What makes the input of linear layers on a GPU, and how much of its quantization the same pass does.
+"""Kernels that make the input of linear layers on a GPU and quantize it in the same pass.
 
 Importing this module imports no kernels; they are imported when one is wanted.
 """
@@ -76,14 +76,14 @@ def activate_backward(*args: Any) -> list[Tensor]:
 
 
 class Made(NamedTuple):
-    """What a prologue gives where it quantizes."""
+    """The results of a prologue that quantizes."""
 
     #: Its result, or None where nobody wanted it.
     y: Tensor | None
     #: That as an operand; None where only the amax was found.
     quantized: Quantized | None
     amax: Tensor | None
-    #: What its backward needs.
+    #: The tensors that its backward needs.
     saved: tuple[Any, ...]
 
 
@@ -119,10 +119,10 @@ def operand(
 
     Args:
         factor: encode factor of delayed scaling, 0 where unset; or None.
-        is_set: whether it is known not to be 0: then one pass writes the codes. Else one makes the result and its amax,
-            and a second one casts.
-        want_output: whether the result itself is needed too.
-        turn: whether the transpose is wanted.
+        is_set: True if it is known not to be 0: then one pass writes the codes. Else one pass makes the result and its
+            amax, and a second one casts.
+        want_output: True if the result itself is needed too.
+        turn: True if the transpose is wanted.
     Exact: the codes, scales and amax of the result, made by the same kernel, and quantized.
     """
     from quaver.torch.gpu.norm import mode
@@ -133,19 +133,19 @@ def operand(
     if not kind or (not whole and (want_output or turn)) or (factor is not None and not whole):
         return None
     on_device = _on_device(factor, x[0]) if whole else None  # type: ignore[arg-type]
-    made = prologue.quantized(x, spec, on_device if kind == "tensor" else None, want_output, False)
-    if made is None:
+    result = prologue.quantized(x, spec, on_device if kind == "tensor" else None, want_output, False)
+    if result is None:
         return None
-    q = made.quantized
+    q = result.quantized
     if q is None:
-        assert made.y is not None
-        q = cast(made.y.view(-1, made.y.shape[-1]), spec, on_device, made.amax, turn)
+        assert result.y is not None
+        q = cast(result.y.view(-1, result.y.shape[-1]), spec, on_device, result.amax, turn)
     if not turn:
-        return Operand(made.y, q, None, made.saved)
+        return Operand(result.y, q, None, result.saved)
     # Neither refers to the other: of one that is dropped the memory is free.
     turned, q.twin = q.T, None
     turned.twin = None
-    return Operand(made.y, q, turned, made.saved)
+    return Operand(result.y, q, turned, result.saved)
 
 
 def cast(y: Tensor, spec: QuantSpec, factor: Tensor | None, amax: Tensor | None, turn: bool) -> Quantized:
@@ -164,8 +164,8 @@ def remade(
 
     if mode(spec, is_set, 1) != "tensor":
         return None
-    made = prologue.quantized(saved, spec, _on_device(factor, saved[0]), False, True)
-    return None if made is None or made.quantized is None else made.quantized.T
+    result = prologue.quantized(saved, spec, _on_device(factor, saved[0]), False, True)
+    return None if result is None or result.quantized is None else result.quantized.T
 
 
 def _on_device(factor: Tensor | float | None, like: Tensor) -> Tensor | None:

@@ -65,7 +65,7 @@ class Launch:
 
     @property
     def kernel(self) -> tuple[Any, ...]:
-        """What is compiled: launches of one kernel may differ in their grid and their numbers."""
+        """The key of the compiled kernel: launches of one kernel may differ in their grid and their numbers."""
         parts = (self.signature.items(), self.constants.items(), self.divisible, self.options.items())
         return (self.fn, *map(tuple, parts))
 
@@ -84,9 +84,9 @@ _recorded_arch: int | None = None
 
 def table() -> dict[Any, Run]:
     """A dict of launches, which `keep` fills."""
-    made: dict[Any, Run] = {}
-    _tables.append(made)
-    return made
+    fresh: dict[Any, Run] = {}
+    _tables.append(fresh)
+    return fresh
 
 
 def keep(launches: dict[Any, Run], key: Any, run: Run) -> Run:
@@ -102,11 +102,11 @@ def recording(arch: int) -> Iterator[list[Launch]]:
     """Note what would be launched on a GPU of this architecture (89, 90, 100, 120), and launch nothing."""
     global _recorded, _recorded_arch
     before = _recorded, _recorded_arch
-    found: list[Launch] = []
+    launches: list[Launch] = []
     _forget()
-    _recorded, _recorded_arch = found, arch
+    _recorded, _recorded_arch = launches, arch
     try:
-        yield found
+        yield launches
     finally:
         _recorded, _recorded_arch = before
         _forget()
@@ -123,7 +123,7 @@ def _forget() -> None:
 
 
 def interpreted(fn: Any) -> bool:
-    """Whether Triton interprets a kernel instead of compiling it."""
+    """True if Triton interprets a kernel instead of compiling it."""
     return isinstance(fn, InterpretedFunction)
 
 
@@ -198,9 +198,9 @@ def describe(
 
 
 def card(device: torch.device) -> tuple[int, Callable[[], int], Callable[[int], int], Callable[[int], Any]]:
-    """Of a GPU: its index, what tells the index of the current one, what tells its stream, and a context of its own.
+    """A GPU's index, a function for the current one's index, a function for its stream, and a context that enters it.
 
-    All that launching asks of CUDA: put another in its place to count what a launch costs the host without a GPU.
+    A launch asks CUDA for these alone: a stub in their place counts a launch's host time without a GPU.
     """
     return device.index, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, torch.cuda.device
 
@@ -208,7 +208,7 @@ def card(device: torch.device) -> tuple[int, Callable[[], int], Callable[[int], 
 def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequence[int | float]) -> Run:
     devices = sorted({str(t.device) for t in tensors if t is not None})
     if len(devices) > 1:
-        # A kernel is told addresses: on a GPU another device's are nobody's, or somebody else's.
+        # A kernel is told addresses: on a GPU another device's address is no memory, or the memory of another tensor.
         raise RuntimeError(f"{launch.fn.__name__} is given tensors on {' and '.join(devices)}; move them to one device")
     index, current, stream_of, entering = card(next(t.device for t in tensors if t is not None))
     with entering(index):
@@ -262,16 +262,16 @@ class _Loaded(NamedTuple):
 def _loaded(launch: Launch, index: int) -> _Loaded:
     """The kernel on the current GPU, of this index: one for all shapes that are compiled alike."""
     key = index, launch.kernel
-    found = _kernels.get(key)
-    if found is not None:
-        return found
+    loaded = _kernels.get(key)
+    if loaded is not None:
+        return loaded
     with _loading:
-        found = _kernels.get(key)
-        if found is None:
+        loaded = _kernels.get(key)
+        if loaded is None:
             kernel = _load(launch)
             # Triton puts it on the GPU when it is first asked for what starts it.
-            found = _kernels[key] = _Loaded(kernel, *_start_of(kernel))
-    return found
+            loaded = _kernels[key] = _Loaded(kernel, *_start_of(kernel))
+    return loaded
 
 
 def _load(launch: Launch) -> Any:
@@ -295,8 +295,8 @@ def workspace(device: torch.device) -> Tensor:
     on one stream must not be replayed at the same time.
     """
     stream = capture.stream_of(device)
-    found = _workspaces.get((device, stream))
-    return _row(device, stream) if found is None else found
+    words = _workspaces.get((device, stream))
+    return _row(device, stream) if words is None else words
 
 
 def _row(device: torch.device, stream: int) -> Tensor:
@@ -319,7 +319,7 @@ def _row(device: torch.device, stream: int) -> Tensor:
 
 
 def aligned(x: Tensor) -> bool:
-    """Whether a tensor's address is a multiple of 16, as wide loads need."""
+    """True if a tensor's address is a multiple of 16, as wide loads need."""
     return x.is_meta or x.data_ptr() & 15 == 0
 
 
@@ -328,5 +328,5 @@ def multiprocessors(device: torch.device) -> int:
     """How many programs a GPU runs side by side, at least; 132 where there is none."""
     if device.type != "cuda":
         return 132
-    found: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return found
+    number: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return number

@@ -35,7 +35,7 @@ _backwards = table()
 
 
 class Normalized(NamedTuple):
-    """What one pass over x gives."""
+    """The results of one pass over x."""
 
     #: In x's dtype, or None where it was not wanted.
     y: Tensor | None
@@ -49,7 +49,7 @@ class Normalized(NamedTuple):
 
 
 def mode(spec: QuantSpec, one_pass: bool, columns: int) -> str:
-    """What the kernel writes for a spec, or "" where there is nothing to be saved.
+    """The name of what the kernel writes for a spec, or "" where one pass saves nothing.
 
     Args:
         one_pass: whether the encode factor of the tensor is known.
@@ -74,9 +74,9 @@ def forward(
 
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """
-    made = normalized(x, gamma, beta, normalization, eps)
-    assert made.y is not None
-    return made.y, made.mean, made.inverse
+    result = normalized(x, gamma, beta, normalization, eps)
+    assert result.y is not None
+    return result.y, result.mean, result.inverse
 
 
 def normalized(
@@ -121,12 +121,12 @@ def normalized(
         run = keep(_forwards, key, _forward_launch(tensors, normalization, eps, kind, spec))
     run(*tensors)
     shape = (*x.shape[:-1], 1)
-    made = None
+    operand = None
     if q is not None:
         assert spec is not None and scale is not None
-        made = Quantized(q[:, :columns], scale, spec, (rows, columns), amax=top, swizzled=kind == "e8m0")
+        operand = Quantized(q[:, :columns], scale, spec, (rows, columns), amax=top, swizzled=kind == "e8m0")
     return Normalized(
-        None if y is None else y.view(x.shape), mean.view(shape) if centred else mean, inverse.view(shape), made, top
+        None if y is None else y.view(x.shape), mean.view(shape) if centred else mean, inverse.view(shape), operand, top
     )
 
 

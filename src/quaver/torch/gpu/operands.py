@@ -63,15 +63,15 @@ def transpose(codes: Tensor) -> Tensor:
 
 
 def _ends_in_zeros(codes: Tensor, whole: int) -> bool:
-    """Whether rows lie as `Quantized` says that zeros fill them."""
+    """True if zeros fill the ends of rows, as `Quantized` describes it."""
     room = codes.untyped_storage().nbytes() - codes.storage_offset()
     return codes.stride(0) == whole and room >= codes.shape[0] * whole
 
 
 def _filled(codes: Tensor, width: int) -> Tensor:
-    made = torch.zeros((codes.shape[0], width), dtype=torch.uint8, device=codes.device)
-    made[:, : codes.shape[1]] = codes.view(torch.uint8)
-    return made.view(codes.dtype)
+    filled = torch.zeros((codes.shape[0], width), dtype=torch.uint8, device=codes.device)
+    filled[:, : codes.shape[1]] = codes.view(torch.uint8)
+    return filled.view(codes.dtype)
 
 
 def scales(q: Quantized, kind: str, right: bool) -> list[Tensor]:
@@ -132,16 +132,16 @@ _ones: dict[torch.device, Tensor] = {}
 
 
 def _one(device: torch.device) -> Tensor:
-    found = _ones.get(device)
-    if found is None:
+    one = _ones.get(device)
+    if one is None:
         with torch.inference_mode(False):
-            found = torch.ones((1, 1), dtype=torch.float32, device=device)
+            one = torch.ones((1, 1), dtype=torch.float32, device=device)
         if capture.capturing(device):
             # Memory of the graph, filled at each replay: of no use to anything else.
-            return found
+            return one
         if device.type == "cuda":
             # Other streams do not wait for this one.
             torch.cuda.current_stream(device).synchronize()
         # Another thread may have made one.
-        found = _ones.setdefault(device, found)
-    return found
+        one = _ones.setdefault(device, one)
+    return one

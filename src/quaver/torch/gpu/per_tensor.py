@@ -92,20 +92,20 @@ def per_tensor(
     if run is None:
         run = keep(_casts, key, cast_launch(x, spec, tensors, measured))
     run(*tensors)
-    made = turned = None
+    operand = turned = None
     noted = newest is not None
     if q is not None:
-        made = Quantized(of(q, k), scale, spec, (rows, k), amax=top, noted=noted)
+        operand = Quantized(of(q, k), scale, spec, (rows, k), amax=top, noted=noted)
     if qt is not None:
         turned = Quantized(of(qt, rows), scale, spec, (k, rows), amax=top, noted=noted)
-    if made is None:
+    if operand is None:
         assert turned is not None
         turned.partial_sums = partial
         return turned
-    made.partial_sums = partial
+    operand.partial_sums = partial
     if turned is not None:
-        made.twin, turned.twin = turned, made
-    return made
+        operand.twin, turned.twin = turned, operand
+    return operand
 
 
 def room_for_sums(rows: int, k: int, device: torch.device) -> Tensor:

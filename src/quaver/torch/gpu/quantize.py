@@ -35,7 +35,7 @@ Pair = tuple[Quantized | None, Quantized | None]
 
 
 class Call(NamedTuple):
-    """What is quantized: x [rows, k], its last axis contiguous, not empty."""
+    """One call: x [rows, k], its last axis contiguous, not empty, and how it is quantized."""
 
     x: Tensor
     #: For x as it lies, or None where that is not asked for.
@@ -46,13 +46,13 @@ class Call(NamedTuple):
     amax: Tensor | None
     #: Of delayed scaling, float32 of one element, 0 where unset; or None.
     factor: Tensor | None
-    #: Whether factor is known not to be 0.
+    #: True if factor is known not to be 0.
     is_set: bool
     noise: Any
     other_noise: Any
     #: A history's newest amax, float32 of one element, which the kernel raises to this one; or None.
     newest: Tensor | None
-    #: Whether x is to be summed over its rows, where one read gives that too.
+    #: True if x is to be summed over its rows, where the same read gives that.
     sums: bool = False
 
 
@@ -136,14 +136,14 @@ FAMILIES = [
 ]
 
 
-_found: dict[tuple[str | None, str | None], Family | None] = {}
+_families: dict[tuple[str | None, str | None], Family | None] = {}
 
 
 def family_of(spec: QuantSpec | None, other: QuantSpec | None) -> Family | None:
     key = None if spec is None else spec.text, None if other is None else other.text
-    if key not in _found:
-        _found[key] = next((family for family in FAMILIES if family.serves(spec, other)), None)
-    return _found[key]
+    if key not in _families:
+        _families[key] = next((family for family in FAMILIES if family.serves(spec, other)), None)
+    return _families[key]
 
 
 def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
@@ -175,18 +175,18 @@ def quantize(
     """As `quaver.torch.reference.quantize`, bit for bit.
 
     Args:
-        is_set: whether factor is known not to be 0, so that one pass over x does.
-        newest: where the amax is to be noted, float32 of one element; the result says whether it was.
+        is_set: True if factor is known not to be 0, so that one pass over x is enough.
+        newest: the place where the kernel notes the amax, float32 of one element; the result says whether it did.
     """
     family = family_of(spec, None)
     if family is None or _not_for_kernels(x, spec, factor):
         return reference.quantize(x, spec, amax, factor, noise)
     if x.stride(1) != 1 and x.stride(0) == 1:
-        found = family.run(_call(x.t(), None, spec, amax, factor, noise, noise, is_set, newest))[1]
+        operand = family.run(_call(x.t(), None, spec, amax, factor, noise, noise, is_set, newest))[1]
     else:
-        found = family.run(_call(x, spec, None, amax, factor, noise, noise, is_set, newest))[0]
-    assert found is not None
-    return found
+        operand = family.run(_call(x, spec, None, amax, factor, noise, noise, is_set, newest))[0]
+    assert operand is not None
+    return operand
 
 
 def quantize_both(
@@ -226,7 +226,7 @@ def quantize_both(
 
 
 def _not_for_kernels(x: Tensor, spec: QuantSpec, factor: Tensor | float | None) -> bool:
-    """Whether x is empty or beyond them, or this is delayed scaling of blocks, which no recipe asks for."""
+    """True if x is empty or too large for kernels, or if this is delayed scaling of blocks, which no recipe asks for."""
     delayed_blocks = factor is not None and not spec.per_tensor
     return x.numel() == 0 or x.dtype not in READ or max(x.shape) > LONGEST_SIDE or delayed_blocks
 

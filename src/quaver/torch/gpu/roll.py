@@ -61,7 +61,7 @@ class Stack:
             layer.__dict__["_stacked"] = self, index
 
     def fits(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether these are still its layers, with the buffers that the table has the addresses of."""
+        """True if these are still its layers, with the buffers whose addresses the table has."""
         if len(layers) != len(self.histories):
             return False
         for i, layer in enumerate(layers):
@@ -164,8 +164,8 @@ def launch(
             constants |= {f"TOP{i}": fmt.max_mantissa, f"MAX{i}": float(fmt.max)}
         margin = max(-MARGIN, min(MARGIN, delayed.margin))
         numbers = (length, *history.stride(), margin)
-        made = launcher(roll_kernel, (count, 3), (addresses, factors), numbers, constants, WARPS)
-        run = keep(_rolls, key, made)
+        prepared = launcher(roll_kernel, (count, 3), (addresses, factors), numbers, constants, WARPS)
+        run = keep(_rolls, key, prepared)
     run(addresses, factors)
 
 

@@ -43,7 +43,7 @@ def turn(
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=k.device)
     tensors = (q, k, q_out, k_out, cos, sin)
-    key = (interleaved, back, q.device, *(_about(t) for t in (q, k, cos)), aligned(sin))
+    key = (interleaved, back, q.device, *(_traits(t) for t in (q, k, cos)), aligned(sin))
     run = _launches.get(key)
     if run is None:
         run = keep(_launches, key, _launch(tensors, interleaved, back))
@@ -51,7 +51,7 @@ def turn(
     return q_out, k_out
 
 
-def _about(x: Tensor | None) -> object:
+def _traits(x: Tensor | None) -> object:
     return None if x is None else (x.shape, x.stride(), x.dtype, aligned(x))
 
 
@@ -81,7 +81,7 @@ def _launch(tensors: Sequence[Tensor | None], interleaved: bool, back: bool) -> 
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:
-    """Of the outer tokens, the inner ones and the heads; 0 where an axis is missing or shared."""
+    """The strides of the outer tokens, the inner ones and the heads; 0 where an axis is missing or shared."""
     if x is None:
         return 0, 0, 0
     strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]

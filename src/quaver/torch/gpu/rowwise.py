@@ -160,8 +160,8 @@ def _turned_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
     }
     numbers = (rows, k, x.stride(0), qt.shape[1] // 16)
     told = (x, in_words(qt), scale, tops, given)
-    made = launcher(kernels.columnwise, programs, told, numbers, constants, warps)
-    return taking_words(made, kernels.columnwise, 1)
+    launch = launcher(kernels.columnwise, programs, told, numbers, constants, warps)
+    return taking_words(launch, kernels.columnwise, 1)
 
 
 def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:

@@ -30,9 +30,9 @@ class Kind(NamedTuple):
     #: Capabilities that have it, the first and the last.
     first: int
     last: int = 999
-    #: Whether it leaves out all scales: they go on its float32 output.
+    #: True if it leaves out all scales: they go on its float32 output.
     bare: bool = False
-    #: Whether it reads transposes where they lie.
+    #: True if it reads transposes where they lie.
     loose: bool = False
 
 
@@ -63,15 +63,15 @@ TOLERANCE = 2.0**-5
 
 
 class Way(NamedTuple):
-    """How calls of a class are computed."""
+    """How all calls of a class are computed."""
 
-    #: None: not natively.
+    #: The kind of GEMM; None if no native one computes them.
     kind: Kind | None
-    #: Why not.
+    #: Why no native GEMM computes them, or "".
     why: str
-    #: What the GEMM writes.
+    #: The dtype that the GEMM writes.
     out: torch.dtype
-    #: Whether it adds the bias.
+    #: True if the GEMM adds the bias.
     adds: bool
     #: Held, so that no other spec gets an identity of theirs.
     specs: tuple[QuantSpec, QuantSpec]
@@ -98,10 +98,10 @@ def matmul(
     Bounded: fast accumulation on Ada and Hopper keeps 13 bits of a sum, and cuBLASLt's usual one float32's, added up in
     an order of its own. Not measured on a GPU yet.
     """
-    found = way(a, b, dtype, bias)
-    if found.kind is None:
+    chosen = way(a, b, dtype, bias)
+    if chosen.kind is None:
         return decoded.matmul(a, b, dtype, bias)
-    return _run(found, a, b, dtype, bias, fast_accum)
+    return _run(chosen, a, b, dtype, bias, fast_accum)
 
 
 def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Way:
@@ -110,12 +110,12 @@ def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> 
     shapes = _evenness(m), n & 15 > 0, k & 127 > 0, m == 0 or n == 0 or k == 0, a.turned, b.turned
     device = a.data.device
     key = (id(a.spec), id(b.spec), dtype, None if bias is None else bias.dtype, device, shapes, architecture(device))
-    found = _ways.get(key)
-    if found is None:
-        found = _decide(a, b, dtype, None if bias is None else bias.dtype)
+    chosen = _ways.get(key)
+    if chosen is None:
+        chosen = _decide(a, b, dtype, None if bias is None else bias.dtype)
         if not capture.capturing(device):
-            _ways[key] = found
-    return found
+            _ways[key] = chosen
+    return chosen
 
 
 def _evenness(rows: int) -> int:
@@ -154,7 +154,7 @@ def _reads(device: torch.device, left: QuantSpec, turned: bool) -> bool:
 
 
 def role(spec: QuantSpec) -> str:
-    """What an operand's scales are for, as the table has it; "" where no GEMM knows them."""
+    """What an operand's scales are for, as the table names it; "" where no GEMM knows them."""
     if spec.two_level:
         return "nv" if spec.block[1] == 16 and spec.block[0] in (1, 16) else ""
     if spec.format.bits != 8:
@@ -200,10 +200,10 @@ def _decide(a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | 
             continue
         for adds in _additions(kind, dtype, bias):
             out = dtype if (bias is None or adds) and not kind.bare else torch.float32
-            found = Way(kind, "", out, adds, specs)
-            why = "" if capture.capturing(device) else _probe(found, a, b, dtype, bias)
+            chosen = Way(kind, "", out, adds, specs)
+            why = "" if capture.capturing(device) else _probe(chosen, a, b, dtype, bias)
             if not why:
-                return found
+                return chosen
             refusal = refusal or why
     return Way(None, why or refusal, dtype, False, specs)
 
@@ -217,8 +217,8 @@ def _where(kind: Kind) -> str:
     return f"from sm_{kind.first} on" if kind.last == 999 else f"on sm_{kind.first} alone"
 
 
-def _run(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
-    kind = found.kind
+def _run(chosen: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    kind = chosen.kind
     assert kind is not None
     lay = any_matrix if kind.loose else matrix
     y = scaled_mm(
@@ -230,19 +230,19 @@ def _run(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tenso
         SCALING[kind.b],
         SWIZZLE.get(kind.a),
         SWIZZLE.get(kind.b),
-        bias if found.adds else None,
-        found.out,
+        bias if chosen.adds else None,
+        chosen.out,
         (),
         fast_accum and kind.a in FAST,
     )
     if kind.bare:
         y = decoded.rescale(y, a.scales(), b.scales().t())
-    if bias is not None and not found.adds:
+    if bias is not None and not chosen.adds:
         y = y.add_(bias)
     return y if y.dtype is dtype else y.to(dtype)
 
 
-def _probe(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | None) -> str:
+def _probe(chosen: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | None) -> str:
     """Try a small product of the same class: "" or why the call is not computed in this way."""
     device = a.data.device
     m, k, n = 160 + _evenness(a.shape[0]) % 16, 656 if a.shape[1] & 127 else 640, 144
@@ -251,7 +251,7 @@ def _probe(found: Way, a: Quantized, b: Quantized, dtype: torch.dtype, bias: tor
     extra = None if bias is None else torch.randn(n, generator=generator, dtype=torch.float32, device="cpu")
     extra = None if extra is None else extra.to(device, bias)
     try:
-        y = _run(found, left, right, dtype, extra, False)
+        y = _run(chosen, left, right, dtype, extra, False)
         expected = decoded.matmul(left, right, torch.float32, extra)
         off = ((y.float() - expected).norm() / expected.norm()).item()
     except torch.OutOfMemoryError:

@@ -16,7 +16,7 @@ from quaver.torch.quantized import STORAGE
 
 
 class Place(NamedTuple):
-    """What one thread on one stream writes and reads before it writes there again."""
+    """Memory that one thread on one stream writes and reads before it writes there again."""
 
     #: Where a launch's programs meet.
     work: Tensor
@@ -140,12 +140,12 @@ class TensorCast:
                     written = q, q.t() if self.views else self._room(self.turned), self._number()
                     partial = room_for_sums(*self.shape, self.device) if self.sums else None
                 _places[shared] = Place(workspace(self.device), self._number(), written, partial)
-        made = self.places[mine] = _places[shared]
-        return made
+        place = self.places[mine] = _places[shared]
+        return place
 
     def _launch(self, x: Tensor, tensors: tuple[Any, ...], one_pass: bool) -> Any:
-        made: Any = cast_launch(x, self.spec, tensors, not one_pass)
-        run = made if hasattr(made, "parts") else _Interpreted(made)
+        launch: Any = cast_launch(x, self.spec, tensors, not one_pass)
+        run = launch if hasattr(launch, "parts") else _Interpreted(launch)
         if not hasattr(self.amax, "parts"):
             self.amax = _Interpreted(self.amax)
         self.launches[tensors[5] is not None, one_pass, tensors[7] is not None] = run

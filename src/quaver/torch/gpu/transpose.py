@@ -25,17 +25,17 @@ def transpose(codes: Tensor) -> Tensor:
     if k > 0 and codes.stride(0) == 1 and codes.stride(1) != 1:
         # It is a transpose already, of memory that lies as it is wanted.
         return _padded(codes.t())
-    made = torch.empty((k, -(-rows // LINE) * LINE), dtype=codes.dtype, device=codes.device)
+    transposed = torch.empty((k, -(-rows // LINE) * LINE), dtype=codes.dtype, device=codes.device)
     if codes.numel() == 0:
-        return made[:, :rows]
+        return transposed[:, :rows]
     words = _in_words(codes if _lies_well(codes) else _padded(codes))
-    out = made.view(torch.int32)
+    out = transposed.view(torch.int32)
     key = (rows, k, words.stride(0), codes.device)
     run = _launches.get(key)
     if run is None:
         run = keep(_launches, key, _launch(words, out, rows, k))
     run(words, out)
-    return made[:, :rows]
+    return transposed[:, :rows]
 
 
 def transposed(q: Quantized) -> Quantized:
@@ -51,7 +51,7 @@ def transposed(q: Quantized) -> Quantized:
 
 
 def _lies_well(codes: Tensor) -> bool:
-    """Whether rows are whole lines of 16 bytes, from a multiple of 16 on, the last one too."""
+    """True if rows are whole lines of 16 bytes, from a multiple of 16 on, the last one too."""
     rows, k = codes.shape
     stride = codes.stride(0)
     if codes.stride(1) != 1 or stride % LINE or stride < k or not aligned(codes):
@@ -66,9 +66,9 @@ def _in_words(codes: Tensor) -> Tensor:
 
 def _padded(codes: Tensor) -> Tensor:
     rows, k = codes.shape
-    made = torch.zeros((rows, -(-k // LINE) * LINE), dtype=torch.uint8, device=codes.device)
-    made[:, :k] = codes.view(torch.uint8)
-    return made.view(codes.dtype)[:, :k]
+    padded = torch.zeros((rows, -(-k // LINE) * LINE), dtype=torch.uint8, device=codes.device)
+    padded[:, :k] = codes.view(torch.uint8)
+    return padded.view(codes.dtype)[:, :k]
 
 
 def _launch(words: Tensor, out: Tensor, rows: int, k: int) -> Run:
