@@ -2,7 +2,7 @@
 
 A small layer's time goes into choosing the implementation, the kernel and the layout. A `Plan` chooses them once for a
 layer and a shape; its step then only computes. The general way, `quaver.torch.gemms`, takes every call that has no
-plan, and every call while counters, recomputation, torch.autocast or `only` is active. A step gives the same bits,
+plan, and every call while counters, recomputation, `only` or torch.autocast is active. A step gives the same bits,
 gradients and state.
 """
 
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
 
 def disturbed() -> bool:
-    """True if counters, recomputation, torch.autocast, `only` or a compiler is active: no step takes that into account."""
+    """True if counters, recomputation, `only`, torch.autocast, torch.func or forward mode is active."""
     return (
         counters.active.counters is not None
         or recomputation.state.replay is not None

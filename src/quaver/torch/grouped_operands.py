@@ -76,7 +76,7 @@ def rows_of(q: Quantized, start: int, end: int) -> Quantized:
 
 
 def together(spec: QuantSpec, height: int) -> bool:
-    """True if groups may be quantized at once: each has a multiple of `height` rows, so that no block has rows of two."""
+    """True if groups may be quantized at once: with a multiple of `height` rows in each, no block has rows of two."""
     rows = spec.block[0]
     return rows is not None and height % rows == 0 and spec.rounding == "nearest" and not spec.two_level
 

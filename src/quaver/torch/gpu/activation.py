@@ -321,7 +321,7 @@ def _codes_launch(
     rows, columns = gate.shape
     qt = tensors[4] if whole else None
     stride = -(-width // 16) * 16
-    # What ends a row is written by whoever comes last in it.
+    # The program that holds the last columns of a row writes what ends it.
     ends = (columns, stride - columns) if parts == 1 and width > columns else (stride, stride)
     strides = [0 if t is None else t.stride(0) for t in (g, gate, value)]
     bm, bn, warps = CODES_TILE if value is None else GATED_CODES_TILE

@@ -1,7 +1,7 @@
 """A matrix to two operands, its own and its transpose's, with everything decided beforehand: for `gpu.direct`.
 
 Which kernels run, what they write and where is found out once for a shape. A call then makes room for what is kept, and
-launches; what the next GEMMs read and nobody keeps is written to a place of its own, again and again.
+launches; codes that the next GEMMs read and no layer keeps are written to a place of their own, again and again.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quaver.torch.gpu import launch
 
-#: Up to so many elements codes that nobody keeps are written to a place of their own; larger ones take memory for as
+#: Up to so many elements codes that no layer keeps are written to a place of their own; larger ones take memory for as
 #: long as they are needed, and their launches wait for the GPU anyway.
 SMALL = 1 << 16
 

@@ -25,7 +25,7 @@ def architecture(device: torch.device) -> int:
 
 def recorded_arch() -> int | None:
     """The architecture that launches are recorded for, or None."""
-    # Nothing is recorded where nobody has imported Triton, which takes a while.
+    # Nothing is recorded before Triton is imported, which takes a while.
     launch = sys.modules.get("quaver.torch.gpu.launch")
     recorded: int | None = None if launch is None else launch.recorded_arch()
     return recorded

@@ -19,7 +19,7 @@ WIDEST = 65535 * 64
 
 
 def wanted(x: Tensor) -> bool:
-    """Whether to ask for kernels at all: on a CPU they are interpreted, where somebody named them."""
+    """True if kernels may run: on a GPU, or under `only("triton")` on a CPU, where they are interpreted."""
     return not x.is_cpu or bool(device.asked)
 
 
@@ -78,7 +78,7 @@ def activate_backward(*args: Any) -> list[Tensor]:
 class Made(NamedTuple):
     """The results of a prologue that quantizes."""
 
-    #: Its result, or None where nobody wanted it.
+    #: Its result, or None where the caller did not want it.
     y: Tensor | None
     #: That as an operand; None where only the amax was found.
     quantized: Quantized | None

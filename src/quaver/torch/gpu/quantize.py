@@ -226,7 +226,7 @@ def quantize_both(
 
 
 def _not_for_kernels(x: Tensor, spec: QuantSpec, factor: Tensor | float | None) -> bool:
-    """True if x is empty or too large for kernels, or if this is delayed scaling of blocks, which no recipe asks for."""
+    """True if x is empty or too large for kernels, or if this is delayed scaling of blocks, which no recipe uses."""
     delayed_blocks = factor is not None and not spec.per_tensor
     return x.numel() == 0 or x.dtype not in READ or max(x.shape) > LONGEST_SIDE or delayed_blocks
 

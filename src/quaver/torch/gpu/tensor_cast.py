@@ -22,9 +22,9 @@ class Place(NamedTuple):
     work: Tensor
     #: An amax that a kernel writes and another reads.
     top: Tensor
-    #: Codes, codes of the transpose and scale that the next GEMMs read and nobody keeps; None where they are large.
+    #: Codes, codes of the transpose and scale that the next GEMMs read and no layer keeps; None where they are large.
     written: tuple[Tensor, Tensor, Tensor] | None
-    #: Sums of blocks of rows, which another kernel adds up at once; None where nobody asks for them or codes are large.
+    #: Sums of blocks of rows, which another kernel adds up at once; None if they are not wanted or codes are large.
     partial: Tensor | None
 
 

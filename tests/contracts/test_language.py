@@ -1,0 +1,104 @@
+"""The language of the sources: names say what they hold; sentences name the condition, and not "somebody"."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+#: Participles and prepositions that tell nothing of a value. `Gpu.about` is public, and holds a GPU's full name.
+EMPTY = {"found", "made", "about"}
+PUBLIC = {("src/quaver/core/gpus.py", "about")}
+#: A sentence says which part of the program, or which condition, it means.
+PERSON = re.compile(r"\b(somebody|someone|anybody|anyone|nobody|whoever)\b('s)?", re.IGNORECASE)
+
+
+def bound(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that a file gives a name to: variables, arguments, attributes, functions, classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.alias):
+            yield node.lineno, node.asname or node.name
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.lineno, node.name
+
+
+def empty_names(source: str) -> list[tuple[int, str]]:
+    return sorted({(line, name) for line, name in bound(ast.parse(source)) if name.strip("_") in EMPTY})
+
+
+def sentences(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of every docstring and comment, line by line."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and ast.get_docstring(node):
+                for offset, text in enumerate(str(first.value.value).split("\n")):
+                    yield first.lineno + offset, text
+
+
+def persons(lines: Iterator[tuple[int, str]]) -> list[tuple[int, str]]:
+    return sorted((line, match.group()) for line, text in lines for match in PERSON.finditer(text))
+
+
+@pytest.mark.parametrize("check", ["names", "sentences"])
+def test_the_sources_name_what_they_mean(check: str) -> None:
+    offences = []
+    for path in SOURCES:
+        source, where = path.read_text(), path.relative_to(ROOT).as_posix()
+        lines = empty_names(source) if check == "names" else persons(sentences(source))
+        offences += [f"{where}:{line}: {word}" for line, word in lines if (where, word) not in PUBLIC]
+    assert not offences, "say what it holds, or which condition it is:\n" + "\n".join(offences)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_what_it_means(page: Path) -> None:
+    offences = persons(enumerate(page.read_text().splitlines(), 1))
+    assert not offences, f"{page.name} does not say which part of the program it means: {offences}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "found = 1",
+        "a, (b, made) = f()",
+        "self.about = 1",
+        "def f(*, about=None): pass",
+        "def _made(): pass",
+        "for found in x: pass",
+        "y = [found for found in x]",
+        "if (found := f()): pass",
+        "with f() as made: pass",
+        "import x as found",
+        "try: pass\nexcept E as found: pass",
+        "class A:\n    about: str",
+    ],
+)
+def test_an_empty_name_is_seen(source: str) -> None:
+    assert len(empty_names(source)) == 1
+    assert not empty_names(source.replace("found", "layer").replace("made", "table").replace("about", "facts"))
+
+
+def test_a_name_that_is_only_read_or_passed_on_is_not_an_offence() -> None:
+    assert not empty_names("print(x.found)\nf(about=3)\nfoundation = remade = 1")
+
+
+def test_a_person_in_a_docstring_or_a_comment_is_seen_and_in_a_message_is_not() -> None:
+    source = '"""Doc.\n\nIf Somebody looks on.\n"""\nx = 1  # nobody\'s\n\n\n'
+    source += 'def f():\n    """Anyone."""\n    raise E("nobody")\n'
+    assert persons(sentences(source)) == [(3, "Somebody"), (5, "nobody's"), (9, "Anyone")]
