@@ -16,7 +16,6 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
-from torch import Tensor
 
 import quaver.torch as qt
 from benchmarks import layers
@@ -63,20 +62,11 @@ def on_a_gpu(recipe: Recipe) -> None:
     ops._resolved[id(recipe)] = ops.Resolved(recipe, choice.quantize, scaled_mm.matmul, choice.quantize_both)
 
 
-def step(layer: torch.nn.Module, x: Tensor, g: Tensor) -> Step:
-    weight = layer.weight
-
-    def run() -> None:
-        torch.autograd.grad(layer(x), (x, weight), g)
-
-    return run
-
-
 def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
     base = layers.linear(SIZE, dtype)
     x = torch.randn(SIZE, SIZE, dtype=dtype, requires_grad=True)
     g = torch.randn(SIZE, SIZE, dtype=dtype)
-    found = {"nn.Linear": step(base, x, g)}
+    found = {"nn.Linear": layers.plain_step(base, x, g)}
     for name in names:
         recipe = recipes.get(name)
         layer = layers.ours(base)
@@ -84,7 +74,7 @@ def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
         on_a_gpu(recipe)
         if recipe.delayed is not None:
             settle(layer, recipe)
-        found[f"quaver {name}"] = step(layer, x, g)
+        found[f"quaver {name}"] = layers.plain_step(layer, x, g)
     return found
 
 

@@ -27,25 +27,23 @@ def torchao(base: nn.Linear, recipe: str) -> nn.Module:
 
 
 def plain_step(layer: nn.Module, x: Tensor, g: Tensor) -> Step:
-    """Forward and backward; the gradients are dropped, as an optimizer's zero_grad does."""
-    weight = layer.weight
+    """Forward and backward of a micro-batch: the weight's gradient adds up, the input's is dropped."""
 
     def step() -> None:
         layer(x).backward(g)
-        x.grad = weight.grad = None
+        x.grad = None
 
     return step
 
 
 def recipe_step(layer: qt.Linear, recipe: Recipe, x: Tensor, g: Tensor) -> Step:
     """The same under `autocast`, whose entry and exit are part of the step."""
-    weight = layer.weight
 
     def step() -> None:
         with qt.autocast(recipe):
             y = layer(x)
         y.backward(g)
-        x.grad = weight.grad = None
+        x.grad = None
 
     return step
 

@@ -20,8 +20,8 @@ GPUS = {90: "Hopper", 100: "Blackwell"}
 NOTES = (
     "Forward and backward of 16 by 16 on CPU tensors that take a GPU's way: the real layer, choice and launches, up to "
     "the driver, which is a stub; torch.mm stands for a scaled GEMM. One thread, processor time, interleaved; the "
-    "median of each round's ratio. The weight is unchanged, as between micro-batches. Not in it: the driver's own "
-    "time, and what cuBLASLt does before it launches."
+    "median of each round's ratio. The weight is unchanged and its gradient adds up, as between micro-batches. Not in "
+    "it: the driver's own time, and what cuBLASLt does before it launches."
 )
 
 

@@ -19,8 +19,9 @@ NO_BF16 = (
 )
 NOTES = (
     "Eager, without bias, one thread, processor time, interleaved; the median of each round's ratio. Entering autocast "
-    "is part of our step. `weight unchanged` may use the quantized weight again, as micro-batches do; `weight changes` "
-    "raises the weight's version after every step (about a microsecond, left in). torchao quantizes it every time."
+    "is part of our step. `weight unchanged` may use the quantized weight again and its gradient adds up, as in "
+    "micro-batches; `weight changes` raises the weight's version after every step (about a microsecond, left in). "
+    "torchao quantizes it every time."
 )
 
 
