@@ -66,7 +66,7 @@ def in_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dty
         y.backward(torch.from_numpy(g).to(dtype))
     finally:
         counters.active.counters = None
-    kept = layer.__dict__["_weights"]
+    kept = layer.__dict__["_weights"].window
     operands = notes.operands | {"weight": kept["fprop"].quantized}
     if "dgrad" in kept:
         operands["weight.T"] = kept["dgrad"].quantized

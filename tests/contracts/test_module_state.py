@@ -33,6 +33,8 @@ SAFE = {
     "torch.cpu_fp4:_table": CACHED,
     "torch.cpu_quantize:_scalars": SAME,
     "torch.cross_entropy:_warned": WARNS,
+    "torch.frozen:_held": "filled under a lock",
+    "torch.frozen:_hooked": "filled under a lock",
     "torch.gpu.activation:_backward_codes": LAUNCHES,
     "torch.gpu.activation:_backwards": LAUNCHES,
     "torch.gpu.activation:_forwards": LAUNCHES,
@@ -80,7 +82,9 @@ SAFE = {
     "torch.philox:_keys": "functools keeps it consistent, and a copy from the host is waited for",
     "torch.quantized:_tables": "two threads make the same, and a copy from the host is waited for",
     "torch.rope_scaling:parse": CACHED,
-    "torch.storing:_owners": "a parameter has an identity of its own for as long as its entry is there",
+    "torch.storing:_hooked": "two threads may hook the same check twice",
+    "torch.storing:_stored": "a thread adds the layers that it makes",
+    "torch.weights:_windows": "what another thread drops or puts there costs one more quantization at most",
 }
 
 

@@ -301,5 +301,6 @@ def test_kept_for_backward_is_one_byte_an_element(shape: tuple[int, int, int]) -
     assert is_direct(y)
     assert sum(t.nbytes for t in kept if t is not layer.weight) == tokens * k
     # Nor does the node hold a decoded weight of more than a few elements.
-    q = weights.lookup(layer, "fprop", layer.weight, layer.recipe.fprop.b, 0.0)  # type: ignore[union-attr, arg-type]
-    assert q is not None and (q.decoded is None) == (n * k > cpu_matmul.REMEMBERED)
+    entry = weights.lookup(layer, "fprop", layer.weight, layer.recipe.fprop.b, 0.0)  # type: ignore[union-attr, arg-type]
+    assert entry is not None and entry.quantized is not None
+    assert (entry.quantized.decoded is None) == (n * k > cpu_matmul.REMEMBERED)

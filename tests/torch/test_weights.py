@@ -78,8 +78,8 @@ def assert_current(layer: qt.Linear) -> None:
     x = torch.randn(5, K, dtype=layer.weight.dtype)
     fresh = copy.deepcopy(layer)
     assert "_weights" not in fresh.__dict__
-    with torch.no_grad():
-        assert_bitwise(layer(x), fresh(x))
+    # Without gradients nothing that is kept would be used.
+    assert_bitwise(layer(x), fresh(x))
 
 
 # How often.
@@ -112,29 +112,34 @@ def test_dgrad_uses_the_codes_of_fprop(recipe: str, quantized: list[tuple[int, .
     assert of_weight(quantized) == 1
 
 
-def test_a_forward_without_gradients_uses_and_fills_the_cache(quantized: list[tuple[int, ...]]) -> None:
-    layer = layer_with("mxfp8").eval()
-    with torch.no_grad():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise"])
+def test_a_forward_without_gradients_neither_keeps_nor_uses_nor_drops(
+    recipe: str, mode: Callable[[], Any], quantized: list[tuple[int, ...]]
+) -> None:
+    layer = layer_with(recipe).eval()
+    with mode():
         for _ in range(3):
             layer(torch.randn(5, K))
+    assert of_weight(quantized) == 3 and not layer.__dict__["_weights"].window
+    forward_backward(layer)
+    quantized.clear()
+    with mode():
+        layer(torch.randn(5, K))
     assert of_weight(quantized) == 1
+    forward_backward(layer)
+    assert of_weight(quantized) == 0, "the evaluation between two micro-batches cost them something"
 
 
-def test_inference_mode_keeps_nothing(quantized: list[tuple[int, ...]]) -> None:
-    layer = layer_with("tensorwise")
+def test_a_weight_that_is_an_inference_tensor_is_not_kept(quantized: list[tuple[int, ...]]) -> None:
     with torch.inference_mode():
+        layer = layer_with("tensorwise")
         for _ in range(2):
             layer(torch.randn(5, K))
-        inside = layer_with("tensorwise")
-        for _ in range(2):
-            inside(torch.randn(5, K))
+        with qt.frozen(layer):
+            for _ in range(2):
+                layer(torch.randn(5, K))
     assert of_weight(quantized) == 4
-    assert "_weights" not in layer.__dict__ and "_weights" not in inside.__dict__
-    forward_backward(layer)
-    with torch.inference_mode():
-        quantized.clear()
-        layer(torch.randn(5, K))
-    assert of_weight(quantized) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -340,7 +345,7 @@ def test_an_averaged_model_uses_its_average() -> None:
     assert not torch.equal(average.module.weight, layer.weight)
 
 
-def test_a_write_through_data_is_seen_after_refresh_only() -> None:
+def test_between_two_forwards_with_no_backward_a_write_through_data_is_seen_after_refresh_only() -> None:
     layer = layer_with("tensorwise")
     model = nn.Sequential(layer)
     x = torch.randn(5, K)
@@ -401,13 +406,13 @@ def test_an_implementation_that_is_asked_for_runs_on_what_is_kept() -> None:
 def test_what_is_kept_is_in_no_copy_and_no_file() -> None:
     layer = layer_with("tensorwise")
     forward_backward(layer)
-    assert set(layer.__dict__["_weights"]) == {"fprop"}
+    assert set(layer.__dict__["_weights"].window) == {"fprop"}
     assert set(layer.state_dict()) == {"weight", "bias"}
     for made in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
         assert "_weights" not in made.__dict__
     # torch copies the attributes of parametrized layers one by one.
-    assert copy.deepcopy(layer.__dict__["_weights"]) == {}
-    assert layer.__dict__["_weights"]
+    assert not copy.deepcopy(layer.__dict__["_weights"]).window
+    assert layer.__dict__["_weights"].window
 
 
 def test_a_dead_parameter_is_not_kept_alive() -> None:
@@ -430,10 +435,59 @@ def test_a_dead_layer_is_not_kept_alive() -> None:
     assert dead() is None
 
 
-def test_steps_are_counted_by_one_hook_however_many_layers() -> None:
+def test_a_steps_begin_and_end_are_counted_once_however_many_layers() -> None:
     for _ in range(2):
         layer = layer_with("tensorwise")
         forward_backward(layer)
     before = weights._Steps.count
     torch.optim.SGD(layer.parameters(), 0.1).step()
-    assert weights._Steps.count == before + 1
+    assert weights._Steps.count == before + 2
+
+
+# When torch exchanges parameters.
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_parameters_that_torch_swaps_are_moved_cast_and_loaded_after_a_step(recipe: str, swapping: None) -> None:
+    net = nn.Sequential(layer_with(recipe), qt.LayerNormLinear(N, K, recipe=recipe))
+    tied = layer_with(recipe)
+    tied.weight = net[0].weight  # type: ignore[assignment]
+    net.append(tied)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for change in (
+        lambda: net.load_state_dict({name: t + 0.5 for name, t in net.state_dict().items()}),
+        lambda: net.to(torch.bfloat16),
+        lambda: net.to(torch.float32),
+    ):
+        x = torch.randn(5, K, dtype=tied.weight.dtype)
+        net(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        change()
+        x = torch.randn(5, K, dtype=tied.weight.dtype)
+        assert_bitwise(net(x), copy.deepcopy(net)(x))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_weights_that_are_codes_are_swapped_too(recipe: str, swapping: None) -> None:
+    with qt.quantized_init(recipe):
+        layer = layer_with(recipe)
+    x = torch.randn(5, K)
+    layer(x).sum().backward()
+    layer.zero_grad()
+    layer.load_state_dict({name: t.clone() for name, t in layer.state_dict().items()})
+    assert_bitwise(layer(x), copy.deepcopy(layer)(x))
+    layer.to(torch.bfloat16)
+    assert qt.initial_value(layer.weight) is None, "it is no longer known whose it is"
+    layer.weight.grad = torch.ones(N, K)
+    with pytest.raises(ValueError, match="only in eight bits"):
+        torch.optim.SGD([layer.weight], 0.1).step()

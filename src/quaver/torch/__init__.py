@@ -15,6 +15,7 @@ from quaver.torch.convert import convert, revert
 from quaver.torch.counters import count
 from quaver.torch.cross_entropy import linear_cross_entropy
 from quaver.torch.explain import explain
+from quaver.torch.frozen import frozen
 from quaver.torch.functional import dequantize, matmul, quantize
 from quaver.torch.grouped import grouped_matmul
 from quaver.torch.kv_cache import KVCache
@@ -64,6 +65,7 @@ __all__ = [
     "dequantize_weights",
     "drop_initial_value",
     "explain",
+    "frozen",
     "grouped_matmul",
     "initial_value",
     "linear_cross_entropy",

@@ -48,24 +48,25 @@ class Step:
         y: Tensor = _apply(x, weight, bias, (self, layer, factors))
         return y
 
-    def operand(self, layer: nn.Module, weight: Tensor, factors: list[float] | None) -> Quantized:
+    def operand(self, layer: nn.Module, weight: Tensor, factors: list[float] | None) -> tuple[Quantized, weights.Entry]:
         """The weight's operand, kept until the weight or its factor changes."""
         factor = 0.0 if factors is None else factors[amax.WEIGHT]
-        q = weights.lookup(layer, "fprop", weight, self.weight, factor)
-        if q is None or q.scale.__class__ is not float:
+        entry = weights.lookup(layer, "fprop", weight, self.weight, factor)
+        q = None if entry is None else entry.quantized
+        if entry is None or q is None or q.scale.__class__ is not float:
             # Or it was kept by another implementation, under `only`.
             q = cpu_quantize.quantize(weight, self.weight, None, factor)
-            weights.keep(layer, "fprop", weight, self.weight, factor, q)
+            entry = weights.keep(layer, "fprop", weight, self.weight, factor, q) or weights.Entry(q)
         if factors is not None:
             amax.record(layer, amax.WEIGHT, q.amax)
-        return q
+        return q, entry
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, constants: Any) -> Tensor:
         step, layer, factors = constants
-        w = step.operand(layer, weight, factors)
+        w, entry = step.operand(layer, weight, factors)
         rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
         codes, scale, top = cpu_quantize.per_tensor(rows, step.input, factor=factors and factors[amax.INPUT])
         if factors is not None:
@@ -73,7 +74,7 @@ class _Step(torch.autograd.Function):
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, codes)
         owed = None if factors is None else steps.owed(layer)
-        ctx.constants = step, layer, factors, owed, w, scale, x.shape, None if bias is None else bias.dtype
+        ctx.constants = step, layer, factors, owed, entry, scale, x.shape, None if bias is None else bias.dtype
         y = scaled_product(codes.float(), decoded(w).t(), scale, w.scale, x.dtype, bias)
         # A view could not be written to: see `linear.shaped`.
         return y if rows is x else y.resize_(*x.shape[:-1], weight.shape[0])
@@ -91,7 +92,7 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
-    step, layer, factors, owed, w, of_x, shape, bias = ctx.constants
+    step, layer, factors, owed, entry, of_x, shape, bias = ctx.constants
     if owed is not None:
         owed.settle()
     need_input, need_weight, need_bias, _ = ctx.needs_input_grad
@@ -106,6 +107,13 @@ def _backward(ctx: Any, g: Tensor) -> Any:
         q = Quantized(codes, scale, spec, (g.shape[0], g.shape[1]))
         counters.active.counters.note(layer, "grad_output", g, q)
     values, dtype = codes.float(), g.dtype
-    of_input = scaled_product(values, decoded(w), scale, w.scale, dtype).view(shape) if need_input else None
-    of_weight = scaled_product(values.t(), x.float(), scale, of_x, weight.dtype) if need_weight else None
+    of_input = of_weight = None
+    if need_input:
+        w = entry.quantized
+        if w is None:
+            w = cpu_quantize.quantize(weight, step.weight, None, 0.0 if factors is None else factors[amax.WEIGHT])
+        of_input = scaled_product(values, decoded(w), scale, w.scale, dtype).view(shape)
+    if need_weight:
+        of_weight = scaled_product(values.t(), x.float(), scale, of_x, weight.dtype)
+        entry.window.used = True
     return of_input, of_weight, ops.bias_gradient(lying, bias) if need_bias else None, None

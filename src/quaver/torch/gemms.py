@@ -47,8 +47,6 @@ def fprop(
         if weight.is_cuda and (weight.shape[0] | weight.shape[1]) & 15:
             announce_features(layer, weight)
         wq = quantized_weight(layer, weight, "fprop", b, recipe, call)
-        if call.plan.weight and not call.traced and ("_weights" in layer.__dict__ or capturing(weight)):
-            call.weight = wq
         y = call.matmul(codes, wq, call.dtype, bias, recipe.fprop.fast_accum)
     if call.keep_input:
         assert isinstance(x, Tensor)
@@ -107,6 +105,8 @@ def backward(
         else:
             gt = quantize(layer, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, recipe, call)
         grad_weight = wgrad(gt, kept, recipe, call, weight_dtype)
+        if not call.traced:
+            weights.used(layer)
     return grad_input, grad_weight, grad_bias
 
 
@@ -183,7 +183,7 @@ class Call:
         #: The operand that wgrad will consume.
         self.kept: Tensor | Quantized | None = None
         #: fprop's weight where dgrad will consume it too and the layer keeps it anyway.
-        self.weight: Quantized | None = None
+        self.weight: weights.Entry | None = None
         #: dgrad's weight where the read that wrote fprop's wrote it too and the layer does not keep it.
         self.turned_weight: Quantized | None = None
         #: What keeps a step of delayed scaling from being over until its backward has run.
@@ -291,10 +291,11 @@ def capturing(x: Tensor) -> bool:
 def quantized_weight(
     layer: nn.Module, weight: Tensor, side: str, spec: QuantSpec, recipe: Recipe, call: Call
 ) -> Quantized:
-    """The weight [N, K] for fprop, or its transpose [K, N] for dgrad; kept until the weight changes."""
+    """The weight [N, K] for fprop, or its transpose [K, N] for dgrad; kept as `quaver.torch.weights` says."""
     shared = side == "dgrad" and call.plan.weight
-    if shared and call.weight is not None:
-        return call.weight.T
+    q = None if call.weight is None else call.weight.quantized
+    if shared and q is not None:
+        return q.T
     if side == "dgrad" and call.turned_weight is not None:
         turned, call.turned_weight = call.turned_weight, None
         return turned
@@ -311,19 +312,22 @@ def quantized_weight(
         written = _version(layer, call) if isinstance(call.factors, Tensor) else call.factors[amax.WEIGHT]
     kept_as = "fprop" if shared else side
     keeps = not capturing(weight)
-    q = weights.lookup(layer, kept_as, weight, spec, written) if keeps else None
+    entry = weights.lookup(layer, kept_as, weight, spec, written, call.record) if keeps else None
+    q = None if entry is None else entry.quantized
     if q is None:
         q, other = _quantize_weight(layer, weight, side, spec, recipe, call)
-        if keeps:
-            weights.keep(layer, kept_as, weight, spec, written, q)
         if other is not None and call.plan.weight:
             q.twin = other
-        elif other is not None and keeps and weights.can_keep(weight):
-            weights.keep(layer, "dgrad", weight, other.spec, written, other)
-        else:
-            call.turned_weight = other
+        entry = weights.keep(layer, kept_as, weight, spec, written, q, call.record) if keeps else weights.Entry(q)
+        if other is not None and not call.plan.weight:
+            kept = weights.keep(layer, "dgrad", weight, other.spec, written, other) if keeps else None
+            call.turned_weight = other if kept is None else None
+        if not call.record and entry is None:
+            weights.quantized_again(layer, weight)
     elif call.record and call.factors is not None and side == "fprop":
         amax.record(layer, amax.WEIGHT, q.amax)
+    if call.plan.weight:
+        call.weight = entry
     return q.T if shared else q
 
 
@@ -331,6 +335,10 @@ def _quantize_weight(
     layer: nn.Module, weight: Tensor, side: str, spec: QuantSpec, recipe: Recipe, call: Call
 ) -> tuple[Quantized, Quantized | None]:
     """The weight, and what dgrad will ask for if the same read gives it; or for a dgrad that reuses nothing that."""
+    if torch.is_inference_mode_enabled() and weights.can_keep(layer, weight):
+        # What is kept serves other modes too.
+        with torch.inference_mode(False), torch.no_grad():
+            return _quantize_weight(layer, weight, side, spec, recipe, call)
     if side == "dgrad" and call.plan.weight:
         return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT]), None
     if side == "dgrad":

@@ -241,6 +241,12 @@ class Linear(nn.Linear):
         with ops.without_autocast(device):
             return _apply(x, weight, bias, self, recipe, training)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            # FSDP2 sets the same parameter at each gather, and nothing on it shows that; another one after that.
+            weights.free(self)
+        super().__setattr__(name, value)
+
     def extra_repr(self) -> str:
         own = "" if self.recipe is None else f", recipe={self.recipe}"
         own += "" if self.weight_spec is None else f", weight={self.weight_spec}"
@@ -310,7 +316,6 @@ TRANSIENT = (
     *(
         "_direct",
         "_direct_factors",
-        "_direct_weight",
         "_number",
         "_weights",
         "_views",

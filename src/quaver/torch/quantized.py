@@ -77,13 +77,15 @@ class Quantized:
     def T(self) -> "Quantized":
         """The transpose [k, rows], of the same memory; only specs whose blocks are square have one."""
         assert self.spec.transposable
-        if self.twin is None:
+        twin = self.twin
+        if twin is None:
             shape, turned = (self.shape[1], self.shape[0]), not self.turned
-            self.twin = Quantized(
+            twin = Quantized(
                 self.data, self.scale, self.spec, shape, turned, self.tensor_factor, self.amax, self.decoded
             )
-            self.twin.swizzled = self.swizzled
-        return self.twin
+            twin.swizzled = self.swizzled
+            self.twin = twin
+        return twin
 
     def plain(self) -> "Quantized":
         """The same operand with nothing between its rows and its scales in their order: what is stored or shared."""

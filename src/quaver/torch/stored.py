@@ -36,26 +36,37 @@ SCALES = ("weight_scale", "weight_factor")
 def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     """The weight's codes and scales as an operand."""
     spec: QuantSpec = layer.__dict__["weight_spec"]
-    traced = torch.compiler.is_compiling()
-    # A captured graph reads the codes anew: the layout that a GEMM wants of them is made at every replay.
-    held = not traced and not capture.as_captured(weight.device)
-    scale = layer._buffers["weight_scale"]
-    assert scale is not None
-    # On the host it is a copy, which a write to the scale alone would leave behind.
-    written = 0.0 if traced or scale.is_inference() else float(scale._version)
-    if held:
-        kept = weights.lookup(layer, "stored", weight, spec, written)
-        if kept is not None:
-            return kept
-    on_host = spec.per_tensor and not traced and scale.is_cpu
-    shape = layer.out_features, layer.in_features
+    scale: Any = layer._buffers["weight_scale"]
     factor = layer._buffers.get("weight_factor")
-    # Traced, packed codes go into the operators as they are: see `ops.code_bytes`.
-    data = weight.detach() if traced else weight.detach().view(STORAGE[spec.format.name])
-    q = Quantized(data, scale.item() if on_host else scale, spec, shape, False, factor)  # type: ignore[arg-type]
-    if held:
-        weights.keep(layer, "stored", weight, spec, written, q)
+    shape: tuple[int, int] = layer.out_features, layer.in_features  # type: ignore[assignment]
+    if torch.compiler.is_compiling():
+        # Packed codes go into the operators as they are: see `ops.code_bytes`.
+        return Quantized(weight.detach(), scale, spec, shape, False, factor)
+    if spec.per_tensor and scale.is_cpu:
+        # A copy, so it is read each time.
+        scale = scale.item()
+    kept = None if capture.as_captured(weight.device) else weights.room(layer)
+    q = None if kept is None else kept.codes
+    if q is not None and _shows(q, weight, scale, factor, spec):
+        # What was made of the codes does not follow a write to them.
+        q.decoded = q.twin = None
+        return q
+    q = Quantized(weight.detach().view(STORAGE[spec.format.name]), scale, spec, shape, False, factor)
+    if kept is not None:
+        kept.codes = q
     return q
+
+
+def _shows(q: Quantized, weight: Tensor, scale: Tensor | float, factor: Tensor | None, spec: QuantSpec) -> bool:
+    """Whether an operand is a view of these codes, and has these scales."""
+    same = q.scale is scale or (isinstance(scale, float) and q.scale.__class__ is float and q.scale == scale)
+    return bool(
+        q.spec is spec
+        and same
+        and q.tensor_factor is factor
+        and q.data.data_ptr() == weight.data_ptr()
+        and q.data.untyped_storage()._cdata == weight.untyped_storage()._cdata
+    )
 
 
 def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, spec: QuantSpec, call: Any) -> Quantized:

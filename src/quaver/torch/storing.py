@@ -69,6 +69,7 @@ def restore(layer: nn.Linear) -> None:
         layer._buffers.pop(name, None)
     for name in ABOUT:
         layer.__dict__.pop(name, None)
+    _stored.discard(layer)
     weights.drop(layer)
 
 
@@ -224,8 +225,8 @@ def unpacked(state: dict[str, Any]) -> dict[str, Any]:
 
 # What torch does not carry along with a parameter.
 
-#: The layer that a parameter of codes belongs to.
-_owners: dict[int, "weakref.ref[nn.Module]"] = {}
+#: Layers whose parameter is codes. Of the parameter itself `torch.utils.swap_tensors` allows no weak reference.
+_stored: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def settle(layer: nn.Linear) -> None:
@@ -235,27 +236,32 @@ def settle(layer: nn.Linear) -> None:
         return
     if weight.grad_dtype is not torch.float32:
         weight.grad_dtype = torch.float32
-    if not _owners:
-        register_optimizer_step_pre_hook(_refuse_optimizer)
-    at = id(weight)
-    _owners[at] = weakref.ref(layer)
-    weakref.finalize(weight, _owners.pop, at, None)
+    if not _hooked:
+        _hooked.append(register_optimizer_step_pre_hook(_refuse_optimizer))
+    _stored.add(layer)
+
+
+_hooked: list[Any] = []
 
 
 def owner(weight: Tensor) -> nn.Module | None:
     """The layer that a parameter of codes belongs to."""
-    ref = _owners.get(id(weight))
-    layer = None if ref is None else ref()
-    return layer if layer is not None and layer._parameters.get("weight") is weight else None
+    return _owners().get(id(weight))
+
+
+def _owners() -> dict[int, nn.Module]:
+    """Such layers by the identity of their parameter."""
+    return {id(layer._parameters.get("weight")): layer for layer in list(_stored)}
 
 
 def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer that knows nothing of scales must not write to codes."""
     if getattr(optimizer, "writes_quantized_weights", False):
         return
+    owners = _owners()
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p.dtype in CODES and p.grad is not None and owner(p) is not None:
+            if p.dtype in CODES and p.grad is not None and id(p) in owners:
                 raise ValueError(
                     f"{type(optimizer).__name__} was given a weight that exists only in eight bits and would write to "
                     "its codes; let it step a high-precision copy, and call layer.set_weight(copy) after that"

@@ -106,7 +106,8 @@ def generate(
     saved = of_this_model(newest(run), config, vocabulary.size)
     with memory.told("--tokens"):
         step = Decoding(config, chosen, vocabulary.size, saved, cache, len(ids) + tokens)
-        return replace(_continue(step, vocabulary, ids, tokens, how, seed, emit), notes=notes)
+        with step.held():
+            return replace(_continue(step, vocabulary, ids, tokens, how, seed, emit), notes=notes)
 
 
 def of_this_model(path: Path, config: TrainConfig, vocab: int) -> Saved:

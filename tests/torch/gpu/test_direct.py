@@ -298,13 +298,14 @@ def test_what_is_kept_of_a_weight_goes_with_it() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert is_direct(layer(x))
-    assert "_direct_weight" in layer.__dict__
+    (entry,) = layer.__dict__["_weights"].window.values()
+    assert entry.ready is not None
     layer.to(torch.bfloat16)
-    assert "_direct_weight" not in layer.__dict__
+    assert not layer.__dict__["_weights"].window
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
     assert is_direct(layer(x))
-    # Nobody sees when it changes: it is quantized each time.
-    assert "_direct_weight" not in layer.__dict__
+    # Nothing shows when it changes: it is quantized each time.
+    assert not layer.__dict__["_weights"].window
 
 
 def test_an_output_may_be_written_to() -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import quaver.torch as qt
 from quaver.recipes import get
 from quaver.torch import weights
 from quaver.torch.graph import CapturedStep
@@ -53,8 +54,7 @@ def test_a_replayed_step_drops_what_is_kept_of_weights() -> None:
     weight = torch.nn.Parameter(torch.randn(4, 4))
     spec = get("tensorwise").fprop.b
     assert spec is not None
-    kept = object()
-    weights.keep(layer, "fprop", weight, spec, 0.0, kept)  # type: ignore[arg-type]
-    assert weights.lookup(layer, "fprop", weight, spec, 0.0) is kept
+    entry = weights.keep(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec))
+    assert entry is not None and weights.lookup(layer, "fprop", weight, spec, 0.0) is entry
     weights.stepped()
     assert weights.lookup(layer, "fprop", weight, spec, 0.0) is None

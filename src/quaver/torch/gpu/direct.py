@@ -87,7 +87,6 @@ class Delayed(NamedTuple):
 class Weight(NamedTuple):
     """Both operands that a kept weight gives, as the right side of a GEMM, and their scales."""
 
-    quantized: Quantized
     fprop: Tensor
     fprop_scale: list[Tensor]
     dgrad: Tensor
@@ -209,7 +208,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, constants: Any) -> Tensor:
         layer, step, delayed = constants
         cast, gemm = step.input, step.fprop
-        w = _weight(weight, layer, step, x, delayed)
+        entry, w = _weight(weight, layer, step, x, delayed)
         if delayed is None:
             q, scale, xt, of_xt, _ = cast(x)
         else:
@@ -217,7 +216,7 @@ class _Step(torch.autograd.Function):
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, x if xt is None else xt, of_xt)
         owed = None if delayed is None else steps.owed(layer)
-        ctx.constants = layer, step, delayed, owed, w, None if bias is None else bias.dtype
+        ctx.constants = layer, step, delayed, owed, entry, None if bias is None else bias.dtype
         # torch.nn.functional.scaled_mm without what it does to lists.
         a, a_swizzle, b, b_swizzle, fast, *_ = gemm
         y: Tensor = torch._scaled_mm_v2(
@@ -236,10 +235,10 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
-    layer, step, delayed, owed, w, bias = ctx.constants
+    layer, step, delayed, owed, entry, bias = ctx.constants
     if owed is not None:
         owed.settle()
-    _, xt, of_xt = ctx.saved_tensors
+    weight, xt, of_xt = ctx.saved_tensors
     cast, dtype = step.grad_output, step.dtype
     if not g.is_contiguous() or g.data_ptr() & 15:
         g = g.clone(memory_format=torch.contiguous_format)
@@ -257,10 +256,15 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     if need[2]:
         of_bias = column_sum(g.view(q.shape), bias) if sums is None else add_up(sums, bias)
     if need[0]:
+        w = entry.ready
+        if w is None or w.recipe is not step.recipe:
+            w = _made(weight, layer, step, delayed, False)[1]
         a, a_swizzle, b, b_swizzle, fast, *_ = step.dgrad
         of_input = multiply(q, w.dgrad, [scale], a, a_swizzle, w.dgrad_scale, b, b_swizzle, None, dtype, (), fast)
         if len(step.shape) != 2:
             of_input = of_input.view(step.shape)
+    if need[1]:
+        entry.window.used = True
     if need[1] and step.wgrad is None:
         of_weight = _plain_wgrad(g.view(q.shape), xt.view(-1, xt.shape[-1]))
     elif need[1]:
@@ -287,26 +291,38 @@ def _count(layer: nn.Module, recipe: Recipe, g: Tensor, codes: Tensor, scale: Te
         note(layer, "grad_output.T", g.t(), quantize(g.t(), c))
 
 
-def _weight(weight: Tensor, layer: nn.Module, step: Step, x: Tensor, delayed: Delayed | None) -> Weight:
+def _weight(
+    weight: Tensor, layer: nn.Module, step: Step, x: Tensor, delayed: Delayed | None
+) -> tuple[weights.Entry, Weight]:
     """The weight's operands; kept until it, or its factor, changes."""
+    recipe = step.recipe
+    written: float = 0.0 if delayed is None else delayed.version
+    entry = weights.lookup(layer, "fprop", weight, recipe.fprop.b, written)  # type: ignore[arg-type]
+    if entry is None or entry.ready is None or entry.ready.recipe is not recipe:
+        return _made(weight, layer, step, delayed, True)
+    ready: Weight = entry.ready
+    if ready.noted is not delayed:
+        assert entry.quantized is not None
+        amax.record(layer, amax.WEIGHT, entry.quantized.amax)
+        ready = entry.ready = ready._replace(noted=delayed)
+    return entry, ready
+
+
+def _made(
+    weight: Tensor, layer: nn.Module, step: Step, delayed: Delayed | None, forward: bool
+) -> tuple[weights.Entry, Weight]:
+    """The weight's operands, for a forward to keep, or for one backward after they were dropped."""
     recipe = step.recipe
     spec, other = recipe.fprop.b, recipe.dgrad.b
     assert spec is not None and other is not None
-    written: float = 0.0 if delayed is None else delayed.version
-    q = weights.lookup(layer, "fprop", weight, spec, written)
-    ready: Weight | None = layer.__dict__.get("_direct_weight")
-    if q is not None and ready is not None and ready.quantized is q and ready.recipe is recipe:
-        if ready.noted is not delayed:
-            amax.record(layer, amax.WEIGHT, q.amax)
-            ready = layer.__dict__["_direct_weight"] = ready._replace(noted=delayed)
-        return ready
-    call = Call(recipe, x, x.dtype, True, True, None if delayed is None else delayed.factors)
+    call = Call(recipe, weight, weight.dtype, True, forward, None if delayed is None else delayed.factors)
     q = quantized_weight(layer, weight, "fprop", spec, recipe, call)
     turned = q.T if recipe.plan.weight else quantized_weight(layer, weight, "dgrad", other, recipe, call)
-    ready = Weight(q, *_right(q, step.fprop), *_right(turned, step.dgrad), delayed, recipe)
-    if weights.can_keep(weight):
-        layer.__dict__["_direct_weight"] = ready
-    return ready
+    ready = Weight(*_right(q, step.fprop), *_right(turned, step.dgrad), delayed, recipe)
+    written: float = 0.0 if delayed is None else delayed.version
+    entry = weights.lookup(layer, "fprop", weight, spec, written, forward) or weights.Entry(q)
+    entry.ready = ready
+    return entry, ready
 
 
 def _right(q: Quantized, gemm: Gemm) -> tuple[Tensor, list[Tensor]]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from quaver.core.spec import Recipe
+from quaver.torch.frozen import frozen
 from quaver.torch.kv_cache import KVCache
 from quaver.torch.paged_kv_cache import PagedKVCache
 from quaver.train.checkpoint import CheckpointError, Saved
@@ -54,6 +55,10 @@ class Decoding:
             raise CheckpointError(f"the checkpoint of step {saved.step} does not fit: {in_short(error)}") from error
         self.cache = _cache(cache, sizes.layers, capacity)
         self.seen: list[int] = []
+
+    def held(self) -> frozen:
+        """A context in which the weights are quantized once for all tokens."""
+        return frozen(self.model)
 
     @torch.no_grad()
     def __call__(self, tokens: Sequence[int]) -> np.ndarray:

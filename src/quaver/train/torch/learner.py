@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from quaver.core.spec import Recipe
+from quaver.torch.frozen import frozen
 from quaver.torch.graph import CapturedStep
 from quaver.train.config import TrainConfig
 from quaver.train.learner import Tensors
@@ -39,7 +40,7 @@ class TorchLearner:
 
     def loss(self, batches: np.ndarray) -> float:
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), frozen(self.model):
             chunk = self.config.loss_chunk
             losses = [loss_of(self.model, batch, self.config.dtype, chunk).item() for batch in self._ids(batches)]
         self.model.train()
