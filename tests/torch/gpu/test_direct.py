@@ -12,6 +12,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch import direct
+from quaver.torch.gpu import direct as gpu_direct
 from quaver.torch.gpu import operands, scaled_mm, tensor_cast
 from quaver.torch.gpu.both_ways import SMALL
 from tests.torch.gpu.pretend import as_on_a_gpu, become
@@ -337,3 +338,14 @@ def test_want_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_strided", full)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
         layer(x)
+
+
+@pytest.mark.parametrize("name", ["factor", "history"])
+def test_factors_on_another_device_take_the_general_way(name: str) -> None:
+    """It moves them; a launch by addresses would read what lies there."""
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="delayed")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    assert gpu_direct._delayed(layer, x) is not None
+    layer.register_buffer(name, layer.get_buffer(name).to("meta"))
+    assert gpu_direct._delayed(layer, x) is None

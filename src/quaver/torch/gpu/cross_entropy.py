@@ -43,7 +43,8 @@ def rows(
     targets, weights = targets.contiguous(), None if weights is None else weights.contiguous()
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     options = (gradient, ignore_index, float(label_smoothing), float(z_loss), float(soft_cap), padded)
-    key = (logits.shape, logits.stride(0), logits.dtype, logits.device, aligned(logits), weights is None, options)
+    lie = aligned(logits), aligned(targets), weights is None or aligned(weights)
+    key = (logits.shape, logits.stride(0), logits.dtype, logits.device, lie, weights is None, options)
     run = _launches.get(key)
     tensors = (logits, targets, losses, weights)
     if run is None:

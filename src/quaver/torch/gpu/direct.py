@@ -98,7 +98,8 @@ class Weight(NamedTuple):
 
 
 def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
-    """The same as last time until a roll, a load or a move; None where factors are on the host."""
+    """The same as last time until a roll, a load or a move; None where factors are on the host, or on another device
+    than x: a kernel is told an address, whatever lies there."""
     steps.join(layer, True)
     buffers, stacked = layer._buffers, layer.__dict__.get("_stacked")
     factor, history = buffers["factor"], buffers["history"]
@@ -116,7 +117,7 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
     ):
         return seen
     factors = amax.saved_factors(layer)
-    if isinstance(factors, list):
+    if isinstance(factors, list) or factors.device != x.device or history.device != x.device:
         return None
     known = [amax.is_set(layer, column, factors) for column in range(3)]
     newest = [amax.newest(layer, column, x) for column in range(3)]
