@@ -104,6 +104,9 @@ class Driver:
 
         def noted(*given: Any) -> None:
             self.launched.append(kernel)
+            for name, tensor in zip(launch.fn.arg_names, given, strict=False):
+                # Compiled in: an access of 16 bytes elsewhere is an error of the GPU, which ends the process.
+                assert name not in launch.divisible or tensor.data_ptr() % 16 == 0, f"{launch.fn.__name__}: {name}"
             if self.runs:
                 run(*given)
 
