@@ -65,7 +65,7 @@ SAFE = {
     "torch.gpu.operands:_ones": ONCE,
     "torch.gpu.per_tensor:_amaxes": LAUNCHES,
     "torch.gpu.per_tensor:_casts": LAUNCHES,
-    "torch.gpu.quantize:_found": SAME,
+    "torch.gpu.quantize:_families": SAME,
     "torch.gpu.roll:_captured": "it only grows: whose tables a captured graph reads at every replay",
     "torch.gpu.roll:_notes": LAUNCHES,
     "torch.gpu.roll:_rolls": LAUNCHES,
