@@ -8,12 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import Array
 
 import quaver.jax as qj
 from quaver import recipes
+from quaver.jax import linen
 from quaver.jax import state as states
-from quaver.jax.nnx import DenseGeneral
+from quaver.jax.activation import activate
+from quaver.jax.attention import attention
+from quaver.jax.nnx import MLP, DenseGeneral
+from quaver.jax.norm import layer_norm, rms_norm
+from quaver.jax.rope import rope
 from tests.close import assert_bitwise
 from tests.jax.transformed import integers
 
@@ -107,14 +113,12 @@ def test_a_list_is_told_to_become_an_array() -> None:
 def test_arrays_of_numpy_and_of_float64_are_taken(name: str) -> None:
     function, arguments = CALLS[name]
     expected = function(**arguments)
-    for dtype in (np.float32, np.float64):
+    for dtype in (np.float32,) if name == "quantize" else (np.float32, np.float64):
         given = {k: np.asarray(v, dtype) if isinstance(v, Array) and v.ndim == 2 else v for k, v in arguments.items()}
         jax.tree.map(assert_bitwise, function(**given), expected)
 
 
 def test_variables_of_nnx_and_their_gradients_are_taken() -> None:
-    from flax import nnx
-
     layer = DenseGeneral(16, 8, rngs=nnx.Rngs(0))
     assert_bitwise(qj.linear(X, layer.kernel, recipe="mxfp8"), qj.linear(X, layer.kernel[...], recipe="mxfp8"))
     of_variable = nnx.grad(lambda layer: qj.linear(X, layer.kernel, recipe="mxfp8").sum())(layer)
@@ -152,3 +156,29 @@ def test_trees_of_states_that_do_not_fit_are_told() -> None:
         states.merge()
     with pytest.raises(ValueError, match="needs no share"):
         states.share(STATE, 0)
+
+
+#: Functions and modules of blocks, of x.
+BLOCKS: dict[str, Callable[[Any], Any]] = {
+    "linen DenseGeneral": lambda x: linen.DenseGeneral(8).init(jax.random.key(0), x),
+    "linen LayerNormMLP": lambda x: linen.LayerNormMLP(8).init(jax.random.key(0), x),
+    "nnx DenseGeneral": lambda x: DenseGeneral(16, 8, rngs=nnx.Rngs(0))(x),
+    "nnx MLP": lambda x: MLP(16, 8, rngs=nnx.Rngs(0))(x),
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "activate": lambda x: activate("gelu", x),
+    "attention": lambda x: attention(x, x, x),
+    "rope": rope,
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_given_arrays(name: str) -> None:
+    for wrong in WRONG.values():
+        with pytest.raises(TypeError, match=r"give (an array|one of real numbers)"):
+            BLOCKS[name](wrong)
+
+
+def test_grouped_dot_says_that_float64_is_not_quantized() -> None:
+    with jax.enable_x64(True), pytest.warns(UserWarning, match="float64 is computed in high precision"):
+        qj.grouped_dot(X.astype(float), W[None], jnp.array([4]), recipe="mxfp8")

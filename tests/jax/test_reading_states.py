@@ -103,3 +103,10 @@ def test_a_count_that_float32_cannot_count_on_is_seen_in_the_gradient(count: flo
     ):
         gradient = jax.grad(lambda w, s, f=layer: f(w, s).sum(), argnums=(0, 1))(weight, state)[0]
         assert bool(jnp.isnan(gradient).all()) is (count > 2.0**24)
+
+
+def test_layers_that_are_mapped_may_read_one_history_for_the_gradient_of_x() -> None:
+    state, weights = after_a_step(), jnp.stack([W, W.T])
+    got = jax.grad(lambda x: jax.vmap(linear, (None, 0, None))(x, weights, state).sum())(X)
+    each = [jax.grad(lambda x, w=w: linear(x, w, state).sum())(X) for w in weights]
+    assert_bitwise(got, each[0] + each[1])

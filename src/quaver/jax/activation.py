@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from quaver.core.suggest import suggest
+from quaver.jax.given import array
 
 
 @dataclass(frozen=True)
@@ -100,4 +101,5 @@ def activate(name: str, *x: Array, **options: Any) -> Array:
     row = get_activation(name)
     if len(x) != row.inputs:
         raise ValueError(f"activation {name!r} takes {row.inputs} array{'s' * row.gated}, and got {len(x)}")
+    x = tuple(array(f"activation {name!r}", "x", a) for a in x)
     return row.function(*(a.astype(jnp.float32) for a in x), **options).astype(x[0].dtype)

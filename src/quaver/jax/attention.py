@@ -12,6 +12,7 @@ from jax import Array
 from quaver.core.spec import Recipe
 from quaver.core.suggest import suggest
 from quaver.jax.autocast import recipe_in_force
+from quaver.jax.given import array
 
 #: The masks by name, and whether each takes a `mask` and hides later keys.
 MASKS = {
@@ -68,6 +69,7 @@ def attention(
     Bounded: relative RMS 1e-6 of float64 in float32, without dropout. Statistical with it.
     """
     refuse_quantized(recipe)
+    q, k, v = (array("attention", what, x) for what, x in (("q", q), ("k", k), ("v", v)))
     _check(q, k, v, mask_type, mask, window)
     batch, queries, heads, dim = q.shape
     keys, groups = k.shape[1:3]

@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from quaver.core.spec import Recipe
+from quaver.jax.given import array
 from quaver.jax.linear import linear
 
 
@@ -38,6 +39,9 @@ def dense(
         ValueError: sizes that do not fit.
     Exact, bounded: as `linear`.
     """
+    where = name or "dense"
+    x, kernel = array(where, "x", x), array(where, "kernel", kernel)
+    bias = None if bias is None else array(where, "bias", bias)
     axes = normalize_axes(axis, x.ndim)
     sizes = tuple(x.shape[a] for a in axes)
     features = kernel.shape[len(axes) :]

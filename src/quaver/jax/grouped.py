@@ -26,7 +26,7 @@ from quaver.jax.constant import constant
 from quaver.jax.differentiation import SECOND_DERIVATIVE, differentiated_once, unwrapped
 from quaver.jax.gemms import Call
 from quaver.jax.given import array, floating, instance, state_of
-from quaver.jax.linear import next_state
+from quaver.jax.linear import next_state, warn_unquantized
 from quaver.jax.native import decoded, scaled
 from quaver.jax.ops import DTYPES, quantize, static
 from quaver.jax.quantized import Quantized, as_bytes, as_codes
@@ -76,7 +76,10 @@ def grouped_dot(
         raise ValueError(f"{name}: group_sizes count tokens and are {group_sizes.dtype}; convert them to int32")
     static("seed", seed, "the steps' noise differs by the count in the state")
     dtype = floating(name, jnp.result_type(x, w) if dtype is None else dtype)
-    if in_force is None or not in_force.quantizes or dtype not in DTYPES:
+    quantizes = in_force is not None and in_force.quantizes
+    if quantizes and dtype not in DTYPES:
+        warn_unquantized(dtype)
+    if in_force is None or not quantizes or dtype not in DTYPES:
         high = x.astype(dtype), w.astype(dtype)
         return lax.ragged_dot(*high, group_sizes, preferred_element_type=jnp.float32).astype(dtype)
     state = state_of(name, state)

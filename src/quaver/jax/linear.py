@@ -85,7 +85,7 @@ def linear(
     if in_force is None or not in_force.quantizes:
         return high_precision(x, w, bias, dtype)
     if dtype not in DTYPES:
-        _refuse(dtype)
+        warn_unquantized(dtype)
         return high_precision(x, w, bias, dtype)
     state = state_of(where, state)
     states.fitting(state, in_force, where)
@@ -135,7 +135,7 @@ class _Needs(NamedTuple):
 def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, Any]:
     (x, w, bias, state), perturbed = unwrapped(x, w, bias, state)
     x, w, bias, state = differentiated_once(call, x, w, bias, state, perturbed)
-    if call.recipe.delayed is not None or call.recipe.stochastic:
+    if perturbed[3] and (call.recipe.delayed is not None or call.recipe.stochastic):
         state = _mapped_alike(call, state, x, w)
     axes = _axes(call, x, w, state)
     needs = _Needs(*perturbed[:3])
@@ -266,7 +266,7 @@ def _dtype(where: str, x: Any, w: Any, dtype: Any) -> Any:
     return floating(where, dtype)
 
 
-def _refuse(dtype: Any) -> None:
+def warn_unquantized(dtype: Any) -> None:
     warnings.warn(
         f"{dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
     )

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from quaver.jax.given import array
+
 #: The kinds of normalization by the name that modules take.
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -26,6 +28,7 @@ def layer_norm(
     Bounded: relative RMS 1e-6 of float64 in float32. NaN and infinities make their row NaN.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
+    x = array("layer_norm", "x", x)
     _check(x, scale=scale, bias=bias)
     wide = x.astype(jnp.float32)
     centred = wide - wide.mean(-1, keepdims=True)
@@ -40,6 +43,7 @@ def rms_norm(
     Bounded: relative RMS 1e-6 of float64 in float32.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467; the zero-centred scale is Gemma's.
     """
+    x = array("rms_norm", "x", x)
     _check(x, scale=scale, bias=bias)
     return _finish(x, x.astype(jnp.float32), scale, bias, eps, zero_centered)
 

@@ -63,11 +63,12 @@ def quantize(
         if x.spec != spec:
             raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")
         return x
-    x = array("quantize", "x", x)
+    own, x = getattr(x, "dtype", None), array("quantize", "x", x)
     if x.ndim != 2:
         raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {x.shape}: reshape it first")
-    if x.dtype not in DTYPES:
-        raise ValueError(f"an operand is float32, bfloat16 or float16, not {x.dtype}; convert it first")
+    # An array of numpy in float64 would have become float32 by itself.
+    if own not in DTYPES:
+        raise ValueError(f"an operand is float32, bfloat16 or float16, not {own}; convert it first")
     static("seed", seed, "let tensor_id or count differ instead")
     _numbers(spec, x, amax, factor, tensor_id, count)
     whole = None if place is None else place[2]

@@ -6,6 +6,8 @@ Source: Su et al. 2021, arXiv:2104.09864; turning only the first features is GPT
 import jax.numpy as jnp
 from jax import Array
 
+from quaver.jax.given import array
+
 
 def angles(positions: Array, dim: int, theta: float = 10_000.0) -> Array:
     """positions theta^(-2i / dim) for i < dim / 2: float32 [..., dim / 2] from positions [...]."""
@@ -38,6 +40,7 @@ def rope(
         ValueError: an odd number of features would turn, or shapes that do not fit.
     Bounded: relative RMS 1e-6 of float64 in float32, for positions whose angles float32 holds.
     """
+    x = array("rope", "x", x)
     if x.ndim != 4:
         raise ValueError(f"rope takes [batch, tokens, heads, features], and got an array of shape {x.shape}")
     if not 0 < fraction <= 1:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from quaver.core.spec import Recipe
 from quaver.jax.dense import dense, normalize_axes
+from quaver.jax.given import array
 from quaver.jax.linen.state import layer_state, qualified_name
 
 Initializer = Callable[..., Any]
@@ -50,6 +51,7 @@ class DenseGeneral(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
+        x = array(qualified_name(self) or "DenseGeneral", "x", x)
         axes = normalize_axes(self.axis, x.ndim)
         shape = (*(x.shape[a] for a in axes), *features)
         kernel_init = _as_matrix(self.kernel_init, len(axes), self.kernel_axes)

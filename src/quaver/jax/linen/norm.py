@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from quaver.core.spec import Recipe
+from quaver.jax.given import array
 from quaver.jax.linen.dense import DenseGeneral, Initializer
 from quaver.jax.norm import layer_norm, rms_norm
 
@@ -23,6 +24,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
+        x = array(type(self).__name__, "x", x)
         init = nn.initializers.zeros if self.zero_centered else nn.initializers.ones
         scale = self.param("scale", init, x.shape[-1:], self.param_dtype)
         bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype) if self.use_bias else None
@@ -38,6 +40,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
+        x = array(type(self).__name__, "x", x)
         init = nn.initializers.zeros if self.zero_centered else nn.initializers.ones
         scale = self.param("scale", init, x.shape[-1:], self.param_dtype)
         return rms_norm(x, scale, eps=self.eps, zero_centered=self.zero_centered)
