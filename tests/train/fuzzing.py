@@ -26,6 +26,8 @@ NUMBERS += ["-" + "9" * 30, "9" * 5000, "0x10", "1e3", "١٢", "²", "", " ", "+
 REALS = ["nan", "inf", "-inf", "-0.0", "1e308", "1e-320", "1e999", "0.5", "-1", "1", *NUMBERS]
 WORDS = ["", " ", "a" * 5000, "é", "日本", "\udcff", "a\0b", "--", "-", "%s%n", "${HOME}", "[bold]", "\x1b[31m", "~"]
 WORDS += ["../..", "\x7f", "a/b\n"]
+#: What a step of takes no time, and what no machine's memory holds.
+SIZES = [*(name for name in MODELS if name.endswith(("nano", "tiny"))), "llama3-70b", "", "é", "tiny "]
 DEVICES = ["meta", "hpu", "mps", "cuda:-1", "cpu:0", "cuda:²", "xla", "", "vulkan", "cpu:99", "é", "cpu:"]
 LITERALS = ["1", "-1", "1" * 4000, "1e999", "nan", "'x'", "'e4m3'", "b'x'", "None", "True", "[]", "{}", "{[]:1}"]
 LITERALS += [
@@ -130,7 +132,7 @@ def options(random: Random, where: Place) -> list[str]:
         if field.name == "recipe":
             value = recipe(random)
         if field.name == "model":
-            value = random.choice([*MODELS, "", "é", "tiny "])
+            value = random.choice(SIZES)
         if field.name == "device":
             value = random.choice(DEVICES)
         if field.name == "framework":
@@ -259,10 +261,11 @@ def compare(random: Random, where: Place, fresh: Path) -> list[str]:
 
 
 def anything(random: Random, where: Place, fresh: Path) -> list[str]:
-    """Words in no order."""
+    """Words in no order; a training that would be in order is given a model that is not."""
     words = ["train", "generate", "doctor", "plan", "compare", "--help", "--steps", "--quiet", "--resume", "--out"]
     words += WORDS
-    return [random.choice(words) for _ in range(random.randrange(5))]
+    chosen = [random.choice(words) for _ in range(random.randrange(5))]
+    return chosen + (["--model", "é"] if {"train", "compare"} & set(chosen) else [])
 
 
 KINDS: dict[Callable[[Random, Place, Path], list[str]], int] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quaver.train import checkpoint, frozen, report, tokens
+from quaver.train import checkpoint, frozen, lock, report, tokens
 from quaver.train.compare import compare_runs
 from quaver.train.comparison import Comparison, Run, paired
 from quaver.train.config import to_toml
@@ -152,6 +152,23 @@ def saved_tokenizer(folder: Path, make_config: MakeConfig) -> Path:
     assert learnt is not None
     learnt.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
+
+
+def test_no_run_goes_on_when_the_comparison_ends(make_config: MakeConfig) -> None:
+    """Whatever ends it, such as a disk that fills while a report of its own is written."""
+    config = make_config(steps=5000, checkpoint_every=0, validate_every=0)
+    metrics = Path(config.out) / "bf16-seed0" / "metrics.jsonl"
+
+    def fail(runs: object) -> None:
+        if read(metrics):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        compare_runs(config, ["bf16"], watch=fail)
+    done = read(metrics)[-1]["step"]
+    assert checkpoint.latest(metrics.parent) == metrics.parent / f"step-{done:06d}"
+    with lock.held(metrics.parent, "training"):
+        pass
 
 
 def test_a_misspelt_recipe_starts_nothing(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -123,21 +123,23 @@ def run_all(runs: list[Run], jobs: int, threads: int, watch: Callable[[Sequence[
     waiting = [index for index, run in enumerate(runs) if not run.done]
     active: dict[int, subprocess.Popen[bytes]] = {}
     with Interrupt() as interrupt:
-        while waiting or active:
-            while waiting and len(active) < jobs:
-                index = waiting.pop(0)
-                active[index] = start(runs[index].config, threads)
-            time.sleep(0.2)
-            for index, process in list(active.items()):
-                ended = process.poll() is not None
-                runs[index] = update(runs[index], read if ended else newest)
-                if ended:
-                    del active[index]
-                    runs[index] = judge(runs[index], process.returncode)
-            watch(runs)
-            if interrupt.number:
-                stop(list(active.values()))
-                raise Interrupted("stopped, every run saved; go on with --resume", interrupt.number)
+        try:
+            while waiting or active:
+                while waiting and len(active) < jobs:
+                    index = waiting.pop(0)
+                    active[index] = start(runs[index].config, threads)
+                time.sleep(0.2)
+                for index, process in list(active.items()):
+                    ended = process.poll() is not None
+                    runs[index] = update(runs[index], read if ended else newest)
+                    if ended:
+                        del active[index]
+                        runs[index] = judge(runs[index], process.returncode)
+                watch(runs)
+                if interrupt.number:
+                    raise Interrupted("stopped, every run saved; go on with --resume", interrupt.number)
+        finally:  # whatever ends the comparison, no run goes on without it
+            stop(list(active.values()))
     return runs
 
 
