@@ -220,7 +220,7 @@ def forge(random: Random, where: Place, fresh: Path) -> None:
         state = json.loads((path / "state.json").read_text())
         key = random.choice(["format", "step", "model", "text", "config", "seed"])
         state[key] = random.choice([None, [], {}, -1, "2", 2.5, 10**30, {"recipe": []}, [[]], True])
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return
     checkpoint.seal(path, state)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from quaver import __version__ as version
 from quaver.recipes import RECIPES
 from quaver.train import doctor
 from quaver.train.cli import app
@@ -11,6 +12,7 @@ from quaver.train.config import TrainConfig, read_toml, to_toml
 from quaver.train.doctor import NATIVE, NEEDS, Device, how
 from quaver.train.metrics import losses, read
 from quaver.train.sizes import MODELS
+from quaver.train.torch import trial
 from tests.train.conftest import MakeConfig
 
 
@@ -135,6 +137,39 @@ def test_doctor_speaks_of_every_recipe() -> None:
     assert result.exit_code == 0 and all(name in result.stdout for name in (*RECIPES, "torch", "cpu"))
     assert "quaver train --framework torch runs on cpu" in result.stdout
     assert "quaver train --framework jax runs on cpu" in result.stdout
+
+
+def test_doctor_tries_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {name: rest for name, *rest in doctor.recipes_table([])}
+    assert rows["bf16"][0] == "native" and rows["mxfp8"] == ["emulated", "no GPU; native GEMMs need sm_100 or newer"]
+    assert "Each recipe was tried" in quaver("doctor").stdout
+    hopper = [Device("H100", (9, 0))]
+    for ran, said in (
+        ([("fprop", "native", ""), ("dgrad", "native", "")], ("native", "all three GEMMs are the GPU's")),
+        (
+            [("fprop", "native", ""), ("dgrad", "decoded", "no such GEMM")],
+            ("partly native", "dgrad decoded: no such GEMM"),
+        ),
+    ):
+        monkeypatch.setattr(trial, "trial", lambda recipe, ran=ran: ran)
+        assert doctor.seen("mxfp8", hopper) == said
+    monkeypatch.setattr(doctor, "has", lambda framework: False)
+    assert doctor.recipes_table(hopper)[1][1:] == ("not tried", "H100 could: it is sm_90")
+    assert "Nothing was tried" in quaver("doctor").stdout
+
+
+def test_the_version_is_said() -> None:
+    result = quaver("--version")
+    assert result.exit_code == 0 and result.stdout == f"quaver {version}\n"
+
+
+def test_without_a_terminal_progress_is_lines(toml: Path, tmp_path: Path) -> None:
+    result = quaver("train", "--config", toml, "--steps", 60)
+    steps = [int(step) for step in re.findall(r"^step (\d+) of 60  loss \d", result.stderr, re.MULTILINE)]
+    assert result.exit_code == 0 and steps == [1, *range(3, 61, 3)]
+    assert "step" not in quaver("train", "--config", toml, "--steps", 63, "--resume", "--quiet").stderr
+    compared = quaver("compare", "--config", toml, "--out", tmp_path / "all", "--recipes", "bf16", "--steps", 2)
+    assert "bf16 seed 0: step 2 of 2  loss" in compared.stderr, compared.output
 
 
 def test_doctor_says_what_to_install_for_a_framework(monkeypatch: pytest.MonkeyPatch) -> None:

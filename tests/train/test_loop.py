@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import pty
 import resource
 import shutil
 import signal
@@ -312,6 +313,27 @@ def test_a_signal_loses_nothing(make_config: MakeConfig, tmp_path: Path, number:
         assert last.name == f"step-{done:06d}"
     fewer = replace(config, steps=done + 2)
     assert run_training(fewer, resume=True).losses == run_training(replace(fewer, out=str(tmp_path / "whole"))).losses
+
+
+def test_a_terminal_that_hangs_up_loses_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The terminal's end sends SIGHUP, and whatever is written to it from then on fails."""
+    config = make_config("stopped", steps=4000, checkpoint_every=0, validate_every=0)
+    terminal, end = pty.openpty()
+    owned = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", owned, *command(config, tmp_path)],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), end),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    os.close(end)
+    wait_for_steps(process, config, 3)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    last = checkpoint.latest(Path(config.out))
+    assert last is not None and checkpoint.load(last, {}).step == read(Path(config.out) / "metrics.jsonl")[-1]["step"]
 
 
 def test_a_run_is_not_resumed_backwards(make_config: MakeConfig) -> None:

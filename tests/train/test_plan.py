@@ -75,6 +75,12 @@ def test_what_does_not_gain_is_named_with_what_to_do() -> None:
     assert "skip=quaver.rules.unprofitable('h100', tokens=1024)" in result.stdout
 
 
+def test_what_is_left_out_and_what_a_column_means_is_said() -> None:
+    said = " ".join(quaver(*LLAMA).stdout.split())
+    assert "Left out: attention's own products (its four projections are in the table), norms" in said
+    assert '"more MB" is what quantizing reads and writes beyond what a bf16 layer does' in said
+
+
 def test_what_the_gpu_lacks_is_said() -> None:
     result = quaver("--gpu", "l40s", "--model", "llama3-8b", "--recipe", "blockwise")
     assert "l40s has no GEMM for blocks of 128: fprop, dgrad, wgrad decode their operands" in result.stdout

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+import quaver
 from quaver.train import doctor as machine
 from quaver.train import plan as planning
 from quaver.train import recipe_name, report
@@ -30,6 +31,7 @@ from quaver.train.interrupt import Interrupted
 from quaver.train.loop import folder_of, run_training
 from quaver.train.metrics import Record, read
 from quaver.train.plots import plot_comparison, plot_loss
+from quaver.train.progress import Lines, numbers
 from quaver.train.sampling import Sampling
 
 app = typer.Typer(
@@ -110,6 +112,21 @@ def configure(typed: dict[str, Any], file: Path | None, more_text: list[str] | N
     return TrainConfig(**options)
 
 
+def show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"quaver {quaver.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    version: Annotated[
+        bool, typer.Option("--version", help="show the version and exit", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train Transformers in FP8, MXFP8 and NVFP4, by exact emulation where the hardware cannot."""
+
+
 ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with any of these options", metavar="FILE")]
 MoreText = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")]
 
@@ -122,7 +139,7 @@ def train(
     more_text: MoreText = None,
     config: ConfigFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bar or lines")] = False,
 ) -> None:
     """Train a language model under a recipe."""
     settings = configure(typed, config, more_text)
@@ -131,9 +148,11 @@ def train(
         settings = configure({**typed, "out": str(before.parent)}, before, more_text)
     with bars(quiet) as progress:
         task = progress.add_task(settings.recipe, total=settings.steps, numbers="")
+        line = lines("", settings, quiet)
 
         def watch(record: Record) -> None:
             if "loss" in record:
+                line(record)
                 progress.start()
                 progress.update(task, completed=record["step"], numbers=numbers(record))
 
@@ -158,19 +177,23 @@ def compare(
     jobs: Annotated[int, typer.Option(help="runs at a time; 0: as many as fill the cores")] = 0,
     config: ConfigFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the runs that are not finished")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bars")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bars or lines")] = False,
 ) -> None:
     """Train under several recipes with the same data and seeds, and report the differences from bf16."""
     settings = configure(typed, config, more_text)
     with bars(quiet) as progress:
         tasks: dict[str, TaskID] = {}
+        line: dict[str, Callable[[Record], None]] = {}
 
         def watch(runs: Sequence[Run]) -> None:
             progress.start()
             for run in runs:
                 if run.label not in tasks:
+                    line[run.label] = lines(run.label, run.config, quiet)
                     tasks[run.label] = progress.add_task(run.label, total=run.config.steps, start=False, numbers="")
                 follow(progress, tasks[run.label], run)
+                for record in [record for record in run.records if "loss" in record][-1:]:
+                    line[run.label](record)
 
         comparison = compare_runs(
             settings, recipe_name.split(recipes), seeds=seeds, jobs=jobs, resume=resume, watch=watch
@@ -239,6 +262,7 @@ def doctor() -> None:
         for row in machine.recipes_table(devices):
             shown.add_row(*row)
         out.print(shown)
+        say(machine.SEEN if machine.has("torch") else machine.UNSEEN)
         say(machine.advice(devices))
 
 
@@ -262,7 +286,7 @@ def plan(
             return
         say(planning.title(planned))
         out.print(planning.rich_table(planned))
-        for line in planning.verdict(planned):
+        for line in (*planning.verdict(planned), *planning.notes(planned)):
             say(line)
 
 
@@ -273,9 +297,9 @@ def say(line: str) -> None:
 
 @contextmanager
 def bars(quiet: bool) -> Iterator[Progress]:
-    """Progress bars that start with the first report, so that bad input draws none."""
+    """Progress bars, on a terminal alone, that start with the first report, so that bad input draws none."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"), TimeRemainingColumn())
-    progress = Progress(TextColumn("{task.description}"), *columns, console=err, disable=quiet)
+    progress = Progress(TextColumn("{task.description}"), *columns, console=err, disable=quiet or not err.is_terminal)
     try:
         yield progress
     finally:
@@ -284,8 +308,11 @@ def bars(quiet: bool) -> Iterator[Progress]:
                 progress.stop()
 
 
-def numbers(record: Record) -> str:
-    return f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
+def lines(label: str, config: TrainConfig, quiet: bool) -> Callable[[Record], None]:
+    """What takes a run's records and says some of them, where there is no terminal for a bar."""
+    if quiet or err.is_terminal:
+        return lambda record: None
+    return Lines(label, config.steps, lambda line: tell(line, ""))
 
 
 def follow(progress: Progress, task: TaskID, run: Run) -> None:

@@ -24,8 +24,12 @@ NEEDS = {
     "nvfp4": (10, 0),
 }
 
-# Recipes whose GEMMs quaver hands to the hardware: bf16 is torch's own. The FP8 and FP4 kernels come later.
+# Recipes that quantize nothing: their GEMMs are the framework's own.
 NATIVE = {"bf16"}
+
+# What the table rests on.
+SEEN = "Each recipe was tried: forward and backward of a linear layer of 256 by 256 in bfloat16."
+UNSEEN = "Nothing was tried: the table goes by the architecture alone. With PyTorch installed, each recipe is tried."
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 
@@ -120,7 +124,7 @@ def _capability(text: str) -> tuple[int, int]:
 
 
 def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
-    """How a recipe runs here ("native" or "emulated") and why, in a few words."""
+    """How a recipe would run here ("native", "emulated", "not tried") by the GPUs' architecture, and why."""
     if recipe in NATIVE:
         return "native", "nothing is quantized; the framework's own GEMMs"
     needed = NEEDS[recipe]
@@ -133,15 +137,33 @@ def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
             "emulated",
             f"{best.name} is sm_{best.capability[0]}{best.capability[1]}; native GEMMs need {sm} or newer",
         )
-    return "emulated", f"{best.name} could, but this version has no native GEMM for it yet"
+    return "not tried", f"{best.name} could: it is sm_{best.capability[0]}{best.capability[1]}"
+
+
+def seen(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
+    """How a small layer of PyTorch's ran under a recipe, and why."""
+    from quaver.train.torch.trial import trial
+
+    try:
+        ran = trial(RECIPES[recipe]())
+    except (RuntimeError, ValueError) as error:
+        return "fails", str(error).splitlines()[0][:200]
+    native = [name for name, implementation, _ in ran if implementation in ("native", "torch")]
+    if len(native) == len(ran):
+        return "native", how(recipe, devices)[1] if recipe in NATIVE else "all three GEMMs are the GPU's"
+    if not devices:
+        return "emulated", how(recipe, devices)[1]
+    others = "; ".join(f"{name} {implementation}: {why}" for name, implementation, why in ran if name not in native)
+    return "partly native" if native else "emulated", others
 
 
 def recipes_table(devices: Sequence[Device]) -> list[tuple[str, str, str]]:
-    """Recipe, how, why, for every recipe there is."""
-    return [(name, *how(name, devices)) for name in RECIPES]
+    """Recipe, how, why, for every recipe there is: as it ran, or without PyTorch by the GPUs' architecture."""
+    look = seen if has("torch") else how
+    return [(name, *look(name, devices)) for name in RECIPES]
 
 
 def advice(devices: Sequence[Device]) -> str:
     if not devices:
-        return "Find out here whether a recipe converges (quaver compare): the bits are those of a GPU."
+        return "Find out here whether a recipe converges (quaver compare): the codes are those that the formats define."
     return "Choose a recipe here (quaver compare): emulation is exact, though slower than bf16."

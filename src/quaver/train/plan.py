@@ -170,6 +170,16 @@ def verdict(planned: Plan) -> list[str]:
     return said
 
 
+def notes(planned: Plan) -> list[str]:
+    """What the table leaves out, and what its columns mean."""
+    head = "embedding and head" if not planned.config.tied else "embedding, which is the head too"
+    return [
+        "Left out: attention's own products (its four projections are in the table), norms, activations, "
+        f"{head}, the optimizer: of a whole step, less is gained.",
+        '"more MB" is what quantizing reads and writes beyond what a bf16 layer does, forward and backward.',
+    ]
+
+
 def as_json(planned: Plan) -> dict[str, Any]:
     """The same as data, in seconds and bytes, with the rates and their sources."""
     rates = {"copy": planned.gpu.copy, **planned.gpu.rates}
