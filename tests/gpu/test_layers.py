@@ -94,3 +94,21 @@ def test_eight_bits_are_kept_for_backward(recipe: str) -> None:
         y = layer(x)
     kept = torch.cuda.memory_allocated() - before - y.numel() * 2
     assert kept < 1.1 * x.numel(), f"{kept} bytes for {x.numel()} elements"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_micro_batches_on_two_streams_share_a_quantized_weight(recipe: str) -> None:
+    layer = qt.Linear(2048, 2048, bias=False, device="cuda", dtype=torch.bfloat16)
+    twin, streams = copy.deepcopy(layer), [torch.cuda.Stream() for _ in range(2)]
+    x, g = torch.randn(2, 512, 2048, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    for number in range(6):
+        with torch.cuda.stream(streams[number % 2]):
+            # What keeps the other stream busy must not be read through.
+            torch.cuda._sleep(1_000_000)
+            found = run(layer, x, g, recipe)
+        torch.cuda.synchronize()
+        expected = run(twin, x, g, recipe)
+        qt.refresh(twin)
+        for name in ("y", "x"):
+            assert torch.equal(found[name], expected[name]), f"{name} of micro-batch {number}"

@@ -162,7 +162,29 @@ def every_recipe(rank: int) -> None:
         assert_equal_on_ranks(net, name)
 
 
+def kept_weights_follow_collectives(rank: int) -> None:
+    """A broadcast and an all-reduce write to a weight without moving its version."""
+    for recipe in ("tensorwise", "rowwise", "mxfp8"):
+        for collective in (lambda p: dist.broadcast(p, 1), dist.all_reduce):
+            for before, after in ((False, False), (True, False), (True, True)):
+                layer = qt.Linear(32, 48, bias=False, recipe=recipe)
+                with torch.no_grad():
+                    layer.weight.mul_(1 + 3 * rank)
+                x = data(rank, 0)
+                for training, write in ((before, True), (after, False)):
+                    fresh = copy.deepcopy(layer)
+                    with torch.set_grad_enabled(training):
+                        y, expected = layer(x), fresh(x)
+                    assert_bitwise(y.detach(), expected.detach(), f"{recipe}, training: {before}, {after}")
+                    if training:
+                        y.sum().backward()
+                    if write:
+                        collective(layer.weight.detach())
+                        layer.weight.grad = None
+
+
 CASES = [
+    kept_weights_follow_collectives,
     converted_delayed,
     autocast_around_ddp,
     a_group_of_ones_own,

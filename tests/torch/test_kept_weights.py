@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -272,6 +273,44 @@ def test_a_frozen_base_is_kept_over_micro_batches_and_quantized_after_a_step() -
         through_data(layer)
         x = torch.randn(T, K)
         assert_same(trained(fresh(layer), x), trained(layer, x), recipe)
+
+
+def quantized_by(layer: qt.Linear) -> object:
+    """What is kept for fprop, which is another object once it was quantized again."""
+    return layer.__dict__["_weights"].window.get("fprop")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_recomputation_uses_what_micro_batches_keep(recipe: str, reentrant: bool) -> None:
+    layer, other = made(recipe), made(recipe)
+    other.load_state_dict(layer.state_dict())
+    entries = set()
+    for x in torch.randn(3, T, K):
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        y = torch.utils.checkpoint.checkpoint(layer, inputs[0], use_reentrant=reentrant)
+        y.square().sum().backward()
+        entries.add(quantized_by(layer))
+        expected = other(inputs[1])
+        expected.square().sum().backward()
+        assert_bitwise(y.detach(), expected.detach())
+        assert_bitwise(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+    assert len(entries) == 1
+
+
+def test_a_bare_write_beside_gradients_that_are_left_is_seen_after_refresh() -> None:
+    """What docs/limits.md says is not seen: gradients left, and zeroed in place."""
+    for zero in (lambda layer: None, lambda layer: layer.zero_grad(set_to_none=False)):
+        layer, x = made("mxfp8"), torch.randn(T, K)
+        trained(layer, x)
+        kept = quantized_by(layer)
+        zero(layer)
+        through_data(layer)
+        assert_bitwise(evaluated(layer, x), evaluated(fresh(layer), x))
+        trained(layer, x)
+        assert quantized_by(layer) is kept, "it is seen: docs/limits.md may say so"
+        qt.refresh(layer)
+        assert_same(trained(fresh(layer), x), trained(layer, x), "after refresh")
 
 
 # Loops that step by hand.
