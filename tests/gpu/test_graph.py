@@ -1,6 +1,7 @@
 """On a card: a captured training step is the eager one, step by step and bit by bit."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -115,3 +116,34 @@ def test_a_capture_loads_no_kernel_and_gives_the_gradients_of_eager_steps(
         found = [t.clone() for t in captured(x)]
         for mine, expected in zip(found, step(twin, x), strict=True):
             assert torch.equal(mine, expected), number
+
+
+def test_threads_that_load_kernels_at_once_get_the_results_of_one() -> None:
+    """A Linear of shapes that nothing before has launched, in four threads, each on a stream of its own."""
+    layers = [qt.Linear(16 * n, 48, dtype=torch.bfloat16, device="cuda", recipe="tensorwise") for n in (5, 7, 9, 11)]
+    xs = [torch.randn(80, layer.in_features, device="cuda").bfloat16() for layer in layers]
+    torch.cuda.synchronize()
+    launch._kernels.clear()
+    launch._forget()
+    start, found = threading.Barrier(len(layers)), {}
+
+    def run(number: int) -> None:
+        start.wait()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found[number] = layers[number](xs[number]).detach()
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(layers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, (layer, x) in enumerate(zip(layers, xs, strict=True)):
+        assert torch.equal(found[number], layer(x).detach()), number
+
+
+def test_a_tensor_of_another_device_than_the_steps_is_a_sentence() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    with pytest.raises(ValueError, match=r"records what runs on cuda:0, and is given a tensor on cuda:1"):
+        CapturedStep(lambda x: x * 2)(torch.ones(3, device="cuda:1"))

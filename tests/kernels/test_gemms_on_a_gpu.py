@@ -13,7 +13,7 @@ import quaver.torch as qt
 from quaver import E4M3, QuantSpec, recipes
 from quaver.core.spec import GemmSpec
 from quaver.torch import ops, reference
-from quaver.torch.gpu import scaled_mm
+from quaver.torch.gpu import capture, scaled_mm
 from tests.operands import GEMMS
 
 pytestmark = pytest.mark.gpu
@@ -101,12 +101,12 @@ def test_a_captured_step_equals_the_eager_one(recipe: str) -> None:
         return y
 
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), capture.rehearsing(CARD):
         for _ in range(3):
             step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         y = step()
     for scale in (1.0, 3.0):
         with torch.no_grad():

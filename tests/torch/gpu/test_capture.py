@@ -75,6 +75,32 @@ def test_a_capture_launches_what_its_rehearsal_launched(
     assert set(captured) <= driver.loaded
 
 
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [
+        ("rowwise", 90),
+        ("mxfp8", 100),
+        *(
+            pytest.param(recipe, arch, marks=pytest.mark.slow)
+            for recipe in RECIPES
+            for arch in ARCHITECTURES
+            if (recipe, arch) not in (("rowwise", 90), ("mxfp8", 100))
+        ),
+    ],
+)
+def test_a_capture_of_a_block_launches_what_its_rehearsal_launched(
+    recipe: str, arch: int, gpu: Callable[[str, int], Driver]
+) -> None:
+    """Norms, rope, activations and attention's masks, and weights that several layers share an input with."""
+    driver = gpu(recipe, arch)
+    options = {"groups": 2, "bias": False, "activation": "swiglu", "normalization": "RMSNorm", "window": (8, 0)}
+    block = qt.TransformerLayer(64, 4, 96, rope=qt.RotaryEmbedding(16), dtype=torch.bfloat16, **options)
+    x = torch.randn(1, 2, 16, 64).bfloat16().requires_grad_()
+    *_, rehearsed, captured = launches(driver, block, recipe, x, WARM_UP)
+    assert captured == rehearsed
+    assert set(captured) <= driver.loaded
+
+
 def captured_names(driver: Driver, recipe: str, layer: qt.Linear) -> list[str]:
     x = torch.randn(1, 32, layer.in_features).bfloat16().requires_grad_()
     return [kernel[0].__name__ for kernel in launches(driver, layer, recipe, x, WARM_UP)[-1]]

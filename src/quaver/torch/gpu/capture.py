@@ -34,7 +34,13 @@ def as_captured(device: torch.device) -> bool:
 
 @contextmanager
 def rehearsing(device: torch.device) -> Iterator[None]:
-    """While open, what runs on the device's current stream decides as a capture on that stream will."""
+    """While open, what runs on the device's current stream decides as a capture on that stream will.
+
+    Args:
+        device: as tensors have it, or "cuda" for the current one.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     known = device, stream_of(device)
     added = {known} - _rehearsed
     _rehearsed.update(added)
