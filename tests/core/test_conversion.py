@@ -1,5 +1,7 @@
 """What is decided about a layer, and what is reported: without any framework."""
 
+from typing import Any
+
 import pytest
 
 import quaver
@@ -40,6 +42,30 @@ def test_a_report_counts_gives_reasons_and_suggests_the_nearest_name() -> None:
         "  not linear: 2 Conv",
         "  matched nothing: *.hed; did you mean 'head'?",
     ]
+
+
+def test_a_report_tells_the_share_of_the_parameters_that_gemms_read() -> None:
+    report = Report({"up": quaver.recipes.mxfp8()}, converted_parameters=1000, chosen_parameters=500)
+    assert str(report).splitlines()[1] == (
+        "  of 1,500 parameters that GEMMs read 67%; 500 left alone by choice, 0 not reached"
+    )
+    assert report.share == 2 / 3 and not report.reaches_little
+    report.unreached_parameters = 1001
+    assert report.reaches_little and Report().share == 0 and not Report().reaches_little
+
+
+def torchaos(module: object, fqn: str) -> bool:
+    return fqn != "head"
+
+
+@pytest.mark.parametrize("given", [torchaos, [torchaos], [lambda module, fqn: True], ["head", lambda name: ""]])
+def test_a_filter_of_torchaos_signature_is_a_sentence(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"\(name, in_features, out_features, recipe\).*opposite sense"):
+        Choice("mxfp8", given)
+
+
+def test_filters_of_any_other_shape_are_called() -> None:
+    Choice("mxfp8", [lambda *args: "", lambda name, i, o, recipe, more=1: "", max])
 
 
 def test_skip_as_a_string_is_a_sentence() -> None:

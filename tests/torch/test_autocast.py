@@ -1,6 +1,7 @@
 """Which recipe a layer runs under."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.autocast import recipe_in_force
+from quaver.torch.autocast import ambient, nodes, recipe_in_force
 from tests.close import assert_bitwise
 
 
@@ -115,3 +116,86 @@ def test_wrong_arguments_are_sentences() -> None:
         qt.autocast()
     with pytest.raises(ValueError, match="did you mean 'mxfp8'"):
         qt.autocast("mxpf8")
+
+
+# An autocast in which nothing ran.
+
+PLAIN = nn.Linear(32, 16)
+
+
+def in_one(recipe: str | None, *calls: Callable[[Tensor], object], enabled: bool = True) -> Callable[[], None]:
+    def body() -> None:
+        with qt.autocast(recipe, enabled=enabled):
+            for call in calls:
+                call(X)
+
+    return body
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_an_autocast_around_a_forward_without_quantizable_layers_warns(mode: type) -> None:
+    with (
+        mode(),
+        pytest.warns(UserWarning, match=r"inside autocast\(mxfp8\).*quaver.torch.convert\(model, recipe\)") as seen,
+    ):
+        in_one("mxfp8", PLAIN)()
+    assert len(seen) == 1 and seen[0].filename == __file__
+    qt.autocast("bf16")(PLAIN)(X)
+    with mode(), pytest.warns(UserWarning, match="tensorwise"):
+        qt.autocast("tensorwise")(PLAIN)(X)
+
+
+def outer_and_inner(x: Tensor) -> None:
+    with qt.autocast("tensorwise"):
+        PLAIN(x)
+
+
+def switched_off(x: Tensor) -> None:
+    with qt.autocast(enabled=False):
+        qt.Linear(32, 16)(x)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize(
+    "body",
+    [
+        in_one("mxfp8", PLAIN, qt.Linear(32, 16)),
+        in_one("mxfp8", PLAIN, qt.Linear(32, 16, recipe="rowwise")),
+        in_one("mxfp8", outer_and_inner, qt.Linear(32, 16)),
+        in_one("mxfp8", switched_off),
+        in_one(None, PLAIN, outer_and_inner, enabled=False),
+        in_one("bf16", PLAIN),
+        in_one("mxfp8", lambda x: qt.explain(qt.Linear(32, 16), x)),
+        in_one("mxfp8", lambda x: qt.grouped_matmul(x, torch.randn(1, 16, 32), torch.tensor([64], dtype=torch.int32))),
+    ],
+    ids=["layer", "own recipe", "nested", "switched off inside", "switched off", "bf16", "explain", "function"],
+)
+def test_it_warns_of_nothing_else(body: Callable[[], None], mode: type) -> None:
+    with mode():
+        body()
+
+
+def test_a_body_that_runs_nothing_or_fails_does_not_warn() -> None:
+    in_one("mxfp8")()
+    y = PLAIN(X)
+    in_one("mxfp8", lambda _: y.backward(torch.ones_like(y)))()
+    with pytest.raises(KeyError), qt.autocast("mxfp8"):
+        PLAIN(X)
+        raise KeyError
+
+
+def test_compiled_layers_count_as_layers(layer: qt.Linear) -> None:
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            for _ in range(2):
+                in_one("mxfp8", compiled)()
+    ambient.compiled = False
+
+
+def test_without_torchs_number_of_nodes_only_forwards_without_gradients_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nodes() != (PLAIN(X), nodes())[1]
+    monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
+    in_one("mxfp8", PLAIN)()
+    with torch.no_grad(), pytest.warns(UserWarning, match="no quantizable layer"):
+        in_one("mxfp8", PLAIN)()

@@ -284,8 +284,12 @@ def test_each_layer_left_alone_has_its_reason() -> None:
             Rule(pattern="lazy", recipe="mxfp8"),
         ]
     )
-    report = qt.convert(model, rules, skip=["head", "tail"])
+    with pytest.warns(UserWarning, match="reached less than half"):
+        report = qt.convert(model, rules, skip=["head", "tail"])
     assert list(report.converted) == ["good"]
+    # untouched, small and head by choice; the attention's four matrices, odd and replaced are out of reach.
+    counted = report.converted_parameters, report.chosen_parameters, report.unreached_parameters
+    assert counted == (256, 256 + 64 + 176, 1024 + 512)
     assert report.skipped == {
         "attention.out_proj": "nn.MultiheadAttention reads its weight without calling it",
         "lazy": "its weight has no shape yet; run one forward first",
@@ -300,7 +304,7 @@ def test_each_layer_left_alone_has_its_reason() -> None:
     assert model["odd"].count == 1
     model["attention"](*[torch.randn(3, 2, 16)] * 3)
     model["lazy"](torch.randn(2, 16))
-    assert list(qt.convert(model, rules, skip=["head"]).converted) == ["lazy", "good"]
+    assert list(qt.convert(model, rules, skip=["head", "attention*", "odd"]).converted) == ["lazy", "good"]
 
 
 def test_a_model_that_is_itself_a_linear_is_converted_and_reverted() -> None:
@@ -744,8 +748,9 @@ def test_gpt2_of_transformers_has_one_linear_and_the_report_says_so() -> None:
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2)
     )
-    report = qt.convert(model, "delayed")
-    assert list(report.converted) == ["lm_head"]
+    with pytest.warns(UserWarning, match="reached less than half of the parameters that GEMMs read; make the others"):
+        report = qt.convert(model, "delayed")
+    assert list(report.converted) == ["lm_head"] and f"{report.share:.0%}" == "7%"
     assert report.others == {"Conv1D": 8, "Embedding": 2}
     assert "not nn.Linear: 2 Embedding, 8 Conv1D" in str(report)
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -755,8 +760,59 @@ def test_gpt2_of_transformers_has_one_linear_and_the_report_says_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = transformers.GPT2LMHeadModel(model.config)
-        qt.convert(made, "delayed")
+        # What is left out by name is the caller's choice.
+        qt.convert(made, "delayed", skip=["c_*"])
         made.load_state_dict(model.state_dict())
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(count, 32, 64))
+        self.down_proj = nn.Parameter(torch.zeros(count, 32, 32))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(count, 64))
+        self.positions = nn.Parameter(torch.zeros(1, 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("other", "parameters"),
+    [
+        (lambda: nn.Embedding(1000, 64), 0),
+        (lambda: nn.Conv2d(64, 64, 3), 0),
+        (lambda: nn.LayerNorm((64, 64)), 0),
+        (lambda: nn.MultiheadAttention(32, 2), 4 * 32 * 32),
+        (lambda: Experts(4), 4 * 32 * 96),
+        (lambda: nn.LSTM(32, 32), 2 * 4 * 32 * 32),
+    ],
+    ids=["embedding", "convolution", "norm", "attention", "experts", "LSTM"],
+)
+def test_the_share_counts_what_gemms_read_whoever_holds_it(other: Callable[[], nn.Module], parameters: int) -> None:
+    for size, warned in ((128, False), (32, parameters > 1024)):
+        model = nn.ModuleDict({"linear": nn.Linear(size, size), "other": other()})
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            report = qt.convert(model, "mxfp8")
+        assert (report.converted_parameters, report.unreached_parameters) == (size * size, parameters)
+        assert [str(w.message).startswith("convert reached less than half") for w in seen] == [True] * warned
+        qt.revert(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert qt.convert(model, "mxfp8", skip=["other", "other.*"]).unreached_parameters == 0
+
+
+def test_a_weight_that_another_library_quantized_is_a_sentence() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    qt.convert(model, "mxfp8")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(
+        ValueError, match=r"Linear\(64 → 64\) has a weight of class \w+.*call quaver.torch.revert\(model\) "
+    ):
+        model(torch.randn(4, 64))
+    qt.revert(model)
+    with pytest.warns(UserWarning, match="changed nothing(.|\n)*quantized by another library"):
+        qt.convert(model, "mxfp8")
+    assert model(torch.randn(4, 64)).isfinite().all()
 
 
 def test_a_dict_of_patterns_serves_as_rules() -> None:

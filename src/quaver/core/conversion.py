@@ -1,8 +1,10 @@
 """What a front end's `convert` decides about each layer of a model, and how it reports it."""
 
+import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from quaver.core.html_table import html_lines, html_table
 from quaver.core.rules import Rule, Rules, Skip, SkipFilter, matches
@@ -28,6 +30,25 @@ class Report:
     attention: dict[str, Recipe] = field(default_factory=dict)
     #: Attention that a recipe would quantize and `convert` cannot reach: how many modules of each other class.
     other_attention: dict[str, int] = field(default_factory=dict)
+    #: How many parameters that GEMMs read were converted, were left alone by the caller's choice (skip, rules), and
+    #: were not reached. The torch front end counts them.
+    converted_parameters: int = 0
+    chosen_parameters: int = 0
+    unreached_parameters: int = 0
+
+    @property
+    def share(self) -> float:
+        """The converted part of the parameters that GEMMs read; 0 where there are none."""
+        return self.converted_parameters / max(1, self._gemm_parameters)
+
+    @property
+    def reaches_little(self) -> bool:
+        """Whether `convert` did not reach most of the parameters that its caller did not choose to leave alone."""
+        return self.unreached_parameters > self.converted_parameters
+
+    @property
+    def _gemm_parameters(self) -> int:
+        return self.converted_parameters + self.chosen_parameters + self.unreached_parameters
 
     def __str__(self) -> str:
         skipped = [f"  left alone: {name or '(root)'} ({why})" for name, why in self.skipped.items()]
@@ -49,6 +70,9 @@ class Report:
     def _done(self) -> list[str]:
         """What was quantized."""
         lines = [f"converted {_counts(self.converted)}"]
+        if self._gemm_parameters:
+            left = f"{self.chosen_parameters:,} left alone by choice, {self.unreached_parameters:,} not reached"
+            lines.append(f"  of {self._gemm_parameters:,} parameters that GEMMs read {self.share:.0%}; {left}")
         if self.attention:
             lines.append(f"  attention quantized: {_counts(self.attention)}")
         if self.other_attention:
@@ -75,6 +99,22 @@ def _counts(recipes: Mapping[str, Recipe]) -> str:
     return ", ".join(f"{n} to {name}" for name, n in by_recipe.items()) or "nothing"
 
 
+def _check_signature(entry: Callable[..., Any]) -> None:
+    """Raise the ValueError of a filter that does not take what `convert` gives it, as torchao's do not."""
+    try:
+        signature = inspect.signature(entry)
+    except (TypeError, ValueError):
+        return  # It does not tell.
+    try:
+        signature.bind("name", 1, 1, None)
+    except TypeError as error:
+        raise ValueError(
+            f"the skip filter {entry!r} takes {signature}; it is called with (name, in_features, out_features, "
+            'recipe), and returns why the layer is left alone, or "" to convert it. torchao\'s filters, of (module, '
+            "fqn), have the opposite sense: they say what to convert"
+        ) from error
+
+
 class Choice:
     """Rules and patterns to skip, and which of them decided something.
 
@@ -82,7 +122,7 @@ class Choice:
         recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
         skip: patterns of names to leave alone, and filters (`quaver.core.rules.SkipFilter`).
     Raises:
-        ValueError: skip is a string, or holds what is neither a pattern nor a filter.
+        ValueError: skip is a string, or holds what is neither a pattern nor a filter of these four arguments.
     """
 
     def __init__(self, recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None], skip: Skip) -> None:
@@ -98,6 +138,7 @@ class Choice:
             if isinstance(entry, str):
                 self.skip.append(entry)
             elif callable(entry) and not isinstance(entry, type):
+                _check_signature(entry)
                 self.filters.append(entry)
             else:
                 raise ValueError(
@@ -118,6 +159,11 @@ class Choice:
         rule = min(fitting, key=self.rules.rules.index)
         self._used.add(rule)
         return rule, f"rule {str(rule)!r} leaves it untouched" if rule.recipe is None else ""
+
+    def leaves(self, name: str, in_features: int, out_features: int) -> bool:
+        """Whether rules or patterns leave alone a module that is not asked about otherwise: it counts as no use."""
+        rule = self.rules.match(name, in_features, out_features)
+        return any(matches(pattern, name) for pattern in self.skip) or rule is None or rule.recipe is None
 
     def refused(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
         """Why a filter leaves alone a linear layer that would get this recipe, or ""."""

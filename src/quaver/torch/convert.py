@@ -22,7 +22,8 @@ from quaver.core.spec import Recipe
 from quaver.torch import amax, steps, storing
 from quaver.torch.attention import conversion
 from quaver.torch.autocast import ambient
-from quaver.torch.linear import TRANSIENT, Linear
+from quaver.torch.gemm_parameters import gemm_parameters
+from quaver.torch.linear import TRANSIENT, Linear, is_foreign
 from quaver.torch.noise import fresh_count, name_streams
 from quaver.torch.recomputation import recomputing
 from quaver.torch.state import STATE, prepare
@@ -49,8 +50,9 @@ def convert(
             `quaver.rules.unprofitable("h100")`: a list of them, or one filter.
         seed: of stochastic rounding.
     Returns:
-        What was converted, what was not and why, and the patterns that matched nothing. A layer that the model holds
-        under several names is matched by any of them and listed under the first.
+        What was converted, what was not and why, the share of the parameters that GEMMs read, and the patterns that
+        matched nothing. A layer that the model holds under several names is matched by any of them and listed under the
+        first. A share below half of what the caller did not leave out warns.
     Raises:
         ValueError: an unknown recipe, before anything is changed.
     """
@@ -58,24 +60,32 @@ def convert(
     chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
     report = Report(others=_others(model))
     in_attention = _unused_projections(model)
+    left: set[nn.Module] = set()
     for module, names in _linears(model):
         rule, why = choice.decide(names, module.in_features, module.out_features)
         wanted = None if rule is None else chosen[rule]
+        by_choice = why
         why = why or in_attention.get(id(module), "") or _unfit(module)
         if wanted is not None:
-            why = why or choice.refused(names[0], module.in_features, module.out_features, wanted)
+            by_choice = "" if why else choice.refused(names[0], module.in_features, module.out_features, wanted)
+            why = why or by_choice
         if why or wanted is None:
             report.skipped[names[0]] = why
+            if by_choice:
+                left.add(module)
         else:
             _convert_layer(module, wanted, names[0], seed)
             report.converted[names[0]] = wanted
     _convert_attention(model, choice, chosen, report)
+    _count_parameters(model, choice, left, report)
     report.unused = choice.unused
     _settle(model)
     if not report.converted and not report.attention:
         warnings.warn(f"convert changed nothing:\n{report}", stacklevel=2)
     elif report.other_attention and not report.attention:
         warnings.warn(f"the recipe's attention=True quantizes nothing here:\n{report}", stacklevel=2)
+    elif report.reaches_little:
+        warnings.warn(f"{LITTLE}:\n{report}", stacklevel=2)
     return report
 
 
@@ -104,7 +114,30 @@ def revert(model: nn.Module) -> list[str]:
 OWN = ("recipe", "seed", "qualified_name", "_serial", "_delayed")
 
 
+LITTLE = (
+    "convert reached less than half of the parameters that GEMMs read; make the others nn.Linear, or leave them out by "
+    "name with skip=[...] if that is meant"
+)
+
+
 # Which layers are converted.
+
+
+def _count_parameters(model: nn.Module, choice: Choice, left: set[nn.Module], report: Report) -> None:
+    """Count what was converted, what the caller chose to leave alone (of nn.Linear, the modules in `left`), and the
+    rest."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for p in gemm_parameters(module):
+            if id(p) in seen:
+                continue
+            seen.add(id(p))
+            if isinstance(module, Linear) and name in report.converted:
+                report.converted_parameters += p.numel()
+            elif module in left if isinstance(module, nn.Linear) else choice.leaves(name, p.shape[-1], p.shape[-2]):
+                report.chosen_parameters += p.numel()
+            else:
+                report.unreached_parameters += p.numel()
 
 
 def _linears(model: nn.Module) -> list[tuple[nn.Linear, list[str]]]:
@@ -138,6 +171,8 @@ def _unfit(module: nn.Linear) -> str:
     weight = module._parameters.get("weight")
     if weight is not None and nn.parameter.is_lazy(weight):
         return "its weight has no shape yet; run one forward first"
+    if weight is not None and is_foreign(weight):
+        return f"its weight is a {type(weight).__name__}, quantized by another library"
     return ""
 
 

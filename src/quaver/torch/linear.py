@@ -204,6 +204,8 @@ class Linear(nn.Linear):
             if weight.dtype in stored.CODES:
                 return stored.linear(input, weight, bias, self)
             return F.linear(input, weight, bias)
+        if weight.__class__ is not nn.Parameter and not compiling and is_foreign(weight):
+            raise ValueError(foreign_sentence(self, weight))
         plan: direct.Plan | None = mine.get("_direct") if training and not compiling else None
         if plan is not None:
             y = plan.again(input, weight, bias, self, recipe)
@@ -335,6 +337,19 @@ def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
     return (
         f"Linear({layer.in_features} → {layer.out_features}) has {layer.weight.dtype} weights and got a {dtype} input; "
         "convert the input, or enter torch.autocast"
+    )
+
+
+def is_foreign(weight: Tensor) -> bool:
+    """Whether a weight is a tensor subclass of another library's, as torchao's `quantize_` puts in its place."""
+    return weight.__class__.__module__.partition(".")[0] not in ("torch", "quaver")
+
+
+def foreign_sentence(layer: Linear, weight: Tensor) -> str:
+    return (
+        f"Linear({layer.in_features} → {layer.out_features}) has a weight of class {type(weight).__name__}, which "
+        "another library quantizes (torchao's quantize_ does so); call quaver.torch.revert(model) before it, since one "
+        "of the two can quantize a layer, not both"
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.torch import amax as amax_state
 from quaver.torch import ops
+from quaver.torch.autocast import ambient
 from quaver.torch.operators import define
 from quaver.torch.quantized import STORAGE, Quantized, pack
 
@@ -182,6 +183,7 @@ def _restore(
 
 def _matmul_impl(*args: Any) -> Tensor:
     a, b, rest = args[:7], args[7:14], args[14:]
+    ambient.compiled = True
     with ops.without_autocast(args[0].device.type):
         y: Tensor = ops.MATMUL(_restore(*a), _restore(*b), *rest)
         return y

@@ -12,7 +12,7 @@ from quaver.core.suggest import suggest
 from quaver.torch.attention.layout import LAYOUTS, CuSeqlens, ragged_of
 from quaver.torch.attention.masks import MASKS, Mask, Window, check_fits, check_mask, check_window
 from quaver.torch.attention.op import OFF_BY_ONE, attention
-from quaver.torch.autocast import recipe_in_force
+from quaver.torch.autocast import in_force, recipe_in_force
 
 
 class DotProductAttention(nn.Module):
@@ -90,6 +90,9 @@ class DotProductAttention(nn.Module):
     def options(self, q: Tensor, k: Tensor, v: Tensor, mask_type: str | None = None) -> dict[str, Any]:
         """What the module adds to a call of `attention`. Raises: ValueError for heads that are not its own."""
         self._check_heads(q, k, v)
+        recipe = in_force(self.recipe)
+        if recipe is not None and recipe.attention is not None:
+            recipe = recipe_in_force(self.recipe)
         return {
             "mask_type": self.mask_type if mask_type is None else mask_type,
             "window": self.window,
@@ -99,7 +102,7 @@ class DotProductAttention(nn.Module):
             "soft_cap": self.soft_cap,
             "dropout": self.dropout if self.training else 0.0,
             "layout": self.layout,
-            "recipe": recipe_in_force(self.recipe),
+            "recipe": recipe,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
