@@ -7,7 +7,7 @@ from quaver.recipes import RECIPES
 FEATURES, QUICK_FEATURES = 1024, 64
 ROUNDS, QUICK_ROUNDS = 9, 2
 #: Recipes that the peers have something to set beside: eight bits, a scale for a tensor, a channel or a block.
-FP8 = [name for name, build in RECIPES.items() if build().quantizes and name != "nvfp4"]
+FP8 = [n for n, build in RECIPES.items() if build().quantizes and n not in ("nvfp4", "mxfp4", "mxfp6")]
 
 
 def measure(quick: bool) -> list[Figure]:

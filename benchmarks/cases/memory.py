@@ -23,7 +23,7 @@ from quaver.recipes import RECIPES
 #: Tokens and features of every layer.
 SIZE, QUICK_SIZE = (2048, 1024), (256, 128)
 #: Highest share of bf16's bytes: without the scales; and for recipes that are judged with them.
-WITHOUT_SCALES, WITH_SCALES = at_most(52.0), {"nvfp4": at_most(30.0)}
+WITHOUT_SCALES, WITH_SCALES = at_most(52.0), dict.fromkeys(("nvfp4", "mxfp4"), at_most(30.0))
 #: Those whose backward reads eight or four bits.
 SAVING = [name for name in QUANTIZING if RECIPES[name]().wgrad.b is not None]
 
@@ -106,7 +106,7 @@ def measure(build: Build, layers: int, quick: bool, compiled: bool = False, judg
 def scale_bytes(recipe: Recipe, tokens: int, features: int) -> int:
     """What the scales of one saved input weigh."""
     assert recipe.wgrad.b is not None
-    data = features * recipe.wgrad.b.padded(tokens) * recipe.wgrad.b.format.bits // 8
+    data = features * recipe.wgrad.b.padded(tokens) * recipe.wgrad.b.format.stored_bits // 8
     return saved_bytes(recipe, tokens, features) - data
 
 

@@ -84,7 +84,7 @@ def _all(ratio: float, recipes: list[str]) -> dict[str, tuple[float, float | Non
     return dict.fromkeys(recipes, (ratio, ratio))
 
 
-FP8 = [name for name in QUANTIZING if name != "nvfp4"]
+FP8 = [name for name in QUANTIZING if name not in ("nvfp4", "mxfp4", "mxfp6")]
 SMALL = ["tensorwise", "delayed"]
 
 SMALL_BF16 = Case(

@@ -5,7 +5,7 @@ This package holds what both front ends share: number formats, specs and recipes
 """
 
 from quaver import recipes, rules
-from quaver.core.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Format
+from quaver.core.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, Format
 from quaver.core.rules import Rule, Rules
 from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 
@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "E2M1",
+    "E2M3",
+    "E3M2",
     "E4M3",
     "E5M2",
     "E8M0",

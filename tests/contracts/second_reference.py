@@ -45,9 +45,16 @@ ONE, ZERO, NAN = np.float32(1), np.float32(0), np.float32("nan")
 SMALLEST_NORMAL, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 # Mantissa bits, bias and the code of the largest value: what the table of formats says, for positive codes.
-FORMATS = {"e4m3": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B), "e2m1": (1, 1, 0x07)}
-SIGN_BIT = {"e4m3": 0x80, "e5m2": 0x80, "e2m1": 0x08}
-NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x07}  # E2M1 has none: +6
+FORMATS = {
+    "e4m3": (3, 7, 0x7E),
+    "e5m2": (2, 15, 0x7B),
+    "e3m2": (2, 3, 0x1F),
+    "e2m3": (3, 1, 0x1F),
+    "e2m1": (1, 1, 0x07),
+}
+SIGN_BIT = {"e4m3": 0x80, "e5m2": 0x80, "e3m2": 0x20, "e2m3": 0x20, "e2m1": 0x08}
+# E2M1, E3M2 and E2M3 have none: +6, +28, +7.5
+NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e3m2": 0x1F, "e2m3": 0x1F, "e2m1": 0x07}
 
 HADAMARD_SIGNS = [np.float32(s) for s in (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)]
 
@@ -299,7 +306,7 @@ def operand(
 
     Args:
         x: float32 [rows, k].
-        format: "e4m3", "e5m2" or "e2m1".
+        format: a key of `FORMATS`.
         block: (rows, k) of a block, None for a whole axis.
         scale: "fp32" (correctly rounded max / amax), "power_of_two", "e8m0" or "two_level".
         rounding: "nearest" or "stochastic"; the latter reads seed, tensor_id and count.
@@ -398,6 +405,17 @@ def _mxfp8() -> dict[str, dict | None]:
     return _six(*[_spec("e4m3", (1, 32), "e8m0")] * 3)
 
 
+def _mxfp6() -> dict[str, dict | None]:
+    """E2M3 in blocks of (1, 32) with E8M0 scales, gradients in E3M2."""
+    line = _spec("e2m3", (1, 32), "e8m0")
+    return _six(line, line, {**line, "format": "e3m2"})
+
+
+def _mxfp4() -> dict[str, dict | None]:
+    """E2M1 in blocks of (1, 32) with E8M0 scales."""
+    return _six(*[_spec("e2m1", (1, 32), "e8m0")] * 3)
+
+
 def _nvfp4() -> dict[str, dict | None]:
     """E2M1, two levels; gradients rounded stochastically; Hadamard on both operands of wgrad."""
     row = _spec("e2m1", (1, 16), "two_level")
@@ -414,6 +432,8 @@ RECIPES = {
     "rowwise_bf16_wgrad": _rowwise_bf16_wgrad,
     "blockwise": _blockwise,
     "mxfp8": _mxfp8,
+    "mxfp6": _mxfp6,
+    "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
 }
 

@@ -13,6 +13,7 @@ from quaver.core.plan import saved_bytes
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.ops import QUANTIZE
 from quaver.torch.philox import philox, uniform
+from quaver.torch.quantized import FLOAT8
 from tests.close import assert_bitwise
 from tests.core.test_philox import KNOWN
 from tests.operands import SPECS, nasty, variants
@@ -164,8 +165,9 @@ def test_torch_draws_the_numbers_of_numpy(shape: tuple[int, int]) -> None:
         assert_bitwise(uniform(*shape, *stream[:2], torch.tensor(count), torch.device("cpu")), expected)
 
 
-@every_spec
+@pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.two_level or s.format.name in FLOAT8], ids=str)
 def test_what_is_preferred_here_is_not_the_plain_one(spec: QuantSpec) -> None:
+    """Of formats that are emulated there is the plain one alone."""
     runs = next(name for name, why in QUANTIZE.explain(torch.zeros(2, 2), spec) if not why)
     assert runs != "reference", "the two implementations that the tests above compare are one"
 

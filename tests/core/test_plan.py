@@ -18,6 +18,8 @@ REUSED = {
     "rowwise_bf16_wgrad": Plan(False, False, False),
     "blockwise": Plan(False, True, False),
     "mxfp8": Plan(False, False, False),
+    "mxfp6": Plan(False, False, False),
+    "mxfp4": Plan(False, False, False),
     "nvfp4": Plan(False, True, False),
     "bf16": Plan(False, False, False),
 }

@@ -33,7 +33,8 @@ def test_codes_scales_and_dequantize_tell_the_same_story(spec: QuantSpec) -> Non
         q = quantize(x, spec)
         assert q.codes().shape == (19, spec.padded(35)) and q.codes().dtype == np.uint8
         assert q.scales().shape == spec.blocks(19, spec.padded(35)) and q.scales().dtype == np.float32
-        values = decode(q.codes(), spec.format) * spread(q.scales(), spec.block, q.codes().shape)
+        with np.errstate(over="ignore"):
+            values = decode(q.codes(), spec.format) * spread(q.scales(), spec.block, q.codes().shape)
         assert_bitwise(q.dequantize(), values, name)
         assert_bitwise(dequantize(q), values, name)
 

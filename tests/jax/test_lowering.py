@@ -14,7 +14,7 @@ from quaver.jax.native import on_cuda, tell
 from quaver.recipes import RECIPES, get
 from tests.operands import GEMMS
 
-TYPES = {"e4m3": "f8E4M3FN", "e5m2": "f8E5M2", "e2m1": "f4E2M1FN"}
+TYPES = {"e4m3": "f8E4M3FN", "e5m2": "f8E5M2", "e2m1": "f4E2M1FN", "e2m3": "", "e3m2": ""}
 every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
 #: How each recipe's GEMMs run on CUDA.
 EXPECTED = {
@@ -24,6 +24,8 @@ EXPECTED = {
     "rowwise_bf16_wgrad": "fp8",
     "blockwise": "emulated",
     "mxfp8": "block-scaled",
+    "mxfp6": "emulated",
+    "mxfp4": "emulated",
     "nvfp4": "block-scaled",
 }
 

@@ -13,7 +13,7 @@ from quaver.core.rounding import magnitudes
 from quaver.kernels.numbers import encode, encode_factor, largest_of_runs, widened
 from quaver.torch.gpu import interpreter
 from quaver.torch.gpu.codes import DTYPES
-from quaver.torch.quantized import STORAGE
+from quaver.torch.quantized import FLOAT8
 from tests.kernels.compare import DEVICE
 
 
@@ -59,8 +59,8 @@ def test_every_telling_value_rounds_to_nearest_even_and_saturates(fmt: Format, i
     with np.errstate(all="ignore"):
         encoded[(len(x) // 4096,)](x, q, 4096, DTYPES[fmt.name], integers)
     held = torch.where(x.isnan(), x, x.clamp(-fmt.max, fmt.max))
-    expected = held.to(STORAGE[fmt.name])
-    found = q.view(STORAGE[fmt.name])
+    expected = held.to(FLOAT8[fmt.name])
+    found = q.view(FLOAT8[fmt.name])
     assert torch.equal(found.isnan(), expected.isnan())
     differs = (q != expected.view(torch.uint8)) & ~expected.isnan()
     assert not differs.any(), (x[differs][0].item(), q[differs][0].item())

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 import quaver
-from quaver.core.formats import E2M1, E4M3, E5M2
+from quaver.core.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 from quaver.recipes import RECIPES, get
 from tests.operands import variants
@@ -19,6 +19,9 @@ ROW = QuantSpec(E4M3, (1, None), "power_of_two")
 LINE = QuantSpec(E4M3, (1, 128), "power_of_two")
 SQUARE = QuantSpec(E4M3, (128, 128), "power_of_two")
 MX = QuantSpec(E4M3, (1, 32), "e8m0")
+MX6 = QuantSpec(E2M3, (1, 32), "e8m0")
+MX6_GRADIENT = QuantSpec(E3M2, (1, 32), "e8m0")
+MX4 = QuantSpec(E2M1, (1, 32), "e8m0")
 NV = QuantSpec(E2M1, (1, 16), "two_level")
 NV_WEIGHT = QuantSpec(E2M1, (16, 16), "two_level")
 NV_GRADIENT = QuantSpec(E2M1, (1, 16), "two_level", "stochastic")
@@ -34,6 +37,8 @@ TABLE = {
     "rowwise_bf16_wgrad": ((ROW, ROW), (ROW, TENSOR), (None, None)),
     "blockwise": ((LINE, SQUARE), (LINE, SQUARE), (LINE, LINE)),
     "mxfp8": ((MX, MX), (MX, MX), (MX, MX)),
+    "mxfp6": ((MX6, MX6), (MX6_GRADIENT, MX6), (MX6_GRADIENT, MX6)),
+    "mxfp4": ((MX4, MX4), (MX4, MX4), (MX4, MX4)),
     "nvfp4": ((NV, NV_WEIGHT), (NV_GRADIENT, NV_WEIGHT), (NV_ROTATED_GRADIENT, NV_ROTATED)),
 }
 
@@ -79,6 +84,8 @@ ATTENTION = {
     "rowwise_bf16_wgrad": (ROW, ROW),
     "blockwise": (LINE, LINE),
     "mxfp8": (MX, MX),
+    "mxfp6": (MX, MX),
+    "mxfp4": (MX, MX),
     "nvfp4": (MX, MX),
 }
 
@@ -111,6 +118,15 @@ def test_options_of_mxfp8_and_nvfp4_arrive() -> None:
     assert square.fprop.b == square.dgrad.b == QuantSpec(E4M3, (32, 32), "e8m0") and square.fprop.a == MX
     plain = get("nvfp4", stochastic_rounding=False, hadamard=False, weight_2d=False)
     assert set(plain.operands().values()) == {NV}
+
+
+def test_options_of_mxfp6_and_mxfp4_arrive() -> None:
+    assert set(get("mxfp6", format="e3m2").operands().values()) == {MX6_GRADIENT}
+    assert set(get("mxfp6", format="e2m3").operands().values()) == {MX6}
+    noisy = get("mxfp4", stochastic_rounding=True, hadamard=True)
+    rotated = QuantSpec(E2M1, (1, 32), "e8m0", "nearest", True)
+    noise = QuantSpec(E2M1, (1, 32), "e8m0", "stochastic", True)
+    assert (noisy.fprop, noisy.dgrad, noisy.wgrad) == (GemmSpec(MX4, MX4), *[GemmSpec(noise, rotated)] * 2)
 
 
 @pytest.mark.parametrize("label", VARIANTS)

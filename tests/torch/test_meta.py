@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.stored import CODE_DTYPES
 from tests.close import assert_bitwise
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
@@ -62,7 +63,7 @@ def assert_alike(net: nn.Module, other: nn.Module, name: str) -> None:
 KINDS = pytest.mark.parametrize(
     "name, own, quantized",
     [(n, own, False) for n in recipes.RECIPES for own in (True, False)]
-    + [(n, True, True) for n, r in recipes.RECIPES.items() if r().quantizes],
+    + [(n, True, True) for n, r in recipes.RECIPES.items() if (w := r().fprop.b) and w.format.name in CODE_DTYPES],
 )
 
 

@@ -76,7 +76,9 @@ def test_eight_bit_activations_change_only_gradients_before_the_activation(recip
     with qt.autocast(recipe), torch.no_grad():
         assert_bitwise(narrow(x), exact(x))
     assert_bitwise(narrow.down_proj.weight.grad, exact.down_proj.weight.grad)
-    assert_close("gradient of gate and up", narrow.gate_up_proj.weight.grad, exact.gate_up_proj.weight.grad, 0.1)
+    # A scale of four bits that moves moves its block's codes by whole steps.
+    far = 0.15 if recipe == "mxfp4" else 0.1
+    assert_close("gradient of gate and up", narrow.gate_up_proj.weight.grad, exact.gate_up_proj.weight.grad, far)
     assert not torch.equal(narrow.gate_up_proj.weight.grad, exact.gate_up_proj.weight.grad)
 
 

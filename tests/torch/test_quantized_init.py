@@ -18,9 +18,13 @@ from quaver.torch.linear import Linear
 from tests.close import assert_bitwise, assert_close
 from tests.torch.blocks import kept_bytes
 
-NAMES = [name for name, build in RECIPES.items() if build().quantizes]
+NAMES = [
+    name for name, build in RECIPES.items() if (spec := build().fprop.b) and spec.format.name in stored.CODE_DTYPES
+]
 QUANTIZED = pytest.mark.parametrize("name", NAMES)
-EIGHT = pytest.mark.parametrize("name", [n for n in NAMES if n != "nvfp4"])
+#: Their weights take no gradient.
+FOUR_BITS = ("nvfp4", "mxfp4")
+EIGHT = pytest.mark.parametrize("name", [n for n in NAMES if n not in FOUR_BITS])
 N, K = 48, 80
 
 
@@ -55,6 +59,14 @@ def same_noise(one: Linear, other: Linear) -> None:
 
 
 # What it holds, and what it computes.
+
+
+def test_a_format_that_no_dtype_of_torchs_holds_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="'mxfp6' has weights in e2m3, for whose codes torch has no dtype"):
+        qt.quantized_init("mxfp6")
+    model = nn.Sequential(nn.Linear(64, 64))
+    saved = qt.quantize_weights(model, "mxfp6")
+    assert not saved.layers and "torch has no dtype" in saved.skipped["0"] and model[0].weight.dtype is torch.float32
 
 
 @QUANTIZED
@@ -219,7 +231,7 @@ def test_a_checkpoint_in_high_precision_is_quantized_on_load(name: str, assign: 
     with qt.autocast(name), torch.no_grad():
         assert_bitwise(other(x), one(x))
     assert_bitwise(qt.initial_value(other), one.weight.detach())
-    if name != "nvfp4":
+    if name not in FOUR_BITS:
         assert run(other, name, x)["weight"].dtype is torch.float32
 
 
@@ -442,7 +454,7 @@ def test_quantizing_a_model_changes_no_output_and_says_what_it_saves(name: str, 
     again = qt.quantize_weights(tied, name)
     assert again.before == again.after == saved.after
     assert qt.dequantize_weights(tied) == ["body.0", "body.2"]
-    assert all(p.dtype is torch.float32 and p.requires_grad for p in tied.parameters()) or name == "nvfp4"
+    assert all(p.dtype is torch.float32 and p.requires_grad for p in tied.parameters()) or name in FOUR_BITS
     with torch.no_grad():
         assert_bitwise(tied(ids), expected(ids))
 

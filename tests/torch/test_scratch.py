@@ -9,12 +9,13 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch import scratch
+from quaver.torch.quantized import FLOAT8
 from tests.close import assert_bitwise
 from tests.operands import SPECS
 
 #: Large enough to be held.
 SHAPE = 256, 192
-FP8 = {name: spec for name, spec in SPECS.items() if spec.format.bits == 8}
+FP8 = {name: spec for name, spec in SPECS.items() if spec.format.name in FLOAT8}
 
 
 def operand(seed: int, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from quaver.recipes import RECIPES
 from quaver.train import doctor
 from quaver.train.cli import app
 from quaver.train.config import TrainConfig, read_toml, to_toml
-from quaver.train.doctor import NATIVE, NEEDS, Device, how
+from quaver.train.doctor import EMULATED, NATIVE, NEEDS, Device, how
 from quaver.train.metrics import losses, read
 from quaver.train.sizes import MODELS
 from quaver.train.torch import trial
@@ -180,9 +180,10 @@ def test_doctor_says_what_to_install_for_a_framework(monkeypatch: pytest.MonkeyP
 
 
 def test_doctor_knows_what_each_recipe_needs() -> None:
-    assert set(NEEDS) | NATIVE == set(RECIPES)
+    assert set(NEEDS) | NATIVE | EMULATED == set(RECIPES)
     hopper = [Device("H100", (9, 0))]
     assert "need sm_100" in how("mxfp8", hopper)[1] and "could" in how("blockwise", hopper)[1]
+    assert how("mxfp4", [Device("B200", (10, 0))]) == ("emulated", "torch and XLA have no GEMM for its formats")
     assert "no GPU" in how("delayed", [])[1] and how("bf16", [])[0] == "native"
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quaver.core import gpus
+from quaver.core.formats import E4M3, E5M2
 from quaver.core.gpus import Gpu
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 
@@ -114,7 +115,7 @@ def kind(spec: GemmSpec) -> str:
 def role(spec: QuantSpec) -> str:
     """What the scales of an operand are for."""
     rows, k = spec.block
-    if spec.format.bits != 8:
+    if spec.format not in (E4M3, E5M2):
         return "nvfp4" if spec.two_level and k == 16 and rows in (1, 16) else "other"
     if spec.scale == "e8m0":
         return "mx" if k == 32 and rows in (1, 32) else "other"
@@ -137,13 +138,13 @@ def gemm(spec: GemmSpec, m: int, n: int, k: int, gpu: Gpu) -> Gemm:
     # cuBLASLt's eight-bit GEMMs take whole sixteens of columns; rows and k are padded.
     native = wanted == "bf16" or (wanted in gpu.rates and n % 16 == 0)
     flops = 2.0 * m * n * k
-    bits = [16 if s is None or not native else s.format.bits for s in (spec.a, spec.b)]
+    bits = [16 if s is None or not native else s.format.stored_bits for s in (spec.a, spec.b)]
     moved = m * k * bits[0] / 8 + n * k * bits[1] / 8 + m * n * WIDE
     rate = gpu.rates[wanted if native else "bf16"].value
     seconds = max(flops / (rate * 1e12), moved / (gpu.copy.value * 1e12)) + LAUNCH
     decoding = Cost()
     if not native and spec.a is not None and spec.b is not None:
-        a, b = spec.a.format.bits / 8 + WIDE, spec.b.format.bits / 8 + WIDE
+        a, b = spec.a.format.stored_bits / 8 + WIDE, spec.b.format.stored_bits / 8 + WIDE
         decoding = moving(m * k * a + n * k * b, 2, gpu)
     return Gemm(wanted, native, flops, seconds, decoding)
 
@@ -158,7 +159,7 @@ def written(copy: Copy, rows: int, columns: int) -> float:
     rows, k = (columns, rows) if copy.turned else (rows, columns)
     spec, stored = copy.spec, copy.spec.padded(k)
     blocks = spec.blocks(rows, stored)
-    return rows * stored * spec.format.bits / 8 + blocks[0] * blocks[1] * scale_bytes(spec)
+    return rows * stored * spec.format.stored_bits / 8 + blocks[0] * blocks[1] * scale_bytes(spec)
 
 
 def scale_bytes(spec: QuantSpec) -> int:

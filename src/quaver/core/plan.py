@@ -25,4 +25,4 @@ def saved_bytes(recipe: Recipe, tokens: int, features: int, itemsize: int = 2) -
     k = spec.padded(tokens)
     rows, columns = spec.blocks(features, k)
     scale = 4 if spec.scale in ("fp32", "power_of_two") else 1
-    return features * k * spec.format.bits // 8 + rows * columns * scale
+    return features * k * spec.format.stored_bits // 8 + rows * columns * scale

@@ -30,8 +30,12 @@ class Quantized:
         return self.scale
 
     def dequantize(self) -> np.ndarray:
-        """float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees them."""
-        return self.data * spread(self.scale, self.spec.block, self.data.shape)
+        """float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees them.
+
+        What was rounded up beyond float32's largest number is infinite.
+        """
+        with np.errstate(over="ignore"):
+            return self.data * spread(self.scale, self.spec.block, self.data.shape)
 
 
 def quantize(
@@ -142,8 +146,9 @@ def matmul(a: Quantized | np.ndarray, b: Quantized | np.ndarray, bias: np.ndarra
 def spread(blocks: np.ndarray, block: tuple[int | None, int | None], shape: tuple[int, ...]) -> np.ndarray:
     """One value a block to one value an element of `shape`."""
     rows, k = shape
-    wide = np.repeat(blocks, block[0] or max(rows, 1), axis=0)[:rows]
-    return np.repeat(wide, block[1] or max(k, 1), axis=1)[:, :k]
+    height, width = (min(b or max(n, 1), max(n, 1)) for b, n in zip(block, shape, strict=True))
+    wide = np.repeat(blocks, height, axis=0)[:rows]
+    return np.repeat(wide, width, axis=1)[:, :k]
 
 
 __all__ = ["Quantized", "decode", "dequantize", "encode", "factors", "matmul", "quantize", "round_to", "spread"]

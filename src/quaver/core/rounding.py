@@ -55,5 +55,11 @@ def encode(values: np.ndarray, fmt: Format) -> np.ndarray:
 
 def decode(codes: np.ndarray, fmt: Format) -> np.ndarray:
     """Values of codes: float32 of the same shape. Exact."""
-    table = np.concatenate([magnitudes(fmt), -magnitudes(fmt)])
-    return table[codes]
+    return values(fmt)[codes]
+
+
+@cache
+def values(fmt: Format) -> np.ndarray:
+    """Values of all bytes as codes: float32 [256], NaN for those that are none."""
+    both = np.concatenate([magnitudes(fmt), -magnitudes(fmt)])
+    return np.concatenate([both, np.full(256 - len(both), np.nan, np.float32)])

@@ -25,7 +25,7 @@ def amax(x: np.ndarray, block: tuple[int | None, int | None]) -> np.ndarray:
     Exact.
     """
     rows, k = x.shape
-    br, bk = block[0] or max(rows, 1), block[1] or max(k, 1)
+    br, bk = (min(b or max(n, 1), max(n, 1)) for b, n in zip(block, (rows, k), strict=True))
     nr = 1 if block[0] is None else -(-rows // br)
     nk = 1 if block[1] is None else -(-k // bk)
     bits = np.zeros((nr * br, nk * bk), np.uint32)

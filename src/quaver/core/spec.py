@@ -9,11 +9,11 @@ A linear layer is three GEMMs of two operands each, every one written NT, `y[m, 
 A `Recipe` says how each of the six is quantized. Nothing subclasses it, and no code asks for its name.
 """
 
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, NamedTuple, get_args
 
-from quaver.core.formats import FORMATS, Format
+from quaver.core.formats import E4M3, E5M2, FORMATS, Format
 from quaver.core.html_table import html_lines, html_table
 
 #: fp32: the encode factor is format.max / amax, correctly rounded. power_of_two: the largest power of two that does not
@@ -34,44 +34,50 @@ class QuantSpec:
     rounding: Rounding = "nearest"
     #: Rotate groups of 16 along k before anything else (k is padded with zeros to a multiple of 16).
     hadamard: bool = False
+    two_level: bool = field(init=False, repr=False, compare=False)
+    #: One scale for the whole operand.
+    per_tensor: bool = field(init=False, repr=False, compare=False)
+    #: Every decode scale is a power of two, so rescaling by it is exact.
+    power_of_two: bool = field(init=False, repr=False, compare=False)
+    #: Quantizing the transpose gives the transpose of the quantized operand.
+    transposable: bool = field(init=False, repr=False, compare=False)
+    #: The spec in a line, which `parse` reads.
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format) or not self.format.signed:
             raise ValueError(f"QuantSpec.format is {self.format!r}; give a signed Format such as quaver.E4M3")
+        known = FORMATS.get(self.format.name)
+        if known is not None and known != self.format:
+            raise ValueError(
+                f"QuantSpec.format is {self.format!r}, and quaver has another format of that name, {known!r}; give "
+                "yours a name of its own"
+            )
         _member("QuantSpec.scale", self.scale, ScaleKind)
         _member("QuantSpec.rounding", self.rounding, Rounding)
         pair = isinstance(self.block, tuple) and len(self.block) == 2
-        if not pair or any(not (b is None or (isinstance(b, int) and b > 0)) for b in self.block):
+        if not pair or any(not (b is None or (_whole(b) and b > 0)) for b in self.block):
             raise ValueError(
                 f"QuantSpec.block is {self.block!r}; give (rows, k), each a positive int, or None for the axis"
             )
-        if self.two_level and (self.format.name != "e2m1" or None in self.block):
+        if not isinstance(self.hadamard, bool):
+            raise ValueError(f"QuantSpec.hadamard is {self.hadamard!r}; give True or False")
+        two_level = self.scale in ("two_level", "two_level_fp32")
+        if two_level and (not self.format.packed or None in self.block):
             raise ValueError(
                 f"two-level scales are for e2m1 in finite blocks, not for {self.format} in {self.block}; "
                 "use scale='power_of_two'"
             )
-        # Known from the start: a compiler that traces a first access would trip over the cache's lock.
-        for name in ("two_level", "per_tensor", "power_of_two", "transposable", "text"):
-            getattr(self, name)
-
-    @cached_property
-    def two_level(self) -> bool:
-        return self.scale in ("two_level", "two_level_fp32")
-
-    @cached_property
-    def per_tensor(self) -> bool:
-        """One scale for the whole operand."""
-        return self.block == (None, None)
-
-    @cached_property
-    def power_of_two(self) -> bool:
-        """Every decode scale is a power of two, so rescaling by it is exact."""
-        return self.scale in ("power_of_two", "e8m0", "unit")
-
-    @cached_property
-    def transposable(self) -> bool:
-        """Quantizing the transpose gives the transpose of the quantized operand."""
-        return self.block[0] == self.block[1] and not self.hadamard
+        # Plain attributes: a compiler that builds a spec within a graph cannot trace the lock of a cached property.
+        derived = {
+            "two_level": two_level,
+            "per_tensor": self.block == (None, None),
+            "power_of_two": self.scale in ("power_of_two", "e8m0", "unit"),
+            "transposable": self.block[0] == self.block[1] and not self.hadamard,
+            "text": _text(self),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def blocks(self, rows: int, k: int) -> tuple[int, int]:
         """Shape of the scales of an operand [rows, k]; k is counted after the Hadamard's padding."""
@@ -81,13 +87,6 @@ class QuantSpec:
     def padded(self, k: int) -> int:
         """Columns that are stored for k columns given."""
         return -(-k // 16) * 16 if self.hadamard else k
-
-    @cached_property
-    def text(self) -> str:
-        """The spec in a line, which `parse` reads."""
-        rows, k = ("*" if b is None else str(b) for b in self.block)
-        tail = ":stochastic" * (self.rounding == "stochastic") + ":hadamard" * self.hadamard
-        return f"{self.format.name}[{rows}x{k}]:{self.scale}{tail}"
 
     def __str__(self) -> str:
         return self.text
@@ -103,7 +102,13 @@ class QuantSpec:
         name, _, block = head.rstrip("]").partition("[")
         rows, k = (None if b == "*" else int(b) for b in block.split("x"))
         rounding: Rounding = "stochastic" if "stochastic" in options else "nearest"
-        return QuantSpec(FORMATS[name], (rows, k), scale, rounding, "hadamard" in options)  # type: ignore[arg-type]
+        return QuantSpec(Format.parse(name), (rows, k), scale, rounding, "hadamard" in options)  # type: ignore[arg-type]
+
+
+def _text(spec: QuantSpec) -> str:
+    rows, k = ("*" if b is None else str(b) for b in spec.block)
+    tail = ":stochastic" * (spec.rounding == "stochastic") + ":hadamard" * spec.hadamard
+    return f"{spec.format.text}[{rows}x{k}]:{spec.scale}{tail}"
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,13 @@ class GemmSpec:
                 "a GEMM quantizes both operands or neither: no GEMM takes one of each. "
                 f"Here a is {self.a} and b is {self.b}; make both None or give both a QuantSpec"
             )
+        if self.a is not None and self.b is not None and self.a.hadamard != self.b.hadamard:
+            raise ValueError(
+                "a GEMM rotates both operands or neither: the rotations cancel in the product. "
+                f"Here a is {self.a} and b is {self.b}; give both hadamard=True, or neither"
+            )
+        if not isinstance(self.fast_accum, bool):
+            raise ValueError(f"GemmSpec.fast_accum is {self.fast_accum!r}; give True or False")
 
 
 def reusable(have: QuantSpec | None, want: QuantSpec | None) -> bool:
@@ -143,6 +155,10 @@ class Plan(NamedTuple):
     grad_output: bool
 
 
+#: Steps that a history may hold, 12 MB a layer, and how often a factor may be halved.
+LONGEST_HISTORY, WIDEST_MARGIN = 1_000_000, 512
+
+
 @dataclass(frozen=True, kw_only=True)
 class Delayed:
     """Scale by the past: each tensor's encode factor comes from the amaxes of earlier steps."""
@@ -155,13 +171,21 @@ class Delayed:
     algorithm: Literal["max", "most_recent"] = "max"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.length, int) or self.length < 1:
+        if not _whole(self.length) or self.length < 1:
             raise ValueError(
                 f"a delayed-scaling history of {self.length!r} steps cannot hold an amax; give history=1 or more, "
                 "or use the recipe 'tensorwise', which keeps none"
             )
-        if not isinstance(self.margin, int):
-            raise ValueError(f"margin is {self.margin!r}; give a whole number: the factor is halved that often")
+        if self.length > LONGEST_HISTORY:
+            raise ValueError(
+                f"a delayed-scaling history of {self.length} steps takes {12 * self.length / 1e6:,.0f} MB in every "
+                f"layer; give at most history={LONGEST_HISTORY}"
+            )
+        if not _whole(self.margin) or abs(self.margin) > WIDEST_MARGIN:
+            raise ValueError(
+                f"margin is {self.margin!r}; give a whole number from -{WIDEST_MARGIN} to {WIDEST_MARGIN}: the factor "
+                "is halved that often"
+            )
         if self.algorithm not in ("max", "most_recent"):
             raise ValueError(f"algorithm is {self.algorithm!r}; give 'max' or 'most_recent'")
 
@@ -182,9 +206,10 @@ class AttentionSpec:
         for name, spec in (("input", self.input), ("grad_output", self.grad_output)):
             if not isinstance(spec, QuantSpec):
                 raise ValueError(f"AttentionSpec.{name} is {spec!r}; give a QuantSpec of an eight-bit format")
-            if spec.format.bits != 8 or spec.rounding != "nearest" or spec.hadamard:
+            if spec.format not in (E4M3, E5M2) or spec.rounding != "nearest" or spec.hadamard:
                 raise ValueError(
-                    f"AttentionSpec.{name} is {spec}; attention takes eight-bit formats rounded to nearest, not rotated"
+                    f"AttentionSpec.{name} is {spec}; attention takes the eight-bit formats e4m3 and e5m2 rounded to "
+                    "nearest, not rotated"
                 )
             if not spec.per_tensor and spec.block[0] != 1:
                 raise ValueError(
@@ -210,21 +235,51 @@ class Recipe:
     #: How attention's products are quantized; None leaves them in high precision.
     attention: AttentionSpec | None = None
 
+    #: True if any operand is quantized.
+    quantizes: bool = field(init=False, repr=False, compare=False)
+    #: What backward may reuse.
+    plan: Plan = field(init=False, repr=False, compare=False)
+    #: True if any operand is rounded at random; its layer then counts the quantizations.
+    stochastic: bool = field(init=False, repr=False, compare=False)
+    #: Of all fields, found once: that of a table of tables takes longer than a small GEMM.
+    hash: int = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"Recipe.name is {self.name!r}; give a string")
+        for name, gemm in self.gemms.items():
+            if not isinstance(gemm, GemmSpec):
+                raise ValueError(f"recipe {self.name!r} has {name}={gemm!r}; give a GemmSpec")
         if self.attention is not None and not isinstance(self.attention, AttentionSpec):
             raise ValueError(
                 f"recipe {self.name!r} has attention={self.attention!r}; give an AttentionSpec, or None to leave "
                 "attention in high precision"
             )
-        for name in ("quantizes", "stochastic", "plan"):
-            getattr(self, name)
+        if self.delayed is not None and not isinstance(self.delayed, Delayed):
+            raise ValueError(f"recipe {self.name!r} has delayed={self.delayed!r}; give a Delayed, or None")
+        specs = [spec for spec in self.operands().values() if spec is not None]
+        derived = {
+            "quantizes": bool(specs),
+            "plan": Plan(
+                input=reusable(self.fprop.a, self.wgrad.b),
+                weight=reusable(self.fprop.b, self.dgrad.b),
+                grad_output=reusable(self.dgrad.a, self.wgrad.a),
+            ),
+            "stochastic": any(spec.rounding == "stochastic" for spec in specs),
+            "hash": hash((self.name, self.fprop, self.dgrad, self.wgrad, self.delayed, self.attention)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        _check_weight(self)
         if self.delayed is not None:
-            for label, spec in self.operands().items():
-                if spec is None or not spec.per_tensor or spec.scale not in ("fp32", "power_of_two"):
-                    raise ValueError(
-                        f"recipe {self.name!r} scales by a history, which needs one fp32 or power-of-two scale a "
-                        f"tensor, but {label} is {spec}; leave out `delayed` or make every operand per tensor"
-                    )
+            _check_history(self)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        # Made again where it is unpickled: another process hashes strings otherwise.
+        return Recipe, (self.name, self.fprop, self.dgrad, self.wgrad, self.delayed, self.attention)
 
     @property
     def gemms(self) -> dict[str, GemmSpec]:
@@ -233,25 +288,6 @@ class Recipe:
     def operands(self) -> dict[str, QuantSpec | None]:
         """The table of six, by "gemm.operand"."""
         return {f"{name}.{side}": getattr(gemm, side) for name, gemm in self.gemms.items() for side in "ab"}
-
-    @cached_property
-    def quantizes(self) -> bool:
-        """True if any operand is quantized."""
-        return any(spec is not None for spec in self.operands().values())
-
-    @cached_property
-    def plan(self) -> Plan:
-        """What backward may reuse."""
-        return Plan(
-            input=reusable(self.fprop.a, self.wgrad.b),
-            weight=reusable(self.fprop.b, self.dgrad.b),
-            grad_output=reusable(self.dgrad.a, self.wgrad.a),
-        )
-
-    @cached_property
-    def stochastic(self) -> bool:
-        """True if any operand is rounded at random; its layer then counts the quantizations."""
-        return any(spec is not None and spec.rounding == "stochastic" for spec in self.operands().values())
 
     def __str__(self) -> str:
         return self.name
@@ -288,6 +324,41 @@ def _gemm_text(gemm: GemmSpec) -> str:
     """The two operands in a line, an operand named once where both are the same."""
     operands = dict.fromkeys(str(spec or HIGH) for spec in (gemm.a, gemm.b))
     return " @ ".join(operands) + " fast" * gemm.fast_accum
+
+
+def _check_weight(recipe: Recipe) -> None:
+    for label in ("fprop.b", "dgrad.b"):
+        spec = recipe.operands()[label]
+        if spec is not None and spec.rounding != "nearest":
+            raise ValueError(
+                f"recipe {recipe.name!r} rounds the weight at random ({label} is {spec}); a weight is quantized once "
+                "for many forwards and so rounded to nearest: leave rounding at random to input and grad_output"
+            )
+
+
+#: Operands that one column of a history serves.
+_COLUMNS = (("fprop.a", "wgrad.b"), ("fprop.b", "dgrad.b"), ("dgrad.a", "wgrad.a"))
+
+
+def _check_history(recipe: Recipe) -> None:
+    operands = recipe.operands()
+    for label, spec in operands.items():
+        if spec is None or not spec.per_tensor or spec.scale not in ("fp32", "power_of_two") or spec.hadamard:
+            raise ValueError(
+                f"recipe {recipe.name!r} scales by a history, which needs one fp32 or power-of-two scale a tensor that "
+                f"is not rotated, but {label} is {spec}; leave out `delayed` or make every operand per tensor"
+            )
+    for one, other in _COLUMNS:
+        a, b = operands[one], operands[other]
+        if a is not None and b is not None and (a.format, a.scale) != (b.format, b.scale):
+            raise ValueError(
+                f"recipe {recipe.name!r} scales by a history, whose one factor serves {one} and {other} alike, but "
+                f"they are {a} and {b}; give both the same format and scale"
+            )
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _member(where: str, value: object, kind: object) -> None:

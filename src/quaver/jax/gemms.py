@@ -40,6 +40,15 @@ class Call:
     #: How many calls have read this state.
     uses: Uses
 
+    def __post_init__(self) -> None:
+        for label in ("fprop.a", "wgrad.b"):
+            spec = self.recipe.operands()[label]
+            if spec is not None and spec.rounding != "nearest":
+                raise ValueError(
+                    f"{self.where}: recipe {self.recipe.name!r} rounds the input at random ({label} is {spec}), and "
+                    "quaver.jax counts the draws of gradients alone; round the input to nearest, or use quaver.torch"
+                )
+
     @property
     def where(self) -> str:
         """The layer in an error's words: the root of a model has no name."""

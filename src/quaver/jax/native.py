@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 
 from quaver.core.spec import QuantSpec
 from quaver.jax.constant import constant
-from quaver.jax.quantized import Quantized, e2m1_values, over_blocks, unpack
+from quaver.jax.quantized import FLOAT8, Quantized, e2m1_values, over_blocks, unpack, values_of
 from quaver.jax.rounding import SMALLEST_NORMAL_BITS, two_to_the
 
 NT = (((1,), (1,)), ((), ()))
@@ -51,7 +51,7 @@ def matmul(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_a
 
 def on_cuda(a: QuantSpec, b: QuantSpec) -> str:
     """How CUDA runs a GEMM of operands with these specs: "fp8", "block-scaled" or "emulated"."""
-    if a.format.bits == b.format.bits == 8 and a.block[1] is b.block[1] is None:
+    if a.format.name in FLOAT8 and b.format.name in FLOAT8 and a.block[1] is b.block[1] is None:
         return "fp8"
     return "block-scaled" if _hardware_block(a) == _hardware_block(b) != "" else "emulated"
 
@@ -80,7 +80,7 @@ def tell(kind: str, a: QuantSpec, b: QuantSpec, capability: str | None) -> None:
 
 def _hardware_block(spec: QuantSpec) -> str:
     """The block-scaled type of NVIDIA's that an operand has, or ""."""
-    if spec.scale == "e8m0" and spec.format.bits == 8 and spec.block[1] == 32:
+    if spec.scale == "e8m0" and spec.format.name in FLOAT8 and spec.block[1] == 32:
         return "mxfp8"
     return "nvfp4" if spec.two_level and spec.block[1] == 16 else ""
 
@@ -114,7 +114,7 @@ def _fp8(a: Quantized, b: Quantized, out: Any, fast_accum: bool) -> tuple[Array,
     """The product of the data, and the scale of each row of a and of each row of b."""
     precision = lax.Precision.DEFAULT if fast_accum else lax.Precision.HIGHEST
     y = lax.dot_general(a.data, b.data, NT, precision=precision, preferred_element_type=out)
-    return y, rows_of(a.scale, a.spec, a.shape[0]), rows_of(b.scale, b.spec, b.shape[0]).T
+    return y, rows_of(a.scales(), a.spec, a.shape[0]), rows_of(b.scales(), b.spec, b.shape[0]).T
 
 
 def _block_scaled(a: Quantized, b: Quantized, out: Any) -> tuple[Array, Array, Array]:
@@ -152,7 +152,7 @@ def _blocks(q: Quantized) -> tuple[Array, Array]:
     (rows, k), block = q.shape, q.spec.block[1]
     assert block is not None
     padding = -k % block
-    if q.spec.format.bits == 4:
+    if q.spec.format.packed:
         data = jnp.pad(q.data, ((0, 0), (0, (k + padding) // 2 - q.data.shape[1])))
         data = lax.bitcast_convert_type(data, jnp.float4_e2m1fn).reshape(rows, k + padding)
     else:
@@ -175,12 +175,17 @@ def decoded(q: Quantized) -> tuple[Array, Array]:
     # Without the barrier XLA on a GPU deletes a cast to FP8 and back, and the rounding with it; and wherever packing
     # meets unpacking in one program, it computes every code again for each of its uses.
     data = lax.optimization_barrier(q.data)
-    values = e2m1_values(unpack(data, q.shape[1]), dtype) if spec.format.bits == 4 else data.astype(dtype)
+    if spec.format.packed:
+        values = e2m1_values(unpack(data, q.shape[1]), dtype)
+    elif spec.format.name in FLOAT8:
+        values = data.astype(dtype)
+    else:
+        values = values_of(data, spec.format, dtype)
     if spec.two_level:
         blocks = lax.bitcast_convert_type(q.scale, jnp.float8_e4m3fn).astype(dtype)
         return over_blocks(values, blocks, spec.block), _tensor_scale(q)
     if spec.block[1] is None:
-        return values, rows_of(q.scale, spec, q.shape[0])
+        return values, rows_of(q.scales(), spec, q.shape[0])
     scale = rows_of(q.scales(), spec, q.shape[0])
     top = jnp.where(jnp.isfinite(scale), scale, 0).max(1, keepdims=True)
     lift = two_to_the(jnp.clip(127 + TOP - (lax.bitcast_convert_type(top, jnp.int32) >> 23), -126, 126))
@@ -191,7 +196,7 @@ def rows_of(scale: Array, spec: QuantSpec, rows: int) -> Array:
     """A scale for each block of rows to one for each row; a single one for the tensor stays."""
     if spec.block[0] is None or spec.block[0] == 1:
         return scale
-    return jnp.repeat(scale, spec.block[0], axis=0)[:rows]
+    return jnp.repeat(scale, min(spec.block[0], max(rows, 1)), axis=0)[:rows]
 
 
 def scaled(y: Array, s: Array, t: Array) -> Array:

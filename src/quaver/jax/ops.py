@@ -126,7 +126,7 @@ def _quantize(
         u = lax.optimization_barrier(drawn)
     e, scale, tensor_factor, top = factors(x, spec, amax, factor)
     data = encode(over_blocks(x, lax.optimization_barrier(e), spec.block), spec.format, u)
-    if spec.format.bits == 4:
+    if spec.format.packed:
         data = pack(data) if tensor_factor is None else _once(pack(data), tensor_factor)
     return Quantized(data, scale, tensor_factor, top, spec, (rows, k))
 

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from quaver.core import rounding
+from quaver.core.formats import Format
 from quaver.core.rounding import NAN_CODE
 from quaver.core.spec import QuantSpec
 
-#: The dtype that holds a format's codes; two E2M1 codes share a byte, the lower nibble being the even index of k.
-STORAGE: dict[str, Any] = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "e2m1": jnp.uint8}
+#: Formats that codes are cast to. Those of others are bytes; two E2M1 codes share one, the lower nibble being the even
+#: index of k.
+FLOAT8: dict[str, Any] = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 @partial(
@@ -28,7 +31,7 @@ class Quantized:
     NaN.
     """
 
-    #: [rows, k] in a float8 dtype, or uint8 [rows, ceil(k / 2)] for E2M1.
+    #: [rows, k] in a float8 dtype, uint8 [rows, ceil(k / 2)] for E2M1, or uint8 [rows, k] for other formats.
     data: Array
     #: Decode scales [blocks of rows, blocks of k]: float32, or uint8 exponents (E8M0), or uint8 E4M3 codes (two-level).
     scale: Array
@@ -52,14 +55,16 @@ class Quantized:
         if not self.spec.transposable:
             raise ValueError(f"{self.spec} has no transpose, its blocks are not square; quantize the transpose instead")
         rows, k = self.shape
-        data = pack(unpack(self.data, k).T) if self.spec.format.bits == 4 else self.data.T
+        data = pack(unpack(self.data, k).T) if self.spec.format.packed else self.data.T
         return Quantized(data, self.scale.T, self.tensor_factor, self.amax, self.spec, (k, rows))
 
     def codes(self) -> Array:
         """uint8 [rows, k], one code an element, every NaN as 0x7F."""
         fmt = self.spec.format
-        if fmt.bits == 4:
+        if fmt.packed:
             return unpack(self.data, self.shape[1])
+        if fmt.name not in FLOAT8:
+            return self.data
         codes = lax.bitcast_convert_type(self.data, jnp.uint8)
         # Above infinity's code, or where E4M3 has none at 0x7F itself.
         last = (fmt.emax + fmt.bias << fmt.mantissa_bits) + (fmt.max_mantissa >> 23 - fmt.mantissa_bits)
@@ -82,8 +87,11 @@ class Quantized:
 
     def values(self) -> Array:
         """float32 [rows, k]: the data without the scales."""
-        if self.spec.format.bits == 4:
+        fmt = self.spec.format
+        if fmt.packed:
             return e2m1_values(unpack(self.data, self.shape[1]), jnp.float32)
+        if fmt.name not in FLOAT8:
+            return values_of(self.data, fmt, jnp.float32)
         # Without the barrier XLA on a GPU deletes the pair of casts, and the rounding with it.
         return lax.optimization_barrier(self.data).astype(jnp.float32)
 
@@ -109,14 +117,14 @@ def as_codes(kept: Any) -> Any:
     """The operands that `as_bytes` was given."""
 
     def one(node: Any) -> Any:
-        if not isinstance(node, Quantized) or node.spec.format.bits == 4:
+        if not isinstance(node, Quantized) or node.spec.format.name not in FLOAT8:
             return node
-        return replace(node, data=lax.bitcast_convert_type(node.data, STORAGE[node.spec.format.name]))
+        return replace(node, data=lax.bitcast_convert_type(node.data, FLOAT8[node.spec.format.name]))
 
     return jax.tree.map(one, kept, is_leaf=lambda node: isinstance(node, Quantized))
 
 
-_FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_FLOAT8 = tuple(FLOAT8.values())
 
 
 def over_blocks(x: Array, factor: Array, block: tuple[int | None, int | None]) -> Array:
@@ -134,7 +142,7 @@ def over_blocks(x: Array, factor: Array, block: tuple[int | None, int | None]) -
 def blocked(x: Array, block: tuple[int | None, int | None]) -> Array:
     """A matrix that is not empty as [blocks of rows, rows, blocks of k, k], ragged edges padded with zeros."""
     rows, k = x.shape
-    br, bk = block[0] or rows, block[1] or k
+    br, bk = min(block[0] or rows, rows), min(block[1] or k, k)
     nr, nk = -(-rows // br), -(-k // bk)
     if (nr * br, nk * bk) != (rows, k):
         x = jnp.pad(x, ((0, nr * br - rows), (0, nk * bk - k)))
@@ -165,3 +173,8 @@ def e2m1_values(codes: Array, dtype: Any) -> Array:
     bits = jnp.where(magnitude == 1, jnp.uint16(0x3F00), (magnitude << 6) + jnp.uint16(0x3F00))
     bits = jnp.where(magnitude == 0, jnp.uint16(0), bits) | (code & 8) << 12
     return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(dtype)
+
+
+def values_of(codes: Array, fmt: Format, dtype: Any) -> Array:
+    """The values of a format's codes, one a byte, looked up."""
+    return jnp.asarray(rounding.values(fmt)).astype(dtype)[codes.astype(jnp.int32)]

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from quaver.core.formats import Format
-from quaver.jax.quantized import STORAGE
+from quaver.core.rounding import NAN_CODE
+from quaver.jax.quantized import FLOAT8
 
 INFINITY_BITS = 0x7F800000
 SMALLEST_NORMAL_BITS = 0x00800000
@@ -29,7 +30,7 @@ def flush(x: Array) -> Array:
 
 
 def encode(y: Array, fmt: Format, u: Array | None) -> Array:
-    """Scaled float32 values to codes: a float8 array of y's shape, or uint8 codes 0..15 for E2M1.
+    """Scaled float32 values to codes: an array of y's shape in float8, or in uint8 where the format is none of those.
 
     Args:
         y: float32.
@@ -38,13 +39,15 @@ def encode(y: Array, fmt: Format, u: Array | None) -> Array:
             ties to even.
     Exact.
     """
-    if fmt.bits == 4:
+    if fmt.packed:
         return _e2m1(y, u)
+    if fmt.name not in FLOAT8:
+        return _in_bytes(y, fmt, u)
     if u is not None:
         y = _round_stochastically(y, fmt, u)
     # No version of XLA's casts saturates, and its clamp need not keep a NaN.
     clipped = jnp.where(jnp.isnan(y), y, lax.clamp(jnp.float32(-fmt.max), y, jnp.float32(fmt.max)))
-    return clipped.astype(STORAGE[fmt.name])
+    return clipped.astype(FLOAT8[fmt.name])
 
 
 #: Halfway between one magnitude of E2M1 and the next; a tie goes to the even code, down at the first.
@@ -70,12 +73,29 @@ def _e2m1(y: Array, u: Array | None) -> Array:
 
 def _round_stochastically(y: Array, fmt: Format, u: Array) -> Array:
     """float32 to the format's grid, away from zero where u is below the fraction of a step."""
+    whole, e = _steps(y, fmt, u)
+    return jnp.where(jnp.isnan(y), y, jnp.copysign(whole * two_to_the(e), y))
+
+
+def _in_bytes(y: Array, fmt: Format, u: Array | None) -> Array:
+    """float32 to uint8 codes of any format, NaN as 0x7F or the largest code."""
+    whole, e = _steps(y, fmt, u)
+    # A number of a binade counts 2**mantissa_bits steps from its start, where the field of its exponent begins.
+    code = whole.astype(jnp.int32) + (e + (fmt.mantissa_bits - fmt.emin) << fmt.mantissa_bits)
+    sign = (lax.bitcast_convert_type(y, jnp.uint32) >> 31).astype(jnp.int32) << (fmt.bits - 1)
+    nan = NAN_CODE if fmt.has_nan else fmt.max_code
+    return jnp.where(jnp.isnan(y), nan, code | sign).astype(jnp.uint8)
+
+
+def _steps(y: Array, fmt: Format, u: Array | None) -> tuple[Array, Array]:
+    """|y|, held to the largest, in rounded steps of the format's grid: float32, and the exponent of a step, int32."""
     a = jnp.minimum(jnp.abs(y), jnp.float32(fmt.max))
-    e = jnp.maximum((magnitude_bits(a) >> 23) - 127, fmt.emin) - fmt.mantissa_bits
+    e = jnp.clip((magnitude_bits(a) >> 23) - 127, fmt.emin, fmt.emax) - fmt.mantissa_bits
     steps = a * two_to_the(-e)
+    if u is None:
+        return jnp.rint(steps), e
     whole = jnp.floor(steps)
-    rounded = (whole + (u < steps - whole).astype(jnp.float32)) * two_to_the(e)
-    return jnp.where(jnp.isnan(y), y, jnp.copysign(rounded, y))
+    return whole + (u < steps - whole).astype(jnp.float32), e
 
 
 def two_to_the(p: Array) -> Array:

@@ -85,9 +85,11 @@ def _two_level(blocks: Array, spec: QuantSpec, amax: Array | float | None) -> Fa
     if spec.scale == "two_level":
         e = big * one_by
     else:
-        # Transformer Engine's order: 1 / (scale × (1 / factor)).
-        divided = lax.optimization_barrier(small.astype(jnp.float32) * lax.optimization_barrier(1 / big))
-        e = 1 / divided
+        # Transformer Engine's order: 1 / (scale × (1 / factor)). XLA on a CPU would flush the reciprocal of a factor
+        # beyond 2**126, so it is taken of a smaller one.
+        lower = jnp.where(big > 2.0**100, jnp.float32(2.0**-32), jnp.float32(1))
+        divided = lax.optimization_barrier(small.astype(jnp.float32) * lax.optimization_barrier(1 / (big * lower)))
+        e = 1 / divided / lower
     e = jnp.where(one_by == 0, jnp.float32(0), jnp.minimum(e, FLT_MAX))
     stored = jnp.where(blocks < INFINITY_BITS, code, jnp.uint8(0x7F))
     tensor_factor = jnp.where(tensor < INFINITY_BITS, big, jnp.float32(jnp.nan))

@@ -8,10 +8,12 @@ from typing import Any
 
 from quaver.core.spec import Recipe
 from quaver.core.suggest import suggest
-from quaver.recipes._recipe import intern, is_interned
+from quaver.recipes._recipe import intern
 from quaver.recipes.bf16 import bf16
 from quaver.recipes.blockwise import blockwise
 from quaver.recipes.delayed import delayed
+from quaver.recipes.mxfp4 import mxfp4
+from quaver.recipes.mxfp6 import mxfp6
 from quaver.recipes.mxfp8 import mxfp8
 from quaver.recipes.nvfp4 import nvfp4
 from quaver.recipes.rowwise import rowwise, rowwise_bf16_wgrad
@@ -25,6 +27,8 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "rowwise_bf16_wgrad": rowwise_bf16_wgrad,
     "blockwise": blockwise,
     "mxfp8": mxfp8,
+    "mxfp6": mxfp6,
+    "mxfp4": mxfp4,
     "nvfp4": nvfp4,
 }
 
@@ -39,8 +43,6 @@ def get(recipe: str | Recipe, **options: Any) -> Recipe:
         ValueError: unknown name or option; the message names the nearest.
     """
     if isinstance(recipe, Recipe):
-        if not options and is_interned(recipe):
-            return recipe
         if options:
             raise ValueError(
                 f"recipe {recipe.name!r} is already built; pass its options {sorted(options)} to its function"
@@ -60,6 +62,8 @@ __all__ = [
     "blockwise",
     "delayed",
     "get",
+    "mxfp4",
+    "mxfp6",
     "mxfp8",
     "nvfp4",
     "rowwise",

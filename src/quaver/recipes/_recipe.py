@@ -12,19 +12,11 @@ P = ParamSpec("P")
 
 #: torch.compile guards on identity: an equal but distinct recipe would compile again.
 _interned: dict[Recipe, Recipe] = {}
-#: The same by identity: hashing a recipe, a table of tables, takes longer than a small GEMM.
-_known: dict[int, Recipe] = {}
 
 
 def intern(recipe: Recipe) -> Recipe:
     """The first recipe seen that equals this one."""
-    first = _interned.setdefault(recipe, recipe)
-    _known[id(first)] = first
-    return first
-
-
-def is_interned(recipe: Recipe) -> bool:
-    return id(recipe) in _known
+    return _interned.setdefault(recipe, recipe)
 
 
 def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:

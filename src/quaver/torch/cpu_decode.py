@@ -1,13 +1,15 @@
-"""Eight-bit codes to bf16 or float32 values on a CPU, block scales folded in: what cpu_matmul multiplies."""
+"""Codes to bf16 or float32 values on a CPU, block scales folded in: what cpu_matmul multiplies."""
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from quaver.core.formats import Format
+from quaver.core import rounding
+from quaver.core.formats import E2M1, Format
 from quaver.torch import reference, scratch
-from quaver.torch.quantized import Quantized, e2m1_values
+from quaver.torch.quantized import FLOAT8, Quantized
 
 #: Exponents of block scales that may be folded into the operands: products and sums stay normal float32 numbers.
 FOLD = (-50, 6)
@@ -26,6 +28,10 @@ def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Ten
     """
     if q.spec.two_level:
         return _decode_two_level(q, half)
+    if q.spec.scale == "unit":
+        # Its scales tell of no NaN, so that the values must.
+        values = q.lying_values()
+        return values.to(torch.bfloat16) if half else values, 1.0
     if not isinstance(q.scale, Tensor):
         return _values(q, half, tiny, slot), q.scale
     if q.spec.block[1] is not None:
@@ -35,10 +41,10 @@ def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Ten
         folded = _decode_blocks(q, half, tiny, slot)
         if folded is not None:
             return folded
-    low, high = torch.aminmax(q.scale)
+    scale = q.scales()
+    low, high = torch.aminmax(scale)
     if not (ROWS[0] <= low.item() and high.item() <= ROWS[1]):
         return None
-    scale = q.scale.t() if q.turned else q.scale
     return _values(q, half, tiny, slot), reference.spread(scale, q.spec.block, q.shape)
 
 
@@ -55,7 +61,7 @@ def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Ten
     if top - bottom > FOLD[1] - FOLD[0]:
         return None
     shift = 0 if FOLD[0] <= bottom and top <= FOLD[1] else top
-    values, lift = (q.data.float(), 0) if tiny else _raw(q.data, q.spec.format, half, slot)
+    values, lift = (q.lying_values(), 0) if tiny else _raw(q, half, slot)
     factor = scale * 2.0**-shift * 2.0**lift
     return fold(values, factor.to(values.dtype), q.lying_block), math.ldexp(1.0, shift)
 
@@ -73,7 +79,7 @@ def folds_exactly(q: Quantized) -> bool:
 def fold(values: Tensor, factor: Tensor, block: tuple[int | None, int | None]) -> Tensor:
     """Multiply the blocks of a matrix by a factor each, in place where the blocks divide it."""
     rows, columns = values.shape
-    br, bc = block[0] or rows, block[1] or columns
+    br, bc = min(block[0] or rows, rows), min(block[1] or columns, columns)
     if rows % br or columns % bc:
         return values * reference.spread(factor, block, (rows, columns))
     if br == 1:
@@ -88,10 +94,14 @@ def fold(values: Tensor, factor: Tensor, block: tuple[int | None, int | None]) -
 def _decode_two_level(q: Quantized, half: bool) -> tuple[Tensor, float]:
     assert isinstance(q.scale, Tensor) and q.tensor_factor is not None
     factor = q.scale.view(torch.float8_e4m3fn).to(torch.bfloat16 if half else torch.float32)
+    return fold(_pairs_of(q, half), factor, q.lying_block), 1.0 / q.tensor_factor.item()
+
+
+def _pairs_of(q: Quantized, half: bool) -> Tensor:
+    """The values of packed codes as they lie, in bf16 or float32."""
     rows, columns = q.lying_shape
     pairs = _e2m1_pairs(half).index_select(0, q.data.reshape(-1).to(torch.int32))
-    values = pairs.view(factor.dtype).view(rows, -1)[:, :columns].contiguous()
-    return fold(values, factor, q.lying_block), 1.0 / q.tensor_factor.item()
+    return pairs.view(torch.bfloat16 if half else torch.float32).view(rows, -1)[:, :columns].contiguous()
 
 
 _pairs: dict[bool, Tensor] = {}
@@ -101,25 +111,31 @@ def _e2m1_pairs(half: bool) -> Tensor:
     """Both values of every byte of packed E2M1, as one integer each: [256]."""
     if half not in _pairs:
         byte = torch.arange(256, dtype=torch.int64, device="cpu")
-        values = e2m1_values(torch.device("cpu"))
+        values = torch.from_numpy(rounding.values(E2M1).copy())
         both = torch.stack([values[byte & 15], values[byte >> 4]], 1)
         _pairs[half] = both.to(torch.bfloat16).view(torch.int32)[:, 0] if half else both.view(torch.int64)[:, 0]
     return _pairs[half]
 
 
 def _values(q: Quantized, half: bool, tiny: bool, slot: str) -> Tensor:
-    """FP8 codes to bf16 or float32 values, without scales; NaN codes are not kept: their scale is NaN."""
+    """Codes to bf16 or float32 values, without scales; NaN codes are not kept: their scale is NaN."""
     if tiny:
-        return q.data.float()
-    raw, lift = _raw(q.data, q.spec.format, half, slot)
+        return q.lying_values()
+    raw, lift = _raw(q, half, slot)
     return raw.mul_(2.0**lift) if lift else raw
 
 
-def _raw(data: Tensor, fmt: Format, half: bool, slot: str) -> tuple[Tensor, int]:
-    """FP8 codes moved into the bits of a wider type, and the exponent that this leaves out.
+def _raw(q: Quantized, half: bool, slot: str) -> tuple[Tensor, int]:
+    """Codes as values of a wider type, and the exponent that this leaves out.
 
-    E5M2 is the top byte of a float16; E4M3 shifts into a float16 or a bfloat16 with its sign carried along.
+    FP8 codes are moved into its bits: E5M2 is the top byte of a float16, E4M3 shifts into a float16 or a bfloat16 with
+    its sign carried along. Those of other formats are looked up.
     """
+    data, fmt = q.data, q.spec.format
+    if fmt.packed:
+        return _pairs_of(q, half), 0
+    if fmt.name not in FLOAT8:
+        return _table(fmt, half).index_select(0, data.reshape(-1).to(torch.int32)).view(data.shape), 0
     bits = scratch.room(slot, data.shape, torch.int16)
     if fmt.name == "e5m2":
         bits.copy_(data.view(torch.uint8)).bitwise_left_shift_(8)
@@ -132,6 +148,13 @@ def _raw(data: Tensor, fmt: Format, half: bool, slot: str) -> tuple[Tensor, int]
         lift = 8
     wide = scratch.room(slot + ", wide", data.shape, torch.bfloat16 if half else torch.float32)
     return wide.copy_(bits.view(torch.float16)), lift
+
+
+@cache
+def _table(fmt: Format, half: bool) -> Tensor:
+    """The values of all bytes as codes of a format, bf16 or float32 [256]."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(rounding.values(fmt).copy()).to(torch.bfloat16 if half else torch.float32)
 
 
 _subnormal = torch.tensor(2.0**-130, dtype=torch.float32, device="cpu")

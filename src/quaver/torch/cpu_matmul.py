@@ -80,7 +80,7 @@ def decoded(q: Quantized) -> Tensor:
     """The float32 values, as they lie, of an operand with one scale, without it; remembered where they are few."""
     values = q.decoded
     if values is None:
-        values = q.data.float()
+        values = q.lying_values()
         if values.numel() <= REMEMBERED:
             q.decoded = values
     return values

@@ -15,7 +15,7 @@ from quaver.core.formats import Format
 from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX
 from quaver.core.spec import QuantSpec
 from quaver.torch import reference, scratch
-from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.quantized import FLOAT8, Quantized
 from quaver.torch.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, exponent, usable
 
 SMALLEST_NORMAL = 2.0**-126
@@ -27,9 +27,9 @@ def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
     """Why this implementation does not take the call, or ""."""
     if not x.is_cpu:
         return "the tensor is not on a CPU"
-    if spec.two_level or spec.hadamard or spec.rounding != "nearest" or spec.format.bits == 4 or spec.scale == "unit":
+    if spec.format.name not in FLOAT8 or spec.hadamard or spec.rounding != "nearest" or spec.scale == "unit":
         return "it is for nearest rounding to FP8 with one level of scales"
-    return ""
+    return "it holds one scale a tensor as a float32" if spec.per_tensor and spec.scale == "e8m0" else ""
 
 
 def quantize(
@@ -73,7 +73,7 @@ def per_tensor(
         scale = math.nan
     else:
         scale = 1.0 / e if exact else float(np.float32(1.0 / e))
-    return y.type(STORAGE[fmt.name]), scale, top
+    return y.type(FLOAT8[fmt.name]), scale, top
 
 
 #: Powers of two as tensors without dimensions: torch multiplies by one in half the time that a Python number takes.
@@ -136,7 +136,7 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: boo
     if not finite:
         # Or not by its own amax.
         y.clamp_(-limit, limit)
-    data = y.to(STORAGE[spec.format.name]).view(_padded_shape(view, dims))
+    data = y.to(FLOAT8[spec.format.name]).view(_padded_shape(view, dims))
     if data.shape != base.shape:
         # A copy, so that backward does not keep the padding.
         data = data[: base.shape[0], : base.shape[1]].clone(memory_format=torch.contiguous_format)
@@ -179,7 +179,7 @@ def blocked(base: Tensor, block: tuple[int | None, int | None]) -> tuple[Tensor,
     """A matrix as blocks, and the dimensions of the view that lie within a block. Ragged edges are padded with
     zeros."""
     rows, columns = base.shape
-    br, bc = block[0] or rows, block[1] or columns
+    br, bc = min(block[0] or rows, rows), min(block[1] or columns, columns)
     nr, nc = -(-rows // br), -(-columns // bc)
     if (nr * br, nc * bc) != (rows, columns):
         base = torch.nn.functional.pad(base, (0, nc * bc - columns, 0, nr * br - rows))

@@ -19,7 +19,7 @@ from quaver.torch.gpu.device import architecture
 from quaver.torch.grouped import GROUPED_MATMUL, check, grouped_matmul
 from quaver.torch.grouped_operands import Groups, Offsets, together
 from quaver.torch.linear import Linear
-from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.quantized import Quantized, storage
 
 
 @dataclass(frozen=True)
@@ -241,12 +241,12 @@ def _reused(operand: str, recipe: Recipe) -> bool:
 def _hollow(x: Tensor, spec: QuantSpec) -> Quantized:
     """A quantized operand of the right kind and shape with nothing in it: implementations are asked, not run."""
     rows, k = x.shape[0], spec.padded(x.shape[1])
-    data = torch.empty((rows, k if spec.format.bits == 8 else (k + 1) // 2), device=x.device, dtype=torch.uint8)
+    data = torch.empty((rows, (k + 1) // 2 if spec.format.packed else k), device=x.device, dtype=torch.uint8)
     narrow = spec.scale == "e8m0" or spec.two_level
     scale = data.new_empty(spec.blocks(rows, k), dtype=torch.uint8 if narrow else torch.float32)
     one = scale.new_ones((1, 1), dtype=torch.float32) if spec.two_level else None
-    on_host = spec.per_tensor and x.is_cpu
-    return Quantized(data.view(STORAGE[spec.format.name]), 1.0 if on_host else scale, spec, (rows, k), False, one)
+    on_host = spec.per_tensor and x.is_cpu and not narrow
+    return Quantized(data.view(storage(spec.format)), 1.0 if on_host else scale, spec, (rows, k), False, one)
 
 
 def _row(what: str, how: str, reasons: list[tuple[str, str]]) -> Row:

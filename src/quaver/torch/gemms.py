@@ -200,14 +200,17 @@ def quantize(
 ) -> Quantized:
     """Quantize one operand of a layer, with its history or its noise where the recipe has them."""
     if call.factors is not None:
-        factor = call.factors[column]
+        factor, noise = call.factors[column], _noise(layer, operand, spec)
         if call.traced and call.record and column == amax.GRAD_OUTPUT:
-            return opaque.quantize(x, spec, None, factor, number=layer.__dict__["_number"])
+            q = opaque.quantize(x, spec, None, factor, noise, number=layer.__dict__["_number"])
+            _drawn(layer, operand, spec)
+            return q
         if call.both is None or call.traced:
-            q = call.quantize(x, spec, None, factor)
+            q = call.quantize(x, spec, None, factor, noise)
         else:
             known, newest = amax.is_set(layer, column, call.factors), _newest(layer, column, x, call)
-            q = call.quantize(x, spec, None, factor, ops.QUIET, known, newest)
+            q = call.quantize(x, spec, None, factor, noise, known, newest)
+        _drawn(layer, operand, spec)
         if call.record:
             amax.record(layer, column, q.amax, q.noted)
     elif spec.rounding == "nearest":
@@ -217,6 +220,15 @@ def quantize(
     if counters.active.counters is not None and not recomputation.replaying():
         counters.active.counters.note(layer, operand, x, q)
     return q
+
+
+def _noise(layer: nn.Module, operand: str, spec: QuantSpec) -> ops.Noise:
+    return ops.QUIET if spec.rounding == "nearest" else draw(layer, operand)
+
+
+def _drawn(layer: nn.Module, operand: str, spec: QuantSpec) -> None:
+    if spec.rounding != "nearest":
+        drawn(layer, operand)
 
 
 def _newest(layer: nn.Module, column: int, x: Tensor, call: Call) -> Tensor | None:
@@ -248,6 +260,10 @@ def quantize_both(
         sums: True sums x over its rows too, where the same read gives that: `partial_sums` of the first.
     """
     assert call.both is not None
+    noise = turned_noise = _noise(layer, operand, spec)
+    shared = spec == other and spec.transposable
+    if not shared:
+        turned_noise = _noise(layer, operand + ".T", other)
     if call.factors is not None:
         factor, record = call.factors[column], call.record
         if call.traced:
@@ -256,19 +272,16 @@ def quantize_both(
             record = record and number is None
         else:
             known, newest = amax.is_set(layer, column, call.factors), _newest(layer, column, x, call)
-            q, turned = call.both(x, spec, other, None, factor, ops.QUIET, ops.QUIET, known, newest, sums)
+            q, turned = call.both(x, spec, other, None, factor, noise, turned_noise, known, newest, sums)
         if record:
             amax.record(layer, column, q.amax, q.noted)
-        return q, turned
-    noise = ops.QUIET if spec.rounding == "nearest" else draw(layer, operand)
-    turned_noise = ops.QUIET if other.rounding == "nearest" else draw(layer, operand + ".T")
-    if sums and not call.traced:
+    elif sums and not call.traced:
         q, turned = call.both(x, spec, other, None, None, noise, turned_noise, False, None, True)
     else:
         q, turned = call.both(x, spec, other, None, None, noise, turned_noise)
-    for rounding, name in ((spec.rounding, operand), (other.rounding, operand + ".T")):
-        if rounding != "nearest":
-            drawn(layer, name)
+    _drawn(layer, operand, spec)
+    if not shared:
+        _drawn(layer, operand + ".T", other)
     return q, turned
 
 

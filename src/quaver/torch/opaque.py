@@ -15,7 +15,7 @@ from quaver.torch import amax as amax_state
 from quaver.torch import ops
 from quaver.torch.autocast import ambient
 from quaver.torch.operators import define
-from quaver.torch.quantized import STORAGE, Quantized, pack
+from quaver.torch.quantized import Quantized, pack, storage
 
 
 def quantize(
@@ -37,7 +37,7 @@ def quantize(
         x.t() if turned else x, turned, spec.text, amax, factor, noise[0], tensor_id, count, number
     )
     shape = (x.shape[0], spec.padded(x.shape[1]))
-    lies_turned = turned and spec.format.bits == 8
+    lies_turned = turned and not spec.format.packed
     return Quantized(data, scale, spec, shape, lies_turned, tensor_factor if spec.two_level else None, top)
 
 
@@ -88,7 +88,7 @@ def _plain(q: Quantized) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not q.turned:
         data = q.data.contiguous()
     else:
-        data = pack(q.codes()) if q.spec.format.bits == 4 else q.data.t().clone(memory_format=torch.contiguous_format)
+        data = pack(q.codes()) if q.spec.format.packed else q.data.t().clone(memory_format=torch.contiguous_format)
     scale = (scale.t() if q.turned else scale).clone(memory_format=torch.contiguous_format)
     return data, scale, none if q.tensor_factor is None else q.tensor_factor.clone(), top.clone()
 
@@ -115,7 +115,7 @@ def _quantize_impl(
     noise = (seed, 0 if tensor_id is None else int(tensor_id), 0 if count is None else count)
     q: Quantized = ops.QUANTIZE(x.t() if turned else x, spec, amax, factor, noise)
     data, scale = q.data, q.plain_scale() if isinstance(q.scale, Tensor) else q.scale
-    if (turned and spec.format.bits == 8 and not q.turned) or (q.turned and not turned):
+    if (turned and not spec.format.packed and not q.turned) or (q.turned and not turned):
         data, scale = data.t(), scale.t() if isinstance(scale, Tensor) else scale
     scale = scale if isinstance(scale, Tensor) else x.new_full((1, 1), scale, dtype=torch.float32)
     factor = x.new_empty(0, dtype=torch.float32) if q.tensor_factor is None else q.tensor_factor
@@ -142,7 +142,7 @@ def _quantize_fake(
     rows, k = (x.shape[1], x.shape[0]) if turned else (x.shape[0], x.shape[1])
     k = spec.padded(k)
     blocks = spec.blocks(rows, k)
-    if spec.format.bits == 4:
+    if spec.format.packed:
         shape = (rows, (k + 1) // 2)
     elif turned:
         shape, blocks = (k, rows), blocks[::-1]
@@ -150,7 +150,7 @@ def _quantize_fake(
         shape = (rows, k)
     narrow = spec.scale == "e8m0" or spec.two_level
     return (
-        x.new_empty(shape, dtype=STORAGE[spec.format.name]),
+        x.new_empty(shape, dtype=storage(spec.format)),
         x.new_empty(blocks, dtype=torch.uint8 if narrow else torch.float32),
         x.new_empty((1, 1) if spec.two_level else (0,), dtype=torch.float32),
         x.new_empty((1, 1) if spec.per_tensor else (0,), dtype=torch.float32),
@@ -173,10 +173,10 @@ def _restore(
     data: Tensor, scale: Tensor, factor: Tensor, text: str, turned: bool, columns: int, swizzled: bool
 ) -> Quantized:
     spec = QuantSpec.parse(text)
-    data = data.view(STORAGE[spec.format.name])
+    data = data.view(storage(spec.format))
     lying = (data.shape[0], columns)
     shape = lying[::-1] if turned else lying
-    host = spec.per_tensor and data.is_cpu
+    host = spec.per_tensor and data.is_cpu and scale.is_floating_point()
     tensor_factor = factor if spec.two_level else None
     return Quantized(data, scale.item() if host else scale, spec, shape, turned, tensor_factor, swizzled=swizzled)
 

@@ -7,13 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.core.formats import E2M1
-from quaver.core.rounding import NAN_CODE, magnitudes
+from quaver.core.formats import Format
+from quaver.core.rounding import NAN_CODE
 from quaver.core.spec import QuantSpec
 from quaver.torch.swizzle import unswizzle
 
-#: What holds one code; two E2M1 codes share a byte, the lower nibble being the even index of k.
-STORAGE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
+#: Formats that torch casts to.
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def storage(fmt: Format) -> torch.dtype:
+    """What holds codes: a float8 dtype of torch's, or a byte. Two E2M1 codes share one, the lower nibble being the even
+    index of k."""
+    return FLOAT8.get(fmt.name, torch.uint8)
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +31,8 @@ class Quantized:
     free. Rows of eight-bit data that are k bytes long but lie k rounded up to 16 bytes apart end in zeros.
     """
 
-    #: [rows, k] in a float8 dtype, or uint8 [rows, ceil(k / 2)] for E2M1; the transpose of that if turned.
+    #: [rows, k] in a float8 dtype, uint8 [rows, ceil(k / 2)] for E2M1, uint8 [rows, k] for other formats; the transpose
+    #: of that if turned.
     data: Tensor
     #: Decode scales of the blocks as data lie: float32, or uint8 exponents (E8M0), or uint8 E4M3 codes (two-level). A
     #: plain float where one scale serves the whole operand and lives on the host.
@@ -95,12 +102,16 @@ class Quantized:
 
     def codes(self) -> Tensor:
         """uint8 [rows, k], one code an element, every NaN as 0x7F."""
-        if self.spec.format.bits == 4:
-            codes = unpack(self.data, self.lying_shape[1])
-        else:
-            codes = self.data.view(torch.uint8)
+        codes = self.lying_codes()
+        if self.data.is_floating_point():
             codes = torch.where(self.data.isnan(), torch.full_like(codes, NAN_CODE), codes)
         return codes.t() if self.turned else codes
+
+    def lying_codes(self) -> Tensor:
+        """uint8, one code an element, as they lie and as they are stored."""
+        if self.spec.format.packed:
+            return unpack(self.data, self.lying_shape[1])
+        return self.data.view(torch.uint8)
 
     def scales(self) -> Tensor:
         """float32 decode scales [blocks of rows, blocks of k], both levels multiplied."""
@@ -125,9 +136,14 @@ class Quantized:
 
     def values(self) -> Tensor:
         """float32 [rows, k]: the data without the scales."""
-        if self.spec.format.bits == 4:
-            return e2m1_values(self.device)[self.codes().long()]
-        return (self.data.t() if self.turned else self.data).to(torch.float32)
+        values = self.lying_values()
+        return values.t() if self.turned else values
+
+    def lying_values(self) -> Tensor:
+        """`values()` as they lie in memory."""
+        if self.data.is_floating_point():
+            return self.data.to(torch.float32)
+        return values_of(self.lying_codes(), self.spec.format)
 
     def dequantize(self) -> Tensor:
         """float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees them."""
@@ -152,7 +168,7 @@ def spread(blocks: Tensor, block: tuple[int | None, int | None], shape: tuple[in
     for dim in (0, 1):
         width = block[dim]
         if width is not None and width > 1 and blocks.shape[dim] > 0:
-            blocks = blocks.repeat_interleave(width, dim).narrow(dim, 0, shape[dim])
+            blocks = blocks.repeat_interleave(min(width, shape[dim]), dim).narrow(dim, 0, shape[dim])
     return blocks
 
 
@@ -170,15 +186,14 @@ def unpack(packed: Tensor, k: int) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], -1).flatten(1)[:, :k]
 
 
-_tables: dict[torch.device, Tensor] = {}
-
-
-def e2m1_values(device: torch.device) -> Tensor:
-    """The sixteen E2M1 values, float32, on a device."""
-    if device not in _tables:
-        positive = torch.from_numpy(magnitudes(E2M1))
-        _tables[device] = torch.cat([positive, -positive]).to(device)
-    return _tables[device]
+def values_of(codes: Tensor, fmt: Format) -> Tensor:
+    """The values of a format's codes, float32 of their shape: their bits are moved to float32's places."""
+    magnitude = codes.int() & (1 << fmt.bits - 1) - 1
+    normal = (magnitude << 23 - fmt.mantissa_bits) + (127 - fmt.bias << 23)
+    small = magnitude.to(torch.float32) * 2.0 ** (fmt.emin - fmt.mantissa_bits)
+    value = torch.where(magnitude >> fmt.mantissa_bits == 0, small, normal.view(torch.float32))
+    value = torch.where(magnitude > fmt.max_code, torch.nan, value)
+    return torch.where(codes >> fmt.bits - 1 == 1, -value, value)
 
 
 def take_apart(value: Tensor | Quantized | None) -> tuple[list[Tensor | None], tuple[Any, ...] | None]:

@@ -153,6 +153,8 @@ def _unfit(layer: Linear, recipe: Recipe, owners: Counter[int]) -> str:
     weight = layer._parameters.get("weight")
     if recipe.fprop.b is None:
         return f"recipe {recipe} quantizes no weight"
+    if recipe.fprop.b.format.name not in stored.CODE_DTYPES:
+        return f"recipe {recipe} has weights in {recipe.fprop.b.format}, {storing.NO_DTYPE}"
     if weight is None:
         return "its weight is computed by a parametrization"
     if owners[id(weight)] > 1:

@@ -86,7 +86,7 @@ def _finish(
 ) -> Quantized:
     shape = (x.shape[0], x.shape[1])
     data = encode(x * spread(e, spec.block, shape), spec, u)
-    if spec.format.bits == 4:
+    if spec.format.packed:
         data = pack(data)
     measured = None if top is None else top.view(torch.float32)
     return Quantized(data, scale, spec, shape, False, tensor, measured)
@@ -96,7 +96,7 @@ def block_bits(bits: Tensor, spec: QuantSpec) -> Tensor:
     """The largest of each block of int32 magnitude bits [rows, k]; those of subnormals count as 0."""
     rows, k = bits.shape
     nr, nk = spec.blocks(rows, k)
-    br, bk = spec.block[0] or max(rows, 1), spec.block[1] or max(k, 1)
+    br, bk = (min(b or max(n, 1), max(n, 1)) for b, n in zip(spec.block, (rows, k), strict=True))
     if nr * nk == 0 or bits.numel() == 0:
         return bits.new_zeros((nr, nk))
     if (nr * br, nk * bk) != (rows, k):

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from quaver.core.formats import Format
+from quaver.core.rounding import NAN_CODE
 from quaver.core.scaling import FACTOR_EXPONENTS, TENSOR_EXPONENTS
 from quaver.core.spec import QuantSpec
-from quaver.torch.quantized import STORAGE
+from quaver.torch.quantized import FLOAT8
 
 INFINITY_BITS = 0x7F800000
 SMALLEST_NORMAL_BITS = 0x00800000
@@ -51,13 +52,36 @@ def ratio(largest: float, bits: Tensor) -> Tensor:
 
 
 def encode(y: Tensor, spec: QuantSpec, u: Tensor | None) -> Tensor:
-    """Scaled float32 values to codes: a float8 tensor of y's shape, or uint8 codes 0..15 for E2M1."""
-    if spec.format.bits == 4:
+    """Scaled float32 values to codes: a tensor of y's shape in float8, or in uint8 where torch has no such dtype."""
+    fmt = spec.format
+    if fmt.packed:
         return encode_e2m1(y, u)
-    limit = spec.format.max
+    dtype = FLOAT8.get(fmt.name)
+    if dtype is None:
+        return _encode_in_bytes(y, fmt, u)
     if u is not None:
-        y = _round_stochastically(y, spec.format, u)
-    return y.clamp(-limit, limit).to(STORAGE[spec.format.name])
+        y = _round_stochastically(y, fmt, u)
+    return y.clamp(-fmt.max, fmt.max).to(dtype)
+
+
+def _encode_in_bytes(y: Tensor, fmt: Format, u: Tensor | None) -> Tensor:
+    """float32 to uint8 codes of any format, NaN as 0x7F or the largest code."""
+    whole, e = _steps(y, fmt, u)
+    # A number of a binade counts 2**mantissa_bits steps from its start, where the field of its exponent begins.
+    code = whole.to(torch.int32) + (e + (fmt.mantissa_bits - fmt.emin) << fmt.mantissa_bits)
+    code |= torch.signbit(y).to(torch.int32) << (fmt.bits - 1)
+    return torch.where(y.isnan(), NAN_CODE if fmt.has_nan else fmt.max_code, code).to(torch.uint8)
+
+
+def _steps(y: Tensor, fmt: Format, u: Tensor | None) -> tuple[Tensor, Tensor]:
+    """|y|, held to the largest, in rounded steps of the format's grid: float32, and the exponent of a step, int32."""
+    a = y.abs().clamp(max=fmt.max)
+    e = ((a.view(torch.int32) >> 23) - 127).clamp(min=fmt.emin, max=fmt.emax) - fmt.mantissa_bits
+    steps = a * power_of_two(-e)
+    if u is None:
+        return steps.round(), e
+    whole = steps.floor()
+    return whole + (u < steps - whole).to(torch.float32), e
 
 
 def encode_e2m1(y: Tensor, u: Tensor | None) -> Tensor:
@@ -79,11 +103,8 @@ def encode_e2m1(y: Tensor, u: Tensor | None) -> Tensor:
 
 def _round_stochastically(y: Tensor, fmt: Format, u: Tensor) -> Tensor:
     """float32 to the format's grid, away from zero where u is below the fraction of a step."""
-    a = y.abs().clamp(max=fmt.max)
-    e = ((a.view(torch.int32) >> 23) - 127).clamp(min=fmt.emin) - fmt.mantissa_bits
-    steps = a * power_of_two(-e)
-    whole = steps.floor()
-    rounded = (whole + (u < steps - whole).to(torch.float32)) * power_of_two(e)
+    whole, e = _steps(y, fmt, u)
+    rounded = whole * power_of_two(e)
     return torch.where(y.isnan(), y, torch.copysign(rounded, y))
 
 

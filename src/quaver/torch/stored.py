@@ -20,12 +20,12 @@ from torch.autograd.function import once_differentiable
 from quaver.core.spec import QuantSpec
 from quaver.torch import ops, weights
 from quaver.torch.gpu import capture
-from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.quantized import FLOAT8, Quantized, storage
 
 #: Two codes to a byte.
 PACKED = torch.float4_e2m1fn_x2
 #: The parameter's dtype by format. Integers would not do: torch averages them, in copies of a model, without a word.
-CODE_DTYPES = {**STORAGE, "e2m1": PACKED}
+CODE_DTYPES = {**FLOAT8, "e2m1": PACKED}
 CODES = tuple(CODE_DTYPES.values())
 #: Of weights that torch.autocast may take: high precision, and codes.
 WEIGHTS = (*ops.DTYPES, *CODES)
@@ -42,7 +42,7 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     if torch.compiler.is_compiling():
         # Packed codes go into the operators as they are: see `ops.code_bytes`.
         return Quantized(weight.detach(), scale, spec, shape, False, factor)
-    if spec.per_tensor and scale.is_cpu:
+    if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
         # A copy, so it is read each time.
         scale = scale.item()
     kept = None if capture.as_captured(weight.device) else weights.room(layer)
@@ -51,7 +51,7 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
         # What was made of the codes does not follow a write to them.
         q.decoded = q.twin = None
         return q
-    q = Quantized(weight.detach().view(STORAGE[spec.format.name]), scale, spec, shape, False, factor)
+    q = Quantized(weight.detach().view(storage(spec.format)), scale, spec, shape, False, factor)
     if kept is not None:
         kept.codes = q
     return q

@@ -17,6 +17,10 @@ from quaver.torch.stored import CODE_DTYPES, CODES, PACKED, SCALES, dequantized
 ABOUT = ("weight_spec", "weight_dtype", "keep_initial", "_initial")
 
 
+#: Said of a format whose codes cannot be a parameter.
+NO_DTYPE = f"for whose codes torch has no dtype; weights that exist only as codes are {', '.join(CODE_DTYPES)}"
+
+
 class _Construction(threading.local):
     """What `quantized_init` has in force: how the weights of new layers are kept, and whether their values are too."""
 
@@ -33,8 +37,17 @@ def begin(layer: nn.Linear) -> None:
 
 
 def weight_spec(recipe: Recipe) -> QuantSpec | None:
-    """How a recipe's weight is kept: as fprop consumes it, but neither rounded at random nor rotated."""
+    """How a recipe's weight is kept: as fprop consumes it, but neither rounded at random nor rotated.
+
+    Raises:
+        ValueError: a format without a dtype of torch's.
+    """
     spec = recipe.fprop.b
+    if spec is not None and spec.format.name not in CODE_DTYPES:
+        raise ValueError(
+            f"recipe {recipe.name!r} has weights in {spec.format}, {NO_DTYPE}: use it without quantized_init, with "
+            "weights in high precision"
+        )
     return None if spec is None else replace(spec, rounding="nearest", hadamard=False)
 
 
@@ -54,7 +67,7 @@ def store(layer: nn.Linear, spec: QuantSpec, keep_initial: bool = False) -> None
     if keep_initial:
         _keep_initial(layer, weight)
     codes, scales = encode(weight, spec)
-    layer._parameters["weight"] = nn.Parameter(codes, requires_grad=spec.format.bits == 8 and weight.requires_grad)
+    layer._parameters["weight"] = nn.Parameter(codes, requires_grad=not spec.format.packed and weight.requires_grad)
     for name, value in scales.items():
         layer.register_buffer(name, value)
     settle(layer)
@@ -78,7 +91,7 @@ def encode(value: Tensor, spec: QuantSpec) -> tuple[Tensor, dict[str, Tensor]]:
     if value.is_meta:
         rows, k = value.shape
         narrow = spec.scale == "e8m0" or spec.two_level
-        codes = value.new_empty((rows, k if spec.format.bits == 8 else (k + 1) // 2), dtype=torch.uint8)
+        codes = value.new_empty((rows, (k + 1) // 2 if spec.format.packed else k), dtype=torch.uint8)
         scale = value.new_empty(spec.blocks(rows, k), dtype=torch.uint8 if narrow else torch.float32)
         factor = value.new_empty((1, 1), dtype=torch.float32) if spec.two_level else None
     else:

@@ -31,6 +31,9 @@ NATIVE = {"bf16"}
 SEEN = "Each recipe was tried: forward and backward of a linear layer of 256 by 256 in bfloat16."
 UNSEEN = "Nothing was tried: the table goes by the architecture alone. With PyTorch installed, each recipe is tried."
 
+# Recipes in formats that no GEMM of torch's or XLA's takes.
+EMULATED = {"mxfp6", "mxfp4"}
+
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 
 
@@ -127,6 +130,8 @@ def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
     """How a recipe would run here ("native", "emulated", "not tried") by the GPUs' architecture, and why."""
     if recipe in NATIVE:
         return "native", "nothing is quantized; the framework's own GEMMs"
+    if recipe in EMULATED:
+        return "emulated", "torch and XLA have no GEMM for its formats"
     needed = NEEDS[recipe]
     sm = f"sm_{needed[0]}{needed[1]}"
     if not devices:

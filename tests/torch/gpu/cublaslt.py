@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from quaver.torch.quantized import e2m1_values, unpack
+from quaver.core.formats import E2M1
+from quaver.torch.quantized import unpack, values_of
 from quaver.torch.swizzle import unswizzle
 
 T = ScalingType
@@ -101,7 +102,7 @@ def values(m: Tensor, scale: list[Tensor], kind: ScalingType, swizzle: Any, righ
     if kind is T.BlockWise1x16:
         assert swizzle == [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE] and len(scale) == 2
         assert first.dtype is torch.float8_e4m3fn and first.numel() == -(-rows // 128) * 128 * -(-k * 2 // 64) * 4
-        x = e2m1_values(m.device)[unpack(m.view(torch.uint8), k * 2).long()]
+        x = values_of(unpack(m.view(torch.uint8), k * 2), E2M1)
         s = unswizzle(first.view(torch.uint8), rows, -(-k * 2 // 16)).view(torch.float8_e4m3fn).double()
         assert scale[1].dtype is torch.float32 and scale[1].numel() == 1
         return x.double() * s.repeat_interleave(16, 1)[:, : k * 2] * scale[1].double()

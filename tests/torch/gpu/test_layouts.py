@@ -7,10 +7,11 @@ import quaver.torch as qt
 from quaver.core.spec import QuantSpec
 from quaver.torch import ops
 from quaver.torch.attention.operands import quantize_heads
+from quaver.torch.quantized import FLOAT8
 from tests.operands import SPECS
 
 NEAREST = {name: spec for name, spec in SPECS.items() if spec.rounding == "nearest"}
-EIGHT_BITS = {name: spec for name, spec in NEAREST.items() if spec.format.bits == 8}
+EIGHT_BITS = {name: spec for name, spec in NEAREST.items() if spec.format.name in FLOAT8}
 
 
 @pytest.mark.parametrize("name", NEAREST)

@@ -103,7 +103,7 @@ def test_50_steps_by_themselves_stay_together_in_float32(make_config: MakeConfig
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("bf16", "nvfp4")])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("bf16", "nvfp4", "mxfp4")])
 def test_50_steps_of_tiny_on_the_default_text_differ_little_on_average(make_config: MakeConfig, name: str) -> None:
     """A code on the other side of a rounding boundary is a change of 6 %: single steps differ by up to 0.004."""
     config = make_config(

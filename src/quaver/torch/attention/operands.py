@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch import ops
-from quaver.torch.quantized import STORAGE, decode_scales
+from quaver.torch.quantized import decode_scales, storage
 
 
 class Heads(NamedTuple):
@@ -68,7 +68,7 @@ def scales_shape(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, ...]:
 
 def empty_heads(like: Tensor, shape: tuple[int, ...], spec: QuantSpec) -> Heads:
     """What `quantize_heads` returns for a tensor of this shape, without values."""
-    data = like.new_empty(shape, dtype=STORAGE[spec.format.name])
+    data = like.new_empty(shape, dtype=storage(spec.format))
     narrow = torch.uint8 if spec.scale == "e8m0" else torch.float32
     return Heads(data, like.new_empty(scales_shape(shape, spec), dtype=narrow), spec)
 

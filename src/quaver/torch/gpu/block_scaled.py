@@ -19,7 +19,7 @@ from quaver.torch.gpu.codes import grid as over
 from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table, workspace
 from quaver.torch.gpu.per_tensor import measure
-from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.quantized import FLOAT8, Quantized
 from quaver.torch.swizzle import BLOCKS, ROWS
 
 #: Rows and columns of a program's block, and its warps.
@@ -38,7 +38,7 @@ def with_exponents(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
     """True if `by_exponents` takes these specs, of a matrix and of its transpose."""
     one = spec or other
     assert one is not None
-    kinds = one.scale == "e8m0" and one.block in ((1, 32), (32, 32)) and one.format.bits == 8
+    kinds = one.scale == "e8m0" and one.block in ((1, 32), (32, 32)) and one.format.name in FLOAT8
     return kinds and one.rounding == "nearest" and not one.hadamard and (None in (spec, other) or spec == other)
 
 
@@ -123,7 +123,7 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> 
     if other is None:
         return None
     rows, k = x.shape
-    codes = STORAGE[spec.format.name]
+    codes = FLOAT8[spec.format.name]
     scales = [-(-down // ROWS) * ROWS * across(wide, 32) * BLOCKS for down, wide in ((rows, k), (k, rows))]
     of_scales = [Room((n,), (1,), torch.float8_e8m0fnu, _as_bytes) for n in scales]
     turned = lying((k, rows), codes, kept)._replace(told=_in_words)

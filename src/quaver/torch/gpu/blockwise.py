@@ -16,7 +16,7 @@ from quaver.kernels.blockwise import squares as squares_kernel
 from quaver.torch.gpu.both_ways import BothWays, Launch, empty_like_told, lying
 from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid, in_words, of, strides, taking_words
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table
-from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.quantized import FLOAT8, Quantized
 
 BLOCK = 128
 #: Warps of a program that writes the transpose, and of one that does not.
@@ -111,7 +111,7 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> 
     rows, k = x.shape
     if other is None or spec.block[0] == BLOCK:
         return None
-    codes, f32, down, across = STORAGE[spec.format.name], torch.float32, -(-rows // BLOCK), -(-k // BLOCK)
+    codes, f32, down, across = FLOAT8[spec.format.name], torch.float32, -(-rows // BLOCK), -(-k // BLOCK)
     # Scales of either side lie block by block, and are read the other way round.
     scale, turned_scale = lying((across, rows), f32, turned=True), lying((down, k), f32, turned=True)
     rooms = (lying((rows, k), codes), scale, lying((k, rows), codes, kept), turned_scale)

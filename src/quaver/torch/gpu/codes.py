@@ -13,7 +13,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.torch.gpu.device import architecture
 from quaver.torch.gpu.launch import Run, interpreted
-from quaver.torch.quantized import STORAGE
+from quaver.torch.quantized import FLOAT8
 
 #: What Triton calls the formats.
 DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
@@ -30,7 +30,7 @@ def grid(down: int, across: int) -> tuple[tuple[int, int], bool]:
 
 def empty_codes(rows: int, k: int, spec: QuantSpec, device: torch.device) -> Tensor:
     """Room for eight-bit codes [rows, k], rows rounded up to 16 bytes: the whole buffer, which a kernel fills."""
-    return torch.empty((rows, -(-k // 16) * 16), dtype=STORAGE[spec.format.name], device=device)
+    return torch.empty((rows, -(-k // 16) * 16), dtype=FLOAT8[spec.format.name], device=device)
 
 
 def format_constants(spec: QuantSpec, device: torch.device) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.decode import decode as decode_kernel
 from quaver.torch.gpu.codes import grid as over
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, table
-from quaver.torch.quantized import Quantized
+from quaver.torch.quantized import FLOAT8, Quantized
 from quaver.torch.swizzle import BLOCKS
 
 #: Rows and columns of a program's block, and its warps.
@@ -32,6 +32,8 @@ def reason(q: Quantized, dtype: torch.dtype, outer: bool = True) -> str:
         return f"values are decoded to bfloat16 or float32, not to {dtype}"
     if not holds(q.spec, dtype, outer):
         return f"bfloat16 does not hold the values of {q.spec} times its scales; decode to float32"
+    if not (q.spec.format.packed or q.spec.format.name in FLOAT8):
+        return f"its kernel decodes FP8 and E2M1, not {q.spec.format}"
     width = q.lying_block[1]
     if width is None or 128 % width == 0 or width % 128 == 0:
         return ""

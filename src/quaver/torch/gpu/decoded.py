@@ -63,7 +63,7 @@ def _values(q: Quantized, scales: Tensor | None) -> Tensor:
         plain = Quantized(q.data, 1.0 if scales is None else scales, spec, q.shape, q.turned)
         if not kernel.reason(plain, dtype, scales is not None):
             return kernel.decode(plain, dtype, scales is not None)
-    if scales is None and q.spec.format.bits == 8:
+    if scales is None and q.data.is_floating_point():
         values = q.data.to(dtype)
         return values.t() if q.turned else values
     if scales is None:

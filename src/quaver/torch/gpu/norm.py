@@ -15,7 +15,7 @@ from quaver.kernels.wide_norm import wide_norm, wide_norm_backward
 from quaver.torch.gpu.codes import empty_codes, format_constants
 from quaver.torch.gpu.column_sum import sum_rows as sum_rows
 from quaver.torch.gpu.launch import aligned, keep, launcher, multiprocessors, table, workspace
-from quaver.torch.quantized import Quantized
+from quaver.torch.quantized import FLOAT8, Quantized
 
 #: The widest row that lies in registers, forward and backward, and the block of wider ones.
 WIDEST, WIDEST_BACKWARD, WIDE_BLOCK = 16384, 8192, 4096
@@ -54,7 +54,7 @@ def mode(spec: QuantSpec, one_pass: bool, columns: int) -> str:
     Args:
         one_pass: whether the encode factor of the tensor is known.
     """
-    if spec.format.bits != 8 or spec.rounding != "nearest" or spec.hadamard:
+    if spec.format.name not in FLOAT8 or spec.rounding != "nearest" or spec.hadamard:
         return ""
     if spec.per_tensor and spec.scale in ("fp32", "power_of_two"):
         return "tensor" if one_pass else "amax"

@@ -33,7 +33,7 @@ def matrix(q: Quantized) -> Tensor:
         codes = _filled(codes, whole)
     elif whole != width:
         codes = codes.as_strided((rows, whole), (length, 1)) if _ends_in_zeros(codes, whole) else _filled(codes, whole)
-    return codes.view(torch.float4_e2m1fn_x2) if q.spec.format.bits == 4 else codes
+    return codes.view(torch.float4_e2m1fn_x2) if q.spec.format.packed else codes
 
 
 def any_matrix(q: Quantized) -> Tensor:
@@ -46,7 +46,7 @@ def any_matrix(q: Quantized) -> Tensor:
 def settle(q: Quantized) -> None:
     """Make an operand lie as it is read."""
     scale = q.plain_scale().t() if isinstance(q.scale, Tensor) else q.scale
-    q.data = transpose(q.data) if q.spec.format.bits == 8 else pack(q.codes())
+    q.data = pack(q.codes()) if q.spec.format.packed else transpose(q.data)
     q.scale = scale
     q.turned = q.swizzled = False
     q.decoded = None

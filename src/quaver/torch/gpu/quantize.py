@@ -25,7 +25,7 @@ from quaver.torch.gpu.rowwise import by_rows
 from quaver.torch.gpu.scaled_mm import reads_transposes
 from quaver.torch.gpu.transpose import transpose as transpose
 from quaver.torch.gpu.transpose import transposed as transposed
-from quaver.torch.quantized import Quantized
+from quaver.torch.quantized import FLOAT8, Quantized
 
 #: No noise: (seed, tensor id, count) of stochastic rounding.
 QUIET = (0, 0, 0)
@@ -71,10 +71,15 @@ def _by_tensor(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
 
 
 def _plain(*specs: QuantSpec | None) -> bool:
-    """Eight bits rounded to nearest, with float32 scales."""
+    """FP8 rounded to nearest, with float32 scales."""
     return all(
         s is None
-        or (s.format.bits == 8 and s.rounding == "nearest" and not s.hadamard and s.scale in ("fp32", "power_of_two"))
+        or (
+            s.format.name in FLOAT8
+            and s.rounding == "nearest"
+            and not s.hadamard
+            and s.scale in ("fp32", "power_of_two")
+        )
         for s in specs
     )
 

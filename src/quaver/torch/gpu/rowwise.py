@@ -11,7 +11,7 @@ from quaver.kernels import rowwise as kernels
 from quaver.torch.gpu.both_ways import BothWays, Launch, Room, empty_like_told, lying
 from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, grid, in_words, of, taking_words
 from quaver.torch.gpu.launch import Run, aligned, keep, launcher, multiprocessors, table
-from quaver.torch.quantized import STORAGE, Quantized
+from quaver.torch.quantized import FLOAT8, Quantized
 
 #: The longest row that a program holds.
 LONGEST = 16384
@@ -169,12 +169,12 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> 
     rows, k = x.shape
     if k > LONGEST:
         return None
-    straight = lying((rows, k), STORAGE[spec.format.name]), lying((rows, 1), torch.float32)
+    straight = lying((rows, k), FLOAT8[spec.format.name]), lying((rows, 1), torch.float32)
     q, s = (empty_like_told(room, x.device) for room in straight)
     if other is None:
         run = _launch(x, spec, (x, q, s, None, None))
         return BothWays(x, (*straight, None, None), kept, None, [Launch(run, (0, 1, -1, -1))])
-    turned = lying((k, rows), STORAGE[other.format.name], kept), lying((k, 1), torch.float32, turned=kept)
+    turned = lying((k, rows), FLOAT8[other.format.name], kept), lying((k, 1), torch.float32, turned=kept)
     tops = Room((k,), (1,), torch.int32)
     qt, st, t = (empty_like_told(room, x.device) for room in (*turned, tops))
     first, second = _launch(x, spec, (x, q, s, t, None)), _turned_launch(x, other, (x, qt, st, t, None))

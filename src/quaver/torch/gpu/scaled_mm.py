@@ -18,7 +18,7 @@ from quaver.torch import reference
 from quaver.torch.gpu import capture, decoded
 from quaver.torch.gpu.device import architecture, recorded_arch
 from quaver.torch.gpu.operands import any_matrix, matrix, scales
-from quaver.torch.quantized import STORAGE, Quantized, spread
+from quaver.torch.quantized import FLOAT8, Quantized, spread
 
 
 class Kind(NamedTuple):
@@ -146,7 +146,7 @@ def _reads(device: torch.device, left: QuantSpec, turned: bool) -> bool:
     codes = torch.empty((128, 128), dtype=torch.uint8, device=device)
     scale = torch.ones((1, 1), dtype=torch.float32, device=device)
     a, b = (
-        Quantized(codes.view(STORAGE[spec.format.name]), scale, spec, (128, 128), lies)
+        Quantized(codes.view(FLOAT8[spec.format.name]), scale, spec, (128, 128), lies)
         for spec, lies in ((left, turned), (WHOLE, True))
     )
     kind = way(a, b, torch.bfloat16, None).kind
@@ -157,7 +157,7 @@ def role(spec: QuantSpec) -> str:
     """What an operand's scales are for, as the table names it; "" where no GEMM knows them."""
     if spec.two_level:
         return "nv" if spec.block[1] == 16 and spec.block[0] in (1, 16) else ""
-    if spec.format.bits != 8:
+    if spec.format.name not in FLOAT8:
         return ""
     if spec.scale == "e8m0":
         return "mx" if spec.block[1] == 32 and spec.block[0] in (1, 32) else ""

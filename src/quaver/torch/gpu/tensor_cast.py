@@ -12,7 +12,7 @@ from quaver.torch.gpu import launch
 from quaver.torch.gpu.both_ways import SMALL, Decided
 from quaver.torch.gpu.launch import workspace
 from quaver.torch.gpu.per_tensor import amax_launch, cast_launch, room_for_sums
-from quaver.torch.quantized import STORAGE
+from quaver.torch.quantized import FLOAT8
 
 
 class Place(NamedTuple):
@@ -50,7 +50,7 @@ class TensorCast:
     def __init__(self, x: Tensor, spec: QuantSpec, keeps: bool, sums: bool, views: bool) -> None:
         rows, columns = x.shape
         self.sums, self.views = sums, views
-        self.spec, self.device, self.dtype, self.keeps = spec, x.device, STORAGE[spec.format.name], keeps
+        self.spec, self.device, self.dtype, self.keeps = spec, x.device, FLOAT8[spec.format.name], keeps
         self.shape, self.turned = (rows, columns), (columns, rows)
         #: Index of the GPU, what tells the current one's, and what tells its stream.
         self.card = launch.card(x.device)[:3]

@@ -41,7 +41,7 @@ def transpose(codes: Tensor) -> Tensor:
 def transposed(q: Quantized) -> Quantized:
     """The transpose of an eight-bit operand whose blocks are square, its codes lying row by row."""
     assert q.spec.transposable
-    assert q.spec.format.bits == 8
+    assert not q.spec.format.packed
     turned = q.T
     if not turned.turned:
         return turned

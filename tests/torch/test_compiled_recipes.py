@@ -1,0 +1,57 @@
+"""Specs and recipes that are built inside a compiled function: data, which a compiler makes as eager mode does."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver
+import quaver.torch as qt
+from quaver import E2M3, E4M3, Format, GemmSpec, QuantSpec, Recipe
+
+LAYER = qt.Linear(64, 32)
+
+
+def spec(x: Tensor) -> Tensor:
+    return qt.quantize(x, QuantSpec(E4M3, (1, 32), "e8m0")).dequantize()
+
+
+def spec_of_own_format(x: Tensor) -> Tensor:
+    return qt.quantize(x, QuantSpec(OWN, (1, 16), "fp32")).dequantize()
+
+
+def recipe_of_the_table(x: Tensor) -> Tensor:
+    with qt.autocast(quaver.recipes.mxfp8(weight_2d=True)):
+        y: Tensor = LAYER(x)
+    return y
+
+
+def recipe_by_name(x: Tensor) -> Tensor:
+    with qt.autocast(quaver.recipes.get("mxfp4")):
+        y: Tensor = LAYER(x)
+    return y
+
+
+def recipe_of_ones_own(x: Tensor) -> Tensor:
+    line = QuantSpec(E2M3, (1, 32), "e8m0")
+    gemm = GemmSpec(line, line)
+    with qt.autocast(Recipe("mine", gemm, gemm, gemm)):
+        y: Tensor = LAYER(x)
+    return y
+
+
+OWN = Format(name="e3m4", bits=8, exponent_bits=3, mantissa_bits=4, bias=3, max=15.5)
+
+
+@pytest.mark.parametrize(
+    "function", [spec, spec_of_own_format, recipe_of_the_table, recipe_by_name, recipe_of_ones_own]
+)
+def test_what_is_built_inside_a_compiled_function_gives_eagers_bits(function: Callable[[Tensor], Tensor]) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        x = torch.randn(16, 64)
+        assert torch.equal(compiled(x), function(x))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(torch.randn(16, 64))
