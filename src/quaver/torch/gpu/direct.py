@@ -259,7 +259,7 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     if need[0]:
         w = entry.ready
         if w is None or w.recipe is not step.recipe:
-            w = _made(weight, layer, step, delayed, False)[1]
+            w = _weight_operands(weight, layer, step, delayed, False)[1]
         a, a_swizzle, b, b_swizzle, fast, *_ = step.dgrad
         of_input = multiply(q, w.dgrad, [scale], a, a_swizzle, w.dgrad_scale, b, b_swizzle, None, dtype, (), fast)
         if len(step.shape) != 2:
@@ -300,7 +300,7 @@ def _weight(
     written: float = 0.0 if delayed is None else delayed.version
     entry = weights.lookup(layer, "fprop", weight, recipe.fprop.b, written)  # type: ignore[arg-type]
     if entry is None or entry.ready is None or entry.ready.recipe is not recipe:
-        return _made(weight, layer, step, delayed, True)
+        return _weight_operands(weight, layer, step, delayed, True)
     ready: Weight = entry.ready
     if ready.noted is not delayed:
         assert entry.quantized is not None
@@ -309,7 +309,7 @@ def _weight(
     return entry, ready
 
 
-def _made(
+def _weight_operands(
     weight: Tensor, layer: nn.Module, step: Step, delayed: Delayed | None, forward: bool
 ) -> tuple[weights.Entry, Weight]:
     """The weight's operands, for a forward to keep, or for one backward after they were dropped."""
