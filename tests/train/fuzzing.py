@@ -254,10 +254,11 @@ def plan(random: Random, where: Place, fresh: Path) -> list[str]:
 def compare(random: Random, where: Place, fresh: Path) -> list[str]:
     """A comparison that cannot begin: its runs would be processes of their own."""
     shutil.copytree(where.runs[0], fresh / "bf16-seed0")
-    arguments = ["compare", "--config", str(where.config), "--out", str(fresh), "--quiet", *options(random, where)]
+    arguments = ["compare", "--config", str(where.config), "--quiet", *options(random, where)]
     names = ",".join(recipe(random) for _ in range(random.randrange(4)))
     arguments += ["--recipes", names + random.choice(["", "," * 9999])]
-    return [*arguments, *random.choice([["--seeds", random.choice(NUMBERS)], ["--jobs", random.choice(NUMBERS)], []])]
+    arguments += random.choice([["--seeds", random.choice(NUMBERS)], ["--jobs", random.choice(NUMBERS)], []])
+    return [*arguments, "--out", str(fresh)]
 
 
 def anything(random: Random, where: Place, fresh: Path) -> list[str]:
