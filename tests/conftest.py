@@ -1,7 +1,10 @@
 """What holds for every test: one thread, fixed seeds, uninitialized memory full of NaN, no GPU tests without a GPU."""
 
+import ctypes
+import gc
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # Where cuBLAS keeps its work in deterministic mode, which every test runs in; it is read when the first GEMM runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+#: Megabytes of a worker from which on it gives back, between two files of tests, what compilers keep.
+LARGEST = 1200
 
 ROOT = Path(__file__).parents[1]
 #: Tests of kernels: on a machine with a GPU they run there, and `pytest -m gpu` takes them.
@@ -66,3 +72,31 @@ def _empty_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_code_goes() -> Iterator[None]:
+    """What JAX and Dynamo compiled for one file of tests serves no other, and a worker kept it: gigabytes."""
+    yield
+    if resident() > LARGEST:
+        give_back()
+
+
+def resident() -> float:
+    """Megabytes of this process that are in memory; 0 where that is not told."""
+    pages = Path("/proc/self/statm")
+    if not pages.exists():
+        return 0.0
+    return int(pages.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def give_back() -> None:
+    """Forget what compilers keep, and give its memory to the system, which free alone does not."""
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        jax.clear_caches()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
