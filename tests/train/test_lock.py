@@ -1,16 +1,18 @@
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quaver.train import generate, lock
+from quaver.train import generate, lock, whole_file
 from quaver.train.compare import compare_runs
 from quaver.train.config import TrainConfig, to_toml
 from quaver.train.loop import run_training
@@ -70,3 +72,21 @@ def test_a_holder_that_cannot_be_read_is_still_one_sentence(tmp_path: Path, said
         (tmp_path / lock.HOLDER).write_text(said)
         with pytest.raises(ValueError, match="is in use: another process is writing into it"), lock.held(tmp_path, ""):
             pass
+
+
+@pytest.mark.parametrize("name", [lock.LOCK, lock.HOLDER])
+@pytest.mark.parametrize("plant", [lambda path: path.symlink_to("mine"), Path.mkdir, os.mkfifo])
+def test_what_bears_the_name_of_the_lock_and_is_none_is_a_sentence(
+    tmp_path: Path, name: str, plant: Callable[[Path], None]
+) -> None:
+    plant(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name} is not the file that quaver writes there; delete it"):
+        lock.held(tmp_path, "training").__enter__()
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_folder_that_goes_before_the_first_step_is_a_sentence(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ValueError, match="run was removed or renamed while it was in use"), lock.held(run, "training"):
+        shutil.rmtree(run)
+        whole_file.write(run / "config.toml", "")

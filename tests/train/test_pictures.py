@@ -99,3 +99,18 @@ def test_a_label_that_stands_alone_is_as_high_as_its_value(make_config: MakeConf
     low, high = axes.get_ylim()
     for text in labels(figure).values():
         assert text.get_position()[1] == pytest.approx((text.xy[1] - low) / (high - low), abs=0.05)
+
+
+def test_a_picture_is_whole_and_not_written_through_a_link(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    picture = tmp_path / "loss.png"
+    picture.symlink_to(mine)
+    records = [{"step": 1, "loss": 2.0}, {"step": 1, "validation_loss": 2.5}]
+    plots.plot_loss(records, picture, "a run", "mxfp4")
+    assert mine.read_text() == "precious" and picture.read_bytes().startswith(b"\x89PNG") and not picture.is_symlink()
+    picture.unlink()
+    picture.mkdir()
+    with pytest.raises(ValueError, match=r"loss\.png is a folder, not a file; move it away"):
+        plots.plot_loss(records, picture, "a run", "mxfp4")
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "loss.png"}

@@ -86,6 +86,14 @@ def test_what_the_gpu_lacks_is_said() -> None:
     assert "l40s has no GEMM for blocks of 128: fprop, dgrad, wgrad decode their operands" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("recipe", "operands"), [("mxfp4", "e2m1[1x32]:e8m0"), ("mxfp6", "e2m3[1x32]:e8m0 or e3m2[1x32]:e8m0 by e2m3")]
+)
+def test_operands_that_no_gpu_multiplies_are_named(recipe: str, operands: str) -> None:
+    said = quaver("--gpu", "b200", "--model", "llama3-8b", "--recipe", recipe).stdout
+    assert f"b200 has no GEMM for {operands}" in said and "other:" not in said
+
+
 def test_bf16_gains_nothing() -> None:
     assert "bf16 quantizes nothing, so nothing gains." in quaver(*LLAMA[:4], "--recipe", "bf16").stdout
 

@@ -6,7 +6,6 @@ they were read, and a digest that is checked whenever they are read again.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,13 +58,8 @@ def is_one(text: tuple[str, ...]) -> bool:
 
 def write(path: Path, frozen: Frozen) -> None:
     said = {"tokenizer": frozen.tokenizer, "asked": json.dumps(frozen.asked), "digest": frozen.digest}
-    partial = whole_file.partial_of(path)
-    try:
+    with whole_file.replacing(path) as partial:
         save_file({"train": frozen.train, "validation": frozen.validation}, partial, metadata=said)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def read(path: Path) -> Frozen:

@@ -28,10 +28,11 @@ def held(folder: Path, doing: str) -> Iterator[None]:
     Args:
         folder: made if it is not there; if it is still empty at the end it goes again.
         doing: what is done in it, for the message that another process gets: "training", "a comparison".
-    Raises: ValueError that names the process that is in it.
+    Raises: ValueError that names the process that is in it, or if the folder goes meanwhile.
     """
     new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    check_own(folder)
     lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
     try:
         lock.acquire()
@@ -40,11 +41,22 @@ def held(folder: Path, doing: str) -> Iterator[None]:
     try:
         whole_file.write(folder / HOLDER, described(doing))
         yield
+    except FileNotFoundError as error:
+        if folder.exists():
+            raise
+        raise ValueError(f"{folder} was removed or renamed while it was in use; put it back or begin again") from error
     finally:
         if {path.name for path in folder.glob("*")} <= {LOCK, HOLDER}:
             forget(folder, new)
         with suppress(OSError):
             lock.release()
+
+
+def check_own(folder: Path) -> None:
+    """Raise a ValueError if something that quaver does not make bears the name of one of the lock's files."""
+    for path in (folder / LOCK, folder / HOLDER):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise ValueError(f"{path} is not the file that quaver writes there; delete it, or give another --out")
 
 
 def described(doing: str) -> str:

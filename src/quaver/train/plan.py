@@ -14,7 +14,7 @@ from rich.table import Table
 from quaver.core import gpus, ledger
 from quaver.core.gpus import Gpu
 from quaver.core.ledger import Layer
-from quaver.core.spec import Recipe
+from quaver.core.spec import GemmSpec, Recipe
 from quaver.core.suggest import suggest
 from quaver.train import recipe_name
 from quaver.train.config import shown
@@ -162,12 +162,18 @@ def verdict(planned: Plan) -> list[str]:
         )
     emulated = planned.rows[0].cost.emulated
     if emulated:
-        kinds = sorted({KINDS.get(kind, kind) for kind in (planned.rows[0].cost.gemms[name].kind for name in emulated)})
+        kinds = sorted({lacking(planned.recipe, name, planned.rows[0].cost.gemms[name].kind) for name in emulated})
         said.append(
             f"{gpu} has no GEMM for {' or '.join(kinds)}: {', '.join(emulated)} decode their operands and run in "
             "bf16, exact but slower."
         )
     return said
+
+
+def lacking(recipe: Recipe, gemm: str, kind: str) -> str:
+    """What a GPU has no GEMM for, in words: the kind of scales, or the operands where no GPU has their kind."""
+    spec: GemmSpec = getattr(recipe, gemm)
+    return KINDS.get(kind) or " by ".join(dict.fromkeys(str(operand) for operand in (spec.a, spec.b)))
 
 
 def notes(planned: Plan) -> list[str]:

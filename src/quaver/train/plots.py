@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from quaver.train import whole_file
 from quaver.train.colours import GREY, colour
 from quaver.train.comparison import BASELINE, Comparison, Row
 from quaver.train.metrics import Record, losses, validation_losses
@@ -192,5 +193,6 @@ def finish(axes: Axes, x: str, y: str, title: str, pad: float = 6) -> None:
 
 
 def write(figure: Figure, path: Path) -> Path:
-    FigureCanvasAgg(figure).print_png(str(path))
+    with whole_file.replacing(path) as partial, partial.open("xb") as file:
+        FigureCanvasAgg(figure).print_png(file)
     return path

@@ -7,7 +7,8 @@ a link that was planted is never written through. What is read must be a file: a
 import os
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 #: Bytes that a file of options, or of what a checkpoint says about itself, has at most.
@@ -19,16 +20,24 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
-def write(path: Path, text: str) -> None:
-    """Put `text` in `path` by way of a file beside it."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new path beside `path` to write to: it takes its place when all is written, and goes if that fails."""
+    if path.is_dir() and not path.is_symlink():
+        raise ValueError(f"{path} is a folder, not a file; move it away")
     partial = partial_of(path)
     try:
-        with partial.open("x", encoding="utf-8") as file:
-            file.write(text)
+        yield partial
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write(path: Path, text: str) -> None:
+    """Put `text` in `path` by way of a file beside it."""
+    with replacing(path) as partial, partial.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 def read(path: Path, longest: int = LONGEST) -> str:
