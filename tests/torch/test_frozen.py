@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import quaver.torch as qt
@@ -264,6 +265,9 @@ def test_nobody_is_told_of_it_in_vain() -> None:
                     layer(x)
             layer(x).sum().backward()
             optimizer.step()
+        for _ in range(weights.FORWARDS + 1):
+            y = torch.utils.checkpoint.checkpoint(layer, x.clone().requires_grad_(), use_reentrant=True)
+            y.sum().backward()
         with torch.no_grad(), qt.frozen(layer):
             for _ in range(weights.FORWARDS + 1):
                 layer(x)

@@ -379,6 +379,35 @@ def test_steps_inside_backward_train_as_those_that_keep_nothing(recipe: str, by_
         assert_same(got, trained(other, x), "a step")
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_a_reentrant_recomputation_sees_a_step_by_hand(recipe: str) -> None:
+    """No forward in gradient mode looks at the weight between the step and the backward that recomputes."""
+    layer, x = made(recipe), torch.randn(T, K)
+    trained(layer, x)
+    through_data(layer)
+    without_gradients(layer)
+    other = fresh(layer)
+    got, expected = (
+        trained(lambda x, net=net: torch.utils.checkpoint.checkpoint(net, x, use_reentrant=True), x)  # type: ignore[arg-type, misc]
+        for net in (layer, other)
+    )
+    assert_same(got, expected, recipe)
+
+
+@pytest.mark.parametrize("between", [qt.frozen, lambda _: qt.autocast(enabled=False)])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_a_gradient_that_went_and_came_back_ends_what_is_kept(recipe: str, between: Callable[[nn.Module], Any]) -> None:
+    """A step by hand, and a micro-batch that uses nothing of what was kept, before one that would."""
+    layer, x = made(recipe), torch.randn(T, K)
+    trained(layer, x)
+    through_data(layer)
+    without_gradients(layer)
+    with between(layer):
+        trained(layer, x)
+    assert layer.weight.grad is not None
+    assert_same(trained(layer, x), trained(fresh(layer), x), recipe)
+
+
 # Weights that more than one holds.
 
 

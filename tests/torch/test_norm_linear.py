@@ -224,3 +224,20 @@ def test_outputs_may_be_written_to(recipe: str) -> None:
     sum(y.relu_().sum() for y in outputs).backward()
     assert x.grad is not None
     assert [y.sum().item() for y in outputs] == [e.item() for e in expected]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "bf16"])
+def test_weights_that_backward_does_not_read_may_be_written_before_it(recipe: str) -> None:
+    """As those of nn.Linear where its input requires no gradient; where it does, autograd refuses."""
+    for trains in (False, True):
+        layer, x = qt.LayerNormLinear(32, 48, recipe=recipe), torch.randn(5, 32)
+        layer.norm.requires_grad_(trains)
+        y = layer(x)
+        with torch.no_grad():
+            layer.linear.weight.mul_(2)
+        if trains:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+            assert layer.linear.weight.grad is not None

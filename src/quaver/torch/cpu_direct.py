@@ -115,5 +115,5 @@ def _backward(ctx: Any, g: Tensor) -> Any:
         of_input = scaled_product(values, decoded(w), scale, w.scale, dtype).view(shape)
     if need_weight:
         of_weight = scaled_product(values.t(), x.float(), scale, of_x, weight.dtype)
-        entry.window.used = True
+        entry.window.used = torch._C._current_graph_task_id()
     return of_input, of_weight, ops.bias_gradient(lying, bias) if need_bias else None, None

@@ -203,6 +203,8 @@ class Linear(nn.Linear):
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
             if weight.dtype in stored.CODES:
                 return stored.linear(input, weight, bias, self)
+            if training and not compiling and "_weights" in mine:
+                weights.look(self, weight)
             return F.linear(input, weight, bias)
         if weight.__class__ is not nn.Parameter and not compiling and is_foreign(weight):
             raise ValueError(foreign_sentence(self, weight))

@@ -172,7 +172,9 @@ class _Projections(torch.autograd.Function):
             what,
             entrance.shape,
             entrance.dtype,
-            _save(ctx, calls, entrance.saved if differentiated else (), weights),
+            # dgrad alone reads the weights: where it does not run, they may be written before backward.
+            _save(ctx, calls, entrance.saved if differentiated else (), weights if differentiated else (None,) * n),
+            [weight.dtype for weight in weights if weight is not None],
             [b is not None and b.dtype for b in biases],
         )
         ctx.calls = None if calls[0].traced else calls
@@ -284,7 +286,7 @@ def _save(ctx: Any, calls: list[Call], saved: Sequence[Any], weights: Sequence[T
 
 def _restore(ctx: Any) -> tuple[list[Any], Any, list[Any], list[Any]]:
     """Put together what `_save` took apart."""
-    what, _, _, packed, _ = ctx.constants
+    what, _, _, packed, _, _ = ctx.constants
     tensors, values, n = list(ctx.saved_tensors), [], len(what.layers)
     for parts, constants in packed:
         values.append(put_together(constants, tensors[:parts]))
@@ -293,7 +295,7 @@ def _restore(ctx: Any) -> tuple[list[Any], Any, list[Any], list[Any]]:
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
-    what, shape, dtype, _, bias_dtypes = ctx.constants
+    what, shape, dtype, _, weight_dtypes, bias_dtypes = ctx.constants
     weights, kept, factors, saved = _restore(ctx)
     n, taken, prologue = len(what.layers), what.taken, what.prologue
     needs = ctx.needs_input_grad[1:]
@@ -319,7 +321,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
             calls[i],
             of_input,
             needs_weight[i],
-            weights[i].dtype,
+            weight_dtypes[i],
             bias_dtypes[i] if needs[taken + n + i] else None,
         )
         if part is not None:

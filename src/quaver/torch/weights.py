@@ -56,8 +56,8 @@ class _Window:
         #: Whether `frozen` vouches for the weight: then only replayed steps are looked at.
         self.held = held
         self.steps = _Steps.replayed if held else _Steps.count
-        #: Whether a backward has made the weight's gradient.
-        self.used = False
+        #: The backward that made the weight's gradient last, by its number; None before the first.
+        self.used: int | None = None
 
     def holds(self, weight: Tensor) -> bool:
         """Whether nothing says that the weight has changed since."""
@@ -70,8 +70,8 @@ class _Window:
             return False
         if self.held:
             return self.steps == _Steps.replayed
-        if self.used and weight.grad is None and torch._C._current_graph_task_id() == -1:
-            # Inside a backward the gradient may be on its way.
+        if self.used is not None and weight.grad is None and self.used != torch._C._current_graph_task_id():
+            # In the backward that made it the gradient may be on its way.
             self.parameter = 0
             return False
         return self.steps == _Steps.count
@@ -157,6 +157,8 @@ def lookup(
     kept: _Kept | None = layer.__dict__.get("_weights")
     if kept is None or not (training or kept.frozen):
         return None
+    if kept.frozen and training:
+        look(layer, weight)
     entry = kept.now.get(side)
     if entry is None or entry.spec is not spec or entry.factor != factor or not entry.window.holds(weight):
         return None
@@ -213,8 +215,18 @@ def used(layer: nn.Module) -> None:
     """Note that a backward has made the weight's gradient: once that is gone, the weight may have changed."""
     kept: _Kept | None = layer.__dict__.get("_weights")
     if kept is not None:
-        for entry in kept.window.values():
-            entry.window.used = True
+        task = torch._C._current_graph_task_id()
+        # A list, since another thread may keep the layer's weight meanwhile.
+        for entry in list(kept.window.values()):
+            entry.window.used = task
+
+
+def look(layer: nn.Module, weight: Tensor) -> None:
+    """End the layer's window if its gradient is gone: a forward that does not use the window may bring another one."""
+    kept: _Kept | None = layer.__dict__.get("_weights")
+    if kept is not None:
+        for entry in list(kept.window.values()):
+            entry.window.holds(weight)
 
 
 def refresh(model: nn.Module) -> None:
@@ -238,7 +250,7 @@ def free(layer: nn.Module) -> None:
     """Drop what one layer keeps of its weight, also what the backwards of forwards that have run would use."""
     kept: _Kept | None = layer.__dict__.get("_weights")
     if kept is not None:
-        for entry in (*kept.window.values(), *kept.held.values()):
+        for entry in [*list(kept.window.values()), *list(kept.held.values())]:
             entry.free()
         kept.drop()
 
@@ -296,6 +308,9 @@ def quantized_again(layer: nn.Module, weight: Tensor) -> None:
     if _Hint.given or not _can_be_seen(weight) or torch._C._current_graph_task_id() != -1:
         return
     kept, seen = room(layer), (id(weight), weight._version, weight.data_ptr(), _Steps.count)
+    if any(entry.window.holds(weight) for entry in list(kept.window.values())):
+        # The layer trains meanwhile: this may be the first pass of a reentrant checkpoint.
+        return
     kept.forwards = kept.forwards + 1 if kept.seen == seen else 1
     kept.seen = seen
     if kept.forwards >= FORWARDS:

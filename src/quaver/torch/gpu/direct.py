@@ -265,7 +265,7 @@ def _backward(ctx: Any, g: Tensor) -> Any:
         if len(step.shape) != 2:
             of_input = of_input.view(step.shape)
     if need[1]:
-        entry.window.used = True
+        entry.window.used = torch._C._current_graph_task_id()
     if need[1] and step.wgrad is None:
         of_weight = _plain_wgrad(g.view(q.shape), xt.view(-1, xt.shape[-1]))
     elif need[1]:
