@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch import cpu_quantize, gemms
 from tests.close import assert_bitwise
 
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
@@ -464,6 +465,39 @@ def test_two_threads_that_train_give_what_they_give_alone() -> None:
         train(layer, xs, expected)
         for a, b in zip(got, expected, strict=True):
             assert_same(a, b, "in a thread")
+
+
+@pytest.mark.parametrize("tokens", [T, 4096])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_a_step_of_another_thread_while_a_weight_is_quantized_is_seen(
+    recipe: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = made(recipe), torch.randn(tokens, K)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.5, fused=True)
+    for held in (False, True):
+        trained(layer, x)
+        qt.refresh(layer)
+        holding = qt.frozen(layer)
+
+        def meanwhile(quantize: Any, holding: qt.frozen = holding, held: bool = held) -> Any:
+            def first_quantized(*args: Any) -> Any:
+                result = quantize(*args)
+                monkeypatch.undo()
+                if held:
+                    holding.__exit__(None, None, None)
+                optimizer.step()
+                return result
+
+            return first_quantized
+
+        monkeypatch.setattr(gemms, "_quantize_weight", meanwhile(gemms._quantize_weight))
+        monkeypatch.setattr(cpu_quantize, "quantize", meanwhile(cpu_quantize.quantize))
+        if held:
+            holding.__enter__()
+            evaluated(layer, x)
+        else:
+            layer(x.clone().requires_grad_())
+        assert_same(trained(layer, x), trained(fresh(layer), x), recipe)
 
 
 # Weights that are codes.

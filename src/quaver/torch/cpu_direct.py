@@ -55,8 +55,9 @@ class Step:
         q = None if entry is None else entry.quantized
         if entry is None or q is None or q.scale.__class__ is not float:
             # Or it was kept by another implementation, under `only`.
+            window = weights.begin(layer, weight)
             q = cpu_quantize.quantize(weight, self.weight, None, factor)
-            entry = weights.keep(layer, "fprop", weight, self.weight, factor, q) or weights.Entry(q)
+            entry = weights.keep(layer, "fprop", weight, self.weight, factor, q, window) or weights.Entry(q)
         if factors is not None:
             amax.record(layer, amax.WEIGHT, q.amax)
         return q, entry

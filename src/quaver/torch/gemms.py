@@ -328,12 +328,13 @@ def quantized_weight(
     entry = weights.lookup(layer, kept_as, weight, spec, written, call.record) if keeps else None
     q = None if entry is None else entry.quantized
     if q is None:
+        window = weights.begin(layer, weight, call.record) if keeps else None
         q, other = _quantize_weight(layer, weight, side, spec, recipe, call)
         if other is not None and call.plan.weight:
             q.twin = other
-        entry = weights.keep(layer, kept_as, weight, spec, written, q, call.record) if keeps else weights.Entry(q)
+        entry = weights.keep(layer, kept_as, weight, spec, written, q, window) if keeps else weights.Entry(q)
         if other is not None and not call.plan.weight:
-            kept = weights.keep(layer, "dgrad", weight, other.spec, written, other) if keeps else None
+            kept = weights.keep(layer, "dgrad", weight, other.spec, written, other, window)
             call.turned_weight = other if kept is None else None
         if not call.record and entry is None:
             weights.quantized_again(layer, weight)

@@ -165,16 +165,12 @@ def lookup(
     return entry if entry.written is None else entry.written.read(entry)
 
 
-def keep(
-    layer: nn.Module,
-    side: str,
-    weight: Tensor,
-    spec: QuantSpec,
-    factor: float,
-    q: Quantized,
-    training: bool = True,
-) -> Entry | None:
-    """Keep an operand; None where nothing would show a change of the weight, or the forward has no gradients."""
+def begin(layer: nn.Module, weight: Tensor, training: bool = True) -> _Window | None:
+    """The window that operands of the present weight belong to.
+
+    It is taken before the weight is read, so that what another thread writes or holds meanwhile is seen. None where
+    nothing would show a change of the weight, or the forward has no gradients.
+    """
     held = frozen(layer)
     if not (training or held) or not can_keep(layer, weight):
         return None
@@ -182,12 +178,22 @@ def keep(
         _Steps.hooked = True
         register_optimizer_step_pre_hook(_count)
         register_optimizer_step_post_hook(_count)
-    entry = Entry(q, _window(weight, held), spec, factor)
+    return _window(weight, held)
+
+
+def keep(
+    layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: float, q: Quantized, window: _Window | None
+) -> Entry | None:
+    """Keep an operand in what `begin` gave; None where it gave nothing."""
+    if window is None:
+        return None
+    entry = Entry(q, window, spec, factor)
     if weight.is_cuda:
         from quaver.torch.gpu.written import Written
 
         entry.written = Written(entry, weight.device)
-    room(layer).now[side] = entry
+    kept = room(layer)
+    (kept.held if window.held else kept.window)[side] = entry
     return entry
 
 
@@ -281,6 +287,9 @@ def freeze(layer: nn.Module) -> None:
     """Hold a layer's weight once more; what its window has kept waits."""
     with _lock:
         kept = room(layer)
+        if not kept.frozen:
+            # A forward of another thread may have kept something after the last one's end.
+            kept.held.clear()
         kept.frozen += 1
         kept.now = kept.held
 

@@ -55,7 +55,8 @@ def kept(recipe: str) -> tuple[nn.Module, nn.Parameter, Any, weights.Entry]:
     layer, weight = nn.Module(), nn.Parameter(torch.randn(48, 32))
     spec = recipes.get(recipe).fprop.b
     assert spec is not None
-    entry = weights.keep(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec))
+    window = weights.begin(layer, weight)
+    entry = weights.keep(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec), window)
     assert entry is not None
     entry.written = written.Written(entry, GPU)
     return layer, weight, spec, entry

@@ -54,7 +54,8 @@ def test_a_replayed_step_drops_what_is_kept_of_weights() -> None:
     weight = torch.nn.Parameter(torch.randn(4, 4))
     spec = get("tensorwise").fprop.b
     assert spec is not None
-    entry = weights.keep(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec))
+    window = weights.begin(layer, weight)
+    entry = weights.keep(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec), window)
     assert entry is not None and weights.lookup(layer, "fprop", weight, spec, 0.0) is entry
     weights.stepped()
     assert weights.lookup(layer, "fprop", weight, spec, 0.0) is None
