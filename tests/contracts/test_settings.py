@@ -53,6 +53,9 @@ OWNERS = {
     ("quaver.train.torch.learner", "torch.set_num_threads"),
     ("quaver.train.interrupt", "signal.signal"),
     ("quaver.train.torch.decoding", "warnings.simplefilter"),
+    # So do reading a recipe's text and `doctor`.
+    ("quaver.train.recipe_name", "warnings.simplefilter"),
+    ("quaver.train.torch.trial", "warnings.simplefilter"),
     # XLA reads its number of threads from there when it starts.
     ("quaver.train.jax.device", "os.environ.setdefault"),
 }

@@ -97,6 +97,7 @@ def test_layers_and_seeds_share_one_compiled_kernel(monkeypatch: pytest.MonkeyPa
     loaded: list[launch.Launch] = []
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "_load", lambda one: loaded.append(one) or one)
+    monkeypatch.setattr(launch, "_start_of", lambda one: (lambda *_: None, None, ()))
     monkeypatch.setattr(block_scaled, "_nv", launch.table())
 
     def compiled(fn: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, warps: int) -> launch.Run:

@@ -19,6 +19,12 @@ def layer() -> qt.Linear:
     return qt.Linear(32, 16)
 
 
+@pytest.fixture(autouse=True)
+def _no_layer_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests compile layers in this thread, and autocast does not warn after that."""
+    monkeypatch.setattr(ambient, "compiled", False)
+
+
 X = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
 
 

@@ -592,7 +592,17 @@ def codes_alive(side: int) -> int:
     return sum(t.untyped_storage().nbytes() for t in found if t.shape == (side, side))
 
 
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """Objects of other tests are left out where all are walked through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_a_rank_holds_codes_of_the_units_in_flight_alone(recipe: str, one_rank: None) -> None:
     side, units = 128, 5

@@ -23,7 +23,7 @@ def mxfp6(*, format: str = "hybrid", attention: bool = False) -> Recipe:
         format: "hybrid" (gradients in E3M2, the rest in E2M3), or "e2m3" or "e3m2" for all.
         attention: quantize attention too, in eight bits as `mxfp8` does it.
     """
-    if format not in FORMATS:
+    if not isinstance(format, str) or format not in FORMATS:
         raise ValueError(f"format is {format!r}; give 'hybrid' (gradients in E3M2, the rest in E2M3), 'e2m3' or 'e3m2'")
     value, gradient = (QuantSpec(fmt, (1, 32), "e8m0") for fmt in FORMATS[format])
     fprop, backward = GemmSpec(value, value), GemmSpec(gradient, value)

@@ -22,7 +22,7 @@ from quaver.torch.gpu.quantize import family_of, quantize
 from quaver.torch.gpu.scaled_mm import FAST, SCALING, SWIZZLE, Kind, reads_transposes, role, way
 from quaver.torch.gpu.tensor_cast import TensorCast
 from quaver.torch.ops import without_autocast
-from quaver.torch.quantized import Quantized
+from quaver.torch.quantized import FLOAT8, Quantized
 from quaver.torch.second_derivative import first_derivative
 
 
@@ -136,6 +136,9 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
         return None
     like = x.detach().view(tokens, k)
     specs = [spec for gemm in recipe.gemms.values() for spec in (gemm.a, gemm.b)]
+    if any(spec is not None and spec.format.name not in FLOAT8 for spec in specs):
+        # No kernel decided beforehand writes codes of other formats.
+        return None
     views = all(spec is not None and spec.per_tensor for spec in specs) and reads_transposes(x.device)
     gemms = {
         "fprop": _gemm("fprop", tokens, n, k, bias, like, recipe, views),
