@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,20 @@ def test_every_run_reads_the_text_that_was_read_first(make_config: MakeConfig, t
     (folder / "text.safetensors").unlink()
     with pytest.raises(ValueError, match=r"bf16-seed0 cannot go on: .* was trained on a text of fingerprint \w+, and"):
         compare_runs(config, ["bf16"], resume=True)
+
+
+@pytest.mark.parametrize("name", ["compare.png", "report.md", "mxfp8-seed0/loss.png", "mxfp8-seed0/log.txt"])
+def test_a_folder_in_the_place_of_a_file_is_seen_before_any_run(make_config: MakeConfig, name: str) -> None:
+    config = make_config("compared")
+    (Path(config.out) / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"{name} is a folder, not a file; move it away"):
+        compare_runs(config, ["mxfp8"])
+    assert not list(Path(config.out).glob("bf16*"))
+    shutil.rmtree(Path(config.out) / name)
+    (Path(config.out) / "nvfp4-seed0").touch()
+    with pytest.raises(ValueError, match="nvfp4-seed0 is a file, not a folder; move it away"):
+        compare_runs(config, ["nvfp4"])
+    assert not list(Path(config.out).glob("bf16*"))
 
 
 def test_what_runs_write_is_no_text(make_config: MakeConfig, text: Path) -> None:

@@ -228,11 +228,44 @@ def test_a_run_that_goes_on_with_another_option_says_so(make_config: MakeConfig,
     config = make_config(steps=1)
     run_training(config)
     more = replace(config, steps=2, **{name: CHANGED[name]})
-    said = f"from step 1 with other options: {name} {CHANGED[name]!r} \\(was {getattr(config, name)!r}\\)"
+    before = "0.005, the model's own" if name == "lr" else repr(getattr(config, name))
+    said = f"from step 1 with other options: {name} {CHANGED[name]!r} \\(was {before}\\); a run with either alone"
     with pytest.warns(UserWarning, match=said) as warned:
         run_training(more, resume=True)
     assert len(warned) == 1
     assert list(run_training(replace(more, steps=3), resume=True).losses) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_run_that_is_finished_takes_no_other_option(make_config: MakeConfig, name: str) -> None:
+    config = make_config(steps=1)
+    path = run_training(config).folder / "config.toml"
+    before = path.read_bytes()
+    said = rf"step-000001 is the last of this run's 1 steps, .* other options: {name} .*; give more --steps, or another"
+    with pytest.raises(ValueError, match=said):
+        run_training(replace(config, **{name: CHANGED[name]}), resume=True)
+    assert path.read_bytes() == before
+    assert list(run_training(replace(config, keep=5), resume=True).losses) == [1]
+    assert path.read_bytes() == before, "nothing trained with --keep 5"
+
+
+def test_a_rate_that_is_the_models_own_is_no_other_option(make_config: MakeConfig) -> None:
+    config = make_config(steps=1)
+    run_training(config)
+    assert list(run_training(replace(config, lr=MODELS["nano"].lr, steps=2), resume=True).losses) == [1, 2]
+    without = replace(config, lr=0.5, clip=0.0, steps=3)
+    with pytest.warns(UserWarning, match=r"lr 0.5 \(was 0.005\), clip none \(was 1.0\)"):
+        run_training(without, resume=True)
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "tokenizer.json", "loss.png"])
+def test_a_folder_in_the_place_of_a_file_is_seen_before_training(make_config: MakeConfig, name: str) -> None:
+    config = make_config()
+    (Path(config.out) / name).mkdir(parents=True)
+    trained: list[Record] = []
+    with pytest.raises(ValueError, match=rf"{name} is a folder, not a file; move it away"):
+        run_training(config, watch=trained.append)
+    assert not trained
 
 
 def test_the_first_module_that_is_not_finite_is_named() -> None:

@@ -128,7 +128,7 @@ def test_options_that_change_a_run_are_a_sentence_on_the_terminal(toml: Path, tm
     command = [sys.executable, "-m", "quaver.train", "train", "--resume", "--out", str(tmp_path / "run"), "--quiet"]
     done = subprocess.run([*command, "--lr", "0.5", "--steps", "2"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("the run goes on from step 1 with other options: lr 0.5 (was 0.0); its losses")
+    assert done.stderr.startswith("the run goes on from step 1 with other options: lr 0.5 (was 0.005, the model's own)")
 
 
 def test_memory_is_what_the_machine_and_its_limits_allow() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quaver.train import checkpoint, frameworks, frozen, lock, recipe_name, tokens, whole_file
+from quaver.train import checkpoint, frameworks, frozen, lock, loop, recipe_name, tokens, whole_file
 from quaver.train.comparison import BASELINE, Comparison, Run
 from quaver.train.config import TrainConfig, read_toml, shown, to_toml
 from quaver.train.interrupt import Interrupt, Interrupted
@@ -16,6 +16,10 @@ from quaver.train.metrics import Record, newest, read
 
 #: Runs of a comparison.
 MOST = 10_000
+#: What a comparison's folder holds besides its runs; the last two are the command line's.
+FILES = (frozen.NAME, "tokenizer.json", "report.md", "compare.png")
+#: In each run's folder, what that run has said.
+LOG = "log.txt"
 
 
 def compare_runs(
@@ -51,6 +55,7 @@ def compare_runs(
     threads = config.threads or 1
     jobs = jobs or (max(1, cores() // threads) if frameworks.on_cpu(config) else 1)
     with lock.held(folder, "a comparison"):
+        whole_file.check_places(folder, FILES)
         config, text = share_text(config, folder, resume)
         names = list(dict.fromkeys([BASELINE, *recipes]))
         waiting = [
@@ -58,11 +63,20 @@ def compare_runs(
             for name in names
             for seed in range(config.seed, config.seed + seeds)  # runs of one length side by side
         ]
-        for run in waiting if resume else ():
-            check_same(run, text)
+        for run in waiting:
+            check_places(Path(run.out))
+            if resume:
+                check_same(run, text)
         runs = run_all([Run(config=run) for run in waiting], jobs, threads, watch)
         runs = [replace(run, failure=run.failure or other_text(run.config, text)) for run in runs]
         return Comparison(folder=folder, runs=tuple(runs), jobs=jobs, text=text)
+
+
+def check_places(folder: Path) -> None:
+    """Raise a ValueError if something else has the name of a run's folder or of one of its files."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, not a folder; move it away")
+    whole_file.check_places(folder, (*loop.FILES, LOG))
 
 
 def check_same(config: TrainConfig, text: str) -> None:
@@ -160,14 +174,14 @@ def start(config: TrainConfig, threads: int) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "quaver.train", "train", "--config", str(folder / "config.toml")]
     command += ["--out", str(folder), "--quiet", "--resume"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    (folder / "log.txt").unlink(missing_ok=True)
-    with (folder / "log.txt").open("xb") as log:
+    (folder / LOG).unlink(missing_ok=True)
+    with (folder / LOG).open("xb") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
 
 def last_words(config: TrainConfig) -> str:
     """The last line that a run wrote before it ended."""
-    lines = (Path(config.out) / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = (Path(config.out) / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
 
 

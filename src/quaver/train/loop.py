@@ -21,6 +21,9 @@ from quaver.train.resuming import take_up
 from quaver.train.schedule import lr_at
 from quaver.train.tokens import Tokens, load
 
+#: What a run's folder holds besides checkpoints; the last is the command line's.
+FILES = ("config.toml", "metrics.jsonl", "tokenizer.json", "loss.png")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
@@ -75,9 +78,8 @@ def run_training(
         start = 0
         if resume and (last := checkpoint.latest(folder)):
             start = take_up(last, trained, facts, config, tokens.vocab)
-            if start > config.steps:
-                raise ValueError(f"{last} is beyond the {config.steps} steps of this run; give more --steps")
-        prepare(folder, config, tokens)
+        if start < config.steps:
+            prepare(folder, config, tokens)
         with Metrics(folder / "metrics.jsonl", start) as metrics, Interrupt() as interrupt:
             log = Log(folder, metrics, watch)
             go_on(trained, tokens, config, facts, start, log, interrupt)
@@ -195,7 +197,8 @@ def folder_of(config: TrainConfig) -> Path:
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """A run is never written over: raise a ValueError that names the two ways on."""
+    """Raise a ValueError if a folder has the name of one of the run's files, or a run would be written over."""
+    whole_file.check_places(folder, FILES)
     has_run = bool(read(folder / "metrics.jsonl") or checkpoint.all_in(folder))
     if has_run and not resume:
         raise ValueError(f"{folder} already holds a run; go on with it by --resume, or give another --out")

@@ -27,11 +27,15 @@ def take_up(path: Path, trained: Learner, facts: dict[str, Any], config: TrainCo
     """Go on from a checkpoint, whichever framework wrote it; returns its step.
 
     Warns: once, if options differ that change the numbers.
-    Raises: CheckpointError if it is broken, another run's, or not whole.
+    Raises: CheckpointError if it is broken, another run's, or not whole; ValueError if it lies beyond the run's steps,
+        or is its last and such options differ.
     """
     saved = checkpoint.load(path, facts)
     before = saved.state.get("config")
     changed = differences(before if isinstance(before, dict) else {}, config)
+    own = MODELS[config.model].lr
+    said = ", ".join(f"{name} {worded(name, getattr(config, name), own)} (was {was})" for name, was in changed.items())
+    check_steps(path, saved.step, config, said)
     shapes = parameters(MODELS[config.model], vocab)
     state = set(trained.tensors()[0]) - set(shapes)
     wrong = lacks(saved, shapes, set() if "recipe" in changed else state)
@@ -44,18 +48,43 @@ def take_up(path: Path, trained: Learner, facts: dict[str, Any], config: TrainCo
     except ValueError as error:
         raise CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
     if changed:
-        said = ", ".join(f"{name} {getattr(config, name)!r} (was {old!r})" for name, old in changed.items())
         warnings.warn(
-            f"the run goes on from step {saved.step} with other options: {said}; its losses are those of no run that "
-            "was never stopped",
+            f"the run goes on from step {saved.step} with other options: {said}; a run with either alone has other "
+            "losses",
             stacklevel=2,
         )
     return saved.step
 
 
-def differences(before: Mapping[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """The earlier value of every option that counts and differs now."""
-    return {name: before[name] for name in COUNT if name in before and before[name] != getattr(config, name)}
+def check_steps(path: Path, step: int, config: TrainConfig, changed: str) -> None:
+    """Raise a ValueError if a run of these steps cannot go on from `step`, or has no step left for what changed."""
+    if step > config.steps:
+        raise ValueError(f"{path} is beyond the {config.steps} steps of this run; give more --steps")
+    if step == config.steps and changed:
+        raise ValueError(
+            f"{path} is the last of this run's {config.steps} steps, so none is left to train with other options: "
+            f"{changed}; give more --steps, or another --out for a run with them from the beginning"
+        )
+
+
+def differences(before: Mapping[str, Any], config: TrainConfig) -> dict[str, str]:
+    """The earlier value, in words, of every option that counts and differs now."""
+    own = MODELS[config.model].lr
+
+    def meant(name: str, value: Any) -> Any:
+        return own if name == "lr" and value == 0 else value
+
+    return {
+        name: worded(name, before[name], own)
+        for name in COUNT
+        if name in before and meant(name, before[name]) != meant(name, getattr(config, name))
+    }
+
+
+def worded(name: str, value: Any, own: float) -> str:
+    """An option's value; a 0 that stands for something else as that."""
+    stands_for = {"lr": f"{own!r}, the model's own", "clip": "none"}
+    return stands_for[name] if value == 0 and name in stands_for else repr(value)
 
 
 def lacks(saved: Saved, shapes: Mapping[str, tuple[int, ...]], state: set[str]) -> list[str]:

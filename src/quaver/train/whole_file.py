@@ -7,7 +7,7 @@ a link that was planted is never written through. What is read must be a file: a
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,8 +23,7 @@ def partial_of(path: Path) -> Path:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A new path beside `path` to write to: it takes its place when all is written, and goes if that fails."""
-    if path.is_dir() and not path.is_symlink():
-        raise ValueError(f"{path} is a folder, not a file; move it away")
+    check_places(path.parent, [path.name])
     partial = partial_of(path)
     try:
         yield partial
@@ -50,6 +49,13 @@ def read(path: Path, longest: int = LONGEST) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text (UTF-8): {error}") from error
+
+
+def check_places(folder: Path, names: Iterable[str]) -> None:
+    """Raise a ValueError for a folder in the place of a file that is to be written."""
+    for path in (folder / name for name in names):
+        if path.is_dir() and not path.is_symlink():
+            raise ValueError(f"{path} is a folder, not a file; move it away")
 
 
 def check_file(path: Path) -> None:
