@@ -1,10 +1,9 @@
 """Two processes on gloo: delayed scaling's maxima are those of all ranks, and DDP sees one model."""
 
 import copy
-import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,10 +193,9 @@ CASES = [
 ]
 
 
-def _run(rank: int, port: int) -> None:
+def _run(rank: int, meeting: str) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     try:
         for case in CASES:
             try:
@@ -208,14 +206,8 @@ def _run(rank: int, port: int) -> None:
         dist.destroy_process_group()
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
 @pytest.mark.filterwarnings("default")
-def test_two_ranks_are_one_model() -> None:
+def test_two_ranks_are_one_model(tmp_path: Path) -> None:
     """One start of two processes for all of `CASES`; the failing case is named."""
-    multiprocessing.spawn(_run, (_free_port(),), nprocs=RANKS)
+    # They meet in a file: a port that is free now may be another process's by then.
+    multiprocessing.spawn(_run, ((tmp_path / "meeting").as_uri(),), nprocs=RANKS)
