@@ -157,7 +157,7 @@ def test_every_tensor_names_its_dtype_and_device() -> None:
     found = [
         f"{name}:{line}: {code}"
         for name, source in modules().items()
-        if name.startswith("quaver.torch")
+        if name.startswith(("quaver.torch", "quaver.train"))
         for line, code in defaults_taken(source)
     ]
     assert not found, "name dtype and device; who has the user's default in mind, names None:\n" + "\n".join(found)

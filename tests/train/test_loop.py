@@ -85,6 +85,18 @@ def test_the_same_configuration_trains_the_same_model(make_config: MakeConfig) -
     assert run_training(make_config("a")).losses == run_training(make_config("b")).losses
 
 
+def test_the_users_default_dtype_is_not_the_runs(make_config: MakeConfig) -> None:
+    expected = run_training(make_config("a", recipe="mxfp8")).losses
+    try:
+        for dtype in (torch.bfloat16, torch.float64):
+            torch.set_default_dtype(dtype)
+            run = run_training(make_config(str(dtype), recipe="mxfp8"))
+            assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+            assert run.losses == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_recipe_object_takes_the_place_of_the_name(make_config: MakeConfig) -> None:
     named = run_training(make_config("a", recipe="mxfp8"))
     given = run_training(make_config("b"), quaver.recipes.mxfp8())

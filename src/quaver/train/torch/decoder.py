@@ -23,12 +23,12 @@ Cache = KVCache | PagedKVCache
 
 
 class Decoder(nn.Module):
-    """Token ids [B, S] to logits [B, S, vocab], or to their loss."""
+    """Token ids [B, S] to logits [B, S, vocab], or to their loss; its parameters are float32, on the default device."""
 
     def __init__(self, config: ModelConfig, vocab: int, recompute: str = "none") -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(vocab, config.dim)
+        self.embedding = nn.Embedding(vocab, config.dim, device=None, dtype=torch.float32)
         rope = RotaryEmbedding(
             config.head_dim,
             theta=config.theta,
@@ -37,8 +37,12 @@ class Decoder(nn.Module):
             max_positions=config.positions,
         )
         self.layers = nn.ModuleList(layer_of(config, number, rope, recompute) for number in range(config.layers))
-        self.norm = Norm(config.normalization, config.dim, config.eps, zero_centered=config.zero_centered)
-        self.head = None if config.tied else nn.Linear(config.dim, vocab, bias=False)
+        self.norm = Norm(
+            config.normalization, config.dim, config.eps, zero_centered=config.zero_centered, dtype=torch.float32
+        )
+        self.head: nn.Linear | None = None
+        if not config.tied:
+            self.head = nn.Linear(config.dim, vocab, bias=False, device=None, dtype=torch.float32)
 
     def forward(
         self, ids: Tensor, cache: Cache | None = None, targets: Tensor | None = None, chunk: int | None = None
@@ -82,6 +86,7 @@ def layer_of(config: ModelConfig, number: int, rope: RotaryEmbedding, recompute:
         qk_norm=config.qk_norm,
         bias=config.bias,
         recompute=None if recompute == "none" else recompute,
+        dtype=torch.float32,
     )
 
 

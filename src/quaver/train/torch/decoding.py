@@ -64,7 +64,7 @@ class Decoding:
     def __call__(self, tokens: Sequence[int]) -> np.ndarray:
         self.seen += tokens
         given = self.seen if self.cache is None else list(tokens)
-        ids = torch.tensor([given], device=self.device)
+        ids = torch.tensor([given], dtype=torch.int64, device=self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             logits = self.model(ids, self.cache)
         last: np.ndarray = logits[0, -1, : self.vocab].float().cpu().numpy()

@@ -16,7 +16,7 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         if device.type not in KINDS:
             raise RuntimeError(f"quaver trains on {' and '.join(KINDS)}")
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"the device {shown(name)} is not available ({why[:200]}); try --device cpu") from error

@@ -23,14 +23,14 @@ class Update:
     def set_lr(self, lr: float, device: torch.device) -> None:
         """Set the learning rate of the next update."""
         if device.type == "cuda":
-            self.lr = torch.zeros((), device=device) if self.lr is None else self.lr
+            self.lr = torch.zeros((), dtype=torch.float32, device=device) if self.lr is None else self.lr
             self.lr.fill_(lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr if self.lr is None else self.lr
 
     def __call__(self, ids: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        total = torch.zeros((), device=ids.device)
+        total = torch.zeros((), dtype=torch.float32, device=ids.device)
         for micro_batch in ids:
             loss = loss_of(self.model, micro_batch, self.config.dtype, self.config.loss_chunk) / len(ids)
             loss.backward()
