@@ -292,6 +292,64 @@ def test_a_trip_over_meta_keeps_the_dtype_and_starts_fresh(name: str) -> None:
     net(torch.randn(4, 32, dtype=torch.bfloat16)).sum().backward()
 
 
+def _refused(t: Tensor) -> Tensor:
+    raise MemoryError
+
+
+@STATEFUL
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_move_that_fails_leaves_the_state(name: str, stored: bool) -> None:
+    run = Run(name)
+    run.steps(0, 2)
+    if stored:
+        qt.quantize_weights(run.net, name)
+        run.net.requires_grad_(False)
+    before = {key: value.clone() for key, value in run.net.state_dict().items()}
+    with pytest.raises(MemoryError):
+        run.net._apply(_refused)
+    after = run.net.state_dict()
+    assert list(after) == list(before)
+    for key, value in before.items():
+        assert_bitwise(after[key], value, key)
+    x = torch.ones(8, 32)
+    with torch.no_grad(), qt.autocast(name):
+        assert run.net(x).isfinite().all()
+
+
+def _copied(net: nn.Module, other: nn.Module) -> nn.Module:
+    return copy.deepcopy(net)
+
+
+def _loaded(net: nn.Module, other: nn.Module) -> nn.Module:
+    other.load_state_dict(net.state_dict())
+    return other
+
+
+def _assigned(net: nn.Module, other: nn.Module) -> nn.Module:
+    state = {
+        key: value if "weight" in key or "bias" in key else value.clone() for key, value in net.state_dict().items()
+    }
+    other.load_state_dict(state, assign=True)
+    return other
+
+
+@STATEFUL
+@pytest.mark.parametrize("make", [_copied, _loaded, _assigned])
+def test_what_inference_mode_copies_or_loads_stops_no_step(
+    name: str, make: Callable[[nn.Module, nn.Module], nn.Module]
+) -> None:
+    run = Run(name)
+    run.steps(0, 2)
+    expected, fresh = copy.deepcopy(run.net), model()
+    Run(name, fresh).steps(0, 1)
+    with torch.inference_mode():
+        other = make(run.net, fresh)
+    # The weights of such a copy cannot train, and its histories roll with the next step of any model.
+    taught = Run(name, run.net if make is _copied else other)
+    for one, two in zip(taught.steps(2, 5), Run(name, expected).steps(2, 5), strict=True):
+        assert_bitwise(one, two)
+
+
 @ALL
 def test_a_kept_weight_does_not_outlive_a_cast(name: str) -> None:
     """Casting there and back may bring other values to the same address, in the same parameter, of the same version."""

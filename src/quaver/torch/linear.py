@@ -22,7 +22,7 @@ from quaver.torch.gemms import Call, backward, fprop
 from quaver.torch.noise import fresh_count, name_streams
 from quaver.torch.quantized import put_together, take_apart
 from quaver.torch.second_derivative import first_derivative
-from quaver.torch.state import STATE, match_state, prepare
+from quaver.torch.state import STATE, match_state, outlast, prepare
 
 _serials = itertools.count()
 
@@ -259,12 +259,16 @@ class Linear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move and cast, but leave the histories and counts their dtype and, unless they were on meta, their values."""
         held = {name: self._buffers.pop(name) for name in (*STATE, *stored.SCALES) if name in self._buffers}
-        if self.weight_spec is None:
-            super()._apply(fn, recurse)
-        else:
-            storing.moved(self, fn, super()._apply)
-        # Casting there and back may bring other values to the same address.
-        weights.drop(self)
+        try:
+            if self.weight_spec is None:
+                super()._apply(fn, recurse)
+            else:
+                storing.moved(self, fn, super()._apply)
+        finally:
+            # A move may fail, and leaves them where they were.
+            self._buffers.update(held)
+            # Casting there and back may bring other values to the same address.
+            weights.drop(self)
         for name, buffer in held.items():
             assert buffer is not None
             device = self.weight.device
@@ -272,6 +276,7 @@ class Linear(nn.Linear):
                 self._buffers[name] = buffer.to(device)
             else:
                 self._buffers[name] = fresh_count(self) if name == "count" else torch.zeros_like(buffer, device=device)
+        outlast(self)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -294,6 +299,7 @@ class Linear(nn.Linear):
             self.__dict__["_copied"] = True
         if self.weight_spec is not None:
             storing.settle(self)
+        outlast(self)
         amax.register(self)
         name_streams(self)
 
@@ -311,6 +317,7 @@ class Linear(nn.Linear):
         match_state(self, state_dict, prefix, missing)
         storing.adapt(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+        outlast(self)
         if self.weight_spec is not None:
             storing.settle(self)
 

@@ -31,6 +31,16 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
     layer.__dict__["_prepared"] = recipe
 
 
+def outlast(layer: nn.Module) -> None:
+    """Make ordinary tensors of buffers that a copy, a load or a move in inference mode has made: torch forbids writes
+    to those elsewhere, and any step may roll a history."""
+    for name in STATE:
+        buffer = layer._buffers.get(name)
+        if buffer is not None and buffer.is_inference():
+            with torch.inference_mode(False):
+                layer._buffers[name] = buffer.clone()
+
+
 def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) -> None:
     """Make a checkpoint of any recipe fit: adopt state that the layer may need yet, drop what its recipe does not."""
     for name in STATE:

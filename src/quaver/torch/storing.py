@@ -201,8 +201,11 @@ def moved(layer: nn.Linear, fn: Any, apply: Any) -> None:
     # As integers they pass through a change of dtype as they are.
     plain = nn.Parameter(weight.detach().view(torch.uint8), requires_grad=False)
     layer._parameters["weight"] = plain
-    apply(fn)
-    data = layer._parameters["weight"].detach().view(dtype)  # type: ignore[union-attr]
+    try:
+        apply(fn)
+        data = layer._parameters["weight"].detach().view(dtype)  # type: ignore[union-attr]
+    finally:
+        layer._parameters["weight"] = weight  # type: ignore[assignment]
     probe = torch.empty(0, dtype=layer.__dict__["weight_dtype"], device=weight.device)
     layer.__dict__["weight_dtype"] = fn(probe).dtype
     if torch._has_compatible_shallow_copy_type(weight, data):
