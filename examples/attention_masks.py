@@ -65,7 +65,7 @@ same(
     attention(q, k, v, mask_type="causal", sinks="off_by_one"),
 )
 
-explain_attention(q, k, v, mask_type="causal", window=(3, 0), sinks="off_by_one")
+print(explain_attention(q, k, v, mask_type="causal", window=(3, 0), sinks="off_by_one"))
 try:
     attention(q, k, v, mask_type="padding", mask=(~padded).float())
 except ValueError as error:

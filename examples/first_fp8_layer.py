@@ -18,7 +18,7 @@ for name in quaver.recipes.RECIPES:
     print(f"{name:<20} differs from bf16 by {error:.4f} of its norm")
 
 with qt.autocast("mxfp8"):
-    qt.explain(layer, x)
+    print(qt.explain(layer, x))
 
 operand = qt.quantize(x.detach(), quaver.recipes.mxfp8().fprop.a)
 print(f"{operand.nbytes} bytes instead of {x.numel() * x.element_size()}")

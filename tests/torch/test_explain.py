@@ -7,6 +7,7 @@ from torch import nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch import ops
+from tests.core.test_shown import Text
 
 GEMMS = ["fprop GEMM", "dgrad GEMM", "wgrad GEMM"]
 OPERANDS = ["input", "weight", "grad_output", "weight.T", "grad_output.T", "input.T"]
@@ -29,9 +30,11 @@ def test_it_names_three_gemms_and_six_quantizations(
             assert rows[what].how.split(",")[0] == ("high precision" if side is None else str(side))
             assert rows[what].runs == "torch" if side is None else rows[what].runs in NAMES
         assert rows[gemm].runs == ("torch" if spec.a is None else "cpu")
-    printed = capsys.readouterr().out
-    assert printed == f"{found}\n" and printed.startswith(f"recipe {recipe}\n")
-    assert all(what in printed for what in rows)
+    assert repr(found) == str(found) and str(found).startswith(f"recipe {recipe}\n")
+    assert all(what in str(found) for what in rows)
+    words = Text(found._repr_html_()).words
+    assert words[0] == f"recipe {recipe}" and set(rows) | {row.runs for row in found.rows} <= set(words)
+    assert not capsys.readouterr().out, "an interpreter shows it a second time"
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
@@ -63,7 +66,7 @@ def test_codes_that_serve_a_second_gemm_are_named() -> None:
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
-def test_those_passed_over_have_a_reason(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_those_passed_over_have_a_reason(recipe: str) -> None:
     layer = qt.Linear(48, 32, recipe=recipe)
     with qt.only("reference"):
         found = qt.explain(layer, torch.randn(5, 48))
@@ -73,7 +76,7 @@ def test_those_passed_over_have_a_reason(recipe: str, capsys: pytest.CaptureFixt
         assert "reference" not in dict(row.passed_over)
         assert all("switched off" in why for _, why in row.passed_over)
     assert all(row.passed_over for row in quantized)
-    assert "not cpu: switched off" in capsys.readouterr().out
+    assert "not cpu: switched off" in repr(found)
 
 
 def test_where_nothing_runs_it_says_so_instead_of_failing() -> None:
@@ -89,10 +92,12 @@ def test_where_nothing_runs_it_says_so_instead_of_failing() -> None:
             assert rows["input"].runs == "cpu"
 
 
-def test_without_a_recipe_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_recipe_it_says_so() -> None:
     layer = qt.Linear(48, 32)
-    assert qt.explain(layer, torch.randn(5, 48)).recipe is None
-    assert capsys.readouterr().out == "no recipe is in force: nn.Linear's own GEMMs, unquantized\n"
+    explanation = qt.explain(layer, torch.randn(5, 48))
+    assert explanation.recipe is None
+    assert repr(explanation) == "no recipe is in force: nn.Linear's own GEMMs, unquantized"
+    assert Text(explanation._repr_html_()).words == [repr(explanation)]
     with qt.autocast("mxfp8"):
         assert str(qt.explain(layer, torch.randn(5, 48)).recipe) == "mxfp8"
     with qt.autocast(enabled=False):
@@ -116,7 +121,10 @@ def test_attention_is_explained_with_its_options_and_recipe(capsys: pytest.Captu
     core = qt.DotProductAttention(4, 8, groups=2, mask_type="causal", soft_cap=2.0)
     found = qt.explain(core, q, k, v)
     assert found.runs == "reference" and "no soft cap" in dict(found.passed_over)["sdpa"]
-    assert capsys.readouterr().out == f"{found}\n"
+    assert not capsys.readouterr().out
+    assert repr(found) == str(found) and "not sdpa: " in str(found)
+    words = Text(found._repr_html_()).words
+    assert "reference" in words and any("sdpa: " in word and "no soft cap" in word for word in words)
     assert "causal_bottom_right" in qt.explain(core, q, k, v, mask_type="causal_bottom_right").how
     with qt.autocast(recipes.mxfp8(attention=True)):
         assert qt.explain(core, q, k, v).runs == "fp8"
@@ -141,8 +149,9 @@ def test_every_part_of_a_layer_is_explained(
     parts = ["attention.core", "attention.qkv_proj", "attention.o_proj", "mlp.up_proj", "mlp.down_proj"]
     assert sorted(found) == sorted(parts)
     assert found["attention.core"].runs == "fp8" and len(found["mlp.down_proj"].rows) == 9
-    printed = capsys.readouterr().out
-    assert all(f"{name}\n" in printed for name in parts)
+    assert not capsys.readouterr().out
+    assert repr(found) == str(found) and all(f"{name}\n{found[name]}" in str(found) for name in parts)
+    assert set(parts) <= set(Text(found._repr_html_()).words)
 
 
 def test_what_holds_nothing_to_explain_is_refused_with_a_sentence() -> None:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from quaver import recipes
+from quaver.core.html_table import html_lines, html_table
 from quaver.core.plan import plan
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch import ops
 from quaver.torch.attention import AttentionExplanation, DotProductAttention, explain_attention
+from quaver.torch.attention.explain import why_not
 from quaver.torch.attention.masks import MASKS
 from quaver.torch.autocast import recipe_in_force
 from quaver.torch.gpu.device import architecture
@@ -35,23 +37,40 @@ class Row:
     passed_over: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """The result of `explain`; printing it shows a table."""
+    """The result of `explain`; an interpreter, a notebook and print show a table."""
 
     recipe: Recipe | None
     rows: tuple[Row, ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if self.recipe is None:
-            return "no recipe is in force: nn.Linear's own GEMMs, unquantized"
+            return UNRULED
         lines = [f"recipe {self.recipe}"]
         for row in self.rows:
             lines.append(f"  {row.what:<20}{row.how:<58}{row.runs}")
             lines += [f"{'':<22}not {name}: {why}" for name, why in row.passed_over]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        if self.recipe is None:
+            return html_lines([UNRULED])
+        rows = [(row.what, row.how, row.runs, why_not(row.passed_over)) for row in self.rows]
+        return html_table(("what", "how", "runs", "why not another"), rows, caption=f"recipe {self.recipe}")
 
+
+class Explanations(dict[str, Explanation | AttentionExplanation]):
+    """What `explain` says of each part of a module, by its name."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name or '(root)'}\n{explanation}" for name, explanation in self.items())
+
+    def _repr_html_(self) -> str:
+        return "".join(html_lines([name or "(root)"]) + part._repr_html_() for name, part in self.items())
+
+
+UNRULED = "no recipe is in force: nn.Linear's own GEMMs, unquantized"
 OPERANDS = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad_output", "weight.T"),
@@ -67,11 +86,13 @@ def explain(  # type: ignore[overload-overlap]
     layer: DotProductAttention, x: Tensor, *rest: Tensor, **options: Any
 ) -> AttentionExplanation: ...
 @overload
-def explain(layer: nn.Module, x: Tensor) -> dict[str, Explanation | AttentionExplanation]: ...
+def explain(layer: nn.Module, x: Tensor) -> Explanations: ...
 @overload
 def explain(layer: Callable[..., Tensor], x: Tensor, *rest: Tensor, recipe: str | Recipe | None) -> Explanation: ...
 def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
-    """Say, and print, what a forward and backward of this layer on x would run; nothing is computed.
+    """Say what a forward and backward of this layer on x would run; nothing is computed.
+
+    An interpreter and a notebook show the result as a table; a script prints it: `print(explain(layer, x))`.
 
     Args:
         layer: a `quaver.torch.Linear`; a `DotProductAttention`; or a module that holds some, such as a
@@ -80,7 +101,8 @@ def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
         x: an input [..., in_features]; only its dtype, shape and device matter. Of a DotProductAttention: q, then
             k and v, and mask, bias, cu_seqlens and mask_type by name, as its forward takes them.
     Returns:
-        An `Explanation`; an `AttentionExplanation` of a DotProductAttention; both by name of a module that holds some.
+        An `Explanation`; an `AttentionExplanation` of a DotProductAttention; a dict of both, by name, of a module that
+        holds some.
     Raises:
         ValueError: a layer that is none of these and holds none.
     """
@@ -102,9 +124,7 @@ def _linear(layer: Linear, x: Tensor) -> Explanation:
         operands = _operands(layer, x, dtype)
         for name in OPERANDS:
             rows += _gemm(name, recipe, operands, _weight_dtype(layer) if name == "wgrad" else dtype, layer.weight_spec)
-    explanation = Explanation(recipe, tuple(rows))
-    print(explanation)
-    return explanation
+    return Explanation(recipe, tuple(rows))
 
 
 def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, *, recipe: Any = None, **_: Any) -> Explanation:
@@ -121,9 +141,7 @@ def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, *, recipe: Any = None, 
         for name in OPERANDS:
             *of_operands, gemm = _gemm(name, in_force, operands, weight.dtype if name == "wgrad" else dtype, None)
             rows += [*of_operands, _all_groups(gemm, name, in_force, x, weight, Offsets(offsets, x.shape[0]), dtype)]
-    explanation = Explanation(in_force, tuple(rows))
-    print(explanation)
-    return explanation
+    return Explanation(in_force, tuple(rows))
 
 
 def _all_groups(
@@ -152,7 +170,7 @@ def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = 
     return explain_attention(q, k, v, **given, **core.options(q, k, v, mask_type))
 
 
-def _module(module: nn.Module, x: Tensor) -> dict[str, Explanation | AttentionExplanation]:
+def _module(module: nn.Module, x: Tensor) -> Explanations:
     parts = {n: part for n, part in module.named_modules() if isinstance(part, Linear | DotProductAttention)}
     if not parts:
         kind = type(module).__name__
@@ -162,9 +180,8 @@ def _module(module: nn.Module, x: Tensor) -> dict[str, Explanation | AttentionEx
         )
     if not x.is_floating_point():
         raise ValueError(f"x is {x.dtype}; give what the layers see, [..., features] in floating point")
-    explanations: dict[str, Explanation | AttentionExplanation] = {}
+    explanations = Explanations()
     for name, part in parts.items():
-        print(name)
         shape = x.shape[:-1]
         explanations[name] = (
             _linear(part, x.new_empty(*shape, part.in_features)) if isinstance(part, Linear) else _core(part, x)

@@ -186,11 +186,10 @@ def test_only_leaves_an_operation_alone_that_has_no_such_implementation() -> Non
             attention(q, k, v, soft_cap=2.0)
 
 
-def test_explain_says_which_runs_and_why_not_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_which_runs_and_why_not_the_others() -> None:
     q, k, v = operands(5, 7)
     plain = explain_attention(q, k, v, mask_type="causal", window=(3, 0), dropout=0.1)
     assert plain.runs == "sdpa"
-    assert str(plain) + "\n" == capsys.readouterr().out
     assert "2x4/2 heads of 8/6, 5 on 7, float32, causal, window (3, -1), dropout" in str(plain)
     capped = dict((found := explain_attention(q, k, v, soft_cap=2.0)).passed_over)
     assert found.runs == "reference"

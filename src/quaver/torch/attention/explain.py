@@ -1,19 +1,21 @@
 """Which implementation of attention runs for a call, and why the others do not."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from quaver import recipes
+from quaver.core.html_table import html_table
 from quaver.core.spec import Recipe
 from quaver.torch.attention.call import Call
 from quaver.torch.attention.op import ATTENTION, prepare
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AttentionExplanation:
-    """The result of `explain_attention`; printing it shows a table."""
+    """The result of `explain_attention`; an interpreter, a notebook and print show a table."""
 
     #: Shapes, dtype and the options in force.
     how: str
@@ -22,23 +24,32 @@ class AttentionExplanation:
     #: (implementation, why it does not run) of all the others, in order of preference.
     passed_over: tuple[tuple[str, str], ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"  {'attention':<20}{self.how:<58}  {self.runs}"]
         lines += [f"{'':<22}not {name}: {why}" for name, why in self.passed_over]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        row = "attention", self.how, self.runs, why_not(self.passed_over)
+        return html_table(("what", "how", "runs", "why not another"), [row])
+
+
+def why_not(passed_over: Sequence[tuple[str, str]]) -> str:
+    """Why other implementations do not run, in a line."""
+    return "; ".join(f"{name}: {why}" for name, why in passed_over)
 
 
 def explain_attention(
     q: Tensor, k: Tensor, v: Tensor, *, recipe: str | Recipe | None = None, **options: Any
 ) -> AttentionExplanation:
-    """Say, and print, what `attention` would run with these arguments; nothing is computed.
+    """Say what `attention` would run with these arguments; nothing is computed.
 
     `quaver.torch.explain(module, q, k, v)` is the same for a `DotProductAttention`, with its options and recipe.
 
     Args:
         q, k, v, recipe, options: as `attention`.
     Returns:
-        An `AttentionExplanation`.
+        An `AttentionExplanation`, which an interpreter shows as a table and a script prints.
     Raises:
         ValueError: as `attention`.
     """
@@ -52,9 +63,7 @@ def explain_attention(
         runs = "fp8"
         rows = [(name, f"recipe {recipe} quantizes attention") for name, _ in rows]
     others = tuple((name, why or f"{first} comes first") for name, why in rows if name != runs)
-    explanation = AttentionExplanation(_how(wide, keys, values, call), runs, others)
-    print(explanation)
-    return explanation
+    return AttentionExplanation(_how(wide, keys, values, call), runs, others)
 
 
 def _how(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
