@@ -49,9 +49,3 @@ def state_of(where: str, state: Any) -> dict[str, Any]:
             "quaver.jax.state.init(recipe) makes it and the state's gradient returns it"
         )
     return dict(state)
-
-
-def instance(where: str, what: str, value: Any, kind: type, example: str) -> None:
-    """Refuse what is not of a type. Raises: TypeError that names an example."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{where}: {what} is a {type(value).__name__}; give a {kind.__name__}, such as {example}")

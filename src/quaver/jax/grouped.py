@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import sequential_vmap
 
+from quaver.core.given import instance
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.jax import state as states
 from quaver.jax.autocast import recipe_in_force
 from quaver.jax.constant import constant
 from quaver.jax.differentiation import SECOND_DERIVATIVE, differentiated_once, unwrapped
 from quaver.jax.gemms import Call
-from quaver.jax.given import array, floating, instance, state_of
+from quaver.jax.given import array, floating, state_of
 from quaver.jax.linear import next_state, warn_unquantized
 from quaver.jax.native import decoded, scaled
 from quaver.jax.ops import DTYPES, quantize, static

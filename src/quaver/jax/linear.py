@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
+from quaver.core.given import instance
 from quaver.core.spec import Recipe
 from quaver.jax import gemms
 from quaver.jax import state as states
@@ -25,7 +26,7 @@ from quaver.jax.constant import constant
 from quaver.jax.differentiation import SECOND_DERIVATIVE, differentiated_once, unwrapped
 from quaver.jax.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
 from quaver.jax.gemms import Call
-from quaver.jax.given import array, floating, instance, state_of
+from quaver.jax.given import array, floating, state_of
 from quaver.jax.ops import DTYPES, static
 from quaver.jax.quantized import Quantized, as_bytes, as_codes
 from quaver.jax.sharding import Axes, axes_of, shardings_inferred, spec_of, sum_like, varying

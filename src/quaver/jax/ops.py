@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from quaver.core.given import instance
 from quaver.core.spec import QuantSpec
 from quaver.jax import native
 from quaver.jax.constant import constant
-from quaver.jax.given import array, floating, instance
+from quaver.jax.given import array, floating
 from quaver.jax.hadamard import rotate
 from quaver.jax.philox import Place, uniform
 from quaver.jax.quantized import Quantized, over_blocks, pack

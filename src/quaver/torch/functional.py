@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quaver.core.given import instance
 from quaver.core.spec import QuantSpec
 from quaver.torch import opaque, ops
 from quaver.torch.quantized import Quantized
@@ -31,12 +32,15 @@ def quantize(
         A block whose amax (measured or given) is infinite or NaN has scale NaN. Not differentiable: see `Linear`.
     Raises:
         ValueError: x is no matrix, has another dtype, or is quantized by another spec.
+        TypeError: x is neither a tensor nor quantized, or spec is no QuantSpec.
     Exact: the bits of `quaver.core.reference.quantize`, eager and compiled.
     """
+    instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
     if isinstance(x, Quantized):
         if x.spec != spec:
             raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")
         return x
+    instance("quantize", "x", x, Tensor, "torch.as_tensor(x)")
     if x.dim() != 2:
         raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {tuple(x.shape)}: reshape it first")
     if x.dtype not in ops.DTYPES:
@@ -46,6 +50,7 @@ def quantize(
 
 def dequantize(q: Quantized) -> Tensor:
     """float32 [rows, k]: data × scale; after a Hadamard the rotated values, as the GEMM sees them. Exact."""
+    instance("dequantize", "q", q, Quantized, "quaver.torch.quantize(x, spec)")
     return q.dequantize()
 
 
@@ -62,8 +67,11 @@ def matmul(
         fast_accum: let the hardware accumulate faster and coarser where it offers that; see `GemmSpec.fast_accum`.
     Raises:
         ValueError: the operands do not share k, or dtype is none of float32, bfloat16, float16.
+        TypeError: an operand is not quantized.
     Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
     """
+    for what, operand in (("a", a), ("b", b)):
+        instance("matmul", what, operand, Quantized, "quaver.torch.quantize(x, spec)")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a is {a.shape} and b is {b.shape}: both are [rows, k] and k must agree")
     if dtype not in ops.DTYPES:
