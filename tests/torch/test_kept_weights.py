@@ -10,6 +10,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.core.spec import GemmSpec
 from quaver.torch import cpu_quantize, gemms
 from tests.close import assert_bitwise
 
@@ -405,6 +407,21 @@ def test_a_gradient_that_went_and_came_back_ends_what_is_kept(recipe: str, betwe
     without_gradients(layer)
     with between(layer):
         trained(layer, x)
+    assert layer.weight.grad is not None
+    assert_same(trained(layer, x), trained(fresh(layer), x), recipe)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_a_forward_that_quantizes_nothing_still_ends_what_dgrad_has_kept(recipe: str) -> None:
+    """Of a recipe that quantizes dgrad alone, a micro-batch whose input takes no gradient uses nothing of it."""
+    plain = GemmSpec(None, None)
+    alone = replace(recipes.get(recipe), name="dgrad", fprop=plain, wgrad=plain)
+    layer, x = qt.Linear(K, N, recipe=alone), torch.randn(T, K)
+    trained(layer, x)
+    assert layer.__dict__["_weights"].window, "nothing was kept, so nothing is tested"
+    through_data(layer)
+    without_gradients(layer)
+    layer(x).sum().backward()
     assert layer.weight.grad is not None
     assert_same(trained(layer, x), trained(fresh(layer), x), recipe)
 

@@ -36,6 +36,9 @@ def fprop(
         assert isinstance(x, Tensor)
         w = stored.dequantized(layer, weight, x.dtype) if weight.dtype in stored.CODES else weight
         y = high_precision(x, w, x.dtype, bias)
+        if call.record and not call.traced:
+            # Nothing else looks at the weight here: the gradient could go and come back, and dgrad's codes stay.
+            weights.look(layer, weight)
     else:
         c = recipe.wgrad.b
         if isinstance(x, Quantized):
