@@ -4,6 +4,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -181,6 +182,31 @@ def test_several_threads_may_hold_one_model() -> None:
     assert not wrong, wrong[0]
     assert not _held
     assert not any(weights.frozen(layer) or held(layer) for layer in (net[0], net[2]))
+
+
+def test_it_decorates_functions_also_recursive_ones_and_in_several_threads() -> None:
+    layer, x = qt.Linear(K, N, recipe="mxfp8"), torch.randn(T, K)
+    meeting = threading.Barrier(3, timeout=20)
+
+    @qt.frozen(layer)
+    @torch.no_grad()
+    def inside(depth: int) -> Tensor:
+        """What it computes."""
+        y: Tensor = layer(x)
+        if depth:
+            inside(depth - 1)
+        else:
+            meeting.wait()
+        assert held(layer), "the inner call, or another thread's, dropped what this one holds"
+        return y
+
+    with torch.no_grad():
+        expected = layer(x)
+    with ThreadPoolExecutor(3) as pool:
+        for y in pool.map(inside, [1] * 3):
+            assert_bitwise(y, expected)
+    assert inside.__doc__ == "What it computes." and not _held
+    assert not held(layer) and not weights.frozen(layer)
 
 
 def test_it_ends_with_an_error_too() -> None:

@@ -1,6 +1,7 @@
 """Weights that hold still: quantized once for many forwards without gradients, and over the steps of other weights."""
 
 import threading
+from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any
 
@@ -12,12 +13,14 @@ from quaver.torch import weights
 from quaver.torch.linear import Linear
 
 
-class frozen:
+class frozen(ContextDecorator):
     """Inside, each layer of a module quantizes its weight once, with or without gradients and in inference mode.
 
         with torch.no_grad(), qt.frozen(model):
             for batch in batches:
                 model(batch)
+
+    It decorates a function, too: `@qt.frozen(model)` holds the weights during each call.
 
     For evaluation and generation, where a forward without gradients would quantize every weight anew, and for the base
     of a model whose adapters train. It may be nested and entered again, by several threads too; while one of them is
@@ -40,6 +43,10 @@ class frozen:
             raise TypeError(f"frozen holds the weights of a module still, and was given a {type(module).__name__}")
         self.module = module
         self._entered: list[list[Linear]] = []
+
+    def _recreate_cm(self) -> "frozen":
+        # A decorated function may run in several threads at once, each with the layers of its own entry.
+        return frozen(self.module)
 
     def __enter__(self) -> "frozen":
         if torch.compiler.is_compiling():
