@@ -1,5 +1,7 @@
 """Operations: the first implementation without a reason to refuse runs, and the others say why they did not."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from quaver.core.registry import Impl, Op, Unsupported, only
@@ -46,6 +48,13 @@ def test_only_leaves_operations_without_that_implementation_with_none() -> None:
     other = Op("other", [Impl("slow", lambda x: x, lambda x: "")])
     with only([double, other], "fast"), pytest.raises(Unsupported, match="slow: switched off"):
         other(1)
+
+
+def test_only_holds_for_the_process() -> None:
+    """On a GPU a backward runs in a thread of autograd's."""
+    double = make()
+    with only([double], "slow"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(double, 3).result() == ("slow", 6)
 
 
 def test_only_suggests_the_nearest_name() -> None:

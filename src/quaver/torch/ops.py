@@ -113,6 +113,9 @@ def only(name: str) -> Iterator[None]:
 
     An operation that has none of that name runs as ever. "triton" on a CPU interprets the kernels, and specs without
     one go to the reference; "native" and "decoded" run there too where torch can.
+
+    It holds for the whole process, other threads included: on a GPU a backward runs in a thread of autograd's, which
+    must see it. Enter it in one thread at a time.
     """
     having = [op for op in OPS if any(impl.name == name for impl in op.impls)]
     with _only(having or OPS, name), choice.asking(name):
