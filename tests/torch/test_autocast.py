@@ -21,8 +21,9 @@ def layer() -> qt.Linear:
 
 @pytest.fixture(autouse=True)
 def _no_layer_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests compile layers in this thread, and autocast does not warn after that."""
-    monkeypatch.setattr(ambient, "compiled", False)
+    """Other tests run and compile layers in this thread, and autocast warns of less after that."""
+    for name in ("compiled", "ever", "asked"):
+        monkeypatch.setattr(ambient, name, False)
 
 
 X = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
@@ -188,6 +189,22 @@ def test_a_body_that_runs_nothing_or_fails_does_not_warn() -> None:
     with pytest.raises(KeyError), qt.autocast("mxfp8"):
         PLAIN(X)
         raise KeyError
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_empty_body_without_gradients_does_not_warn_where_a_layer_has_run(mode: type, layer: qt.Linear) -> None:
+    """A validation over no batch, after training or after another validation."""
+    for forward in (torch.enable_grad, mode):
+        ambient.ever = ambient.asked = False
+        with forward():
+            in_one("mxfp8", layer)()
+        for _ in range(2):
+            with mode():
+                in_one("mxfp8")()
+    with pytest.warns(UserWarning, match="no quantizable layer"):
+        in_one("mxfp8", PLAIN)()
+    with mode(), ThreadPoolExecutor(1) as pool, pytest.warns(UserWarning, match="no quantizable layer"):
+        pool.submit(torch.no_grad()(in_one("mxfp8", PLAIN))).result()
 
 
 def test_compiled_layers_count_as_layers(layer: qt.Linear) -> None:

@@ -20,6 +20,8 @@ class _Ambient(threading.local):
     now: tuple[Recipe | None, bool, int] = None, False, 0
     #: True once a quantizable layer has asked for its recipe since this thread entered an outermost autocast.
     asked = False
+    #: True once one has asked in any autocast of this thread, or before the first.
+    ever = False
     #: True once a compiled layer has run in this thread: such layers ask nothing when they run.
     compiled = False
 
@@ -36,7 +38,8 @@ class autocast(ContextDecorator):
     that several models in one loop or one process train as each does alone.
 
     One that is left after a forward in which no quantizable layer ran warns. With gradients a forward is what made part
-    of a graph; without, any body counts. None warns in compiled code, nor where compiled layers ran in this thread.
+    of a graph; without, any body counts, until a quantizable layer has run in this thread: after that the body may have
+    been empty. None warns in compiled code, nor where compiled layers ran in this thread.
 
     Args:
         recipe: a name from `quaver.recipes.RECIPES` or a Recipe.
@@ -66,7 +69,7 @@ class autocast(ContextDecorator):
             rolls = self.enabled and torch.is_grad_enabled()
             if not torch.compiler.is_compiling():
                 entered = steps.enter(rolls, self.group, self.recipe), nodes() if rolls else -1
-                ambient.asked = False
+                ambient.ever, ambient.asked = ambient.ever or ambient.asked, False
             elif rolls:
                 amax.roll_all(self.group, self.recipe)
         self._before.append((before, entered))
@@ -80,7 +83,7 @@ class autocast(ContextDecorator):
         if entered is not None:
             step, before = entered
             steps.leave(step)
-            if kind is None and not ambient.asked and self._expects_layers() and nodes() != before:
+            if kind is None and not ambient.asked and self._expects_layers() and ran(before):
                 warnings.warn(NOTHING_RAN.format(self.recipe), stacklevel=2)
 
     def _expects_layers(self) -> bool:
@@ -91,6 +94,15 @@ NOTHING_RAN = (
     "no quantizable layer ran inside autocast({}), so it quantized nothing; it reaches quaver.torch's layers: "
     "call quaver.torch.convert(model, recipe) first, or make the model of quaver.torch.Linear"
 )
+
+
+def ran(before: int) -> bool:
+    """Whether something ran since there were so many nodes, as far as can be told; -1 is a body without gradients.
+
+    That one leaves no trace: it is taken for a forward until the thread has run a quantizable layer. From then on it is
+    more likely that it was empty, as a loop over no batch is.
+    """
+    return not ambient.ever if before < 0 else nodes() != before
 
 
 def nodes() -> int:
