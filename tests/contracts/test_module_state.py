@@ -67,7 +67,7 @@ SAFE = {
     "torch.gpu.per_tensor:_amaxes": LAUNCHES,
     "torch.gpu.per_tensor:_casts": LAUNCHES,
     "torch.gpu.quantize:_families": SAME,
-    "torch.gpu.roll:_captured": "it only grows: whose tables a captured graph reads at every replay",
+    "torch.gpu.roll:_captured": "a thread adds the layers that it captures",
     "torch.gpu.roll:_notes": LAUNCHES,
     "torch.gpu.roll:_rolls": LAUNCHES,
     "torch.gpu.rope:_launches": LAUNCHES,

@@ -1,8 +1,10 @@
 """Delayed scaling's roll in one launch, and what a step notes, against `quaver.core.history` column by column."""
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -202,6 +204,31 @@ def test_a_roll_is_seen_by_what_goes_by_the_version_of_a_factor() -> None:
     before = layers[1].factor._version
     step(layers)
     assert layers[1].factor._version > before
+
+
+def test_what_a_captured_roll_reads_lives_as_long_as_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = layers_of(recipes.delayed(history=2))
+    step(layers)
+    stack = weakref.ref(layers[0].__dict__["_stacked"][0])
+    with monkeypatch.context() as capturing:
+        capturing.setattr(gpu.capture, "capturing", lambda _: True)
+        for _ in range(3):
+            step(layers)
+    kept = {id(stack) for layer in layers for stack in gpu._captured[layer]}
+    assert kept == {id(stack())}
+    layers[1].factor = layers[1].factor.clone()
+    step(layers)
+    assert layers[0].__dict__["_stacked"][0] is not stack()
+    gc.collect()
+    assert stack() is not None, "a graph still reads its table"
+    numbers = [id(layer) for layer in layers]
+    last = layers.pop()
+    layers.clear()
+    gc.collect()
+    assert stack() is not None, "one of its layers lives"
+    del last
+    gc.collect()
+    assert stack() is None and not {id(layer) for layer in gpu._captured} & set(numbers)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ no care: a table of their addresses on the device is made once and again when a 
 all buffers are views of would be torn apart by each of those, by `to_empty` and by load_state_dict(assign=True).)
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +26,9 @@ WARPS = 4
 
 _rolls = table()
 _notes = table()
-#: Whose tables a captured graph reads at every replay.
-_captured: list["Stack"] = []
+#: By layer, the stacks whose tables a captured graph reads at every replay: they stay while one of their layers lives.
+#: A graph that outlives its layers reads parameters that are gone.
+_captured: "weakref.WeakKeyDictionary[nn.Module, set[Stack]]" = weakref.WeakKeyDictionary()
 
 
 def reason(history: Tensor, factor: Tensor) -> str:
@@ -90,9 +92,7 @@ class Stack:
     def roll(self, delayed: Delayed, specs: tuple[QuantSpec, QuantSpec, QuantSpec]) -> None:
         """End a step for its layers. Exact: `quaver.core.history.roll` of each column."""
         capturing = capture.capturing(self.device)
-        if capturing:
-            _captured.append(self)
-        else:
+        if not capturing:
             self._look()
         rolled = torch.empty((len(self.histories), 3), dtype=torch.float32, device=self.device)
         history = self.histories[0]
@@ -135,6 +135,9 @@ def roll(layers: Sequence[nn.Module], delayed: Delayed, specs: tuple[QuantSpec, 
         if capture.capturing(device):
             return False
         stack = Stack(layers)
+    if capture.capturing(stack.device):
+        for layer in layers:
+            _captured.setdefault(layer, set()).add(stack)
     stack.roll(delayed, specs)
     return True
 
