@@ -140,7 +140,7 @@ def test_what_runs_write_is_no_text(make_config: MakeConfig, text: Path) -> None
     first = make_config(str(text / "runs" / "first"), steps=1)
     run_training(first)
     after = tokens.load(make_config(), out=text / "runs" / "second")
-    assert after.fingerprint() == before.fingerprint()
+    assert after.fingerprint == before.fingerprint
     with pytest.raises(ValueError, match="is the folder that this run writes into; give another --out"):
         tokens.load(make_config(), out=text)
 
@@ -150,7 +150,7 @@ def test_a_frozen_text_that_was_changed_is_refused(make_config: MakeConfig, tmp_
     path = tmp_path / "text.safetensors"
     frozen.write(path, frozen.Frozen(read.train, read.validation, "", {"text": ["a"]}))
     again = tokens.load(make_config(text=(str(path),)))
-    assert again.fingerprint() == read.fingerprint() and np.array_equal(again.train, read.train)
+    assert again.fingerprint == read.fingerprint and np.array_equal(again.train, read.train)
     with pytest.raises(ValueError, match="was made by other tokens than --tokens"):
         tokens.load(make_config(text=(str(path),), tokens="bpe"), saved_tokenizer(tmp_path, make_config))
     whole = path.read_bytes()

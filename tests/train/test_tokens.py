@@ -26,7 +26,7 @@ def test_bpe_decodes_to_the_text_and_is_the_same_when_saved(
     path = tmp_path / "tokenizer.json"
     tokens.tokenizer.save(str(path))
     again = load(make_config(tokens=str(path)))
-    assert np.array_equal(tokens.train, again.train) and tokens.fingerprint() == again.fingerprint()
+    assert np.array_equal(tokens.train, again.train) and tokens.fingerprint == again.fingerprint
 
 
 def test_a_tiny_text_is_one_sentence(make_config: MakeConfig, tmp_path: Path) -> None:

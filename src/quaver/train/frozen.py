@@ -21,34 +21,35 @@ NAME = "text.safetensors"
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """What such a file holds."""
+class Parts:
+    """Token ids of both parts of a text, 1-D and unsigned."""
 
-    # Token ids of both parts, 1-D and unsigned.
     train: np.ndarray
     validation: np.ndarray
+
+    @property
+    def fingerprint(self) -> str:
+        """Names this very data, so that no run goes on with another text: the beginning of a SHA-256."""
+        parts = [np.ascontiguousarray(part) for part in (self.train, self.validation)]
+        whole = hashlib.sha256(json.dumps([[str(part.dtype), part.size] for part in parts]).encode())
+        for part in parts:
+            whole.update(part.data)
+        return whole.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Frozen(Parts):
+    """What such a file holds."""
+
     # Of the tokenizer that made them; "" for bytes.
     tokenizer: str
     # The options that they were read by.
     asked: dict[str, Any]
 
     @property
-    def fingerprint(self) -> str:
-        return fingerprint(self.train, self.validation)
-
-    @property
     def digest(self) -> str:
         """SHA-256 of all that it holds."""
         return hashlib.sha256(json.dumps([self.fingerprint, self.tokenizer, self.asked]).encode()).hexdigest()
-
-
-def fingerprint(train: np.ndarray, validation: np.ndarray) -> str:
-    """Names this very data: the beginning of a SHA-256."""
-    parts = [np.ascontiguousarray(part) for part in (train, validation)]
-    whole = hashlib.sha256(json.dumps([[str(part.dtype), part.size] for part in parts]).encode())
-    for part in parts:
-        whole.update(part.data)
-    return whole.hexdigest()[:16]
 
 
 def is_one(text: tuple[str, ...]) -> bool:

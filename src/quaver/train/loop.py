@@ -74,7 +74,7 @@ def run_training(
         if frameworks.on_cpu(config):
             memory.check(config, tokens.vocab)
         trained = frameworks.make(config, recipe, tokens.vocab)
-        facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint()}
+        facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
         start = 0
         if resume and (last := checkpoint.latest(folder)):
             start = take_up(last, trained, facts, config, tokens.vocab)

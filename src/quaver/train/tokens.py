@@ -21,17 +21,11 @@ BETWEEN_FILES = "<|file|>"
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Token ids of both parts of the text, 1-D and unsigned; `tokenizer` is None for bytes."""
+class Tokens(frozen.Parts):
+    """A text's parts, and what its token ids mean; `tokenizer` is None for bytes."""
 
-    train: np.ndarray
-    validation: np.ndarray
     vocab: int
     tokenizer: tokenizers.Tokenizer | None
-
-    def fingerprint(self) -> str:
-        """Names this very data, so that a run is not resumed on other text."""
-        return frozen.fingerprint(self.train, self.validation)
 
 
 def load(config: TrainConfig, saved: Path | None = None, out: Path | None = None) -> Tokens:
