@@ -130,7 +130,10 @@ def recipe_in_force(own: Recipe | None) -> Recipe | None:
     """
     if not torch.compiler.is_compiling():
         ambient.asked = True
-    return in_force(own)
+    recipe, disabled, _ = ambient.now
+    if own is None:
+        return recipe
+    return None if disabled else own
 
 
 def in_force(own: Recipe | None) -> Recipe | None:

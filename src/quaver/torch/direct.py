@@ -36,14 +36,15 @@ class Plan(NamedTuple):
 
     def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
         """y [..., n] of an x [..., k] that the layer has not checked; None unless the plan fits it."""
+        step = self.step
         if (
-            self.step is None
+            step is None
             or not self.fits(x, weight, bias, recipe)
             or not (x.requires_grad and weight.requires_grad and x.is_contiguous())
             or disturbed()
         ):
             return None
-        return self.step(x, weight, bias, layer)
+        return step(x, weight, bias, layer)
 
     def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
         """True if the plan is for this input and this weight."""

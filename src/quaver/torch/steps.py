@@ -11,6 +11,7 @@ Compiled layers belong to no step, since a compiler does not come by here: they 
 
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,8 +43,8 @@ class Step:
         self.number = next(_numbers)
         #: Whether its autocast is open.
         self.inside = False
-        #: Forwards that have not run their backward, by identity; adding and discarding is safe in any thread.
-        self.owed: set[int] = set()
+        #: Forwards that have not run their backward; adding and discarding is safe in any thread.
+        self.owed: set[weakref.ref[Owed]] = set()
         #: The number of the step in which its layers rolled last.
         self.rolled_in = -1
 
@@ -61,19 +62,17 @@ _thread = _Thread()
 class Owed:
     """A forward that owes its backward, and lives as long as its graph."""
 
-    __slots__ = ("step",)
+    __slots__ = ("__weakref__", "entry", "owed")
 
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        step.owed.add(id(self))
+    #: The step's.
+    owed: "set[weakref.ref[Owed]]"
+    #: In it. Where this object goes the entry goes, without a call of Python.
+    entry: "weakref.ref[Owed]"
 
     def settle(self) -> None:
         """Its backward runs now, and not again unless the graph is retained."""
         if _is_retained is None or not _is_retained():
-            self.step.owed.discard(id(self))
-
-    def __del__(self) -> None:
-        self.step.owed.discard(id(self))
+            self.owed.discard(self.entry)
 
 
 def graph_is_retained() -> bool:
@@ -172,7 +171,13 @@ def join(layer: nn.Module, record: bool) -> None:
 def owed(layer: nn.Module) -> Owed | None:
     """What the forward of a layer that has joined keeps until its backward."""
     step: Step | None = layer.__dict__.get("_step")
-    return None if step is None else Owed(step)
+    if step is None:
+        return None
+    forward = Owed()
+    owed = forward.owed = step.owed
+    entry = forward.entry = weakref.ref(forward, owed.discard)
+    owed.add(entry)
+    return forward
 
 
 def roll_root(layers: Sequence[nn.Module]) -> None:

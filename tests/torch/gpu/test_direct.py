@@ -335,7 +335,7 @@ def test_want_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(torch, "empty_strided", full)
+    monkeypatch.setattr(torch, "empty_like", full)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
         layer(x)
 

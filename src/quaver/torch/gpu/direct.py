@@ -42,12 +42,12 @@ class Gemm(NamedTuple):
 class Step:
     """How one layer runs on inputs of one shape."""
 
-    __slots__ = ("dgrad", "dtype", "fprop", "grad_output", "input", "recipe", "shape", "wgrad")
+    __slots__ = ("device", "dgrad", "dtype", "fprop", "grad_output", "input", "recipe", "shape", "wgrad")
 
     def __init__(
         self, recipe: Recipe, x: Tensor, gemms: dict[str, Gemm | None], of_input: Any, of_grad_output: Any
     ) -> None:
-        self.recipe, self.shape, self.dtype = recipe, x.shape, x.dtype
+        self.recipe, self.shape, self.dtype, self.device = recipe, x.shape, x.dtype, x.device
         self.fprop: Any = gemms["fprop"]
         self.dgrad: Any = gemms["dgrad"]
         #: None where it is not quantized.
@@ -55,7 +55,7 @@ class Step:
         self.input, self.grad_output = of_input, of_grad_output
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
-        if x.data_ptr() & 15 or capture.as_captured(self.input.device):
+        if x.data_ptr() & 15 or capture.as_captured(self.device):
             return None
         delayed = None
         if self.recipe.delayed is not None:

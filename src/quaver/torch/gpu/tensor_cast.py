@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch.gpu import launch
-from quaver.torch.gpu.both_ways import SMALL, Decided
+from quaver.torch.gpu.both_ways import SMALL, Decided, lying, pattern
 from quaver.torch.gpu.launch import workspace
 from quaver.torch.gpu.per_tensor import amax_launch, cast_launch, room_for_sums
 from quaver.torch.quantized import FLOAT8
@@ -43,8 +43,8 @@ class TensorCast:
     """
 
     __slots__ = (
-        *("amax", "card", "device", "dtype", "keeps", "launches"),
-        *("places", "shape", "spec", "sums", "turned", "views"),
+        *("amax", "card", "codes", "device", "dtype", "keeps", "launches", "number"),
+        *("places", "shape", "spec", "sums", "transposed", "turned", "views"),
     )
 
     def __init__(self, x: Tensor, spec: QuantSpec, keeps: bool, sums: bool, views: bool) -> None:
@@ -52,6 +52,10 @@ class TensorCast:
         self.sums, self.views = sums, views
         self.spec, self.device, self.dtype, self.keeps = spec, x.device, FLOAT8[spec.format.name], keeps
         self.shape, self.turned = (rows, columns), (columns, rows)
+        #: Patterns of what a call makes: codes, those of the transpose where they are written, and a number.
+        self.codes = pattern(lying(self.shape, self.dtype), x.device)
+        self.transposed = pattern(lying(self.turned, self.dtype, keeps), x.device)
+        self.number = pattern(lying((1, 1), torch.float32), x.device)
         #: Index of the GPU, what tells the current one's, and what tells its stream.
         self.card = launch.card(x.device)[:3]
         #: By thread and stream.
@@ -75,8 +79,8 @@ class TensorCast:
         if written is not None and not self.keeps:
             q, qt, scale = written
         else:
-            q = self._room(self.shape) if written is None or self.views else written[0]
-            qt, scale = self._transpose(q), self._number()
+            q = torch.empty_like(self.codes) if written is None or self.views else written[0]
+            qt, scale = self._transpose(q), torch.empty_like(self.number)
         if partial is None and self.sums:
             partial = room_for_sums(*self.shape, self.device)
         one_pass = known and factors is not None
@@ -119,15 +123,7 @@ class TensorCast:
         """Of the codes, a view or room for it: as the left side of a GEMM, or the right one of what is kept."""
         if self.views:
             return q if self.keeps else q.t()
-        if self.keeps:
-            return torch.empty_strided(self.shape, (1, self.shape[0]), dtype=self.dtype, device=self.device)
-        return self._room(self.turned)
-
-    def _room(self, shape: tuple[int, int]) -> Tensor:
-        return torch.empty_strided(shape, (shape[1], 1), dtype=self.dtype, device=self.device)
-
-    def _number(self) -> Tensor:
-        return torch.empty_strided((1, 1), (1, 1), dtype=torch.float32, device=self.device)
+        return torch.empty_like(self.transposed)
 
     def _place(self, stream: int) -> Place:
         mine = get_ident(), stream
@@ -136,10 +132,10 @@ class TensorCast:
             with torch.inference_mode(False):
                 written = partial = None
                 if self.shape[0] * self.shape[1] <= SMALL:
-                    q = self._room(self.shape)
-                    written = q, q.t() if self.views else self._room(self.turned), self._number()
+                    q, scale = torch.empty_like(self.codes), torch.empty_like(self.number)
+                    written = q, q.t() if self.views else torch.empty_like(self.transposed), scale
                     partial = room_for_sums(*self.shape, self.device) if self.sums else None
-                _places[shared] = Place(workspace(self.device), self._number(), written, partial)
+                _places[shared] = Place(workspace(self.device), torch.empty_like(self.number), written, partial)
         place = self.places[mine] = _places[shared]
         return place
 
