@@ -173,6 +173,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a maximum in NaN's place": (lambda: _own(max=31.0), "which is NaN's"),
     "a range beyond E5M2's": (lambda: _own(bias=-12, max=15.5 * 2**15), "give another bias"),
     "a half bias": (lambda: _own(bias=2.5), "bias is 2.5; give a whole number"),
+    "a bias beyond float32's": (lambda: _own(bias=-5000), "bias is -5000; give one from -127 to 127"),
+    "a max that is no float": (lambda: _own(max=10**400), "give its largest finite number"),
+    "a max that is a flag": (lambda: _own(max=True), "max is True; give its largest finite number"),
+    "a flag that is a word": (lambda: _own(has_nan="no"), "has_nan is 'no'; give True or False"),
     "attention of one's own": (lambda: _attention(E3M4), "e4m3 and e5m2"),
 }
 

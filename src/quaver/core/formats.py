@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 #: What a signed format lies within: E5M2's range. Scales are folded into values before they are multiplied in float32,
 #: and no product of two of them may leave it.
 SMALLEST_STEP, LARGEST = 2.0**-16, 2.0**16
+#: What a bias lies within: float32's own.
+WIDEST_BIAS = 127
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,9 @@ def _check_fields(fmt: Format) -> None:
         value = getattr(fmt, name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"format {fmt.name!r}: {name} is {value!r}; give a whole number")
+    for name in ("has_nan", "signed"):
+        if not isinstance(getattr(fmt, name), bool):
+            raise ValueError(f"format {fmt.name!r}: {name} is {getattr(fmt, name)!r}; give True or False")
     total = fmt.signed + fmt.exponent_bits + fmt.mantissa_bits
     if fmt.bits != total or fmt.bits > 8 or fmt.exponent_bits < 1 or fmt.mantissa_bits < fmt.signed:
         raise ValueError(
@@ -116,7 +121,9 @@ def _check_fields(fmt: Format) -> None:
             f"mantissa_bits={fmt.mantissa_bits}; give at least one of each, and as bits the sum of both and of the "
             f"sign ({total} here), at most 8"
         )
-    if not (isinstance(fmt.max, int | float) and 0 < fmt.max < math.inf):
+    if not -WIDEST_BIAS <= fmt.bias <= WIDEST_BIAS:
+        raise ValueError(f"format {fmt.name!r}: bias is {fmt.bias}; give one from -{WIDEST_BIAS} to {WIDEST_BIAS}")
+    if not isinstance(fmt.max, int | float) or isinstance(fmt.max, bool) or not 0 < fmt.max <= 2.0**WIDEST_BIAS:
         raise ValueError(f"format {fmt.name!r}: max is {fmt.max!r}; give its largest finite number")
 
 
