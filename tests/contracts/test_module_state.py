@@ -36,7 +36,6 @@ SAFE = {
     "torch.cross_entropy:_warned": WARNS,
     "torch.frozen:_held": "filled under a lock",
     "torch.frozen:_hooked": "filled under a lock",
-    "torch.gpu.activation:_backward_codes": LAUNCHES,
     "torch.gpu.activation:_backwards": LAUNCHES,
     "torch.gpu.activation:_forwards": LAUNCHES,
     "torch.gpu.block_scaled:_mx": LAUNCHES,

@@ -10,7 +10,7 @@ from quaver import E4M3, E5M2, QuantSpec
 from quaver.torch import norm, reference
 from quaver.torch.gpu import norm as gpu
 from quaver.torch.gpu.launch import workspace
-from tests.kernels.compare import DEVICE, assert_padded, assert_same
+from tests.kernels.compare import DEVICE, assert_same
 from tests.operands import nasty
 
 SPECS = [
@@ -111,58 +111,6 @@ def test_what_is_not_finite_spoils_its_row_as_it_does_elsewhere(kind: str, value
     y, _, _ = gpu.forward(x, gamma, beta, kind, EPS)
     expected = norm._plain_forward(x, gamma, beta, kind, EPS)[0]
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-@pytest.mark.parametrize("columns", [100, 8200])
-@pytest.mark.parametrize("kind", norm.NORMALIZATIONS)
-def test_the_gradients_amax_is_that_of_the_gradient(kind: str, columns: int) -> None:
-    x, g = (torch.randn(3, columns, device=DEVICE).bfloat16() for _ in range(2))
-    gamma, beta = parameters(kind, columns)
-    _, mean, inverse = gpu.forward(x, gamma, beta, kind, EPS)
-    dx, *_, top = gpu.gradients(g, x, gamma, beta, mean, inverse, kind, measure=True)
-    assert top is not None
-    assert top.item() == dx.float().abs().max().item()
-
-
-@pytest.mark.parametrize(("columns", "spec"), [(41, SPECS[0]), (256, SPECS[1]), (8200, SPECS[1])], ids=str)
-@pytest.mark.parametrize("kind", norm.NORMALIZATIONS)
-def test_the_gradient_in_eight_bits_is_the_gradient_quantized(kind: str, columns: int, spec: QuantSpec) -> None:
-    x, g = (torch.randn(3, columns, device=DEVICE).bfloat16() for _ in range(2))
-    gamma, beta = parameters(kind, columns)
-    _, mean, inverse = gpu.forward(x, gamma, beta, kind, EPS)
-    factor = torch.tensor([16.0], device=DEVICE)
-    dx, *sums, top = gpu.gradients(g, x, gamma, beta, mean, inverse, kind, measure=True)
-    made, *others = gpu.quantized_gradients(g, x, gamma, beta, mean, inverse, kind, spec, factor)
-    assert_same(made, reference.quantize(dx, spec, None, factor))
-    assert_padded(made)
-    assert torch.equal(made.amax, top)  # type: ignore[arg-type]
-    assert all(torch.equal(one, other) for one, other in zip(sums, others, strict=True))
-    assert not workspace(DEVICE).any(), "the programs' meeting place is left as it was found"
-
-
-@pytest.mark.parametrize(("columns", "kinds"), [(40, ("LayerNorm", "L2")), (8200, ("L2",))], ids=str)
-def test_a_gradient_that_hurts_is_quantized_as_it_is(columns: int, kinds: tuple[str, ...]) -> None:
-    spec, factor = QuantSpec(E5M2), torch.tensor([0.25], device=DEVICE)
-    x = torch.randn(3, columns, device=DEVICE).bfloat16()
-    for kind in kinds:
-        gamma, beta = parameters(kind, columns)
-        _, mean, inverse = gpu.forward(x, gamma, beta, kind, EPS)
-        for name, value in nasty((3, 40)).items():
-            g = torch.zeros(3, columns, device=DEVICE).bfloat16()
-            g[:, -40:] = torch.from_numpy(value).to(DEVICE).bfloat16()
-            dx, *_ = gpu.gradients(g, x, gamma, beta, mean, inverse, kind)
-            made, *_ = gpu.quantized_gradients(g, x, gamma, beta, mean, inverse, kind, spec, factor)
-            expected = reference.quantize(dx, spec, None, factor)
-            assert_same(made, expected)
-            torch.testing.assert_close(made.amax, expected.amax, rtol=0, atol=0, equal_nan=True, msg=name)
-
-
-def test_a_gradient_that_no_kernel_writes_is_refused_before_any_work() -> None:
-    x = torch.randn(3, 40, device=DEVICE)
-    _, mean, inverse = gpu.forward(x, None, None, "L2", EPS)
-    for spec in SPECS[2:]:
-        with pytest.raises(AssertionError, match="quantize it after"):
-            gpu.quantized_gradients(x, x, None, None, mean, inverse, "L2", spec, torch.ones(1))
 
 
 def test_rows_that_lie_apart_and_askew_give_the_bits_of_rows_that_lie_together() -> None:

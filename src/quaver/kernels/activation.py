@@ -171,15 +171,14 @@ def value_gradient(g, x, b, limit, alpha, F: tl.constexpr, CLAMPED: tl.constexpr
 
 @triton.jit
 def activate_backward(
-    grad, gate, value, of_gate, of_value, top, value_top, work,
-    rows, columns, grad_stride, gate_stride, value_stride, of_gate_stride, of_value_stride, programs, limit, alpha,
+    grad, gate, value, of_gate, of_value,
+    rows, columns, grad_stride, gate_stride, value_stride, of_gate_stride, of_value_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     F: tl.constexpr, B: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """grad [rows, columns] to the gradients of gate and value (GATED) in gate's dtype; B is F's backward.
 
-    top: float32 [1], the amax of of_gate, or of both where value_top is None; or None.
-    work: int32 [4] of zeros, left as zeros. Bounded, as `activate`. Exact: the amaxes, given the gradients.
+    Bounded, as `activate`.
     """
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -193,16 +192,3 @@ def activate_backward(
         g = g * factor_of(b, limit, CLAMPED)
     first = B(g, x, limit, alpha).to(dtype)
     store_tile(of_gate, first, r, c, rows, columns, of_gate_stride, EVEN)
-    if top is not None:
-        m = magnitude_bits(first.to(tl.float32))
-        if GATED:
-            other = magnitude_bits(second.to(tl.float32))
-            if value_top is None:
-                m = tl.maximum(m, other)
-            else:
-                last, largest = meet(work + 2, flushed(tl.max(other, None)), programs)
-                if last:
-                    tl.store(value_top, largest.to(tl.float32, bitcast=True))
-        last, largest = meet(work, flushed(tl.max(m, None)), programs)
-        if last:
-            tl.store(top, largest.to(tl.float32, bitcast=True))

@@ -48,16 +48,6 @@ def store_row(y, value, row, c, columns, stride, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store_codes(q, rounded, e, row, c, columns, stride, INTEGERS: tl.constexpr, EVEN: tl.constexpr):
-    """A row times e, as codes; zeros beyond its columns."""
-    v = rounded.to(tl.float32)
-    if not EVEN:
-        v = tl.where(c < columns, v, 0.0)
-    codes = encode(v * e, q.dtype.element_ty, INTEGERS).to(q.dtype.element_ty, bitcast=True)
-    store_row(q, codes, row, c, stride, stride, EVEN)
-
-
-@triton.jit
 def swizzled(row, block, row_blocks):
     """Where GEMMs look for the scale of a row's block; `row_blocks`: blocks of a row, rounded up to 4.
 
@@ -157,19 +147,14 @@ def norm(
 
 @triton.jit
 def norm_backward(
-    grad, x, gamma, mean, inverse, dx, partial, top, q, scale, factor, work,
-    rows, columns, grad_stride, stride, q_stride, width, programs, share,
+    grad, x, gamma, mean, inverse, dx, partial, rows, columns, grad_stride, stride, width, programs, share,
     BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, BETA: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """grad and x [rows, columns <= BN] to dx in x's dtype, and what each program adds to the parameters' gradients.
 
     dx = inverse · (grad gamma - mean(grad gamma) - x̂ mean(grad gamma x̂)), x̂ = (x - mean) inverse.
     partial: float32 [programs, width] or None: of gamma, and from column width / 2 on of beta (if BETA).
-    dx may be None, where q is its codes by `factor`, with a scale; else these three are None. q's rows are q_stride
-    bytes, zeros beyond dx's.
-    top: float32 [1], the amax of dx, or None; work: int32 [2] of zeros, left as zeros.
-    Bounded, as `norm`. Exact: q, scale and top, given dx.
+    Bounded, as `norm`.
     """
     first = tl.program_id(0)
     c = tl.max_contiguous(tl.arange(0, BN), VECTOR)
@@ -177,9 +162,6 @@ def norm_backward(
         g = load_parameter(gamma, c, columns, EVEN)
     of_gamma = tl.zeros([BN], tl.float32)
     of_beta = tl.zeros([BN], tl.float32)
-    m = tl.zeros([BN], tl.int32)
-    if q is not None:
-        e = tl.load(factor)
     for row in range(first, rows, programs):
         v = load_row(x, row, c, columns, stride, EVEN)  # [BN]
         along = load_row(grad, row, c, columns, grad_stride, EVEN)  # [BN]
@@ -197,22 +179,9 @@ def norm_backward(
         inner = tl.sum(along * v, 0) * share
         if CENTRED:
             along = along - tl.sum(along, 0) * share
-        rounded = ((along - v * inner) * f).to(x.dtype.element_ty)
-        if dx is not None:
-            store_row(dx, rounded, row, c, columns, columns, EVEN)
-        if top is not None:
-            bits = magnitude_bits(rounded.to(tl.float32))
-            m = tl.maximum(m, bits if EVEN else tl.where(c < columns, bits, 0))
-        if q is not None:
-            store_codes(q, rounded, e, row, c, columns, q_stride, INTEGERS, EVEN)
+        store_row(dx, ((along - v * inner) * f).to(x.dtype.element_ty), row, c, columns, columns, EVEN)
     if partial is not None:
         at = partial + first.to(tl.int64) * width + c
         tl.store(at, of_gamma, mask=c < columns)
         if BETA:
             tl.store(at + width // 2, of_beta, mask=c < columns)
-    if top is not None:
-        last, largest = meet(work, flushed(tl.max(m, 0)), programs)
-        if last:
-            tl.store(top, largest.to(tl.float32, bitcast=True))
-            if q is not None:
-                tl.store(scale, decode_scale(largest, e, POWER_OF_TWO))

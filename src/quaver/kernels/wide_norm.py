@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from quaver.kernels.norm import load_parameter, load_row, store_codes, store_row
+from quaver.kernels.norm import load_parameter, load_row, store_row
 from quaver.kernels.numbers import decode_scale, encode, flushed, magnitude_bits, meet
 
 
@@ -66,21 +66,14 @@ def wide_norm(
 
 @triton.jit
 def wide_norm_backward(
-    grad, x, gamma, mean, inverse, dx, partial, top, q, scale, factor, work,
-    rows, columns, grad_stride, stride, q_stride, width, programs, share,
+    grad, x, gamma, mean, inverse, dx, partial, rows, columns, grad_stride, stride, width, programs, share,
     BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, BETA: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """`quaver.kernels.norm.norm_backward` over any number of columns.
 
     A program adds to its own row of `partial`, which holds zeros; no other program touches that row.
     """
     first = tl.program_id(0)
-    m = tl.zeros([BN], tl.int32)
-    end = columns
-    if q is not None:
-        e = tl.load(factor)
-        end = q_stride
     own = partial
     if partial is not None:
         own = partial + first.to(tl.int64) * width
@@ -109,23 +102,10 @@ def wide_norm_backward(
         shift = 0.0
         if CENTRED:
             shift = tl.sum(total, 0) * share
-        for begin in range(0, end, BN):
+        for begin in range(0, columns, BN):
             c = tl.max_contiguous(begin + tl.arange(0, BN), VECTOR)
             v = (load_row(x, row, c, columns, stride, EVEN) - middle) * f
             along = load_row(grad, row, c, columns, grad_stride, EVEN)
             if gamma is not None:
                 along = along * load_parameter(gamma, c, columns, EVEN)
-            rounded = ((along - shift - v * inner) * f).to(x.dtype.element_ty)
-            if dx is not None:
-                store_row(dx, rounded, row, c, columns, columns, EVEN)
-            if top is not None:
-                bits = magnitude_bits(rounded.to(tl.float32))
-                m = tl.maximum(m, bits if EVEN else tl.where(c < columns, bits, 0))
-            if q is not None:
-                store_codes(q, rounded, e, row, c, columns, q_stride, INTEGERS, EVEN)
-    if top is not None:
-        last, largest = meet(work, flushed(tl.max(m, 0)), programs)
-        if last:
-            tl.store(top, largest.to(tl.float32, bitcast=True))
-            if q is not None:
-                tl.store(scale, decode_scale(largest, e, POWER_OF_TWO))
+            store_row(dx, ((along - shift - v * inner) * f).to(x.dtype.element_ty), row, c, columns, columns, EVEN)

@@ -83,7 +83,7 @@ def test_of_norms(kind: str, driver: Driver) -> None:
             beta = beta if kind == "LayerNorm" else None
             gamma = None if kind == "L2" else gamma
             _, mean, inverse = norm.forward(x, gamma, beta, kind, 1e-5)
-            norm.gradients(g, x, gamma, beta, mean, inverse, kind, True)
+            norm.backward(g, x, gamma, beta, mean, inverse, kind)
     assert driver.launched
 
 
@@ -94,9 +94,9 @@ def test_of_activations(name: str, driver: Driver) -> None:
             x = [lie(matrix())]
             activation.forward(name, (), x)
             wide = COLUMNS // 2 if name == "swiglu" else COLUMNS
-            activation.gradients(name, (), wise(matrix()[:, :wide]), x, True)
+            activation.backward(name, (), wise(matrix()[:, :wide]), x)
             if name == "swiglu":
-                activation.gradients(name, (), wise(matrix()), [lie(matrix()), wise(matrix())])
+                activation.backward(name, (), wise(matrix()), [lie(matrix()), wise(matrix())])
     assert driver.launched
 
 

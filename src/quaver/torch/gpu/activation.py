@@ -12,7 +12,6 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels import formulas
 from quaver.kernels.activation import activate, activate_backward, activate_blocks
-from quaver.kernels.activation_gradient import activate_backward_codes, activate_backward_rows
 from quaver.torch.gpu.codes import DTYPES, empty_codes, format_constants, in_words
 from quaver.torch.gpu.launch import aligned, keep, launcher, table, workspace
 from quaver.torch.gpu.norm import mode, room
@@ -54,12 +53,9 @@ KINDS = {
 }
 #: Rows, columns and warps of a program.
 TILE, BLOCK_TILE, BACKWARD_TILE = (128, 64, 4), (16, 128, 4), (32, 128, 4)
-#: That of the gradients as codes, plain and gated: two of them of 16 codes of four rows a thread exceed its registers.
-CODES_TILE, GATED_CODES_TILE = (128, 64, 4), (128, 64, 8)
 
 _forwards = table()
 _backwards = table()
-_backward_codes = table()
 
 
 class Activated(NamedTuple):
@@ -210,14 +206,7 @@ def _limits(options: Sequence[float]) -> tuple[float, float]:
 
 
 def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
-    """As `quaver.torch.activation.backward`."""
-    return gradients(name, options, g, x)[0]
-
-
-def gradients(
-    name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor], measure: bool = False
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The gradients of the inputs, contiguous, and the amax of each, float32 [1, 1], if they are to be measured.
+    """The gradients of the inputs, contiguous, as `quaver.torch.activation.backward`.
 
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """
@@ -226,119 +215,28 @@ def gradients(
     along = _rows(g)
     of_inputs = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in x]
     of_gate, of_value = _halves(name, of_inputs)
-    tops = [torch.empty((1, 1), dtype=torch.float32, device=g.device) if measure else None for _ in x]
     key = (
         *(name, *options, len(x), rows, columns, gate.stride(0), along.stride(0), gate.dtype, g.dtype, gate.device),
-        *(aligned(gate), aligned(along), measure),
+        *(aligned(gate), aligned(along)),
         *(() if value is None else (value.stride(0), aligned(value))),
     )
-    value_top = tops[1] if len(tops) > 1 else None
-    tensors = (along, gate, value, of_gate, of_value, tops[0], value_top, workspace(g.device))
+    tensors = (along, gate, value, of_gate, of_value)
     run = _backwards.get(key)
     if run is None:
         run = keep(_backwards, key, _backward_launch(tensors, name, options))
     run(*tensors)
-    return of_inputs, tops
+    return of_inputs
 
 
 def _backward_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float]) -> Any:
-    g, gate, value, of_gate, of_value = tensors[:5]
+    g, gate, value, of_gate, of_value = tensors
     rows, columns = gate.shape
     bm, bn, warps = BACKWARD_TILE
     grid = -(-rows // bm), -(-columns // bn)
     strides = [0 if x is None else x.stride(0) for x in (g, gate, value, of_gate, of_value)]
-    numbers = (rows, columns, *strides, grid[0] * grid[1], *_limits(options))
+    numbers = (rows, columns, *strides, *_limits(options))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, **_formula(name, True)}
     return launcher(activate_backward, grid, tensors, numbers, constants, warps)
-
-
-def quantized_gradients(
-    name: str,
-    options: Sequence[float],
-    g: Tensor,
-    x: Sequence[Tensor],
-    spec: QuantSpec,
-    factors: Sequence[Tensor] = (),
-    rows_wanted: bool = True,
-    turned_wanted: bool = False,
-) -> list[Quantized]:
-    """The gradients of the inputs as operands, in one pass that never writes them in x's dtype.
-
-    For layers that hold both sides of the activation: between autograd functions gradients are handed over in x's
-    dtype, so that `gradients` serves there. Not measured on a GPU yet.
-
-    Args:
-        g: gradient of the result [..., d].
-        x: the inputs, gate and value in one tensor [..., 2 d] or in two; one tensor is one operand with one factor.
-        spec: of the gradients as operands: one scale for the tensor, or for a row.
-        factors: of one scale for the tensor: encode factor of each of x, float32 of one element, not 0.
-        rows_wanted, turned_wanted: of one scale for the tensor, whether the codes are written as they lie and
-            transposed; a transpose alone is the `T` of what is given back.
-    Returns:
-        An operand [tokens, d or 2 d] for each of x; its amax where it has one scale.
-    Exact: `quaver.torch.reference.quantize` of what `gradients` gives.
-    """
-    gate, value = _halves(name, x)
-    rows, columns = gate.shape
-    kind = mode(spec, True, columns)
-    assert kind in ("tensor", "row"), f"no kernel writes the gradients of an activation by {spec}; quantize them after"
-    whole = kind == "tensor"
-    assert len(factors) == (len(x) if whole else 0), f"{len(factors)} factors for {len(x)} gradients by {spec}"
-    assert whole or (rows_wanted and not turned_wanted), f"no kernel writes transposed gradients by {spec}"
-    along, device = _rows(g), g.device
-    width = columns * (2 if value is not None and len(x) == 1 else 1)
-    scales = [torch.empty((1 if whole else rows, 1), dtype=torch.float32, device=device) for _ in x]
-    q = [empty_codes(rows, width, spec, device) if rows_wanted else None for _ in x]
-    qt = [empty_codes(width, rows, spec, device) if turned_wanted else None for _ in x]
-    tops = [torch.empty((1, 1), dtype=torch.float32, device=device) if whole else None for _ in x]
-    key = (
-        *(name, *options, len(x), rows, columns, gate.stride(0), along.stride(0), gate.dtype, g.dtype, device, spec),
-        *(aligned(gate), aligned(along), rows_wanted, turned_wanted),
-        *(() if value is None else (value.stride(0), aligned(value))),
-    )
-    # Of one tensor with both, the value's codes lie beside the gate's, or below them.
-    codes = [q[0], q[0] if q[0] is None or width == columns else q[0][:, columns:]] if len(x) == 1 else q
-    words = [in_words(t) for t in qt]
-    words = [*words, words[0] if words[0] is None or width == columns else words[0][columns:]][:2]
-    second = scales[1] if len(x) > 1 else None
-    tensors: tuple[Any, ...] = (along, gate, value, *codes, scales[0], second)
-    if whole:
-        pairs = (*tops, None)[:2], (*factors, None)[:2]
-        tensors = (*tensors[:3], codes[0], words[0], codes[1], words[1], scales[0], second, *pairs[0], *pairs[1])
-        tensors = (*tensors, workspace(device))
-    run = _backward_codes.get(key)
-    if run is None:
-        run = keep(_backward_codes, key, _codes_launch(tensors, name, options, whole, spec, len(x), width))
-    run(*tensors)
-    operands = [_operand(*parts, spec, rows, width, kind) for parts in zip(q, qt, scales, tops, strict=True)]
-    return [operand for operand in operands if operand is not None]
-
-
-def _codes_launch(
-    tensors: tuple[Any, ...], name: str, options: Sequence[float], whole: bool, spec: QuantSpec, parts: int, width: int
-) -> Any:
-    g, gate, value, q = tensors[:4]
-    rows, columns = gate.shape
-    qt = tensors[4] if whole else None
-    stride = -(-width // 16) * 16
-    # The program that holds the last columns of a row writes what ends it.
-    ends = (columns, stride - columns) if parts == 1 and width > columns else (stride, stride)
-    strides = [0 if t is None else t.stride(0) for t in (g, gate, value)]
-    bm, bn, warps = CODES_TILE if value is None else GATED_CODES_TILE
-    if not whole:
-        bn = max(256, 1 << (columns - 1).bit_length())
-        bm, warps = max(1, 2048 // bn), min(max(bn // 512, 4), 32)
-    down, across = rows if qt is None else qt.shape[1] * 4, columns if q is None else max(ends)
-    grid = -(-down // bm), -(-across // bn)
-    constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, **_formula(name, True)}
-    if whole:
-        constants |= _codes(spec, gate.device, ("POWER_OF_TWO", "INTEGERS"))
-        lines = 0 if qt is None else qt.shape[1] // 4
-        numbers = (rows, columns, *strides, stride, lines, *ends, grid[0] * grid[1], *_limits(options))
-        return launcher(activate_backward_codes, grid, tensors, numbers, constants, warps)
-    constants |= _codes(spec, gate.device, ("POWER_OF_TWO", "EMAX", "TOP_MANTISSA", "MAX", "INTEGERS"))
-    numbers = (rows, columns, *strides, stride, *ends, *_limits(options))
-    return launcher(activate_backward_rows, grid[:1], tensors, numbers, constants, warps)
 
 
 def _width(name: str, x: Sequence[Tensor]) -> int:

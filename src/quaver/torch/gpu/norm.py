@@ -178,81 +178,13 @@ def backward(
     inverse: Tensor,
     normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quaver.torch.norm.backward`; gradients of parameters that are not there are empty."""
-    dx, of_gamma, of_beta, _ = gradients(g, x, gamma, beta, mean, inverse, normalization)
-    return dx, of_gamma, of_beta
-
-
-def gradients(
-    g: Tensor,
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mean: Tensor,
-    inverse: Tensor,
-    normalization: str,
-    measure: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of x, gamma and beta, and the amax of the first, float32 [1, 1], if it is to be measured.
+    """As `quaver.torch.norm.backward`; gradients of parameters that are not there are empty.
 
     Bounded: relative RMS 1e-6 of float64 in float32. Deterministic.
     """
-    dx = torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device=x.device)
-    top = torch.empty((1, 1), dtype=torch.float32, device=x.device) if measure else None
-    sums = _gradients(g, x, gamma, beta, mean, inverse, normalization, dx, top, None, None, None, None)
-    return dx.view(x.shape), *sums, top
-
-
-def quantized_gradients(
-    g: Tensor,
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mean: Tensor,
-    inverse: Tensor,
-    normalization: str,
-    spec: QuantSpec,
-    factor: Tensor,
-) -> tuple[Quantized, Tensor, Tensor]:
-    """As `gradients`, that of x as an operand with its amax, in one pass that never writes it in x's dtype.
-
-    For layers that hold both sides of the norm: between autograd functions gradients are handed over in x's dtype, so
-    that `gradients` serves there. The transpose is that of the codes. Not measured on a GPU yet.
-
-    Args:
-        spec: of the gradient as an operand [tokens, d], with one scale for the tensor.
-        factor: its encode factor, float32 of one element, not 0.
-    Exact: the operand is `quaver.torch.reference.quantize` of what `gradients` gives. Deterministic.
-    """
-    columns = x.shape[-1]
-    rows = x.numel() // columns
-    assert mode(spec, True, columns) == "tensor", (
-        f"no kernel writes the gradient of a norm by {spec}; quantize it after"
-    )
-    q, scale = room("tensor", spec, rows, columns, x.device)
-    top = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    sums = _gradients(g, x, gamma, beta, mean, inverse, normalization, None, top, q, scale, factor, spec)
-    return Quantized(q[:, :columns], scale, spec, (rows, columns), amax=top), *sums
-
-
-def _gradients(
-    g: Tensor,
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mean: Tensor,
-    inverse: Tensor,
-    normalization: str,
-    dx: Tensor | None,
-    top: Tensor | None,
-    q: Tensor | None,
-    scale: Tensor | None,
-    factor: Tensor | None,
-    spec: QuantSpec | None,
-) -> tuple[Tensor, Tensor]:
-    """Write the gradient of x to dx or q, and its amax to top; returns those of gamma and beta."""
     flat, along = _rows(x), _rows(g)
     rows, columns = flat.shape
+    dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     gamma = None if gamma is None else gamma.contiguous()
     programs = min(rows, BACKWARD_PROGRAMS * multiprocessors(x.device))
     partial = None
@@ -263,32 +195,28 @@ def _gradients(
             # Rows in registers are summed there; wider ones add to memory.
             partial.zero_()
     key = (
-        *(rows, columns, flat.stride(0), along.stride(0), x.dtype, g.dtype, x.device, normalization, top is None, spec),
+        *(rows, columns, flat.stride(0), along.stride(0), x.dtype, g.dtype, x.device, normalization),
         *(gamma is None or aligned(gamma), gamma is None, beta is None),
     )
-    tensors = (along, flat, gamma, mean, inverse, dx, partial, top, q, scale, factor, workspace(x.device))
+    tensors = (along, flat, gamma, mean, inverse, dx, partial)
     run = _backwards.get(key)
     if run is None:
-        run = keep(_backwards, key, _backward_launch(tensors, normalization, beta is not None, programs, spec))
+        run = keep(_backwards, key, _backward_launch(tensors, normalization, beta is not None, programs))
     run(*tensors)
     nothing = inverse.new_empty(0)
     if partial is None:
-        return nothing, nothing
+        return dx.view(x.shape), nothing, nothing
     sums = sum_rows(partial)
-    return sums[:columns], nothing if beta is None else sums[columns:]
+    return dx.view(x.shape), sums[:columns], nothing if beta is None else sums[columns:]
 
 
-def _backward_launch(
-    tensors: tuple[Any, ...], normalization: str, has_beta: bool, programs: int, spec: QuantSpec | None
-) -> Any:
-    g, x, partial, q = tensors[0], tensors[1], tensors[6], tensors[8]
+def _backward_launch(tensors: tuple[Any, ...], normalization: str, has_beta: bool, programs: int) -> Any:
+    g, x, partial = tensors[0], tensors[1], tensors[6]
     rows, columns = x.shape
     share = 1.0 / columns
-    q_stride, width = columns if q is None else q.shape[1], 0 if partial is None else partial.shape[1]
-    numbers = (rows, columns, g.stride(0), x.stride(0), q_stride, width, programs, share)
-    form = _NO_FORMAT if spec is None else format_constants(spec, x.device)
+    width = 0 if partial is None else partial.shape[1]
+    numbers = (rows, columns, g.stride(0), x.stride(0), width, programs, share)
     constants: dict[str, Any] = {"CENTRED": CENTRED[normalization], "BETA": has_beta, "VECTOR": vector(x, g)}
-    constants |= {"POWER_OF_TWO": form["POWER_OF_TWO"], "INTEGERS": form["INTEGERS"]}
     if columns > WIDEST_BACKWARD:
         constants |= {"BN": WIDE_BLOCK, "EVEN": columns % WIDE_BLOCK == 0}
         return launcher(wide_norm_backward, (programs,), tensors, numbers, constants, 16)
