@@ -324,21 +324,19 @@ class Linear(nn.Linear):
 
 #: Attributes that are made again when they are missing.
 TRANSIENT = (
-    *(
-        "_direct",
-        "_direct_factors",
-        "_number",
-        "_weights",
-        "_views",
-        "_newest",
-        "_last",
-        "_prepared",
-        "_copied",
-        "_streams",
-        "_initial",
-        "_step",
-        "_stacked",
-    ),
+    "_direct",
+    "_direct_factors",
+    "_number",
+    "_weights",
+    "_views",
+    "_newest",
+    "_last",
+    "_prepared",
+    "_copied",
+    "_streams",
+    "_initial",
+    "_step",
+    "_stacked",
 )
 
 
