@@ -57,8 +57,20 @@ def same(setting: str, folder: Path) -> None:
     for what, t in found.items():
         assert not expected[what].isnan().any(), what
         if setting in BOUNDED:
-            # Two GEMMs one after the other, and a code that a sum in another order moves by a step.
             assert t.dtype is expected[what].dtype
-            assert_close(f"{setting}: {what}", t.double(), expected[what].double(), 1e-6 if t.itemsize == 4 else 4e-3)
+            assert_close(f"{setting}: {what}", t.double(), expected[what].double(), bound(setting, what, t.itemsize))
         else:
             assert_bitwise(t, expected[what], f"{setting}: {what}")
+
+
+def bound(setting: str, what: str, itemsize: int) -> float:
+    """The relative RMS by which a result may differ from that of a process without settings."""
+    recipe = next(name for name in RECIPES if what.startswith(f"{name}, "))
+    gemms = variants()[recipe].gemms.values()
+    if setting == "rounded products" and what.startswith(f"{recipe}, block, "):
+        # Attention multiplies in high precision, which the user asked to round: codes after it move by a step.
+        return 0.3
+    if setting == "rounded products" and any(gemm.a is None for gemm in gemms):
+        return 4e-3
+    # Two GEMMs one after the other, and a code that a sum in another order moves by a step.
+    return 1e-6 if itemsize == 4 else 4e-3

@@ -40,8 +40,8 @@ def _deterministic(on: bool, **options: bool) -> Callable[[], None]:
     return lambda: torch.use_deterministic_algorithms(on, **options)
 
 
-#: What a process may have set. Threads and rounded products change the order of float32 sums, or their precision within
-#: the GEMM's bound; all others change no bit.
+#: What a process may have set. Threads change the order of float32 sums; rounded products change what is multiplied in
+#: high precision on a CPU that multiplies bf16 (AMX), as their user asks; all others change no bit.
 SETTINGS: dict[str, Callable[[], Any]] = {
     "none": _nothing,
     "default dtype float64": lambda: torch.set_default_dtype(torch.float64),
