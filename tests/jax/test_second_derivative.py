@@ -71,6 +71,27 @@ def test_a_second_derivative_is_refused_with_a_sentence(layer: str, way: str, po
         jax.eval_shape(partial(WAYS[way], loss), at)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_second_derivative_is_refused_inside_a_scan(recipe: str) -> None:
+    """JAX cuts a scan's body in two, and derivatives of what it has cut forget the rules of the first."""
+    loss, at = loss_of("linear", recipe, 2, TRANSFORMS["scan"])
+    for way in ("grad of grad", "hessian", "grad of the loss that grad returns"):
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            jax.eval_shape(partial(WAYS[way], loss), at)
+
+
+def test_a_second_derivative_of_a_shared_state_is_refused() -> None:
+    fresh = qj.state.init(recipes.delayed(history=3))
+    loss = lambda s: sum(leaf.sum() for leaf in jax.tree.leaves(qj.state.share(s, 2)))  # noqa: E731
+    assert jax.tree.map(jnp.shape, jax.grad(loss)(fresh)) == jax.tree.map(jnp.shape, fresh)
+    for way in ("grad of grad", "hessian", "jacfwd of grad", "jit of grad of jit of grad"):
+        with pytest.raises(NotImplementedError, match="share: .*no second derivative"):
+            WAYS[way](loss, fresh)
+    _, back = jax.vjp(lambda s: qj.state.share(s, 2), fresh)
+    with pytest.raises(NotImplementedError, match="share: .*no second derivative"):
+        jax.grad(lambda g: _dot(back(g)[0], fresh))(qj.state.share(fresh, 2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("layer", "recipe"), list(product(LAYERS, RECIPES)))
 def test_a_second_derivative_is_refused_in_every_layer_and_recipe(layer: str, recipe: str) -> None:

@@ -101,3 +101,23 @@ def test_gradients_are_those_of_the_plain_function_everywhere(layer: str, recipe
 def test_a_linearized_function_transposes_to_the_gradient(layer: str, recipe: str) -> None:
     needs = FEW if (layer, recipe) == ("linear", "tensorwise") else tuple(NEEDS)
     check(layer, recipe, "checkpoint", "linearize", needs)
+
+
+@pytest.mark.parametrize("transform", ["jit", "scan"])
+@pytest.mark.parametrize("layer", ["linear", "grouped_dot"])
+def test_a_weight_that_backward_needs_as_it_was_given_is_not_copied(layer: str, transform: str) -> None:
+    """mxfp8 quantizes a weight again for dgrad, from the parameter: what backward keeps is that array."""
+    row = LAYERS[layer]
+    weight, *others = row.weights(1)
+    stacked = jax.numpy.stack([weight, weight])
+
+    def apply(weights: Any, x: Any) -> Any:
+        f = lambda w, _, x: row.apply([w, *others], {}, x, RECIPES["mxfp8"])  # noqa: E731
+        if transform == "jit":
+            return jax.jit(f)(weights, {}, x)
+        return jax.lax.scan(lambda h, w: (f(w, {}, h), None), x, weights)[0]
+
+    given = stacked if transform == "scan" else weight
+    _, back = jax.vjp(apply, given, example(row, RECIPES["mxfp8"])[2])
+    kept = [leaf for leaf in jax.tree.leaves(back) if leaf.shape == given.shape and leaf.dtype == given.dtype]
+    assert len(kept) == 1 and kept[0] is given

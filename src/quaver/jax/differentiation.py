@@ -8,16 +8,10 @@ from typing import Any
 
 import jax
 
-from quaver.jax.constant import constant
+from quaver.jax.constant import without_derivative
 from quaver.jax.gemms import Call
 from quaver.jax.quantized import Quantized
 from quaver.jax.state import State
-
-SECOND_DERIVATIVE = (
-    "{}: quantized layers have no second derivative, and none in forward mode over a gradient: rounding has none. "
-    "Compute the part that is differentiated twice in high precision, with quaver.jax.autocast(enabled=False), or put "
-    "jax.lax.stop_gradient around the arguments of the inner gradient, if it is to count as a constant"
-)
 
 
 def unwrapped(*parts: Any) -> tuple[list[Any], list[bool]]:
@@ -50,7 +44,7 @@ def differentiated_once(call: Call, x: Any, w: Any, bias: Any, state: State, per
         _refuse_repeated_noise(call, state, perturbed)
     if call.recipe.delayed is not None or call.recipe.stochastic:
         _refuse_forgotten(call, perturbed)
-    return constant(SECOND_DERIVATIVE.format(call.where), (x, w, bias, state))
+    return without_derivative(call.where, (x, w, bias, state))
 
 
 def _refuse_repeated_noise(call: Call, state: State, perturbed: list[bool]) -> None:

@@ -23,8 +23,8 @@ from quaver.core.given import instance
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.jax import state as states
 from quaver.jax.autocast import recipe_in_force
-from quaver.jax.constant import constant
-from quaver.jax.differentiation import SECOND_DERIVATIVE, differentiated_once, unwrapped
+from quaver.jax.constant import without_derivative
+from quaver.jax.differentiation import differentiated_once, unwrapped
 from quaver.jax.gemms import Call
 from quaver.jax.given import array, floating, state_of
 from quaver.jax.linear import next_state, warn_unquantized
@@ -104,13 +104,14 @@ def _fprop(call: Call, x: Array, w: Array, lay: "Layout", state: State) -> tuple
 
 def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array, Any]:
     (x, w, sizes, state), (of_x, of_w, _, of_state) = unwrapped(x, w, sizes, state)
-    perturbed = [of_x, of_w, False, of_state]
+    perturbed, given_w = [of_x, of_w, False, of_state], w
     x, w, _, state = differentiated_once(call, x, w, None, state, perturbed)
     recipe, state = call.recipe, states.ready(state, call.recipe)
     lay = _layout(recipe, x, sizes)
     y, xq, wq = _fprop(call, x, w, lay, state)
     kept_x = xq if recipe.plan.input else _along_tokens(x, recipe.wgrad.b, lay, factor=_factor(state, INPUT))
-    kept_w = wq if recipe.plan.weight else w
+    # What is kept as it was given JAX neither copies nor stacks.
+    kept_w = wq if recipe.plan.weight else given_w
     amaxes = None if recipe.delayed is None else (xq.amax, wq.amax.max())
     return y, (as_bytes(kept_x), as_bytes(kept_w), lay, amaxes, state, x[..., :0], w[..., :0])
 
@@ -118,7 +119,8 @@ def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array,
 def _backward(call: Call, kept: Any, g: Array) -> tuple[Any, ...]:
     kept_x, kept_w, lay, amaxes, state, like_x, like_w = kept
     recipe, plan, factor = call.recipe, call.recipe.plan, _factor(state, GRAD_OUTPUT)
-    g, kept_x, kept_w = constant(SECOND_DERIVATIVE.format(call.where), g), as_codes(kept_x), as_codes(kept_w)
+    g, kept_x, kept_w = without_derivative(call.where, (g, kept_x, kept_w))
+    kept_x, kept_w = as_codes(kept_x), as_codes(kept_w)
     if "count" in state:
         g = states.unless_overrun(g, state["count"].max())
     gq: Any = g if recipe.dgrad.a is None else quantize(g, recipe.dgrad.a, **_noise(call, state, 0), factor=factor)

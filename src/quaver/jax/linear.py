@@ -22,8 +22,8 @@ from quaver.core.spec import Recipe
 from quaver.jax import gemms
 from quaver.jax import state as states
 from quaver.jax.autocast import recipe_in_force
-from quaver.jax.constant import constant
-from quaver.jax.differentiation import SECOND_DERIVATIVE, differentiated_once, unwrapped
+from quaver.jax.constant import without_derivative
+from quaver.jax.differentiation import differentiated_once, unwrapped
 from quaver.jax.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
 from quaver.jax.gemms import Call
 from quaver.jax.given import array, floating, state_of
@@ -135,6 +135,7 @@ class _Needs(NamedTuple):
 
 def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, Any]:
     (x, w, bias, state), perturbed = unwrapped(x, w, bias, state)
+    given_x, given_w = x, w
     x, w, bias, state = differentiated_once(call, x, w, bias, state, perturbed)
     if perturbed[3] and (call.recipe.delayed is not None or call.recipe.stochastic):
         state = _mapped_alike(call, state, x, w)
@@ -144,8 +145,8 @@ def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, 
     y, xq, wq = gemms.fprop(call, x, w, bias, ready, axes)
     # JAX may trace one call forward for several needs before it runs their backwards, and remembers one pytree for all:
     # what is kept has the same structure whatever is needed, and its shapes say what was.
-    kept_x = _kept(needs.weight, x, call.recipe.plan.input, lambda: gemms.kept_input(call, x, xq, ready, axes))
-    kept_w = _kept(needs.input, w, call.recipe.plan.weight, lambda: gemms.kept_weight(call, w, wq))
+    kept_x = _kept(needs.weight, x, given_x, call.recipe.plan.input, lambda: gemms.kept_input(call, x, xq, ready, axes))
+    kept_w = _kept(needs.input, w, given_w, call.recipe.plan.weight, lambda: gemms.kept_weight(call, w, wq))
     amaxes = None
     if call.recipe.delayed is not None:
         assert xq is not None and wq is not None
@@ -155,23 +156,32 @@ def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, 
     return y, (jnp.zeros((*needs, 0), jnp.bool_), _Cut(axes), kept_x, kept_w, likes, amaxes, ready)
 
 
-def _kept(needed: bool, operand: Any, serves: bool, make: Callable[[], Any]) -> Any:
+def _kept(needed: bool, operand: Any, given: Any, serves: bool, make: Callable[[], Any]) -> Any:
     """An operand for backward, without its elements where no backward needs it.
 
     The latter is a slice of the operand: under vmap it is mapped where the operand is. None where an operand that was
     given quantized serves fprop alone.
+
+    Args:
+        operand: as fprop took it.
+        given: the same, as the forward rule took it. What is kept as it was given JAX neither copies nor stacks.
+        serves: whether fprop's codes are what backward needs.
+        make: what backward needs of the operand.
     """
     if not needed:
         unfit = isinstance(operand, Quantized) and not serves
         return None if unfit else jax.tree.map(lambda a: a[..., :0], as_bytes(make()))
     kept = make()
-    return checkpoint_name(as_bytes(kept), KEPT) if isinstance(kept, Quantized) else kept
+    if isinstance(kept, Quantized):
+        return checkpoint_name(as_bytes(kept), KEPT)
+    return given if kept is operand else kept
 
 
 def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
     asked, cut, kept_x, kept_w, (like_x, like_w, like_bias), amaxes, state = kept
     axes, needs = cut.axes, _Needs(*map(bool, asked.shape[:3]))
-    g, kept_x, kept_w = constant(SECOND_DERIVATIVE.format(call.where), g), as_codes(kept_x), as_codes(kept_w)
+    g, kept_x, kept_w = without_derivative(call.where, (g, kept_x, kept_w))
+    kept_x, kept_w = as_codes(kept_x), as_codes(kept_w)
     gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
     grad_x = grad_w = grad_bias = None
     if needs.input:

@@ -27,6 +27,7 @@ from jax import Array, lax
 from quaver import recipes
 from quaver.core.scaling import FACTOR_EXPONENTS, FLT_MAX
 from quaver.core.spec import QuantSpec, Recipe
+from quaver.jax.constant import without_derivative
 from quaver.jax.given import array
 from quaver.jax.ops import static
 from quaver.jax.rounding import two_to_the
@@ -278,6 +279,10 @@ def share(states: Any, n: int) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _share(states: Any, n: int) -> Any:
+    return _fanned(states, n)
+
+
+def _fanned(states: Any, n: int) -> Any:
     def fan(state: State) -> State:
         fanned = {name: jnp.broadcast_to(leaf, (n, *leaf.shape)) for name, leaf in state.items()}
         if "count" in fanned:
@@ -289,10 +294,11 @@ def _share(states: Any, n: int) -> Any:
 
 
 def _share_forward(states: Any, n: int) -> tuple[Any, Any]:
-    return _share(states, n), states
+    return _fanned(without_derivative("quaver.jax.state.share", states), n), states
 
 
 def _share_backward(n: int, before: Any, gradient: Any) -> tuple[Any]:
+    before, gradient = without_derivative("quaver.jax.state.share", (before, gradient))
     uses = [jax.tree.map(lambda leaf, i=i: leaf[i], gradient) for i in range(n)]
     return (update(before, merge(unrecorded(before), *uses)),)
 
