@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.cases import CASES
 from tests.kernels.gate import ceilings
 from tests.kernels.gate.best import BEHIND, BEST
 from tests.kernels.gate.ceilings import Ceilings
-from tests.kernels.gate.check import Checked, failures
+from tests.kernels.gate.check import Checked, failures, in_turn
+from tests.kernels.gate.record import ARCHITECTURES
 
-ARCHITECTURES = 89, 90, 100, 120
 ROOT = Path(__file__).parents[2]
 #: What would change the machine code, or keep Triton from making any.
 FOREIGN = "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_DEFAULT_FP_FUSION", "DISABLE_PTXAS_OPT", "TRITON_KERNEL_DUMP"
@@ -33,8 +34,22 @@ def compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_compiled_kernels_keep_the_rules_and_their_ceilings(arch: int) -> None:
+    done = compiling("-m", "tests.kernels.gate", "--arch", str(arch), "--in-turn")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Half of a second for each of 117 launches on each of four architectures.
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_all_kernels_keep_them_on_every_architecture(arch: int) -> None:
     done = compiling("-m", "tests.kernels.gate", "--arch", str(arch))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_row_is_compiled_on_two_architectures_and_what_was_reached_before_on_its_own() -> None:
+    turns = {arch: {case.name for case in in_turn(CASES, arch)} for arch in ARCHITECTURES}
+    assert all(sum(case.name in turn for turn in turns.values()) >= 2 for case in CASES)
+    assert {name.partition(":")[0] for name in BEST} <= turns[90]
 
 
 def test_each_rule_fires_on_a_kernel_that_breaks_it() -> None:

@@ -13,8 +13,8 @@ import triton
 
 from tests.kernels.cases import CASES
 from tests.kernels.gate import ceilings
-from tests.kernels.gate.check import Checked, failures, measure
-from tests.kernels.gate.record import ARCHITECTURES
+from tests.kernels.gate.check import Checked, failures, in_turn, measure
+from tests.kernels.gate.record import ARCHITECTURES, record
 
 
 def main(arguments: list[str]) -> int:
@@ -24,17 +24,19 @@ def main(arguments: list[str]) -> int:
     if not cases:
         print(f"no row of tests/kernels/cases.py matches {asked.only!r}: {', '.join(c.name for c in CASES)}")
         return 2
-    everything = len(cases) == len(CASES)
+    everything = len(cases) == len(CASES) and not asked.in_turn
     table = ceilings.load()
     wrong: list[str] = []
     measured: dict[int, list[Checked]] = {}
     for arch in ARCHITECTURES if asked.update else asked.arch:
+        chosen = [case for case in in_turn(CASES, arch) if case in cases] if asked.in_turn else cases
         # Rows before the chosen ones own what those launch too.
-        measured[arch] = measure(CASES, arch, cases)
+        measured[arch] = measure(CASES, arch, chosen)
         if asked.show:
             show(measured[arch], arch)
         if not asked.update:
-            wrong += [f"sm_{arch} {what}" for what in failures(measured[arch], arch, table, everything)]
+            launched = [recorded.name for recorded in record(CASES, arch)]
+            wrong += [f"sm_{arch} {what}" for what in failures(measured[arch], arch, table, launched)]
         else:
             wrong += [f"sm_{arch} {c.name}: {what}" for c in measured[arch] for what in c.broken]
     if asked.update:
@@ -65,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.gate", description=__doc__)
     parser.add_argument("--arch", type=int, nargs="*", default=ARCHITECTURES, help="89 90 100 120")
     parser.add_argument("--only", default="*", help="rows of tests/kernels/cases.py, as a pattern")
+    parser.add_argument("--in-turn", action="store_true", help="each row on two architectures of the four")
     parser.add_argument("--show", action="store_true", help="print the figures")
     parser.add_argument("--update", action="store_true", help="write them to ceilings.toml as the new ceilings")
     return parser

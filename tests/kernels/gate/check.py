@@ -1,6 +1,6 @@
 """One architecture through the gate: rules, ceilings, and the fewest instructions that were reached before."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import triton
@@ -9,7 +9,7 @@ from tests.kernels.cases import Case
 from tests.kernels.gate.best import ARCHITECTURE, BEHIND, BEST
 from tests.kernels.gate.ceilings import Ceilings, Row, above, figures
 from tests.kernels.gate.machine_code import Code, read
-from tests.kernels.gate.record import Recorded, record
+from tests.kernels.gate.record import ARCHITECTURES, Recorded, record
 from tests.kernels.gate.rules import RULES
 
 UPDATE = "python -m tests.kernels.gate --update"
@@ -50,12 +50,23 @@ def broken_rules(recorded: Recorded, code: Code) -> list[str]:
     return [f"{name}: {what}" for name, what in said.items() if what]
 
 
-def failures(checked: Sequence[Checked], arch: int, table: Ceilings, every: bool = True) -> list[str]:
+def in_turn(cases: Sequence[Case], arch: int) -> list[Case]:
+    """Half of the rows: each is compiled for two architectures of the four, and what best.py bounds for its own too."""
+    bounded = {name.partition(":")[0] for name in BEST | BEHIND} if arch == ARCHITECTURE else set()
+    turn = ARCHITECTURES.index(arch) % 2
+    return [case for at, case in enumerate(cases) if at % 2 == turn or case.name in bounded]
+
+
+def failures(
+    checked: Sequence[Checked], arch: int, table: Ceilings, launched: Collection[str] | None = None
+) -> list[str]:
     """What is wrong on sm_`arch`, a sentence each; ceilings only with the version of Triton that they were taken with.
 
     Args:
-        every: whether `checked` holds all rows, so that those of the table that are missing are reported.
+        launched: names of all launches, so that rows of the tables that none launches are reported; None: `checked`
+            holds them all.
     """
+    names = {c.name for c in checked} if launched is None else launched
     found = [f"{c.name}: {what}" for c in checked for what in c.broken]
     if table.triton and table.triton != triton.__version__:
         return found
@@ -67,18 +78,17 @@ def failures(checked: Sequence[Checked], arch: int, table: Ceilings, every: bool
         else:
             higher = above(c.row, ceiling)
             found += [f"{c.name}: {what}; if this is meant, `{UPDATE} --only {_pattern(c.name)}`" for what in higher]
-    if every:
-        stale = [name for name, row in table.rows.items() if key in row and name not in {c.name for c in checked}]
-        found += [f"{name}: is in ceilings.toml and launched by no row of cases.py; `{UPDATE}`" for name in stale]
-    return found + (_behind(checked, every) if arch == ARCHITECTURE else [])
+    stale = [name for name, row in table.rows.items() if key in row and name not in names]
+    found += [f"{name}: is in ceilings.toml and launched by no row of cases.py; `{UPDATE}`" for name in stale]
+    return found + (_behind(checked, names) if arch == ARCHITECTURE else [])
 
 
-def _behind(checked: Sequence[Checked], every: bool) -> list[str]:
+def _behind(checked: Sequence[Checked], launched: Collection[str]) -> list[str]:
     rows = {c.name: c.row for c in checked}
     found = []
     for name, (figure, best) in (BEST | BEHIND).items():
         if name not in rows:
-            found += [f"{name}: is in best.py and launched by no row of cases.py"] if every else []
+            found += [] if name in launched else [f"{name}: is in best.py and launched by no row of cases.py"]
             continue
         reached = rows[name].get(figure, best + 1) <= best
         if reached and name in BEHIND:

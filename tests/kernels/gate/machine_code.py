@@ -22,7 +22,7 @@ from quaver.torch.gpu.launch import Launch
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 #: Raised when what is read changes: kept figures of other readers are not believed.
-READER = 2
+READER = 3
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 USAGE = re.compile(r"REG:(\d+)\s+STACK:(\d+)\s+SHARED:\d+\s+LOCAL:(\d+)")
 #: Eight-bit data that threads exchange, in Triton's own language.
@@ -95,10 +95,11 @@ def _listing(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [TOOLS / "cuobjdump", "-sass", "-res-usage", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        # cuobjdump -sass would start nvdisasm too, and let it follow the flow of data, which nobody reads here.
+        commands = [TOOLS / "cuobjdump", "-res-usage", file.name], [TOOLS / "nvdisasm", "-ndf", "-c", file.name]
+        done = [subprocess.run(command, capture_output=True, text=True, check=True) for command in commands]
     # The usage comes on either stream, depending on the version.
-    return done.stdout + done.stderr
+    return "".join(one.stdout + one.stderr for one in done)
 
 
 def _widths(found: Counter[str], kinds: tuple[str, ...]) -> dict[int, int]:
