@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from jax import Array
 from jax.typing import DTypeLike
@@ -9,6 +11,22 @@ from jax.typing import DTypeLike
 from quaver.core.spec import Recipe
 from quaver.jax.given import array
 from quaver.jax.linear import linear
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A kernel inside of a layer."""
+
+    # How many outputs; several make several axes.
+    features: tuple[int, ...]
+    # Names of the kernel's axes, for sharding by logical names.
+    axes: tuple[str | None, ...]
+
+    def named(self, partition: bool) -> dict[str, Any]:
+        """DenseGeneral's arguments that name the axes, or none."""
+        if not partition:
+            return {}
+        return {"kernel_axes": self.axes, "bias_axes": self.axes[-len(self.features) :]}
 
 
 def dense(

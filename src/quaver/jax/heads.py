@@ -1,9 +1,13 @@
-"""What happens to queries, keys and values between their projections and attention."""
+"""What attention with heads is made of, in either flavour of Flax: projections, and what comes between and after."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jax import Array
 
+from quaver.jax.attention import Mask, attention
+from quaver.jax.dense import Matrix
 from quaver.jax.rope import rope
 
 
@@ -19,18 +23,20 @@ class Rope:
     interleaved: bool = False
 
 
-def turn(x: Array, options: Rope | None, positions: Array | None, offset: int | Array) -> Array:
-    """`rope` with a layer's options; x itself where there are none."""
-    if options is None:
-        return x
-    return rope(
-        x,
-        positions,
-        offset=offset,
-        theta=options.theta,
-        fraction=options.fraction,
-        interleaved=options.interleaved,
-    )
+def prepare(
+    x: Array,
+    norm: Callable[[Array], Array] | None,
+    options: Rope | None,
+    positions: Array | None,
+    offset: int | Array,
+    norm_after_rope: bool,
+) -> Array:
+    """Queries or keys, normalized and turned, where a layer does either."""
+    if norm is not None and not norm_after_rope:
+        x = norm(x)
+    if options is not None:
+        x = rope(x, positions, offset=offset, **vars(options))
+    return norm(x) if norm is not None and norm_after_rope else x
 
 
 def split_fused(fused: Array, *parts: int) -> tuple[Array, ...]:
@@ -44,6 +50,50 @@ def split_fused(fused: Array, *parts: int) -> tuple[Array, ...]:
         out.append(x.reshape(*x.shape[:2], -1, x.shape[-1]))
         start += part
     return tuple(out)
+
+
+def projections(heads: int, groups: int, dim: int, fused: bool, cross: bool) -> dict[str, Matrix]:
+    """The matrices before attention, by the name of their layer; those of keys and values read a memory (cross)."""
+    query = Matrix((heads, dim), ("embed", "heads", "head_dim"))
+    if not fused:
+        return {"query": query} | dict.fromkeys(("key", "value"), Matrix((groups, dim), query.axes))
+    of_groups = ("embed", "heads", None, "head_dim")
+    if cross:
+        return {"query": query, "kv": Matrix((groups, 2, dim), of_groups)}
+    return {"qkv": Matrix((groups, heads // groups + 2, dim), of_groups)}
+
+
+def project(
+    x: Array, memory: Array | None, layers: Mapping[str, Callable[[Array], Array]], shared: int
+) -> tuple[Array, ...]:
+    """Queries, keys and values [B, S, H or G, D] by the layers of `projections`; `shared` query heads have one key."""
+    memory = x if memory is None else memory
+    if "qkv" in layers:
+        return split_fused(layers["qkv"](x), shared, 1, 1)
+    q = layers["query"](x)
+    if "kv" in layers:
+        return q, *split_fused(layers["kv"](memory), 1, 1)
+    return q, layers["key"](memory), layers["value"](memory)
+
+
+def attend(
+    layer: Any, q: Array, k: Array, v: Array, mask: Mask | None, bias: Array | None, dropout_key: Array | None
+) -> Array:
+    """`attention` with a layer's options; it drops nothing without a key."""
+    return attention(
+        q,
+        k,
+        v,
+        mask_type=layer.mask_type,
+        mask=mask,
+        window=layer.window,
+        bias=bias,
+        scale=layer.scale,
+        soft_cap=layer.soft_cap,
+        dropout=0.0 if dropout_key is None else layer.dropout,
+        dropout_key=dropout_key,
+        recipe=layer.recipe,
+    )
 
 
 def count_heads(features: int, heads: int, groups: int | None, head_dim: int | None) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from jax import Array
 
 from quaver.core.spec import Recipe
 from quaver.jax.activation import activate, get_activation
-from quaver.jax.dense import dense
+from quaver.jax.dense import Matrix, dense
 from quaver.jax.norm import normalize
 
 State = Mapping[str, Mapping[str, Array]]
@@ -81,6 +81,13 @@ def layer_norm_mlp(
 def hidden_features(activation: str, hidden: int) -> tuple[int, ...]:
     """The features of wi: (hidden,), or (hidden, 2) for a gated activation."""
     return (hidden, 2) if get_activation(activation).gated else (hidden,)
+
+
+def matrices(activation: str, hidden: int, out: int) -> dict[str, Matrix]:
+    """The two of a layer, by the name of theirs."""
+    features = hidden_features(activation, hidden)
+    inner: tuple[str | None, ...] = ("mlp", None)[: len(features)]
+    return {"wi": Matrix(features, ("embed", *inner)), "wo": Matrix((out,), ("mlp", "embed"))}
 
 
 def activate_fused(activation: str, h: Array, features: int = 1, **options: Any) -> Array:

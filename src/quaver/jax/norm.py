@@ -1,13 +1,15 @@
 """LayerNorm and RMSNorm over the last axis, computed in float32 whatever the operands are."""
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from quaver.jax.given import array
 
-#: The kinds of normalization by the name that modules take.
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+T = TypeVar("T")
 
 
 def layer_norm(
@@ -58,10 +60,19 @@ def normalize(
     zero_centered: bool = False,
 ) -> Array:
     """The normalization of this name."""
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization is {normalization!r}; give one of {', '.join(map(repr, NORMALIZATIONS))}")
-    norm = layer_norm if normalization == "LayerNorm" else rms_norm
+    norm = named(normalization, {"LayerNorm": layer_norm, "RMSNorm": rms_norm})
     return norm(x, scale, bias, eps=eps, zero_centered=zero_centered)
+
+
+def named(normalization: str, kinds: Mapping[str, T]) -> T:
+    """The function, or the module, of a normalization of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if normalization not in kinds:
+        raise ValueError(f"normalization is {normalization!r}; give one of {', '.join(map(repr, kinds))}")
+    return kinds[normalization]
 
 
 def _finish(

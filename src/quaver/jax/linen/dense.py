@@ -1,24 +1,23 @@
 """DenseGeneral: flax.linen's, with its three GEMMs under a recipe."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.core.spec import Recipe
-from quaver.jax.dense import dense, normalize_axes
+from quaver.core.options import pick, suggests
+from quaver.jax.dense import Matrix, dense, normalize_axes
 from quaver.jax.given import array
 from quaver.jax.linen.state import layer_state, qualified_name
+from quaver.jax.options import DenseOptions, Initializer
 
-Initializer = Callable[..., Any]
 
-
-class DenseGeneral(nn.Module):
+@suggests
+class DenseGeneral(nn.Module, DenseOptions):
     """A linear layer over any axes; parameters `kernel` and `bias` as those of flax.linen.DenseGeneral.
 
     Attributes:
@@ -38,15 +37,8 @@ class DenseGeneral(nn.Module):
 
     features: int | Sequence[int]
     axis: int | Sequence[int] = -1
-    use_bias: bool = True
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    kernel_init: Initializer = nn.initializers.lecun_normal()
-    bias_init: Initializer = nn.initializers.zeros_init()
     kernel_axes: tuple[str | None, ...] = ()
     bias_axes: tuple[str | None, ...] = ()
-    recipe: str | Recipe | None = None
-    seed: int = 0
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -70,6 +62,14 @@ class DenseGeneral(nn.Module):
             name=qualified_name(self),
             seed=self.seed,
         )
+
+
+def dense_of(layer: Any, name: str, matrix: Matrix) -> DenseGeneral:
+    """A layer's part over the last axes, with the layer's options."""
+    axis = range(len(matrix.features) - len(matrix.axes), 0)
+    return DenseGeneral(
+        matrix.features, axis=tuple(axis), **pick(DenseOptions, layer), **matrix.named(layer.partition), name=name
+    )
 
 
 def _as_matrix(init: Initializer, rows: int, names: tuple[str | None, ...]) -> Initializer:

@@ -53,18 +53,7 @@ class DotGeneral(nn.Module):
         preferred_element_type: DTypeLike | None = None,
         **options: Any,
     ) -> Array:
-        return dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            recipe=self.recipe,
-            state=layer_state(self, self.recipe),
-            name=_layer_name(self),
-            seed=self.seed,
-            **options,
-        )
+        return _operation(self)(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
 
 
 class Einsum(nn.Module):
@@ -82,18 +71,15 @@ class Einsum(nn.Module):
         precision: Any = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> Array:
-        run = functools.partial(
-            dot_general,
-            recipe=self.recipe,
-            state=layer_state(self, self.recipe),
-            name=_layer_name(self),
-            seed=self.seed,
-        )
+        run = _operation(self)
         return jnp.einsum(
             equation, lhs, rhs, precision=precision, preferred_element_type=preferred_element_type, _dot_general=run
         )
 
 
-def _layer_name(module: nn.Module) -> str:
-    """The name of the layer that the operation was put into: "layers_0.Dense_0", not "….DotGeneral_0"."""
-    return qualified_name(module).rpartition(".")[0]
+def _operation(module: Any) -> Callable[..., Array]:
+    """`dot_general` with a module's recipe and state."""
+    # The name of the layer that the module was put into: "layers_0.Dense_0", not "….DotGeneral_0".
+    layer = qualified_name(module).rpartition(".")[0]
+    state = layer_state(module, module.recipe)
+    return functools.partial(dot_general, recipe=module.recipe, state=state, name=layer, seed=module.seed)

@@ -1,19 +1,17 @@
 """The MLP of a Transformer, with and without a norm before it."""
 
-from typing import Any
-
-import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
-from jax.typing import DTypeLike
 
-from quaver.core.spec import Recipe
-from quaver.jax.linen.dense import DenseGeneral, Initializer
-from quaver.jax.linen.norm import make_norm
-from quaver.jax.mlp import activate_fused, hidden_features
+from quaver.core.options import pick, suggests
+from quaver.jax.linen.dense import dense_of
+from quaver.jax.linen.norm import norm_of
+from quaver.jax.mlp import activate_fused, matrices
+from quaver.jax.options import MLPOptions, NormOptions
 
 
-class MLP(nn.Module):
+@suggests
+class MLP(nn.Module, MLPOptions):
     """Two DenseGeneral, `wi` and `wo`, and an activation between them; `wi` gives gate and value of a gated one.
 
     Attributes:
@@ -26,41 +24,16 @@ class MLP(nn.Module):
 
     hidden: int
     activation: str = "gelu"
-    out: int | None = None
-    use_bias: bool = True
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    kernel_init: Initializer = nn.initializers.lecun_normal()
-    bias_init: Initializer = nn.initializers.zeros_init()
-    partition: bool = False
-    recipe: str | Recipe | None = None
-    seed: int = 0
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        features = hidden_features(self.activation, self.hidden)
-        inner: tuple[str | None, ...] = ("mlp", None)[: len(features)]
-        h = self._dense(features, "wi", ("embed", *inner), inner)(x)
-        h = activate_fused(self.activation, h, len(features))
-        return self._dense(self.out or x.shape[-1], "wo", ("mlp", "embed"), ("embed",))(h)
-
-    def _dense(self, features: Any, name: str, kernel_axes: Any, bias_axes: Any) -> DenseGeneral:
-        return DenseGeneral(
-            features,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            kernel_axes=kernel_axes if self.partition else (),
-            bias_axes=bias_axes if self.partition else (),
-            recipe=self.recipe,
-            seed=self.seed,
-            name=name,
-        )
+        both = matrices(self.activation, self.hidden, self.out or x.shape[-1])
+        wi, wo = (dense_of(self, name, matrix) for name, matrix in both.items())
+        return wo(activate_fused(self.activation, wi(x), len(both["wi"].features)))
 
 
-class LayerNormMLP(nn.Module):
+@suggests
+class LayerNormMLP(nn.Module, MLPOptions, NormOptions):
     """MLP of the normalized input: submodules `norm` and `mlp`, with their attributes.
 
     Returns:
@@ -69,41 +42,9 @@ class LayerNormMLP(nn.Module):
 
     hidden: int
     activation: str = "gelu"
-    normalization: str = "LayerNorm"
-    eps: float = 1e-6
-    zero_centered: bool = False
-    out: int | None = None
-    use_bias: bool = True
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    kernel_init: Initializer = nn.initializers.lecun_normal()
-    bias_init: Initializer = nn.initializers.zeros_init()
-    partition: bool = False
-    recipe: str | Recipe | None = None
-    seed: int = 0
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Array]:
-        norm = make_norm(
-            self.normalization,
-            eps=self.eps,
-            zero_centered=self.zero_centered,
-            param_dtype=self.param_dtype,
-            name="norm",
-        )
-        mlp = MLP(
-            self.hidden,
-            self.activation,
-            self.out,
-            self.use_bias,
-            self.dtype,
-            self.param_dtype,
-            self.kernel_init,
-            self.bias_init,
-            self.partition,
-            self.recipe,
-            self.seed,
-            name="mlp",
-        )
-        normalized = norm(x)
+        normalized = norm_of(self, "norm")(x)
+        mlp = MLP(self.hidden, self.activation, **pick(MLPOptions, self), name="mlp")
         return mlp(normalized), normalized

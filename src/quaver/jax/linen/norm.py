@@ -8,12 +8,14 @@ from flax import linen as nn
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.core.spec import Recipe
+from quaver.core.options import pick, suggests
 from quaver.jax.given import array
-from quaver.jax.linen.dense import DenseGeneral, Initializer
-from quaver.jax.norm import layer_norm, rms_norm
+from quaver.jax.linen.dense import DenseGeneral
+from quaver.jax.norm import layer_norm, named, rms_norm
+from quaver.jax.options import DenseOptions, NormOptions
 
 
+@suggests
 class LayerNorm(nn.Module):
     """`quaver.jax.norm.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
 
@@ -24,13 +26,12 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        x = array(type(self).__name__, "x", x)
-        init = nn.initializers.zeros if self.zero_centered else nn.initializers.ones
-        scale = self.param("scale", init, x.shape[-1:], self.param_dtype)
+        x, scale = _scaled(self, x)
         bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], self.param_dtype) if self.use_bias else None
         return layer_norm(x, scale, bias, eps=self.eps, zero_centered=self.zero_centered)
 
 
+@suggests
 class RMSNorm(nn.Module):
     """`quaver.jax.norm.rms_norm` with a parameter `scale`; the result has x's dtype."""
 
@@ -40,28 +41,33 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        x = array(type(self).__name__, "x", x)
-        init = nn.initializers.zeros if self.zero_centered else nn.initializers.ones
-        scale = self.param("scale", init, x.shape[-1:], self.param_dtype)
+        x, scale = _scaled(self, x)
         return rms_norm(x, scale, eps=self.eps, zero_centered=self.zero_centered)
+
+
+def _scaled(norm: Any, x: Array) -> tuple[Array, Array]:
+    """The input and the parameter that it is multiplied by."""
+    x = array(type(norm).__name__, "x", x)
+    init = nn.initializers.zeros if norm.zero_centered else nn.initializers.ones
+    return x, norm.param("scale", init, x.shape[-1:], norm.param_dtype)
 
 
 #: The norm modules by the name that other modules take.
 NORMS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-def make_norm(normalization: str, **options: Any) -> Any:
-    """The module of this name.
+def norm_of(layer: Any, name: str) -> Any:
+    """The normalization that a layer's options say.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none of that name.
     """
-    if normalization not in NORMS:
-        raise ValueError(f"normalization is {normalization!r}; give one of {', '.join(map(repr, NORMS))}")
-    return NORMS[normalization](**options)
+    kind = named(layer.normalization, NORMS)
+    return kind(eps=layer.eps, zero_centered=layer.zero_centered, param_dtype=layer.param_dtype, name=name)
 
 
-class LayerNormDenseGeneral(nn.Module):
+@suggests
+class LayerNormDenseGeneral(nn.Module, DenseOptions, NormOptions):
     """DenseGeneral of the normalized input: submodules `norm` and `dense`.
 
     Attributes are those of LayerNorm or RMSNorm, and of DenseGeneral.
@@ -70,40 +76,17 @@ class LayerNormDenseGeneral(nn.Module):
     """
 
     features: int | Sequence[int]
-    normalization: str = "LayerNorm"
-    eps: float = 1e-6
-    zero_centered: bool = False
-    use_bias: bool = True
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    kernel_init: Initializer = nn.initializers.lecun_normal()
-    bias_init: Initializer = nn.initializers.zeros_init()
     kernel_axes: tuple[str | None, ...] = ()
     bias_axes: tuple[str | None, ...] = ()
-    recipe: str | Recipe | None = None
-    seed: int = 0
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Array]:
-        norm = make_norm(
-            self.normalization,
-            eps=self.eps,
-            zero_centered=self.zero_centered,
-            param_dtype=self.param_dtype,
-            name="norm",
-        )
+        normalized = norm_of(self, "norm")(x)
         dense = DenseGeneral(
             self.features,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
             kernel_axes=self.kernel_axes,
             bias_axes=self.bias_axes,
-            recipe=self.recipe,
-            seed=self.seed,
+            **pick(DenseOptions, self),
             name="dense",
         )
-        normalized = norm(x)
         return dense(normalized), normalized

@@ -1,23 +1,21 @@
 """A whole layer: attention, perhaps attention to a memory, and an MLP, around the residual stream."""
 
-from typing import Any
+from dataclasses import KW_ONLY
 
-import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
-from jax.typing import DTypeLike
 
-from quaver.core.spec import Recipe
+from quaver.core.options import pick, suggests
 from quaver.jax.attention import Mask
-from quaver.jax.heads import Rope
 from quaver.jax.linen.attention import MultiHeadAttention, is_dropping
-from quaver.jax.linen.dense import Initializer
 from quaver.jax.linen.mlp import MLP
-from quaver.jax.linen.norm import make_norm
+from quaver.jax.linen.norm import norm_of
+from quaver.jax.options import PartOptions, TransformerOptions, of_cross_attention, of_self_attention
 from quaver.jax.residual import drop_path, residual
 
 
-class TransformerLayer(nn.Module):
+@suggests
+class TransformerLayer(nn.Module, TransformerOptions):
     """Encoder (mask_type "none" or "padding"), decoder-only ("causal"), or decoder with cross attention.
 
     Attributes:
@@ -36,35 +34,8 @@ class TransformerLayer(nn.Module):
 
     heads: int
     hidden: int
-    groups: int | None = None
-    head_dim: int | None = None
-    activation: str = "gelu"
-    normalization: str = "LayerNorm"
-    eps: float = 1e-6
-    zero_centered: bool = False
-    post_norm: bool = False
-    parallel: bool = False
+    _: KW_ONLY
     cross_attention: bool = False
-    mask_type: str = "causal"
-    cross_mask_type: str = "none"
-    window: tuple[int, int] | None = None
-    scale: float | None = None
-    soft_cap: float | None = None
-    fused: bool = True
-    rope: Rope | None = None
-    qk_norm: str | None = None
-    qk_norm_after_rope: bool = False
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    drop_path: float = 0.0
-    use_bias: bool = True
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    kernel_init: Initializer = nn.initializers.lecun_normal()
-    bias_init: Initializer = nn.initializers.zeros_init()
-    partition: bool = False
-    recipe: str | Recipe | None = None
-    seed: int = 0
 
     @nn.compact
     def __call__(
@@ -104,61 +75,15 @@ class TransformerLayer(nn.Module):
                 y = drop_path(y, self.drop_path, self.make_rng("dropout"))
             return y
 
-        attend = MultiHeadAttention(
-            self.heads,
-            groups=self.groups,
-            head_dim=self.head_dim,
-            fused=self.fused,
-            rope=self.rope,
-            qk_norm=self.qk_norm,
-            qk_norm_after_rope=self.qk_norm_after_rope,
-            mask_type=self.mask_type,
-            window=self.window,
-            **self._of_attention(),
-            name="attention",
-        )
+        attend = MultiHeadAttention(self.heads, **of_self_attention(self), name="attention")
         parts = {
             "attention": lambda h: attend(
                 h, mask=mask, bias=bias, positions=positions, offset=offset, deterministic=deterministic
             )
         }
         if self.cross_attention:
-            cross = MultiHeadAttention(
-                self.heads,
-                groups=self.groups,
-                head_dim=self.head_dim,
-                fused=self.fused,
-                mask_type=self.cross_mask_type,
-                **self._of_attention(),
-                name="cross_attention",
-            )
+            cross = MultiHeadAttention(self.heads, **of_cross_attention(self), name="cross_attention")
             parts["cross_attention"] = lambda h: cross(h, memory, mask=memory_mask, deterministic=deterministic)
-        parts["mlp"] = MLP(self.hidden, self.activation, **self._of_dense(), name="mlp")
-        norms = [self._norm("norm")] if self.parallel else [self._norm(f"{name}_norm") for name in parts]
+        parts["mlp"] = MLP(self.hidden, self.activation, **pick(PartOptions, self), name="mlp")
+        norms = [norm_of(self, name) for name in (["norm"] if self.parallel else [f"{part}_norm" for part in parts])]
         return residual(x, list(parts.values()), norms, drop, post_norm=self.post_norm, parallel=self.parallel)
-
-    def _norm(self, name: str) -> Any:
-        return make_norm(
-            self.normalization,
-            eps=self.eps,
-            zero_centered=self.zero_centered,
-            param_dtype=self.param_dtype,
-            name=name,
-        )
-
-    def _of_attention(self) -> dict[str, Any]:
-        own = {"scale": self.scale, "soft_cap": self.soft_cap, "dropout": self.attention_dropout}
-        return own | self._of_dense()
-
-    def _of_dense(self) -> dict[str, Any]:
-        names = (
-            "use_bias",
-            "dtype",
-            "param_dtype",
-            "kernel_init",
-            "bias_init",
-            "partition",
-            "recipe",
-            "seed",
-        )
-        return {name: getattr(self, name) for name in names}

@@ -1,5 +1,6 @@
 """Attention modules: the core without parameters, the projections around it, and T5's bias."""
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,13 +8,22 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.core.spec import Recipe
-from quaver.jax.attention import Mask, attention
-from quaver.jax.heads import Rope, count_heads, split_fused, turn
-from quaver.jax.nnx.dense import DenseGeneral, Initializer
-from quaver.jax.nnx.norm import make_norm
-from quaver.jax.nnx.variable import joined
+from quaver.core.options import pick, takes
+from quaver.jax.attention import Mask
+from quaver.jax.dense import Matrix
+from quaver.jax.heads import attend, count_heads, prepare, project, projections
+from quaver.jax.nnx.dense import Parameters, dense_of
+from quaver.jax.nnx.norm import NORMS
+from quaver.jax.norm import named
+from quaver.jax.options import AttentionOptions, CoreOptions, Initializer
 from quaver.jax.position import relative_position_bias
+
+
+@dataclass(kw_only=True)
+class CoreArguments(CoreOptions):
+    """The arguments of `DotProductAttention`."""
+
+    rngs: nnx.Rngs | None = None
 
 
 class DotProductAttention(nnx.Module):
@@ -22,42 +32,20 @@ class DotProductAttention(nnx.Module):
     Args: as the function's; rngs, whose stream "dropout" is drawn from, is needed with dropout alone.
     """
 
-    def __init__(
-        self,
-        *,
-        mask_type: str = "none",
-        window: tuple[int, int] | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-        dropout: float = 0.0,
-        recipe: str | Recipe | None = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> None:
-        self.mask_type = mask_type
-        self.window = window
-        self.scale = scale
-        self.soft_cap = soft_cap
-        self.dropout = dropout
-        self.recipe = recipe
+    @takes(CoreArguments)
+    def __init__(self, options: CoreArguments) -> None:
+        self.mask_type = options.mask_type
+        self.window = options.window
+        self.scale = options.scale
+        self.soft_cap = options.soft_cap
+        self.dropout = options.dropout
+        self.recipe = options.recipe
         self.deterministic = False
-        self.rngs = dropout_stream(rngs, dropout)
+        self.rngs = dropout_stream(options.rngs, options.dropout)
 
     def __call__(self, q: Array, k: Array, v: Array, mask: Mask | None = None, bias: Array | None = None) -> Array:
-        dropping = self.rngs is not None and not self.deterministic
-        return attention(
-            q,
-            k,
-            v,
-            mask_type=self.mask_type,
-            mask=mask,
-            window=self.window,
-            bias=bias,
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-            dropout=self.dropout if dropping else 0.0,
-            dropout_key=self.rngs() if dropping else None,
-            recipe=self.recipe,
-        )
+        key = None if self.rngs is None or self.deterministic else self.rngs()
+        return attend(self, q, k, v, mask, bias, key)
 
 
 def dropout_stream(rngs: nnx.Rngs | None, *rates: float) -> Any:
@@ -71,6 +59,17 @@ def dropout_stream(rngs: nnx.Rngs | None, *rates: float) -> Any:
     if rngs is None:
         raise ValueError("there is dropout; give rngs=nnx.Rngs(seed) to draw from")
     return rngs.dropout.fork()
+
+
+@dataclass
+class AttentionArguments(AttentionOptions, Parameters):
+    """The arguments of `MultiHeadAttention`, which says what they are."""
+
+    in_features: int
+    heads: int
+    _: KW_ONLY
+    out: int | None = None
+    memory_features: int | None = None
 
 
 class MultiHeadAttention(nnx.Module):
@@ -89,79 +88,29 @@ class MultiHeadAttention(nnx.Module):
         qk_norm_after_rope: turn first.
         mask_type, window, scale, soft_cap, dropout: of `quaver.jax.attention.attention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for nnx.logical_axis_rules.
-        options: DenseGeneral's.
+        The others are DenseGeneral's.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        heads: int,
-        *,
-        groups: int | None = None,
-        head_dim: int | None = None,
-        out: int | None = None,
-        memory_features: int | None = None,
-        fused: bool = True,
-        rope: Rope | None = None,
-        qk_norm: str | None = None,
-        qk_norm_after_rope: bool = False,
-        mask_type: str = "none",
-        window: tuple[int, int] | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-        dropout: float = 0.0,
-        partition: bool = False,
-        param_dtype: DTypeLike = jnp.float32,
-        name: str = "",
-        rngs: nnx.Rngs,
-        **options: Any,
-    ) -> None:
-        heads, groups, dim = count_heads(in_features, heads, groups, head_dim)
-
-        def project(part: str, inputs: Any, features: Any, *axes: str | None) -> DenseGeneral:
-            rows = 1 if isinstance(inputs, int) else len(inputs)
-            return DenseGeneral(
-                inputs,
-                features,
-                kernel_axes=axes if partition else (),
-                bias_axes=axes[rows:] if partition else (),
-                param_dtype=param_dtype,
-                name=joined(name, part),
-                rngs=rngs,
-                **options,
-            )
-
-        of_heads = ("embed", "heads", "head_dim")
-        of_groups = ("embed", "heads", None, "head_dim")
-        memory = in_features if memory_features is None else memory_features
-        self.attends_to_itself = memory_features is None
+    @takes(AttentionArguments)
+    def __init__(self, options: AttentionArguments) -> None:
+        inputs, memory = options.in_features, options.memory_features
+        heads, groups, dim = count_heads(inputs, options.heads, options.groups, options.head_dim)
+        self.attends_to_itself = memory is None
         self.shared = heads // groups
-        self.fused = fused
-        if fused and memory_features is None:
-            self.qkv = project("qkv", in_features, (groups, self.shared + 2, dim), *of_groups)
-        else:
-            self.query = project("query", in_features, (heads, dim), *of_heads)
-            if fused:
-                self.kv = project("kv", memory, (groups, 2, dim), *of_groups)
-            else:
-                self.key = project("key", memory, (groups, dim), *of_heads)
-                self.value = project("value", memory, (groups, dim), *of_heads)
+        self.fused = options.fused
+        for name, matrix in projections(heads, groups, dim, self.fused, memory is not None).items():
+            features = inputs if memory is None or name == "query" else memory
+            setattr(self, name, dense_of(options, name, features, matrix))
         self.query_norm = self.key_norm = nnx.data(None)
-        if qk_norm is not None:
-            self.query_norm = make_norm(qk_norm, dim, param_dtype=param_dtype)
-            self.key_norm = make_norm(qk_norm, dim, param_dtype=param_dtype)
-        self.qk_norm_after_rope = qk_norm_after_rope
-        self.rope = rope
-        self.attention = DotProductAttention(
-            mask_type=mask_type,
-            window=window,
-            scale=scale,
-            soft_cap=soft_cap,
-            dropout=dropout,
-            recipe=options.get("recipe"),
-            rngs=rngs,
-        )
-        self.out = project("out", (heads, dim), out or in_features, "heads", "head_dim", "embed")
+        if options.qk_norm is not None:
+            norm = named(options.qk_norm, NORMS)
+            self.query_norm = norm(dim, param_dtype=options.param_dtype)
+            self.key_norm = norm(dim, param_dtype=options.param_dtype)
+        self.qk_norm_after_rope = options.qk_norm_after_rope
+        self.rope = options.rope
+        self.attention = DotProductAttention(**pick(CoreArguments, options))
+        out = Matrix((options.out or inputs,), ("heads", "head_dim", "embed"))
+        self.out = dense_of(options, "out", (heads, dim), out)
 
     def __call__(
         self,
@@ -187,25 +136,12 @@ class MultiHeadAttention(nnx.Module):
                 if self.attends_to_itself
                 else "this MultiHeadAttention was made with memory_features; give it a memory"
             )
-        q, k, v = self._project(x, memory)
-        q = self._prepare(q, self.query_norm, positions, offset)
-        k = self._prepare(k, self.key_norm, positions, offset)
+        q, k, v = project(x, memory, vars(self), self.shared)
+        q, k = (
+            prepare(a, norm, self.rope, positions, offset, self.qk_norm_after_rope)
+            for a, norm in ((q, self.query_norm), (k, self.key_norm))
+        )
         return self.out(self.attention(q, k, v, mask, bias))
-
-    def _project(self, x: Array, memory: Array | None) -> tuple[Array, Array, Array]:
-        if self.fused and memory is None:
-            q, k, v = split_fused(self.qkv(x), self.shared, 1, 1)
-            return q, k, v
-        memory = x if memory is None else memory
-        if self.fused:
-            k, v = split_fused(self.kv(memory), 1, 1)
-            return self.query(x), k, v
-        return self.query(x), self.key(memory), self.value(memory)
-
-    def _prepare(self, x: Array, norm: Any, positions: Array | None, offset: int | Array) -> Array:
-        if norm is not None and self.qk_norm_after_rope:
-            return norm(turn(x, self.rope, positions, offset))
-        return turn(x if norm is None else norm(x), self.rope, positions, offset)
 
 
 class RelativePositionBias(nnx.Module):

@@ -1,22 +1,42 @@
 """DenseGeneral: flax.nnx.LinearGeneral with its three GEMMs under a recipe."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
-from quaver.core.spec import Recipe
-from quaver.jax.dense import dense
-from quaver.jax.nnx.variable import fresh_state, label
+from quaver.core.options import pick, takes
+from quaver.jax.dense import Matrix, dense
+from quaver.jax.nnx.variable import fresh_state, joined, label
+from quaver.jax.options import DenseOptions
 
-Initializer = Callable[..., Any]
 
-KERNEL_INIT: Initializer = nnx.initializers.lecun_normal()
-BIAS_INIT: Initializer = nnx.initializers.zeros_init()
+@dataclass(kw_only=True)
+class Parameters:
+    """What a constructor needs that makes parameters."""
+
+    # What else the parameters' Variables shall carry.
+    kernel_metadata: Mapping[str, Any] | None = None
+    bias_metadata: Mapping[str, Any] | None = None
+    # With dots, tells the streams of random rounding apart.
+    name: str = ""
+    # The stream "params" is drawn from.
+    rngs: nnx.Rngs
+
+
+@dataclass
+class DenseArguments(DenseOptions, Parameters):
+    """The arguments of `DenseGeneral`, which says what they are."""
+
+    in_features: int | Sequence[int]
+    features: int | Sequence[int]
+    _: KW_ONLY
+    axis: int | Sequence[int] | None = None
+    kernel_axes: tuple[str | None, ...] = ()
+    bias_axes: tuple[str | None, ...] = ()
 
 
 class DenseGeneral(nnx.Module):
@@ -42,44 +62,29 @@ class DenseGeneral(nnx.Module):
     Exact, bounded: as `quaver.jax.linear`.
     """
 
-    def __init__(
-        self,
-        in_features: int | Sequence[int],
-        features: int | Sequence[int],
-        *,
-        axis: int | Sequence[int] | None = None,
-        use_bias: bool = True,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        kernel_init: Initializer = KERNEL_INIT,
-        bias_init: Initializer = BIAS_INIT,
-        kernel_axes: tuple[str | None, ...] = (),
-        bias_axes: tuple[str | None, ...] = (),
-        kernel_metadata: Mapping[str, Any] | None = None,
-        bias_metadata: Mapping[str, Any] | None = None,
-        recipe: str | Recipe | None = None,
-        seed: int = 0,
-        name: str = "",
-        rngs: nnx.Rngs,
-    ) -> None:
-        rows = (in_features,) if isinstance(in_features, int) else tuple(in_features)
+    @takes(DenseArguments)
+    def __init__(self, options: DenseArguments) -> None:
+        inputs, features, axis = options.in_features, options.features, options.axis
+        rows = (inputs,) if isinstance(inputs, int) else tuple(inputs)
         columns = (features,) if isinstance(features, int) else tuple(features)
         axes = tuple(range(-len(rows), 0)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
         if len(axes) != len(rows):
-            raise ValueError(f"in_features {in_features} and axis {axis} name different numbers of axes")
-        matrix = kernel_init(rngs.params(), (math.prod(rows), math.prod(columns)), param_dtype)
-        self.kernel = nnx.Param(matrix.reshape(*rows, *columns), **_metadata(kernel_axes, kernel_metadata))
+            raise ValueError(f"in_features {inputs} and axis {axis} name different numbers of axes")
+        draw = options.rngs.params
+        matrix = options.kernel_init(draw(), (math.prod(rows), math.prod(columns)), options.param_dtype)
+        of_kernel = _metadata(options.kernel_axes, options.kernel_metadata)
+        self.kernel = nnx.Param(matrix.reshape(*rows, *columns), **of_kernel)
         self.bias = nnx.data(None)
-        if use_bias:
-            vector = bias_init(rngs.params(), (math.prod(columns),), param_dtype)
-            self.bias = nnx.Param(vector.reshape(columns), **_metadata(bias_axes, bias_metadata))
+        if options.use_bias:
+            vector = options.bias_init(draw(), (math.prod(columns),), options.param_dtype)
+            self.bias = nnx.Param(vector.reshape(columns), **_metadata(options.bias_axes, options.bias_metadata))
         self.axis = axes
         self.ndim = len(rows) + len(columns)
-        self.dtype = dtype
-        self.recipe = recipe
-        self.seed = seed
-        self.name = name
-        self.state = fresh_state(recipe)
+        self.dtype = options.dtype
+        self.recipe = options.recipe
+        self.seed = options.seed
+        self.name = options.name
+        self.state = fresh_state(options.recipe)
 
     def __call__(self, x: Array) -> Array:
         return dense(
@@ -97,3 +102,14 @@ class DenseGeneral(nnx.Module):
 
 def _metadata(axes: tuple[str | None, ...], more: Mapping[str, Any] | None) -> dict[str, Any]:
     return ({"out_sharding": axes} if axes else {}) | dict(more or {})
+
+
+def dense_of(options: Any, name: str, inputs: int | tuple[int, ...], matrix: Matrix) -> DenseGeneral:
+    """A layer's part over the last axes, with the layer's options."""
+    own = pick(DenseOptions, options) | of_part(options, name) | matrix.named(options.partition)
+    return DenseGeneral(inputs, matrix.features, **own)
+
+
+def of_part(options: Any, name: str) -> dict[str, Any]:
+    """The `Parameters` of a layer's part: its name stands behind the layer's."""
+    return pick(Parameters, options) | {"name": joined(options.name, name)}

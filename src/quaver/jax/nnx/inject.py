@@ -5,6 +5,7 @@ nnx.Einsum("bd,df->bf", (512, 2048), einsum_op=Einsum("mxfp8"), rngs=rngs)
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,19 +18,27 @@ from quaver.jax.dot_general import dot_general
 from quaver.jax.nnx.variable import fresh_state, label
 
 
-class DotGeneral(nnx.Module):
-    """jax.lax.dot_general of an input and a kernel under a recipe, with that layer's state: one for each layer.
-
-    Args:
-        recipe: name or Recipe; None takes the ambient one.
-        seed, name: of stochastic rounding, as DenseGeneral's.
-    """
+class _Operation(nnx.Module):
+    """What the operations below share: a recipe, and the state of the layer that one is put into."""
 
     def __init__(self, recipe: str | Recipe | None = None, *, seed: int = 0, name: str = "") -> None:
         self.recipe = recipe
         self.seed = seed
         self.name = name
         self.state = fresh_state(recipe)
+
+    def _operation(self) -> Callable[..., Array]:
+        state = self.state.read(self.recipe, label(self))
+        return functools.partial(dot_general, recipe=self.recipe, state=state, name=self.name, seed=self.seed)
+
+
+class DotGeneral(_Operation):
+    """jax.lax.dot_general of an input and a kernel under a recipe, with that layer's state: one for each layer.
+
+    Args:
+        recipe: name or Recipe; None takes the ambient one.
+        seed, name: of stochastic rounding, as DenseGeneral's.
+    """
 
     def __call__(
         self,
@@ -40,35 +49,14 @@ class DotGeneral(nnx.Module):
         preferred_element_type: DTypeLike | None = None,
         **options: Any,
     ) -> Array:
-        return dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            recipe=self.recipe,
-            state=self.state.read(self.recipe, label(self)),
-            name=self.name,
-            seed=self.seed,
-            **options,
-        )
+        return self._operation()(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
 
 
-class Einsum(nnx.Module):
-    """jnp.einsum of an input and a kernel under a recipe, with that layer's state; the second operand is the kernel."""
+class Einsum(_Operation):
+    """jnp.einsum of an input and a kernel under a recipe, with that layer's state; the second operand is the kernel.
 
-    def __init__(self, recipe: str | Recipe | None = None, *, seed: int = 0, name: str = "") -> None:
-        self.recipe = recipe
-        self.seed = seed
-        self.name = name
-        self.state = fresh_state(recipe)
+    Args: as DotGeneral's.
+    """
 
     def __call__(self, equation: str, lhs: Array, rhs: Array, **options: Any) -> Array:
-        run = functools.partial(
-            dot_general,
-            recipe=self.recipe,
-            state=self.state.read(self.recipe, label(self)),
-            name=self.name,
-            seed=self.seed,
-        )
-        return jnp.einsum(equation, lhs, rhs, _dot_general=run, **options)
+        return jnp.einsum(equation, lhs, rhs, _dot_general=self._operation(), **options)

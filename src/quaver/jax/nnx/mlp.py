@@ -1,16 +1,25 @@
 """The MLP of a Transformer, with and without a norm before it."""
 
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
-from quaver.jax.mlp import activate_fused, hidden_features
-from quaver.jax.nnx.dense import DenseGeneral
-from quaver.jax.nnx.norm import make_norm
-from quaver.jax.nnx.variable import joined
+from quaver.core.options import pick, takes
+from quaver.jax.mlp import activate_fused, matrices
+from quaver.jax.nnx.dense import Parameters, dense_of, of_part
+from quaver.jax.nnx.norm import norm_of
+from quaver.jax.options import MLPOptions, NormOptions
+
+
+@dataclass
+class MLPArguments(MLPOptions, Parameters):
+    """The arguments of `MLP`, which says what they are."""
+
+    in_features: int
+    hidden: int
+    _: KW_ONLY
+    activation: str = "gelu"
 
 
 class MLP(nnx.Module):
@@ -21,41 +30,24 @@ class MLP(nnx.Module):
         activation: a row of `quaver.jax.activation.ACTIVATIONS`.
         out: features of the output; None keeps the input's.
         partition: name the kernels' axes "embed" and "mlp", for nnx.logical_axis_rules.
-        options: DenseGeneral's.
+        The others are DenseGeneral's.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden: int,
-        *,
-        activation: str = "gelu",
-        out: int | None = None,
-        partition: bool = False,
-        name: str = "",
-        rngs: nnx.Rngs,
-        **options: Any,
-    ) -> None:
-        self.activation = activation
-        self.features = hidden_features(activation, hidden)
-        inner: tuple[str | None, ...] = ("mlp", None)[: len(self.features)]
-
-        def make(part: str, rows: int, columns: Any, *axes: str | None) -> DenseGeneral:
-            return DenseGeneral(
-                rows,
-                columns,
-                kernel_axes=axes if partition else (),
-                bias_axes=axes[1:] if partition else (),
-                name=joined(name, part),
-                rngs=rngs,
-                **options,
-            )
-
-        self.wi = make("wi", in_features, self.features, "embed", *inner)
-        self.wo = make("wo", hidden, out or in_features, "mlp", "embed")
+    @takes(MLPArguments)
+    def __init__(self, options: MLPArguments) -> None:
+        both = matrices(options.activation, options.hidden, options.out or options.in_features)
+        self.activation = options.activation
+        self.features = both["wi"].features
+        self.wi = dense_of(options, "wi", options.in_features, both["wi"])
+        self.wo = dense_of(options, "wo", options.hidden, both["wo"])
 
     def __call__(self, x: Array) -> Array:
         return self.wo(activate_fused(self.activation, self.wi(x), len(self.features)))
+
+
+@dataclass
+class LayerNormMLPArguments(MLPArguments, NormOptions):
+    """The arguments of `LayerNormMLP`."""
 
 
 class LayerNormMLP(nnx.Module):
@@ -64,21 +56,10 @@ class LayerNormMLP(nnx.Module):
     Calling it returns the output, and the normalized input.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden: int,
-        *,
-        normalization: str = "LayerNorm",
-        eps: float = 1e-6,
-        zero_centered: bool = False,
-        param_dtype: DTypeLike = jnp.float32,
-        name: str = "",
-        rngs: nnx.Rngs,
-        **options: Any,
-    ) -> None:
-        self.norm = make_norm(normalization, in_features, eps=eps, zero_centered=zero_centered, param_dtype=param_dtype)
-        self.mlp = MLP(in_features, hidden, param_dtype=param_dtype, name=joined(name, "mlp"), rngs=rngs, **options)
+    @takes(LayerNormMLPArguments)
+    def __init__(self, options: LayerNormMLPArguments) -> None:
+        self.norm = norm_of(options, options.in_features)
+        self.mlp = MLP(**pick(MLPArguments, options) | of_part(options, "mlp"))
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         normalized = self.norm(x)

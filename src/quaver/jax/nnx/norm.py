@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm, and a linear layer behind one."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,9 +8,10 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.jax.nnx.dense import DenseGeneral
-from quaver.jax.nnx.variable import joined
-from quaver.jax.norm import layer_norm, rms_norm
+from quaver.core.options import pick, takes
+from quaver.jax.nnx.dense import DenseArguments, DenseGeneral, of_part
+from quaver.jax.norm import layer_norm, named, rms_norm
+from quaver.jax.options import NormOptions
 
 
 class LayerNorm(nnx.Module):
@@ -58,15 +59,21 @@ class RMSNorm(nnx.Module):
 NORMS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-def make_norm(normalization: str, features: int, **options: Any) -> Any:
-    """The module of this name.
+def norm_of(options: Any, features: int) -> Any:
+    """The normalization that a layer's options say.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none of that name.
     """
-    if normalization not in NORMS:
-        raise ValueError(f"normalization is {normalization!r}; give one of {', '.join(map(repr, NORMS))}")
-    return NORMS[normalization](features, **options)
+    kind = named(options.normalization, NORMS)
+    return kind(features, eps=options.eps, zero_centered=options.zero_centered, param_dtype=options.param_dtype)
+
+
+@dataclass
+class LayerNormDenseArguments(DenseArguments, NormOptions):
+    """The arguments of `LayerNormDenseGeneral`."""
+
+    in_features: int
 
 
 class LayerNormDenseGeneral(nnx.Module):
@@ -75,27 +82,14 @@ class LayerNormDenseGeneral(nnx.Module):
     Args:
         in_features, features: sizes of input and output.
         normalization, eps, zero_centered: of the norm.
-        options: DenseGeneral's.
+        The others are DenseGeneral's.
     Calling it returns the output, and the normalized input.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        features: int | Sequence[int],
-        *,
-        normalization: str = "LayerNorm",
-        eps: float = 1e-6,
-        zero_centered: bool = False,
-        param_dtype: DTypeLike = jnp.float32,
-        name: str = "",
-        rngs: nnx.Rngs,
-        **options: Any,
-    ) -> None:
-        self.norm = make_norm(normalization, in_features, eps=eps, zero_centered=zero_centered, param_dtype=param_dtype)
-        self.dense = DenseGeneral(
-            in_features, features, param_dtype=param_dtype, name=joined(name, "dense"), rngs=rngs, **options
-        )
+    @takes(LayerNormDenseArguments)
+    def __init__(self, options: LayerNormDenseArguments) -> None:
+        self.norm = norm_of(options, options.in_features)
+        self.dense = DenseGeneral(**pick(DenseArguments, options) | of_part(options, "dense"))
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         normalized = self.norm(x)

@@ -1,19 +1,30 @@
 """A whole layer: attention, perhaps attention to a memory, and an MLP, around the residual stream."""
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
+from quaver.core.options import pick, takes
 from quaver.jax.attention import Mask
-from quaver.jax.heads import Rope
 from quaver.jax.nnx.attention import MultiHeadAttention, dropout_stream
+from quaver.jax.nnx.dense import Parameters, of_part
 from quaver.jax.nnx.mlp import MLP
-from quaver.jax.nnx.norm import make_norm
-from quaver.jax.nnx.variable import joined
+from quaver.jax.nnx.norm import norm_of
+from quaver.jax.options import PartOptions, TransformerOptions, of_cross_attention, of_self_attention
 from quaver.jax.residual import drop_path, residual
+
+
+@dataclass
+class TransformerArguments(TransformerOptions, Parameters):
+    """The arguments of `TransformerLayer`, which says what they are."""
+
+    features: int
+    heads: int
+    hidden: int
+    _: KW_ONLY
+    memory_features: int | None = None
 
 
 class TransformerLayer(nnx.Module):
@@ -29,92 +40,37 @@ class TransformerLayer(nnx.Module):
         parallel: attention and MLP read the same normalized input and are added at once.
         dropout: of each part's output; attention_dropout: of the probabilities.
         drop_path: probability of leaving a part out of a sample.
-        options: those of DenseGeneral, and `partition`; the others are those of MultiHeadAttention and MLP.
+        The others are those of MultiHeadAttention and MLP.
     Submodules: `attention`, `cross_attention`, `mlp`, and `attention_norm`, `cross_attention_norm`, `mlp_norm`
     (parallel: `norm` alone).
     """
 
-    def __init__(
-        self,
-        features: int,
-        heads: int,
-        hidden: int,
-        *,
-        groups: int | None = None,
-        head_dim: int | None = None,
-        activation: str = "gelu",
-        normalization: str = "LayerNorm",
-        eps: float = 1e-6,
-        zero_centered: bool = False,
-        post_norm: bool = False,
-        parallel: bool = False,
-        memory_features: int | None = None,
-        mask_type: str = "causal",
-        cross_mask_type: str = "none",
-        window: tuple[int, int] | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-        fused: bool = True,
-        rope: Rope | None = None,
-        qk_norm: str | None = None,
-        qk_norm_after_rope: bool = False,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        drop_path: float = 0.0,
-        param_dtype: DTypeLike = jnp.float32,
-        name: str = "",
-        rngs: nnx.Rngs,
-        **options: Any,
-    ) -> None:
-        if parallel and (post_norm or memory_features is not None):
+    @takes(TransformerArguments)
+    def __init__(self, options: TransformerArguments) -> None:
+        features, memory = options.features, options.memory_features
+        if options.parallel and (options.post_norm or memory is not None):
             raise ValueError("a parallel TransformerLayer is pre-norm and has no cross attention")
-        options = options | {"param_dtype": param_dtype, "rngs": rngs}
-        of_attention: dict[str, Any] = {
-            "groups": groups,
-            "head_dim": head_dim,
-            "fused": fused,
-            "scale": scale,
-            "soft_cap": soft_cap,
-        }
-        of_attention |= options | {"dropout": attention_dropout}
         self.attention = MultiHeadAttention(
-            features,
-            heads,
-            rope=rope,
-            qk_norm=qk_norm,
-            qk_norm_after_rope=qk_norm_after_rope,
-            mask_type=mask_type,
-            window=window,
-            name=joined(name, "attention"),
-            **of_attention,
+            features, options.heads, **of_self_attention(options) | of_part(options, "attention")
         )
         self.cross_attention = nnx.data(None)
-        if memory_features is not None:
-            self.cross_attention = MultiHeadAttention(
-                features,
-                heads,
-                memory_features=memory_features,
-                mask_type=cross_mask_type,
-                name=joined(name, "cross_attention"),
-                **of_attention,
-            )
-        self.mlp = MLP(features, hidden, activation=activation, name=joined(name, "mlp"), **options)
-
-        def norm() -> Any:
-            return make_norm(normalization, features, eps=eps, zero_centered=zero_centered, param_dtype=param_dtype)
-
-        if parallel:
-            self.norm = norm()
+        if memory is not None:
+            of_cross = of_cross_attention(options) | of_part(options, "cross_attention")
+            self.cross_attention = MultiHeadAttention(features, options.heads, memory_features=memory, **of_cross)
+        of_mlp = pick(PartOptions, options) | of_part(options, "mlp")
+        self.mlp = MLP(features, options.hidden, activation=options.activation, **of_mlp)
+        if options.parallel:
+            self.norm = norm_of(options, features)
         else:
-            self.attention_norm = norm()
-            self.cross_attention_norm = nnx.data(None if memory_features is None else norm())
-            self.mlp_norm = norm()
-        self.post_norm = post_norm
-        self.parallel = parallel
-        self.drop_path = drop_path
-        self.drop = nnx.Dropout(dropout, rngs=rngs if dropout else None)
+            self.attention_norm = norm_of(options, features)
+            self.cross_attention_norm = nnx.data(None if memory is None else norm_of(options, features))
+            self.mlp_norm = norm_of(options, features)
+        self.post_norm = options.post_norm
+        self.parallel = options.parallel
+        self.drop_path = options.drop_path
+        self.drop = nnx.Dropout(options.dropout, rngs=options.rngs if options.dropout else None)
         self.deterministic = False
-        self.rngs = dropout_stream(rngs, drop_path)
+        self.rngs = dropout_stream(options.rngs, options.drop_path)
 
     def __call__(
         self,

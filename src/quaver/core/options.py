@@ -1,0 +1,80 @@
+"""Constructors with many options: a dataclass has them, and the constructor takes what the dataclass does.
+
+    @dataclass(frozen=True)
+    class MLPOptions(NormOptions):
+        dim: int
+        bias: bool = True
+
+    class MLP(nn.Module):
+        @takes(MLPOptions)
+        def __init__(self, options: MLPOptions) -> None: ...
+
+    MLP(768, bias=False)
+
+help(), editors and type checkers show the dataclass's fields as the constructor's arguments, and what several layers
+take alike is written once, in a dataclass that theirs inherit.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from quaver.core.suggest import suggest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C")
+
+
+def takes(record: Callable[P, R]) -> Callable[[Callable[[Any, R], None]], Callable[Concatenate[Any, P], None]]:
+    """Decorate an `__init__` of one record with this: it is called with the record's own arguments.
+
+    Raises, when it is called:
+        TypeError: an argument that the record has not, with the nearest that it has, or one that is missing.
+    """
+
+    def decorate(init: Callable[[Any, R], None]) -> Callable[Concatenate[Any, P], None]:
+        @wraps(init)
+        def construct(self: Any, /, *args: P.args, **options: P.kwargs) -> None:
+            init(self, record(*args, **options))
+
+        return _checked(construct, inspect.signature(record))
+
+    return decorate
+
+
+def suggests(module: type[C]) -> type[C]:
+    """Decorate a class that is its own record, as Flax's linen modules are: a wrong argument is told as by `takes`."""
+    construct: Any = module
+    construct.__init__ = _checked(construct.__init__, inspect.signature(module))
+    return module
+
+
+def pick(record: type, source: Any) -> dict[str, Any]:
+    """The values that a module, or another record, has for a record's fields: what the record's layer is made with."""
+    return {field.name: getattr(source, field.name) for field in fields(record)}
+
+
+def _checked(init: Any, known: inspect.Signature) -> Any:
+    """A constructor that looks at its arguments first, and shows them as its signature."""
+
+    @wraps(init)
+    def checked(self: Any, /, *args: Any, **options: Any) -> None:
+        _check(type(self).__name__, known, args, options)
+        init(self, *args, **options)
+
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    checked.__signature__ = known.replace(parameters=[this, *known.parameters.values()])  # type: ignore[attr-defined]
+    return checked
+
+
+def _check(where: str, known: inspect.Signature, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in known.parameters:
+            raise TypeError(f"{where} has no option {name!r}; {suggest(name, known.parameters)}")
+    try:
+        known.bind(*args, **options)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from None

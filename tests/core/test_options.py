@@ -1,0 +1,69 @@
+"""Constructors that take a dataclass's arguments: what they show, and what they say of an argument that is none."""
+
+import inspect
+from dataclasses import KW_ONLY, dataclass
+
+import pytest
+
+from quaver.core.options import pick, suggests, takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    eps: float = 1e-5
+
+
+@dataclass(frozen=True)
+class Options(Norm):
+    dim: int
+    _: KW_ONLY
+    bias: bool = True
+
+
+class Layer:
+    @takes(Options)
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+
+class Wider(Layer):
+    def __init__(self, dim: int, **options: float) -> None:
+        super().__init__(2 * dim, **options)  # type: ignore[arg-type]
+
+
+@suggests
+@dataclass
+class Own:
+    dim: int
+    bias: bool = True
+
+
+def test_a_constructor_is_called_with_the_records_arguments() -> None:
+    assert Layer(8, bias=False, eps=1.0).options == Options(8, bias=False, eps=1.0)
+    assert Wider(8, eps=1.0).options == Options(16, eps=1.0)
+    assert Own(8, False).bias is False
+
+
+@pytest.mark.parametrize("kind", [Layer, Own])
+def test_help_shows_the_records_arguments(kind: type) -> None:
+    names = ["dim", "eps", "bias"] if kind is Layer else ["dim", "bias"]
+    assert list(inspect.signature(kind).parameters) == names
+    assert list(inspect.signature(kind.__init__).parameters) == ["self", *names]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", [Layer, Wider, Own])
+def test_a_misspelt_option_suggests_the_nearest(kind: type) -> None:
+    with pytest.raises(TypeError, match=f"^{kind.__name__} has no option 'biass'; did you mean 'bias'\\?$"):
+        kind(8, biass=False)
+
+
+@pytest.mark.parametrize("kind", [Layer, Own])
+def test_arguments_that_are_missing_or_too_many_are_told_with_the_layers_name(kind: type) -> None:
+    with pytest.raises(TypeError, match=f"^{kind.__name__}: missing a required argument: 'dim'$"):
+        kind()
+    with pytest.raises(TypeError, match=f"^{kind.__name__}: too many positional arguments$"):
+        kind(8, True, 1.0, 2.0)
+
+
+def test_a_parts_options_are_picked_from_the_wholes() -> None:
+    assert pick(Norm, Options(8, eps=2.0)) == {"eps": 2.0}

@@ -1,0 +1,45 @@
+"""linen and NNX take the same options, and tell a misspelt one with the nearest."""
+
+import inspect
+from typing import Any
+
+import pytest
+from flax import nnx
+
+import quaver.jax.linen as ql
+import quaver.jax.nnx as qn
+
+#: The modules of both flavours that take options, and what their constructors need.
+MODULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "DenseGeneral": ({"features": 8}, {"in_features": 8, "features": 8}),
+    "LayerNormDenseGeneral": ({"features": 8}, {"in_features": 8, "features": 8}),
+    "MLP": ({"hidden": 8}, {"in_features": 8, "hidden": 8}),
+    "LayerNormMLP": ({"hidden": 8}, {"in_features": 8, "hidden": 8}),
+    "DotProductAttention": ({}, {}),
+    "MultiHeadAttention": ({"heads": 2}, {"in_features": 8, "heads": 2}),
+    "TransformerLayer": ({"heads": 2, "hidden": 8}, {"features": 8, "heads": 2, "hidden": 8}),
+}
+#: What one flavour has alone: NNX knows its sizes beforehand, and linen has its own names and places.
+OWN = {"in_features", "memory_features", "features", "kernel_metadata", "bias_metadata", "rngs", "name"}
+OWN |= {"parent", "axis", "cross_attention", "self"}
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    return {name: parameter.default for name, parameter in parameters.items() if name not in OWN}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_both_flavours_take_the_same_options_with_the_same_defaults(name: str) -> None:
+    linen, own = defaults(getattr(ql, name)), defaults(getattr(qn, name))
+    assert linen == own
+    assert {"recipe"} <= set(linen)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_misspelt_option_suggests_the_nearest(name: str) -> None:
+    of_linen, of_nnx = MODULES[name]
+    with pytest.raises(TypeError, match=f"^{name} has no option 'recip'; did you mean 'recipe'"):
+        getattr(ql, name)(**of_linen, recip="mxfp8")
+    with pytest.raises(TypeError, match=f"^{name} has no option 'recip'; did you mean 'recipe'"):
+        getattr(qn, name)(**of_nnx, recip="mxfp8", rngs=nnx.Rngs(0))
