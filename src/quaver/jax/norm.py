@@ -50,6 +50,10 @@ def rms_norm(
     return _finish(x, x.astype(jnp.float32), scale, bias, eps, zero_centered)
 
 
+#: The kinds of normalization by the name that modules take.
+NORMALIZATIONS = {"LayerNorm": layer_norm, "RMSNorm": rms_norm}
+
+
 def normalize(
     x: Array,
     scale: Array | None,
@@ -60,8 +64,7 @@ def normalize(
     zero_centered: bool = False,
 ) -> Array:
     """The normalization of this name."""
-    norm = named(normalization, {"LayerNorm": layer_norm, "RMSNorm": rms_norm})
-    return norm(x, scale, bias, eps=eps, zero_centered=zero_centered)
+    return named(normalization, NORMALIZATIONS)(x, scale, bias, eps=eps, zero_centered=zero_centered)
 
 
 def named(normalization: str, kinds: Mapping[str, T]) -> T:
