@@ -85,10 +85,10 @@ def test_a_second_derivative_of_a_shared_state_is_refused() -> None:
     loss = lambda s: sum(leaf.sum() for leaf in jax.tree.leaves(qj.state.share(s, 2)))  # noqa: E731
     assert jax.tree.map(jnp.shape, jax.grad(loss)(fresh)) == jax.tree.map(jnp.shape, fresh)
     for way in ("grad of grad", "hessian", "jacfwd of grad", "jit of grad of jit of grad"):
-        with pytest.raises(NotImplementedError, match="share: .*no second derivative"):
+        with pytest.raises(NotImplementedError, match=r"share: .*no second derivative"):
             WAYS[way](loss, fresh)
     _, back = jax.vjp(lambda s: qj.state.share(s, 2), fresh)
-    with pytest.raises(NotImplementedError, match="share: .*no second derivative"):
+    with pytest.raises(NotImplementedError, match=r"share: .*no second derivative"):
         jax.grad(lambda g: _dot(back(g)[0], fresh))(qj.state.share(fresh, 2))
 
 
