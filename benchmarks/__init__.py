@@ -1,4 +1,4 @@
-"""Benchmarks: ratios side by side in one run, and the training runs that a release is accepted by.
+"""Benchmarks: ratios side by side in one run, and the training runs that a release is accepted by; no test.
 
     python -m benchmarks cpu                every case of `benchmarks.cases.CASES`, against nn.Linear and torchao
     python -m benchmarks.gpu                on a machine with an NVIDIA GPU: kernels, GEMMs, layers, memory, training

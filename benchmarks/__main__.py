@@ -51,14 +51,14 @@ def accept_attention(
     steps: Steps = 300, seeds: Seeds = 3, jobs: Jobs = 2, model: Model = "tiny", runs: Runs = Path("runs/accept")
 ) -> None:
     """The same under the recipes with attention=True."""
-    from benchmarks.accept import ATTENDING
+    from benchmarks.acceptance.command import ATTENDING
 
     judge(jobs, steps=steps, seeds=seeds, model=model, folder=runs, recipes=ATTENDING, name="accept-attention")
 
 
 def judge(jobs: int, **of_plan: Any) -> None:
     """Train what a plan names and exit with 0 if all of it is accepted."""
-    from benchmarks.accept import Plan, accept
+    from benchmarks.acceptance.command import Plan, accept
 
     console = Console()
     try:

@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, results
 from benchmarks.cases import CASES
-from benchmarks.figure import Case, Figure, NotMeasurable, Result
-from quaver.core.suggest import suggest
+from benchmarks.measuring import machine, results
+from benchmarks.measuring.figure import Case, Figure, NotMeasurable, Result
+from quaver.core.text.spelling import suggest
 
 COLOURS = {None: "", True: "green", False: "bold red"}
 

@@ -18,13 +18,16 @@ import torch
 import triton
 
 import quaver.torch as qt
-from benchmarks import layers
-from benchmarks.stub_driver import Driver
-from benchmarks.timing import Step, interleave
+from benchmarks.measuring.stub_driver import Driver
+from benchmarks.measuring.timing import Step, interleave
+from benchmarks.subjects import linears
 from quaver import recipes
 from quaver.core.spec import Recipe
-from quaver.torch import amax, ops
-from quaver.torch.gpu import choice, device, launch, roll, scaled_mm
+from quaver.torch.backends.gpu import choice
+from quaver.torch.backends.gpu.gemms import scaled_mm
+from quaver.torch.backends.gpu.launching import device, launch
+from quaver.torch.operations import ops
+from quaver.torch.state.history import amax, on_gpu
 
 SIZE = 16
 #: By architecture the recipes that have GEMMs there.
@@ -63,18 +66,18 @@ def on_a_gpu(recipe: Recipe) -> None:
 
 
 def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
-    base = layers.linear(SIZE, dtype)
+    base = linears.linear(SIZE, dtype)
     x = torch.randn(SIZE, SIZE, dtype=dtype, requires_grad=True)
     g = torch.randn(SIZE, SIZE, dtype=dtype)
-    found = {"nn.Linear": layers.plain_step(base, x, g)}
+    found = {"nn.Linear": linears.plain_step(base, x, g)}
     for name in names:
         recipe = recipes.get(name)
-        layer = layers.ours(base)
+        layer = linears.ours(base)
         layer.recipe = recipe
         on_a_gpu(recipe)
         if recipe.delayed is not None:
             settle(layer, recipe)
-        found[f"quaver {name}"] = layers.plain_step(layer, x, g)
+        found[f"quaver {name}"] = linears.plain_step(layer, x, g)
     return found
 
 
@@ -84,7 +87,7 @@ def settle(layer: qt.Linear, recipe: Recipe) -> None:
     amax.saved_factors = lambda layer: amax._on_device(layer, layer._buffers["factor"])
     amax.is_set = lambda layer, column, factors=None: factors.known_set[column]
     assert recipe.delayed is not None
-    roll.roll([layer], recipe.delayed, amax.column_specs(recipe))
+    on_gpu.roll([layer], recipe.delayed, amax.column_specs(recipe))
     layer.__dict__["_stacked"][0].known = [[True] * 3]
 
 

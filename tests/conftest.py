@@ -26,7 +26,13 @@ ROOT = Path(__file__).parents[1]
 #: Tests of kernels: on a machine with a GPU they run there, and `pytest -m gpu` takes them.
 ON_A_GPU = ("tests/kernels/",)
 #: Tests of what a CPU interprets.
-INTERPRETED = ("tests/torch/gpu/", "tests/benchmarks/test_gpu.py", "tests/kernels/test_interpreter.py")
+INTERPRETED = (
+    "tests/torch/backends/gpu/",
+    "tests/torch/linear/plans/test_on_gpu.py",
+    "tests/torch/state/history/test_newest.py",
+    "tests/benchmarks/test_gpu.py",
+    "tests/kernels/test_interpreter.py",
+)
 #: The static gate needs neither.
 ANYWHERE = ("tests/kernels/test_gate.py",)
 

@@ -11,15 +11,15 @@ from tests.conftest import ROOT, place_on_a_machine
 @pytest.mark.parametrize(
     ("path", "marked", "gpu", "interpreting", "added"),
     [
-        ("tests/kernels/test_cast.py", False, False, True, None),
-        ("tests/kernels/test_cast.py", False, True, False, "gpu"),
+        ("tests/kernels/quantizing/test_cast.py", False, False, True, None),
+        ("tests/kernels/quantizing/test_cast.py", False, True, False, "gpu"),
         ("tests/kernels/test_gate.py", False, True, False, None),
-        ("tests/torch/gpu/test_layers.py", False, False, True, None),
-        ("tests/torch/gpu/test_layers.py", False, True, False, "skip"),
-        ("tests/torch/gpu/test_layers.py", False, True, True, None),
+        ("tests/torch/backends/gpu/test_layers.py", False, False, True, None),
+        ("tests/torch/backends/gpu/test_layers.py", False, True, False, "skip"),
+        ("tests/torch/backends/gpu/test_layers.py", False, True, True, None),
         ("tests/gpu/test_native.py", True, False, True, "skip"),
         ("tests/gpu/test_native.py", True, True, False, None),
-        ("tests/torch/test_linear.py", False, True, False, None),
+        ("tests/torch/linear/test_linear.py", False, True, False, None),
     ],
 )
 def test_a_machine_runs_what_it_can(path: str, marked: bool, gpu: bool, interpreting: bool, added: str | None) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 import quaver
-from quaver.core import ledger
-from quaver.core.conversion import Choice
+from quaver.core.converting.conversion import Choice
+from quaver.core.costs import ledger
 from quaver.recipes import RECIPES, get
 
 

@@ -1,18 +1,8 @@
-"""The registry of cases: a new one is a file and a line here."""
+"""The registry of cases: a new one is a file and a line here; how to measure is not said here."""
 
-from benchmarks.cases import (
-    attention_noise,
-    block_gradients,
-    block_memory,
-    block_speed,
-    frozen,
-    host_cost,
-    imports,
-    jax_speed,
-    memory,
-    noise,
-    speed,
-)
+from benchmarks.cases.blocks import attention_noise, block_gradients, block_memory, block_speed
+from benchmarks.cases.host import host_cost, imports
+from benchmarks.cases.linear import frozen, jax_speed, memory, noise, speed
 
 CASES = (
     speed.SMALL_BF16,

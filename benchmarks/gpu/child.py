@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.figure import Figure
-from benchmarks.gpu.setting import Case, Found, GpuLost, Section, Setting, check_gpu, first_line
+from benchmarks.gpu.measuring.setting import Case, Found, GpuLost, Section, Setting, check_gpu, first_line
+from benchmarks.measuring.figure import Figure
 
 #: Exit code of a process whose GPU context broke.
 LOST = 3

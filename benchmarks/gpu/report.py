@@ -3,15 +3,13 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from benchmarks import results
-from benchmarks.figure import Result
-from benchmarks.gpu import card, targets
+from benchmarks.gpu import targets
 from benchmarks.gpu.child import Done
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.run import Options
+from benchmarks.gpu.measuring import card
+from benchmarks.gpu.options import Options
+from benchmarks.measuring import results
+from benchmarks.measuring.figure import Result
 
 #: What every figure of a dry run is.
 WORTHLESS = "dry run: toy sizes, kernels interpreted on a CPU; every figure is worthless and nothing is kept"
@@ -45,7 +43,7 @@ def summary(done: Sequence[Result], machine: Mapping[str, str], dry: bool) -> li
     return [*head, "", "Targets", *judged, "", *(["Failed or left out", *failed] if failed else ["Nothing failed"])]
 
 
-def write(done: Sequence[Result], machine: Mapping[str, str], options: "Options") -> list[Path]:
+def write(done: Sequence[Result], machine: Mapping[str, str], options: Options) -> list[Path]:
     """Both files, in the results' folder and in $OUT; a dry run leaves none."""
     out = os.environ.get("OUT")
     folders = [folder for folder in (options.folder, Path(out) if out else None) if folder is not None]

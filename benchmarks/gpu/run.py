@@ -11,45 +11,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import torch
-
-from benchmarks import results
-from benchmarks.figure import Case as Table
-from benchmarks.figure import Result
 from benchmarks.gpu import child, report
 from benchmarks.gpu.child import Done
-from benchmarks.gpu.sections import SECTIONS
-from benchmarks.gpu.setting import GpuLost, Section, Setting
-from quaver.core.suggest import suggest
+from benchmarks.gpu.measuring.setting import GpuLost, Section
+from benchmarks.gpu.options import Options
+from benchmarks.gpu.sections.registry import SECTIONS
+from benchmarks.measuring.figure import Case as Table
+from benchmarks.measuring.figure import Result
+from quaver.core.text.spelling import suggest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-#: Seconds that a run may take, and that a process may go on after its deadline before it is killed.
-WHOLE, GRACE = 480.0, 15.0
+#: Seconds that a process may go on after its deadline before it is killed.
+GRACE = 15.0
 #: Begins the lines of a process that are meant for this one; libraries print too.
 MARK = "benchmarks.gpu: "
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Of the command line."""
-
-    quick: bool = False
-    dry: bool = False
-    only: tuple[str, ...] = ()
-    #: Seconds of the whole run.
-    seconds: float = WHOLE
-    #: Where results are kept besides $OUT; None keeps none.
-    folder: Path | None = results.FOLDER
-    commit: str = ""
-
-    @property
-    def setting(self) -> Setting:
-        cuda = torch.cuda.is_available() and not self.dry
-        return Setting(device=torch.device("cuda" if cuda else "cpu"), toy=self.dry, quick=self.quick)
 
 
 def chosen(names: Iterable[str]) -> list[Section]:
@@ -193,4 +171,4 @@ def serve(name: str, options: Options, skip: tuple[str, ...]) -> int:
     return 0
 
 
-__all__ = ["Options", "chosen", "run", "serve"]
+__all__ = ["chosen", "run", "serve"]

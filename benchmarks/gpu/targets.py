@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.figure import DECIMALS, Figure, Result, Target, at_least, at_most
+from benchmarks.measuring.figure import DECIMALS, Figure, Result, Target, at_least, at_most
 
 #: The card that the targets are for.
 CARD = "NVIDIA H200"

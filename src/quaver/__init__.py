@@ -5,8 +5,8 @@ This package holds what both front ends share: number formats, specs and recipes
 """
 
 from quaver import recipes, rules
-from quaver.core.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, Format
-from quaver.core.rules import Rule, Rules
+from quaver.core.converting.rules import Rule, Rules
+from quaver.core.numbers.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, Format
 from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 
 __version__ = "0.1.0"

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quaver import recipes
-from quaver.core import gpus, ledger
-from quaver.core.gpus import Gpu
-from quaver.core.rules import SkipFilter
+from quaver.core.converting.rules import SkipFilter
+from quaver.core.costs import gpus, ledger
+from quaver.core.costs.gpus import Gpu
 from quaver.core.spec import Recipe
-from quaver.core.suggest import suggest
+from quaver.core.text.spelling import suggest
 
 __all__ = ["SkipFilter", "auto_filter_small_kn", "unprofitable"]
 
@@ -47,10 +47,10 @@ class _Unprofitable:
 def unprofitable(
     gpu: str | Gpu, *, tokens: int = 8192, recipe: str | Recipe | None = None, least: float = 1.0
 ) -> SkipFilter:
-    """Leave alone what `quaver.core.ledger` predicts to be slower than bf16 on this GPU.
+    """Leave alone what `quaver.core.costs.ledger` predicts to be slower than bf16 on this GPU.
 
     Args:
-        gpu: a name from `quaver.core.gpus.GPUS`, or a Gpu with rates of your own.
+        gpu: a name from `quaver.core.costs.gpus.GPUS`, or a Gpu with rates of your own.
         tokens: how many tokens the layer sees at a time.
         recipe: the prediction is for this recipe; None takes the one that the layer would get.
         least: the speed-up over bf16 that a layer must be predicted to reach.

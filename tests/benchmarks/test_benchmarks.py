@@ -10,17 +10,28 @@ import torch
 from rich.console import Console
 
 import quaver.torch as qt
-from benchmarks import accept, accept_report, accept_run, machine
-from benchmarks.accept_report import BASELINE, CLOSE, RULES, Acceptance
-from benchmarks.accept_run import CONTROL, Outcome
+from benchmarks.acceptance import command, report, training
+from benchmarks.acceptance.report import BASELINE, CLOSE, RULES, Acceptance
+from benchmarks.acceptance.training import CONTROL, Outcome
 from benchmarks.cases import CASES
-from benchmarks.cases.speed import Setup
+from benchmarks.cases.linear.speed import Setup
 from benchmarks.cpu import chosen, run, run_case, summary
-from benchmarks.figure import DECIMALS, Case, Figure, NotMeasurable, Target, at_least, at_most, exactly, within
-from benchmarks.timing import interleave
+from benchmarks.measuring import machine
+from benchmarks.measuring.figure import (
+    DECIMALS,
+    Case,
+    Figure,
+    NotMeasurable,
+    Target,
+    at_least,
+    at_most,
+    exactly,
+    within,
+)
+from benchmarks.measuring.timing import interleave
 from quaver.train import TrainResult
-from quaver.train.sizes import MODELS
-from quaver.train.torch.decoder import build
+from quaver.train.configuration.sizes import MODELS
+from quaver.train.learning.torch.decoder import build
 
 
 def test_names_of_cases_are_unique() -> None:
@@ -121,7 +132,7 @@ def test_what_cannot_be_judged_is_shown_all_the_same(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_float32_is_judged_only_where_bf16_is_multiplied_into_it(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.cases.speed.cpu_brgemm.takes", lambda *_: runs)
+    monkeypatch.setattr("benchmarks.cases.linear.speed.brgemm.takes", lambda *_: runs)
     setup = Setup(
         features=8,
         dtype=torch.float32,
@@ -184,7 +195,7 @@ def test_verdicts(recipe: str, loss: float | None, accepted: bool) -> None:
     if loss is not None:
         assert row.difference == pytest.approx(loss - 2.0)
         assert row.error == pytest.approx(0.0, abs=1e-12)
-    assert ("**Not accepted.**" in "\n".join(accept_report.markdown(done))) == (not accepted)
+    assert ("**Not accepted.**" in "\n".join(report.markdown(done))) == (not accepted)
 
 
 def test_the_baseline_must_not_fail() -> None:
@@ -194,8 +205,8 @@ def test_the_baseline_must_not_fail() -> None:
 def test_every_recipe_that_is_judged_exists() -> None:
     assert RULES["tensorwise"] is CLOSE
     for name in (BASELINE, *RULES):
-        accept_run.find(name)
-    assert all(spec is not None and spec.scale == "unit" for spec in accept_run.control().operands().values())
+        training.find(name)
+    assert all(spec is not None and spec.scale == "unit" for spec in training.control().operands().values())
 
 
 def trained(weight: float | None, skip: list[str]) -> TrainResult:
@@ -207,27 +218,27 @@ def trained(weight: float | None, skip: list[str]) -> TrainResult:
 
 
 def test_weight_errors_are_of_every_converted_layer_and_not_zero() -> None:
-    recipe = accept_run.find("mxfp8")
-    errors = accept_run.weight_errors(trained(None, ["head"]), recipe)
+    recipe = training.find("mxfp8")
+    errors = training.weight_errors(trained(None, ["head"]), recipe)
     assert len(errors) == 7 and all(0.01 < error < 0.05 for error in errors.values())
     with pytest.raises(RuntimeError, match="up_proj has a quantization error of 0"):
-        accept_run.weight_errors(trained(1.0, ["head"]), recipe)
+        training.weight_errors(trained(1.0, ["head"]), recipe)
     with pytest.raises(RuntimeError, match="head"):
-        accept_run.weight_errors(trained(None, []), recipe)
+        training.weight_errors(trained(None, []), recipe)
     with pytest.raises(RuntimeError, match="up_proj"):
-        accept_run.weight_errors(trained(None, ["head", "up_proj"]), recipe)
+        training.weight_errors(trained(None, ["head", "up_proj"]), recipe)
 
 
 def test_attention_must_be_quantized_where_the_recipe_says_so_and_nowhere_else() -> None:
-    attending, linear = accept_run.find("mxfp8(attention=True)"), accept_run.find("mxfp8")
+    attending, linear = training.find("mxfp8(attention=True)"), training.find("mxfp8")
     model = build(MODELS["nano"], 256, 0, torch.device("cpu"))
     for recipe, other in ((attending, linear), (linear, attending)):
         qt.convert(model, recipe, skip=["head"])
-        accept_run.check_attention(model, recipe)
+        training.check_attention(model, recipe)
         with pytest.raises(RuntimeError, match="quantized under mxfp8"):
-            accept_run.check_attention(model, other)
+            training.check_attention(model, other)
     with pytest.raises(RuntimeError, match="no layer has an attention"):
-        accept_run.check_attention(torch.nn.Linear(4, 4), attending)
+        training.check_attention(torch.nn.Linear(4, 4), attending)
 
 
 ATTENDING = "tensorwise(attention=True)"
@@ -243,7 +254,7 @@ def test_accept_trains_judges_and_does_not_train_twice(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(2000)), encoding="utf-8")
-    plan = accept.Plan(
+    plan = command.Plan(
         steps=2,
         seeds=1,
         model="nano",
@@ -252,13 +263,13 @@ def test_accept_trains_judges_and_does_not_train_twice(
         framework=framework,
         folder=tmp_path / "runs",
     )
-    monkeypatch.setattr(accept, "checksum", lambda: "these sources")
-    done = accept.accept(plan, 2, Console(quiet=True), tmp_path / "results")
+    monkeypatch.setattr(command, "checksum", lambda: "these sources")
+    done = command.accept(plan, 2, Console(quiet=True), tmp_path / "results")
     assert all(math.isfinite(loss) for recipe in plan.recipes for loss in done.losses(recipe).values())
     assert done.row(CONTROL).weight_errors is not None and not done.accepted  # two steps cannot ruin the control
     written = {path.suffix: path.read_text(encoding="utf-8") for path in (tmp_path / "results").iterdir()}
     assert CONTROL in written[".md"] and json.loads(written[".json"])["accepted"] is False
 
-    monkeypatch.setattr(accept, "start", lambda run: pytest.fail(f"{run.label} was trained again"))
-    again = accept.accept(plan, 2, Console(quiet=True), tmp_path / "results")
+    monkeypatch.setattr(command, "start", lambda run: pytest.fail(f"{run.label} was trained again"))
+    again = command.accept(plan, 2, Console(quiet=True), tmp_path / "results")
     assert again.outcomes == done.outcomes

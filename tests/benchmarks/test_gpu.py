@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import results
-from benchmarks.figure import DECIMALS, Case, Figure, Result
-from benchmarks.gpu import card, child, report, run, targets
+from benchmarks.gpu import child, report, run, targets
 from benchmarks.gpu.child import Done
-from benchmarks.gpu.kernels import differing, works
-from benchmarks.gpu.sections import SECTIONS
-from benchmarks.gpu.setting import Case as GpuCase
-from benchmarks.gpu.setting import Found, GpuLost, Section, Setting
+from benchmarks.gpu.measuring import card
+from benchmarks.gpu.measuring.setting import Case as GpuCase
+from benchmarks.gpu.measuring.setting import Found, GpuLost, Section, Setting
+from benchmarks.gpu.sections.kernels.quantizing import differing, works
+from benchmarks.gpu.sections.registry import SECTIONS
+from benchmarks.measuring import results
+from benchmarks.measuring.figure import DECIMALS, Case, Figure, Result
 from quaver import E4M3, QuantSpec
-from quaver.torch import reference
+from quaver.torch.numerics import reference
 
 TOY = Setting(device=torch.device("cpu"), toy=True)
 #: What a dry run may leave out, and why.

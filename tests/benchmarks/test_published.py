@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from benchmarks.performance_page import PAGE, TABLES, between, filled
-from benchmarks.published import TE_MATRICES, TE_TOKENS, of_torchao, of_transformer_engine, other_cards, seven
-from quaver.core.gpus import GPUS, TE_FLOPS
+from benchmarks.pages.performance import PAGE, TABLES, between, filled
+from benchmarks.pages.published import TE_MATRICES, TE_TOKENS, of_torchao, of_transformer_engine, other_cards, seven
+from quaver.core.costs.gpus import GPUS, TE_FLOPS
 
 #: How near a prediction is to be.
 NEAR = 0.15
@@ -44,7 +44,7 @@ def test_a_table_of_the_page_is_what_the_ledger_says(name: str) -> None:
     found = between(name).search(text)
     assert found, f"docs/performance.md has no place for the table {name!r}"
     written = found[0].splitlines()[1:-1]
-    assert written == TABLES[name]().splitlines(), "run python -m benchmarks.performance_page"
+    assert written == TABLES[name]().splitlines(), "run python -m benchmarks.pages.performance"
 
 
 def test_a_page_without_a_place_for_a_table_is_an_error() -> None:

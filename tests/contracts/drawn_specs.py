@@ -22,9 +22,9 @@ from torch import Tensor
 import quaver.jax as qj
 import quaver.torch as qt
 from quaver.core import reference
-from quaver.core.formats import FORMATS, Format
+from quaver.core.numbers.formats import FORMATS, Format
 from quaver.core.spec import Delayed, GemmSpec, QuantSpec, Recipe
-from quaver.torch.noise import tensor_id
+from quaver.torch.state.noise import tensor_id
 from tests.close import assert_bitwise
 
 SIGNED = [fmt for fmt in FORMATS.values() if fmt.signed]

@@ -8,14 +8,14 @@ import torch
 
 import quaver.torch as qt
 from quaver.core import reference
-from quaver.core.formats import E4M3
-from quaver.core.plan import saved_bytes
+from quaver.core.costs.kept import saved_bytes
+from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.ops import QUANTIZE
-from quaver.torch.philox import philox, uniform
-from quaver.torch.quantized import FLOAT8
+from quaver.torch.numerics.philox import philox4x32, uniform
+from quaver.torch.numerics.quantized import FLOAT8
+from quaver.torch.operations.ops import QUANTIZE
 from tests.close import assert_bitwise
-from tests.core.test_philox import KNOWN
+from tests.core.numbers.test_philox import KNOWN
 from tests.operands import SPECS, nasty, variants
 
 STREAM = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
@@ -152,7 +152,7 @@ def test_compiled_code_takes_amax_and_factor(spec: QuantSpec) -> None:
 def test_torchs_philox_gives_the_known_answers(
     counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
 ) -> None:
-    got = philox(*(torch.tensor([c]) for c in counter), key[0] | key[1] << 32)
+    got = philox4x32(*(torch.tensor([c]) for c in counter), key[0] | key[1] << 32)
     assert tuple(int(w) for w in got) == words
 
 

@@ -15,8 +15,8 @@ import torch
 
 import quaver.jax as qj
 import quaver.torch as qt
-from quaver.core.formats import E2M1, E4M3, E5M2, Format
-from quaver.core.rounding import decode, encode, round_to
+from quaver.core.numbers.formats import E2M1, E4M3, E5M2, Format
+from quaver.core.numbers.rounding import decode, encode, round_to
 from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 from tests.contracts import drawn_specs
 from tests.contracts.drawn_specs import SIGNED, check_layer, check_operand, draw_recipe, own_format

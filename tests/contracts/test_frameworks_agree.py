@@ -14,7 +14,7 @@ import torch
 import quaver.jax as qj
 import quaver.torch as qt
 from quaver.core import reference
-from quaver.core.formats import E2M1, E4M3, E5M2
+from quaver.core.numbers.formats import E2M1, E4M3, E5M2
 from quaver.core.spec import QuantSpec
 from tests.close import assert_bitwise
 from tests.operands import SPECS, nasty

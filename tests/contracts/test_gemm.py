@@ -11,8 +11,8 @@ import torch
 import quaver.torch as qt
 from quaver.core import reference
 from quaver.core.spec import GemmSpec, QuantSpec
-from quaver.torch.cpu_decode import folds_exactly
-from quaver.torch.reference import double
+from quaver.torch.backends.cpu.decoding import folds_exactly
+from quaver.torch.numerics.reference import double
 from tests.close import assert_bitwise, assert_close
 from tests.operands import GEMMS, MAGNITUDES
 

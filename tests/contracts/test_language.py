@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorte
 
 #: Participles and prepositions that tell nothing of a value. `Gpu.about` is public, and holds a GPU's full name.
 EMPTY = {"found", "made", "about"}
-PUBLIC = {("src/quaver/core/gpus.py", "about")}
+PUBLIC = {("src/quaver/core/costs/gpus.py", "about")}
 #: A sentence says which part of the program, or which condition, it means.
 PERSON = re.compile(r"\b(somebody|someone|anybody|anyone|nobody|whoever)\b('s)?", re.IGNORECASE)
 

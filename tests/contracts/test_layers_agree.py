@@ -12,9 +12,9 @@ import torch
 import quaver.jax as qj
 import quaver.torch as qt
 from quaver.core.spec import Recipe
-from quaver.jax import gemms
+from quaver.jax.linears import gemms
 from quaver.recipes import RECIPES
-from quaver.torch import counters
+from quaver.torch.state import counters
 from tests.close import assert_bitwise, assert_close
 from tests.operands import variants
 

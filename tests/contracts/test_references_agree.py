@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from quaver.core.formats import FORMATS
+from quaver.core.numbers.formats import FORMATS
+from quaver.core.numbers.rounding import encode, round_to
+from quaver.core.numbers.scaling import TWO_LEVEL_MAX
 from quaver.core.reference import quantize
-from quaver.core.rounding import encode, round_to
-from quaver.core.scaling import TWO_LEVEL_MAX
 from quaver.core.spec import QuantSpec
 from quaver.recipes import RECIPES, get
 from tests.close import assert_bitwise

@@ -49,15 +49,15 @@ SETTINGS = "torch.backends", "torch._dynamo.config", "torch._inductor.config", "
 #: What owns its process may: (module, what it calls).
 OWNERS = {
     # The command line's training and generating give themselves their threads, and signals an orderly end.
-    ("quaver.train.torch.decoding", "torch.set_num_threads"),
-    ("quaver.train.torch.learner", "torch.set_num_threads"),
-    ("quaver.train.interrupt", "signal.signal"),
-    ("quaver.train.torch.decoding", "warnings.simplefilter"),
+    ("quaver.train.learning.torch.decoding", "torch.set_num_threads"),
+    ("quaver.train.learning.torch.learner", "torch.set_num_threads"),
+    ("quaver.train.running.interrupt", "signal.signal"),
+    ("quaver.train.learning.torch.decoding", "warnings.simplefilter"),
     # So do reading a recipe's text and `doctor`.
-    ("quaver.train.recipe_name", "warnings.simplefilter"),
-    ("quaver.train.torch.trial", "warnings.simplefilter"),
+    ("quaver.train.configuration.recipe_name", "warnings.simplefilter"),
+    ("quaver.train.learning.torch.trials", "warnings.simplefilter"),
     # XLA reads its number of threads from there when it starts.
-    ("quaver.train.jax.device", "os.environ.setdefault"),
+    ("quaver.train.learning.jax.device", "os.environ.setdefault"),
 }
 
 

@@ -7,8 +7,8 @@ import pytest
 
 import quaver
 from quaver import recipes
-from quaver.core.conversion import Report
-from quaver.core.html_table import html_table
+from quaver.core.converting.conversion import Report
+from quaver.core.text.tables import html_table
 
 EVERY_OPTION = [
     *(recipes.get(name) for name in recipes.RECIPES),

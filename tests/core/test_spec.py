@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from quaver.core.formats import E2M1, E4M3, E5M2, E8M0
+from quaver.core.numbers.formats import E2M1, E4M3, E5M2, E8M0
 from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 from tests.operands import SPECS, variants
 

@@ -9,10 +9,10 @@ import torch
 
 import quaver.torch as qt
 from quaver.recipes import RECIPES, get
-from quaver.torch.gpu import launch
-from quaver.torch.graph import CapturedStep
-from quaver.train.config import TrainConfig
-from quaver.train.torch.learner import TorchLearner
+from quaver.torch.backends.gpu.launching import launch
+from quaver.torch.model.graph import CapturedStep
+from quaver.train.configuration.config import TrainConfig
+from quaver.train.learning.torch.learner import TorchLearner
 
 pytestmark = pytest.mark.gpu
 STEPS = 8

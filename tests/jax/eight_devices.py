@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import quaver.jax as qj
 from quaver import recipes
 from quaver.core.spec import Recipe
-from quaver.jax.sharding import quantize_piece
+from quaver.jax.operations.sharding import quantize_piece
 from tests.close import assert_bitwise, assert_close
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -10,7 +10,7 @@ import pytest
 
 import quaver.jax as qj
 from quaver.core.spec import GemmSpec, QuantSpec
-from quaver.jax.native import on_cuda, tell
+from quaver.jax.operations.native import on_cuda, tell
 from quaver.recipes import RECIPES, get
 from tests.operands import GEMMS
 

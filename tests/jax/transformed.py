@@ -19,10 +19,10 @@ import quaver.jax as qj
 import quaver.jax.linen as ql
 import quaver.jax.nnx as qn
 from quaver import recipes
-from quaver.jax.attention import attention
-from quaver.jax.linear import KEPT
-from quaver.jax.mlp import mlp
-from quaver.jax.norm import rms_norm
+from quaver.jax.blocks.dot_product import attention
+from quaver.jax.blocks.feed_forward import mlp
+from quaver.jax.blocks.norm import rms_norm
+from quaver.jax.linears.function import KEPT
 
 #: Tokens and features; what a layer takes it gives.
 T, D = 8, 16

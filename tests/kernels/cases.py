@@ -1,8 +1,9 @@
 """What the static gate compiles: one row for each way in which the library launches a kernel.
 
-A row calls a launching function of `quaver.torch.gpu` on meta tensors of a realistic size; the gate notes what would be
-launched, compiles it for every architecture and reads the machine code. Add a row with a kernel, then write its figures
-with `python -m tests.kernels.gate --update --only 'name*'`. A launch that an earlier row makes too belongs to that row.
+A row calls a launching function of `quaver.torch.backends.gpu` on meta tensors of a realistic size; the gate notes what
+would be launched, compiles it for every architecture and reads the machine code. Add a row with a kernel, then write
+its figures with `python -m tests.kernels.gate --update --only 'name*'`. A launch that an earlier row makes too belongs
+to that row.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,9 +14,13 @@ from torch import Tensor
 
 from quaver import E2M1, E4M3, E5M2, QuantSpec, recipes
 from quaver.core.spec import Recipe
-from quaver.torch.amax import column_specs
-from quaver.torch.gpu import activation, block_scaled, column_sum, cross_entropy, decode, norm, quantize, roll, rope
-from quaver.torch.quantized import Quantized
+from quaver.torch.backends.gpu import families
+from quaver.torch.backends.gpu.fused import activation, column_sums, cross_entropy, norm, rope
+from quaver.torch.backends.gpu.gemms import decoding
+from quaver.torch.backends.gpu.quantizing import block_scaled
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.state.history import on_gpu
+from quaver.torch.state.history.amax import column_specs
 
 ROWS, COLUMNS = 8192, 4096
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -51,7 +56,7 @@ POWER, RATIO = QuantSpec(E4M3), QuantSpec(E4M3, scale="fp32")
 
 def _per_tensor() -> list[Case]:
     def cast(spec: QuantSpec, both: bool, x: Callable[[], Tensor] = matrix, **given: bool) -> Callable[[], object]:
-        return lambda: quantize.per_tensor(
+        return lambda: families.per_tensor(
             x(),
             spec,
             number() if given.get("amax") else None,
@@ -67,16 +72,16 @@ def _per_tensor() -> list[Case]:
         return matrix(dtype=FLOAT32)
 
     def history() -> object:
-        return quantize.per_tensor(matrix(), POWER, None, number(), True, True, newest=number())
+        return families.per_tensor(matrix(), POWER, None, number(), True, True, newest=number())
 
     def summed(height: int = ROWS, factor: bool = False) -> Callable[[], object]:
         known = number() if factor else None
-        return lambda: quantize.per_tensor(matrix(height), POWER, None, known, factor, True, sums=True)
+        return lambda: families.per_tensor(matrix(height), POWER, None, known, factor, True, sums=True)
 
     return [
-        Case(name="amax bf16", launch=lambda: quantize.measure(matrix()), exceptions=ONE_NUMBER),
-        Case(name="amax float32", launch=lambda: quantize.measure(wide()), exceptions=ONE_NUMBER),
-        Case(name="amax ragged", launch=lambda: quantize.measure(ragged()), exceptions=ONE_NUMBER),
+        Case(name="amax bf16", launch=lambda: families.measure(matrix()), exceptions=ONE_NUMBER),
+        Case(name="amax float32", launch=lambda: families.measure(wide()), exceptions=ONE_NUMBER),
+        Case(name="amax ragged", launch=lambda: families.measure(ragged()), exceptions=ONE_NUMBER),
         Case(name="cast bf16", launch=cast(POWER, False)),
         Case(name="cast+transpose bf16", launch=cast(POWER, True)),
         Case(name="cast+transpose bf16 E5M2", launch=cast(QuantSpec(E5M2), True)),
@@ -88,7 +93,7 @@ def _per_tensor() -> list[Case]:
         Case(name="cast+transpose given amax", launch=cast(POWER, True, amax=True)),
         Case(name="cast+transpose ragged", launch=cast(POWER, True, ragged)),
         Case(name="cast+transpose ragged tokens", launch=cast(POWER, True, lambda: matrix(8175))),
-        Case(name="cast columns only", launch=lambda: quantize.quantize(matrix().t(), POWER, 1.0)),
+        Case(name="cast columns only", launch=lambda: families.quantize(matrix().t(), POWER, 1.0)),
         Case(name="cast+transpose+amax history", launch=history),
         Case(name="cast+transpose+sums bf16", launch=summed()),
         Case(name="cast+transpose+sums ragged tokens", launch=summed(8175)),
@@ -102,13 +107,13 @@ def _by_rows_and_blocks() -> list[Case]:
     run_ratio = QuantSpec(E4M3, (1, 128), "fp32")
 
     def one(spec: QuantSpec, x: Callable[[], Tensor] = matrix) -> Callable[[], object]:
-        return lambda: quantize.quantize(x(), spec)
+        return lambda: families.quantize(x(), spec)
 
     def both(spec: QuantSpec, x: Callable[[], Tensor] = matrix) -> Callable[[], object]:
-        return lambda: quantize.quantize_both(x(), spec, spec)
+        return lambda: families.quantize_both(x(), spec, spec)
 
     def codes(height: int) -> Callable[[], object]:
-        return lambda: quantize.transpose(matrix(height, dtype=torch.float8_e4m3fn))
+        return lambda: families.transpose(matrix(height, dtype=torch.float8_e4m3fn))
 
     return [
         Case(name="rows 4096", launch=one(rows)),
@@ -141,7 +146,7 @@ def _of_a_step() -> list[Case]:
         assert recipe.delayed is not None
         window = torch.empty(3, recipe.delayed.length, device="meta").t()
         addresses, specs = matrix(224, 2, torch.int64), column_specs(recipe)
-        return lambda: roll.launch(addresses, matrix(224, 3, FLOAT32), window, recipe.delayed, specs)
+        return lambda: on_gpu.launch(addresses, matrix(224, 3, FLOAT32), window, recipe.delayed, specs)
 
     def turned(interleaved: bool, back: bool, fraction: float = 1.0, keys: bool = True) -> Callable[[], object]:
         q, k = (torch.empty(2, 4096, heads, 128, dtype=BF16, device="meta") for heads in (32, 8))
@@ -157,7 +162,7 @@ def _of_a_step() -> list[Case]:
     return [
         Case(name="roll", launch=rolled(delayed), exceptions={"wide loads": history, "wide stores": history}),
         Case(name="roll fp32", launch=rolled(most_recent), exceptions={"wide loads": history, "wide stores": history}),
-        Case(name="note", launch=lambda: roll.note(matrix(4, 3, FLOAT32), 1, number()), exceptions=one),
+        Case(name="note", launch=lambda: on_gpu.note(matrix(4, 3, FLOAT32), 1, number()), exceptions=one),
         Case(name="rope", launch=turned(False, False), elements=2048),
         Case(name="rope back", launch=turned(False, True), elements=2048),
         Case(name="rope interleaved", launch=turned(True, False), elements=2048, exceptions=pairs),
@@ -206,7 +211,7 @@ def _fused() -> list[Case]:
         return lambda: activation.backward(name, options, matrix(columns=14336), x)
 
     return [
-        Case(name="bias gradient", launch=lambda: column_sum.column_sum(matrix(), BF16), exceptions=sums),
+        Case(name="bias gradient", launch=lambda: column_sums.column_sum(matrix(), BF16), exceptions=sums),
         Case(name="sums of partial sums", launch=lambda: norm.sum_rows(matrix(264, dtype=FLOAT32)), exceptions=sums),
         Case(name="RMSNorm", launch=made("RMSNorm")),
         Case(name="RMSNorm+amax", launch=made("RMSNorm", POWER), exceptions=few),
@@ -304,7 +309,7 @@ def _decoded() -> list[Case]:
     }
 
     def launch(spec: QuantSpec) -> Callable[[], object]:
-        return lambda: decode.decode(operand(spec))
+        return lambda: decoding.decode(operand(spec))
 
     lone = {"wide loads": "each row has a scale of four bytes beside 128 of codes"}
     narrow = {"row": lone, "1x128": lone}

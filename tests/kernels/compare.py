@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from quaver.torch.quantized import Quantized
+from quaver.torch.numerics.quantized import Quantized
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -12,8 +12,10 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver import E4M3, QuantSpec, recipes
 from quaver.core.spec import GemmSpec
-from quaver.torch import ops, reference
-from quaver.torch.gpu import capture, scaled_mm
+from quaver.torch.backends.gpu.gemms import scaled_mm
+from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.numerics import reference
+from quaver.torch.operations import ops
 from tests.operands import GEMMS
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter as tritons
 
-from quaver.torch.gpu import interpreter
+from quaver.torch.backends.gpu.launching import interpreter
 
 FP8 = {"e4m3": (tl.float8e4nv, torch.float8_e4m3fn, 448.0), "e5m2": (tl.float8e5, torch.float8_e5m2, 57344.0)}
 NARROW = {"bf16": (tl.bfloat16, torch.bfloat16), "fp16": (tl.float16, torch.float16)}

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from quaver import E4M3, QuantSpec
-from quaver.kernels.amax import amax
-from quaver.torch import reference
-from quaver.torch.gpu import blockwise, launch, quantize, rowwise
-from quaver.torch.gpu.decode import decode
+from quaver.kernels.quantizing.amax import amax
+from quaver.torch.backends.gpu import families
+from quaver.torch.backends.gpu.gemms.decoding import decode
+from quaver.torch.backends.gpu.launching import launch
+from quaver.torch.backends.gpu.quantizing import blockwise, rowwise
+from quaver.torch.numerics import reference
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
 
@@ -149,7 +151,7 @@ def test_amaxes_given_from_anywhere_are_read_as_they_lie(block: tuple[int, int |
     kept = []
     for room in (lying, unaligned(lying)):
         given = room.t() if block == (1, 128) else room
-        q = quantize.quantize(x, spec, given)
+        q = families.quantize(x, spec, given)
         assert_bitwise(q.dequantize(), reference.quantize(x, spec, given).dequantize())
         kept.append(len(rowwise._rows) + len(blockwise._launches))
     # Squares are copied to where their scales will lie.

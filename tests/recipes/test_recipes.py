@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 import quaver
-from quaver.core.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from quaver.core.numbers.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from quaver.core.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 from quaver.recipes import RECIPES, get
 from tests.operands import variants

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.plan import saved_bytes
+from quaver.core.costs.kept import saved_bytes
 from quaver.core.spec import Recipe
-from quaver.torch import linear, opaque
-from quaver.torch.quantized import Quantized
+from quaver.torch.linear import layer as linear_module
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import opaque
 from tests.close import assert_bitwise, assert_close
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
@@ -327,7 +328,7 @@ def test_backward_keeps_eight_bits(name: str) -> None:
 def test_float64_stays_one_graph() -> None:
     layer = qt.Linear(8, 8, dtype=torch.float64, recipe="mxfp8")
     x = torch.randn(4, 8, dtype=torch.float64)
-    linear._warned.add("float64")
+    linear_module._warned.add("float64")
     eager = layer(x)
     assert_bitwise(torch.compile(layer, fullgraph=True)(x), eager)
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch import amax
+from quaver.torch.state.history import rolling
 from tests.close import assert_bitwise, assert_close
 
 RANKS = 2
@@ -157,7 +157,7 @@ def every_recipe(rank: int) -> None:
         net = model()
         qt.convert(net, name)
         train(net, DistributedDataParallel(net), rank, None, 2)
-        amax.roll_all()
+        rolling.roll_all()
         assert_equal_on_ranks(net, name)
 
 

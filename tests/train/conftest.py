@@ -5,7 +5,7 @@ from typing import Protocol
 
 import pytest
 
-from quaver.train.config import TrainConfig
+from quaver.train.configuration.config import TrainConfig
 
 
 class MakeConfig(Protocol):

@@ -18,8 +18,8 @@ from random import Random
 import pytest
 from typer.testing import CliRunner
 
-from quaver.train import recipe_name
-from quaver.train.cli import app
+from quaver.train.commands.cli import app
+from quaver.train.configuration import recipe_name
 from tests.train import fuzzing
 from tests.train.conftest import MakeConfig
 from tests.train.fuzzing import Place

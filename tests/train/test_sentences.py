@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from quaver.train import memory, recipe_name
-from quaver.train.cli import app
-from quaver.train.config import read_toml, to_toml
-from quaver.train.loop import run_training
-from quaver.train.metrics import read
+from quaver.train.commands.cli import app
+from quaver.train.configuration import memory, recipe_name
+from quaver.train.configuration.config import read_toml, to_toml
+from quaver.train.records.metrics import read
+from quaver.train.running.loop import run_training
 from tests.train.conftest import MakeConfig
 
 
@@ -159,7 +159,7 @@ def test_the_command_without_its_extras_says_what_to_install() -> None:
     ("module", "package", "said"),
     [
         ("quaver.torch", "torch", "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"),
-        ("quaver.torch.linear", "torch", "quaver.torch needs PyTorch, which is not installed"),
+        ("quaver.torch.linear.layer", "torch", "quaver.torch needs PyTorch, which is not installed"),
         ("quaver.jax", "jax", "quaver.jax needs JAX, which is not installed: pip install 'quaver[jax]'"),
         ("quaver.jax.linen", "flax", "quaver.jax.linen needs Flax, which is not installed: pip install 'quaver[flax]'"),
         ("quaver.jax.nnx", "flax", "quaver.jax.nnx needs Flax, which is not installed: pip install 'quaver[flax]'"),

@@ -1,1 +1,1 @@
-"""Numbers and decisions: formats, specs, the numpy reference, plan, rules, op registry. No framework is imported."""
+"""Numbers and decisions that both front ends share: formats, specs, reference, rules, costs; no framework."""

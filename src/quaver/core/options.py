@@ -21,7 +21,7 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from quaver.core.suggest import suggest
+from quaver.core.text.spelling import suggest
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from quaver.core.suggest import suggest
+from quaver.core.text.spelling import suggest
 
 
 class Unsupported(ValueError):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple, get_args
 
-from quaver.core.formats import E4M3, E5M2, FORMATS, Format
-from quaver.core.html_table import html_lines, html_table
+from quaver.core.numbers.formats import E4M3, E5M2, FORMATS, Format
+from quaver.core.text.tables import html_lines, html_table
 
 #: fp32: the encode factor is format.max / amax, correctly rounded. power_of_two: the largest power of two that does not
 #: saturate. e8m0: the same power, stored as an exponent byte. two_level: an E4M3 scale a block and a power of two for

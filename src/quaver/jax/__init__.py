@@ -1,4 +1,4 @@
-"""The JAX front end: the recipes of `quaver.recipes` for arrays, functions, Flax linen and NNX modules."""
+"""The JAX front end: the recipes of `quaver.recipes` for arrays, functions, Flax linen and NNX modules; no torch."""
 
 from importlib.util import find_spec
 
@@ -13,14 +13,15 @@ if jax.__version_info__ < (0, 10, 2):
         f"quaver.jax needs jax 0.10.2 or newer and found {jax.__version__}; run: pip install -U 'jax>=0.10.2'"
     )
 
-from quaver.jax import sharding, state
-from quaver.jax.autocast import autocast
-from quaver.jax.dot_general import dot_general
-from quaver.jax.gather import Gather
-from quaver.jax.grouped import grouped_dot
-from quaver.jax.linear import linear
-from quaver.jax.ops import dequantize, matmul, quantize
-from quaver.jax.quantized import Quantized
+from quaver.jax import state
+from quaver.jax.linears.contraction import dot_general
+from quaver.jax.linears.function import linear
+from quaver.jax.linears.grouped import grouped_dot
+from quaver.jax.numerics.quantized import Quantized
+from quaver.jax.operations import sharding
+from quaver.jax.operations.gather import Gather
+from quaver.jax.operations.ops import dequantize, matmul, quantize
+from quaver.jax.state.context import autocast
 
 __all__ = [
     "Gather",

@@ -1,4 +1,4 @@
-"""The recipes, one file each, and the table `RECIPES` that everything else is parametrized over.
+"""The recipes, one file each, and the table `RECIPES` that all else is parametrized over; no code of a framework.
 
 Each is a function of its options that returns a `Recipe`; its name as a string is taken wherever a recipe is.
 """
@@ -6,9 +6,9 @@ Each is a function of its options that returns a `Recipe`; its name as a string 
 from collections.abc import Callable
 from typing import Any
 
+from quaver.core.recipe_functions import intern
 from quaver.core.spec import Recipe
-from quaver.core.suggest import suggest
-from quaver.recipes._recipe import intern
+from quaver.core.text.spelling import suggest
 from quaver.recipes.bf16 import bf16
 from quaver.recipes.blockwise import blockwise
 from quaver.recipes.delayed import delayed

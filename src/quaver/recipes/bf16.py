@@ -1,7 +1,7 @@
 """No quantization at all: the baseline that every other recipe is compared with."""
 
+from quaver.core.recipe_functions import recipe
 from quaver.core.spec import GemmSpec, Recipe
-from quaver.recipes._recipe import recipe
 
 
 @recipe

@@ -3,9 +3,9 @@
 Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.
 """
 
-from quaver.core.formats import E4M3
+from quaver.core.numbers.formats import E4M3
+from quaver.core.recipe_functions import attention_spec, flag, recipe
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
-from quaver.recipes._recipe import attention_spec, flag, recipe
 
 
 @recipe

@@ -5,8 +5,8 @@ Source: Micikevicius et al. 2022, arXiv:2209.05433; the window and its rules are
 
 from typing import Literal
 
+from quaver.core.recipe_functions import attention_spec, recipe
 from quaver.core.spec import Delayed, Recipe
-from quaver.recipes._recipe import attention_spec, recipe
 from quaver.recipes.tensorwise import per_tensor_gemms
 
 

@@ -9,9 +9,9 @@ arXiv:2502.20586.
 
 from dataclasses import replace
 
-from quaver.core.formats import E2M1
+from quaver.core.numbers.formats import E2M1
+from quaver.core.recipe_functions import attention_spec, flag, recipe
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
-from quaver.recipes._recipe import attention_spec, flag, recipe
 from quaver.recipes.mxfp8 import LINE as MXFP8_LINE
 
 

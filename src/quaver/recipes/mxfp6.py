@@ -6,9 +6,9 @@ Source: OCP Microscaling Formats 1.0; Rouhani et al., "Microscaling Data Formats
 which trains in E3M2. Scales are rounded up so that nothing saturates, as in `mxfp8`.
 """
 
-from quaver.core.formats import E2M3, E3M2
+from quaver.core.numbers.formats import E2M3, E3M2
+from quaver.core.recipe_functions import attention_spec, recipe
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
-from quaver.recipes._recipe import attention_spec, recipe
 from quaver.recipes.mxfp8 import LINE as MXFP8_LINE
 
 #: By option: the format of input and weight, and that of gradients.

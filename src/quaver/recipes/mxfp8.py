@@ -3,9 +3,9 @@
 Source: OCP Microscaling Formats 1.0; scales are rounded up so that nothing saturates (NVIDIA, arXiv:2506.08027).
 """
 
-from quaver.core.formats import E4M3
+from quaver.core.numbers.formats import E4M3
+from quaver.core.recipe_functions import attention_spec, flag, recipe
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
-from quaver.recipes._recipe import attention_spec, flag, recipe
 
 #: 32 elements along k share an exponent byte.
 LINE = QuantSpec(E4M3, (1, 32), "e8m0")

@@ -3,9 +3,9 @@
 Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
 """
 
-from quaver.core.formats import E2M1
+from quaver.core.numbers.formats import E2M1
+from quaver.core.recipe_functions import attention_spec, flag, recipe
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
-from quaver.recipes._recipe import attention_spec, flag, recipe
 from quaver.recipes.mxfp8 import LINE as MXFP8_LINE
 
 

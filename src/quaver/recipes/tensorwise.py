@@ -1,8 +1,8 @@
 """One scale a tensor, measured as the tensor comes (current scaling)."""
 
-from quaver.core.formats import E4M3, E5M2
+from quaver.core.numbers.formats import E4M3, E5M2
+from quaver.core.recipe_functions import attention_spec, flag, recipe
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
-from quaver.recipes._recipe import attention_spec, flag, recipe
 
 
 def per_tensor_gemms(format: str, power_of_two: bool, fast_accum: bool) -> tuple[GemmSpec, GemmSpec, GemmSpec]:

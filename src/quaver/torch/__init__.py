@@ -1,4 +1,4 @@
-"""The PyTorch front end: `Linear`, `autocast`, `convert`, and the operations they are made of."""
+"""The PyTorch front end: `Linear`, `autocast`, `convert`, and the operations they are made of; no JAX."""
 
 from importlib.util import find_spec
 
@@ -6,38 +6,38 @@ if find_spec("torch") is None:
     sentence = "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"
     raise ModuleNotFoundError(sentence, name="torch")
 
-from quaver.core.conversion import Report
-from quaver.torch.activation import ACTIVATIONS, activate
-from quaver.torch.attention import DotProductAttention
-from quaver.torch.autocast import autocast
-from quaver.torch.checkpoint import checkpoint
-from quaver.torch.convert import convert, revert
-from quaver.torch.counters import count
-from quaver.torch.cross_entropy import linear_cross_entropy
-from quaver.torch.explain import explain
-from quaver.torch.frozen import frozen
-from quaver.torch.functional import dequantize, matmul, quantize
-from quaver.torch.grouped import grouped_matmul
-from quaver.torch.kv_cache import KVCache
-from quaver.torch.linear import Linear
-from quaver.torch.mlp import MLP, LayerNormMLP
-from quaver.torch.multihead import MultiheadAttention
-from quaver.torch.norm import LayerNorm, RMSNorm
-from quaver.torch.norm_linear import LayerNormLinear
-from quaver.torch.ops import only
-from quaver.torch.paged_kv_cache import PagedKVCache
-from quaver.torch.quantized import Quantized
-from quaver.torch.quantized_init import (
+from quaver.core.converting.conversion import Report
+from quaver.torch.blocks.activation import ACTIVATIONS, activate
+from quaver.torch.blocks.attention import DotProductAttention
+from quaver.torch.blocks.attention.cache.contiguous import KVCache
+from quaver.torch.blocks.attention.cache.paged import PagedKVCache
+from quaver.torch.blocks.attention.multihead import MultiheadAttention
+from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
+from quaver.torch.blocks.attention.rope.rotary import apply_rotary
+from quaver.torch.blocks.loss.cross_entropy import linear_cross_entropy
+from quaver.torch.blocks.mlp import MLP, LayerNormMLP
+from quaver.torch.blocks.norm import LayerNorm, RMSNorm
+from quaver.torch.blocks.norm_linear import LayerNormLinear
+from quaver.torch.blocks.transformer import TransformerLayer
+from quaver.torch.linear.grouped import grouped_matmul
+from quaver.torch.linear.layer import Linear
+from quaver.torch.model.conversion import convert, revert
+from quaver.torch.model.explanation import explain
+from quaver.torch.model.freezing import frozen
+from quaver.torch.model.quantized_weights import (
     dequantize_weights,
     drop_initial_value,
     initial_value,
     quantize_weights,
     quantized_init,
 )
-from quaver.torch.rope import RotaryEmbedding
-from quaver.torch.rotary import apply_rotary
-from quaver.torch.transformer import TransformerLayer
-from quaver.torch.weights import refresh
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations.functional import dequantize, matmul, quantize
+from quaver.torch.operations.ops import only
+from quaver.torch.state.checkpointing import checkpoint
+from quaver.torch.state.context import autocast
+from quaver.torch.state.counters import count
+from quaver.torch.state.kept_weights import refresh
 
 __all__ = [
     "ACTIVATIONS",

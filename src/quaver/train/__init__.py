@@ -1,6 +1,6 @@
-"""The trainer behind the command line: trains a language model under any recipe, and compares recipes.
+"""The trainer behind the command line: trains a language model under any recipe, compares recipes; nothing imports it.
 
-It imports everything below it and is imported by nothing. `run_training` and `compare_runs` are the two
+`run_training` and `compare_runs` are the two
 functions that the commands `quaver train` and `quaver compare` call, for use from Python.
 
 The names are imported when they are first used: without the extras the command line says what to install.
@@ -9,22 +9,22 @@ The names are imported when they are first used: without the extras the command 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from quaver.train import installation
+from quaver.train.commands import installation
 
 if TYPE_CHECKING:
-    from quaver.train.compare import compare_runs
-    from quaver.train.comparison import Comparison
-    from quaver.train.config import TrainConfig
-    from quaver.train.loop import TrainResult, run_training
+    from quaver.train.configuration.config import TrainConfig
+    from quaver.train.records.comparison import Comparison
+    from quaver.train.running.compare import compare_runs
+    from quaver.train.running.loop import TrainResult, run_training
 
 __all__ = ["Comparison", "TrainConfig", "TrainResult", "compare_runs", "run_training"]
 
 HOMES = {
-    "Comparison": "comparison",
-    "TrainConfig": "config",
-    "TrainResult": "loop",
-    "compare_runs": "compare",
-    "run_training": "loop",
+    "Comparison": "records.comparison",
+    "TrainConfig": "configuration.config",
+    "TrainResult": "running.loop",
+    "compare_runs": "running.compare",
+    "run_training": "running.loop",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from quaver.train import installation
+from quaver.train.commands import installation
 
 
 def main() -> None:
@@ -10,7 +10,7 @@ def main() -> None:
     if sentence := installation.missing():
         print(sentence, file=sys.stderr)
         sys.exit(1)
-    from quaver.train.cli import app
+    from quaver.train.commands.cli import app
 
     app(prog_name="quaver")
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quaver.torch.gpu.launch import Launch, describe
+from quaver.torch.backends.gpu.launching.launch import Launch, describe
 from tests.kernels.gate.machine_code import read
 from tests.kernels.gate.rules import RULES
 

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
-from quaver.torch.gpu.launch import Launch
+from quaver.torch.backends.gpu.launching.launch import Launch
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 #: Raised when what is read changes: kept figures of other readers are not believed.

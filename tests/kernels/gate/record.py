@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quaver.torch.gpu import launch as launching
-from quaver.torch.gpu.launch import Launch
+from quaver.torch.backends.gpu.launching import launch as launching
+from quaver.torch.backends.gpu.launching.launch import Launch
 from tests.kernels.cases import Case
 
 ARCHITECTURES = 89, 90, 100, 120

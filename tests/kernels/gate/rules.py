@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from quaver.torch.gpu.launch import Launch
+from quaver.torch.backends.gpu.launching.launch import Launch
 from tests.kernels.gate.machine_code import Code
 
 #: Of the bytes that a thread moves, how many must move 16 at a time: a scale or an amax may go alone.

@@ -10,10 +10,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from quaver.core.options import pick, suggests
-from quaver.jax.dense import Matrix, dense, normalize_axes
-from quaver.jax.given import array
+from quaver.jax.blocks.options import DenseOptions, Initializer
+from quaver.jax.linears.general import Matrix, dense, normalize_axes
 from quaver.jax.linen.state import layer_state, qualified_name
-from quaver.jax.options import DenseOptions, Initializer
+from quaver.jax.numerics.given import array
 
 
 @suggests

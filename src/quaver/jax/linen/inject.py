@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from quaver import recipes
 from quaver.core.spec import Recipe
-from quaver.jax.dot_general import dot_general
+from quaver.jax.linears.contraction import dot_general
 from quaver.jax.linen.state import layer_state, qualified_name
 
 

@@ -4,10 +4,10 @@ from flax import linen as nn
 from jax import Array
 
 from quaver.core.options import pick, suggests
+from quaver.jax.blocks.feed_forward import activate_fused, matrices
+from quaver.jax.blocks.options import MLPOptions, NormOptions
 from quaver.jax.linen.dense import dense_of
 from quaver.jax.linen.norm import norm_of
-from quaver.jax.mlp import activate_fused, matrices
-from quaver.jax.options import MLPOptions, NormOptions
 
 
 @suggests
@@ -16,7 +16,7 @@ class MLP(nn.Module, MLPOptions):
 
     Attributes:
         hidden: features between the two.
-        activation: a row of `quaver.jax.activation.ACTIVATIONS`.
+        activation: a row of `quaver.jax.blocks.activation.ACTIVATIONS`.
         out: features of the output; None keeps the input's.
         partition: name the kernels' axes "embed" and "mlp", for flax's logical sharding rules.
         The others are DenseGeneral's.

@@ -9,15 +9,15 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from quaver.core.options import pick, suggests
-from quaver.jax.given import array
+from quaver.jax.blocks.norm import layer_norm, named, rms_norm
+from quaver.jax.blocks.options import DenseOptions, NormOptions
 from quaver.jax.linen.dense import DenseGeneral
-from quaver.jax.norm import layer_norm, named, rms_norm
-from quaver.jax.options import DenseOptions, NormOptions
+from quaver.jax.numerics.given import array
 
 
 @suggests
 class LayerNorm(nn.Module):
-    """`quaver.jax.norm.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
+    """`quaver.jax.blocks.norm.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
 
     eps: float = 1e-6
     zero_centered: bool = False
@@ -33,7 +33,7 @@ class LayerNorm(nn.Module):
 
 @suggests
 class RMSNorm(nn.Module):
-    """`quaver.jax.norm.rms_norm` with a parameter `scale`; the result has x's dtype."""
+    """`quaver.jax.blocks.norm.rms_norm` with a parameter `scale`; the result has x's dtype."""
 
     eps: float = 1e-6
     zero_centered: bool = False

@@ -12,7 +12,7 @@ from jax import Array
 
 from quaver.core.spec import Recipe
 from quaver.jax import state
-from quaver.jax.autocast import recipe_in_force
+from quaver.jax.state.context import recipe_in_force
 
 #: "_overwrite_with_gradient".
 COLLECTION = OVERWRITE_WITH_GRADIENT

@@ -1,4 +1,4 @@
-"""Flax NNX modules whose GEMMs follow a recipe: their own, else the innermost `autocast`'s, else none."""
+"""Flax NNX modules whose GEMMs follow their own recipe, else the innermost `autocast`'s, else none; no formula."""
 
 from importlib.util import find_spec
 
@@ -6,10 +6,10 @@ if find_spec("flax") is None:
     sentence = "quaver.jax.nnx needs Flax, which is not installed: pip install 'quaver[flax]'"
     raise ModuleNotFoundError(sentence, name="flax")
 
-from quaver.core.conversion import Report
-from quaver.jax.heads import Rope
+from quaver.core.converting.conversion import Report
+from quaver.jax.blocks.heads import Rope
 from quaver.jax.nnx.attention import DotProductAttention, MultiHeadAttention, RelativePositionBias
-from quaver.jax.nnx.convert import convert, revert
+from quaver.jax.nnx.conversion import convert, revert
 from quaver.jax.nnx.dense import DenseGeneral
 from quaver.jax.nnx.gradient import value_and_grad
 from quaver.jax.nnx.inject import DotGeneral, Einsum

@@ -9,9 +9,9 @@ from flax import nnx
 from jax import Array
 
 from quaver.core.options import pick, takes
-from quaver.jax.dense import Matrix, dense
+from quaver.jax.blocks.options import DenseOptions
+from quaver.jax.linears.general import Matrix, dense
 from quaver.jax.nnx.variable import fresh_state, joined, label
-from quaver.jax.options import DenseOptions
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from quaver.core.spec import Recipe
-from quaver.jax.dot_general import dot_general
+from quaver.jax.linears.contraction import dot_general
 from quaver.jax.nnx.variable import fresh_state, label
 
 

@@ -6,10 +6,10 @@ from flax import nnx
 from jax import Array
 
 from quaver.core.options import pick, takes
-from quaver.jax.mlp import activate_fused, matrices
+from quaver.jax.blocks.feed_forward import activate_fused, matrices
+from quaver.jax.blocks.options import MLPOptions, NormOptions
 from quaver.jax.nnx.dense import Parameters, dense_of, of_part
 from quaver.jax.nnx.norm import norm_of
-from quaver.jax.options import MLPOptions, NormOptions
 
 
 @dataclass
@@ -27,7 +27,7 @@ class MLP(nnx.Module):
 
     Args:
         in_features, hidden: of the input, and between the two.
-        activation: a row of `quaver.jax.activation.ACTIVATIONS`.
+        activation: a row of `quaver.jax.blocks.activation.ACTIVATIONS`.
         out: features of the output; None keeps the input's.
         partition: name the kernels' axes "embed" and "mlp", for nnx.logical_axis_rules.
         The others are DenseGeneral's.

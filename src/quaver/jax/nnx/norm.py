@@ -9,13 +9,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from quaver.core.options import pick, takes
+from quaver.jax.blocks.norm import layer_norm, named, rms_norm
+from quaver.jax.blocks.options import NormOptions
 from quaver.jax.nnx.dense import DenseArguments, DenseGeneral, of_part
-from quaver.jax.norm import layer_norm, named, rms_norm
-from quaver.jax.options import NormOptions
 
 
 class LayerNorm(nnx.Module):
-    """`quaver.jax.norm.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
+    """`quaver.jax.blocks.norm.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`quaver.jax.norm.rms_norm` with a parameter `scale`; the result has x's dtype."""
+    """`quaver.jax.blocks.norm.rms_norm` with a parameter `scale`; the result has x's dtype."""
 
     def __init__(
         self,

@@ -7,13 +7,13 @@ from flax import nnx
 from jax import Array
 
 from quaver.core.options import pick, takes
-from quaver.jax.attention import Mask
+from quaver.jax.blocks.dot_product import Mask
+from quaver.jax.blocks.options import PartOptions, TransformerOptions, of_cross_attention, of_self_attention
+from quaver.jax.blocks.residuals import drop_path, residual
 from quaver.jax.nnx.attention import MultiHeadAttention, dropout_stream
 from quaver.jax.nnx.dense import Parameters, of_part
 from quaver.jax.nnx.mlp import MLP
 from quaver.jax.nnx.norm import norm_of
-from quaver.jax.options import PartOptions, TransformerOptions, of_cross_attention, of_self_attention
-from quaver.jax.residual import drop_path, residual
 
 
 @dataclass

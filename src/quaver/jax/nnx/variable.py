@@ -10,7 +10,7 @@ from jax import Array
 from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.jax import state
-from quaver.jax.autocast import recipe_in_force
+from quaver.jax.state.context import recipe_in_force
 
 
 @nnx.register_variable_name(OVERWRITE_WITH_GRADIENT)

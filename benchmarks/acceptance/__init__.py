@@ -1,0 +1,1 @@
+"""The training runs that a release is accepted by: run, judged, reported; no timing."""

@@ -1,0 +1,143 @@
+"""`python -m benchmarks accept`: trains under every recipe, paired by seed, and judges the differences from bf16.
+
+Each run is a process with one thread. A finished run is kept under a name that holds the sources' checksum: started
+again, the command goes on where it was interrupted, and what an older version trained is not taken for today's.
+"""
+
+import os
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+import quaver
+from benchmarks.acceptance import report
+from benchmarks.acceptance.report import ATTENTION, BASELINE, LAYERS, Acceptance
+from benchmarks.acceptance.training import CONTROL, Outcome, Run, read, write
+from benchmarks.measuring import machine, results
+from quaver.train.configuration import recipe_name
+from quaver.train.configuration.config import FRAMEWORKS, choose
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is compared."""
+
+    steps: int = 300
+    seeds: int = 3
+    model: str = "tiny"
+    # Of text files and folders; none is the default text.
+    text: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = (BASELINE, *LAYERS)
+    framework: str = "torch"
+    # Where runs are kept.
+    folder: Path = Path("runs/accept")
+    # What the results are written as.
+    name: str = "accept"
+
+    def __post_init__(self) -> None:
+        choose("framework", self.framework, FRAMEWORKS)
+
+    def runs(self) -> list[Run]:
+        folder = self.folder.resolve() / f"{self.framework}-{self.model}-{self.steps}-{checksum()}"
+        return [
+            Run(
+                recipe=recipe,
+                seed=seed,
+                steps=self.steps,
+                model=self.model,
+                text=self.text,
+                folder=str(folder / f"{recipe_name.folder(recipe)}-seed{seed}"),
+                framework=self.framework,
+            )
+            for seed in range(self.seeds)
+            for recipe in self.recipes
+        ]
+
+
+#: Recipes of the comparison of quantized attention; bf16 and control are the runs of the other one, if it was run.
+ATTENDING = (BASELINE, *ATTENTION, CONTROL)
+
+
+def checksum() -> str:
+    """Of the library's sources."""
+    package = Path(quaver.__file__).parent
+    total = 0
+    for path in sorted(package.rglob("*.py")):
+        total = zlib.crc32(path.read_bytes(), zlib.crc32(str(path.relative_to(package)).encode(), total))
+    return f"{total:08x}"
+
+
+def accept(plan: Plan, jobs: int, console: Console, folder: Path = results.FOLDER) -> Acceptance:
+    """Train what is not trained yet, print the verdicts and write them to `folder`."""
+    runs = plan.runs()
+    train_all(runs, jobs, console)
+    outcomes = {(run.recipe, run.seed): Outcome(**read(run.result)) for run in runs}
+    done = Acceptance(
+        steps=plan.steps,
+        seeds=plan.seeds,
+        model=plan.model,
+        text=" ".join(plan.text) or "the standard library of this Python",
+        recipes=plan.recipes,
+        framework=plan.framework,
+        outcomes=outcomes,
+    )
+    console.print(report.rich_table(done))
+    console.print("accepted" if done.accepted else "not accepted", style="green" if done.accepted else "bold red")
+    lines, data = report.markdown(done), report.data(done)
+    name = plan.name if plan.framework == "torch" else f"{plan.name}-{plan.framework}"
+    for path in results.write(folder, name, machine.describe(), lines, data):
+        console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    return done
+
+
+def train_all(runs: Sequence[Run], jobs: int, console: Console) -> None:
+    """Run those without a result, `jobs` at a time; an interrupt lets the active ones save first."""
+    waiting = [run for run in runs if not run.result.exists()]
+    console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are there already", highlight=False)
+    active: list[tuple[Run, subprocess.Popen[bytes]]] = []
+    begun, finished = time.perf_counter(), 0
+    try:
+        while waiting or active:
+            while waiting and len(active) < jobs:
+                run = waiting.pop(0)
+                active.append((run, start(run)))
+            time.sleep(0.1)
+            for run, process in [pair for pair in active if pair[1].poll() is not None]:
+                active.remove((run, process))
+                outcome = collect(run)
+                finished += 1
+                left = (time.perf_counter() - begun) / finished * (len(waiting) + len(active)) / 60
+                said = outcome.failure or f"loss {outcome.loss:.4f}"
+                console.print(f"{run.label:32} {said} ({outcome.seconds:.0f} s; {left:.0f} min left)", highlight=False)
+    finally:
+        for _, process in active:
+            process.terminate()
+        for _, process in active:
+            process.wait()
+
+
+def start(run: Run) -> "subprocess.Popen[bytes]":
+    folder = Path(run.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write(run.description, run)
+    command = [sys.executable, "-m", "benchmarks.acceptance.training", str(run.description)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "log.txt").open("wb") as log:
+        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+
+def collect(run: Run) -> Outcome:
+    """An ended run's outcome. Raises: RuntimeError with its last words if it left none."""
+    if run.result.exists():
+        return Outcome(**read(run.result))
+    log = Path(run.folder) / "log.txt"
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    raise RuntimeError(f"{run.label} ended without a result: {lines[-1] if lines else 'no word'} (log: {log})")

@@ -1,0 +1,1 @@
+"""Cases of whole blocks and of attention; no single linear layer."""

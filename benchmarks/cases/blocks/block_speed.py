@@ -1,0 +1,112 @@
+"""Forward and backward through a whole Transformer layer, as a ratio of the same layer made of torch's own parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from benchmarks.measuring.figure import Case, Figure, at_most
+from benchmarks.measuring.timing import Step, interleave
+from benchmarks.subjects import blocks
+from benchmarks.subjects.blocks import Plain, Size
+from quaver.core.spec import Recipe
+from quaver.recipes import RECIPES, get
+
+TORCH, OURS = "torch", "quaver bf16"
+#: Recipes by the name shown, timed against torch apart from bf16 without a recipe, which alone is judged.
+RECIPES_SHOWN: Mapping[str, Recipe] = {
+    **{f"quaver {name}": RECIPES[name]() for name in ("tensorwise", "delayed", "mxfp8")},
+    "quaver tensorwise(attention=True)": get("tensorwise", attention=True),
+}
+NOTES = (
+    "bf16, eager, one thread, processor time, interleaved; the median of each round's ratio. The plain layer is "
+    "nn.RMSNorm or nn.LayerNorm, one nn.Linear for q, k and v, rope by tables made before, "
+    "scaled_dot_product_attention, one nn.Linear for gate and up, and F.silu or nn.GELU. A Llama has RMSNorm, rope, "
+    "four query heads to a group, SwiGLU and no bias; a GPT has LayerNorm, gelu and biases. quaver bf16 is without a "
+    "recipe; the others in autocast, whose entry is part of the step, with weights that do not change."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is timed."""
+
+    #: Features of the layer, heads, tokens.
+    dim: int
+    heads: int
+    tokens: int
+    #: Of bf16 against torch, and of the recipes.
+    rounds: tuple[int, int]
+    steps: int
+    #: Of bf16.
+    highest: float
+    #: Unit of times, and how many are a second.
+    unit: tuple[str, float]
+
+    def measure(self, quick: bool) -> list[Figure]:
+        dim, tokens = (self.heads * 8, 16) if quick else (self.dim, self.tokens)
+        sizes = {
+            "Llama": Size(dim=dim, heads=self.heads, groups=self.heads // 4, hidden=dim * 7 // 2),
+            "GPT": Size(dim=dim, heads=self.heads, groups=self.heads, hidden=dim * 4),
+        }
+        figures: list[Figure] = []
+        for kind, size in sizes.items():
+            of_torch, of_ours, of_recipes = steps(kind == "GPT", size, tokens)
+            for others, rounds, highest in (({OURS: of_ours}, 0, self.highest), (of_recipes, 1, None)):
+                number = 2 if quick else self.rounds[rounds]
+                timings = interleave({TORCH: of_torch, **others}, rounds=number, steps=1 if quick else self.steps)
+                for name, timing in timings.items():
+                    if name == TORCH and highest is None:
+                        continue
+                    target = None if name == TORCH or highest is None or quick else at_most(highest)
+                    figures.append(Figure(name, kind, timing.ratio, "x", target))
+                    figures.append(Figure(name, f"{kind}, time", timing.seconds * self.unit[1], self.unit[0]))
+        return figures
+
+
+def steps(gpt: bool, size: Size, tokens: int) -> tuple[Step, Step, dict[str, Step]]:
+    """One step of the plain layer, of ours, and of ours under each recipe."""
+    torch.manual_seed(0)
+    plain = Plain(size, tokens, gpt=gpt, fused=True, norm=nn.LayerNorm if gpt else nn.RMSNorm)
+    x = torch.randn(1, tokens, size.dim, dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn(1, tokens, size.dim, dtype=torch.bfloat16)
+    recipes = {name: step_of(blocks.ours(plain, size), x, g, recipe) for name, recipe in RECIPES_SHOWN.items()}
+    return step_of(plain, x, g), step_of(blocks.ours(plain, size), x, g), recipes
+
+
+def step_of(layer: nn.Module, x: Tensor, g: Tensor, recipe: Recipe | None = None) -> Step:
+    """Forward and backward; the gradients are dropped."""
+    parameters = list(layer.parameters())
+
+    def drop() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+
+    def step() -> None:
+        layer(x).backward(g)
+        drop()
+
+    def quantized() -> None:
+        with qt.autocast(recipe):
+            y = layer(x)
+        y.backward(g)
+        drop()
+
+    return step if recipe is None else quantized
+
+
+LARGE = Case(
+    name="block",
+    title="A Transformer layer forward + backward, 1024 features, 512 tokens, against torch's parts",
+    notes=NOTES,
+    measure=Setup(dim=1024, heads=16, tokens=512, rounds=(15, 5), steps=1, highest=1.10, unit=("ms", 1e3)).measure,
+)
+SMALL = Case(
+    name="block-small",
+    title="A Transformer layer forward + backward, 32 features, 32 tokens, against torch's parts",
+    notes=NOTES,
+    measure=Setup(dim=32, heads=4, tokens=32, rounds=(60, 20), steps=20, highest=1.3, unit=("µs", 1e6)).measure,
+)

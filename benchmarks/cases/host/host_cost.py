@@ -1,0 +1,70 @@
+"""What an eager layer on a GPU costs the host, counted on a CPU with a driver that does nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+
+from benchmarks.measuring import stub_driver
+from benchmarks.measuring.figure import Case, Figure, NotMeasurable, at_most
+
+ROOT = Path(__file__).parents[3]
+#: Of nn.Linear's time, judged in the dtype that GPUs train in.
+HIGHEST, JUDGED = 1.6, "bf16"
+#: The GPUs that tensors are made to be of, by architecture.
+GPUS = {90: "Hopper", 100: "Blackwell"}
+NOTES = (
+    "Forward and backward of 16 by 16 on CPU tensors that take a GPU's way: the real layer, choice and launches, up to "
+    "the driver, which is a stub; torch.mm stands for a scaled GEMM. One thread, processor time, interleaved; the "
+    "median of each round's ratio. The weight is unchanged and its gradient adds up, as between micro-batches. Not in "
+    "it: the driver's own time, and what cuBLASLt does before it launches."
+)
+
+
+def measure(quick: bool) -> list[Figure]:
+    """The ratios, judged unless quick."""
+    if stub_driver.compiler() is None:
+        raise NotMeasurable("not measurable here: there is no C compiler, with which Triton makes its launchers")
+    if not triton.__version__.startswith("3.6."):
+        raise NotMeasurable(f"not measurable with triton {triton.__version__}: the stub is of the driver of 3.6")
+    figures = []
+    for arch, gpu in GPUS.items():
+        for dtype, rows in run(arch, 3 if quick else 15, 50 if quick else 200).items():
+            for name, (ratio, microseconds) in rows.items():
+                judged = dtype == JUDGED and name != "nn.Linear" and not quick
+                figures.append(
+                    Figure(f"{name}, {gpu}", f"{dtype}, ratio", ratio, "x", at_most(HIGHEST) if judged else None)
+                )
+                figures.append(Figure(f"{name}, {gpu}", f"{dtype}, time", microseconds, "µs"))
+    return figures
+
+
+def run(arch: int, rounds: int, steps: int) -> dict[str, dict[str, tuple[float, float]]]:
+    """By dtype and subject: the ratio to nn.Linear, and microseconds of a step; in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= stub_driver.build(Path(folder)) | {"OMP_NUM_THREADS": "1"}
+        options = {"--arch": arch, "--rounds": rounds, "--steps": steps}
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.host_cost",
+            *(str(word) for pair in options.items() for word in pair),
+        ]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "it ended without a word")
+    found: dict[str, dict[str, tuple[float, float]]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+CASE = Case(
+    name="host-cost",
+    title="Host time of an eager layer on a GPU, with the driver stubbed, against nn.Linear",
+    notes=NOTES,
+    measure=measure,
+)

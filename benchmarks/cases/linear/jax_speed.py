@@ -1,0 +1,47 @@
+"""Forward and backward through one linear layer in JAX, compiled, as a ratio of a bf16 layer's time."""
+
+from benchmarks.measuring.figure import Case, Figure, at_most
+from benchmarks.measuring.timing import Timing, interleave
+from quaver.recipes import RECIPES
+
+FEATURES, QUICK_FEATURES = 1024, 64
+ROUNDS, QUICK_ROUNDS = 9, 2
+#: Recipes that the peers have something to set beside: eight bits, a scale for a tensor, a channel or a block.
+FP8 = [n for n, build in RECIPES.items() if build().quantizes and n not in ("nvfp4", "mxfp4", "mxfp6")]
+
+
+def measure(quick: bool) -> list[Figure]:
+    from benchmarks.subjects import jax_linear as layers  # jax, flax and qwix, which no other case needs
+
+    at = layers.arrays(QUICK_FEATURES if quick else FEATURES)
+    peers = {name: layers.flax(at, op) for name, op in layers.FLAX.items()}
+    peers |= {name: layers.with_qwix(at, options) for name, options in layers.QWIX.items()}
+    steps = {"x @ w in bf16": layers.plain(at), **peers}
+    steps |= {f"quaver {name}": layers.ours(at, build()) for name, build in RECIPES.items()}
+    timings = interleave(steps, rounds=QUICK_ROUNDS if quick else ROUNDS, steps=1)
+    fastest = min(timings[name].ratio for name in peers)
+    judged = () if quick else FP8
+    return [f for name, timing in timings.items() for f in figures(name, timing, fastest, judged)]
+
+
+def figures(subject: str, timing: Timing, fastest: float, judged: list[str] | tuple[str, ...]) -> list[Figure]:
+    """Ratio and time; a judged recipe may take no longer than the fastest peer of this very run."""
+    target = at_most(round(fastest, 2)) if subject.removeprefix("quaver ") in judged else None
+    return [
+        Figure(subject, "of bf16", round(timing.ratio, 2), "x", target),
+        Figure(subject, "time", timing.seconds * 1e3, "ms"),
+    ]
+
+
+CASE = Case(
+    name="jax",
+    title=f"Linear forward + backward in JAX, {FEATURES}³, bf16, against x @ w",
+    notes=(
+        "Compiled, without bias, one thread, processor time, interleaved; the median of each round's ratio. The output "
+        "and the gradients of input, weight and state come from a given gradient of the output. The baseline is "
+        "what XLA makes of a bf16 product: on a CPU it multiplies float32 copies, where ours multiply bf16. flax's ops "
+        "are delayed scaling; qwix has E4M3 with E5M2 gradients, a scale for a channel or for 32. The target is the "
+        "fastest of them in the same run."
+    ),
+    measure=measure,
+)

@@ -1,0 +1,158 @@
+"""Bytes of activations that autograd keeps between forward and backward, against the same layers in bf16.
+
+Every tensor saved for backward is seen by `torch.autograd.graph.saved_tensors_hooks`, also those of a compiled graph;
+each storage counts once, parameters do not count. A compiled graph may also keep the weights that it quantized, as an
+eager layer keeps them in its cache: they are no activations and have a column of their own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import quaver.torch as qt
+from benchmarks.cases.linear.speed import QUANTIZING
+from benchmarks.measuring.figure import Case, Figure, Target, at_most
+from benchmarks.subjects import peer
+from quaver.core.costs.kept import saved_bytes
+from quaver.core.spec import Recipe
+from quaver.recipes import RECIPES
+
+#: Tokens and features of every layer.
+SIZE, QUICK_SIZE = (2048, 1024), (256, 128)
+#: Highest share of bf16's bytes: without the scales; and for recipes that are judged with them.
+WITHOUT_SCALES, WITH_SCALES = at_most(52.0), dict.fromkeys(("nvfp4", "mxfp4"), at_most(30.0))
+#: Those whose backward reads eight or four bits.
+SAVING = [name for name in QUANTIZING if RECIPES[name]().wgrad.b is not None]
+
+Build = Callable[[int], nn.Module]
+
+
+def layer(features: int) -> nn.Module:
+    return nn.Linear(features, features, bias=False, dtype=torch.bfloat16)
+
+
+def mlp(features: int) -> nn.Module:
+    return nn.Sequential(*(layer(features) for _ in range(3)))
+
+
+def mlp_with_silu(features: int) -> nn.Module:
+    return nn.Sequential(layer(features), nn.SiLU(), layer(features), nn.SiLU(), layer(features))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that one forward saves."""
+
+    activations: int
+    #: In eight or four bits, of the weights' size.
+    weights: int
+
+
+def saved(model: nn.Module, tokens: int, features: int, compiled: bool) -> Saved:
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    # The tensors are kept until they are counted: an address that is used again would count once.
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in parameters:
+            kept[address] = tensor.detach()
+        return tensor
+
+    torch.manual_seed(0)
+    x = torch.randn(tokens, features, dtype=torch.bfloat16, requires_grad=True)
+    if compiled:
+        torch.compiler.reset()
+        model = torch.compile(model, fullgraph=True)  # type: ignore[assignment]
+        model(x).sum().backward()
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    y.sum().backward()
+    weights = sum(stored(tensor) for tensor in kept.values() if is_weight(tensor, features))
+    return Saved(sum(stored(tensor) for tensor in kept.values()) - weights, weights)
+
+
+def stored(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def is_weight(tensor: Tensor, features: int) -> bool:
+    """Whether these are a quantized weight's codes; there are more tokens than features, so an input has more."""
+    elements = features * features
+    return tensor.itemsize == 1 and tensor.numel() == (elements // 2 if tensor.dtype == torch.uint8 else elements)
+
+
+def measure(build: Build, layers: int, quick: bool, compiled: bool = False, judged: bool = True) -> list[Figure]:
+    tokens, features = QUICK_SIZE if quick else SIZE
+    base = saved(build(features), tokens, features, compiled)
+    figures = row("nn.Linear", base, base, 0)
+    brief = quick and compiled  # compiling takes seconds a model
+    for name in () if brief else peer.RECIPES:
+        found = saved(peer.convert(build(features), name), tokens, features, compiled)
+        figures += row(f"torchao {name}", found, base, 0)
+    for name in ["tensorwise"] if brief else SAVING:
+        recipe = RECIPES[name]()
+        model = build(features)
+        qt.convert(model, recipe)
+        found = saved(model, tokens, features, compiled)
+        scales = layers * scale_bytes(recipe, tokens, features)
+        figures += row(f"quaver {name}", found, base, scales, name if judged else "")
+    return figures
+
+
+def scale_bytes(recipe: Recipe, tokens: int, features: int) -> int:
+    """What the scales of one saved input weigh."""
+    assert recipe.wgrad.b is not None
+    data = features * recipe.wgrad.b.padded(tokens) * recipe.wgrad.b.format.stored_bits // 8
+    return saved_bytes(recipe, tokens, features) - data
+
+
+def row(subject: str, found: Saved, base: Saved, scales: int, judged: str = "") -> list[Figure]:
+    """A subject's figures; an activation that is neither eight bits nor a scale counts as data."""
+    without: Target | None = WITHOUT_SCALES if judged else None
+
+    def percent(column: str, part: int, target: Target | None = None) -> Figure:
+        return Figure(subject, column, 100 * part / base.activations, "%", target)
+
+    return [
+        Figure(subject, "saved", found.activations / 2**20, "MiB"),
+        percent("of bf16 without scales", found.activations - scales, without),
+        percent("scales", scales),
+        percent("of bf16 in all", found.activations, WITH_SCALES.get(judged)),
+        percent("quantized weights", found.weights),
+    ]
+
+
+NOTES = (
+    f"Input [{SIZE[0]}, {SIZE[1]}] bf16, layers {SIZE[1]} → {SIZE[1]} without bias; each storage saved for backward "
+    "counts once, parameters apart. Scales are those of the eight- or four-bit input; anything else that is saved "
+    "counts as data, but for quantized weights, which the last column shows and the others leave out."
+)
+
+LAYER = Case(
+    name="memory-layer",
+    title="Activation bytes saved for backward: one linear layer, eager",
+    notes=NOTES,
+    measure=lambda quick: measure(layer, 1, quick),
+)
+EAGER_MLP = Case(
+    name="memory-mlp",
+    title="Activation bytes saved for backward: three linear layers, eager",
+    notes=NOTES,
+    measure=lambda quick: measure(mlp, 3, quick),
+)
+COMPILED_MLP = Case(
+    name="memory-mlp-compiled",
+    title="Activation bytes saved for backward: three linear layers, torch.compile(fullgraph=True)",
+    notes=NOTES,
+    measure=lambda quick: measure(mlp, 3, quick, compiled=True),
+)
+SILU_MLP = Case(
+    name="memory-mlp-silu",
+    title="Activation bytes saved for backward: three linear layers with SiLU between, eager",
+    notes=NOTES + " SiLU keeps its own input in bf16, whatever the layers do: no target.",
+    measure=lambda quick: measure(mlp_with_silu, 3, quick, judged=False),
+)

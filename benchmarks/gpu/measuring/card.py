@@ -1,0 +1,77 @@
+"""What a figure was measured on: GPU, driver, clocks, versions, commit, date."""
+
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from benchmarks.measuring.machine import commit, cpu, today
+from quaver.core.costs.gpus import GPUS, Gpu
+
+#: What nvidia-smi is asked for, by the name that is shown.
+QUERIES = {
+    "driver": "driver_version",
+    "power limit": "power.limit",
+    "SM clock, highest": "clocks.max.sm",
+    "SM clock, now": "clocks.sm",
+    "memory clock": "clocks.mem",
+    "temperature": "temperature.gpu",
+}
+
+
+def describe(given_commit: str = "") -> dict[str, str]:
+    """Facts by name, in the order in which they are shown; what cannot be found out is left out."""
+    found = {"date": today(), "card": name()}
+    if torch.cuda.is_available():
+        about = torch.cuda.get_device_properties(0)
+        found["capability"] = f"{about.major}.{about.minor}, {about.multi_processor_count} SMs"
+        found["memory"] = f"{about.total_memory / 2**30:.0f} GiB, L2 {about.L2_cache_size / 2**20:.0f} MiB"
+    found |= smi()
+    found |= {"cuda": torch.version.cuda or "none", "torch": torch.__version__}
+    found |= {package: installed(package) for package in ("triton", "torchao", "numpy")}
+    found |= {"python": platform.python_version(), "cpu": cpu(), "commit": given_commit or commit()}
+    return found
+
+
+def name() -> str:
+    """The card as torch names it, or that there is none."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+
+
+def slug(card: str) -> str:
+    """The card as part of a file's name: "NVIDIA H200" becomes "h200"."""
+    words = re.findall(r"[a-z0-9]+", card.lower())
+    return "-".join(word for word in words if word not in ("nvidia", "geforce")) or "none"
+
+
+def known() -> Gpu | None:
+    """The ledger's row of this card, if it has one."""
+    card = name()
+    return next((gpu for gpu in GPUS.values() if gpu.driver == card), None)
+
+
+def nearest() -> Gpu:
+    """The row to count bytes by: this card's, or that of a card with the same layouts."""
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
+    return known() or GPUS["b200" if major >= 10 else "h200"]
+
+
+def smi() -> Mapping[str, str]:
+    """What nvidia-smi tells, if it is there."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    lines = done.stdout.strip().splitlines()
+    return dict(zip(QUERIES, (value.strip() for value in lines[0].split(",")), strict=False)) if lines else {}
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,94 @@
+"""Where a run measures and how thoroughly; a case, and what measuring it gives."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.measuring.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The same for every case of a run."""
+
+    device: torch.device
+    #: Toy sizes, which say nothing of speed: does everything run?
+    toy: bool = False
+    #: Fewer sizes and rounds.
+    quick: bool = False
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def rounds(self) -> int:
+        """How often a time is taken."""
+        return 1 if self.toy else 5 if self.quick else 11
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Where there is no GPU, have the implementations of one run interpreted; on a GPU they run by themselves."""
+        if self.cuda:
+            yield
+            return
+        import quaver.torch as qt
+
+        with qt.only("triton"):
+            yield
+
+
+@dataclass
+class Found:
+    """What a case gave: its figures, and a sentence for each subject that could not be measured."""
+
+    figures: list[Figure] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, subject: str, column: str, value: float, unit: str) -> None:
+        self.figures.append(Figure(subject, column, value, unit))
+
+
+class Case(NamedTuple):
+    """A few seconds' worth of measuring."""
+
+    name: str
+    #: Adds what it finds as it goes, so that what comes before a failure is kept.
+    measure: Callable[[Setting, Found], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Cases that make one table."""
+
+    name: str
+    title: str
+    #: How it is measured, and what one must know to read it.
+    notes: str
+    #: Seconds that its cases may take together; what others leave is added.
+    seconds: float
+    cases: Callable[[Setting], list[Case]]
+
+
+class GpuLost(RuntimeError):
+    """The GPU's context is broken: nothing more can be measured in this process."""
+
+
+def check_gpu(setting: Setting) -> None:
+    """After a failure: raise GpuLost unless the GPU still works."""
+    if not setting.cuda:
+        return
+    try:
+        torch.cuda.synchronize()
+        torch.ones(8, device=setting.device).sum().item()
+    except Exception as error:
+        raise GpuLost(first_line(error)) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and what it says first."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

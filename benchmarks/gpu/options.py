@@ -1,0 +1,31 @@
+"""What the command line says of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.measuring.setting import Setting
+from benchmarks.measuring import results
+
+#: Seconds that a run may take.
+WHOLE = 480.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of the command line."""
+
+    quick: bool = False
+    dry: bool = False
+    only: tuple[str, ...] = ()
+    #: Seconds of the whole run.
+    seconds: float = WHOLE
+    #: Where results are kept besides $OUT; None keeps none.
+    folder: Path | None = results.FOLDER
+    commit: str = ""
+
+    @property
+    def setting(self) -> Setting:
+        cuda = torch.cuda.is_available() and not self.dry
+        return Setting(device=torch.device("cuda" if cuda else "cpu"), toy=self.dry, quick=self.quick)

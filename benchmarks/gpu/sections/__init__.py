@@ -1,0 +1,1 @@
+"""What is measured on a GPU, and the registry of sections in their order; no clock."""

@@ -1,0 +1,1 @@
+"""Sections of single launches: ceilings, GEMMs, quantizing, producers; no layer."""

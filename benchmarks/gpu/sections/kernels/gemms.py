@@ -1,0 +1,114 @@
+"""GEMMs of quantized operands: rates by recipe and accumulation, and errors against float64."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+import quaver.torch as qt
+from benchmarks.gpu.measuring.clock import Step, interleave
+from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from quaver.core.costs import ledger
+from quaver.core.spec import GemmSpec
+from quaver.recipes import RECIPES
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import functional, ops
+
+#: [m, k] @ [n, k].T
+SHAPES = ((8192, 4096, 4096), (8192, 14_336, 4096), (8192, 4096, 14_336), (8192, 28_672, 8192), (16_384, 14_336, 4096))
+TOY, CHECKED = (32, 48, 64), (1024, 1536, 4096)
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+def gemms() -> dict[str, GemmSpec]:
+    """Every distinct pair of operands by "recipe gemm", named after the first recipe that has it."""
+    found: dict[GemmSpec, str] = {}
+    for name, build in RECIPES.items():
+        for gemm, spec in build().gemms.items():
+            if spec.a is not None and spec.b is not None:
+                found.setdefault(GemmSpec(spec.a, spec.b), f"{name} {gemm}")
+    return {label: spec for spec, label in found.items()}
+
+
+def modes(spec: GemmSpec) -> dict[str, tuple[torch.dtype, bool]]:
+    """By name, the dtype of the result and whether accumulation may be fast."""
+    found = {"": (BF16, False)}
+    if ledger.kind(spec) in ("tensor", "row"):
+        found |= {", fast": (BF16, True), ", float32 out": (FLOAT32, False)}
+    return found
+
+
+def implementations(setting: Setting) -> AbstractContextManager[None]:
+    """Where there is no GPU, the code of one as far as torch has it on a CPU."""
+    return nullcontext() if setting.cuda else qt.only("native")
+
+
+def operands(spec: GemmSpec, shape: tuple[int, int, int], setting: Setting) -> tuple[Quantized, Quantized]:
+    m, n, k = shape
+    torch.manual_seed(0)
+    a = torch.randn(m, k, dtype=BF16, device=setting.device)
+    b = torch.randn(n, k, dtype=BF16, device=setting.device) * 0.02
+    assert spec.a is not None and spec.b is not None
+    with setting.kernels():
+        return functional.quantize(a, spec.a), functional.quantize(b, spec.b)
+
+
+def runs_as(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> str:
+    """The name of the implementation that takes a product."""
+    return next(name for name, why in ops.MATMUL.explain(a, b, dtype, None, fast) if not why)
+
+
+def errors(setting: Setting, found: Found) -> None:
+    """Of float32 results, for every pair of operands and either accumulation."""
+    for name, spec in gemms().items():
+        a, b = operands(spec, TOY if setting.toy else CHECKED, setting)
+        expected = reference.double(a) @ reference.double(b).t()
+        for fast in (False, True):
+            with implementations(setting):
+                y = functional.matmul(a, b, FLOAT32, None, fast).double()
+                how = runs_as(a, b, FLOAT32, fast)
+            error = ((y - expected).square().sum() / expected.square().sum()).sqrt().item()
+            found.add(name, f"error{', fast' if fast else ''}", error * 1e6, "ppm")
+            if not error < 1:
+                found.failures.append(f"{name}: the product by {how} is wrong: relative RMS {error:.3g} of float64")
+
+
+def rates(shape: tuple[int, int, int], setting: Setting, found: Found) -> None:
+    """Of all of them at one size, beside bf16's."""
+    m, n, k = shape
+    a16 = torch.randn(m, k, dtype=BF16, device=setting.device)
+    b16 = torch.randn(n, k, dtype=BF16, device=setting.device)
+    head = f"{m} x {n} x {k}: "
+    steps: dict[str, Step] = {head + "bf16": lambda: torch.mm(a16, b16.t())}
+    with implementations(setting):
+        for name, spec in gemms().items():
+            try:
+                a, b = operands(spec, shape, setting)
+                for mode, (dtype, fast) in modes(spec).items():
+                    label = f"{head}{name}{mode} ({runs_as(a, b, dtype, fast)})"
+                    steps[label] = lambda a=a, b=b, dtype=dtype, fast=fast: functional.matmul(a, b, dtype, None, fast)
+            except Exception as error:
+                found.failures.append(f"{head}{name}: {error}")
+        timings = interleave(steps, setting, found)
+    for label, timing in timings.items():
+        found.add(label, "rate", 2.0 * m * n * k / timing.seconds / 1e12, "TFLOP/s")
+        found.add(label, "over bf16", 1 / timing.ratio, "x")
+
+
+def cases(setting: Setting) -> list[Case]:
+    shapes = (TOY,) if setting.toy else SHAPES[:2] if setting.quick else SHAPES
+    timed = [Case(str(shape), lambda s, found, shape=shape: rates(shape, s, found)) for shape in shapes]
+    return [Case("errors", errors), *timed]
+
+
+SECTION = Section(
+    name="gemms",
+    title="GEMMs of quantized operands",
+    notes=(
+        "[m, k] @ [n, k].T, operands quantized beforehand; in parentheses the implementation that runs. The result is "
+        "bf16 unless it says otherwise. Errors are the relative RMS of a float32 result, from float64, at "
+        "1024 x 1536 x 4096. Pairs of operands that two GEMMs share are named after the first."
+    ),
+    seconds=50,
+    cases=cases,
+)

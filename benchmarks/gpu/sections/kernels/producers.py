@@ -1,0 +1,241 @@
+"""Kernels that make what is quantized, and quantize it on the way: norms, activations; and amax, transpose and rope."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.measuring.clock import interleave
+from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.sections.kernels.quantizing import differing, poisoned, report
+from quaver import E4M3, QuantSpec
+from quaver.torch.numerics import reference
+
+ROWS, DIM, HIDDEN, HEADS = 8192, 4096, 14_336, 32
+EPS = 1e-5
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+TENSOR, ROW, BLOCKS = QuantSpec(E4M3), QuantSpec(E4M3, (1, None)), QuantSpec(E4M3, (1, 128))
+MX = QuantSpec(E4M3, (1, 32), "e8m0")
+#: What a norm or an activation writes: (name, spec, whether the tensor's factor is known, bytes of an element's codes).
+WRITES = (
+    ("bf16 and its amax", TENSOR, False, 2.0),
+    ("codes by a known factor", TENSOR, True, 1.0),
+    ("row-wise codes", ROW, False, 1.0),
+    ("1x128 codes", BLOCKS, False, 1 + 4 / 128),
+    ("MXFP8 codes", MX, False, 1 + 1 / 32),
+)
+
+#: Tensors in, tensors and operands out.
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A kernel as it is timed."""
+
+    name: str
+    #: The inputs' shapes, bf16.
+    shapes: tuple[tuple[int, ...], ...]
+    run: Run
+    #: Bytes that must be moved.
+    moved: float
+    #: Runs the kernel on other inputs and says how many elements are wrong.
+    wrong: Callable[[Setting], int] | None = None
+    #: Likewise, the largest relative RMS from float64 of what float32 inputs give.
+    error: Callable[[Setting], float] | None = None
+
+
+def size(n: int, setting: Setting) -> int:
+    """A size, or a toy's."""
+    return n if not setting.toy else 16 if n == ROWS else 128
+
+
+def factor(setting: Setting) -> Tensor:
+    return torch.full((1,), 4.0, device=setting.device)
+
+
+def quantized_right(made: Any, spec: QuantSpec, known: Tensor | None) -> int:
+    """Wrong elements of what was quantized beside its source."""
+    flat = made.y.reshape(-1, made.y.shape[-1])
+    expected = reference.quantize(flat, spec, None, known)
+    if made.quantized is not None:
+        return differing(made.quantized, expected)
+    return int((made.amax.view(-1) != expected.amax.view(-1)).sum())
+
+
+def relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest relative RMS of a few tensors from float64 ones."""
+    pairs = zip(found, expected, strict=True)
+    return max(((a.double() - b).square().sum() / b.square().sum()).sqrt().item() for a, b in pairs)
+
+
+def norm_rows(setting: Setting) -> list[Row]:
+    from quaver.torch.backends.gpu.fused import norm
+
+    rows, dim = size(ROWS, setting), size(DIM, setting)
+    gamma = torch.rand(dim, device=setting.device) + 0.5
+
+    def forward(spec: QuantSpec, known: bool, output: bool) -> Run:
+        e = factor(setting) if known else None
+        return lambda x: norm.normalized(x, gamma, None, "RMSNorm", EPS, spec, e, output)
+
+    def wrong(spec: QuantSpec, known: bool) -> Callable[[Setting], int]:
+        x = torch.randn(min(rows, 1000), dim, device=setting.device, dtype=BF16)
+        e = factor(setting) if known else None
+        return lambda s: quantized_right(forward(spec, known, True)(x), spec, e)
+
+    def error(s: Setting) -> float:
+        x = torch.randn(min(rows, 1000), dim, device=s.device)
+        g = torch.randn_like(x)
+        y, mean, inverse = norm.forward(x, gamma, None, "RMSNorm", EPS)
+        dx, of_gamma, _ = norm.backward(g, x, gamma, None, mean, inverse, "RMSNorm")
+        wide, weight = x.double().requires_grad_(), gamma.double().requires_grad_()
+        expected = F.rms_norm(wide, (dim,), weight, EPS)
+        return relative((y, dx, of_gamma), (expected, *torch.autograd.grad(expected, (wide, weight), g.double())))
+
+    inverse = torch.rand(rows, 1, device=setting.device) + 0.5
+    mean = torch.empty(0, device=setting.device)
+    of_forward = [
+        Row(
+            name=f"RMSNorm to {name}",
+            shapes=((rows, dim),),
+            run=forward(spec, known, spec == TENSOR and not known),
+            moved=rows * dim * (2 + written),
+            wrong=wrong(spec, known),
+        )
+        for name, spec, known, written in WRITES
+    ]
+    backward = Row(
+        name="RMSNorm backward and its amax",
+        shapes=((rows, dim), (rows, dim)),
+        run=lambda g, x: norm.gradients(g, x, gamma, None, mean, inverse, "RMSNorm", True),
+        moved=rows * dim * 6.0,
+        error=error,
+    )
+    return [*of_forward, backward]
+
+
+def activation_rows(setting: Setting) -> list[Row]:
+    from quaver.torch.backends.gpu.fused import activation
+
+    rows, hidden = size(ROWS, setting), size(HIDDEN, setting)
+
+    def forward(spec: QuantSpec, known: bool, output: bool) -> Run:
+        e = factor(setting) if known else None
+        return lambda gate, up: activation.activated("swiglu", (), (gate, up), spec, e, output)
+
+    def wrong(spec: QuantSpec, known: bool) -> Callable[[Setting], int]:
+        x = torch.randn(2, min(rows, 1000), hidden, device=setting.device, dtype=BF16)
+        e = factor(setting) if known else None
+        return lambda s: quantized_right(forward(spec, known, True)(*x), spec, e)
+
+    def error(s: Setting) -> float:
+        gate, up, g = torch.randn(3, min(rows, 1000), hidden, device=s.device)
+        y = activation.forward("swiglu", (), (gate, up))
+        gradients = activation.backward("swiglu", (), g, (gate, up))
+        wide = gate.double().requires_grad_(), up.double().requires_grad_()
+        expected = F.silu(wide[0]) * wide[1]
+        return relative((y, *gradients), (expected, *torch.autograd.grad(expected, wide, g.double())))
+
+    of_forward = [
+        Row(
+            name=f"SwiGLU to {name}",
+            shapes=((rows, hidden), (rows, hidden)),
+            run=forward(spec, known, spec == TENSOR and not known),
+            moved=rows * hidden * (4 + written),
+            wrong=wrong(spec, known),
+        )
+        for name, spec, known, written in WRITES
+    ]
+    backward = Row(
+        name="SwiGLU backward and its amaxes",
+        shapes=((rows, hidden),) * 3,
+        run=lambda g, gate, up: activation.gradients("swiglu", (), g, (gate, up), True),
+        moved=rows * hidden * 10.0,
+        error=error,
+    )
+    return [*of_forward, backward]
+
+
+def other_rows(setting: Setting) -> list[Row]:
+    from quaver.torch.backends.gpu import families
+    from quaver.torch.backends.gpu.fused import rope
+
+    rows, dim = size(ROWS, setting), size(DIM, setting)
+    heads = 2 if setting.toy else HEADS
+    angles = torch.rand(1, rows, 1, dim // heads // 2, device=setting.device)
+    cos, sin = angles.cos(), angles.sin()
+
+    def amax_wrong(s: Setting) -> int:
+        x = torch.randn(rows - 1, dim - 1, dtype=BF16, device=s.device)
+        return int(families.measure(x).item() != x.abs().max().item())
+
+    def transpose_wrong(s: Setting) -> int:
+        codes = torch.randint(256, (rows - 1, dim - 1), dtype=torch.uint8, device=s.device)
+        turned = families.transpose(codes.view(torch.float8_e4m3fn)).view(torch.uint8)
+        return int((turned != codes.t()).sum())
+
+    return [
+        Row(
+            name="amax",
+            shapes=((rows, dim),),
+            run=families.measure,
+            moved=rows * dim * 2.0,
+            wrong=amax_wrong,
+        ),
+        Row(
+            name="transpose of FP8",
+            shapes=((rows, dim // 2),),
+            run=lambda x: families.transpose(x.view(torch.float8_e4m3fn)),
+            moved=rows * dim * 2.0,
+            wrong=transpose_wrong,
+        ),
+        Row(
+            name="rope of queries and keys, 4 to a group",
+            shapes=((1, rows, heads, dim // heads), (1, rows, max(heads // 4, 1), dim // heads)),
+            run=lambda q, k: rope.turn(q, k, cos, sin, False, False),
+            moved=rows * (dim + dim // heads * max(heads // 4, 1)) * 4.0,
+        ),
+    ]
+
+
+def measured(build: Callable[[Setting], list[Row]], setting: Setting, found: Found) -> None:
+    """Every row of a family: compared, then timed."""
+    with setting.kernels():
+        for row in build(setting):
+            with poisoned():
+                if row.wrong is not None:
+                    found.add(row.name, "differing", row.wrong(setting), "elements")
+                if row.error is not None:
+                    found.add(row.name, "error", 1e6 * row.error(setting), "ppm")
+            inputs = itertools.cycle(
+                [[torch.randn(s, dtype=BF16, device=setting.device) for s in row.shapes] for _ in range(sets(setting))]
+            )
+            timings = interleave({row.name: lambda row=row, inputs=inputs: row.run(*next(inputs))}, setting, found)
+            for name, timing in timings.items():
+                report(name, row.moved, timing.seconds, setting, found)
+
+
+def sets(setting: Setting) -> int:
+    """Of inputs that rotate."""
+    return 1 if setting.toy else 5
+
+
+SECTION = Section(
+    name="producers",
+    title="Kernels that make what is quantized, 8192 tokens, 4096 features, 14336 hidden",
+    notes=(
+        "As the kernels before. `differing` compares codes, scales and amaxes with the reference's of the same source; "
+        "`error` is the relative RMS of results and gradients from float64, of float32 inputs. Backward measures the "
+        "amax of its gradients on the way."
+    ),
+    seconds=25,
+    cases=lambda setting: [
+        Case(name, lambda s, found, build=build: measured(build, s, found))
+        for name, build in {"norms": norm_rows, "activations": activation_rows, "others": other_rows}.items()
+    ],
+)

@@ -1,0 +1,183 @@
+"""The quantization kernels: equal to the reference bit by bit, then timed against the time that their bytes take."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.measuring import card
+from benchmarks.gpu.measuring.clock import interleave
+from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.sections.kernels.ceilings import copy_rate
+from quaver.core.costs import ledger
+from quaver.core.costs.ledger import Copy
+from quaver.recipes import RECIPES
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
+
+#: Of the operands that are compared, whole blocks and ragged; and of the one that is timed.
+COMPARED, TOY, TIMED = ((1024, 768), (1000, 776)), ((36, 72),), (8192, 4096)
+#: Noise of an operand and of its transpose: (seed, tensor id, count).
+NOISE, OTHER_NOISE = (0, 1, 0), (0, 2, 0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A tensor as a recipe quantizes it."""
+
+    copies: tuple[Copy, ...]
+    delayed: bool
+
+    def run(self, x: Tensor) -> tuple[Quantized, ...]:
+        """By the kernels, as layers call them."""
+        factor = torch.full((1,), 4.0, device=x.device) if self.delayed else None
+        return self.on(x, factor)
+
+    def on(self, x: Tensor, factor: Tensor | None) -> tuple[Quantized, ...]:
+        if len(self.copies) == 2:
+            plain, turned = (copy.spec for copy in self.copies)
+            both = ops.QUANTIZE_BOTH(x, plain, turned, None, factor, NOISE, OTHER_NOISE, self.delayed)
+            return tuple(both)
+        (copy,) = self.copies
+        return (kernel()(x.t() if copy.turned else x, copy.spec, None, factor, NOISE, self.delayed),)
+
+    def expected(self, x: Tensor) -> tuple[Quantized, ...]:
+        """By the reference."""
+        factor = 4.0 if self.delayed else None
+        noises = NOISE, OTHER_NOISE
+        return tuple(
+            reference.quantize(x.t() if copy.turned else x, copy.spec, None, factor, noise)
+            for copy, noise in zip(self.copies, noises, strict=False)
+        )
+
+    def why_not(self, x: Tensor) -> str:
+        """Why there is no kernel for it, or ""."""
+        impl = next(i for i in ops.QUANTIZE.impls if i.name == "triton")
+        return next((why for c in self.copies if (why := impl.reason(x, c.spec, None, None, NOISE))), "")
+
+
+def kernel() -> Callable[..., Quantized]:
+    return next(impl.run for impl in ops.QUANTIZE.impls if impl.name == "triton")
+
+
+def works() -> dict[str, Work]:
+    """Every distinct one by "recipe tensor", named after the first recipe that has it."""
+    gpu = card.nearest()
+    found: dict[Work, str] = {}
+    for name, build in RECIPES.items():
+        recipe = build()
+        for tensor, copies in ledger.copies(recipe, gpu).items():
+            if copies:
+                found.setdefault(Work(tuple(copies), recipe.delayed is not None), f"{name} {tensor}")
+    return {label: work for work, label in found.items()}
+
+
+def operands(shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+    """bf16 values that hurt, by name."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(shape, generator=generator)
+    wide = normal * torch.exp2(torch.randint(-60, 60, shape, generator=generator).float())
+    found = {"normal": normal, "wide": wide, "zeros": torch.zeros(shape), "subnormal": normal * 1e-39}
+    for name, value in {"NaN": math.nan, "infinity": math.inf, "outlier": 3e38}.items():
+        found[name] = normal.clone()
+        found[name][shape[0] // 2, shape[1] // 3] = value
+    return {name: x.to(torch.bfloat16).to(device) for name, x in found.items()}
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What torch.empty returns is full of NaN and 255, so that an element that nobody wrote is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def differing(found: Quantized, expected: Quantized) -> int:
+    """Codes and scales that are not the same; NaN is NaN."""
+    total = 0
+    for ours, theirs in ((found.codes(), expected.codes()), (found.scales(), expected.scales())):
+        if ours.shape != theirs.shape:
+            raise ValueError(f"{tuple(ours.shape)} where the reference has {tuple(theirs.shape)}")
+        total += int(((ours != theirs) & ~((ours != ours) & (theirs != theirs))).sum())
+    return total
+
+
+def compare(name: str, work: Work, setting: Setting, found: Found) -> None:
+    """The figure of a kernel's wrong elements."""
+    wrong, where = 0, []
+    for shape in TOY if setting.toy else COMPARED:
+        for kind, x in operands(shape, setting.device).items():
+            if setting.toy and kind != "NaN":
+                continue
+            with poisoned():
+                made = work.run(x)
+            each = [differing(q, r) for q, r in zip(made, work.expected(x), strict=True)]
+            wrong += sum(each)
+            if sum(each):
+                where.append(f"{kind} {shape}: {each}")
+    found.add(name, "differing", wrong, "elements")
+    if where:
+        found.failures.append(f"{name}: differs from the reference: {'; '.join(where[:3])}")
+
+
+def measured(name: str, work: Work) -> Callable[[Setting, Found], None]:
+    """A case: compared, then timed."""
+
+    def measure(setting: Setting, found: Found) -> None:
+        with setting.kernels():
+            x = torch.ones((32, 32), dtype=torch.bfloat16, device=setting.device)
+            why = work.why_not(x)
+            if why:
+                found.failures.append(f"{name}: no kernel: {why}")
+                return
+            compare(name, work, setting, found)
+            shape = TOY[0] if setting.toy else TIMED
+            factor = torch.full((1,), 4.0, device=setting.device) if work.delayed else None
+            step = rotating(shape, setting, lambda x: work.on(x, factor))
+            timings = interleave({name: step}, setting, found)
+        moved = ledger.quantization(work.copies, *shape, card.nearest(), delayed=work.delayed).bytes
+        for subject, timing in timings.items():
+            report(subject, moved, timing.seconds, setting, found)
+
+    return measure
+
+
+def report(subject: str, moved: float, seconds: float, setting: Setting, found: Found) -> None:
+    """A time as a rate of the bytes that must be moved, and as a fraction of the time that these take."""
+    found.add(subject, "time", seconds * 1e6, "µs")
+    found.add(subject, "rate", moved / seconds / 1e12, "TB/s")
+    found.add(subject, "of the floor", 100 * moved / seconds / copy_rate(setting), "%")
+
+
+def rotating(shape: tuple[int, int], setting: Setting, run: Callable[[Tensor], Any]) -> Callable[[], None]:
+    """A step on ever other inputs, so many that none is in the caches when its turn comes again."""
+    number = 2 if setting.toy else 5
+    inputs = itertools.cycle([torch.randn(shape, dtype=torch.bfloat16, device=setting.device) for _ in range(number)])
+
+    def step() -> None:
+        run(next(inputs))
+
+    return step
+
+
+SECTION = Section(
+    name="kernels",
+    title="Quantization kernels, 8192 x 4096 from bf16",
+    notes=(
+        "Each tensor of a recipe into all the copies that its GEMMs ask for. `differing`: codes and scales that are "
+        "not the reference's, over values that hurt, on poisoned outputs. The floor is the time that the counted bytes "
+        "(`core.costs.ledger`) take at the rate of a large copy; inputs rotate, so that none is in the caches. Work "
+        "that two recipes share is named after the first."
+    ),
+    seconds=60,
+    cases=lambda setting: [Case(name, measured(name, work)) for name, work in works().items()],
+)

@@ -1,0 +1,85 @@
+"""A Llama-8B layer, forward and backward, against the same layer made of torch's own parts."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu.measuring import peers
+from benchmarks.gpu.measuring.clock import Step, interleave
+from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.steps import step_of
+from benchmarks.gpu.sections.layers.linears import some
+from benchmarks.measuring.timing import Timing
+from benchmarks.subjects import blocks
+from benchmarks.subjects.blocks import Plain, Size
+from quaver import recipes
+
+LLAMA, TOKENS = Size(dim=4096, heads=32, groups=8, hidden=14_336), 8192
+TOY, TOY_TOKENS = Size(dim=64, heads=2, groups=1, hidden=64), 8
+BASE = "bf16 torch"
+
+
+def plain_layer(setting: Setting) -> tuple[Plain, Size, Tensor, Tensor]:
+    """The layer made of torch's parts, its size, its input and the gradient of its output."""
+    size, tokens = (TOY, TOY_TOKENS) if setting.toy else (LLAMA, TOKENS)
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        plain = Plain(size, tokens, gpt=False, fused=True, norm=nn.RMSNorm)
+        x = torch.randn(1, tokens, size.dim, dtype=torch.bfloat16, requires_grad=True)
+        g = torch.randn(1, tokens, size.dim, dtype=torch.bfloat16)
+    return plain, size, x, g
+
+
+def eager(setting: Setting, found: Found) -> None:
+    """torch's parts, ours without a recipe and under every one that the card has, and torchao's linear layers."""
+    plain, size, x, g = plain_layer(setting)
+    steps: dict[str, Step] = {
+        BASE: step_of(plain, x, g),
+        "quaver bf16": step_of(blocks.ours(plain, size), x, g, changing=True),
+    }
+    for name in some(setting):
+        steps[f"quaver {name}"] = step_of(blocks.ours(plain, size), x, g, recipes.get(name), changing=True)
+    for name in () if peers.available() else peers.RECIPES:
+        steps[f"torchao {name}"] = step_of(peers.convert(plain, name, emulate=not setting.cuda), x, g)
+    with setting.kernels():
+        report(interleave(steps, setting, found), found)
+
+
+def compiled(peer: str, setting: Setting, found: Found) -> None:
+    """torch's parts, or those with torchao's linear layers, through torch.compile."""
+    torch.compiler.reset()
+    plain, _, x, g = plain_layer(setting)
+    other = plain if peer == BASE else peers.convert(plain, peer.removeprefix("torchao "), emulate=not setting.cuda)
+    fast = step_of(peers.compiled(other, setting), x, g)
+    timings = interleave({"eager": step_of(plain, x, g), f"{peer} compiled": fast}, setting, found)
+    timings.pop("eager", None)
+    report(timings, found)
+
+
+def report(timings: Mapping[str, Timing], found: Found) -> None:
+    for name, timing in timings.items():
+        found.add(name, "time", timing.seconds * 1e3, "ms")
+        found.add(name, "speed-up", 1 / timing.ratio, "x")
+
+
+def cases(setting: Setting) -> list[Case]:
+    # One to a case: compiling takes long enough for each to be told by itself.
+    others = [] if peers.available() or setting.toy else [f"torchao {name}" for name in peers.RECIPES]
+    return [
+        Case("eager", eager),
+        *(Case(f"{peer} compiled", lambda s, found, peer=peer: compiled(peer, s, found)) for peer in (BASE, *others)),
+    ]
+
+
+SECTION = Section(
+    name="layer",
+    title="A Llama-8B layer forward + backward, 8192 tokens, against torch's parts",
+    notes=(
+        "bf16; RMSNorm, one matrix for q, k and v, rope, scaled_dot_product_attention, one matrix for gate and up, "
+        "silu. Ours has the same weights, which count as changed after every step; `quaver bf16` is without a recipe. "
+        "Compiled rows are timed by themselves beside torch's parts, eager."
+    ),
+    seconds=60,
+    cases=cases,
+)

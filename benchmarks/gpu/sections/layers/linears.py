@@ -1,0 +1,132 @@
+"""Forward and backward through one linear layer, against nn.Linear in bf16 and torchao."""
+
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from benchmarks.gpu.measuring import card, peers
+from benchmarks.gpu.measuring.clock import Step, interleave
+from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.steps import step_of
+from benchmarks.measuring.timing import Timing
+from quaver import recipes
+from quaver.core.costs import ledger
+
+#: Tokens, in, out; the judged one first.
+MATRICES = ((4096, 4096), (4096, 14_336), (14_336, 4096), (8192, 28_672))
+SHAPES = tuple((tokens, k, n) for tokens in (8192, 16_384) for k, n in MATRICES)
+TOY = (32, 48, 64)
+BASE = "bf16 nn.Linear"
+
+
+def native() -> list[str]:
+    """Recipes whose GEMMs the card has, as the ledger counts."""
+    wanted = {name: recipes.get(name) for name, build in recipes.RECIPES.items() if build().quantizes}
+    gpu = card.nearest()
+    return [name for name, recipe in wanted.items() if not ledger.layer(recipe, *SHAPES[0], gpu).emulated]
+
+
+def some(setting: Setting) -> list[str]:
+    """Those; one of them is enough to see that a section runs."""
+    return native()[:1] if setting.toy else native()
+
+
+def layer(shape: tuple[int, int, int], setting: Setting) -> tuple[nn.Linear, Tensor, Tensor]:
+    """nn.Linear without bias, its input and the gradient of its output."""
+    tokens, k, n = shape
+    torch.manual_seed(0)
+    base = nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device=setting.device)
+    x = torch.randn(tokens, k, dtype=torch.bfloat16, device=setting.device, requires_grad=True)
+    return base, x, torch.randn(tokens, n, dtype=torch.bfloat16, device=setting.device)
+
+
+def ours(base: nn.Linear, *, own: bool = False) -> qt.Linear:
+    """Ours with the same weight; its own one where another's steps must not count as changes."""
+    made = qt.Linear(base.in_features, base.out_features, bias=False, dtype=base.weight.dtype, device="meta")
+    made.weight = nn.Parameter(base.weight.detach().clone()) if own else base.weight
+    return made
+
+
+def eager(shape: tuple[int, int, int], setting: Setting, found: Found) -> None:
+    """Everything that needs no compiler."""
+    base, x, g = layer(shape, setting)
+    steps: dict[str, Step] = {BASE: step_of(base, x, g)}
+    if why := peers.available():
+        found.failures.append(why)
+    else:
+        for name in peers.RECIPES:
+            steps[f"torchao {name} eager"] = step_of(peers.convert(base, name, emulate=not setting.cuda), x, g)
+    for name in native():
+        recipe = recipes.get(name)
+        steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipe, changing=True)
+        steps[f"quaver {name}, unchanged"] = step_of(ours(base, own=True), x, g, recipe)
+    with setting.kernels():
+        timings = interleave(steps, setting, found)
+    add(shape, timings, found)
+    compare(shape, timings, "eager", found)
+
+
+def compiled(shape: tuple[int, int, int], setting: Setting, found: Found) -> None:
+    """What torch.compile makes of nn.Linear and of torchao's, beside ours without it."""
+    torch.compiler.reset()
+    base, x, g = layer(shape, setting)
+    other: nn.Module = peers.compiled(base, setting)
+    steps: dict[str, Step] = {BASE: step_of(base, x, g), f"{BASE} compiled": step_of(other, x, g)}
+    for name in () if peers.available() or setting.toy else peers.RECIPES:
+        other = peers.convert(base, name, emulate=not setting.cuda)
+        steps[f"torchao {name} compiled"] = step_of(peers.compiled(other, setting), x, g)
+        steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipes.get(name), changing=True)
+    with setting.kernels():
+        timings = interleave(steps, setting, found)
+    own = {name: timing for name, timing in timings.items() if "compiled" in name}
+    add(shape, own, found)
+    compare(shape, timings, "compiled", found)
+
+
+def label(shape: tuple[int, int, int]) -> str:
+    return f"{shape[0]}, {shape[1]} → {shape[2]}"
+
+
+def add(shape: tuple[int, int, int], timings: dict[str, Timing], found: Found) -> None:
+    """Times and speed-ups; of ours, beside what the ledger predicts for this card."""
+    gpu = card.known()
+    for name, timing in timings.items():
+        subject, _, column = name.partition(", ")
+        subject, prefix = f"{label(shape)}: {subject}", f"{column}, " if column else ""
+        found.add(subject, f"{prefix}time", timing.seconds * 1e3, "ms")
+        found.add(subject, f"{prefix}speed-up", 1 / timing.ratio, "x")
+        if gpu is not None and column == "changing":
+            predicted = ledger.layer(recipes.get(subject.rpartition(" ")[2]), *shape, gpu).speedup
+            found.add(subject, "predicted speed-up", predicted, "x")
+
+
+def compare(shape: tuple[int, int, int], timings: dict[str, Timing], how: str, found: Found) -> None:
+    """How much faster ours is than torchao's of the same recipe."""
+    for name in peers.RECIPES:
+        mine, theirs = timings.get(f"quaver {name}, changing"), timings.get(f"torchao {name} {how}")
+        if mine and theirs:
+            ratio = theirs.seconds / mine.seconds
+            found.add(f"{label(shape)}: quaver {name}", f"over torchao {how}", ratio, "x")
+
+
+def cases(setting: Setting) -> list[Case]:
+    shapes = (TOY,) if setting.toy else SHAPES[:2] if setting.quick else SHAPES
+    return [
+        Case(f"{label(shape)} {kind.__name__}", lambda s, found, shape=shape, kind=kind: kind(shape, s, found))
+        for kind in (eager, compiled)
+        for shape in shapes
+    ]
+
+
+SECTION = Section(
+    name="linears",
+    title="Linear forward + backward against bf16",
+    notes=(
+        "Tokens, in → out, without bias, bf16, eager unless it says compiled; GPU time with the host's hidden, "
+        "interleaved; the speed-up is the median over rounds of nn.Linear's time over it. `changing`: the weight "
+        "counts as changed after every step, as in training without accumulation, and is quantized anew; `unchanged`: "
+        "what was made of it is used again, as in further micro-batches. torchao quantizes it every time."
+    ),
+    seconds=170,
+    cases=cases,
+)

@@ -1,0 +1,1 @@
+"""Sections of training runs, eager and captured; no single layer."""

@@ -1,0 +1,89 @@
+"""Results as they are kept: `NAME-DATE.md` to read and `NAME-DATE.json` to compute with."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring.figure import Result
+
+FOLDER = Path(__file__).resolve().parents[1] / "results"
+
+
+def write(
+    folder: Path, name: str, machine: Mapping[str, str], markdown: Sequence[str], data: Mapping[str, Any]
+) -> list[Path]:
+    """Write both files, each whole or not at all; a second run of the same day replaces the first.
+
+    Args:
+        folder: made if missing.
+        name: of the benchmark; the machine's date is appended.
+        machine: from `benchmarks.measuring.machine.describe`; in both files.
+        markdown: lines, the first a heading.
+        data: what the JSON file holds besides the machine.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    heading, *body = markdown
+    facts = [f"- {key}: {value}" for key, value in machine.items()]
+    texts = {
+        ".md": "\n".join([heading, "", *facts, *body]).rstrip() + "\n",
+        ".json": json.dumps(finite({"machine": dict(machine), **data}), indent=1, ensure_ascii=False) + "\n",
+    }
+    paths = []
+    for suffix, text in texts.items():
+        path = folder / f"{name}-{machine['date']}{suffix}"
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+        paths.append(path)
+    return paths
+
+
+def finite(value: Any) -> Any:
+    """The same data with what JSON has no number for as a string: "inf", "nan"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A markdown table, the first column to the left and the others to the right."""
+    lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def case_markdown(result: Result) -> list[str]:
+    case = result.case
+    lines = ["", f"## {case.title}", "", f"`{case.name}`. {case.notes}", ""]
+    if result.reason:
+        lines += [f"**{result.reason}**", ""]
+    if not result.figures:
+        return lines[:-1]
+    return lines + table(("", *result.columns), cells(result))
+
+
+def cells(result: Result) -> list[list[str]]:
+    """The table's rows as text."""
+    return [[subject, *("" if figure is None else str(figure) for figure in row)] for subject, row in result.rows()]
+
+
+def case_data(result: Result) -> dict[str, Any]:
+    figures = [asdict(figure) | {"target": _text(figure.target), "passed": figure.passed} for figure in result.figures]
+    return {
+        "name": result.case.name,
+        "title": result.case.title,
+        "seconds": round(result.seconds, 1),
+        "reason": result.reason,
+        "figures": figures,
+    }
+
+
+def _text(target: object | None) -> str | None:
+    return None if target is None else str(target)

@@ -1,0 +1,140 @@
+"""The predicted tables of docs/performance.md: `python -m benchmarks.pages.performance` writes them anew.
+
+They stand between `<!-- NAME -->` and `<!-- end of NAME -->`; a test compares them with what is computed here, so that
+the page cannot say what the ledger does not.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.pages.published import Forecast, of_torchao, of_transformer_engine, other_cards, seven
+from quaver import recipes
+from quaver.core.costs import ledger
+from quaver.core.costs.gpus import GPUS, Figure
+from quaver.train.commands.planning import plan
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+
+#: (tokens, in, out) of the floors.
+SHAPES = (
+    (8192, 4096, 4096),
+    (8192, 4096, 14_336),
+    (8192, 8192, 28_672),
+    (16_384, 4096, 4096),
+    (16_384, 4096, 14_336),
+    (16_384, 8192, 28_672),
+)
+#: What the floors are for: title, recipe, and how it is used.
+HOPPER = (
+    ("tensorwise", "tensorwise", {}),
+    ("delayed", "delayed", {}),
+    ("delayed, weights once in 8 micro-batches", "delayed", {"micro_batches": 8}),
+    ("the same, inputs and gradients from their producers", "delayed", {"micro_batches": 8, "produced": True}),
+    ("rowwise", "rowwise", {}),
+    ("rowwise_bf16_wgrad", "rowwise_bf16_wgrad", {}),
+    ("blockwise", "blockwise", {}),
+    ("blockwise, from producers", "blockwise", {"produced": True}),
+)
+BLACKWELL = tuple((name, name, {}) for name in ("tensorwise", "delayed", "rowwise", "mxfp8", "nvfp4"))
+MODEL_RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table: the first column to the left, the others to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def rates() -> str:
+    """Every GPU and its rates; the sources are in the table of the code."""
+    kinds = ("bf16", "tensor", "row", "block", "mx", "nvfp4")
+
+    def shown(figure: Figure | None, digits: int = 0) -> str:
+        return "–" if figure is None else f"{figure.value:.{digits}f} {figure.how[0]}"  # noqa: RUF001
+
+    rows = [
+        [gpu.name, gpu.about, shown(gpu.copy, 2), *(shown(gpu.rates.get(kind)) for kind in kinds)]
+        for gpu in GPUS.values()
+    ]
+    return markdown(["name", "GPU", "copy, TB/s", *kinds], rows)
+
+
+def floors(gpu: str, columns: Sequence[tuple[str, str, dict[str, int]]]) -> str:
+    """ms and speed-up of one Linear, forward and backward, by shape."""
+    rows = []
+    for shape in SHAPES:
+        costs = [ledger.layer(recipes.get(name), *shape, gpu, **how) for _, name, how in columns]  # type: ignore[arg-type]
+        cells = [f"{cost.seconds * 1e3:.3g} ({cost.speedup:.2f})" for cost in costs]
+        rows.append([f"{shape[0]}, {shape[1]} → {shape[2]}", f"{costs[0].bf16_seconds * 1e3:.3g}", *cells])
+    return markdown(["tokens, K → N", "bf16", *(title for title, _, _ in columns)], rows)
+
+
+def moved() -> str:
+    """Bytes an element that quantization moves, by recipe and tensor."""
+    rows = []
+    tokens, k, n = 8192, 4096, 14_336
+    for gpu in ("h200", "b200"):
+        for name in recipes.RECIPES:
+            cost = ledger.layer(recipes.get(name), tokens, k, n, gpu)
+            sizes = {"input": tokens * k, "weight": n * k, "grad_output": tokens * n}
+            cells = [f"{cost.tensors[tensor].bytes / size:.2f}" for tensor, size in sizes.items()]
+            rows.append([gpu, name, *cells, ", ".join(cost.emulated) or "none"])
+    return markdown(["GPU", "recipe", "input", "weight", "grad_output", "GEMMs not native"], rows)
+
+
+def forecasts(found: Iterable[Forecast]) -> str:
+    """Published beside predicted."""
+    rows = [[f.what, f.unit, f"{f.published:.2f}", f"{f.predicted:.2f}", f"{f.error:+.1%}"] for f in found]
+    return markdown(["what", "in", "published", "predicted", "error"], rows)
+
+
+def taken_for() -> str:
+    """The error at torchao's shapes, by the card that it is taken for."""
+    cards = {"2.4 TB/s, GEMM rates of the H200 NVL (`h100-hbm2e`)": GPUS["h100-hbm2e"], **other_cards()}
+    found = {title: of_torchao(card) for title, card in cards.items()}
+    head = ["torchao's H100 taken for", *(f.what.partition("H100, ")[2] for f in next(iter(found.values())))]
+    return markdown(head, [[title, *(f"{f.error:+.1%}" for f in row)] for title, row in found.items()])
+
+
+def models() -> str:
+    """All matrices of a Llama-3-8B layer, by GPU and recipe."""
+    rows = []
+    for gpu in GPUS:
+        plans = [plan("llama3-8b", name, gpu) for name in MODEL_RECIPES]
+        cells = [f"{p.speedup:.2f}" + " (emulated)" * bool(p.rows[0].cost.emulated) for p in plans]
+        rows.append([gpu, f"{plans[0].bf16_seconds * 1e3:.2f}", *cells])
+    return markdown(["GPU", "bf16, ms", *MODEL_RECIPES], rows)
+
+
+TABLES = {
+    "rates": rates,
+    "bytes": moved,
+    "forecasts": lambda: forecasts(seven()),
+    "more forecasts": lambda: forecasts(of_transformer_engine("b300")),
+    "cards": taken_for,
+    "floors on an H200": lambda: floors("h200", HOPPER),
+    "floors on a B200": lambda: floors("b200", BLACKWELL),
+    "models": models,
+}
+
+
+def between(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+
+
+def filled(text: str) -> str:
+    """The page with every table as it is computed now.
+
+    Raises:
+        ValueError: the page has no place for a table.
+    """
+    for name, table in TABLES.items():
+        text, found = between(name).subn(lambda m, table=table: f"{m[1]}{table()}\n{m[2]}", text)
+        if found != 1:
+            raise ValueError(f"docs/performance.md has {found} places for the table {name!r}; it needs one")
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

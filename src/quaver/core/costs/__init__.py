@@ -1,0 +1,1 @@
+"""What a layer costs before it has run: bytes, FLOPs, time, what backward keeps; nothing is measured here."""

@@ -1,0 +1,216 @@
+"""What GPUs reach: copy and GEMM rates by name, each with where it comes from.
+
+A rate is measured (its source timed it), published (a data sheet) or derived (from the other two, as its source says).
+Every rate has a source. A GPU lacks the kinds of GEMM for which it has no rate.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from quaver.core.text.spelling import suggest
+
+
+class Figure(NamedTuple):
+    """A rate: TB/s (read and written bytes together) or TFLOP/s (dense)."""
+
+    value: float
+    how: Literal["measured", "published", "derived"]
+    source: str
+
+    def times(self, factor: float, source: str) -> "Figure":
+        """A rate derived from this one."""
+        return Figure(self.value * factor, "derived", source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU as the ledger sees it."""
+
+    name: str
+    #: Its full name.
+    about: str
+    #: Its driver's name for it (`torch.cuda.get_device_name()`), where that name belongs to this GPU alone.
+    driver: str = ""
+    #: Compute capability.
+    capability: tuple[int, int]
+    #: The rate of a large device-to-device copy.
+    copy: Figure
+    #: Rates of large GEMMs by kind (`quaver.core.costs.ledger.kind`): bf16, and the kinds of scaling that run natively.
+    rates: Mapping[str, Figure]
+
+    @property
+    def any_layout(self) -> bool:
+        """Eight-bit GEMMs take either operand transposed or not; before Blackwell the axis of the sum must be last."""
+        return self.capability >= (10, 0)
+
+
+TE = "Transformer Engine docs/examples/gemm_profiling, hidden 4096, ffn 16384, 15 872 tokens, 12 GEMMs"
+#: FLOPs of that table's twelve GEMMs.
+TE_FLOPS = 6 * 15_872 * 4096 * (3 * 4096 + 4096 + 2 * 16_384)
+
+NVL_BF16 = Figure(599, "measured", f"{TE}, H200 NVL: 32.01 ms in bf16")
+NVL_TENSOR = Figure(1142, "measured", f"{TE}, H200 NVL: 16.79 ms with operands quantized beforehand")
+#: Of the published 835.5 and 1671 TFLOP/s of the H200 NVL.
+FRACTION_BF16, FRACTION_FP8 = 599 / 835.5, 1142 / 1671
+H200_BF16 = Figure(788, "measured", "769 to 798 in runs of 8192 x 8192 x 8192 on random data, H200 SXM")
+H200_COPY = Figure(4.3, "measured", "device-to-device copy, H200 SXM: 90 % of the published 4.8")
+FRACTION_COPY = 4.3 / 4.8
+
+ROW = 0.95, "0.9 to 1 of the tensorwise rate at most shapes (pytorch#147971): the middle"
+BLOCK = 1.5, "1.25 to 1.75 of the bf16 rate (NVIDIA's blog on cuBLAS 12.9, Hopper): the middle"
+
+
+def _scaled(bf16: Figure, tensor: Figure, **others: Figure) -> dict[str, Figure]:
+    return {"bf16": bf16, "tensor": tensor, "row": tensor.times(*ROW), **others}
+
+
+def _hopper(bf16: Figure, tensor: Figure) -> dict[str, Figure]:
+    return _scaled(bf16, tensor, block=bf16.times(*BLOCK))
+
+
+def _sheet(bf16: float, fp8: float, sheet: str, nvfp4: float | None = None) -> dict[str, Figure]:
+    """Rates of a card that has only a data sheet: its peaks times the fraction that an H200 NVL reaches of its own."""
+    source = f"{sheet}, times the fraction of its peak that the H200 NVL reaches in {TE}"
+    rates = _scaled(
+        Figure(bf16 * FRACTION_BF16, "derived", f"{bf16:g} of {source}"),
+        Figure(fp8 * FRACTION_FP8, "derived", f"{fp8:g} of {source}"),
+    )
+    if nvfp4 is not None:
+        rates["mx"] = rates["tensor"]
+        rates["nvfp4"] = Figure(nvfp4 * FRACTION_FP8, "derived", f"{nvfp4:g} of {source}")
+    return rates
+
+
+def _copy(published: float, sheet: str) -> Figure:
+    source = f"{published:g} TB/s ({sheet}) times 0.9, the fraction that an H200 reaches"
+    return Figure(published * FRACTION_COPY, "derived", source)
+
+
+def _b300(milliseconds: float, what: str) -> Figure:
+    return Figure(TE_FLOPS / milliseconds / 1e9, "measured", f"{TE}, B300: {milliseconds} ms {what}")
+
+
+NVL_TO_H200 = 1142 / 599, "the bf16 rate times 1.91, the ratio that the H200 NVL reaches in Transformer Engine's table"
+SAME_CHIP = 1.0, "as measured on the H200 SXM: the same chip and power limit"
+NVL_CHIP = 1.0, "as measured on the H200 NVL: the same chip, under a power limit too"
+B300_RATES = _scaled(
+    _b300(13.102, "in bf16"),
+    _b300(6.812, "tensorwise, quantized beforehand"),
+    mx=_b300(7.161, "in MXFP8, quantized beforehand"),
+    nvfp4=_b300(3.764, "in NVFP4, quantized beforehand"),
+)
+SAME_PEAK = 1.0, "as measured on the B300: NVIDIA's HGX page gives both the same peak in 8 and 16 bits"
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            name="l4",
+            about="NVIDIA L4",
+            driver="NVIDIA L4",
+            capability=(8, 9),
+            copy=_copy(0.3, "L4 data sheet"),
+            rates=_sheet(121, 242.5, "the L4 data sheet"),
+        ),
+        Gpu(
+            name="l40s",
+            about="NVIDIA L40S",
+            driver="NVIDIA L40S",
+            capability=(8, 9),
+            copy=_copy(0.864, "L40S data sheet"),
+            rates=_sheet(362.05, 733, "the L40S data sheet"),
+        ),
+        Gpu(
+            name="rtx4090",
+            about="NVIDIA GeForce RTX 4090",
+            driver="NVIDIA GeForce RTX 4090",
+            capability=(8, 9),
+            copy=_copy(1.008, "Ada architecture paper"),
+            rates=_sheet(165.2, 330.3, "the Ada architecture paper (float32 accumulation)"),
+        ),
+        Gpu(
+            name="h100",
+            about="NVIDIA H100 SXM, 80 GB HBM3",
+            driver="NVIDIA H100 80GB HBM3",
+            capability=(9, 0),
+            copy=Figure(3.01, "measured", "QuACK's reductions, 90 % of the published 3.35 (its blog of July 2025)"),
+            rates=_hopper(H200_BF16.times(*SAME_CHIP), H200_BF16.times(*NVL_TO_H200)),
+        ),
+        Gpu(
+            name="h100-hbm2e",
+            about="NVIDIA H100 with 2.4 TB/s of memory, which torchao's published figures come from",
+            capability=(9, 0),
+            copy=Figure(2.4 * 0.92, "measured", "2.4 TB/s, 92 % reached: torchao testing/training/roofline_utils.py"),
+            rates=_hopper(NVL_BF16.times(*NVL_CHIP), NVL_TENSOR.times(*NVL_CHIP)),
+        ),
+        Gpu(
+            name="h200",
+            about="NVIDIA H200 SXM",
+            driver="NVIDIA H200",
+            capability=(9, 0),
+            copy=H200_COPY,
+            rates=_hopper(H200_BF16, H200_BF16.times(*NVL_TO_H200)),
+        ),
+        Gpu(
+            name="h200-nvl",
+            about="NVIDIA H200 NVL",
+            driver="NVIDIA H200 NVL",
+            capability=(9, 0),
+            copy=H200_COPY.times(1.0, "as measured on the H200 SXM: the same memory"),
+            rates=_hopper(NVL_BF16, NVL_TENSOR),
+        ),
+        Gpu(
+            name="b200",
+            about="NVIDIA B200",
+            driver="NVIDIA B200",
+            capability=(10, 0),
+            copy=_copy(7.7, "NVIDIA's HGX page"),
+            rates={
+                **{kind: rate.times(*SAME_PEAK) for kind, rate in B300_RATES.items()},
+                "nvfp4": B300_RATES["nvfp4"].times(
+                    72 / 105, "the B300's by the dense FP4 peaks of NVIDIA's HGX page, 72 to 105"
+                ),
+            },
+        ),
+        Gpu(
+            name="b300",
+            about="NVIDIA B300",
+            driver="NVIDIA B300 SXM6 AC",
+            capability=(10, 3),
+            copy=_copy(8.0, "NVIDIA's HGX page"),
+            rates=B300_RATES,
+        ),
+        Gpu(
+            name="rtx5090",
+            about="NVIDIA GeForce RTX 5090",
+            driver="NVIDIA GeForce RTX 5090",
+            capability=(12, 0),
+            copy=_copy(1.792, "RTX Blackwell architecture paper"),
+            rates=_sheet(209.5, 419, "the RTX Blackwell architecture paper (float32 accumulation)", nvfp4=1676),
+        ),
+    )
+}
+
+
+def get(gpu: str | Gpu) -> Gpu:
+    """The GPU of this name, or the one given.
+
+    Args:
+        gpu: a key of `GPUS`, what the GPU's driver calls it, or a Gpu.
+    Raises:
+        ValueError: no rates with a source are known for it; the message says for which they are.
+    """
+    if isinstance(gpu, Gpu):
+        return gpu
+    key = gpu.lower().replace(" ", "-") if isinstance(gpu, str) else ""
+    if key not in GPUS:
+        key = next((card.name for card in GPUS.values() if card.driver and card.driver == gpu), key)
+    if key not in GPUS:
+        near = suggest(key, GPUS) if key else ""
+        hint = f"{near} " if near.startswith("did you mean") else ""
+        raise ValueError(
+            f"no rates with a source are known for the GPU {gpu!r}; {hint}known: {', '.join(GPUS)}. "
+            "Another one is a row of quaver.core.costs.gpus.Gpu with its copy and GEMM rates"
+        )
+    return GPUS[key]

@@ -1,0 +1,287 @@
+"""What a linear layer costs under a recipe on a GPU: bytes, FLOPs and time, before anything has run.
+
+Nothing here asks which recipe it is: kernels, copies and bytes follow from the table of operands.
+
+    a GEMM           max(FLOPs / rate of its kind, operands and result / copy rate)
+    a quantization   bytes read and written / copy rate
+    a kernel         LAUNCH more
+
+A tensor is read once to measure it where a scale needs values that no program has at hand (the whole tensor's amax, a
+whole column's), and once to write the codes that could not be written then. A roofline: it knows no caches, no waves of
+tiles and no host time, and is optimistic where a GEMM is too small to fill the GPU.
+
+Source of the idea: torchao's `float8_roofline`; the bytes are those of this library's kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quaver.core.costs import gpus
+from quaver.core.costs.gpus import Gpu
+from quaver.core.numbers.formats import E4M3, E5M2
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe
+
+#: Seconds that a kernel takes beyond its work (torchao testing/training/roofline_utils.py: one element on an H100).
+LAUNCH = 2e-6
+#: Bytes of an element that is not quantized.
+WIDE = 2
+
+
+class Copy(NamedTuple):
+    """A quantized copy of a tensor [rows, columns]: as it lies, or turned, so that a GEMM sums over its rows."""
+
+    spec: QuantSpec
+    turned: bool = False
+
+
+class Cost(NamedTuple):
+    """What kernels that move memory cost, in bytes and seconds."""
+
+    bytes: float = 0.0
+    kernels: float = 0.0
+    seconds: float = 0.0
+
+    def __mul__(self, factor: object) -> "Cost":
+        assert isinstance(factor, int | float)
+        return Cost(self.bytes * factor, self.kernels * factor, self.seconds * factor)
+
+
+class Gemm(NamedTuple):
+    """One GEMM."""
+
+    #: A key of `Gpu.rates`, or "other".
+    kind: str
+    #: True if the GPU has this GEMM for these sizes; otherwise operands are decoded and it runs in bf16.
+    native: bool
+    flops: float
+    seconds: float
+    #: The cost of decoding the operands of a GEMM that is not native.
+    decoding: Cost
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer, forward and backward."""
+
+    tokens: int
+    in_features: int
+    out_features: int
+    #: By fprop, dgrad, wgrad.
+    gemms: dict[str, Gemm]
+    #: The cost of quantization, by input, weight, grad_output.
+    tensors: dict[str, Cost]
+    #: What the three GEMMs cost in bf16.
+    bf16_seconds: float
+
+    @property
+    def flops(self) -> float:
+        return sum(gemm.flops for gemm in self.gemms.values())
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that quantization, and decoding where a GEMM is not native, move beyond those of a bf16 layer."""
+        return sum(c.bytes for c in self.tensors.values()) + sum(g.decoding.bytes for g in self.gemms.values())
+
+    @property
+    def seconds(self) -> float:
+        gemms = sum(gemm.seconds + gemm.decoding.seconds for gemm in self.gemms.values())
+        return gemms + sum(cost.seconds for cost in self.tensors.values())
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as the same layer in bf16."""
+        return self.bf16_seconds / self.seconds
+
+    @property
+    def emulated(self) -> list[str]:
+        """GEMMs that the GPU does not have."""
+        return [name for name, gemm in self.gemms.items() if not gemm.native]
+
+
+def kind(spec: GemmSpec) -> str:
+    """How a GEMM is scaled, by which its rate is known: bf16, tensor, row, block, mx, nvfp4; "other": no GPU has it."""
+    if spec.a is None or spec.b is None:
+        return "bf16"
+    roles = {role(spec.a), role(spec.b)}
+    both_square = spec.a.block == spec.b.block == (128, 128)
+    if both_square or spec.a.format.name == spec.b.format.name == "e5m2":
+        return "other"
+    if roles == {"tensor", "row"}:
+        return "row"
+    return roles.pop() if len(roles) == 1 else "other"
+
+
+def role(spec: QuantSpec) -> str:
+    """What the scales of an operand are for."""
+    rows, k = spec.block
+    if spec.format not in (E4M3, E5M2):
+        return "nvfp4" if spec.two_level and k == 16 and rows in (1, 16) else "other"
+    if spec.scale == "e8m0":
+        return "mx" if k == 32 and rows in (1, 32) else "other"
+    if k is None:
+        return {None: "tensor", 1: "row"}.get(rows, "other")
+    return "block" if spec.block in ((1, 128), (128, 128)) else "other"
+
+
+def on(spec: GemmSpec, gpu: Gpu) -> str:
+    """The kind that a GPU runs: Blackwell runs a block of 128 as four of 32 where the scales are powers of two."""
+    narrower = "mx" in gpu.rates and all(
+        s is not None and role(s) == "block" and s.power_of_two for s in (spec.a, spec.b)
+    )
+    return "mx" if narrower else kind(spec)
+
+
+def gemm(spec: GemmSpec, m: int, n: int, k: int, gpu: Gpu) -> Gemm:
+    """One NT GEMM [m, k] @ [n, k].T with a bf16 result; operands are quantized already."""
+    wanted = on(spec, gpu)
+    # cuBLASLt's eight-bit GEMMs take whole sixteens of columns; rows and k are padded.
+    native = wanted == "bf16" or (wanted in gpu.rates and n % 16 == 0)
+    flops = 2.0 * m * n * k
+    bits = [16 if s is None or not native else s.format.stored_bits for s in (spec.a, spec.b)]
+    moved = m * k * bits[0] / 8 + n * k * bits[1] / 8 + m * n * WIDE
+    rate = gpu.rates[wanted if native else "bf16"].value
+    seconds = max(flops / (rate * 1e12), moved / (gpu.copy.value * 1e12)) + LAUNCH
+    decoding = Cost()
+    if not native and spec.a is not None and spec.b is not None:
+        a, b = spec.a.format.stored_bits / 8 + WIDE, spec.b.format.stored_bits / 8 + WIDE
+        decoding = moving(m * k * a + n * k * b, 2, gpu)
+    return Gemm(wanted, native, flops, seconds, decoding)
+
+
+def moving(moved: float, kernels: float, gpu: Gpu) -> Cost:
+    """Kernels that do nothing but read and write."""
+    return Cost(moved, kernels, moved / (gpu.copy.value * 1e12) + kernels * LAUNCH)
+
+
+def written(copy: Copy, rows: int, columns: int) -> float:
+    """Bytes of a quantized copy of [rows, columns] and its scales."""
+    rows, k = (columns, rows) if copy.turned else (rows, columns)
+    spec, stored = copy.spec, copy.spec.padded(k)
+    blocks = spec.blocks(rows, stored)
+    return rows * stored * spec.format.stored_bits / 8 + blocks[0] * blocks[1] * scale_bytes(spec)
+
+
+def scale_bytes(spec: QuantSpec) -> int:
+    """Bytes that a scale takes."""
+    return 4 if spec.scale in ("fp32", "power_of_two", "unit") else 1
+
+
+def measured_first(copy: Copy, delayed: bool) -> bool:
+    """True if a scale needs values that one program does not hold: of the whole tensor, or of a column."""
+    spec = copy.spec
+    if delayed or spec.scale == "unit":
+        return False
+    return spec.two_level or spec.block[1 if copy.turned else 0] is None
+
+
+def quantization(
+    copies: Sequence[Copy],
+    rows: int,
+    columns: int,
+    gpu: Gpu,
+    *,
+    delayed: bool = False,
+    produced: bool = False,
+    separate: bool = False,
+) -> Cost:
+    """Quantize a bf16 tensor [rows, columns] into these copies.
+
+    Args:
+        copies: what GEMMs ask for.
+        rows: of the tensor.
+        columns: of the tensor.
+        gpu: where.
+        delayed: scales come from a history, and the amax is recorded on the way.
+        produced: by the kernel that makes the tensor: it measures for nothing, and writes codes in place of bf16 where
+            one pass is enough.
+        separate: each copy by kernels of its own, as compilers make them.
+    """
+    if separate and len(copies) > 1:
+        alone = [quantization([c], rows, columns, gpu, delayed=delayed) for c in copies]
+        return moving(sum(c.bytes for c in alone), sum(c.kernels for c in alone), gpu)
+    if not copies:
+        return Cost()
+    read = float(rows * columns * WIDE)
+    later = [c for c in copies if measured_first(c, delayed)]
+    codes = sum(written(c, rows, columns) for c in copies)
+    if produced:
+        return moving(codes + read, 1, gpu) if later else moving(max(codes - read, 0.0), 0, gpu)
+    passes = 2 if later else 1
+    return moving(codes + passes * read, passes, gpu)
+
+
+def copies(recipe: Recipe, gpu: Gpu) -> dict[str, list[Copy]]:
+    """The quantized copies that the three GEMMs want of input [T, K], weight [N, K] and grad_output [T, N]."""
+    wanted = {
+        "input": (recipe.fprop.a, recipe.wgrad.b, recipe.plan.input),
+        "weight": (recipe.fprop.b, recipe.dgrad.b, recipe.plan.weight),
+        "grad_output": (recipe.dgrad.a, recipe.wgrad.a, recipe.plan.grad_output),
+    }
+    return {name: _copies(*row, gpu) for name, row in wanted.items()}
+
+
+def _copies(plain: QuantSpec | None, turned: QuantSpec | None, reusable: bool, gpu: Gpu) -> list[Copy]:
+    copies = [] if plain is None else [Copy(plain)]
+    # A GEMM that takes its operand in either layout needs no second copy of codes that are the same.
+    if turned is not None and not (reusable and turned.per_tensor and gpu.any_layout):
+        copies.append(Copy(turned, turned=True))
+    return copies
+
+
+def layer(
+    recipe: Recipe,
+    tokens: int,
+    in_features: int,
+    out_features: int,
+    gpu: str | Gpu,
+    *,
+    micro_batches: int = 1,
+    produced: bool = False,
+) -> Layer:
+    """A linear layer's forward and backward under a recipe, without its bias.
+
+    Args:
+        recipe: of the layer.
+        tokens: T, rows of its input in one micro-batch.
+        in_features: K.
+        out_features: N.
+        gpu: a name from `quaver.core.costs.gpus.GPUS`, or a Gpu.
+        micro_batches: that share one quantization of the weight.
+        produced: input and gradient are quantized by the kernels that make them (a norm, an activation).
+    Returns:
+        The cost of one micro-batch.
+    Raises:
+        ValueError: an unknown GPU, or a size below 1.
+    """
+    for label, size in (("tokens", tokens), ("in_features", in_features), ("out_features", out_features)):
+        if size < 1:
+            raise ValueError(f"{label} is {size}; a layer has at least 1")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches is {micro_batches}; give 1 or more")
+    card = gpus.get(gpu)
+    sizes = {
+        "fprop": (tokens, out_features, in_features),
+        "dgrad": (tokens, in_features, out_features),
+        "wgrad": (out_features, in_features, tokens),
+    }
+    shapes = {
+        "input": (tokens, in_features, produced),
+        "weight": (out_features, in_features, False),
+        "grad_output": (tokens, out_features, produced),
+    }
+    delayed = recipe.delayed is not None
+    tensors = {
+        name: quantization(wanted, *shapes[name][:2], card, delayed=delayed, produced=shapes[name][2])
+        for name, wanted in copies(recipe, card).items()
+    }
+    tensors["weight"] *= 1 / micro_batches
+    plain = GemmSpec(None, None)
+    return Layer(
+        tokens=tokens,
+        in_features=in_features,
+        out_features=out_features,
+        gemms={name: gemm(spec, *sizes[name], card) for name, spec in recipe.gemms.items()},
+        tensors=tensors,
+        bf16_seconds=sum(gemm(plain, *size, card).seconds for size in sizes.values()),
+    )

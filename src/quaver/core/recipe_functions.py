@@ -1,0 +1,51 @@
+"""The decorator that every recipe function wears: options are checked, and equal recipes are one object."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+from quaver.core.spec import AttentionSpec, QuantSpec, Recipe
+from quaver.core.text.spelling import suggest
+
+P = ParamSpec("P")
+
+#: torch.compile guards on identity: an equal but distinct recipe would compile again.
+_interned: dict[Recipe, Recipe] = {}
+
+
+def intern(recipe: Recipe) -> Recipe:
+    """The first recipe seen that equals this one."""
+    return _interned.setdefault(recipe, recipe)
+
+
+def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
+    """Turn an unknown option into a sentence with the nearest one, and intern what is built."""
+    known = list(inspect.signature(function).parameters)
+
+    @wraps(function)
+    def build(*args: P.args, **options: P.kwargs) -> Recipe:
+        for option in options:
+            if option not in known:
+                hint = suggest(option, known) if known else "it takes no options"
+                raise ValueError(f"recipe {function.__name__!r} has no option {option!r}; {hint}")
+        if args:
+            raise ValueError(f"give the options of recipe {function.__name__!r} by name: {', '.join(known)}")
+        return intern(function(*args, **options))
+
+    return build
+
+
+def flag(name: str, value: object) -> None:
+    """Refuse what is not True or False, such as the string "false" from a command line."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; give True or False")
+
+
+def attention_spec(wanted: bool, input: QuantSpec | None, grad_output: QuantSpec | None) -> AttentionSpec | None:
+    """Attention quantized as a recipe's GEMMs quantize their input and grad_output, if it is wanted."""
+    flag("attention", wanted)
+    if not wanted:
+        return None
+    assert input is not None and grad_output is not None
+    return AttentionSpec(input, grad_output)

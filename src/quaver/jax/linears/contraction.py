@@ -1,0 +1,93 @@
+"""`lax.dot_general` under a recipe: what goes where a library takes a `dot_general` to call in place of JAX's own."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from quaver.core.spec import Recipe
+from quaver.jax.linears.function import linear
+from quaver.jax.numerics.given import array
+from quaver.jax.state import buffers
+from quaver.jax.state.buffers import State
+from quaver.jax.state.context import recipe_in_force
+
+DimensionNumbers = tuple[tuple[Any, Any], tuple[Any, Any]]
+
+
+def dot_general(
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: str | Recipe | None = None,
+    state: State | None = None,
+    name: str = "dot_general",
+    seed: int = 0,
+    out_sharding: Any = None,
+) -> Array:
+    """`jax.lax.dot_general` with the operands quantized: lhs as the input of a linear layer, rhs as its weight.
+
+    Args:
+        lhs, rhs, dimension_numbers: as `jax.lax.dot_general`. Batch axes make one GEMM a slice, each with its own
+            scales; a state is shared by the slices.
+        precision: of what is not quantized.
+        preferred_element_type: dtype of the output; None takes the promotion of lhs and rhs.
+        recipe, state, name, seed: as `quaver.jax.linear`.
+        out_sharding: as `jax.lax.dot_general`, where nothing is quantized.
+    Raises:
+        ValueError, TypeError: as `quaver.jax.linear` and `jax.lax.dot_general`.
+    Exact and Bounded as `quaver.jax.linear`.
+    """
+    in_force = recipe_in_force(recipe)
+    if in_force is None or not in_force.quantizes:
+        return lax.dot_general(
+            lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+        )
+    lhs, rhs = array(name, "lhs", lhs), array(name, "rhs", rhs)
+    (contract_l, contract_r), (batch_l, batch_r) = _dimensions(name, lhs, rhs, dimension_numbers)
+    free_l, free_r = _rest(lhs.ndim, contract_l, batch_l), _rest(rhs.ndim, contract_r, batch_r)
+    batch, lead, k = _sizes(lhs, batch_l), _sizes(lhs, free_l), math.prod(_sizes(lhs, contract_l))
+    out = _sizes(rhs, free_r)
+    x = lhs.transpose(*batch_l, *free_l, *contract_l)
+    w = rhs.transpose(*batch_r, *contract_r, *free_r)
+    dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
+
+    def slice_(x: Array, w: Array, state: State | None) -> Array:
+        return linear(x, w, recipe=recipe, state=state, dtype=dtype, name=name, seed=seed)
+
+    if not batch:
+        y = slice_(x.reshape(*lead, k), w.reshape(k, math.prod(out)), state)
+    else:
+        slices = math.prod(batch)
+        shared = buffers.share({} if state is None else state, slices)
+        y = jax.vmap(slice_)(x.reshape(slices, *lead, k), w.reshape(slices, k, math.prod(out)), shared)
+    return y.reshape(*batch, *lead, *out)
+
+
+def _dimensions(name: str, lhs: Array, rhs: Array, numbers: Any) -> list[list[tuple[int, ...]]]:
+    """The dimension numbers as tuples, if `jax.lax.dot_general` takes them."""
+    try:
+        contract, batch = ([tuple(map(int, axes)) for axes in pair] for pair in numbers)
+        if len(contract) != 2 or len(batch) != 2:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name}: dimension_numbers are ((axes of lhs, axes of rhs) to sum over, (axes of lhs, axes of rhs) of a "
+            f"batch), such as (((1,), (0,)), ((), ())), not {numbers!r}"
+        ) from None
+    jax.eval_shape(lambda a, b: lax.dot_general(a, b, (tuple(contract), tuple(batch))), lhs, rhs)  # type: ignore[arg-type]
+    return [contract, batch]
+
+
+def _sizes(x: Array, axes: Sequence[int]) -> list[int]:
+    return [x.shape[i] for i in axes]
+
+
+def _rest(ndim: int, *used: tuple[int, ...]) -> list[int]:
+    return [i for i in range(ndim) if not any(i in axes for axes in used)]

@@ -1,0 +1,284 @@
+"""y = x @ w + bias, every operand of its three GEMMs quantized as a recipe says: a function of arrays.
+
+`quaver.jax.linears.gemms`, tied to autodiff. One custom derivative serves every recipe: it keeps what the GEMM
+consumed, one byte an element or half of one, and returns the layer's next state as the gradient of its state.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+
+from quaver.core.spec import Recipe
+from quaver.core.text.given import instance
+from quaver.jax.linears import gemms
+from quaver.jax.linears.differentiation import differentiated_once, unwrapped
+from quaver.jax.linears.gemms import Call
+from quaver.jax.numerics.constants import without_derivative
+from quaver.jax.numerics.given import array, floating, state_of
+from quaver.jax.numerics.quantized import Quantized, as_bytes, as_codes
+from quaver.jax.operations.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
+from quaver.jax.operations.ops import DTYPES, static
+from quaver.jax.operations.sharding import Axes, axes_of, shardings_inferred, spec_of, sum_like, varying
+from quaver.jax.state import buffers
+from quaver.jax.state.buffers import State
+from quaver.jax.state.context import recipe_in_force
+from quaver.jax.state.uses import uses_of
+
+#: The name of kept operands, for `jax.checkpoint_policies.save_only_these_names`.
+KEPT = "quaver.quantized"
+
+
+def linear(
+    x: Array | Quantized,
+    w: Array | Quantized,
+    bias: Array | None = None,
+    *,
+    recipe: str | Recipe | None = None,
+    state: State | None = None,
+    dtype: Any = None,
+    name: str = "linear",
+    seed: int = 0,
+    axes: Axes | None = None,
+    gather_input: Gather | None = None,
+    gather_weight: Gather | None = None,
+) -> Array:
+    """x @ w + bias under a recipe: the one given, else the innermost `autocast`'s, else none.
+
+    Args:
+        x: [..., K] in float32, bfloat16 or float16, or a `Quantized` [T, K] of the spec that fprop wants.
+        w: [K, N]; its gradient has its dtype. Or a `Quantized` [N, K] of the spec that fprop wants.
+        bias: [N], added in float32.
+        recipe: a name or Recipe.
+        state: of this layer, from `quaver.jax.state.init`; its gradient is its next value. None for recipes that
+            remember nothing, and where no gradients are taken under recipes that round at random.
+        dtype: that x is cast to and the output has; None takes the promotion of x and w.
+        name: of the layer. Random rounding draws from the streams crc32("name.grad_output") and
+            crc32("name.grad_output.T"), so layers should differ in it.
+        seed: of random rounding.
+        axes: the mesh axes that cut the GEMMs, inside shard_map; None reads them off the types
+            (`quaver.jax.operations.sharding`).
+        gather_input, gather_weight: gather x or w in eight bits, as it is quantized (`quaver.jax.Gather`).
+    Returns:
+        [..., N]. Without a recipe, in dtype's own precision; float64 is never quantized, with a warning.
+    Raises:
+        ValueError: shapes or dtypes that do not fit, a missing state, or gradients that leave out the state.
+        TypeError: a list, or what else is no array.
+    Exact: all codes, scales and states. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same
+        products in float64.
+    """
+    in_force = recipe_in_force(recipe)
+    _typed(axes, gather_input, gather_weight, name)
+    where = name or "this layer"
+    x, w = (a if isinstance(a, Quantized) else array(where, what, a) for what, a in (("x", x), ("w", w)))
+    bias = None if bias is None else array(where, "bias", bias)
+    static("seed", seed, "the steps' noise differs by the count in the state")
+    along = along_input(gather_input, x), along_weight(gather_weight, w)
+    shape = _fitting(x, w, bias, where, along[1])
+    dtype = _dtype(where, x, w, dtype)
+    if in_force is None or not in_force.quantizes:
+        return high_precision(x, w, bias, dtype)
+    if dtype not in DTYPES:
+        warn_unquantized(dtype)
+        return high_precision(x, w, bias, dtype)
+    state = state_of(where, state)
+    buffers.fitting(state, in_force, where)
+    call = Call(in_force, dtype, name, seed, axes, *along, uses_of(state))
+    _refuse_repeated_bias(call, x, w, bias, state)
+
+    def tokens(x: Any, w: Any, bias: Array | None, state: State) -> Array:
+        rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
+        y = _linear(call, rows, w, bias, state)
+        return y if len(shape) == 2 else y.reshape(*whole_lead(shape[:-1], along[0]), y.shape[-1])
+
+    return shardings_inferred(tokens, x, (*spec_of(x)[:-1], spec_of(w)[0 if isinstance(w, Quantized) else 1]))(
+        x, w, bias, state
+    )
+
+
+def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
+    """x [..., K] @ w [K, N] + bias unquantized, as Flax's Dense computes it."""
+    x = x.dequantize() if isinstance(x, Quantized) else x
+    w = w.dequantize().T if isinstance(w, Quantized) else w
+    y = lax.dot_general(x.astype(dtype), w.astype(dtype), (((x.ndim - 1,), (0,)), ((), ())))
+    return y if bias is None else y + bias.astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(call: Call, x: Any, w: Any, bias: Array | None, state: State) -> Array:
+    """x [T, K] and w [K, N] to [T, N]."""
+    return gemms.fprop(call, x, w, bias, buffers.ready(state, call.recipe), _axes(call, x, w, state))[0]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Cut:
+    """How the GEMMs are cut; backward needs it, and no array holds it."""
+
+    axes: Axes
+
+
+class _Needs(NamedTuple):
+    """Which arrays need gradients."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+
+def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, Any]:
+    (x, w, bias, state), perturbed = unwrapped(x, w, bias, state)
+    given_x, given_w = x, w
+    x, w, bias, state = differentiated_once(call, x, w, bias, state, perturbed)
+    if perturbed[3] and (call.recipe.delayed is not None or call.recipe.stochastic):
+        state = _mapped_alike(call, state, x, w)
+    axes = _axes(call, x, w, state)
+    needs = _Needs(*perturbed[:3])
+    ready = buffers.ready(state, call.recipe)
+    y, xq, wq = gemms.fprop(call, x, w, bias, ready, axes)
+    # JAX may trace one call forward for several needs before it runs their backwards, and remembers one pytree for all:
+    # what is kept has the same structure whatever is needed, and its shapes say what was.
+    kept_x = _kept(needs.weight, x, given_x, call.recipe.plan.input, lambda: gemms.kept_input(call, x, xq, ready, axes))
+    kept_w = _kept(needs.input, w, given_w, call.recipe.plan.weight, lambda: gemms.kept_weight(call, w, wq))
+    amaxes = None
+    if call.recipe.delayed is not None:
+        assert xq is not None and wq is not None
+        amaxes = xq.amax, wq.amax
+    # Gradients have their dtypes; an array without elements carries one, and its type under shard_map.
+    likes = [None if isinstance(p, Quantized) or p is None else p[..., :0] for p in (x, w, bias)]
+    return y, (jnp.zeros((*needs, 0), jnp.bool_), _Cut(axes), kept_x, kept_w, likes, amaxes, ready)
+
+
+def _kept(needed: bool, operand: Any, given: Any, serves: bool, make: Callable[[], Any]) -> Any:
+    """An operand for backward, without its elements where no backward needs it.
+
+    The latter is a slice of the operand: under vmap it is mapped where the operand is. None where an operand that was
+    given quantized serves fprop alone.
+
+    Args:
+        operand: as fprop took it.
+        given: the same, as the forward rule took it. What is kept as it was given JAX neither copies nor stacks.
+        serves: whether fprop's codes are what backward needs.
+        make: what backward needs of the operand.
+    """
+    if not needed:
+        unfit = isinstance(operand, Quantized) and not serves
+        return None if unfit else jax.tree.map(lambda a: a[..., :0], as_bytes(make()))
+    kept = make()
+    if isinstance(kept, Quantized):
+        return checkpoint_name(as_bytes(kept), KEPT)
+    return given if kept is operand else kept
+
+
+def _backward(call: Call, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
+    asked, cut, kept_x, kept_w, (like_x, like_w, like_bias), amaxes, state = kept
+    axes, needs = cut.axes, _Needs(*map(bool, asked.shape[:3]))
+    g, kept_x, kept_w = without_derivative(call.where, (g, kept_x, kept_w))
+    kept_x, kept_w = as_codes(kept_x), as_codes(kept_w)
+    gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
+    grad_x = grad_w = grad_bias = None
+    if needs.input:
+        summed = axes.outputs or call.input is not None
+        grad_x = gemms.dgrad(call, g, gq, kept_w, state, axes, jnp.float32 if summed else like_x.dtype)
+        grad_x = sum_like(piece(grad_x, call.input), like_x).astype(like_x.dtype)
+    if needs.weight:
+        summed = axes.tokens or call.weight is not None
+        grad_w = gemms.wgrad(call, g, gt, kept_x, jnp.float32 if summed else like_w.dtype)
+        grad_w = sum_like(piece(grad_w, call.weight), like_w).astype(like_w.dtype)
+    if needs.bias:
+        grad_bias = sum_like(g.sum(0, dtype=jnp.float32), like_bias).astype(like_bias.dtype)
+    return grad_x, grad_w, grad_bias, next_state(call, state, amaxes, gq, gt)
+
+
+def next_state(call: Call, state: State, amaxes: Any, gq: Any, gt: Any) -> State:
+    """The state's gradient."""
+    after = dict(state)
+    if call.recipe.delayed is not None:
+        seen = buffers.amaxes_of(state, *amaxes, None if gq is None else gq.amax)
+        after = buffers.record(after, seen, call.recipe)
+    if call.recipe.stochastic:
+        own = gq, None if call.recipe.plan.grad_output else gt
+        drawn = [q is not None and q.spec.rounding == "stochastic" for q in own]
+        after["count"] = after["count"] + jnp.asarray(drawn, jnp.float32)
+    return after
+
+
+_linear.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _axes(call: Call, x: Any, w: Any, state: State) -> Axes:
+    if call.axes is not None:
+        return call.axes
+    gathered = [None if along is None else along.gather.axis for along in (call.input, call.weight)]
+    return axes_of(x, w, state, gathered[0], gathered[1])
+
+
+def _refuse_repeated_bias(call: Call, x: Any, w: Any, bias: Array | None, state: State) -> None:
+    cut = () if bias is None else tuple(axis for axis in _axes(call, x, w, state).inputs if axis not in varying(bias))
+    if cut:
+        raise ValueError(
+            f"{call.where}: mesh axes {cut} cut K, so each shard computes a part of the sum, and the bias would be "
+            "added on every one; add it after jax.lax.psum, or give axes= if they do not cut K"
+        )
+
+
+def _mapped_alike(call: Call, state: State, *operands: Any) -> State:
+    """The state, refused under a vmap that maps the operands and not the state: autodiff would add up the slices."""
+
+    @custom_vmap
+    def same(state: State, operands: Any) -> State:
+        return state
+
+    @same.def_vmap
+    def rule(axis_size: int, mapped: Any, state: State, operands: Any) -> tuple[State, Any]:
+        if any(jax.tree.leaves(mapped[1])) and not all(jax.tree.leaves(mapped[0])):
+            raise ValueError(
+                f"{call.where}: a vmap over {axis_size} slices shares one state, and autodiff would add up what they "
+                f"return for it; map quaver.jax.state.share(state, {axis_size}) along with them"
+            )
+        return state, mapped[0]
+
+    return same(state, operands)
+
+
+def _fitting(x: Any, w: Any, bias: Any, name: str, weight: Along | None) -> tuple[int, ...]:
+    """The shape of x, if everything fits it."""
+    shape = tuple(x.shape)
+    if len(w.shape) != 2:
+        raise ValueError(f"{name}: w has shape {tuple(w.shape)}; give a matrix [K, N], or use quaver.jax.dot_general")
+    k, n = whole_shape(w.shape[::-1] if isinstance(w, Quantized) else w.shape, weight)
+    if not shape or shape[-1] != k:
+        raise ValueError(f"{name}: x has shape {shape} and w is [K, N] = [{k}, {n}]; the last axis of x must be {k}")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)} and w has {n} outputs; give a bias [{n}]")
+    return shape
+
+
+def _typed(axes: Any, gather_input: Any, gather_weight: Any, name: Any) -> None:
+    instance("linear", "name", name, str, "'layers.0.mlp'")
+    if axes is not None:
+        instance(name, "axes", axes, Axes, "quaver.jax.operations.sharding.Axes(tokens=('dp',))")
+    for what, gather in (("gather_input", gather_input), ("gather_weight", gather_weight)):
+        if gather is not None:
+            instance(name, what, gather, Gather, "quaver.jax.Gather('fsdp', PartitionSpec('fsdp', None))")
+
+
+def _dtype(where: str, x: Any, w: Any, dtype: Any) -> Any:
+    if dtype is None:
+        own = [a.dtype for a in (x, w) if not isinstance(a, Quantized)]
+        dtype = jnp.result_type(*own) if own else jnp.float32
+    return floating(where, dtype)
+
+
+def warn_unquantized(dtype: Any) -> None:
+    warnings.warn(
+        f"{dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
+    )

@@ -1,0 +1,175 @@
+"""The three GEMMs of a linear layer as plain functions of arrays, which hold no derivative.
+
+    fprop   output      [T, N] = input         [T, K] @ weight   [N, K].T
+    dgrad   grad_input  [T, K] = grad_output   [T, N] @ weight.T [K, N].T
+    wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
+
+w [K, N] lies as JAX has it: it is weight.T, and wgrad is computed with its operands exchanged.
+"""
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.jax.numerics.quantized import Quantized
+from quaver.jax.operations.gather import Along, cut_by, whole
+from quaver.jax.operations.ops import matmul
+from quaver.jax.operations.sharding import Axes, quantize_piece
+from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, unless_overrun
+from quaver.jax.state.uses import Uses
+
+
+@dataclass(frozen=True)
+class Call:
+    """The decisions of one call of a layer, made before anything is computed."""
+
+    recipe: Recipe
+    #: The dtype of the activations.
+    dtype: Any
+    name: str
+    seed: int
+    #: The mesh axes that cut its GEMMs; None reads them off the types.
+    axes: Axes | None
+    #: How shards of x [T, K] and of w [K, N] are gathered; None where they are multiplied as they lie.
+    input: Along | None
+    weight: Along | None
+    #: How many calls have read this state.
+    uses: Uses
+
+    def __post_init__(self) -> None:
+        for label in ("fprop.a", "wgrad.b"):
+            spec = self.recipe.operands()[label]
+            if spec is not None and spec.rounding != "nearest":
+                raise ValueError(
+                    f"{self.where}: recipe {self.recipe.name!r} rounds the input at random ({label} is {spec}), and "
+                    "quaver.jax counts the draws of gradients alone; round the input to nearest, or use quaver.torch"
+                )
+
+    @property
+    def where(self) -> str:
+        """The layer in an error's words: the root of a model has no name."""
+        return self.name or "this layer"
+
+    def tensor_id(self, operand: str) -> int:
+        return zlib.crc32(f"{self.name}.{operand}".encode())
+
+
+def fprop(
+    call: Call, x: Array | Quantized, w: Array | Quantized, bias: Array | None, state: State, axes: Axes
+) -> tuple[Array, Quantized | None, Quantized | None]:
+    """The output [T, N], and the operands input [T, K] and weight [N, K], not gathered, if they were quantized."""
+    gemm = call.recipe.fprop
+    turned = None if call.weight is None else call.weight.T
+    if gemm.a is None or gemm.b is None:
+        high = whole(_unquantized(call, x), call.input), whole(_unquantized(call, w), call.weight).T
+        return product(*high, call.dtype, bias), None, None
+    tokens, (rows, k) = cut_by(call.input, axes.tokens, axes.inputs)[0], cut_by(turned, axes.outputs, axes.inputs)
+    xq = quantize_piece(x, gemm.a, tokens, axes.inputs, factor=_factor(state, INPUT))
+    wq = quantize_piece(w if isinstance(w, Quantized) else w.T, gemm.b, rows, k, factor=_factor(state, WEIGHT))
+    y = matmul(whole(xq, call.input), whole(wq, turned), call.dtype, bias, fast_accum=gemm.fast_accum)
+    return y, xq, wq
+
+
+def kept_input(call: Call, x: Array | Quantized, xq: Quantized | None, state: State, axes: Axes) -> Array | Quantized:
+    """What wgrad needs of the input, not gathered: fprop's operand where wgrad can use it, else input.T [K, T], else
+    the input."""
+    spec = call.recipe.wgrad.b
+    if call.recipe.plan.input:
+        assert xq is not None
+        return xq
+    x = _unquantized(call, x)
+    if spec is None:
+        return x
+    tokens, inputs = cut_by(call.input, axes.tokens, axes.inputs)
+    return quantize_piece(x.T, spec, inputs, tokens, factor=_factor(state, INPUT))
+
+
+def kept_weight(call: Call, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
+    """What dgrad needs of the weight: fprop's operand where dgrad can use it, else the parameter, which lives on."""
+    if call.recipe.plan.weight:
+        assert wq is not None
+        return wq
+    return _unquantized(call, w)
+
+
+def quantized_gradient(
+    call: Call, g: Array, state: State, axes: Axes, need_input: bool, need_weight: bool
+) -> tuple[Quantized | None, Quantized | None]:
+    """grad_output [T, N] for dgrad and grad_output.T [N, T] for wgrad, as far as they are needed and quantized."""
+    recipe = call.recipe
+    shared = recipe.plan.grad_output
+    forward = turned = None
+    if recipe.dgrad.a is not None and (need_input or (need_weight and shared)):
+        forward = _gradient(call, g, "grad_output", recipe.dgrad.a, axes.tokens, axes.outputs, state)
+    if recipe.wgrad.a is not None and need_weight:
+        if shared:
+            assert forward is not None
+            turned = forward.T
+        else:
+            turned = _gradient(call, g.T, "grad_output.T", recipe.wgrad.a, axes.outputs, axes.tokens, state)
+    return forward, turned
+
+
+def _gradient(
+    call: Call, g: Array, operand: str, spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, ...], state: State
+) -> Quantized:
+    if spec.rounding == "nearest":
+        return quantize_piece(g, spec, rows, k, factor=_factor(state, GRAD_OUTPUT))
+    stream = {"seed": call.seed, "tensor_id": call.tensor_id(operand)}
+    count = state["count"][int(operand.endswith(".T"))]
+    g = unless_overrun(g, count)
+    return quantize_piece(g, spec, rows, k, factor=_factor(state, GRAD_OUTPUT), count=count, **stream)
+
+
+def dgrad(
+    call: Call, g: Array, gq: Quantized | None, weight: Array | Quantized, state: State, axes: Axes, dtype: Any
+) -> Array:
+    """grad_input [T, K] from what `kept_weight` kept."""
+    gemm = call.recipe.dgrad
+    if gemm.b is None:
+        return product(g, whole(weight, call.weight), dtype)
+    assert gq is not None
+    if isinstance(weight, Quantized):
+        operand = whole(weight, None if call.weight is None else call.weight.T).T
+    else:
+        inputs, outputs = cut_by(call.weight, axes.inputs, axes.outputs)
+        operand = whole(quantize_piece(weight, gemm.b, inputs, outputs, factor=_factor(state, WEIGHT)), call.weight)
+    return matmul(gq, operand, dtype, fast_accum=gemm.fast_accum)
+
+
+def wgrad(call: Call, g: Array, gq: Quantized | None, kept: Array | Quantized, dtype: Any) -> Array:
+    """The gradient of w, grad_weight.T [K, N], from what `kept_input` kept."""
+    gemm = call.recipe.wgrad
+    if gemm.b is None:
+        return product(whole(kept, call.input).T, g.T, dtype)
+    assert gq is not None
+    if call.recipe.plan.input:
+        operand = whole(kept, call.input).T
+    else:
+        operand = whole(kept, None if call.input is None else call.input.T)
+    return matmul(operand, gq, dtype, fast_accum=gemm.fast_accum)
+
+
+def product(a: Array, b: Array, dtype: Any, bias: Array | None = None) -> Array:
+    """a [m, k] @ b [n, k].T + bias [n] of operands that a recipe leaves alone, summed in float32."""
+    wide = jnp.promote_types(a.dtype, b.dtype)
+    contract = (((1,), (1,)), ((), ()))
+    y = lax.dot_general(a.astype(wide), b.astype(wide), contract, preferred_element_type=jnp.float32)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
+
+
+def _factor(state: State, column: int) -> Array | None:
+    return state["factor"][column] if "factor" in state else None
+
+
+def _unquantized(call: Call, x: Array | Quantized) -> Array:
+    if isinstance(x, Quantized):
+        raise ValueError(
+            f"{call.where}: recipe {call.recipe.name!r} needs this operand also in other blocks than the {x.spec} it "
+            "was given in: give it unquantized"
+        )
+    return x

@@ -1,0 +1,262 @@
+"""One GEMM an expert: rows of x that lie group by group, each group times a matrix of its own.
+
+    fprop   y[t]      = x[t] @ w[e]                      token t belongs to expert e
+    dgrad   grad_x[t] = grad_y[t] @ w[e].T
+    wgrad   grad_w[e] = sum of x[t] ⊗ grad_y[t] over its tokens
+
+The tokens of all experts are one operand, each expert's weight is one of its own. Where blocks or rotations run along
+tokens, every expert begins with a fresh one. Nothing here is native yet: decoded operands are multiplied, on a CPU tile
+by tile (a tile has one expert, and `jax.lax.ragged_dot` would multiply every token by every expert), on CUDA by
+`jax.lax.ragged_dot`.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.custom_batching import sequential_vmap
+
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.core.text.given import instance
+from quaver.jax.linears.differentiation import differentiated_once, unwrapped
+from quaver.jax.linears.function import next_state, warn_unquantized
+from quaver.jax.linears.gemms import Call
+from quaver.jax.numerics.constants import without_derivative
+from quaver.jax.numerics.given import array, floating, state_of
+from quaver.jax.numerics.quantized import Quantized, as_bytes, as_codes
+from quaver.jax.operations.native import decoded, scaled
+from quaver.jax.operations.ops import DTYPES, quantize, static
+from quaver.jax.operations.sharding import sum_like
+from quaver.jax.state import buffers
+from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State
+from quaver.jax.state.context import recipe_in_force
+from quaver.jax.state.uses import uses_of
+
+#: Rows of a tile where experts have many tokens, and where they have few.
+TILE, SMALL_TILE = 128, 32
+
+
+def grouped_dot(
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    *,
+    recipe: str | Recipe | None = None,
+    state: State | None = None,
+    dtype: Any = None,
+    name: str = "grouped",
+    seed: int = 0,
+) -> Array:
+    """y[t] = x[t] @ w[expert of t], every operand quantized as the recipe says; like `jax.lax.ragged_dot`.
+
+    Args:
+        x: [T, K], the tokens of expert 0 first, then those of expert 1, and so on.
+        w: [experts, K, N]; its gradient has its dtype.
+        group_sizes: int32 [experts], the number of tokens of each; 0 is allowed. Tokens beyond their sum give zeros.
+        recipe, state, dtype, name, seed: as for `quaver.jax.linear`; one state serves all experts.
+    Returns:
+        [T, N]. Inside shard_map each shard's tokens are an operand of their own.
+    Raises:
+        ValueError: shapes that do not fit, or what `linear` refuses of a state.
+        TypeError: a list, or what else is no array.
+    Exact: codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in
+        float64.
+    """
+    in_force = recipe_in_force(recipe)
+    instance("grouped_dot", "name", name, str, "'experts'")
+    x, w, group_sizes = (array(name, k, a) for k, a in (("x", x), ("w", w), ("group_sizes", group_sizes)))
+    if x.ndim != 2 or w.ndim != 3 or group_sizes.shape != w.shape[:1] or x.shape[1] != w.shape[1]:
+        raise ValueError(
+            f"{name}: x is [T, K], w [experts, K, N] and group_sizes [experts]; these are {x.shape}, {w.shape} and "
+            f"{group_sizes.shape}"
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"{name}: group_sizes count tokens and are {group_sizes.dtype}; convert them to int32")
+    static("seed", seed, "the steps' noise differs by the count in the state")
+    dtype = floating(name, jnp.result_type(x, w) if dtype is None else dtype)
+    quantizes = in_force is not None and in_force.quantizes
+    if quantizes and dtype not in DTYPES:
+        warn_unquantized(dtype)
+    if in_force is None or not quantizes or dtype not in DTYPES:
+        high = x.astype(dtype), w.astype(dtype)
+        return lax.ragged_dot(*high, group_sizes, preferred_element_type=jnp.float32).astype(dtype)
+    state = state_of(name, state)
+    buffers.fitting(state, in_force, name)
+    call = Call(in_force, dtype, name, seed, None, None, None, uses_of(state))
+    return _grouped(call, x.astype(dtype), w, group_sizes, state)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(call: Call, x: Array, w: Array, sizes: Array, state: State) -> Array:
+    return _fprop(call, x, w, _layout(call.recipe, x, sizes), buffers.ready(state, call.recipe))[0]
+
+
+def _fprop(call: Call, x: Array, w: Array, lay: "Layout", state: State) -> tuple[Array, Any, Any]:
+    """The output [T, N], and the operands input [T, K] and weights [experts, N, K]."""
+    gemm = call.recipe.fprop
+    xq = x if gemm.a is None else quantize(x, gemm.a, factor=_factor(state, INPUT))
+    wq = _experts(jnp.swapaxes(w, 1, 2), gemm.b, _factor(state, WEIGHT))
+    return _by_rows(xq, wq, lay).astype(call.dtype), xq, wq
+
+
+def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array, Any]:
+    (x, w, sizes, state), (of_x, of_w, _, of_state) = unwrapped(x, w, sizes, state)
+    perturbed, given_w = [of_x, of_w, False, of_state], w
+    x, w, _, state = differentiated_once(call, x, w, None, state, perturbed)
+    recipe, state = call.recipe, buffers.ready(state, call.recipe)
+    lay = _layout(recipe, x, sizes)
+    y, xq, wq = _fprop(call, x, w, lay, state)
+    kept_x = xq if recipe.plan.input else _along_tokens(x, recipe.wgrad.b, lay, factor=_factor(state, INPUT))
+    # What is kept as it was given JAX neither copies nor stacks.
+    kept_w = wq if recipe.plan.weight else given_w
+    amaxes = None if recipe.delayed is None else (xq.amax, wq.amax.max())
+    return y, (as_bytes(kept_x), as_bytes(kept_w), lay, amaxes, state, x[..., :0], w[..., :0])
+
+
+def _backward(call: Call, kept: Any, g: Array) -> tuple[Any, ...]:
+    kept_x, kept_w, lay, amaxes, state, like_x, like_w = kept
+    recipe, plan, factor = call.recipe, call.recipe.plan, _factor(state, GRAD_OUTPUT)
+    g, kept_x, kept_w = without_derivative(call.where, (g, kept_x, kept_w))
+    kept_x, kept_w = as_codes(kept_x), as_codes(kept_w)
+    if "count" in state:
+        g = buffers.unless_overrun(g, state["count"].max())
+    gq: Any = g if recipe.dgrad.a is None else quantize(g, recipe.dgrad.a, **_noise(call, state, 0), factor=factor)
+    weights = (
+        jax.vmap(lambda q: q.T)(kept_w) if plan.weight else _experts(kept_w, recipe.dgrad.b, _factor(state, WEIGHT))
+    )
+    grad_x = sum_like(_by_rows(gq, weights, lay), like_x).astype(like_x.dtype)
+    gt = gq if plan.grad_output else _along_tokens(g, recipe.wgrad.a, lay, factor=factor, **_noise(call, state, 1))
+    tokens = _laid_columns(kept_x.T, lay) if plan.input else _operand(kept_x)
+    gradients = _laid_columns(gt.T, lay) if plan.grad_output else _operand(gt)
+    grad_w = sum_like(_by_tokens(tokens, gradients, lay), like_w).astype(like_w.dtype)
+    return grad_x, grad_w, None, next_state(call, state, amaxes, gq, gt)
+
+
+_grouped.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _factor(state: State, column: int) -> Array | None:
+    return state["factor"][column] if "factor" in state else None
+
+
+def _noise(call: Call, state: State, which: int) -> dict[str, Any]:
+    """The stream of grad_output, or of its transpose."""
+    if "count" not in state:
+        return {}
+    operand = ("grad_output", "grad_output.T")[which]
+    return {"seed": call.seed, "tensor_id": call.tensor_id(operand), "count": state["count"][which]}
+
+
+def _experts(w: Array, spec: QuantSpec | None, factor: Array | None) -> Any:
+    """Every expert's weight [experts, rows, k], quantized by itself."""
+    return w if spec is None else jax.vmap(lambda one: quantize(one, spec, factor=factor))(w)
+
+
+def _along_tokens(x: Array, spec: QuantSpec | None, lay: "Layout", **options: Any) -> Any:
+    """x [T, features] in tiles, as an operand [features, slots] of wgrad."""
+    turned = _take(x, lay.token).T
+    return turned if spec is None else quantize(turned, spec, **options)
+
+
+class Layout(NamedTuple):
+    """Tokens in tiles of one expert each: slots, some of which are empty."""
+
+    #: int32 [slots]: the token of each slot, T in an empty one.
+    token: Array
+    #: int32 [T]: the slot of each token, the number of slots for a token of no expert.
+    slot: Array
+    #: int32 [tiles]: the expert of each tile.
+    expert: Array
+    #: int32 [experts]: slots of each.
+    sizes: Array
+
+
+def _layout(recipe: Recipe, x: Array, sizes: Array) -> Layout:
+    rows, experts = x.shape[0], sizes.shape[0]
+    tile = TILE if rows >= TILE * experts else SMALL_TILE
+    for spec in (recipe.wgrad.a, recipe.wgrad.b):
+        if spec is not None:
+            tile = math.lcm(tile, spec.block[1] or 1, 16 if spec.hadamard else 1)
+    tiles = rows // tile + experts
+    sizes = sizes.astype(jnp.int32)
+    filled = -(-sizes // tile)
+    last, first_token = jnp.cumsum(filled), jnp.cumsum(sizes) - sizes
+    first_slot = (last - filled) * tile
+    at = jnp.arange(tiles, dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(last, at, side="right"), experts - 1).astype(jnp.int32)
+    slots = jnp.arange(tiles * tile, dtype=jnp.int32)
+    owner = jnp.repeat(expert, tile, total_repeat_length=tiles * tile)
+    within = slots - first_slot[owner]
+    token = jnp.where(within < sizes[owner], first_token[owner] + within, rows)
+    slot = jnp.full(rows, tiles * tile, jnp.int32).at[token].set(slots, mode="drop")
+    return Layout(token, slot, expert, filled * tile)
+
+
+def _take(x: Array, index: Array, axis: int = 0) -> Array:
+    """Zeros where the index is beyond the end."""
+    return jnp.take(x, index, axis=axis, mode="fill", fill_value=0)
+
+
+def _operand(q: Any) -> tuple[Array, Array]:
+    """Values [rows, k] and what their products are to be multiplied by, [rows, 1] or [1, 1]."""
+    return decoded(q) if isinstance(q, Quantized) else (q, jnp.ones((1, 1), jnp.float32))
+
+
+def _laid_columns(q: Any, lay: Layout) -> tuple[Array, Array]:
+    """An operand [features, T] with its columns in tiles."""
+    values, scale = _operand(q)
+    return _take(values, lay.token, 1), scale
+
+
+def _by_rows(a: Any, b: Any, lay: Layout) -> Array:
+    """float32 [T, n]: row t of a [T, k] times the matrix [n, k] of its expert, transposed."""
+    (x, s), (w, t) = _operand(a), jax.vmap(_operand)(b)
+    wide = jnp.promote_types(x.dtype, w.dtype)
+    tiles = lay.expert.shape[0]
+    x = _take(x, lay.token).astype(wide)
+    y = lax.platform_dependent(x, w.astype(wide), lay, cuda=_rows_ragged, default=_rows_tiled)
+    s = _take(s, lay.token).reshape(tiles, -1, 1) if s.shape[0] > 1 else s
+    y = scaled(y.reshape(tiles, -1, y.shape[1]), s, jnp.swapaxes(t, 1, 2)[lay.expert])
+    return _take(y.reshape(-1, y.shape[2]), lay.slot)
+
+
+def _by_tokens(a: tuple[Array, Array], b: tuple[Array, Array], lay: Layout) -> Array:
+    """float32 [experts, m, n]: a [m, slots] times b [n, slots] transposed, summed over the slots of each expert."""
+    (x, s), (g, t) = a, b
+    wide = jnp.promote_types(x.dtype, g.dtype)
+    y = lax.platform_dependent(x.astype(wide), g.astype(wide), lay, cuda=_tokens_ragged, default=_tokens_tiled)
+    return scaled(y, s, t.T)
+
+
+def _rows_tiled(x: Array, w: Array, lay: Layout) -> Array:
+    def one(tile: tuple[Array, Array]) -> Array:
+        return lax.dot_general(tile[0], w[tile[1]], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    return lax.map(one, (x.reshape(lay.expert.shape[0], -1, x.shape[1]), lay.expert)).reshape(x.shape[0], w.shape[1])
+
+
+@sequential_vmap
+def _rows_ragged(x: Array, w: Array, lay: Layout) -> Array:
+    return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), lay.sizes, preferred_element_type=jnp.float32)
+
+
+def _tokens_tiled(x: Array, g: Array, lay: Layout) -> Array:
+    tiles = lay.expert.shape[0]
+
+    def add(sums: Array, tile: tuple[Array, ...]) -> tuple[Array, None]:
+        expert, a, b = tile
+        y = lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return sums.at[expert].add(y), None
+
+    split = (jnp.swapaxes(z.reshape(z.shape[0], tiles, -1), 0, 1) for z in (x, g))
+    start = jnp.zeros((lay.sizes.shape[0], x.shape[0], g.shape[0]), jnp.float32)
+    return lax.scan(add, start, (lay.expert, *split))[0]
+
+
+@sequential_vmap
+def _tokens_ragged(x: Array, g: Array, lay: Layout) -> Array:
+    contract = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
+    return lax.ragged_dot_general(x, g, lay.sizes, contract, preferred_element_type=jnp.float32)

@@ -1,0 +1,205 @@
+"""Put recipes into the layers of any NNX model, in place, and take them out again.
+
+A layer stays what it is; only the operation in its slot `dot_general` or `einsum_op` changes. Layers of this package
+get the recipe and their name.
+"""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from quaver import recipes
+from quaver.core.converting.conversion import Choice, Report
+from quaver.core.converting.rules import Rules, Skip
+from quaver.core.spec import Recipe
+from quaver.jax.blocks.dot_product import refuse_quantized
+from quaver.jax.nnx.dense import DenseGeneral
+from quaver.jax.nnx.inject import DotGeneral, Einsum
+from quaver.jax.nnx.variable import LayerState
+
+
+def convert(
+    model: nnx.Module,
+    recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None],
+    *,
+    skip: Skip = (),
+    seed: int = 0,
+) -> Report:
+    """Give every linear layer that the rules name its recipe, in place.
+
+    Linear layers are nnx.Linear, nnx.LinearGeneral, nnx.Einsum and this package's DenseGeneral, inside of other modules
+    too. Convert outside of transforms; layers that nnx.vmap stacked get a stacked state.
+
+    Args:
+        model: any module; itself a linear layer too.
+        recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
+            A layer that has this recipe already keeps its state.
+        skip: patterns of names to leave alone, such as "lm_head", and filters such as
+            `quaver.rules.unprofitable("h100")`: a list of them, or one filter.
+        seed: of stochastic rounding.
+    Returns:
+        What was converted, what was not and why, and the patterns that matched nothing.
+    Raises:
+        ValueError: an unknown recipe, or one that quantizes attention, before anything is changed.
+    """
+    choice = Choice(recipe, skip)
+    chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
+    for wanted in chosen.values():
+        refuse_quantized(wanted)
+    report = Report(others=_others(model), kind="linear")
+    for name, layer, kind in _layers(model):
+        in_features, out_features = kind.features(layer)
+        rule, why = choice.decide([name], in_features, out_features)
+        wanted = None if rule is None else chosen[rule]
+        why = why or kind.unfit(layer)
+        if wanted is not None:
+            why = why or choice.refused(name, in_features, out_features, wanted)
+        if why or wanted is None:
+            report.skipped[name] = why
+        else:
+            kind.put(layer, wanted, name, seed)
+            report.converted[name] = wanted
+    report.unused = choice.unused
+    if not report.converted:
+        warnings.warn(f"convert changed nothing:\n{report}", stacklevel=2)
+    return report
+
+
+def revert(model: nnx.Module) -> list[str]:
+    """Take out what `convert` put in; parameters stay, state of recipes goes. Returns the names."""
+    return [name for name, layer, kind in _layers(model) if kind.take(layer)]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A class of layers with a slot for the operation."""
+
+    #: The attribute, and what puts a recipe into it.
+    name: str
+    operation: Any
+    #: What is in it by default.
+    default: Any
+    #: (in, out) features, and how many axes a kernel has that is not stacked.
+    features: Callable[[Any], tuple[int, int]]
+    ndim: Callable[[Any], int]
+    #: The class whose __call__ reads the slot.
+    reader: type
+
+    def unfit(self, layer: Any) -> str:
+        """Why a layer cannot be converted, or ""."""
+        if not isinstance(layer, nnx.LoRALinear) and type(layer).__call__ is not self.reader.__call__:
+            return f"{type(layer).__name__} has a __call__ of its own"
+        if getattr(layer, "dot_general_cls", None) is not None:
+            return "it has a dot_general_cls of its own"
+        inside = getattr(layer, self.name)
+        if inside is not self.default and inside is not jax.lax.dot_general and not isinstance(inside, self.operation):
+            return f"it has a {self.name} of its own"
+        return ""
+
+    def put(self, layer: Any, recipe: Recipe, name: str, seed: int) -> None:
+        inside = getattr(layer, self.name)
+        slot = self.operation(recipe, seed=seed, name=name)
+        slot.state = _stacked_state(recipe, layer.kernel, self.ndim(layer))
+        if isinstance(inside, self.operation) and inside.state.of is recipe:
+            slot.state = inside.state
+        setattr(layer, self.name, nnx.data(slot))
+
+    def take(self, layer: Any) -> bool:
+        if not isinstance(getattr(layer, self.name), self.operation):
+            return False
+        setattr(layer, self.name, nnx.static(self.default))
+        return True
+
+
+class _Own:
+    """This package's DenseGeneral."""
+
+    @staticmethod
+    def features(layer: DenseGeneral) -> tuple[int, int]:
+        shape = layer.kernel.shape[layer.kernel.ndim - layer.ndim :]
+        return math.prod(shape[: len(layer.axis)]), math.prod(shape[len(layer.axis) :])
+
+    @staticmethod
+    def unfit(layer: DenseGeneral) -> str:
+        return ""
+
+    @staticmethod
+    def put(layer: DenseGeneral, recipe: Recipe, name: str, seed: int) -> None:
+        if layer.state.of is not recipe:
+            layer.state = _stacked_state(recipe, layer.kernel, layer.ndim)
+        layer.recipe, layer.name, layer.seed = recipe, name, seed
+
+    @staticmethod
+    def take(layer: DenseGeneral) -> bool:
+        if layer.recipe is None:
+            return False
+        layer.recipe, layer.state = None, LayerState(None)
+        return True
+
+
+def _general_features(layer: Any) -> tuple[int, int]:
+    return math.prod(layer.in_features), math.prod(layer.out_features)
+
+
+def _einsum_features(layer: Any) -> tuple[int, int]:
+    """Labels of the kernel that the result lacks are summed over."""
+    operands, result = layer.einsum_str.split("->")
+    labels = operands.split(",")[1].replace("...", "")
+    sizes = dict(zip(labels, layer.kernel_shape, strict=True))
+    summed = math.prod(n for label, n in sizes.items() if label not in result)
+    return summed, math.prod(sizes.values()) // summed
+
+
+_KINDS: dict[type, Any] = {
+    DenseGeneral: _Own,
+    nnx.Linear: _Slot(
+        "dot_general",
+        DotGeneral,
+        jax.lax.dot_general,
+        lambda m: (m.in_features, m.out_features),
+        lambda m: 2,
+        nnx.Linear,
+    ),
+    nnx.LinearGeneral: _Slot(
+        "dot_general",
+        DotGeneral,
+        None,
+        _general_features,
+        lambda m: len(m.batch_axis) + len(m.in_features) + len(m.out_features),
+        nnx.LinearGeneral,
+    ),
+    nnx.Einsum: _Slot("einsum_op", Einsum, jnp.einsum, _einsum_features, lambda m: len(m.kernel_shape), nnx.Einsum),
+}
+
+
+def _kind_of(module: Any) -> Any:
+    return next((kind for base, kind in _KINDS.items() if isinstance(module, base)), None)
+
+
+def _layers(model: nnx.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Each linear layer with its name and its kind."""
+    layers = [(path, module) for path, module in nnx.iter_modules(model) if _kind_of(module) is not None]
+    for path, module in sorted(layers, key=lambda item: [(isinstance(p, str), p) for p in item[0]]):
+        yield ".".join(map(str, path)), module, _kind_of(module)
+
+
+def _others(model: nnx.Module) -> dict[str, int]:
+    """Modules that are no linear layer and yet own a matrix, counted by class."""
+    return Counter(
+        type(module).__name__
+        for _, module in nnx.iter_modules(model)
+        if _kind_of(module) is None
+        and any(isinstance(value, nnx.Param) and value.ndim > 1 for value in vars(module).values())
+    )
+
+
+def _stacked_state(recipe: Recipe, kernel: nnx.Param[Any], ndim: int) -> LayerState:
+    """A fresh state, with the leading axes that nnx.vmap gave the kernel."""
+    return LayerState(recipe, kernel.shape[: kernel.ndim - ndim])

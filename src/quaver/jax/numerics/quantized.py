@@ -1,0 +1,180 @@
+"""The one container of quantized data, a pytree, and how its bytes are laid out."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from quaver.core.numbers import rounding
+from quaver.core.numbers.formats import Format
+from quaver.core.numbers.rounding import NAN_CODE
+from quaver.core.spec import QuantSpec
+
+#: Formats that codes are cast to. Those of others are bytes; two E2M1 codes share one, the lower nibble being the even
+#: index of k.
+FLOAT8: dict[str, Any] = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["data", "scale", "tensor_factor", "amax"],
+    meta_fields=["spec", "shape"],
+)
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A GEMM operand [rows, k] in eight or four bits: original ≈ data × scale.
+
+    Always: rows and k count codes, the Hadamard's padding included; an infinity or NaN in the original makes its scale
+    NaN.
+    """
+
+    #: [rows, k] in a float8 dtype, uint8 [rows, ceil(k / 2)] for E2M1, or uint8 [rows, k] for other formats.
+    data: Array
+    #: Decode scales [blocks of rows, blocks of k]: float32, or uint8 exponents (E8M0), or uint8 E4M3 codes (two-level).
+    scale: Array
+    #: Two-level only: what the blocks' scales are divided by, float32 [1, 1], NaN for a tensor that is not finite. The
+    #: quotient is one rounding, a stored reciprocal would make it two.
+    tensor_factor: Array | None
+    #: Largest magnitude measured, float32 [1, 1], where one scale serves the whole tensor: what a history records.
+    amax: Array | None
+    spec: QuantSpec = field(metadata={"static": True})
+    #: (rows, k).
+    shape: tuple[int, int] = field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data and scales."""
+        return sum(x.size * x.dtype.itemsize for x in (self.data, self.scale, self.tensor_factor) if x is not None)
+
+    @property
+    def T(self) -> "Quantized":
+        """The transpose [k, rows]; only specs whose blocks are square have one."""
+        if not self.spec.transposable:
+            raise ValueError(f"{self.spec} has no transpose, its blocks are not square; quantize the transpose instead")
+        rows, k = self.shape
+        data = pack(unpack(self.data, k).T) if self.spec.format.packed else self.data.T
+        return Quantized(data, self.scale.T, self.tensor_factor, self.amax, self.spec, (k, rows))
+
+    def codes(self) -> Array:
+        """uint8 [rows, k], one code an element, every NaN as 0x7F."""
+        fmt = self.spec.format
+        if fmt.packed:
+            return unpack(self.data, self.shape[1])
+        if fmt.name not in FLOAT8:
+            return self.data
+        codes = lax.bitcast_convert_type(self.data, jnp.uint8)
+        # Above infinity's code, or where E4M3 has none at 0x7F itself.
+        last = (fmt.emax + fmt.bias << fmt.mantissa_bits) + (fmt.max_mantissa >> 23 - fmt.mantissa_bits)
+        nan = (codes & 0x7F) > (last if fmt.name == "e4m3" else last + 1)
+        return jnp.where(nan, jnp.uint8(NAN_CODE), codes)
+
+    def scales(self) -> Array:
+        """float32 decode scales [blocks of rows, blocks of k], both levels multiplied."""
+        if self.spec.scale == "e8m0":
+            bits = self.scale.astype(jnp.int32)
+            # Code 0 is 2**-127, whose float32 is subnormal: its mantissa holds the one bit. Code 255 is NaN.
+            wide = jnp.where(bits == 0, 0x00400000, jnp.where(bits == 255, 0x7FC00000, bits << 23))
+            return lax.bitcast_convert_type(wide, jnp.float32)
+        if self.spec.two_level:
+            assert self.tensor_factor is not None
+            blocks = lax.bitcast_convert_type(self.scale, jnp.float8_e4m3fn).astype(jnp.float32)
+            # Divided by one number for each: XLA would multiply by the reciprocal of a broadcast scalar.
+            return blocks / lax.optimization_barrier(jnp.broadcast_to(self.tensor_factor, blocks.shape))
+        return self.scale
+
+    def values(self) -> Array:
+        """float32 [rows, k]: the data without the scales."""
+        fmt = self.spec.format
+        if fmt.packed:
+            return e2m1_values(unpack(self.data, self.shape[1]), jnp.float32)
+        if fmt.name not in FLOAT8:
+            return values_of(self.data, fmt, jnp.float32)
+        # Without the barrier XLA on a GPU deletes the pair of casts, and the rounding with it.
+        return lax.optimization_barrier(self.data).astype(jnp.float32)
+
+    def dequantize(self) -> Array:
+        """float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees them."""
+        return over_blocks(self.values(), self.scales(), self.spec.block)
+
+
+def as_bytes(kept: Any) -> Any:
+    """A pytree of operands as it lies between forward and backward: codes of eight bits as uint8.
+
+    `jax.checkpoint` rounds a float that it keeps to its own type, by a rule of IEEE formats: E4M3's 256 to 448 would
+    become infinity.
+    """
+
+    def one(leaf: Any) -> Any:
+        return lax.bitcast_convert_type(leaf, jnp.uint8) if leaf.dtype in _FLOAT8 else leaf
+
+    return jax.tree.map(one, kept)
+
+
+def as_codes(kept: Any) -> Any:
+    """The operands that `as_bytes` was given."""
+
+    def one(node: Any) -> Any:
+        if not isinstance(node, Quantized) or node.spec.format.name not in FLOAT8:
+            return node
+        return replace(node, data=lax.bitcast_convert_type(node.data, FLOAT8[node.spec.format.name]))
+
+    return jax.tree.map(one, kept, is_leaf=lambda node: isinstance(node, Quantized))
+
+
+_FLOAT8 = tuple(FLOAT8.values())
+
+
+def over_blocks(x: Array, factor: Array, block: tuple[int | None, int | None]) -> Array:
+    """x [rows, k] with the elements of each block multiplied by the block's factor."""
+    rows, k = x.shape
+    if x.size == 0:
+        return x
+    if block in ((None, None), (1, None), (None, 1)):
+        return x * factor
+    view = blocked(x, block)
+    y = view * factor[:, None, :, None]
+    return y.reshape(view.shape[0] * view.shape[1], -1)[:rows, :k]
+
+
+def blocked(x: Array, block: tuple[int | None, int | None]) -> Array:
+    """A matrix that is not empty as [blocks of rows, rows, blocks of k, k], ragged edges padded with zeros."""
+    rows, k = x.shape
+    br, bk = min(block[0] or rows, rows), min(block[1] or k, k)
+    nr, nk = -(-rows // br), -(-k // bk)
+    if (nr * br, nk * bk) != (rows, k):
+        x = jnp.pad(x, ((0, nr * br - rows), (0, nk * bk - k)))
+    return x.reshape(nr, br, nk, bk)
+
+
+def pack(codes: Array) -> Array:
+    """Two four-bit codes to a byte: uint8 [rows, k] to [rows, ceil(k / 2)]."""
+    rows, k = codes.shape
+    if k % 2:
+        codes = jnp.pad(codes, ((0, 0), (0, 1)))
+    pairs = codes.reshape(rows, (k + 1) // 2, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack(packed: Array, k: int) -> Array:
+    """uint8 [rows, ceil(k / 2)] to one code an element, [rows, k]."""
+    rows, half = packed.shape
+    shifts = jnp.array([0, 4], jnp.uint8)
+    return (packed[..., None] >> shifts & 15).reshape(rows, 2 * half)[:, :k]
+
+
+def e2m1_values(codes: Array, dtype: Any) -> Array:
+    """E2M1 codes to their values: the bits of a bfloat16 are put together."""
+    code = codes.astype(jnp.uint16)
+    magnitude = code & 7
+    # 1/2 is a subnormal of the format; the others are normal numbers with one bit of mantissa.
+    bits = jnp.where(magnitude == 1, jnp.uint16(0x3F00), (magnitude << 6) + jnp.uint16(0x3F00))
+    bits = jnp.where(magnitude == 0, jnp.uint16(0), bits) | (code & 8) << 12
+    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(dtype)
+
+
+def values_of(codes: Array, fmt: Format, dtype: Any) -> Array:
+    """The values of a format's codes, one a byte, looked up."""
+    return jnp.asarray(rounding.values(fmt)).astype(dtype)[codes.astype(jnp.int32)]

@@ -1,0 +1,221 @@
+"""How a GEMM of two quantized operands is lowered, platform by platform.
+
+CPU: every E4M3, E5M2 and E2M1 value is a bfloat16 value, also after multiplying by a power of two or by an E4M3 scale,
+and the product of two of them is exact in float32: so a bfloat16 GEMM with float32 sums adds up exactly the products
+that the recipe defines.
+
+CUDA: FP8 operands go straight into `dot_general`, which XLA turns into an FP8 GEMM; a pair of casts before it would be
+deleted, and the FP8 GEMM with it. Blocks of MXFP8 and NVFP4 go into XLA's block-scaled dot, which is native from
+Blackwell on. Other blocks are emulated there as on a CPU.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+
+from quaver.core.spec import QuantSpec
+from quaver.jax.numerics.constants import constant
+from quaver.jax.numerics.quantized import FLOAT8, Quantized, e2m1_values, over_blocks, unpack, values_of
+from quaver.jax.numerics.rounding import SMALLEST_NORMAL_BITS, two_to_the
+
+NT = (((1,), (1,)), ((), ()))
+
+NO_DERIVATIVE = (
+    "quaver.jax.matmul: operands that are quantized have no derivative. quaver.jax.linear, dot_general and grouped_dot "
+    "have gradients of their own; for a value that is to count as a constant, multiply jax.lax.stop_gradient(operand)"
+)
+
+#: The largest block scale of a row is folded in as 2**TOP: products stay below float32's largest, and what underflows
+#: is smaller by 2**-166.
+TOP = 40
+
+
+@partial(jax.jit, static_argnames=("dtype", "fast_accum"))
+def matmul(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_accum: bool) -> Array:
+    """a [m, k] @ b [n, k].T + bias."""
+    a, b = constant(NO_DERIVATIVE, (a, b))
+    (m, k), n = a.shape, b.shape[0]
+    if m * k * n == 0:
+        return _finish(jnp.zeros((m, n), jnp.float32), bias, dtype)
+    if jax.default_backend() == "gpu":
+        tell(on_cuda(a.spec, b.spec), a.spec, b.spec, getattr(jax.devices()[0], "compute_capability", None))
+    cuda = partial(_on_cuda, dtype=dtype, fast_accum=fast_accum)
+    return lax.platform_dependent(a, b, bias, cuda=cuda, default=partial(_emulated, dtype=dtype))
+
+
+def on_cuda(a: QuantSpec, b: QuantSpec) -> str:
+    """How CUDA runs a GEMM of operands with these specs: "fp8", "block-scaled" or "emulated"."""
+    if a.format.name in FLOAT8 and b.format.name in FLOAT8 and a.block[1] is b.block[1] is None:
+        return "fp8"
+    return "block-scaled" if _hardware_block(a) == _hardware_block(b) != "" else "emulated"
+
+
+@cache
+def tell(kind: str, a: QuantSpec, b: QuantSpec, capability: str | None) -> None:
+    """Warn, once for each pair of specs, that a GPU multiplies them in high precision, and say why.
+
+    Args:
+        kind: from `on_cuda`.
+        capability: of the GPU, such as "9.0"; None where it is not NVIDIA's.
+    """
+    if capability is None:
+        why = "FP8 GEMMs are lowered for CUDA only"
+    elif kind == "emulated":
+        why = "XLA has no GEMM for their blocks"
+    elif float(capability) < (least := {"fp8": 8.9, "block-scaled": 10.0}[kind]):
+        why = f"the tensor cores of compute capability {capability} do not take them, {least} and newer do"
+    else:
+        return
+    warnings.warn(
+        f"GEMMs of {a} and {b} run in high precision on this GPU, on the exact values of their codes: {why}",
+        stacklevel=3,
+    )
+
+
+def _hardware_block(spec: QuantSpec) -> str:
+    """The block-scaled type of NVIDIA's that an operand has, or ""."""
+    if spec.scale == "e8m0" and spec.format.name in FLOAT8 and spec.block[1] == 32:
+        return "mxfp8"
+    return "nvfp4" if spec.two_level and spec.block[1] == 16 else ""
+
+
+def _on_cuda(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_accum: bool) -> Array:
+    kind = on_cuda(a.spec, b.spec)
+    if kind == "emulated":
+        return _emulated(a, b, bias, dtype=dtype)
+    # Scales that are powers of two may be applied after the one rounding, which then is the GEMM's own.
+    exact = bias is None and all(q.spec.scale not in ("fp32", "two_level_fp32") for q in (a, b))
+    out = dtype if exact and dtype == jnp.bfloat16 else jnp.float32
+    y, s, t = _fp8(a, b, out, fast_accum) if kind == "fp8" else _block_scaled(a, b, out)
+    return _finish(scaled(y, s, t), bias, dtype)
+
+
+def _emulated(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any) -> Array:
+    (x, s), (y, t) = decoded(a), decoded(b)
+    if x.dtype != y.dtype:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    # On a GPU float32 operands would lose bits to TF32.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    product = lax.dot_general(x, y, NT, precision=precision, preferred_element_type=jnp.float32)
+    return _finish(scaled(product, s, t.T), bias, dtype)
+
+
+def _finish(y: Array, bias: Array | None, dtype: Any) -> Array:
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
+
+
+def _fp8(a: Quantized, b: Quantized, out: Any, fast_accum: bool) -> tuple[Array, Array, Array]:
+    """The product of the data, and the scale of each row of a and of each row of b."""
+    precision = lax.Precision.DEFAULT if fast_accum else lax.Precision.HIGHEST
+    y = lax.dot_general(a.data, b.data, NT, precision=precision, preferred_element_type=out)
+    return y, rows_of(a.scales(), a.spec, a.shape[0]), rows_of(b.scales(), b.spec, b.shape[0]).T
+
+
+def _block_scaled(a: Quantized, b: Quantized, out: Any) -> tuple[Array, Array, Array]:
+    """The product with the blocks' scales in it, and what is left: 1 / each tensor's factor."""
+    operands = [x[None] for x in (*_blocks(a), *_blocks(b))]
+    product = _scaled_matmul(out)(*operands)[0]
+    # Under shard_map the result forgets over which axes of the mesh it varies.
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+    lost = tuple(sorted(axes - jax.typeof(product).manual_axis_type.varying))
+    return lax.pcast(product, lost, to="varying") if lost else product, _tensor_scale(a), _tensor_scale(b)
+
+
+@cache
+def _scaled_matmul(out: Any) -> Callable[..., Array]:
+    """`jax.nn.scaled_matmul` of [batch, m, k], [batch, n, k] and their scales; its own vmap takes only operands that
+    are all batched."""
+
+    @custom_vmap
+    def multiply(a: Array, s: Array, b: Array, t: Array) -> Array:
+        return jax.nn.scaled_matmul(a, b, s, t, preferred_element_type=out)
+
+    @multiply.def_vmap
+    def of_batch(size: int, batched: list[bool], *operands: Array) -> tuple[Array, bool]:
+        each = [
+            x if is_so else jnp.broadcast_to(x, (size, *x.shape)) for x, is_so in zip(operands, batched, strict=True)
+        ]
+        y = multiply(*(x.reshape(-1, *x.shape[2:]) for x in each))
+        return y.reshape(size, -1, *y.shape[1:]), True
+
+    return multiply
+
+
+def _blocks(q: Quantized) -> tuple[Array, Array]:
+    """Data [rows, k] and scales [rows, k / block] in the types that XLA's block-scaled dot takes."""
+    (rows, k), block = q.shape, q.spec.block[1]
+    assert block is not None
+    padding = -k % block
+    if q.spec.format.packed:
+        data = jnp.pad(q.data, ((0, 0), (0, (k + padding) // 2 - q.data.shape[1])))
+        data = lax.bitcast_convert_type(data, jnp.float4_e2m1fn).reshape(rows, k + padding)
+    else:
+        data = jnp.pad(q.data, ((0, 0), (0, padding))) if padding else q.data
+    kind = jnp.float8_e4m3fn if q.spec.two_level else jnp.float8_e8m0fnu
+    return data, lax.bitcast_convert_type(rows_of(q.scale, q.spec, rows), kind)
+
+
+def _tensor_scale(q: Quantized) -> Array:
+    return jnp.ones((1, 1), jnp.float32) if q.tensor_factor is None else 1 / lax.optimization_barrier(q.tensor_factor)
+
+
+def decoded(q: Quantized) -> tuple[Array, Array]:
+    """The operand [rows, k] with the scales of its blocks in it, and the scale of each row, [rows, 1], or of all.
+
+    In bfloat16, or in float32 where the scales of blocks are no powers of two.
+    """
+    spec = q.spec
+    dtype = jnp.float32 if spec.scale == "fp32" and spec.block[1] is not None else jnp.bfloat16
+    # Without the barrier XLA on a GPU deletes a cast to FP8 and back, and the rounding with it; and wherever packing
+    # meets unpacking in one program, it computes every code again for each of its uses.
+    data = lax.optimization_barrier(q.data)
+    if spec.format.packed:
+        values = e2m1_values(unpack(data, q.shape[1]), dtype)
+    elif spec.format.name in FLOAT8:
+        values = data.astype(dtype)
+    else:
+        values = values_of(data, spec.format, dtype)
+    if spec.two_level:
+        blocks = lax.bitcast_convert_type(q.scale, jnp.float8_e4m3fn).astype(dtype)
+        return over_blocks(values, blocks, spec.block), _tensor_scale(q)
+    if spec.block[1] is None:
+        return values, rows_of(q.scales(), spec, q.shape[0])
+    scale = rows_of(q.scales(), spec, q.shape[0])
+    top = jnp.where(jnp.isfinite(scale), scale, 0).max(1, keepdims=True)
+    lift = two_to_the(jnp.clip(127 + TOP - (lax.bitcast_convert_type(top, jnp.int32) >> 23), -126, 126))
+    return over_blocks(values, (scale * lift).astype(dtype), (1, spec.block[1])), 1 / lift
+
+
+def rows_of(scale: Array, spec: QuantSpec, rows: int) -> Array:
+    """A scale for each block of rows to one for each row; a single one for the tensor stays."""
+    if spec.block[0] is None or spec.block[0] == 1:
+        return scale
+    return jnp.repeat(scale, min(spec.block[0], max(rows, 1)), axis=0)[:rows]
+
+
+def scaled(y: Array, s: Array, t: Array) -> Array:
+    """y [m, n] × s × t in an order that leaves the range of y's dtype only if the result does.
+
+    Args:
+        y: float32, or bfloat16 where both scales are powers of two.
+        s: float32 [m, 1] or [1, 1].
+        t: float32 [1, n] or [1, 1].
+    """
+    (sm, se), (tm, te) = _split(s), _split(t)
+    p = se + te
+    half = p >> 1
+    return y * (sm * tm * two_to_the(half)).astype(y.dtype) * two_to_the(p - half).astype(y.dtype)
+
+
+def _split(s: Array) -> tuple[Array, Array]:
+    """Mantissa in [1, 2) and exponent. NaN stays; a scale that is no normal number, which XLA's CPU flushes, is 0."""
+    bits = lax.bitcast_convert_type(s, jnp.int32)
+    mantissa = lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
+    mantissa = jnp.where(bits < SMALLEST_NORMAL_BITS, 0, mantissa)
+    return jnp.where(jnp.isnan(s), s, mantissa), (bits >> 23) - 127

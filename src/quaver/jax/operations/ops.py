@@ -1,0 +1,181 @@
+"""quantize, dequantize and matmul: the operations that every JAX layer is made of, on arrays and `Quantized`."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from quaver.core.spec import QuantSpec
+from quaver.core.text.given import instance
+from quaver.jax.numerics.constants import constant
+from quaver.jax.numerics.given import array, floating
+from quaver.jax.numerics.hadamard import rotate
+from quaver.jax.numerics.philox import Place, uniform
+from quaver.jax.numerics.quantized import Quantized, over_blocks, pack
+from quaver.jax.numerics.rounding import encode, flush, widen
+from quaver.jax.numerics.scaling import factors
+from quaver.jax.operations import native
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+NO_DERIVATIVE = (
+    "quaver.jax.quantize: rounding has no derivative. quaver.jax.linear, dot_general and grouped_dot have gradients of "
+    "their own; for a value that is to count as a constant, quantize jax.lax.stop_gradient(x)"
+)
+
+
+def quantize(
+    x: Array | Quantized,
+    spec: QuantSpec,
+    amax: Array | float | None = None,
+    *,
+    factor: Array | float | None = None,
+    seed: int = 0,
+    tensor_id: Array | int = 0,
+    count: Array | int = 0,
+    place: Place | None = None,
+) -> Quantized:
+    """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, a factor e for each block.
+
+    Args:
+        x: [rows, k] in float32, bfloat16 or float16, the axis that the GEMM sums over last. A `Quantized` of this
+            spec is returned as it is.
+        spec: how.
+        amax: [blocks of rows, blocks of k], or the tensor's [1, 1] for two-level scales, or one number; None measures
+            it.
+        factor: the encode factor of delayed scaling, in place of the one that amax implies; 0 is unset.
+        seed: 64 bits, a Python int: the key of stochastic rounding's Philox stream.
+        tensor_id, count: of that stream.
+        place: (first row, first column, columns of the whole) where x is a piece of an operand, as under shard_map:
+            it then draws what the whole would have drawn.
+    Returns:
+        A block whose amax (measured or given) is infinite or NaN has scale NaN.
+    Raises:
+        ValueError: x is no matrix, has another dtype, or is quantized by another spec.
+        NotImplementedError: its derivative is asked for: see `linear`.
+    Exact: the bits of `quaver.core.reference.quantize`, eager and under jit. Bounded where scales are no powers of two:
+        they are within an ulp, codes within a step, and subnormals (scales too) count as 0 on a CPU. Rotated operands
+        have an exception (`quaver.jax.numerics.hadamard.rotate`).
+    """
+    instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
+    if isinstance(x, Quantized):
+        if x.spec != spec:
+            raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")
+        return x
+    own, x = getattr(x, "dtype", None), array("quantize", "x", x)
+    if x.ndim != 2:
+        raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {x.shape}: reshape it first")
+    # An array of numpy in float64 would have become float32 by itself.
+    if own not in DTYPES:
+        raise ValueError(f"an operand is float32, bfloat16 or float16, not {own}; convert it first")
+    static("seed", seed, "let tensor_id or count differ instead")
+    _numbers(spec, x, amax, factor, tensor_id, count)
+    whole = None if place is None else place[2]
+    at = (0, 0) if place is None else place[:2]
+    if isinstance(count, int):
+        count &= 0xFFFFFFFF
+    return _quantize(x, amax, factor, _word(tensor_id), _word(count), at, spec=spec, seed=seed, whole=whole)
+
+
+def static(what: str, number: object, instead: str) -> None:
+    """Refuse an array where a program is made for one number. Raises: ValueError."""
+    if not isinstance(number, int):
+        raise ValueError(f"{what} is a Python int, known when jit traces, and this is {number!r}; {instead}")
+
+
+def _numbers(spec: QuantSpec, x: Array, amax: Any, factor: Any, tensor_id: Any, count: Any) -> None:
+    for what, number in (("amax", amax), ("factor", factor), ("tensor_id", tensor_id), ("count", count)):
+        optional = number is None and what in ("amax", "factor")
+        if not optional and (isinstance(number, bool) or not isinstance(number, (int, float))):
+            array("quantize", what, number)
+    wanted = (1, 1) if spec.two_level else spec.blocks(*x.shape)
+    if amax is not None and jnp.size(amax) != 1 and jnp.shape(amax) != wanted:
+        raise ValueError(f"quantize: amax has shape {jnp.shape(amax)}; give one number, or {wanted}")
+    if factor is not None and jnp.size(factor) != 1:
+        raise ValueError(f"quantize: factor has shape {jnp.shape(factor)}; give one number, of the whole tensor")
+
+
+def _word(x: Array | int) -> Array:
+    return jnp.uint32(x) if isinstance(x, int) else x
+
+
+@partial(jax.jit, static_argnames=("spec", "seed", "whole"))
+def _quantize(
+    x: Array,
+    amax: Array | float | None,
+    factor: Array | float | None,
+    tensor_id: Array,
+    count: Array,
+    at: tuple[Array, Array],
+    *,
+    spec: QuantSpec,
+    seed: int,
+    whole: int | None,
+) -> Quantized:
+    x, amax, factor = constant(NO_DERIVATIVE, (x, amax, factor))
+    if spec.hadamard or spec.rounding == "stochastic":
+        # What made x (its transpose, say) is not computed again for the amax and for the data; nor are random numbers.
+        x = lax.optimization_barrier(x)
+    x = rotate(x) if spec.hadamard else widen(x)
+    rows, k = x.shape
+    u = None
+    if spec.rounding == "stochastic":
+        x = flush(x)
+        drawn = uniform(rows, k, seed, tensor_id, count, None if whole is None else (*at, whole))
+        u = lax.optimization_barrier(drawn)
+    e, scale, tensor_factor, top = factors(x, spec, amax, factor)
+    data = encode(over_blocks(x, lax.optimization_barrier(e), spec.block), spec.format, u)
+    if spec.format.packed:
+        data = pack(data) if tensor_factor is None else _once(pack(data), tensor_factor)
+    return Quantized(data, scale, tensor_factor, top, spec, (rows, k))
+
+
+def _once(packed: Array, tensor_factor: Array) -> Array:
+    """Packed codes that are computed once, though what unpacks them may be compiled with them.
+
+    XLA's fusions for CPUs reach through optimization barriers, and would work out each code four times. They end at a
+    conditional; a tensor's factor is never 0, but no compiler knows that.
+    """
+
+    def fenced(packed: Array, tensor_factor: Array) -> Array:
+        return lax.cond(tensor_factor.reshape(()) != 0, lambda x: x, lambda x: x & jnp.uint8(0), packed)
+
+    def barred(packed: Array, _: Array) -> Array:
+        return lax.optimization_barrier(packed)
+
+    return lax.platform_dependent(packed, tensor_factor, cpu=fenced, default=barred)
+
+
+def dequantize(q: Quantized) -> Array:
+    """float32 [rows, k]: data × scale; after a Hadamard the rotated values, as the GEMM sees them. Exact."""
+    instance("dequantize", "q", q, Quantized, "quaver.jax.quantize(x, spec)")
+    return q.dequantize()
+
+
+def matmul(
+    a: Quantized, b: Quantized, dtype: Any = jnp.float32, bias: Array | None = None, *, fast_accum: bool = False
+) -> Array:
+    """a [m, k] @ b [n, k].T + bias [n], accumulated in float32, scaled, rounded once to dtype.
+
+    Args:
+        a, b: quantized operands that share k.
+        dtype: of the output: float32, bfloat16 or float16.
+        bias: added in float32.
+        fast_accum: let a GPU accumulate faster and coarser where it can.
+    Raises:
+        ValueError: the operands do not share k, or dtype is none of the three.
+    Bounded: on a CPU relative RMS below 1e-6 of float64 on the same operands for float32 output.
+    """
+    for what, operand in (("a", a), ("b", b)):
+        instance("matmul", what, operand, Quantized, "quaver.jax.quantize(x, spec)")
+    bias = None if bias is None else array("matmul", "bias", bias)
+    dtype = floating("matmul", dtype)
+    if bias is not None and bias.shape != (b.shape[0],):
+        raise ValueError(f"matmul: bias has shape {bias.shape} and b is {b.shape}; give a bias [{b.shape[0]}]")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a is {a.shape} and b is {b.shape}: both are [rows, k] and k must agree")
+    if dtype not in DTYPES:
+        raise ValueError(f"the output is float32, bfloat16 or float16, not {jnp.dtype(dtype).name}")
+    return native.matmul(a, b, bias, dtype=jnp.dtype(dtype), fast_accum=fast_accum)

@@ -1,0 +1,50 @@
+"""What recipes remember between steps, as plain pytrees, and the recipe in force; no layer.
+
+This page shows the state's functions, `quaver.jax.state.buffers`: `init`, `split`, `join`, `merge` and their kin.
+"""
+
+from quaver.jax.state.buffers import (
+    MOST_COUNTED,
+    State,
+    amaxes_of,
+    check,
+    columns,
+    fitting,
+    init,
+    is_state,
+    join,
+    merge,
+    micro_batch,
+    per_layer,
+    ready,
+    record,
+    roll,
+    share,
+    split,
+    unless_overrun,
+    unrecorded,
+    update,
+)
+
+__all__ = [
+    "MOST_COUNTED",
+    "State",
+    "amaxes_of",
+    "check",
+    "columns",
+    "fitting",
+    "init",
+    "is_state",
+    "join",
+    "merge",
+    "micro_batch",
+    "per_layer",
+    "ready",
+    "record",
+    "roll",
+    "share",
+    "split",
+    "unless_overrun",
+    "unrecorded",
+    "update",
+]

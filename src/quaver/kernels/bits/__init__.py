@@ -1,0 +1,1 @@
+"""What kernels do to the bits of numbers, as functions that other kernels call; nothing here is launched."""

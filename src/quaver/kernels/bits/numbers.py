@@ -1,0 +1,183 @@
+"""Amaxes, factors and codes on the bits of float32: `scaling` and `rounding` of `quaver.core.numbers` inside a kernel.
+
+A format arrives as compile-time numbers: MANTISSA bits, EMAX (exponent of its maximum) and TOP_MANTISSA (the 23 bits
+after that maximum's leading one), as `quaver.core.numbers.formats.Format` has them.
+"""
+
+import triton
+import triton.language as tl
+
+INFINITY_BITS = tl.constexpr(0x7F800000)
+SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+#: Bounds of the exponent of an encode factor.
+LOWEST, HIGHEST = tl.constexpr(-126), tl.constexpr(100)
+
+
+@triton.jit
+def widened(v):
+    """Loaded values as float32. bf16 is widened by its bits, which takes one instruction less for every pair."""
+    if v.dtype == tl.bfloat16:
+        return (v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return v.to(tl.float32)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The bits of |float32 x| as int32: they order as NaN > infinity > finite."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def largest_of_runs(v, HALVINGS: tl.constexpr):
+    """`magnitude_bits` of the largest of every 2**HALVINGS neighbours of float32 v, flat.
+
+    The maximum of floats takes magnitudes and keeps NaN at no cost; that of integers would need a bit cleared in each.
+    Not in a kernel where bytes change threads, which it may garble (triton-lang/triton#11111).
+    """
+    v = tl.abs(v)
+    for _ in tl.static_range(HALVINGS):
+        even, odd = tl.split(tl.reshape(v, [v.numel // 2, 2]))
+        v = tl.maximum(even, odd, propagate_nan=tl.PropagateNan.ALL)
+    return v.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def flushed(bits):
+    """An amax whose exponent field is 0 counts as 0."""
+    return tl.where(bits < SMALLEST_NORMAL_BITS, 0, bits)
+
+
+@triton.jit
+def exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
+    """The largest p in bounds with amax × 2**p within the format, from amax's bits; 0 where amax is 0 or not finite."""
+    p = (EMAX + 127) - ((bits + (0x7FFFFF - TOP_MANTISSA)) >> 23)
+    p = tl.minimum(tl.maximum(p, LOWEST), HIGHEST)
+    return tl.where((bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS), p, 0)
+
+
+@triton.jit
+def power_of_two(p):
+    """float32 2**p for p in [-126, 127]."""
+    return ((p + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def shared_exponent(bits, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr):
+    """From the bits of an amax the E8M0 code of its scale, int32, and its encode factor 2**(127 - code).
+
+    Code 0 for an amax of 0 (subnormals are), and 255 for one that is not finite, both with the factor 1: subnormals are
+    far below half the smallest code, so all become zeros of their signs.
+    """
+    # The exponent stays in its place among the bits. None takes a factor below 2**-126, so one bound is enough.
+    low: tl.constexpr = ((127 - HIGHEST + EMAX) << 23) - 0x7FFFFF + TOP_MANTISSA
+    place = (tl.maximum(bits, low) + (0x7FFFFF - TOP_MANTISSA - (EMAX << 23))) & 0x7F800000
+    # One comparison finds both kinds of amax without a factor; their own exponent fields, 0 and 255, are the codes.
+    usable = (bits - SMALLEST_NORMAL_BITS).to(tl.uint32, bitcast=True) < INFINITY_BITS - SMALLEST_NORMAL_BITS
+    code = tl.where(usable, place, bits) >> 23
+    return code, tl.where(usable, (254 << 23) - place, 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_factor(bits, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr):
+    """What data are multiplied by, from the bits of their amax; 1 where it is 0 or not finite."""
+    if POWER_OF_TWO:
+        _, e = shared_exponent(bits, EMAX, TOP_MANTISSA)
+    else:
+        usable = (bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS)
+        amax = tl.where(usable, bits, 0x3F800000).to(tl.float32, bitcast=True)
+        ratio = tl.div_rn(amax * 0.0 + MAX, amax).to(tl.int32, bitcast=True)
+        held = tl.minimum(tl.maximum(ratio, SMALLEST_NORMAL_BITS), INFINITY_BITS - 1)
+        e = tl.where(usable, held, 0x3F800000).to(tl.float32, bitcast=True)
+    return e
+
+
+@triton.jit
+def decode_scale(bits, e, POWER_OF_TWO: tl.constexpr):
+    """1 / e, or NaN where the amax with these bits is not finite."""
+    if POWER_OF_TWO:
+        # 2**-p by its exponent field: a division is dear, and not IEEE's on a GPU.
+        inverse = 0x7F000000 - e.to(tl.int32, bitcast=True)
+    else:
+        inverse = tl.div_rn(e * 0.0 + 1.0, e).to(tl.int32, bitcast=True)
+    return tl.where(bits < INFINITY_BITS, inverse, NAN_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode(y, dtype: tl.constexpr, INTEGERS: tl.constexpr):
+    """float32 to FP8 codes, uint8: nearest, ties to even, saturating, infinities too; NaN stays NaN.
+
+    The cast saturates by itself; a clamp beside a transposed store is miscompiled (triton-lang/triton#11111). On sm_89
+    triton 3.6 casts by way of a truncated float16 (triton-lang/triton#11753): there INTEGERS rounds on the bits.
+    """
+    if not INTEGERS:
+        return y.to(dtype).to(tl.uint8, bitcast=True)
+    if dtype == tl.float8e4nv:
+        return _to_odd_half(y).to(dtype).to(tl.uint8, bitcast=True)
+    return _encode_on_bits(y, 2, 15, 0x7B, 0x7F)
+
+
+@triton.jit
+def _to_odd_half(y):
+    """float16 of y, rounded to odd: what was cut off shows in the last bit, so that a second rounding, to E4M3, is the
+    only one. Below 2**-14, where float16 has fewer bits, E4M3 is 0; beyond its largest value, saturated.
+
+    Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to
+    odd", IEEE Transactions on Computers 57 (2008).
+    """
+    bits = y.to(tl.int32, bitcast=True)
+    carried = (bits & 0x1FFF) + 0x1FFF
+    return ((bits | carried) & -0x2000).to(tl.float32, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _encode_on_bits(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, NAN_CODE: tl.constexpr):
+    bits = y.to(tl.int32, bitcast=True)
+    a = bits & 0x7FFFFFFF
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    normal = ((a + ((1 << (SHIFT - 1)) - 1) + ((a >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # Adding 2**(24 - BIAS - MANTISSA), whose ulp is the smallest subnormal, leaves the code in the lowest bits.
+    ONE: tl.constexpr = (24 - BIAS - MANTISSA + 127) << 23
+    magic = tl.full(a.shape, ONE, tl.int32).to(tl.float32, bitcast=True)
+    small = (a.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - ONE
+    code = tl.where(a < ((128 - BIAS) << 23), small, tl.minimum(normal, MAX_CODE))
+    code = tl.where(a > 0x7F800000, NAN_CODE, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def pack4(c0, c1, c2, c3):
+    """Four uint8 codes to an int32, the first in the lowest byte: rows that lie side by side once transposed."""
+    low = c0.to(tl.int32) | (c1.to(tl.int32) << 8)
+    return low | (c2.to(tl.int32) << 16) | (c3.to(tl.int32) << 24)
+
+
+@triton.jit
+def packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype: tl.constexpr, INTEGERS: tl.constexpr):
+    """Codes of four rows, y as c, to an int32, the first row in the lowest byte.
+
+    Casting once more in pairs of rows takes fewer instructions than picking the bytes of pairs of columns apart.
+    """
+    if INTEGERS:
+        return pack4(c0, c1, c2, c3)
+    d0, d1 = tl.split(encode(tl.join(y0, y1), dtype, INTEGERS))
+    d2, d3 = tl.split(encode(tl.join(y2, y3), dtype, INTEGERS))
+    return pack4(d0, d1, d2, d3)
+
+
+@triton.jit
+def meet(work, bits, programs):
+    """Every program of a launch brings the bits of an amax; returns (whether this is the last one, the largest).
+
+    work: int32 [2], zero before and zero again after.
+    """
+    tl.atomic_max(work, bits, sem="relaxed")
+    last = tl.atomic_add(work + 1, 1, sem="acq_rel") == programs - 1
+    top = bits
+    if last:
+        top = tl.load(work, volatile=True)
+        # No warp may read what another warp has cleared already.
+        tl.debug_barrier()
+        tl.store(work, 0)
+        tl.store(work + 1, 0)
+    return last, top

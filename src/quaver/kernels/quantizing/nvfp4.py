@@ -1,0 +1,349 @@
+"""Four bits with an E4M3 scale for 16 elements along k, or for 16 × 16, and one factor for the tensor.
+
+The sixteen elements of a block are sixteen tensors here, so that its amax, its rotation and its two int32 of codes stay
+within a thread, whichever way x lies.
+"""
+
+import triton
+import triton.language as tl
+
+from quaver.kernels.bits.hadamard import rotate
+from quaver.kernels.bits.numbers import (
+    INFINITY_BITS,
+    NAN_BITS,
+    SMALLEST_NORMAL_BITS,
+    encode,
+    encode_factor,
+    flushed,
+    magnitude_bits,
+    meet,
+    power_of_two,
+)
+from quaver.kernels.bits.philox import philox, whole_word
+from quaver.kernels.bits.swizzle import swizzled
+
+#: What a tensor factor brings the largest element to: 2688 = 1.3125 × 2**11.
+LARGEST = tl.constexpr(2688.0)
+SIXTH = tl.constexpr(1 / 6)
+
+
+@triton.jit
+def tensor_factor(bits, POWER_OF_TWO: tl.constexpr):
+    """The first level of the scales from the bits of the tensor's amax; 1 where it is 0 or not finite."""
+    if POWER_OF_TWO:
+        p = (11 + 127) - ((bits + (0x7FFFFF - 0x280000)) >> 23)
+        p = tl.minimum(tl.maximum(p, -117), 100)
+        e = power_of_two(tl.where((bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS), p, 0))
+    else:
+        e = encode_factor(bits, False, 0, 0, LARGEST)
+    return e
+
+
+@triton.jit
+def reciprocal(scale):
+    """1 / scale of positive E4M3 values, correctly rounded: eight mantissas, and an exponent to turn over."""
+    bits = scale.to(tl.int32, bitcast=True)
+    m = bits >> 20
+    odd, second, third = (m & 1) != 0, (m & 2) != 0, (m & 4) != 0
+    low = tl.where(second, tl.where(odd, 0x3F3A2E8C, 0x3F4CCCCD), tl.where(odd, 0x3F638E39, 0x3F800000))
+    high = tl.where(second, tl.where(odd, 0x3F088889, 0x3F124925), tl.where(odd, 0x3F1D89D9, 0x3F2AAAAB))
+    inverse = tl.where(third, high, low) - ((bits & 0x7F800000) - 0x3F800000)
+    return inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_scale(bits, big, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr):
+    """From the bits of a block's amax and the tensor's factor: the scale's E4M3 code, uint8, and the encode factor.
+
+    A factor that is no POWER_OF_TWO takes Transformer Engine's order, 1 / (scale × (1 / factor)).
+    """
+    code = encode(flushed(bits).to(tl.float32, bitcast=True) * (big * SIXTH), tl.float8e4nv, INTEGERS)
+    scale = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if POWER_OF_TWO:
+        e = big * reciprocal(scale)
+    else:
+        inverse = tl.div_rn(big * 0.0 + 1.0, big)
+        e = tl.div_rn(scale * 0.0 + 1.0, tl.where(code == 0, 1.0, scale) * inverse)
+    e = e.to(tl.int32, bitcast=True)
+    e = tl.where(code == 0, 0, tl.minimum(e, INFINITY_BITS - 1))
+    e = tl.where(bits > INFINITY_BITS, NAN_BITS, e).to(tl.float32, bitcast=True)
+    return tl.where(bits < INFINITY_BITS, code, 0x7F).to(tl.uint8), e
+
+
+@triton.jit
+def held(y):
+    """|y| held to 6, and the exponent bits of its stretch: steps are a half below 2, 1 below 4, 2 above."""
+    a = tl.minimum(tl.abs(y), 6.0)
+    return a, tl.maximum(a.to(tl.int32, bitcast=True), 0x3F800000) & 0x7F800000
+
+
+@triton.jit
+def nearest(y):
+    """The E2M1 code of |y| plus NEAREST_BIAS, int32: nearest, ties to even, saturating."""
+    a, stretch = held(y)
+    # A number whose ulp is the step: adding it rounds to the step.
+    magic = (stretch + 0x0B000000).to(tl.float32, bitcast=True)
+    return (a + magic).to(tl.int32, bitcast=True) - stretch + (stretch >> 22)
+
+
+@triton.jit
+def stochastic(y, word):
+    """The E2M1 code of |y| plus STOCHASTIC_BIAS, int32: up where a word's upper 24 bits are below the fraction.
+
+    In units of 2**-24 steps the value is rounded up to an integer; 2**24 - 1 less those bits then carry it over.
+    """
+    a, stretch = held(y)
+    scaled = a * (0x4C000000 - (stretch - 0x3F800000)).to(tl.float32, bitcast=True)
+    # Rounded up, below 2**23, where there are fractions: one more than the integer part of the next smaller float32.
+    bits = scaled.to(tl.int32, bitcast=True)
+    fraction = ((bits > 0) & (bits < 0x4B000000)).to(tl.int32)
+    steps = (bits - fraction).to(tl.float32, bitcast=True).to(tl.int32) + fraction
+    return ((steps + ((word ^ 0xFFFFFFFF) >> 8).to(tl.int32)) >> 24) + (stretch >> 22)
+
+
+#: Codes are larger by this until they are packed: it is subtracted from eight of them at once.
+NEAREST_BIAS, STOCHASTIC_BIAS = tl.constexpr(0x0B000000 + 254), tl.constexpr(254)
+
+
+@triton.jit
+def flush(v):
+    """Subnormals to zeros of their sign."""
+    bits = v.to(tl.int32, bitcast=True)
+    small = (bits & 0x7FFFFFFF) < SMALLEST_NORMAL_BITS
+    return tl.where(small, bits & (-0x7FFFFFFF - 1), bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest(v):
+    """The bits of the largest magnitude of sixteen."""
+    top = magnitude_bits(v[0])
+    for j in tl.static_range(1, 16):
+        top = tl.maximum(top, magnitude_bits(v[j]))
+    return top
+
+
+@triton.jit
+def pack(word, y, code):
+    """Shift a word's codes and signs up by one element, y, whose biased code this is."""
+    codes, signs = word
+    sign = y.to(tl.uint32, bitcast=True) >> 28
+    return (codes << 4) + code, (signs << 4) | sign
+
+
+@triton.jit
+def finish(word, bits, BIAS: tl.constexpr):
+    """Eight packed codes of blocks whose amaxes have these bits: int32. Where a block holds a NaN all are +6."""
+    codes, signs = word
+    off: tl.constexpr = (BIAS * 0x11111111) % 2**32
+    both = (codes.to(tl.uint32, bitcast=True) - off) | (signs & 0x88888888)
+    return tl.where(bits > INFINITY_BITS, 0x77777777, both.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def quantized(
+    v, bits, big, place, tensor_id, count, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """Blocks of sixteen tensors with amaxes of these bits to their scales' codes and two int32 of codes."""
+    scale, e = block_scale(bits, big, POWER_OF_TWO, INTEGERS)
+    place = (place >> 2) + (bits >> 31)
+    words_of_codes = ()
+    for half in tl.static_range(2):
+        word = (tl.zeros_like(bits), tl.zeros_like(bits).to(tl.uint32))
+        if STOCHASTIC:
+            for i in tl.static_range(2):
+                words = philox(place + (2 * half + 1 - i), tensor_id, tl.load(count), seed_low, seed_high)
+                for j in tl.static_range(4):
+                    y = flush(v[8 * half + 7 - 4 * i - j]) * e
+                    word = pack(word, y, stochastic(y, words[3 - j]))
+            words_of_codes += (finish(word, bits, STOCHASTIC_BIAS),)  # type: ignore[assignment]
+        else:
+            for j in tl.static_range(8):
+                y = v[8 * half + 7 - j] * e
+                word = pack(word, y, nearest(y))
+            words_of_codes += (finish(word, bits, NEAREST_BIAS),)  # type: ignore[assignment]
+    return scale, words_of_codes[0], words_of_codes[1]  # type: ignore[misc]
+
+
+@triton.jit
+def widen(v):
+    """To float32. bf16 by its bits: a compiler takes two instructions for half of them otherwise."""
+    if v.dtype == tl.bfloat16:
+        y = (v.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        y = v.to(tl.float32)
+    return y
+
+
+@triton.jit
+def split8(v, BM: tl.constexpr, BG: tl.constexpr):
+    """[BM, BG, 8] to eight [BM, BG]."""
+    even, odd = tl.split(tl.reshape(v, [BM, BG, 4, 2]))
+    v04, v26 = tl.split(tl.reshape(even, [BM, BG, 2, 2]))
+    v15, v37 = tl.split(tl.reshape(odd, [BM, BG, 2, 2]))
+    v0, v4 = tl.split(v04)
+    v1, v5 = tl.split(v15)
+    v2, v6 = tl.split(v26)
+    v3, v7 = tl.split(v37)
+    return v0, v1, v2, v3, v4, v5, v6, v7
+
+
+@triton.jit
+def load_along(x, r, g, rows, columns, stride, BM: tl.constexpr, BG: tl.constexpr, EVEN: tl.constexpr):
+    """Sixteen float32 [BM, BG]: elements of the groups g of sixteen columns, in rows r."""
+    line = x + r[:, None, None].to(tl.int64) * stride
+    v = ()
+    for half in tl.static_range(2):
+        c = (16 * g + 8 * half)[None, :, None] + tl.arange(0, 8)[None, None, :]
+        if EVEN:
+            eight = tl.load(line + c)
+        else:
+            eight = tl.load(line + c, mask=(r[:, None, None] < rows) & (c < columns), other=0.0)
+        v += split8(widen(eight), BM, BG)
+    return v
+
+
+@triton.jit
+def load_down(x, g, c, rows, columns, stride, EVEN: tl.constexpr):
+    """Sixteen float32 [BG, BN]: elements of the groups g of sixteen rows, in columns c."""
+    v = ()
+    for j in tl.static_range(16):
+        r = 16 * g + j
+        at = x + r[:, None].to(tl.int64) * stride + c[None, :]
+        if EVEN:
+            row = tl.load(at)
+        else:
+            row = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0)
+        v += (widen(row),)  # type: ignore[assignment]
+    return v
+
+
+@triton.jit
+def rotated_amax(
+    x, out, work, rows, columns, stride, programs,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+    """The amax of x [rows, columns] after the rotation of groups of sixteen columns, or rows if DOWN: float32 [1].
+
+    work: int32 [2] of zeros, left as zeros. Exact.
+    """
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    if DOWN:
+        g = down * (BM // 16) + tl.arange(0, BM // 16)
+        c = right * BN + tl.arange(0, BN)
+        v = load_down(x, g, c, rows, columns, stride, EVEN)
+    else:
+        r = down * BM + tl.arange(0, BM)
+        g = right * (BN // 16) + tl.arange(0, BN // 16)
+        v = load_along(x, r, g, rows, columns, stride, BM, BN // 16, EVEN)
+    bits = flushed(tl.max(largest(rotate(v)), None))
+    last, top = meet(work, bits, programs)
+    if last:
+        tl.store(out, top.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def tensor_level(top, factor, POWER_OF_TWO: tl.constexpr):
+    """The tensor's factor from its amax, float32 [1]; the first program writes it, NaN where that is not finite."""
+    bits = flushed(tl.load(top).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    big = tensor_factor(bits, POWER_OF_TWO)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        nan = tl.where(bits < INFINITY_BITS, big.to(tl.int32, bitcast=True), NAN_BITS)
+        tl.store(factor, nan.to(tl.float32, bitcast=True))
+    return big
+
+
+@triton.jit
+def inside(g, words, k):
+    """Which of the codes of the two int32 of groups g lie before column k: a mask of bits for each."""
+    first = tl.minimum(tl.maximum(k - 16 * g, 0), 16)
+    low, high = tl.minimum(first, 8), tl.maximum(first - 8, 0)
+    return words[0] & whole(low), words[1] & whole(high)
+
+
+@triton.jit
+def whole(n):
+    """The lowest n codes of an int32, n at most 8."""
+    return tl.where(n == 8, -1, (1 << (4 * n)) - 1)
+
+
+@triton.jit
+def nvfp4_along(
+    x, q, s, factor, top, count,
+    rows, columns, stride, k, q_stride4, across, id0, id1, seed0, seed1, seed2, seed3,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
+    HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] in blocks of 1 × 16 (SQUARE: 16 × 16) to q, eight codes an int32, and s, swizzled E4M3 codes.
+
+    top float32 [1]: the tensor's amax. factor float32 [1] is written: the tensor's factor. count int64 [1]: of
+    STOCHASTIC. k: codes of a row, `columns` or that rounded up to 16 (HADAMARD), and a multiple of 4 where STOCHASTIC.
+    q_stride4: int32 of a row of q, which ends in zeros. across: tiles of s side by side. id0 … seed3: halves of the
+    tensor's id and of the seed, the low ones first, for `whole_word`. Exact.
+    """
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    BG: tl.constexpr = BN // 16
+    r = down * BM + tl.arange(0, BM)
+    g = right * BG + tl.arange(0, BG)
+    big = tensor_level(top, factor, POWER_OF_TWO)
+    v = load_along(x, r, g, rows, columns, stride, BM, BG, EVEN)
+    if HADAMARD:
+        v = rotate(v)
+    bits = largest(v)
+    if SQUARE:
+        shared = tl.max(tl.reshape(bits, [BM // 16, 16, BG]), 1)[:, None, :]
+        bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
+    place = r[:, None].to(tl.int64) * k + 16 * g[None, :]
+    tensor_id, low, high = whole_word(id0, id1), whole_word(seed0, seed1), whole_word(seed2, seed3)
+    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, POWER_OF_TWO, INTEGERS)
+    c4 = right * (2 * BG) + tl.arange(0, 2 * BG)
+    at = q + r[:, None].to(tl.int64) * q_stride4 + c4[None, :]
+    if EVEN:
+        tl.store(s + swizzled(r, g, across), scale)
+        tl.store(at, tl.reshape(tl.join(w0, w1), [BM, 2 * BG]))
+    else:
+        if SQUARE:
+            scale = tl.where(r[:, None] < rows, scale, 0).to(tl.uint8)
+        tl.store(s + swizzled(r, g, across), scale, mask=(g < 4 * across)[None, :] & (r >= 0)[:, None])
+        w0, w1 = inside(g[None, :], (w0, w1), k)
+        both = tl.reshape(tl.join(w0, w1), [BM, 2 * BG])
+        tl.store(at, both, mask=(r[:, None] < rows) & (c4[None, :] < q_stride4))
+
+
+@triton.jit
+def nvfp4_down(
+    x, qt, st, factor, top, count,
+    rows, columns, stride, k, qt_stride4, across, id0, id1, seed0, seed1, seed2, seed3,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
+    HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """The transpose of x [rows, columns], as `nvfp4_along` of it: blocks of 16 rows of x, k codes for `rows`. Exact."""
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    BG: tl.constexpr = BM // 16
+    g = down * BG + tl.arange(0, BG)
+    c = right * BN + tl.arange(0, BN)
+    big = tensor_level(top, factor, POWER_OF_TWO)
+    v = load_down(x, g, c, rows, columns, stride, EVEN)
+    if HADAMARD:
+        v = rotate(v)
+    bits = largest(v)
+    if SQUARE:
+        shared = tl.max(tl.reshape(bits, [BG, BN // 16, 16]), 2)[:, :, None]
+        bits = tl.reshape(tl.broadcast_to(shared, [BG, BN // 16, 16]), [BG, BN])
+    place = c[None, :].to(tl.int64) * k + 16 * g[:, None]
+    tensor_id, low, high = whole_word(id0, id1), whole_word(seed0, seed1), whole_word(seed2, seed3)
+    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, POWER_OF_TWO, INTEGERS)
+    r4 = down * (2 * BG) + tl.arange(0, 2 * BG)
+    at = qt + c[:, None].to(tl.int64) * qt_stride4 + r4[None, :]
+    if EVEN:
+        tl.store(st + swizzled(c, g, across), tl.trans(scale))
+        tl.store(at, tl.reshape(tl.join(tl.trans(w0), tl.trans(w1)), [BN, 2 * BG]))
+    else:
+        if SQUARE:
+            scale = tl.where(c[None, :] < columns, scale, 0).to(tl.uint8)
+        tl.store(st + swizzled(c, g, across), tl.trans(scale), mask=(g < 4 * across)[None, :] & (c >= 0)[:, None])
+        w0, w1 = inside(g[:, None], (w0, w1), k)
+        both = tl.reshape(tl.join(tl.trans(w0), tl.trans(w1)), [BN, 2 * BG])
+        tl.store(at, both, mask=(c[:, None] < columns) & (r4[None, :] < qt_stride4))

@@ -1,0 +1,1 @@
+"""What runs the operations fast, a room for each kind of machine; neither layers nor autograd."""

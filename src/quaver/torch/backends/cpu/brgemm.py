@@ -1,0 +1,150 @@
+"""float32 = bf16 @ bf16.T on CPUs whose vector units multiply bf16, block by block.
+
+No operation of torch has this product on a CPU: a bf16 one rounds its result to bf16, and the setting that lets float32
+ones multiply in bf16 inside belongs to the process. But the block of which torch makes its own CPU attention does just
+this: `at::native::cpublas::brgemm` (aten/src/ATen/native/CPUBlas.h), which libtorch exports. It is taken from there
+where its name, which spells out its arguments, is found, where the processor has the instructions, and where a first
+product comes out right; otherwise nothing of this file runs. It works on one thread, so it serves processes that have
+been given one.
+
+libtorch compiles a block for each combination of sizes and strides and keeps it for the life of the thread, tens of
+kilobytes each. So what depends on the number of tokens is cut and packed to a few sizes.
+"""
+
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.torch.backends.cpu import scratch
+
+#: brgemm(m, n, k, lda, ldb, ldc, add to C, A, B in pairs of rows, C, B is in pairs), and what ends its use.
+_NAME = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
+_RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
+#: Rows, columns and depth of a block.
+ROWS, COLUMNS, DEPTH = 128, (64, 32), 512
+#: k is padded with zeros to a multiple of this.
+STEP = 32
+#: Products of fewer rows, or of fewer m × n × k, are faster in plain float32: packing b costs as much as many rows.
+FEWEST, SMALLEST = 128, 1 << 23
+
+
+def takes(m: int, n: int, k: int) -> bool:
+    """True if a product [m, k] @ [n, k].T can run here."""
+    fits = m >= FEWEST and m * n * k >= SMALLEST and n % COLUMNS[-1] == 0
+    return fits and torch.get_num_threads() == 1 and _functions() is not None
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k] @ b [n, k].T, both bf16 in any strides, n a multiple of 32; float32 [m, n].
+
+    Bounded: products exact, sums of at most 512 of them in float32, then added up in float32.
+    """
+    functions = _functions()
+    assert functions is not None
+    return _product(functions, a, b)
+
+
+def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    brgemm, release = functions
+    (m, k), n = a.shape, b.shape[0]
+    width, padded = next(w for w in COLUMNS if n % w == 0), -(-k // STEP) * STEP
+    lies = a.is_contiguous() and k == padded
+    panels = a if lies else _panels(a, padded)
+    pairs = _pairs(b, width, padded)
+    c = torch.empty((m, n), dtype=torch.float32, device="cpu")
+    of_a, of_b = address(panels, torch.bfloat16, m * padded), address(pairs, torch.bfloat16, n * padded)
+    of_c = address(c, torch.float32, m * n)
+    rows = min(ROWS, m)
+    # Columns inside: the rows of a block stay in the second cache.
+    for i in range(0, m, rows):
+        # The last block begins among the rows of the one before, and writes them once more.
+        i = min(i, m - rows)
+        for j in range(n // width):
+            for at in range(0, padded, DEPTH):
+                depth = min(DEPTH, padded - at)
+                brgemm(
+                    rows,
+                    width,
+                    depth,
+                    k if lies else depth,
+                    width,
+                    n,
+                    at > 0,
+                    of_a + 2 * (i * k + at if lies else m * at + i * depth),
+                    of_b + 2 * width * (j * padded + at),
+                    of_c + 4 * (i * n + j * width),
+                    True,
+                )
+    release(True)
+    return c
+
+
+def _panels(a: Tensor, padded: int) -> Tensor:
+    """a [m, k] in panels [m, DEPTH] one after the other, the last one narrower and filled up with zeros."""
+    m, k = a.shape
+    out = scratch.room("panels", (m * padded,), torch.bfloat16)
+    for at in range(0, padded, DEPTH):
+        depth = min(DEPTH, padded - at)
+        panel = out[m * at : m * (at + depth)].view(m, depth)
+        if at + depth <= k:
+            # One panel at a time: torch is quick with a transpose of two dimensions.
+            panel.copy_(a[:, at : at + depth])
+        else:
+            panel[:, : k - at].copy_(a[:, at:])
+            panel[:, k - at :].zero_()
+    return out
+
+
+def _pairs(b: Tensor, width: int, padded: int) -> Tensor:
+    """b [n, k] in panels of columns, two consecutive k beside each other: [n / width, padded / 2, width, 2]."""
+    n, k = b.shape
+    out = scratch.room("pairs", (n // width, padded // 2, width, 2), torch.bfloat16)
+    even, panels = k // 2, b.unflatten(0, (-1, width))
+    out[:, :even].copy_(panels[:, :, : 2 * even].unflatten(2, (even, 2)).transpose(1, 2))
+    out[:, even:].zero_()
+    if k % 2:
+        out[:, even, :, 0] = panels[:, :, -1]
+    return out
+
+
+def address(t: Tensor, dtype: torch.dtype, elements: int) -> int:
+    """Where the memory of a tensor begins, for C, which looks at nothing.
+
+    Raises:
+        ValueError: it is not of this dtype on the CPU, or not contiguous, or has another number of elements.
+    """
+    at = t.data_ptr() if t.dtype is dtype and t.device.type == "cpu" and t.is_contiguous() else 0
+    if at == 0 or t.numel() != elements:
+        raise ValueError(
+            f"memory for C must be {elements} contiguous elements of {dtype} on the CPU; this is {t.numel()} of "
+            f"{t.dtype} on {t.device} with strides {t.stride()}"
+        )
+    return at
+
+
+@cache
+def _functions() -> tuple[Any, Any] | None:
+    if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
+        return None
+    path = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+    try:
+        library = ctypes.CDLL(path)
+        brgemm, release = library[_NAME], library[_RELEASE]
+    except (OSError, AttributeError):
+        return None
+    size, yes, pointer = ctypes.c_int64, ctypes.c_bool, ctypes.c_void_p
+    brgemm.argtypes, brgemm.restype = [*[size] * 6, yes, pointer, pointer, pointer, yes], None
+    release.argtypes, release.restype = [yes], None
+    functions = brgemm, release
+    return functions if _is_right(functions) else None
+
+
+def _is_right(functions: tuple[Any, Any]) -> bool:
+    """A product that only the right blocks, order and sums get right."""
+    a = (torch.arange(3 * 8, dtype=torch.float32, device="cpu") % 11 - 5).view(3, 8)
+    b = (torch.arange(64 * 8, dtype=torch.float32, device="cpu") % 7 - 3).view(64, 8)
+    return torch.equal(_product(functions, a.bfloat16(), b.bfloat16()), a @ b.t())

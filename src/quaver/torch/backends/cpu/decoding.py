@@ -1,0 +1,165 @@
+"""Codes to bf16 or float32 values on a CPU, block scales folded in: what `gemm` multiplies."""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quaver.core.numbers import rounding
+from quaver.core.numbers.formats import E2M1, Format
+from quaver.torch.backends.cpu import scratch
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import FLOAT8, Quantized
+
+#: Exponents of block scales that may be folded into the operands: products and sums stay normal float32 numbers.
+FOLD = (-50, 6)
+#: Row scales within these go on the output one after the other without leaving the range.
+ROWS = (2.0**-60, 2.0**60)
+
+
+def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
+    """An operand as a matrix of bf16 or float32 values as it lies, and what its product is to be multiplied by.
+
+    Block scales are in the matrix; scales of rows and of the tensor are not. None: the scales are too far apart for
+    that.
+
+    Args:
+        slot: of `quaver.torch.backends.cpu.scratch`, where the matrix may lie.
+    """
+    if q.spec.two_level:
+        return _decode_two_level(q, half)
+    if q.spec.scale == "unit":
+        # Its scales tell of no NaN, so that the values must.
+        values = q.lying_values()
+        return values.to(torch.bfloat16) if half else values, 1.0
+    if not isinstance(q.scale, Tensor):
+        return _values(q, half, tiny, slot), q.scale
+    if q.spec.block[1] is not None:
+        return _decode_blocks(q, half, tiny, slot)
+    if q.spec.power_of_two:
+        # Decoding multiplies by a power of two anyway: a row's own saves two passes over the product.
+        folded = _decode_blocks(q, half, tiny, slot)
+        if folded is not None:
+            return folded
+    scale = q.scales()
+    low, high = torch.aminmax(scale)
+    if not (ROWS[0] <= low.item() and high.item() <= ROWS[1]):
+        return None
+    return _values(q, half, tiny, slot), reference.spread(scale, q.spec.block, q.shape)
+
+
+def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, float] | None:
+    assert isinstance(q.scale, Tensor)
+    # Code 0 of E8M0 becomes 0: its data are zeros.
+    scale = (q.scale.to(torch.int32) << 23).view(torch.float32) if q.spec.scale == "e8m0" else q.scale
+    low, high = (t.item() for t in torch.aminmax(scale))
+    if low == 0.0:
+        low = torch.where(scale == 0, high, scale).amin().item()
+    if not high < math.inf:
+        return None
+    bottom, top = math.frexp(low)[1] - 1, math.frexp(high)[1] - 1
+    if top - bottom > FOLD[1] - FOLD[0]:
+        return None
+    shift = 0 if FOLD[0] <= bottom and top <= FOLD[1] else top
+    values, lift = (q.lying_values(), 0) if tiny else _raw(q, half, slot)
+    factor = scale * 2.0**-shift * 2.0**lift
+    return fold(values, factor.to(values.dtype), q.lying_block), math.ldexp(1.0, shift)
+
+
+def rescales_exactly(q: Quantized) -> bool:
+    """True if its scales can be applied after the one rounding to bf16."""
+    return q.spec.power_of_two or q.spec.scale == "two_level"
+
+
+def folds_exactly(q: Quantized) -> bool:
+    """True if the decoded matrix holds bf16 values."""
+    return q.spec.power_of_two or q.spec.two_level or q.spec.block[1] is None
+
+
+def fold(values: Tensor, factor: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+    """Multiply the blocks of a matrix by a factor each, in place where the blocks divide it."""
+    rows, columns = values.shape
+    br, bc = min(block[0] or rows, rows), min(block[1] or columns, columns)
+    if rows % br or columns % bc:
+        return values * reference.spread(factor, block, (rows, columns))
+    if br == 1:
+        values.view(rows, columns // bc, bc).mul_(factor[:, :, None])
+    elif bc == 1:
+        values.view(rows // br, br, columns).mul_(factor[:, None, :])
+    else:
+        values.view(rows // br, br, columns // bc, bc).mul_(factor[:, None, :, None])
+    return values
+
+
+def _decode_two_level(q: Quantized, half: bool) -> tuple[Tensor, float]:
+    assert isinstance(q.scale, Tensor) and q.tensor_factor is not None
+    factor = q.scale.view(torch.float8_e4m3fn).to(torch.bfloat16 if half else torch.float32)
+    return fold(_pairs_of(q, half), factor, q.lying_block), 1.0 / q.tensor_factor.item()
+
+
+def _pairs_of(q: Quantized, half: bool) -> Tensor:
+    """The values of packed codes as they lie, in bf16 or float32."""
+    rows, columns = q.lying_shape
+    pairs = _e2m1_pairs(half).index_select(0, q.data.reshape(-1).to(torch.int32))
+    return pairs.view(torch.bfloat16 if half else torch.float32).view(rows, -1)[:, :columns].contiguous()
+
+
+_pairs: dict[bool, Tensor] = {}
+
+
+def _e2m1_pairs(half: bool) -> Tensor:
+    """Both values of every byte of packed E2M1, as one integer each: [256]."""
+    if half not in _pairs:
+        byte = torch.arange(256, dtype=torch.int64, device="cpu")
+        values = torch.from_numpy(rounding.values(E2M1).copy())
+        both = torch.stack([values[byte & 15], values[byte >> 4]], 1)
+        _pairs[half] = both.to(torch.bfloat16).view(torch.int32)[:, 0] if half else both.view(torch.int64)[:, 0]
+    return _pairs[half]
+
+
+def _values(q: Quantized, half: bool, tiny: bool, slot: str) -> Tensor:
+    """Codes to bf16 or float32 values, without scales; NaN codes are not kept: their scale is NaN."""
+    if tiny:
+        return q.lying_values()
+    raw, lift = _raw(q, half, slot)
+    return raw.mul_(2.0**lift) if lift else raw
+
+
+def _raw(q: Quantized, half: bool, slot: str) -> tuple[Tensor, int]:
+    """Codes as values of a wider type, and the exponent that this leaves out.
+
+    FP8 codes are moved into its bits: E5M2 is the top byte of a float16, E4M3 shifts into a float16 or a bfloat16 with
+    its sign carried along. Those of other formats are looked up.
+    """
+    data, fmt = q.data, q.spec.format
+    if fmt.packed:
+        return _pairs_of(q, half), 0
+    if fmt.name not in FLOAT8:
+        return _table(fmt, half).index_select(0, data.reshape(-1).to(torch.int32)).view(data.shape), 0
+    bits = scratch.room(slot, data.shape, torch.int16)
+    if fmt.name == "e5m2":
+        bits.copy_(data.view(torch.uint8)).bitwise_left_shift_(8)
+        lift = 0
+    else:
+        bits.copy_(data.view(torch.int8))
+        if half and not _flushes_subnormals():
+            return bits.bitwise_left_shift_(4).bitwise_and_(-30721).view(torch.bfloat16), 120
+        bits.bitwise_left_shift_(7).bitwise_and_(-16385)
+        lift = 8
+    wide = scratch.room(slot + ", wide", data.shape, torch.bfloat16 if half else torch.float32)
+    return wide.copy_(bits.view(torch.float16)), lift
+
+
+@cache
+def _table(fmt: Format, half: bool) -> Tensor:
+    """The values of all bytes as codes of a format, bf16 or float32 [256]."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(rounding.values(fmt).copy()).to(torch.bfloat16 if half else torch.float32)
+
+
+_subnormal = torch.tensor(2.0**-130, dtype=torch.float32, device="cpu")
+
+
+def _flushes_subnormals() -> bool:
+    return (_subnormal * 1.0).item() == 0.0

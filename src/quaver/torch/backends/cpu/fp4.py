@@ -1,0 +1,138 @@
+"""Two-level quantization to E2M1 on a CPU, in pieces that stay in its cache.
+
+Rounding to nearest is one table look-up: the upper half of a float32, with its last bit set if anything lies below,
+tells the code, sign and NaN included.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quaver.core.numbers import rounding
+from quaver.core.numbers.formats import E2M1
+from quaver.core.numbers.scaling import FLT_MAX, TWO_LEVEL_MAX
+from quaver.core.spec import QuantSpec
+from quaver.torch.backends.cpu.fp8 import blocked, largest_bits
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.hadamard import rotate, turned_rotate
+from quaver.torch.numerics.philox import turned_uniform, uniform
+from quaver.torch.numerics.quantized import Quantized, spread
+from quaver.torch.numerics.reference import given_bits
+from quaver.torch.numerics.rounding import INFINITY_BITS, encode_e2m1, flush, power_of_two, ratio, tensor_exponent
+
+#: (seed, tensor id, count).
+Noise = tuple[int, int, Tensor | int]
+#: Elements worked on at once.
+PIECE = 1 << 17
+
+
+def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
+    """Why this implementation does not take the call, or ""."""
+    if not x.is_cpu:
+        return "the tensor is not on a CPU"
+    if not spec.two_level or spec.block[1] != 16:
+        return "it is for E2M1 with two levels of scales in blocks of 16"
+    return ""
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | float | None = None,
+    factor: object = None,
+    noise: Noise = (0, 0, 0),
+) -> Quantized:
+    """As `quaver.torch.numerics.reference.quantize`, bit for bit."""
+    if x.numel() == 0:
+        return reference.quantize(x, spec, amax)
+    shape = (x.shape[0], spec.padded(x.shape[1]))
+    # A transpose is worked on as it lies, where its groups of 16 are whole lines, if that leaves no ragged block.
+    turned = not x.is_contiguous() and x.stride(0) == 1 and spec.block[0] == 1 and shape[1] % 16 == 0
+    x = x.t() if turned else x.contiguous()
+    if spec.hadamard:
+        turn = turned_rotate if turned else rotate
+        x = torch.cat([turn(piece.float()) for piece in _pieces(x, spec)])
+    block = spec.block[::-1] if turned else spec.block
+    blocks = torch.cat([_largest(piece, block) for piece in _pieces(x, spec)])
+    top = blocks.max().view(1, 1)
+    tensor = top if amax is None else given_bits(amax, top)
+    big = power_of_two(tensor_exponent(tensor)) if spec.scale == "two_level" else ratio(TWO_LEVEL_MAX, tensor)
+    sixth = torch.tensor(1 / 6, dtype=torch.float32, device="cpu")
+    small = (blocks.view(torch.float32) * (big * sixth)).clamp_(max=448.0).to(torch.float8_e4m3fn)
+    wide = small.to(torch.float32)
+    e = torch.where(wide == 0, 0.0, (1.0 / (wide * (1.0 / big))).clamp(max=float(FLT_MAX)))
+    packed = _codes(x, e, spec, block, shape, noise, turned)
+    stored = torch.where(blocks < INFINITY_BITS, small.view(torch.uint8), rounding.NAN_CODE)
+    if turned:
+        packed, stored = packed.t().contiguous(), stored.t().contiguous()
+    tensor_factor = torch.where(tensor < INFINITY_BITS, big, torch.nan)
+    return Quantized(packed, stored, spec, shape, False, tensor_factor, top.view(torch.float32))
+
+
+def _pieces(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:
+    """Lines in cache-sized pieces, cut between blocks and groups."""
+    step = max(spec.block[0] or 1, 16)
+    return x.split(max(1, PIECE // max(x.shape[1], 1) // step) * step)
+
+
+def _largest(piece: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+    view, dims = blocked(piece if piece.dtype is not torch.float16 else piece.float(), block)
+    return largest_bits(view, dims)
+
+
+def _codes(
+    x: Tensor,
+    e: Tensor,
+    spec: QuantSpec,
+    block: tuple[int | None, int | None],
+    shape: tuple[int, int],
+    noise: Noise,
+    turned: bool,
+) -> Tensor:
+    """Packed codes as x lies: two neighbours along k to a byte, k being the first axis if turned."""
+    lines, columns = x.shape
+    packed = x.new_empty((lines // 2, columns) if turned else (lines, (columns + 1) // 2), dtype=torch.uint8)
+    height, at = block[0] or lines, 0
+    for piece in _pieces(x, spec):
+        count = piece.shape[0]
+        piece = piece.float()
+        u = None
+        if spec.rounding == "stochastic":
+            piece = flush(piece)
+            if turned:
+                u = turned_uniform(shape[0], shape[1], *noise, at, count)
+            else:
+                u = uniform(count, columns, *noise, x.device, at)
+        y = piece * spread(e[at // height : -(-(at + count) // height)], block, (count, columns))
+        codes = nearest(y) if u is None else encode_e2m1(y, u)
+        if turned:
+            packed[at // 2 : (at + count) // 2] = codes[0::2] | codes[1::2] << 4
+        else:
+            packed[at : at + count] = _pack(codes)
+        at += count
+    return packed
+
+
+@cache
+def _table() -> Tensor:
+    values = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(rounding.encode(rounding.round_to(values, E2M1), E2M1))
+
+
+def nearest(y: Tensor) -> Tensor:
+    """float32 to E2M1 codes, one a byte; ties to even, saturating, NaN to +6."""
+    bits = y.view(torch.int32)
+    index = (bits >> 16).bitwise_and_(0xFFFF)
+    index |= (bits & 0xFFFF) != 0
+    return _table().index_select(0, index.view(-1)).view(y.shape)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Two codes to a byte, the lower nibble first."""
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    pairs = codes.view(torch.int16)
+    return (pairs & 15 | pairs >> 4).to(torch.uint8)

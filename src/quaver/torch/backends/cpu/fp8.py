@@ -1,0 +1,224 @@
+"""quantize on a CPU: torch's own casts, integer maxima, and plain floats where one scale serves the tensor.
+
+A bf16 value times a power of two is exact, so bf16 operands stay bf16 until the cast; torch's cast saturates only in
+newer releases and only E4M3, so whatever can overflow is clipped first. Transposes are read where they lie: an operand
+whose rows are contiguous in the other direction keeps that layout.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quaver.core.numbers.formats import Format
+from quaver.core.numbers.scaling import FACTOR_EXPONENTS, FLT_MAX
+from quaver.core.spec import QuantSpec
+from quaver.torch.backends.cpu import scratch
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import FLOAT8, Quantized
+from quaver.torch.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, exponent, usable
+
+SMALLEST_NORMAL = 2.0**-126
+#: The bits of float32 1.0, and of NaN.
+ONE_BITS, NAN_BITS = 0x3F800000, 0x7FC00000
+
+
+def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
+    """Why this implementation does not take the call, or ""."""
+    if not x.is_cpu:
+        return "the tensor is not on a CPU"
+    if spec.format.name not in FLOAT8 or spec.hadamard or spec.rounding != "nearest" or spec.scale == "unit":
+        return "it is for nearest rounding to FP8 with one level of scales"
+    return "it holds one scale a tensor as a float32" if spec.per_tensor and spec.scale == "e8m0" else ""
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | float | None = None,
+    factor: Tensor | float | None = None,
+    noise: object = None,
+) -> Quantized:
+    """As `quaver.torch.numerics.reference.quantize`, bit for bit."""
+    turned = not x.is_contiguous() and x.stride(1) != 1 and x.stride(0) == 1
+    if not spec.per_tensor:
+        return _blocks(x, spec, amax, turned)
+    data, scale, top = per_tensor(x.t() if turned else x, spec, amax, factor)
+    return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), turned, None, top)
+
+
+def per_tensor(
+    x: Tensor, spec: QuantSpec, amax: Tensor | float | None = None, factor: Tensor | float | None = None
+) -> tuple[Tensor, float, float]:
+    """(codes as x lies, decode scale, amax of x) for a spec with one scale."""
+    fmt, exact = spec.format, spec.power_of_two
+    top = wanted = host_amax(x)
+    if amax is not None:
+        wanted = float(amax)
+    e = float(factor) if factor is not None else 0.0
+    if e == 0.0:
+        e = host_factor(wanted, fmt, exact)
+    elif math.frexp(e)[0] != 0.5:
+        # A factor from elsewhere, such as an average of several.
+        e, exact = float(np.float32(e)), False
+    if not exact or x.dtype is torch.float16:
+        y = x.float() * e
+    elif x.numel() * x.itemsize < scratch.SMALLEST or not x.is_contiguous():
+        y = x * scalar(e)
+    else:
+        y = torch.mul(x.detach(), scalar(e), out=scratch.room("temporary", x.shape, x.dtype))
+    if not top * e <= fmt.max:
+        y.clamp_(-fmt.max, fmt.max)
+    if not (top < math.inf and wanted < math.inf):
+        scale = math.nan
+    else:
+        scale = 1.0 / e if exact else float(np.float32(1.0 / e))
+    return y.type(FLOAT8[fmt.name]), scale, top
+
+
+#: Powers of two as tensors without dimensions: torch multiplies by one in half the time that a Python number takes.
+_scalars: dict[float, Tensor] = {}
+
+
+def scalar(e: float) -> Tensor:
+    """A power of two as a tensor without dimensions."""
+    kept = _scalars.get(e)
+    if kept is None:
+        with torch.inference_mode(False):
+            kept = _scalars[e] = torch.tensor(e, dtype=torch.float32, device="cpu")
+    return kept
+
+
+def host_amax(x: Tensor) -> float:
+    """The largest magnitude as a Python float, NaN if there is one; subnormals and empty tensors give 0."""
+    if x.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(x)
+    a, b = low.item(), high.item()
+    top = b if b != b or b >= -a else -a
+    return 0.0 if top < SMALLEST_NORMAL else top
+
+
+def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
+    """The encode factor of one amax; 1 where it is 0, infinite or NaN. Equal to
+    `core.numbers.scaling.encode_factor`."""
+    if not SMALLEST_NORMAL <= amax < math.inf:
+        return 1.0
+    if power_of_two:
+        # The quotient is exact in double but for its last bits, and those do not reach a power of two from below: only
+        # amax = fmt.max / 2**p gives one, exactly.
+        p = math.frexp(fmt.max / amax)[1] - 1
+        return (
+            2.0**p if -100 < p < FACTOR_EXPONENTS[1] else 2.0 ** min(max(p, FACTOR_EXPONENTS[0]), FACTOR_EXPONENTS[1])
+        )
+    # A quotient of two float32 in double, rounded to float32, is the correctly rounded quotient.
+    return float(np.float32(min(max(fmt.max / amax, SMALLEST_NORMAL), float(FLT_MAX))))
+
+
+def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: bool) -> Quantized:
+    if x.numel() == 0:
+        return reference.quantize(x, spec, amax)
+    x = x.detach()
+    base, block = (x.t(), spec.block[::-1]) if turned else (x, spec.block)
+    if x.dtype is torch.float16 or (not spec.power_of_two and x.dtype is not torch.float32):
+        base = base.float()
+    view, dims = blocked(base, block)
+    bits = largest_bits(view, dims)
+    measured, limit = bits, spec.format.max
+    if amax is None and spec.power_of_two:
+        e, scale, finite = _powers_of_two(bits, spec)
+    else:
+        bits, e = _given(bits, amax, spec, turned)
+        of_blocks = (bits < INFINITY_BITS) & (measured < INFINITY_BITS)
+        scale, finite = _stored_scale(bits, of_blocks, e, spec), amax is None and bool(of_blocks.all().item())
+    for dim in dims:
+        e = e.unsqueeze(dim)
+    y = torch.mul(view, e.to(view.dtype), out=scratch.room("temporary", view.shape, view.dtype))
+    if not finite:
+        # Or not by its own amax.
+        y.clamp_(-limit, limit)
+    data = y.to(FLOAT8[spec.format.name]).view(_padded_shape(view, dims))
+    if data.shape != base.shape:
+        # A copy, so that backward does not keep the padding.
+        data = data[: base.shape[0], : base.shape[1]].clone(memory_format=torch.contiguous_format)
+    return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), turned, None, measured.view(torch.float32))
+
+
+def _given(bits: Tensor, amax: Tensor | float | None, spec: QuantSpec, turned: bool) -> tuple[Tensor, Tensor]:
+    """The bits of the amaxes that count, as blocks lie, and the encode factors that follow from them."""
+    if amax is None:
+        return bits, reference.factors(bits, spec)
+    given = reference.given_bits(amax, bits.t() if turned else bits)
+    given = (given.t() if turned else given).contiguous()
+    e = reference.factors(given, spec)
+    # An amax of 0 was given for data that need not be 0: they become zeros of their sign.
+    return given, torch.where(given == 0, 0.0, e) if spec.scale == "e8m0" else e
+
+
+def _powers_of_two(bits: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]:
+    """From the bits of amaxes their encode factors, the scales as they are stored, and whether all are finite.
+
+    The exponent stays in its place among the bits; blocks without a factor are looked for only where there are some.
+    """
+    fmt = spec.format
+    low, high = (bound.item() for bound in torch.aminmax(bits))
+    # No factor is above 2**100.
+    place = bits.clamp(min=((127 - FACTOR_EXPONENTS[1] + fmt.emax) << 23) - 0x7FFFFF + fmt.max_mantissa)
+    place = place.add_(0x7FFFFF - fmt.max_mantissa - (fmt.emax << 23)).bitwise_and_(0x7F800000)
+    e, of_scale = ONE_BITS * 2 - place, place
+    if low == 0 or high >= INFINITY_BITS:
+        known = usable(bits)
+        e = torch.where(known, e, ONE_BITS)
+        # Their own exponent fields, 0 and 255, are the codes of E8M0; a float32 scale is 1, or NaN.
+        other = bits if spec.scale == "e8m0" else torch.where(bits == 0, ONE_BITS, bits | NAN_BITS)
+        of_scale = torch.where(known, place, other)
+    scale = (of_scale >> 23).to(torch.uint8) if spec.scale == "e8m0" else of_scale.view(torch.float32)
+    return e.view(torch.float32), scale, high < INFINITY_BITS
+
+
+def blocked(base: Tensor, block: tuple[int | None, int | None]) -> tuple[Tensor, list[int]]:
+    """A matrix as blocks, and the dimensions of the view that lie within a block. Ragged edges are padded with
+    zeros."""
+    rows, columns = base.shape
+    br, bc = min(block[0] or rows, rows), min(block[1] or columns, columns)
+    nr, nc = -(-rows // br), -(-columns // bc)
+    if (nr * br, nc * bc) != (rows, columns):
+        base = torch.nn.functional.pad(base, (0, nc * bc - columns, 0, nr * br - rows))
+    base = base.contiguous()
+    if br == 1:
+        return base.view(rows, nc, bc), [2]
+    if bc == 1:
+        return base.view(nr, br, columns), [1]
+    return base.view(nr, br, nc, bc), [1, 3]
+
+
+def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
+    """The float32 bits of the largest magnitude of each block, int32; integers reduce several times faster than
+    floats."""
+    if view.dtype is torch.bfloat16:
+        bits, mask = view.view(torch.int16), 0x7FFF
+    else:
+        bits, mask = view.view(torch.int32), 0x7FFFFFFF
+    top = torch.bitwise_and(bits, mask, out=scratch.room("temporary", bits.shape, bits.dtype))
+    for dim in reversed(dims):
+        top = top.amax(dim)
+    if view.dtype is torch.bfloat16:
+        top = top.to(torch.int32) << 16
+    return torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
+
+
+def _stored_scale(bits: Tensor, finite: Tensor, e: Tensor, spec: QuantSpec) -> Tensor:
+    if spec.scale == "e8m0":
+        code = torch.where(bits == 0, 0, 127 - exponent(bits, spec.format))
+        return torch.where(finite, code, 255).to(torch.uint8)
+    return torch.where(finite, 1.0 / e.to(torch.float32), torch.nan)
+
+
+def _padded_shape(view: Tensor, dims: list[int]) -> tuple[int, int]:
+    s = view.shape
+    if dims == [2]:
+        return s[0], s[1] * s[2]
+    if dims == [1]:
+        return s[0] * s[1], s[2]
+    return s[0] * s[1], s[2] * s[3]

@@ -1,0 +1,131 @@
+"""matmul on a CPU, fast and exact: eight-bit operands are decoded to bf16 values and multiplied with float32 sums.
+
+Every E4M3, E5M2 and E2M1 value is a bf16 value, also after multiplying by a power of two or by an E4M3 scale, and the
+product of two of them is exact in float32. So a bf16 GEMM, or a float32 GEMM that works in bf16 inside, adds up
+exactly the products that the recipe defines. docs/numerics.md describes the decoding. No setting of the process is
+changed for that: other threads would multiply by it.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.torch.backends.cpu import brgemm, narrow
+from quaver.torch.backends.cpu.decoding import decode, folds_exactly, rescales_exactly
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import Quantized
+
+#: Up to this m × n × k a plain float32 GEMM is fastest.
+SMALL = 1 << 18
+#: Products with at most this many rows or columns are multiplied slice by slice.
+NARROW = 4
+#: Products with at most so many too, where the other operand has so many elements that decoded it leaves the cache.
+NARROW_BESIDE = 16, 1 << 22
+#: A per-tensor operand of at most this many elements remembers its decoded matrix: decoding costs as much as its GEMM.
+REMEMBERED = 4096
+#: Products of scales within these can be folded into an eight-bit operand: its values and the sums stay normal.
+LIFTS = (2.0**-60, 2.0**60)
+_precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False) -> str:
+    """Why this implementation does not take the call, or ""."""
+    if a.swizzled or b.swizzled:
+        return "the scales are in the order of a GPU's GEMM"
+    return "" if a.data.is_cpu else "the operands are not on a CPU"
+
+
+def matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
+    """a [m, k] @ b [n, k].T + bias.
+
+    Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    size = m * n * k
+    if 0 < size <= SMALL and a.scale.__class__ is float and b.scale.__class__ is float:
+        x, y = decoded(a), decoded(b)
+        return scaled_product(x.t() if a.turned else x, y if b.turned else y.t(), a.scale, b.scale, dtype, bias)
+    if size == 0:
+        return reference.matmul(a, b, dtype, bias)
+    exact = folds_exactly(a) and folds_exactly(b)
+    if not exact and _rounds():
+        return reference.matmul(a, b, dtype, bias)
+    few = min(m, n)
+    if few <= NARROW or (few <= NARROW_BESIDE[0] and max(m, n) * k >= NARROW_BESIDE[1]):
+        y = narrow.product(a, b)
+        return (y if bias is None else y + bias).float().to(dtype)
+    tiny = size <= SMALL
+    half = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
+    blocked = exact and not half and not tiny and brgemm.takes(m, n, k)
+    left, right = decode(a, half or blocked, tiny, "left"), decode(b, half or blocked, tiny, "right")
+    if left is None or right is None:
+        # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
+        return reference.matmul(a, b, dtype, bias)
+    x = left[0].t() if a.turned else left[0]
+    y = right[0] if b.turned else right[0].t()
+    if blocked:
+        y = brgemm.product(x, y.t())
+    else:
+        y = torch.mm(x, y)
+    y = rescale(y, left[1], right[1])
+    if bias is not None:
+        y += bias
+    return y if y.dtype is dtype else y.to(dtype)
+
+
+def decoded(q: Quantized) -> Tensor:
+    """The float32 values, as they lie, of an operand with one scale, without it; remembered where they are few."""
+    values = q.decoded
+    if values is None:
+        values = q.lying_values()
+        if values.numel() <= REMEMBERED:
+            q.decoded = values
+    return values
+
+
+_nothing = torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def scaled_product(
+    left: Tensor, right: Tensor, a: float, b: float, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """left [m, k] @ right [k, n] × a × b + bias, of a few thousand elements, where every call counts."""
+    scale = a * b
+    if LIFTS[0] < scale < LIFTS[1] and math.frexp(scale)[0] == 0.5:
+        # A power of two: each sum is what it would be without it.
+        y = torch.addmm(_nothing, left, right, beta=0, alpha=scale)
+    else:
+        y = rescale(torch.mm(left, right), a, b)
+    if bias is not None:
+        y += bias
+    if dtype is torch.float32:
+        return y
+    return y.bfloat16() if dtype is torch.bfloat16 else y.to(dtype)
+
+
+def _rounds() -> bool:
+    """Whether the process has asked torch to round the operands of float32 products on a CPU."""
+    return _precision.fp32_precision not in ("none", "ieee")
+
+
+def rescale(y: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
+    """y × a × b in place: a number or a column [m, 1], and a number or a column [n, 1]."""
+    if isinstance(a, float) and isinstance(b, float):
+        return _rescale(y, a * b)
+    for s in (a, b.t() if isinstance(b, Tensor) else b):
+        y = y.mul_(s) if isinstance(s, Tensor) else _rescale(y, s)
+    return y
+
+
+def _rescale(y: Tensor, s: float) -> Tensor:
+    if s == 1.0:
+        return y
+    if 1e-37 < s < 1e37 or s != s:
+        return y.mul_(s)
+    # The product of two scales may leave float32 though the result does not: apply it in halves.
+    half = math.ldexp(1.0, math.frexp(s)[1] // 2)
+    return y.mul_(half).mul_(s / half)

@@ -1,0 +1,70 @@
+"""Sums over the rows of a matrix on a GPU, in a fixed order: the gradient of a bias, and of partial sums."""
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.fused.column_sum import column_sums
+from quaver.torch.backends.gpu.launching.launch import aligned, keep, launcher, multiprocessors, table
+
+#: Rows, columns and warps of a block that reads a matrix, and of one that adds partial sums up.
+BLOCK, LAST_BLOCK = (32, 128, 4), (32, 32, 4)
+#: Programs of a multiprocessor that keep enough reads in flight.
+PROGRAMS = 8
+#: Partial sums, one for so many rows of a matrix, that one launch adds up without taking long.
+FEW = 1024
+
+_sums = table()
+
+
+def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of x [rows, columns] over its rows, [columns], summed in float32 and rounded once.
+
+    One launch for few rows, else a second one that adds up what the programs of the first have found.
+    Bounded: relative RMS 1e-6 of float64 before that rounding; the same bits for the same values on the same GPU.
+    """
+    # The bits must not depend on an address.
+    x = x if x.stride(1) == 1 and aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    rows, columns = x.shape
+    bm, bn, _ = BLOCK
+    blocks, across = -(-rows // bm), -(-columns // bn)
+    programs = max(1, min(blocks // 2, PROGRAMS * multiprocessors(x.device) // across))
+    each = -(-blocks // programs) * bm
+    down = -(-rows // each)
+    out = torch.empty((columns,), dtype=dtype, device=x.device)
+    if down == 1:
+        _sum(x, out, each, 1, BLOCK)
+        return out
+    partial = torch.empty((down, columns), dtype=torch.float32, device=x.device)
+    _sum(x, partial, each, down, BLOCK)
+    _sum(partial, out, -(-down // LAST_BLOCK[0]) * LAST_BLOCK[0], 1, LAST_BLOCK)
+    return out
+
+
+def sum_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As `column_sum`, for few rows and in one launch; x lies row by row, aligned."""
+    out = torch.empty((x.shape[1],), dtype=dtype, device=x.device)
+    _sum(x, out, -(-x.shape[0] // LAST_BLOCK[0]) * LAST_BLOCK[0], 1, LAST_BLOCK)
+    return out
+
+
+def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over rows of what another kernel summed by blocks of rows, float32 [blocks, columns]: [columns].
+
+    Bounded: as `column_sum` of the matrix, in another order of float32 sums: not its bits, but the same at every run.
+    """
+    return sum_rows(partial, dtype) if partial.shape[0] <= FEW else column_sum(partial, dtype)
+
+
+def _sum(x: Tensor, out: Tensor, each: int, down: int, block: tuple[int, int, int]) -> None:
+    """Rows of x [rows, columns], `each` of them at a time, to out [down, columns]."""
+    rows, columns = x.shape
+    key = (rows, columns, x.stride(0), x.dtype, out.dtype, x.device, aligned(x), each, down, block)
+    run = _sums.get(key)
+    if run is None:
+        bm, bn, warps = block
+        # Whole blocks: the last program too has rows to the end of its share.
+        even = rows == each * down and columns % bn == 0
+        constants = {"BM": bm, "BN": bn, "EVEN": even}
+        numbers = (rows, columns, x.stride(0), each)
+        run = keep(_sums, key, launcher(column_sums, (-(-columns // bn), down), (x, out), numbers, constants, warps))
+    run(x, out)

@@ -1,0 +1,82 @@
+"""Cross entropy of a chunk of logits on a GPU: the kernel's launch."""
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.fused.cross_entropy import cross_entropy as kernel
+from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table
+
+#: Columns of a block, and warps.
+BLOCK, WARPS = 4096, 8
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_launches = table()
+
+
+def reason(logits: Tensor) -> str:
+    """Why the kernel does not take these logits, or ""; the device has been asked before."""
+    if logits.dtype not in DTYPES or logits.stride(-1) != 1:
+        return "it takes rows of float32, bfloat16 or float16"
+    return "" if max(logits.shape) < 2**31 else "a side is beyond 2^31 - 1"
+
+
+def rows(
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    gradient: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float,
+    padded: bool = False,
+) -> Tensor:
+    """Losses float32 [rows] of logits [rows, columns], which the gradient replaces if asked for.
+
+    Args:
+        targets: int64 [rows].
+        weights: float32 [rows] that the gradient is multiplied by, or None.
+        soft_cap: 0 for none.
+        padded: whether what lies between the rows may be overwritten: see `padded_rows`.
+    """
+    # A column of a batch's labels has its rows apart.
+    targets, weights = targets.contiguous(), None if weights is None else weights.contiguous()
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    options = (gradient, ignore_index, float(label_smoothing), float(z_loss), float(soft_cap), padded)
+    lie = aligned(logits), aligned(targets), weights is None or aligned(weights)
+    key = (logits.shape, logits.stride(0), logits.dtype, logits.device, lie, weights is None, options)
+    run = _launches.get(key)
+    tensors = (logits, targets, losses, weights)
+    if run is None:
+        run = keep(_launches, key, _launch(tensors, *options))
+    run(*tensors)
+    return losses
+
+
+def padded_rows(count: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for logits [count, columns], their rows multiples of 16 apart: else they would be read number by number."""
+    return torch.empty((count, -(-columns // 16) * 16), dtype=dtype, device=device)[:, :columns]
+
+
+def _launch(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    gradient: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float,
+    padded: bool,
+) -> Run:
+    logits = tensors[0]
+    count, columns = logits.shape
+    constants = {
+        "BLOCK": BLOCK,
+        "SMOOTHING": label_smoothing != 0,
+        "Z_LOSS": z_loss != 0,
+        "CAP": soft_cap != 0,
+        "GRADIENT": gradient,
+        "RAGGED": columns % BLOCK != 0,
+    }
+    room = logits.stride(0) if padded else columns
+    numbers = (columns, room, logits.stride(0), ignore_index, label_smoothing, z_loss, soft_cap)
+    return launcher(kernel, (count,), tensors, numbers, constants, WARPS)

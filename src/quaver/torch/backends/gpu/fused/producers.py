@@ -1,0 +1,174 @@
+"""Kernels that make the input of linear layers on a GPU and quantize it in the same pass.
+
+Importing this module imports no kernels; they are imported when one is wanted.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quaver.core.spec import QuantSpec
+from quaver.torch.backends.gpu.launching import device
+from quaver.torch.numerics.quantized import Quantized
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: The widest row: 65535 blocks, as many as a grid has on its second axis, of 64 columns.
+WIDEST = 65535 * 64
+
+
+def wanted(x: Tensor) -> bool:
+    """True if kernels may run: on a GPU, or under `only("triton")` on a CPU, where they are interpreted."""
+    return not x.is_cpu or bool(device.asked)
+
+
+def why_not(x: Tensor) -> str:
+    """Why no kernel normalizes or activates a tensor, or ""."""
+    why = device.why_no_kernels(x.device)
+    if why:
+        return why
+    if x.dtype not in DTYPES:
+        return f"the kernels take float32, bfloat16 and float16, not {x.dtype}"
+    if x.shape[-1] > WIDEST or x.numel() // max(x.shape[-1], 1) > 2**31 - 1:
+        return f"no grid of a GPU covers a tensor of shape {tuple(x.shape)}"
+    return "" if x.numel() else "the tensor is empty"
+
+
+def why_not_normalize(x: Tensor, *_: Any) -> str:
+    return why_not(x)
+
+
+def why_not_normalize_backward(g: Tensor, x: Tensor, *_: Any) -> str:
+    return why_not(x)
+
+
+def normalize(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from quaver.torch.backends.gpu.fused import norm
+
+    return norm.forward(*args)
+
+
+def normalize_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from quaver.torch.backends.gpu.fused import norm
+
+    return norm.backward(*args)
+
+
+def why_not_activate(name: str, options: Sequence[float], x: Sequence[Tensor]) -> str:
+    return why_not(x[0])
+
+
+def why_not_activate_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> str:
+    return why_not(x[0])
+
+
+def activate(*args: Any) -> Tensor:
+    from quaver.torch.backends.gpu.fused import activation
+
+    return activation.forward(*args)
+
+
+def activate_backward(*args: Any) -> list[Tensor]:
+    from quaver.torch.backends.gpu.fused import activation
+
+    return activation.backward(*args)
+
+
+class Made(NamedTuple):
+    """The results of a prologue that quantizes."""
+
+    #: Its result, or None where the caller did not want it.
+    y: Tensor | None
+    #: That as an operand; None where only the amax was found.
+    quantized: Quantized | None
+    amax: Tensor | None
+    #: The tensors that its backward needs.
+    saved: tuple[Any, ...]
+
+
+class Quantizing(Protocol):
+    """What makes the input of linear layers: see `quaver.torch.linear.projections.Prologue`, whose method this is."""
+
+    def quantized(
+        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
+    ) -> Made | None: ...
+
+
+class Operand(NamedTuple):
+    """The input of linear layers, made and quantized."""
+
+    y: Tensor | None
+    quantized: Quantized
+    #: Its transpose, if that was wanted.
+    turned: Quantized | None
+    saved: tuple[Any, ...]
+
+
+def operand(
+    prologue: Quantizing,
+    x: Sequence[Tensor | None],
+    width: int,
+    spec: QuantSpec,
+    factor: Tensor | float | None,
+    is_set: bool,
+    want_output: bool,
+    turn: bool,
+) -> Operand | None:
+    """A prologue's result [..., width] quantized on the way, or None where that saves nothing.
+
+    Args:
+        factor: encode factor of delayed scaling, 0 where unset; or None.
+        is_set: True if it is known not to be 0: then one pass writes the codes. Else one pass makes the result and its
+            amax, and a second one casts.
+        want_output: True if the result itself is needed too.
+        turn: True if the transpose is wanted.
+    Exact: the codes, scales and amax of the result, made by the same kernel, and quantized.
+    """
+    from quaver.torch.backends.gpu.fused.norm import mode
+
+    kind = mode(spec, is_set, width)
+    whole = kind in ("amax", "tensor")
+    # Narrower blocks have no amax to save, and of a result that is written anyway both directions take one read.
+    if not kind or (not whole and (want_output or turn)) or (factor is not None and not whole):
+        return None
+    on_device = _on_device(factor, x[0]) if whole else None  # type: ignore[arg-type]
+    result = prologue.quantized(x, spec, on_device if kind == "tensor" else None, want_output, False)
+    if result is None:
+        return None
+    q = result.quantized
+    if q is None:
+        assert result.y is not None
+        q = cast(result.y.view(-1, result.y.shape[-1]), spec, on_device, result.amax, turn)
+    if not turn:
+        return Operand(result.y, q, None, result.saved)
+    # Neither refers to the other: of one that is dropped the memory is free.
+    turned, q.twin = q.T, None
+    turned.twin = None
+    return Operand(result.y, q, turned, result.saved)
+
+
+def cast(y: Tensor, spec: QuantSpec, factor: Tensor | None, amax: Tensor | None, turn: bool) -> Quantized:
+    """y [rows, k] by its measured amax, or a set factor, and its transpose as the `twin` where GEMMs read one."""
+    from quaver.torch.backends.gpu.gemms.scaled_mm import reads_transposes
+    from quaver.torch.backends.gpu.quantizing.tensorwise import per_tensor
+
+    return per_tensor(y, spec, None, factor, False, turn and not reads_transposes(y.device), measured_amax=amax)
+
+
+def remade(
+    prologue: Quantizing, saved: Sequence[Any], spec: QuantSpec, factor: Tensor | float | None, is_set: bool
+) -> Quantized | None:
+    """The transpose of what a prologue made, quantized by one pass over what it kept; None where that takes two."""
+    from quaver.torch.backends.gpu.fused.norm import mode
+
+    if mode(spec, is_set, 1) != "tensor":
+        return None
+    result = prologue.quantized(saved, spec, _on_device(factor, saved[0]), False, True)
+    return None if result is None or result.quantized is None else result.quantized.T
+
+
+def _on_device(factor: Tensor | float | None, like: Tensor) -> Tensor | None:
+    if factor is None or isinstance(factor, Tensor):
+        return factor
+    return torch.full((1,), factor, dtype=torch.float32, device=like.device)

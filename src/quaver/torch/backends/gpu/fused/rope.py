@@ -1,0 +1,93 @@
+"""Rotary positions on a GPU: which tensors the kernel takes, over which grid it runs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.fused.rope import rope as kernel
+from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table
+
+#: Most elements of a program's block, and its warps.
+BLOCK, WARPS = 2048, 4
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: The widest head.
+WIDEST = 1024
+
+_launches = table()
+
+
+def reason(x: Tensor, cos: Tensor, sin: Tensor) -> str:
+    """Why the kernel does not turn this, or ""; the device has been asked before."""
+    if x.dtype not in DTYPES or cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
+        return "it turns float32, bfloat16 and float16 by tables in float32"
+    if x.dim() not in (3, 4) or x.numel() == 0 or x.shape[-1] > WIDEST or x.shape[:-2].numel() >= 2**31:
+        return f"it takes [B, S, H, D] and [T, H, D], not empty, with D up to {WIDEST} and fewer than 2^31 tokens"
+    if cos.shape != sin.shape or cos.stride() != sin.stride() or cos.dim() > x.dim() or cos.dim() < 2:
+        return "cosines and sines are not laid out alike"
+    if cos.shape[-2] != 1 or cos.shape[-1] % 2 or cos.shape[-1] > x.shape[-1] or cos.stride(-1) != 1:
+        return "the tables are not of one angle a pair, the same for all heads"
+    shared = zip(reversed(cos.shape[:-2]), reversed(x.shape[:-2]), strict=False)
+    if x.stride(-1) != 1 or any(of_table not in (1, of_x) for of_table, of_x in shared):
+        return "features are not next to each other, or the tables do not fit the tokens"
+    return ""
+
+
+def turn(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+) -> tuple[Tensor, Tensor | None]:
+    """q, and k of the same tokens if there is one, turned by the tables or back: contiguous results of their dtypes.
+
+    Exact: the bits of the plain formula in `quaver.torch.blocks.attention.rope.rotary`.
+    """
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    tensors = (q, k, q_out, k_out, cos, sin)
+    key = (interleaved, back, q.device, *(_traits(t) for t in (q, k, cos)), aligned(sin))
+    run = _launches.get(key)
+    if run is None:
+        run = keep(_launches, key, _launch(tensors, interleaved, back))
+    run(*tensors)
+    return q_out, k_out
+
+
+def _traits(x: Tensor | None) -> object:
+    return None if x is None else (x.shape, x.stride(), x.dtype, aligned(x))
+
+
+def _launch(tensors: Sequence[Tensor | None], interleaved: bool, back: bool) -> Run:
+    q, k, _, _, cos, _ = tensors
+    assert q is not None and cos is not None
+    half = cos.shape[-1] // 2
+    wide = _power(half)
+    heads, k_heads = q.shape[-2], 0 if k is None else k.shape[-2]
+    block = max(1, min(BLOCK // (2 * wide), _power(max(heads, k_heads))))
+    q_blocks, k_blocks = -(-heads // block), -(-k_heads // block)
+    outer, inner = (1, *q.shape[:-2])[-2:]
+    constants = {
+        "HALF": half,
+        "REST": q.shape[-1] - 2 * half,
+        "BH": block,
+        "BD": wide,
+        "BR": _power(q.shape[-1] - 2 * half),
+        "INTERLEAVED": interleaved,
+        "BACK": back,
+        "EVEN_Q": heads % block == 0 and wide == half,
+        "EVEN_K": k_heads % block == 0 and wide == half,
+        "FAR": max(n * _strides(x)[2] for n, x in ((heads + block, q), (k_heads + block, k))) >= 2**31,
+    }
+    numbers = (inner, heads, k_heads, q_blocks, *_strides(q), *_strides(k), *_strides(cos)[:2])
+    return launcher(kernel, (outer * inner, q_blocks + k_blocks), tensors, numbers, constants, WARPS, fused=False)
+
+
+def _strides(x: Tensor | None) -> tuple[int, int, int]:
+    """The strides of the outer tokens, the inner ones and the heads; 0 where an axis is missing or shared."""
+    if x is None:
+        return 0, 0, 0
+    strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
+    outer, inner, head = (0, 0, *strides[:-1])[-3:]
+    return outer, inner, head
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,104 @@
+"""The facts about a device that decide which implementation runs, and the sentences that say why one does not."""
+
+import importlib.util
+import os
+import re
+import sys
+import warnings
+from functools import cache
+
+import torch
+
+#: The oldest capability with FP8.
+OLDEST = 89
+#: Versions that the kernels are checked with, the first and the last.
+TRITON = (3, 6), (3, 9)
+#: What `quaver.torch.only` asks for: an implementation that runs on a CPU where it is named, and never else.
+asked: set[str] = set()
+
+
+def architecture(device: torch.device) -> int:
+    """89, 90, 100, 120: the compute capability times ten; of the recording where there is one; 90 off a GPU."""
+    recorded = recorded_arch()
+    return recorded if recorded is not None else _architecture(device)
+
+
+def recorded_arch() -> int | None:
+    """The architecture that launches are recorded for, or None."""
+    # Nothing is recorded before Triton is imported, which takes a while.
+    launch = sys.modules.get("quaver.torch.backends.gpu.launching.launch")
+    recorded: int | None = None if launch is None else launch.recorded_arch()
+    return recorded
+
+
+@cache
+def _architecture(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def why_no_fp8(device: torch.device, what: str) -> str:
+    """Why an implementation, by its name, does not run on a device, or ""; on a CPU it does where it is asked for."""
+    if device.type == "cuda":
+        return _why_no_fp8(device, architecture(device))
+    return "" if device.type == "cpu" and what in asked else "the tensor is not on a GPU"
+
+
+@cache
+def _why_no_fp8(device: torch.device, arch: int) -> str:
+    if torch.version.hip is not None:
+        return "this is ROCm; the kernels and FP8 GEMMs are NVIDIA's"
+    if arch < OLDEST:
+        return (
+            f"compute capability {arch // 10}.{arch % 10} has no FP8, which takes 8.9 (Ada), 9.0 (Hopper) or newer; "
+            "the same numbers are emulated in plain torch operations"
+        )
+    return ""
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """Why the Triton kernels do not run on a device, or ""."""
+    if recorded_arch() is not None:
+        return ""
+    why = why_no_fp8(device, "triton") or why_no_triton()
+    if not why and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "Triton interprets kernels where TRITON_INTERPRET=1 is set before it is imported"
+    return why
+
+
+@cache
+def why_no_triton() -> str:
+    """Why there are no kernels in this installation, or ""."""
+    if importlib.util.find_spec("triton") is None:
+        how = "pip install triton-windows" if sys.platform == "win32" else "pip install triton"
+        return f"Triton is not installed ({how})"
+    import triton
+
+    version = _version(triton.__version__)
+    if version < TRITON[0]:
+        return f"triton {triton.__version__} is older than {_dotted(TRITON[0])}, the first that the kernels work with"
+    if version > TRITON[1]:
+        warnings.warn(
+            f"triton {triton.__version__} is newer than {_dotted(TRITON[1])}, the last that the kernels are checked "
+            "with; with quaver.torch.only('reference') nothing depends on it",
+            stacklevel=2,
+        )
+    return ""
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", text)[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def name(device: torch.device) -> str:
+    """The name of a device in a sentence."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{architecture(device)})"

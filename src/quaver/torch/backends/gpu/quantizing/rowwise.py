@@ -1,0 +1,190 @@
+"""One scale for each row: launches for rows, for the rows of the transpose, and for both."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from quaver.core.spec import QuantSpec
+from quaver.kernels.quantizing import rowwise as kernels
+from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, multiprocessors, table
+from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, Room, empty_like_told, lying
+from quaver.torch.backends.gpu.quantizing.codes import (
+    DTYPES,
+    empty_codes,
+    format_constants,
+    grid,
+    in_words,
+    of,
+    taking_words,
+)
+from quaver.torch.numerics.quantized import FLOAT8, Quantized
+
+#: The longest row that a program holds.
+LONGEST = 16384
+#: Elements of a program's block, and of one that takes the columns' amaxes too.
+HELD, HELD_BOTH = 8192, 16384
+#: Rows and columns of a program's block, and its warps.
+LONG_BLOCK = 1, 4096, 8
+AMAX_BLOCK = 32, 256, 4
+COLUMN_BLOCK = 128, 64, 4
+
+_rows, _amaxes, _columns = table(), table(), table()
+
+
+def by_rows(
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, amax: Tensor | None = None
+) -> tuple[Quantized | None, Quantized | None]:
+    """x [rows, k] as it lies by `spec`, its transpose by `other`, each where it is not None.
+
+    Args:
+        x: its last axis contiguous.
+        amax: float32 in the shape of the scales of the one operand that is asked for, or of one element.
+    """
+    rows, k = x.shape
+    q = tops = None
+    if other is not None:
+        tops = torch.zeros(k, dtype=torch.int32, device=x.device)
+    if spec is not None:
+        q = _straight(x, spec, tops, None if amax is None else amax.expand(rows, 1).contiguous())
+    if other is None or tops is None:
+        return q, None
+    if spec is None or k > LONGEST:
+        _measure(x, tops)
+    return q, _turned(x, other, tops, None if amax is None else amax.expand(k, 1).contiguous())
+
+
+def _straight(x: Tensor, spec: QuantSpec, tops: Tensor | None, given: Tensor | None) -> Quantized:
+    rows, k = x.shape
+    q = empty_codes(rows, k, spec, x.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    long = k > LONGEST
+    tensors = (x, q, scale, given) if long else (x, q, scale, tops, given)
+    known = given is None, given is None or aligned(given)
+    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, tops is None, known)
+    run = _rows.get(key)
+    if run is None:
+        run = keep(_rows, key, _long_launch(x, spec, tensors) if long else _launch(x, spec, tensors))
+    run(*tensors)
+    return Quantized(of(q, k), scale, spec, (rows, k))
+
+
+def _launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
+    rows, k = x.shape
+    _, q, _, tops, given = tensors
+    bn = max(triton.next_power_of_2(q.shape[1]), 16)
+    bm, steps = _heights(x, bn, HELD if tops is None else HELD_BOTH, tops is not None)
+    even = rows % (bm * steps) == 0 and k == bn
+    if not even:
+        # Masks and the columns' amaxes together take more registers than let two programs share a multiprocessor.
+        bm, steps = _heights(x, bn, HELD, tops is not None)
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "STEPS": steps,
+        "EVEN": even,
+        "TOPS": tops is not None,
+        "GIVEN": given is not None,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    warps = 8 if bn < LONGEST else 16
+    numbers = (rows, k, x.stride(0), q.shape[1])
+    return launcher(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
+
+
+def _heights(x: Tensor, bn: int, held: int, tops: bool) -> tuple[int, int]:
+    """Rows of a program's block, and how many blocks it takes one after another.
+
+    Fewer programs send fewer maxima of columns; there must be enough for every multiprocessor to have some.
+    """
+    bm = max(held // bn, 1)
+    if not tops:
+        return bm, 1
+    return bm, triton.next_power_of_2(max(x.shape[0] // (bm * 4 * multiprocessors(x.device)), 1))
+
+
+def _long_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
+    rows, k = x.shape
+    _, q, _, given = tensors
+    bm, bn, warps = LONG_BLOCK
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and k % bn == 0,
+        "GIVEN": given is not None,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    numbers = (rows, k, x.stride(0), q.shape[1])
+    return launcher(kernels.long_rowwise, (-(-rows // bm),), tensors, numbers, constants, warps)
+
+
+def _measure(x: Tensor, tops: Tensor) -> None:
+    """The bits of the amax of each column of x."""
+    rows, k = x.shape
+    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x))
+    run = _amaxes.get(key)
+    if run is None:
+        bm, bn, warps = AMAX_BLOCK
+        across = -(-k // bn)
+        steps = triton.next_power_of_2(max(rows * across // (bm * 8 * multiprocessors(x.device)), 1))
+        programs, tall = grid(-(-rows // (bm * steps)), across)
+        even = rows % (bm * steps) == 0 and k % bn == 0
+        constants = {"BM": bm, "BN": bn, "STEPS": steps, "EVEN": even, "TALL": tall}
+        numbers = (rows, k, x.stride(0))
+        run = keep(_amaxes, key, launcher(kernels.column_amax, programs, (x, tops), numbers, constants, warps))
+    run(x, tops)
+
+
+def _turned(x: Tensor, spec: QuantSpec, tops: Tensor, given: Tensor | None) -> Quantized:
+    rows, k = x.shape
+    qt = empty_codes(k, rows, spec, x.device)
+    scale = torch.empty((k, 1), dtype=torch.float32, device=x.device)
+    tensors = (x, qt, scale, tops, given)
+    known = given is None, given is None or aligned(given)
+    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, known)
+    run = _columns.get(key)
+    if run is None:
+        run = keep(_columns, key, _turned_launch(x, spec, tensors))
+    run(*tensors)
+    return Quantized(of(qt, rows), scale, spec, (k, rows))
+
+
+def _turned_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
+    rows, k = x.shape
+    _, qt, scale, tops, given = tensors
+    bm, bn, warps = COLUMN_BLOCK
+    programs, tall = grid(-(-qt.shape[1] // bm), -(-k // bn))
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EVEN": rows % bm == 0 and k % bn == 0,
+        "GIVEN": given is not None,
+        "TALL": tall,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    numbers = (rows, k, x.stride(0), qt.shape[1] // 16)
+    told = (x, in_words(qt), scale, tops, given)
+    launch = launcher(kernels.columnwise, programs, told, numbers, constants, warps)
+    return taking_words(launch, kernels.columnwise, 1)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:
+    """`by_rows` of matrices like x, contiguous, whose sides are multiples of 16; without the transpose, or None."""
+    rows, k = x.shape
+    if k > LONGEST:
+        return None
+    straight = lying((rows, k), FLOAT8[spec.format.name]), lying((rows, 1), torch.float32)
+    q, s = (empty_like_told(room, x.device) for room in straight)
+    if other is None:
+        run = _launch(x, spec, (x, q, s, None, None))
+        return BothWays(x, (*straight, None, None), kept, None, [Launch(run, (0, 1, -1, -1))])
+    turned = lying((k, rows), FLOAT8[other.format.name], kept), lying((k, 1), torch.float32, turned=kept)
+    tops = Room((k,), (1,), torch.int32)
+    qt, st, t = (empty_like_told(room, x.device) for room in (*turned, tops))
+    first, second = _launch(x, spec, (x, q, s, t, None)), _turned_launch(x, other, (x, qt, st, t, None))
+    launches = [Launch(first, (0, 1, 4, -1)), Launch(second, (2, 3, 4, -1))]
+    return BothWays(x, (*straight, *turned, tops), kept, 4, launches)

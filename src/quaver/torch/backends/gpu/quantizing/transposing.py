@@ -1,0 +1,79 @@
+"""The transpose of codes as bytes of its own, for GEMMs that read their operands row by row only."""
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.quantizing.transpose import transpose as kernel
+from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table
+from quaver.torch.backends.gpu.quantizing.codes import grid
+from quaver.torch.numerics.quantized import Quantized
+
+#: Rows and columns of a program's block, and its warps.
+BLOCK = 128, 128, 4
+#: Bytes that rows are a multiple of.
+LINE = 16
+
+_launches = table()
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """Eight-bit codes [rows, k] to [k, rows], rows padded with zeros to 16 bytes: the [k, rows] view of the buffer.
+
+    Codes whose rows do not lie whole int32 apart are copied first.
+    """
+    rows, k = codes.shape
+    if k > 0 and codes.stride(0) == 1 and codes.stride(1) != 1:
+        # It is a transpose already, of memory that lies as it is wanted.
+        return _padded(codes.t())
+    transposed = torch.empty((k, -(-rows // LINE) * LINE), dtype=codes.dtype, device=codes.device)
+    if codes.numel() == 0:
+        return transposed[:, :rows]
+    words = _in_words(codes if _lies_well(codes) else _padded(codes))
+    out = transposed.view(torch.int32)
+    key = (rows, k, words.stride(0), codes.device)
+    run = _launches.get(key)
+    if run is None:
+        run = keep(_launches, key, _launch(words, out, rows, k))
+    run(words, out)
+    return transposed[:, :rows]
+
+
+def transposed(q: Quantized) -> Quantized:
+    """The transpose of an eight-bit operand whose blocks are square, its codes lying row by row."""
+    assert q.spec.transposable
+    assert not q.spec.format.packed
+    turned = q.T
+    if not turned.turned:
+        return turned
+    data = transpose(q.data)
+    scale = q.scale.t().contiguous() if isinstance(q.scale, Tensor) and not q.spec.per_tensor else q.scale
+    return Quantized(data, scale, q.spec, turned.shape, amax=q.amax)
+
+
+def _lies_well(codes: Tensor) -> bool:
+    """True if rows are whole lines of 16 bytes, from a multiple of 16 on, the last one too."""
+    rows, k = codes.shape
+    stride = codes.stride(0)
+    if codes.stride(1) != 1 or stride % LINE or stride < k or not aligned(codes):
+        return False
+    return codes.is_meta or rows * stride <= codes.untyped_storage().nbytes() - codes.storage_offset()
+
+
+def _in_words(codes: Tensor) -> Tensor:
+    """Such codes as int32, with what fills the rows; nothing of that is written anywhere."""
+    return codes.as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1)).view(torch.int32)
+
+
+def _padded(codes: Tensor) -> Tensor:
+    rows, k = codes.shape
+    padded = torch.zeros((rows, -(-k // LINE) * LINE), dtype=torch.uint8, device=codes.device)
+    padded[:, :k] = codes.view(torch.uint8)
+    return padded.view(codes.dtype)[:, :k]
+
+
+def _launch(words: Tensor, out: Tensor, rows: int, k: int) -> Run:
+    bm, bn, warps = BLOCK
+    programs, tall = grid(-(-out.shape[1] * 4 // bm), -(-k // bn))
+    constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and k % bn == 0, "TALL": tall}
+    numbers = (rows, k, words.stride(0) // 4, out.shape[1] // 4)
+    return launcher(kernel, programs, (words, out), numbers, constants, warps)

@@ -1,0 +1,1 @@
+"""The blocks of a Transformer: norms, activations, MLP, attention, loss, the layer; no whole model and no mesh."""

@@ -1,0 +1,329 @@
+"""The activations that an MLP applies between its two matrices, as a table: a new activation is a new row.
+
+A gated one takes two tensors, the gate that passes through the nonlinearity and the value that it multiplies; a fused
+projection puts them side by side in one tensor, gate first. All are computed in float32 and rounded once. Backward
+starts from the inputs again: nothing else is kept.
+Source of the gated ones: Shazeer 2020, arXiv:2002.05202.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.core.registry import Impl, Op
+from quaver.core.text.spelling import suggest
+from quaver.torch.backends.gpu.fused import producers
+from quaver.torch.operations import ops
+from quaver.torch.operations.derivatives import no_second_derivative
+from quaver.torch.operations.operators import define
+
+_aten = torch.ops.aten
+Function = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of one float32 tensor, or of gate and value, and its derivative."""
+
+    #: (x, *options) or (gate, value, *options) to the result.
+    forward: Function
+    #: (gradient of the result, x or gate and value, *options) to the gradients of the inputs.
+    backward: Callable[..., tuple[Tensor, ...]]
+    gated: bool = False
+    #: torch's own operation, which works in float32 inside whatever the dtype: the same bits without casts.
+    native: bool = False
+    #: Options and their defaults, in the order in which the functions take them.
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> int:
+        """How many tensors it takes, each as wide as its result."""
+        return 2 if self.gated else 1
+
+
+def _plain(forward: Function, backward: Function, native: bool = False) -> Activation:
+    return Activation(forward, lambda g, x: (backward(g, x),), native=native)
+
+
+def _gated(forward: Function, backward: Function) -> Activation:
+    """forward(gate) · value."""
+    return Activation(
+        lambda gate, value: forward(gate).mul_(value),
+        lambda g, gate, value: (backward(g * value, gate), forward(gate).mul_(g)),
+        gated=True,
+    )
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gelu_backward(g: Tensor, x: Tensor) -> Tensor:
+    return _aten.gelu_backward(g, x, approximate="tanh")
+
+
+def _relu_backward(g: Tensor, x: Tensor) -> Tensor:
+    return _aten.threshold_backward(g, x, 0)
+
+
+def _sigmoid_backward(g: Tensor, x: Tensor) -> Tensor:
+    return _aten.sigmoid_backward(g, torch.sigmoid(x))
+
+
+#: CLIP's approximation of gelu: x sigmoid(1.702 x).
+QUICK = 1.702
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return torch.sigmoid(x * QUICK).mul_(x)
+
+
+def _quick_gelu_backward(g: Tensor, x: Tensor) -> Tensor:
+    return _aten.silu_backward(g, x * QUICK)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)², of Primer (arXiv:2109.08668)."""
+    return torch.relu(x).square_()
+
+
+def _squared_relu_backward(g: Tensor, x: Tensor) -> Tensor:
+    return torch.relu(x).mul_(2).mul_(g)
+
+
+def _clamped_swiglu(gate: Tensor, value: Tensor, limit: float, alpha: float) -> Tensor:
+    """gpt-oss's: gate held below `limit`, value within ±limit; gate sigmoid(alpha gate) (value + 1)."""
+    gate = gate.clamp(max=limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(value.clamp(-limit, limit).add_(1))
+
+
+def _clamped_swiglu_backward(
+    g: Tensor, gate: Tensor, value: Tensor, limit: float, alpha: float
+) -> tuple[Tensor, Tensor]:
+    held = gate.clamp(max=limit)
+    shifted = value.clamp(-limit, limit).add_(1)
+    of_gate = _aten.silu_backward(g * shifted, held * alpha)
+    of_value = torch.sigmoid(held * alpha).mul_(held).mul_(g)
+    # The gradient of clamp is 1 on its bounds; comparisons with NaN are false, and NaN stays in the other factor.
+    return of_gate.mul_(~(gate > limit)), of_value.mul_(~(value.abs() > limit))
+
+
+#: "gelu" is the tanh form, as in JAX and Flax; "gelu_exact" is the error function's, torch's default.
+ACTIVATIONS: dict[str, Activation] = {
+    "linear": _plain(lambda x: x.clone(), lambda g, x: g.clone()),
+    "gelu": _plain(_gelu, _gelu_backward, native=True),
+    "gelu_exact": _plain(F.gelu, _aten.gelu_backward, native=True),
+    "quick_gelu": _plain(_quick_gelu, _quick_gelu_backward),
+    "relu": _plain(torch.relu, _relu_backward, native=True),
+    "squared_relu": _plain(_squared_relu, _squared_relu_backward),
+    "silu": _plain(F.silu, _aten.silu_backward, native=True),
+    "glu": _gated(torch.sigmoid, _sigmoid_backward),
+    "geglu": _gated(_gelu, _gelu_backward),
+    "geglu_exact": _gated(F.gelu, _aten.gelu_backward),
+    "quick_geglu": _gated(_quick_gelu, _quick_gelu_backward),
+    "reglu": _gated(torch.relu, _relu_backward),
+    "squared_reglu": _gated(_squared_relu, _squared_relu_backward),
+    "swiglu": _gated(F.silu, _aten.silu_backward),
+    "clamped_swiglu": Activation(
+        _clamped_swiglu, _clamped_swiglu_backward, gated=True, options={"limit": 7.0, "alpha": 1.702}
+    ),
+}
+
+
+def get_activation(name: str) -> Activation:
+    """The row of this name.
+
+    Raises:
+        ValueError: there is none; the message names the nearest.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"no activation {name!r}; {suggest(str(name), ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def option_values(name: str, options: Mapping[str, float]) -> tuple[float, ...]:
+    """The options of an activation in its own order, those not given as they are by default."""
+    known = get_activation(name).options
+    for option in options:
+        if option not in known:
+            hint = suggest(option, known) if known else "it takes none"
+            raise ValueError(f"activation {name!r} has no option {option!r}; {hint}")
+    return tuple({**known, **options}.values())
+
+
+def activate(name: str, *x: Tensor, **options: float) -> Tensor:
+    """Apply an activation in float32, differentiably; only x is kept for backward (of relu alone, its result).
+
+    Args:
+        name: a row of `ACTIVATIONS`.
+        x: one tensor; or gate and value of one shape for a gated activation, or one tensor [..., 2 d] that holds the
+            gate and then the value.
+        options: of the function, such as clamped_swiglu's `limit`.
+    Returns:
+        [..., d] in x's dtype, rounded once.
+    Raises:
+        ValueError: unknown name or option, or tensors that do not fit.
+    Bounded: relative RMS 1e-6 of float64 in float32. NaN gives NaN.
+    """
+    row = get_activation(name)
+    if len(x) not in (1, row.inputs) or any(a.shape != x[0].shape or a.dtype != x[0].dtype for a in x):
+        shapes = ", ".join(f"{tuple(a.shape)} {a.dtype}" for a in x)
+        raise ValueError(
+            f"activation {name!r} takes {'gate and value of one shape' if row.gated else 'one tensor'}, got {shapes}"
+        )
+    if row.gated and len(x) == 1 and x[0].shape[-1] % 2:
+        raise ValueError(f"activation {name!r} takes gate and value side by side, an even width; got {x[0].shape[-1]}")
+    return apply(name, option_values(name, options), *x)
+
+
+def apply(name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
+    """`activate` without its checks."""
+    row = ACTIVATIONS[name]
+    if row.native and not torch.compiler.is_compiling():
+        return row.forward(*x)
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(SENTENCE)
+    y: Tensor = _Activate.apply(name, options, *x)
+    return y
+
+
+SENTENCE = (
+    "this activation has no derivative beyond its own backward, which is written by hand (no second derivative, no "
+    "torch.func): use torch's own operations there"
+)
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
+        ctx.save_for_backward(*x)
+        ctx.constants = name, options
+        return forward(name, options, x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        name, options = ctx.constants
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                grads = backward(name, options, g, ctx.saved_tensors)
+            return None, None, *no_second_derivative(grads, SENTENCE, g, *ctx.saved_tensors)
+        return None, None, *backward(name, options, g, ctx.saved_tensors)
+
+
+# What layers compose. Compilers see opaque operators: eager's bits, and nothing but the inputs kept for backward.
+
+
+def forward(name: str, options: tuple[float, ...], x: Sequence[Tensor]) -> Tensor:
+    """`activate` without its checks, outside autograd."""
+    if torch.compiler.is_compiling():
+        y: Tensor = torch.ops.quaver.activate(name, options, list(x))
+        return y
+    return _forward(name, options, x)
+
+
+def backward(name: str, options: tuple[float, ...], g: Tensor, x: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of the inputs, as those came: one tensor or two."""
+    if torch.compiler.is_compiling():
+        return tuple(torch.ops.quaver.activate_backward(name, options, g, list(x)))
+    return tuple(_backward(name, options, g, x))
+
+
+#: Elements of a result that a CPU works on at a time: float32 copies of so many stay in its cache.
+BLOCK = 1 << 17
+
+
+def _forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
+    if producers.wanted(x[0]):
+        y: Tensor = ACTIVATE(name, options, x)
+        return y
+    return _plain_forward(name, options, x)
+
+
+def _plain_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
+    row, dtype = ACTIVATIONS[name], x[0].dtype
+    if row.native:
+        return row.forward(*x)
+    if not _in_blocks(x[0]):
+        return row.forward(*_wide(row, x), *options).to(dtype)
+    y = x[0].new_empty((*x[0].shape[:-1], _width(row, x)))
+    for out, *part in _blocks(y, *x):
+        out.copy_(row.forward(*_wide(row, part), *options))
+    return y
+
+
+def _backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
+    if producers.wanted(x[0]):
+        gradients: list[Tensor] = ACTIVATE_BACKWARD(name, options, g, x)
+        return gradients
+    return _plain_backward(name, options, g, x)
+
+
+def _plain_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
+    row, dtype = ACTIVATIONS[name], x[0].dtype
+    if row.native:
+        return list(row.backward(g, *x))
+    together = row.gated and len(x) == 1
+    if not together and not _in_blocks(g):
+        return [grad.to(dtype) for grad in row.backward(ops.widened(g), *_wide(row, x), *options)]
+    gradients = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in x]
+    for of_y, *rest in _blocks(g, *x, *gradients) if _in_blocks(g) else [(g, *x, *gradients)]:
+        part, outs = rest[: len(x)], rest[len(x) :]
+        grads = row.backward(ops.widened(of_y), *_wide(row, part), *options)
+        for out, grad in zip(outs[0].chunk(2, -1) if together else outs, grads, strict=True):
+            out.copy_(grad)
+    return gradients
+
+
+def _in_blocks(x: Tensor) -> bool:
+    return x.is_cpu and x.numel() > 2 * BLOCK and x.dtype is not torch.float32
+
+
+def _blocks(first: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The same few rows of each; of a contiguous tensor they are views."""
+    rows = max(1, BLOCK // first.shape[-1])
+    return zip(*(a.reshape(-1, a.shape[-1]).split(rows) for a in (first, *others)), strict=True)
+
+
+def _width(row: Activation, x: Sequence[Tensor]) -> int:
+    """The width of the result."""
+    return x[0].shape[-1] // (2 if row.gated and len(x) == 1 else 1)
+
+
+def _wide(row: Activation, x: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each input in float32; of one tensor that holds two, both halves."""
+    if row.gated and len(x) == 1:
+        x = x[0].chunk(2, -1)
+    return [ops.widened(a) for a in x]
+
+
+def _fake_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
+    return x[0].new_empty((*x[0].shape[:-1], _width(ACTIVATIONS[name], x)))
+
+
+def _fake_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
+    return [a.new_empty(a.shape) for a in x]
+
+
+def _always(*_: Any) -> str:
+    return ""
+
+
+ACTIVATE = Op(
+    "activate",
+    [Impl("triton", producers.activate, producers.why_not_activate), Impl("reference", _plain_forward, _always)],
+)
+ACTIVATE_BACKWARD = Op(
+    "activate_backward",
+    [
+        Impl("triton", producers.activate_backward, producers.why_not_activate_backward),
+        Impl("reference", _plain_backward, _always),
+    ],
+)
+ops.OPS += [ACTIVATE, ACTIVATE_BACKWARD]
+
+define("activate(str name, float[] options, Tensor[] x) -> Tensor", _forward, _fake_forward)
+define("activate_backward(str name, float[] options, Tensor g, Tensor[] x) -> Tensor[]", _backward, _fake_backward)

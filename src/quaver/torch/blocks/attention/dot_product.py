@@ -1,0 +1,170 @@
+"""`DotProductAttention`: the attention function with its options kept, as a module."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver import recipes
+from quaver.core.spec import Recipe
+from quaver.core.text.spelling import suggest
+from quaver.torch.blocks.attention.inputs.layout import LAYOUTS, CuSeqlens, ragged_of
+from quaver.torch.blocks.attention.inputs.masks import MASKS, Mask, Window, check_fits, check_mask, check_window
+from quaver.torch.blocks.attention.op import OFF_BY_ONE, attention
+from quaver.torch.state.context import in_force, recipe_in_force
+
+
+class DotProductAttention(nn.Module):
+    """softmax(q kᵀ scale) v of given heads.
+
+    Args:
+        heads: of queries.
+        head_dim: features of a head, or (of queries and keys, of values).
+        groups: heads of keys and values, each serving heads / groups of the queries'; None for as many as queries.
+        mask_type, window, scale, soft_cap, layout: as `quaver.torch.blocks.attention.attention`.
+        dropout: of probabilities, in training mode only.
+        sinks: None, "off_by_one", or "learnable" for a parameter `sinks` [heads].
+        alibi: scores fall with distance, by slopes 2^(-8 h / heads).
+        recipe: whose `attention` quantizes; None takes the innermost autocast's.
+        device, dtype: of the sinks.
+    Raises:
+        ValueError: heads, names, window or probability that do not fit.
+    """
+
+    sinks: nn.Parameter | None
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int | tuple[int, int],
+        *,
+        groups: int | None = None,
+        mask_type: str = "none",
+        window: Window | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        dropout: float = 0.0,
+        sinks: str | None = None,
+        alibi: bool = False,
+        layout: str = "bshd",
+        recipe: str | Recipe | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.groups = heads, heads if groups is None else groups
+        self.head_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+        self.mask_type, self.window, self.layout = mask_type, window, layout
+        self.scale, self.soft_cap, self.dropout, self.alibi = scale, soft_cap, dropout, alibi
+        self.recipe = None if recipe is None else recipes.get(recipe)
+        self._check(sinks)
+        self.off_by_one = sinks == OFF_BY_ONE
+        learnable = nn.Parameter(torch.empty(heads, device=device, dtype=dtype)) if sinks == "learnable" else None
+        self.register_parameter("sinks", learnable)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sinks start at 0, which is off-by-one."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None,
+        mask_type: str | None = None,
+    ) -> Tensor:
+        """Attention of q on k and v, in the module's layout; see `quaver.torch.blocks.attention.attention`.
+
+        Args:
+            mask_type: another than the module's for this call, as when keys are cached and queries are the last ones.
+        """
+        return attention(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, **self.options(q, k, v, mask_type))
+
+    def options(self, q: Tensor, k: Tensor, v: Tensor, mask_type: str | None = None) -> dict[str, Any]:
+        """What the module adds to a call of `attention`. Raises: ValueError for heads that are not its own."""
+        self._check_heads(q, k, v)
+        recipe = in_force(self.recipe)
+        if recipe is not None and recipe.attention is not None:
+            recipe = recipe_in_force(self.recipe)
+        return {
+            "mask_type": self.mask_type if mask_type is None else mask_type,
+            "window": self.window,
+            "alibi_slopes": alibi_slopes(self.heads, q.device) if self.alibi else None,
+            "sinks": OFF_BY_ONE if self.off_by_one else self._parameters["sinks"],
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
+            "dropout": self.dropout if self.training else 0.0,
+            "layout": self.layout,
+            "recipe": recipe,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.recipe is not None:  # equal recipes are one object
+            self.recipe = recipes.get(self.recipe)
+
+    def check(
+        self, batch: int, queries: int, keys: int, mask: Mask | None, bias: Tensor | None, cu_seqlens: CuSeqlens | None
+    ) -> None:
+        """Raise the ValueError that `forward` would, for callers with work to do before."""
+        shape = (batch, self.heads, queries, keys)
+        ragged = ragged_of(self.layout, cu_seqlens, queries, keys)
+        check_mask(self.mask_type, mask, self.window, shape, ragged is not None)
+        if bias is not None:
+            check_fits("bias", bias, shape)
+
+    def extra_repr(self) -> str:
+        options = {name: getattr(self, name) for name in ("window", "scale", "soft_cap", "dropout", "alibi", "recipe")}
+        said = "".join(f", {name}={value}" for name, value in options.items() if value)
+        return f"{self.heads}, {self.head_dim}, groups={self.groups}, mask_type={self.mask_type!r}{said}"
+
+    def _check(self, sinks: str | None) -> None:
+        if self.heads < 1 or self.groups < 1 or self.heads % self.groups:
+            raise ValueError(
+                f"{self.heads} query heads cannot share {self.groups} heads of keys and values evenly; "
+                "make heads a multiple of groups"
+            )
+        if self.mask_type not in MASKS:
+            raise ValueError(f"no mask type {self.mask_type!r}; {suggest(str(self.mask_type), MASKS)}")
+        check_window(self.mask_type, self.window)
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"no layout {self.layout!r}; {suggest(str(self.layout), LAYOUTS)}")
+        if sinks not in (None, OFF_BY_ONE, "learnable"):
+            raise ValueError(f"sinks is {sinks!r}; give None, 'off_by_one' or 'learnable'")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap is {self.soft_cap}; give a positive number, or None for no cap")
+        if len(self.head_dim) != 2 or min(self.head_dim) < 1:
+            raise ValueError(f"head_dim is {self.head_dim}; give a number above 0, or (of q and k, of v)")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; give a probability in [0, 1)")
+
+    def _check_heads(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        wide, narrow = self.head_dim
+        for name, x, heads, dim in (
+            ("q", q, self.heads, wide),
+            ("k", k, self.groups, wide),
+            ("v", v, self.groups, narrow),
+        ):
+            if x.shape[-2:] != (heads, dim):
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)}; this attention in layout {self.layout!r} takes "
+                    f"{LAYOUTS[self.layout]} with {heads} heads of {dim} features"
+                )
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """float32 [heads]: 2^(-8 h / heads); of no power of two, those of the power below and every other of twice it.
+
+    Source: Press et al. 2022, as Hugging Face builds them for Bloom, Falcon and MPT.
+    """
+    below = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * h / below) for h in range(1, below + 1)]
+    slopes += [2 ** (-8 * h / (2 * below)) for h in range(1, 2 * (heads - below), 2)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)

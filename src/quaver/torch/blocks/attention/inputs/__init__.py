@@ -1,0 +1,1 @@
+"""What attention is asked, checked and in one form: layouts, masks, the call; nothing is computed here."""

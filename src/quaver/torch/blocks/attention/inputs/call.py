@@ -1,0 +1,69 @@
+"""The arguments of an implementation of attention, once layouts and options are checked and put in one form."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.blocks.attention.inputs.layout import Ragged
+from quaver.torch.blocks.attention.inputs.masks import Mask, Window, ahead_of_query, alibi, hidden
+
+
+class Call(NamedTuple):
+    """The options beside q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv]."""
+
+    mask_type: str
+    mask: Mask | None
+    window: Window | None
+    #: [1 or B, 1 or H, 1 or Sq, 1 or Sk], added to the scores.
+    bias: Tensor | None
+    #: [H] or [B, H].
+    alibi_slopes: Tensor | None
+    #: [H]: logits of one more column of the softmax, whose value is 0.
+    sinks: Tensor | None
+    scale: float
+    soft_cap: float | None
+    dropout: float
+    #: Not None where the batch is one of sequences laid end to end.
+    ragged: Ragged | None
+
+    def hidden(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """True where masked out, broadcastable to [B, H, Sq, Sk]; None for nowhere."""
+        shape = scores_shape(q, k)
+        if self.mask is not None or self.ragged is not None or not _keepable(q):
+            return hidden(self.mask_type, self.mask, self.window, shape, q.device, self.ragged)
+        return _by_position(self.mask_type, self.window, *shape[2:], q.device, capture.stream_of(q.device))
+
+    def whole_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """The bias and that of ALiBi, broadcastable to [B, H, Sq, Sk]; None for neither."""
+        if self.alibi_slopes is None:
+            return self.bias
+        ahead = ahead_of_query(self.mask_type, self.mask, scores_shape(q, k), q.device, self.ragged)
+        slopes = alibi(self.alibi_slopes, ahead)
+        return slopes if self.bias is None else self.bias + slopes
+
+
+def _keepable(q: Tensor) -> bool:
+    """Whether what is made now may serve later calls: nothing traced or faked, nor what only a CUDA graph fills."""
+    if torch.compiler.is_compiling() or type(q) is not Tensor:
+        return False
+    return not capture.as_captured(q.device)
+
+
+@lru_cache(2)
+def _by_position(
+    mask_type: str, window: Window | None, queries: int, keys: int, device: torch.device, stream: int
+) -> Tensor | None:
+    """`hidden` of what does not depend on tokens, [1, 1, Sq, Sk]: the layers of a model share one for backward.
+
+    Each stream has its own: another does not wait for the one that makes it.
+    """
+    with torch.inference_mode(False):
+        return hidden(mask_type, None, window, (1, 1, queries, keys), device)
+
+
+def scores_shape(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
+    """(B, H, Sq, Sk)."""
+    return q.shape[0], q.shape[1], q.shape[2], k.shape[2]

@@ -1,0 +1,271 @@
+"""Multi-head attention with everything around it: norm, projections, rotary positions, and the projection out."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.spec import Recipe
+from quaver.torch.blocks.attention.cache.contiguous import KVCache
+from quaver.torch.blocks.attention.cache.paged import PagedKVCache
+from quaver.torch.blocks.attention.dot_product import DotProductAttention
+from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
+from quaver.torch.blocks.attention.rope.rotary import apply_rotary, apply_rotary_to_both
+from quaver.torch.blocks.norm import named
+from quaver.torch.blocks.norm_linear import normalized_projections
+from quaver.torch.linear.layer import Linear
+
+#: What x is in each layout.
+SHAPES = {"bshd": "[batch, tokens, features]", "sbhd": "[tokens, batch, features]", "thd": "[tokens, features]"}
+DIMS = {layout: shape.count(",") + 1 for layout, shape in SHAPES.items()}
+
+
+class MultiheadAttention(nn.Module):
+    """out(attention(q, k, v)), q, k and v being projections of x, or k and v of a memory.
+
+    Args:
+        dim: features of x.
+        heads: of the queries.
+        groups: heads of keys and values, each shared by heads / groups query heads; None gives each its own.
+        head_dim: features of a head, or (of queries and keys, of values); None divides dim among the heads.
+        out: features of the output; None keeps dim.
+        memory_dim: features of the memory that keys and values are made of: cross attention.
+        fused: one matrix `qkv_proj`, whose rows are all heads of the queries, then of the keys, then of the values
+            (with a memory: `q_proj` and `kv_proj`); else `q_proj`, `k_proj` and `v_proj`.
+        bias: of the projections; out_bias: of `o_proj`, None as bias.
+        rope: rotary positions of queries and keys; None has none. Layers may share one.
+        qk_norm: "RMSNorm", "LayerNorm" or "L2" (`Norm`) over each head's features of queries and keys.
+        qk_norm_eps: of those norms; None takes eps.
+        qk_norm_after_rope: turn first.
+        mask_type, window, scale, soft_cap, dropout, sinks, alibi, layout: as `DotProductAttention`.
+        normalization: of x, before the projections; with eps, zero_centered and norm_bias.
+        recipe, seed: as `quaver.torch.Linear`; a recipe's `attention` quantizes the products of attention too.
+    Submodules: `norm` if there is one, the projections, `q_norm` and `k_norm` if there are, `core`, `o_proj`.
+    Raises:
+        ValueError: heads that do not divide, names that do not exist.
+    Source: Vaswani et al. 2017, arXiv:1706.03762; GQA: arXiv:2305.13245; norms of queries and keys: arXiv:2302.05442.
+        "L2" after the rotation is Llama 4's (transformers' Llama4TextL2Norm).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        groups: int | None = None,
+        head_dim: int | tuple[int, int] | None = None,
+        out: int | None = None,
+        memory_dim: int | None = None,
+        fused: bool = True,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        rope: RotaryEmbedding | None = None,
+        qk_norm: str | None = None,
+        qk_norm_eps: float | None = None,
+        qk_norm_after_rope: bool = False,
+        mask_type: str = "none",
+        window: tuple[int, int] | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        dropout: float = 0.0,
+        sinks: str | None = None,
+        alibi: bool = False,
+        normalization: str | None = None,
+        eps: float = 1e-5,
+        zero_centered: bool = False,
+        norm_bias: bool = True,
+        layout: str = "bshd",
+        recipe: str | Recipe | None = None,
+        seed: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        like = {"device": device, "dtype": dtype}
+        wide, narrow = head_sizes(dim, heads, head_dim)
+        self.core = DotProductAttention(
+            heads,
+            (wide, narrow),
+            groups=groups,
+            mask_type=mask_type,
+            window=window,
+            scale=scale,
+            soft_cap=soft_cap,
+            dropout=dropout,
+            sinks=sinks,
+            alibi=alibi,
+            layout=layout,
+            recipe=recipe,
+            **like,
+        )
+        groups = self.core.groups
+        if rope is not None and rope.head_dim != wide:
+            raise ValueError(f"rope turns heads of {rope.head_dim} features, and these have {wide}")
+        self.register_module("rope", rope)
+        self.layout, self.qk_norm_after_rope = layout, qk_norm_after_rope
+        self.dim, self.memory_dim, self.cross = dim, memory_dim, memory_dim is not None
+        of_norm: dict[str, Any] = {"zero_centered": zero_centered, **like}
+        self.register_module(
+            "norm", None if normalization is None else named(normalization, dim, eps, bias=norm_bias, **of_norm)
+        )
+        of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **like}
+        widths = {"q_proj": heads * wide, "k_proj": groups * wide, "v_proj": groups * narrow}
+        for name, parts in _projections(fused, self.cross).items():
+            features = dim if name.startswith("q") or memory_dim is None else memory_dim
+            setattr(self, name, Linear(features, sum(widths[part] for part in parts), **of_linear))
+        self._parts = {
+            name: [widths[part] for part in parts] for name, parts in _projections(fused, self.cross).items()
+        }
+        own = eps if qk_norm_eps is None else qk_norm_eps
+        for name in ("q_norm", "k_norm"):
+            norm = None if qk_norm is None else named(qk_norm, wide, own, bias=norm_bias, **of_norm)
+            self.register_module(name, norm)
+        self.o_proj = Linear(heads * narrow, dim if out is None else out, **of_linear | {"bias": _or(out_bias, bias)})
+
+    def reset_parameters(self) -> None:
+        """Each part as it begins by itself."""
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: Any = None,
+        bias: Tensor | None = None,
+        positions: Tensor | None = None,
+        cu_seqlens: Any = None,
+        cache: KVCache | PagedKVCache | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        """Attend from x to itself, or to a memory.
+
+        Args:
+            x: [B, S, dim] in layout "bshd", [S, B, dim] in "sbhd", [T, dim] in "thd".
+            memory: as x, of memory_dim features; only with cross attention.
+            mask, bias, cu_seqlens: as `DotProductAttention`.
+            positions: of `rope`; None counts from 0, or from the number of tokens in the cache.
+            cache: earlier tokens' keys and values, which the new ones join; a causal mask aligns the last query with
+                the last key. Layout "bshd".
+            layer: this layer's place in the cache.
+        Returns:
+            x's shape, with `out` features.
+        Raises:
+            ValueError: a memory is missing or not wanted; a cache with a memory or another layout.
+        """
+        if x.dim() != DIMS[self.layout] or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"MultiheadAttention({self.dim}) got an input of shape {tuple(x.shape)}; "
+                f"layout {self.layout!r} is {SHAPES[self.layout]} with {self.dim} features"
+            )
+        if self.cross is (memory is None):
+            raise ValueError(
+                "this MultiheadAttention has memory_dim and needs a memory"
+                if self.cross
+                else "this MultiheadAttention attends to x itself: make it with memory_dim=, or give no memory"
+            )
+        if memory is not None and memory.shape[-1] != self.memory_dim:
+            raise ValueError(f"the memory has shape {tuple(memory.shape)}; its last axis must be {self.memory_dim}")
+        if cache is not None:
+            self._check_cached(x, mask, cache)
+        elif mask is not None or bias is not None or cu_seqlens is not None:
+            where = 1 if self.layout == "bshd" else 0
+            batch = 1 if self.layout == "thd" else x.shape[1 - where]
+            keys = (x if memory is None else memory).shape[where]
+            self.core.check(batch, x.shape[where], keys, mask, bias, cu_seqlens)
+        q, k, v = self._project(x, memory)
+        offset = 0 if cache is None or positions is not None else cache.offset
+        q, k = self._turned(q, k, positions, cu_seqlens, offset)
+        mask_type = None
+        if cache is not None:
+            k, v = cache.update(layer, k, v)
+            mask, mask_type = cache.mask(mask, self.core.mask_type, q.shape[1])
+        y = self.core(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, mask_type=mask_type)
+        projected: Tensor = self.o_proj(y.flatten(-2))
+        return projected
+
+    def _check_cached(self, x: Tensor, mask: Any, cache: KVCache | PagedKVCache) -> None:
+        """Refuse, before the cache has taken anything, what does not go with one."""
+        core = self.core
+        if self.cross or self.layout != "bshd":
+            raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
+        if "causal" not in core.mask_type and (core.window is not None or core.alibi):
+            raise ValueError(
+                f"with a cache queries stand at the last keys, and a window or ALiBi with mask_type {core.mask_type!r} "
+                "counts from the first; make the layer with mask_type='causal'"
+            )
+        cache.check_mask(mask, core.mask_type, (x.shape[0], x.shape[1]))
+
+    def _project(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, each [..., its heads, its features of a head]."""
+        parts: Any = self._modules
+        names = list(self._parts)
+        if memory is None:
+            outputs = normalized_projections(parts["norm"], x, [parts[name] for name in names])
+        else:
+            outputs = normalized_projections(parts["norm"], x, [parts[names[0]]])
+            outputs += normalized_projections(None, memory, [parts[name] for name in names[1:]])
+        split = [
+            part
+            for y, name in zip(outputs, names, strict=True)
+            for part in (y.split(self._parts[name], -1) if len(self._parts[name]) > 1 else (y,))
+        ]
+        wide, narrow = self.core.head_dim
+        heads, groups = self.core.heads, self.core.groups
+        sizes = ((heads, wide), (groups, wide), (groups, narrow))
+        q, k, v = (a.view(*a.shape[:-1], *size) for a, size in zip(split, sizes, strict=True))
+        if len(names) < 3 and self.rope is not None and parts["q_norm"] is None and torch.is_grad_enabled():
+            # Of a fused projection backward will need v alone: a copy lets the rest go.
+            v = v.contiguous()
+        return q, k, v
+
+    def _turned(
+        self, q: Tensor, k: Tensor, positions: Tensor | None, cu_seqlens: Any, offset: int | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        parts: Any = self._modules
+        normalize = parts["q_norm"] is not None
+        if normalize and not self.qk_norm_after_rope:
+            q, k = parts["q_norm"](q), parts["k_norm"](k)
+        rope = parts["rope"]
+        if rope is not None:
+            of_queries, of_keys = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+            where = {"positions": positions, "offset": offset, "layout": self.layout}
+            cos, sin = rope.tables(q, cu_seqlens=of_queries, **where)
+            if of_keys is of_queries and k.shape[:-2] == q.shape[:-2]:
+                q, k = apply_rotary_to_both(q, k, cos, sin, rope.interleaved)
+            else:
+                q = apply_rotary(q, cos, sin, rope.interleaved)
+                cos, sin = rope.tables(k, cu_seqlens=of_keys, **where)
+                k = apply_rotary(k, cos, sin, rope.interleaved)
+        if normalize and self.qk_norm_after_rope:
+            q, k = parts["q_norm"](q), parts["k_norm"](k)
+        return q, k
+
+
+def head_sizes(dim: int, heads: int, head_dim: int | tuple[int, int] | None) -> tuple[int, int]:
+    """Features of a head of queries and keys, and of values."""
+    if isinstance(head_dim, tuple):
+        if len(head_dim) != 2:
+            raise ValueError(f"head_dim is {head_dim}; give a number, or (of queries and keys, of values)")
+        return head_dim
+    if head_dim is None:
+        if heads < 1 or dim % heads:
+            raise ValueError(
+                f"{dim} features do not divide among {heads} heads; give head_dim, or a dim that is a multiple"
+            )
+        head_dim = dim // heads
+    return head_dim, head_dim
+
+
+def _projections(fused: bool, cross: bool) -> dict[str, tuple[str, ...]]:
+    """What each projection makes."""
+    if not fused:
+        return {name: (name,) for name in ("q_proj", "k_proj", "v_proj")}
+    if cross:
+        return {"q_proj": ("q_proj",), "kv_proj": ("k_proj", "v_proj")}
+    return {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+
+def _or(value: bool | None, otherwise: bool) -> bool:
+    return otherwise if value is None else value

@@ -1,0 +1,240 @@
+"""softmax(q kᵀ scale) v with the masks that models use, as one operation with several implementations."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver import recipes
+from quaver.core.registry import Impl, Op
+from quaver.core.spec import AttentionSpec, Recipe
+from quaver.torch.blocks.attention.implementations import flash, flex, reference, sdpa
+from quaver.torch.blocks.attention.implementations.fp8 import attention_fp8
+from quaver.torch.blocks.attention.inputs.call import Call
+from quaver.torch.blocks.attention.inputs.layout import CuSeqlens, all_heads_first, heads_back, ragged_of
+from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_fits, check_mask, simplify
+from quaver.torch.operations import ops
+
+
+def _always(*_: object) -> str:
+    return ""
+
+
+ATTENTION = Op(
+    "attention",
+    [
+        Impl("flash", flash.attend, flash.reason),
+        Impl("sdpa", sdpa.attend, sdpa.reason),
+        Impl("flex", flex.attend, flex.reason),
+        Impl("reference", reference.attend, _always),
+    ],
+)
+# So that `only` reaches it.
+ops.OPS.append(ATTENTION)
+
+#: The one sink that needs no tensor: a logit of 0 for every head, softmax's denominator plus one.
+OFF_BY_ONE = "off_by_one"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask_type: str = "none",
+    mask: Mask | None = None,
+    window: Window | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: str | Tensor | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    dropout: float = 0.0,
+    layout: str = "bshd",
+    cu_seqlens: CuSeqlens | None = None,
+    recipe: str | Recipe | None = None,
+) -> Tensor:
+    """Attention of [B, Sq, H, D] on [B, Sk, G, D], each of G heads serving H / G query heads (MQA, GQA).
+
+    Args:
+        q: [B, Sq, H, D]; as `layout` says.
+        k: [B, Sk, G, D].
+        v: [B, Sk, G, Dv].
+        mask_type: a name from `masks.MASKS`. "causal" hides key j from query i if j > i; with "_bottom_right" the last
+            query sees the last key: if j > i + (keys - queries), padding not counted. "padding" takes a mask of
+            tokens, "arbitrary" one of pairs.
+        mask: True where masked out. Padding: [B, Sk] that serves queries and keys, or ([B, Sq], [B, Sk]).
+            Arbitrary: broadcastable to [B, H, Sq, Sk].
+        window: (left, right): a query sees that many keys before and after its own position, -1 for all.
+            The position is the one that the mask type aligns by.
+        bias: added to the scores; broadcastable to [B, H, Sq, Sk].
+        alibi_slopes: [H] or [B, H]: score -= slope × distance, positions aligned as the mask type aligns them.
+        sinks: one more column of the softmax, whose value is 0: logits [H], or "off_by_one" for logits of 0.
+        scale: of the scores; None is 1 / sqrt(D).
+        soft_cap: scores become cap tanh(scores / cap), before bias and mask (Gemma-2).
+        dropout: probability of dropping a probability, always in force; the others grow by 1 / (1 - dropout).
+        layout: "bshd", "sbhd" ([S, B, H, D]) or "thd": sequences laid end to end, [T, H, D], with
+        cu_seqlens: int [sequences + 1], where each begins and the last ends; a pair (of queries, of keys) where they
+            differ. On the CPU it costs a GPU no synchronization. Masks, windows and ALiBi count within a sequence.
+        recipe: whose `attention` quantizes q, k, v, the probabilities and their gradients; None leaves them alone.
+    Returns:
+        [B, Sq, H, Dv] in q's dtype, or as the layout. A query that sees no key gets 0, and so do its gradients.
+    Raises:
+        ValueError: shapes, heads, dtypes, masks, windows or cumulative lengths that do not fit.
+    Bounded: relative RMS 1e-6 of float64 in float32, without dropout. Statistical with it.
+    Source: Vaswani et al. 2017 §3.2; GQA: Ainslie et al. 2023; ALiBi: Press et al. 2022; sinks: gpt-oss, Miller 2023.
+    """
+    if isinstance(recipe, str):
+        recipe = recipes.get(recipe)
+    if (
+        mask is None
+        and (mask_type == "causal" or mask_type == "none")
+        and layout == "bshd"
+        and window is None is bias is None is alibi_slopes
+        and sinks is None is soft_cap is None is cu_seqlens
+        and (recipe is None or recipe.attention is None)
+        and ATTENTION.active is ATTENTION.impls
+        and (q.is_cpu or not flash.INSTALLED)
+        and 0 <= dropout < 1
+        and _plain(q, k, v)
+    ):
+        # Masks, options and reasons would take as long as the kernel of a small layer.
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            dropout_p=dropout,
+            is_causal=mask_type == "causal",
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return y.transpose(1, 2)
+    wide, keys, values, call = prepare(
+        q,
+        k,
+        v,
+        mask_type=mask_type,
+        mask=mask,
+        window=window,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        scale=scale,
+        soft_cap=soft_cap,
+        dropout=dropout,
+        layout=layout,
+        cu_seqlens=cu_seqlens,
+    )
+    spec = None if recipe is None else recipe.attention
+    device = ops.autocast_device(q)
+    if not torch.is_autocast_enabled(device):
+        return heads_back(_run(wide, keys, values, call, spec), layout)
+    # Autocast would narrow the reference's float32, and a bias.
+    with torch.autocast(device, enabled=False):
+        return heads_back(_run(wide, keys, values, call, spec), layout)
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask_type: str = "none",
+    mask: Mask | None = None,
+    window: Window | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: str | Tensor | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    dropout: float = 0.0,
+    layout: str = "bshd",
+    cu_seqlens: CuSeqlens | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Call]:
+    """q [B, H, Sq, D], k [B, G, Sk, D], v [B, G, Sk, Dv] and the options, all checked and in one form."""
+    device = ops.autocast_device(q)
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) if x.dtype in ops.DTYPES else x for x in (q, k, v))
+    q, k, v = all_heads_first(layout, q, k, v)
+    batch, heads, queries, dim = q.shape
+    keys = k.shape[2]
+    shape = (batch, heads, queries, keys)
+    ragged = ragged_of(layout, cu_seqlens, queries, keys)
+    check_mask(mask_type, mask, window, shape, ragged is not None)
+    if bias is not None:
+        check_fits("bias", bias, shape)
+        if bias.dtype is torch.bool:
+            raise ValueError("the bias is boolean; give a mask of pairs as `mask` with mask_type 'arbitrary'")
+        bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    if isinstance(sinks, str) and sinks == OFF_BY_ONE:
+        sinks = q.new_zeros(heads, dtype=torch.float32)
+    _check_options(shape, alibi_slopes, sinks, soft_cap, dropout)
+    assert not isinstance(sinks, str)
+    if ragged is None:
+        mask_type, window = simplify(mask_type, window, queries, keys, alibi_slopes is not None)
+    scale = (1 / math.sqrt(dim) if dim else 1.0) if scale is None else scale
+    return q, k, v, Call(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, ragged)
+
+
+def _check_options(
+    shape: tuple[int, int, int, int],
+    alibi_slopes: Tensor | None,
+    sinks: str | Tensor | None,
+    soft_cap: float | None,
+    dropout: float,
+) -> None:
+    batch, heads, *_ = shape
+    if alibi_slopes is not None and _shape(alibi_slopes) not in ((heads,), (batch, heads)):
+        given = f"has shape {list(alibi_slopes.shape)}" if isinstance(alibi_slopes, Tensor) else f"is {alibi_slopes!r}"
+        raise ValueError(f"alibi_slopes {given}; give [heads] = [{heads}] or [batch, heads]")
+    if sinks is not None and _shape(sinks) != (heads,):
+        given = f"of shape {list(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(f"sinks is {given}; give 'off_by_one', or a tensor of logits [heads] = [{heads}]")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}; give a positive number, or None for no cap")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}; give a probability in [0, 1)")
+
+
+def _shape(x: object) -> tuple[int, ...] | None:
+    return tuple(x.shape) if isinstance(x, Tensor) else None
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if scaled_dot_product_attention takes these as they are, with its best kernel."""
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        return False
+    batch, _, heads, dim = q.shape
+    b, s, groups, d = k.shape
+    return (
+        k.shape == v.shape
+        and batch == b
+        and dim == d
+        and s > 0
+        and (heads == groups or (groups > 0 and heads % groups == 0 and (q.is_cpu or q.dtype in HALF)))
+        and q.dtype is k.dtype is v.dtype
+        and q.is_floating_point()
+    )
+
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, call: Call, spec: AttentionSpec | None) -> Tensor:
+    if spec is None:
+        y: Tensor = ATTENTION(q, k, v, call)
+        return y
+    return attention_fp8(
+        q,
+        k,
+        v,
+        hidden=call.hidden(q, k),
+        bias=call.whole_bias(q, k),
+        scale=call.scale,
+        soft_cap=call.soft_cap,
+        sinks=call.sinks,
+        dropout=call.dropout,
+        spec=spec,
+    )

@@ -1,0 +1,1 @@
+"""Rotary positions: where tokens stand, by how much pairs turn, and the turning; no attention."""

@@ -1,0 +1,185 @@
+"""Turning pairs of features by angles, as plain functions of tensors.
+
+Cosines and sines stand at both places of their pair, a sine negative at the first one, so that turning is
+x * cos + partner(x) * sin: a few operations whatever the pairs are, of which autograd keeps cos and sin alone.
+Compiled, both the tables and the turning are opaque operators: Inductor's cosine, its fused multiply-add on a GPU and
+its skipped rounding to bf16 would give other bits than eager mode. On a GPU one kernel turns queries and keys, with the
+bits of the plain formula.
+
+Source: Su et al. 2021, arXiv:2104.09864.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from quaver.torch.backends.gpu.launching import device
+from quaver.torch.blocks.attention.rope import stretching
+from quaver.torch.operations.operators import define
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x * cos + partner(x) * sin for the first features of x, as many as the tables have; the rest stay.
+
+    Args:
+        x: [..., D].
+        cos: float32, broadcastable to [..., turning]: the cosine of a pair's angle, at both of its places.
+        sin: the same of the sine, negative at the first place. `RotaryEmbedding.tables` makes both.
+        interleaved: pairs are neighbours (0, 1), (2, 3) ...; else feature i goes with i + turning / 2.
+    Returns:
+        [..., D] in x's dtype, contiguous, computed in float32 and rounded once, gradients too.
+    Exact: the bits of eager mode, compiled too.
+    """
+    if torch.compiler.is_compiling():
+        turned: Tensor = _Turn.apply(x, cos, sin, interleaved, False)
+        return turned
+    if _launched(x, cos, sin):
+        return _Launched.apply(x, None, cos, sin, interleaved, False)[0]
+    return _turn(x, cos, sin, interleaved, False)
+
+
+def apply_rotary_to_both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` of queries and keys that stand at the same positions: one launch on a GPU. Exact: its bits."""
+    together = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1] and q.device == k.device
+    if not torch.compiler.is_compiling() and together and _launched(q, cos, sin) and _launched(k, cos, sin):
+        turned: tuple[Tensor, Tensor] = _Launched.apply(q, k, cos, sin, interleaved, False)
+        return turned
+    return apply_rotary(q, cos, sin, interleaved), apply_rotary(k, cos, sin, interleaved)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    """One way or back. Plain operations: autograd, torch.func and double backward follow them."""
+    turning = cos.shape[-1]
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    if turning != x.shape[-1]:
+        wide = wide[..., :turning]
+    if interleaved:
+        partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = wide.roll(turning // 2, -1)
+    turned = wide * cos
+    turned = turned - partner * sin if back else turned + partner * sin
+    if turning != x.shape[-1]:
+        return torch.cat([turned.to(x.dtype), x[..., turning:]], dim=-1).contiguous()
+    turned = turned if x.dtype is turned.dtype else turned.to(x.dtype)
+    return turned.contiguous()
+
+
+def _launched(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """True if the kernel turns x: on a GPU, or under `only("triton")` on a CPU."""
+    if (x.is_cpu and "triton" not in device.asked) or x.is_meta or type(x) is not Tensor or cos.device != x.device:
+        return False
+    if device.why_no_kernels(x.device) or cos.requires_grad or sin.requires_grad:
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    from quaver.torch.backends.gpu.fused import rope
+
+    return not rope.reason(x, cos, sin)
+
+
+class _Launched(torch.autograd.Function):
+    """Queries, and keys if there are any, turned by the kernel; their gradients are turned back by it, and so on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        from quaver.torch.backends.gpu.fused import rope
+
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos, sin)
+        ctx.constants = interleaved, back
+        return rope.turn(q, k, cos, sin, interleaved, back)
+
+    @staticmethod
+    def backward(ctx: Any, of_q: Tensor | None, of_k: Tensor | None) -> Any:
+        cos, sin = ctx.saved_tensors
+        interleaved, back = ctx.constants
+        given = [g for g in (of_q, of_k) if g is not None]
+        dense = [g if g.stride(-1) == 1 else g.contiguous() for g in given]
+        turned = _Launched.apply(*(*dense, None)[:2], cos, sin, interleaved, not back) if dense else (None, None)
+        of_q, of_k = turned if of_q is not None else (None, turned[0])
+        return of_q, of_k, None, None, None, None
+
+
+class _Turn(torch.autograd.Function):
+    """The opaque turning, whose gradient is the turning back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.constants = interleaved, back
+        turned: Tensor = torch.ops.quaver.turn(x, cos, sin, interleaved, back)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        interleaved, back = ctx.constants
+        return torch.ops.quaver.turn(g, cos, sin, interleaved, not back), None, None, None, None
+
+
+def rotary_tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """What `apply_rotary` takes.
+
+    Args:
+        where: positions [...].
+        rows: `Frequencies.rows`, [n, turning / 2].
+        length: of the longest sequence, for frequencies that go by it; -1 takes the largest position's.
+        text: `Frequencies.text`.
+        interleaved: as `apply_rotary`.
+    Returns:
+        (cos, sin) float32 [..., 1, turning], the 1 for the heads.
+    Exact: eager's bits, compiled too.
+    """
+    if torch.compiler.is_compiling():
+        tables: tuple[Tensor, Tensor] = torch.ops.quaver.rotary_tables(where, rows, length, text, interleaved)
+        return tables
+    return _tables(where, rows, length, text, interleaved)
+
+
+def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+    frequencies = stretching.parse(text)
+    longest: int | Tensor = length
+    if length < 0 and frequencies.by_length:
+        longest = where.max() + 1 if where.numel() else 0
+    angle = where.float()[..., None, None] * frequencies.at(rows.to(where.device), longest)
+    cos, sin = angle.cos(), angle.sin()
+    if frequencies.attention_factor != 1:
+        cos, sin = cos * frequencies.attention_factor, sin * frequencies.attention_factor
+    if interleaved:
+        return torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+# The opaque operators of compiled code.
+
+
+def _turn_impl(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    if _launched(x, cos, sin):
+        from quaver.torch.backends.gpu.fused import rope
+
+        return rope.turn(x, None, cos, sin, interleaved, back)[0]
+    return _turn(x, cos, sin, interleaved, back)
+
+
+def _turn_fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+    shape = (*where.shape, 1, 2 * rows.shape[1])
+    return where.new_empty(shape, dtype=torch.float32), where.new_empty(shape, dtype=torch.float32)
+
+
+define("turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor", _turn_impl, _turn_fake)
+define(
+    "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)",
+    _tables,
+    _tables_fake,
+)

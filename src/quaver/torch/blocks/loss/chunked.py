@@ -1,0 +1,197 @@
+"""Cross entropy of a head's logits, a chunk of tokens after the other, with the gradients: what stands behind
+`linear_cross_entropy`. One opaque operator for a compiler; for the rows of a chunk's logits a kernel on a GPU.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.torch.backends.gpu.launching import device as gpu
+from quaver.torch.operations import ops
+from quaver.torch.operations.operators import define
+
+#: The logits of a chunk take at most this many bytes, unless its size is given.
+CHUNK_BYTES = 2**29
+
+
+class Rule(NamedTuple):
+    """How a row of logits becomes a loss; 0 switches a term off."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    soft_cap: float = 0.0
+
+
+def chunks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    row_weights: Tensor | None,
+    dtype: torch.dtype,
+    rule: Rule,
+    chunk: int,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(losses [T], gradients of x, weight and bias); those that are not needed are empty."""
+    run = torch.ops.quaver.linear_cross_entropy if torch.compiler.is_compiling() else _impl
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = run(
+        x, weight, bias, targets, row_weights, dtype, *rule, chunk, *needs
+    )
+    return results
+
+
+def _impl(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    row_weights: Tensor | None,
+    dtype: torch.dtype,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float,
+    chunk: int,
+    of_x: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rule = Rule(ignore_index, label_smoothing, z_loss, soft_cap)
+    _check_targets(targets, weight.shape[0], ignore_index)
+    tokens, wide = x.shape[0], torch.float64 if dtype is torch.float64 else torch.float32
+    losses = x.new_empty(tokens, dtype=wide)
+    grad_x = x.new_empty(x.shape if of_x else 0, dtype=dtype)
+    grad_weight: Tensor | None = None
+    grad_bias = weight.new_zeros(weight.shape[0] if of_bias else 0, dtype=wide)
+    with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
+        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        for start, end in _spans(tokens, chunk or _chunk_of(tokens, weight.shape[0], dtype)):
+            xc = x[start:end].to(dtype)
+            scale = None if row_weights is None else row_weights[start:end]
+            logits, losses[start:end] = _losses(xc, w, b, targets[start:end], scale, of_x or of_weight or of_bias, rule)
+            if of_x:
+                torch.mm(logits, w, out=grad_x[start:end])
+            if of_weight:
+                grad_weight = _added(grad_weight, logits, xc)
+            if of_bias:
+                grad_bias += logits.sum(0, dtype=wide)
+    if grad_weight is None:
+        grad_weight = weight.new_zeros(weight.shape if of_weight else 0, dtype=wide)
+    return losses, grad_x, grad_weight, grad_bias
+
+
+def _added(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
+    """total + grad.T @ x, in float32 whatever the operands are: a sum of chunks is rounded once, at its end."""
+    if grad.dtype in (torch.float32, torch.float64):
+        return grad.t() @ x if total is None else total.addmm_(grad.t(), x)
+    if grad.is_cuda:
+        part = torch.mm(grad.t(), x, out_dtype=torch.float32)
+        return part if total is None else total.add_(part)
+    return _added(total, grad.float(), x.float())
+
+
+def _losses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor | None, gradient: bool, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """(the gradient of a chunk's logits if asked for, losses [rows])."""
+    if (x.is_cuda or "triton" in gpu.asked) and not x.is_meta and not gpu.why_no_kernels(x.device):
+        from quaver.torch.backends.gpu.fused import cross_entropy as kernels
+
+        logits = kernels.padded_rows(x.shape[0], weight.shape[0], x.dtype, x.device)
+        if not kernels.reason(logits):
+            torch.mm(x, weight.t(), out=logits) if bias is None else torch.addmm(bias, x, weight.t(), out=logits)
+            return logits, kernels.rows(logits, targets, weights, gradient, *rule, padded=True)
+    logits = F.linear(x, weight, bias)
+    return logits, rows(logits, targets, weights, gradient, rule)
+
+
+def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool, rule: Rule) -> Tensor:
+    """What the kernel does, in plain operations."""
+    count = logits.shape[1]
+    z = ops.widened(logits)
+    bent: Tensor | None = None
+    if rule.soft_cap:
+        bent = torch.tanh(z / rule.soft_cap)
+        z = rule.soft_cap * bent
+    lse = z.logsumexp(-1) if rule.z_loss else z.new_zeros(())
+    z = z.log_softmax(-1)
+    kept, known = targets != rule.ignore_index, (targets >= 0) & (targets < count)
+    safe = torch.where(known, targets, 0)[:, None]
+    losses = -z.gather(1, safe)[:, 0]
+    if rule.label_smoothing:
+        losses = (1 - rule.label_smoothing) * losses - rule.label_smoothing * z.mean(-1)
+    if rule.z_loss:
+        losses = losses + rule.z_loss * lse.square()
+    losses = torch.where(kept, torch.where(known, losses, torch.nan), 0.0)
+    if gradient:
+        d = z.exp_()
+        if rule.z_loss:
+            d *= 1 + 2 * rule.z_loss * lse[:, None]
+        d.scatter_add_(1, safe, torch.full_like(d[:, :1], rule.label_smoothing - 1))
+        if rule.label_smoothing:
+            d -= rule.label_smoothing / count
+        if bent is not None:
+            d *= 1 - bent.square()
+        scale = torch.where(known, 1.0 if weights is None else weights, torch.nan)
+        logits.copy_(torch.where(kept[:, None], d * scale[:, None], 0.0))
+    return losses
+
+
+def _spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
+    return [(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+
+
+def _chunk_of(tokens: int, count: int, dtype: torch.dtype) -> int:
+    """Tokens of a chunk: as many as `CHUNK_BYTES` hold, spread evenly, in multiples of 128 where there are so many."""
+    most = max(1, CHUNK_BYTES // (count * dtype.itemsize))
+    even = -(-tokens // max(1, -(-tokens // most)))
+    return max(1, min(most, -(-even // 128) * 128))
+
+
+def _check_targets(targets: Tensor, count: int, ignore_index: int) -> None:
+    # Reading them on a GPU would wait for it.
+    if not targets.is_cpu:
+        return
+    bad = ((targets < 0) | (targets >= count)) & (targets != ignore_index)
+    if bad.any():
+        raise ValueError(
+            f"target {int(targets[bad][0])} is outside 0 … {count - 1} and is not ignore_index, {ignore_index}"
+        )
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    row_weights: Tensor | None,
+    dtype: torch.dtype,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float,
+    chunk: int,
+    of_x: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    return (
+        x.new_empty(x.shape[:1], dtype=wide),
+        x.new_empty(x.shape if of_x else (0,), dtype=dtype),
+        weight.new_empty(weight.shape if of_weight else (0,), dtype=wide),
+        weight.new_empty(weight.shape[:1] if of_bias else (0,), dtype=wide),
+    )
+
+
+define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_weights, ScalarType dtype,"
+    " int ignore_index, float label_smoothing, float z_loss, float soft_cap, SymInt chunk, bool of_x, bool of_weight,"
+    " bool of_bias) -> (Tensor losses, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    _impl,
+    _fake,
+)

@@ -1,0 +1,185 @@
+"""The head and its cross entropy together, a chunk of tokens after the other: the logits of all never exist at once.
+
+Gradients are made in the forward pass, where a chunk's logits lie at hand, and scaled in the backward; losses that are
+not summed up have their logits made again there. Source: Liger Kernel's fused linear cross entropy (arXiv:2410.10989).
+"""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.text.spelling import suggest
+from quaver.torch.blocks.loss.chunked import Rule, chunks
+from quaver.torch.linear.layer import Linear
+from quaver.torch.linear.stored import stored
+from quaver.torch.operations import ops
+from quaver.torch.state.context import recipe_in_force
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor | nn.Linear,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    reduction: str = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """F.cross_entropy(F.linear(x, weight, bias).float(), targets), with the memory of a chunk's logits alone.
+
+    Args:
+        x: [..., dim].
+        weight: [V, dim], or an nn.Linear, whose bias is taken too. The head's GEMMs run in high precision whatever its
+            recipe, with a warning where it has one.
+        targets: integers [...].
+        bias: [V].
+        ignore_index: tokens with this target have no loss and no gradient.
+        label_smoothing: as of F.cross_entropy.
+        z_loss: adds z_loss × logsumexp², which keeps logits from drifting (PaLM, arXiv:2204.02311).
+        soft_cap: logits become soft_cap × tanh(logits / soft_cap).
+        reduction: "mean" over the tokens that are not ignored, "sum", or "none".
+        chunk: tokens whose logits exist at once; None takes as many as make half a GiB.
+    Returns:
+        float32 scalar, or [...] for "none". A target outside 0 … V - 1 is an error on a CPU and NaN on a GPU. The mean
+        over no token is NaN and its gradient 0.
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit.
+    Bounded: relative RMS of the loss and, in float32, of the gradients 1e-5 of the two functions one after the other.
+    """
+    if isinstance(weight, nn.Linear):
+        bias = weight.bias if bias is None else bias
+        weight = _weight_of(weight)
+    rule = Rule(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
+    dtype = _check(x, weight, targets, bias, rule, soft_cap, reduction, chunk)
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    labels = targets.reshape(-1).to(torch.int64)
+    losses: Tensor = _LinearCrossEntropy.apply(flat, weight, bias, labels, dtype, rule, reduction, chunk or 0)
+    return losses.view(targets.shape) if reduction == "none" else losses
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        dtype: torch.dtype,
+        rule: Rule,
+        reduction: str,
+        chunk: int,
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[:3]
+        ctx.constants = (
+            needs,
+            dtype,
+            rule,
+            reduction,
+            chunk,
+            x.dtype,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+        )
+        if reduction == "none":
+            ctx.save_for_backward(x, weight, bias, targets)
+            return chunks(x, weight, bias, targets, None, dtype, rule, chunk, (False, False, False))[0]
+        losses, *grads = chunks(x, weight, bias, targets, None, dtype, rule, chunk, needs)
+        total, count = losses.sum(), None
+        if reduction == "mean":
+            count = (targets != rule.ignore_index).sum()
+            total = total / count
+            count = count.clamp(min=1)
+        ctx.save_for_backward(count, *grads)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        needs, dtype, rule, reduction, chunk, *dtypes = ctx.constants
+        if reduction == "none":
+            x, weight, bias, targets = ctx.saved_tensors
+            _, *grads = chunks(x, weight, bias, targets, g.contiguous(), dtype, rule, chunk, needs)
+            scale = None
+        else:
+            count, *grads = ctx.saved_tensors
+            scale = g if count is None else g / count
+        gradients = [
+            _scaled(grad, scale, to) if need else None for need, grad, to in zip(needs, grads, dtypes, strict=True)
+        ]
+        return *gradients, None, None, None, None, None
+
+
+def _scaled(grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """grad × scale, rounded once."""
+    if scale is None:
+        return grad.to(dtype)
+    if torch.compiler.is_compiling():
+        return (grad * scale).to(dtype)
+    return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    rule: Rule,
+    soft_cap: float | None,
+    reduction: str,
+    chunk: int | None,
+) -> torch.dtype:
+    """Raise a ValueError for what does not fit; returns the dtype that the logits are computed in."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; {suggest(str(reduction), REDUCTIONS)}")
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: they are [..., dim] and [V, dim], V > 0"
+        )
+    if targets.shape != x.shape[:-1] or targets.is_floating_point() or targets.dtype is torch.bool:
+        raise ValueError(
+            f"targets are {targets.dtype} {tuple(targets.shape)}; x {tuple(x.shape)} needs integers of shape "
+            f"{tuple(x.shape[:-1])}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; the weight's {tuple(weight.shape)} needs [V]")
+    if not 0 <= rule.label_smoothing <= 1 or rule.z_loss < 0 or (soft_cap is not None and not soft_cap > 0):
+        raise ValueError(
+            f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
+            "0 … 1, the second is not negative, the third above 0 or None"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; give the number of tokens, 1 or more, or None")
+    kind = ops.autocast_device(x)
+    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    if x.dtype is not weight.dtype or not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype} and the weight {weight.dtype}; convert one, or enter torch.autocast")
+    return x.dtype
+
+
+_warned: set[str] = set()
+
+
+def _weight_of(layer: nn.Linear) -> Tensor:
+    """A head's weight; of one under a recipe with a warning, that it is not followed here."""
+    if layer.weight.dtype in stored.CODES:
+        raise ValueError("the head's weight is stored in eight bits or fewer; dequantize_weights(head) first")
+    recipe = recipe_in_force(layer.recipe) if isinstance(layer, Linear) else None
+    if recipe is not None and recipe.quantizes and "head" not in _warned:
+        _warned.add("head")
+        warnings.warn(
+            f"linear_cross_entropy runs the head's GEMMs in high precision, not in {recipe.name}; to quantize them, "
+            "call the head and F.cross_entropy",
+            stacklevel=3,
+        )
+    return layer.weight

@@ -1,0 +1,165 @@
+"""The MLP of a Transformer block, with the normalization before it.
+
+    down(activation(up(norm(x))))        or, gated,        down(f(gate(norm(x))) · up(norm(x)))
+
+Kept for backward of a quantized one: x and the norm's statistics, norm(x) in eight bits, and what goes into the
+activation; its result is made again, and quantized again to the same bits.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.numbers.formats import E4M3
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu.fused import producers
+from quaver.torch.blocks import activation as activations
+from quaver.torch.blocks.activation import get_activation, option_values
+from quaver.torch.blocks.norm import named
+from quaver.torch.blocks.norm_linear import normalized_projections
+from quaver.torch.linear.layer import Linear
+from quaver.torch.linear.projections import project
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations.functional import run_quantize
+from quaver.torch.state.checkpointing import checkpoint
+
+#: How `eight_bit_activations` keeps what goes into the activation: 1.03 bytes an element, 28 dB.
+KEPT = QuantSpec(E4M3, (1, 32), "e8m0")
+
+
+@dataclass(frozen=True)
+class Activated:
+    """The prologue that takes what goes into an activation: one tensor, or gate and value."""
+
+    name: str
+    options: tuple[float, ...]
+    #: Keep the inputs in eight bits, for backward alone, and what wgrad consumes beside them.
+    eight_bits: bool = False
+
+    @property
+    def remakes(self) -> bool:
+        return not self.eight_bits
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        return activations.apply(self.name, self.options, *x)  # type: ignore[arg-type]
+
+    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
+        y = activations.forward(self.name, self.options, x)  # type: ignore[arg-type]
+        if not self.eight_bits:
+            return y, x
+        return y, tuple(run_quantize(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
+
+    def quantized(
+        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
+    ) -> producers.Made | None:
+        from quaver.torch.backends.gpu.fused import activation as kernels
+
+        if self.eight_bits:
+            return None
+        result = kernels.activated(self.name, self.options, x, spec, factor, want_output, not turned, turned)
+        return producers.Made(result.y, result.quantized, result.amax, tuple(x))
+
+    def remake(self, saved: Sequence[Any]) -> Tensor:
+        return activations.forward(self.name, self.options, saved)
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor, ...]:
+        if self.eight_bits:
+            saved = [q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1]) for q in saved]
+        return activations.backward(self.name, self.options, g, saved)
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))), with a gate where the activation has one, and perhaps a normalization before.
+
+    Args:
+        dim: features of input and output.
+        hidden: features between.
+        activation: a row of `quaver.torch.blocks.activation.ACTIVATIONS`.
+        activation_options: of the activation, such as {"limit": 7.0}.
+        bias: of both matrices.
+        fused: gate and up are one matrix `gate_up_proj`, the gate's rows first; else `gate_proj` and `up_proj`.
+        normalization: "LayerNorm", "RMSNorm" or None; with eps, zero_centered and norm_bias.
+        eight_bit_activations: keep what goes into a gated activation in eight bits too. Outputs are the same;
+            docs/blocks/mlp.md has the error of the gradients.
+        recompute: keep only x for backward, and make everything else again.
+        recipe, seed: as `quaver.torch.Linear`.
+    Submodules: `norm` if there is one; `up_proj`, with `gate_proj`, or `gate_up_proj`; `down_proj`.
+    Exact: the codes and scales of the parts called one after the other.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        activation: str = "gelu",
+        *,
+        activation_options: Mapping[str, float] | None = None,
+        bias: bool = True,
+        fused: bool = True,
+        normalization: str | None = None,
+        eps: float = 1e-5,
+        zero_centered: bool = False,
+        norm_bias: bool = True,
+        eight_bit_activations: bool = False,
+        recompute: bool = False,
+        recipe: str | Recipe | None = None,
+        seed: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        gated = get_activation(activation).gated
+        options = option_values(activation, activation_options or {})
+        self.dim, self.activation = dim, activation
+        self.recompute = recompute
+        # What goes into a plain activation is as wide as what comes out, whose codes would be kept beside it.
+        self._prologue = Activated(activation, options, eight_bit_activations and gated)
+        like = {"device": device, "dtype": dtype}
+        of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **like}
+        norm = None
+        if normalization is not None:
+            norm = named(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **like)
+        self.register_module("norm", norm)
+        if gated and fused:
+            self.gate_up_proj = Linear(dim, 2 * hidden, **of_linear)
+        else:
+            if gated:
+                self.gate_proj = Linear(dim, hidden, **of_linear)
+            self.up_proj = Linear(dim, hidden, **of_linear)
+        self.down_proj = Linear(hidden, dim, **of_linear)
+        self._entrance = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in self._modules]
+
+    def reset_parameters(self) -> None:
+        """Each part as it begins by itself."""
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., dim] to [..., dim]."""
+        if x.shape[-1:] != (self.dim,):
+            raise ValueError(
+                f"MLP({self.dim}) got an input of shape {tuple(x.shape)}; its last axis must be {self.dim}"
+            )
+        if self.recompute and torch.is_grad_enabled():
+            y: Tensor = checkpoint(self._forward, x)
+            return y
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        parts: Any = self._modules
+        entrance = [parts[name] for name in self._entrance]
+        return project(self._prologue, normalized_projections(parts["norm"], x, entrance), (parts["down_proj"],))[0]
+
+    def extra_repr(self) -> str:
+        narrow = ", eight_bit_activations=True" * self._prologue.eight_bits
+        return f"activation={self.activation!r}{narrow}" + ", recompute=True" * self.recompute
+
+
+class LayerNormMLP(MLP):
+    """An `MLP` after a normalization; arguments as those of `MLP`."""
+
+    def __init__(self, dim: int, hidden: int, activation: str = "gelu", **options: Any) -> None:
+        super().__init__(dim, hidden, activation, **{"normalization": "LayerNorm", **options})

@@ -1,0 +1,387 @@
+"""LayerNorm and RMSNorm over the last axis, computed in float32 whatever the operands are.
+
+Backward starts from the input and its statistics, a float32 number or two a row; the output is not kept, so that what
+a quantized layer keeps of it in eight bits is all there is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.registry import Impl, Op
+from quaver.core.spec import QuantSpec
+from quaver.core.text.spelling import suggest
+from quaver.torch.backends.gpu.fused import producers
+from quaver.torch.operations import ops
+from quaver.torch.operations.derivatives import no_second_derivative
+from quaver.torch.operations.operators import define
+
+#: The kinds by name: whether the mean is subtracted, and whether there is a gamma.
+NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """The function of x, weight and bias that a `Norm` computes, as a prologue of `quaver.torch.linear.projections`.
+
+    Backward keeps x and the rows' statistics.
+    """
+
+    normalization: str
+    eps: float
+    zero_centered: bool
+    remakes: bool = False
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        value, weight, bias = x
+        assert value is not None
+        return normalize(value, weight, bias, self.normalization, self.eps, self.zero_centered)
+
+    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        value, weight, bias = x
+        assert value is not None
+        gamma, beta = wide_parameters(weight, bias, self.zero_centered)
+        y, mean, factor = forward(value, gamma, beta, self.normalization, self.eps)
+        return y, (value, gamma, beta, mean, factor)
+
+    def quantized(
+        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
+    ) -> producers.Made | None:
+        from quaver.torch.backends.gpu.fused import norm as kernels
+
+        value, weight, bias = x
+        gamma, beta = wide_parameters(weight, bias, self.zero_centered)
+        result = kernels.normalized(value, gamma, beta, self.normalization, self.eps, spec, factor, want_output)
+        return producers.Made(
+            result.y, result.quantized, result.amax, (value, gamma, beta, result.mean, result.inverse)
+        )
+
+    def remake(self, saved: Sequence[Any]) -> Tensor:
+        raise AssertionError("what a norm made is kept")
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        x, gamma, beta, mean, factor = saved
+        return backward(g, x, gamma, beta, mean, factor, self.normalization)
+
+
+class Norm(nn.Module):
+    """A normalization by name; `LayerNorm` and `RMSNorm` say what it computes.
+
+    Args:
+        normalization: "LayerNorm"; "RMSNorm"; or "L2", x / sqrt(mean(x²) + eps), which has no parameters. Llama 4 calls
+            it so, though it divides by the root of the mean and not by the length.
+        dim: features, the last axis of the input.
+        eps: added to the variance, or to the mean of the squares.
+        zero_centered: the parameter is gamma - 1 and begins at 0, so that weight decay pulls gamma to 1.
+        bias: whether LayerNorm adds one.
+    Input [..., dim] in float32, bfloat16 or float16, whatever the parameters are; output of the input's dtype.
+    Bounded: relative RMS 1e-6 of float64 in float32. NaN makes its row NaN, and so does an infinity in LayerNorm;
+        in the others the infinity becomes NaN and the rest of its row 0.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalization: str,
+        dim: int,
+        eps: float = 1e-5,
+        *,
+        zero_centered: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_normalization(normalization)
+        self.dim = dim
+        self.formula = Normalization(normalization, eps, zero_centered)
+        centred, weighted = NORMALIZATIONS[normalization]
+        for name, present in (("weight", weighted), ("bias", centred and bias)):
+            values = nn.Parameter(torch.empty(dim, dtype=dtype, device=device)) if present else None
+            self.register_parameter(name, values)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """gamma 1 and bias 0."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.formula.zero_centered else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_input(x)
+        return self.formula(x, *self.affine())
+
+    def affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """weight and bias, None where there is none."""
+        # Parametrizations, pruning and FSDP make attributes of them, which take longer to look up.
+        parameters = self._parameters
+        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
+        return weight, parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise a ValueError unless x is [..., dim]."""
+        if x.shape[-1:] != (self.dim,):
+            raise ValueError(
+                f"{self.formula.normalization}({self.dim}) got an input of shape {tuple(x.shape)}; "
+                f"its last axis must be {self.dim}"
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.formula.normalization}, {self.dim}, eps={self.formula.eps}"
+            + ", zero_centered=True" * self.formula.zero_centered
+        )
+
+
+class LayerNorm(Norm):
+    """(x - mean) / sqrt(variance + eps) * gamma + bias; arguments as those of `Norm`.
+
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5, **options: Any) -> None:
+        super().__init__("LayerNorm", dim, eps, **options)
+
+
+class RMSNorm(Norm):
+    """x / sqrt(mean(x²) + eps) * gamma; arguments as those of `Norm`.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467; the zero-centred gamma is Gemma's.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5, **options: Any) -> None:
+        super().__init__("RMSNorm", dim, eps, **options)
+
+
+def named(normalization: str, dim: int, eps: float, **options: Any) -> Norm:
+    """The norm of this name, of the class that is called so; a `Norm` for "L2". Arguments as those of `Norm`."""
+    classes: dict[str, type[LayerNorm | RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    if normalization in classes:
+        return classes[normalization](dim, eps, **options)
+    return Norm(normalization, dim, eps, **options)
+
+
+def check_normalization(name: str) -> None:
+    """Raise a ValueError that names the nearest if there is no such normalization."""
+    if name not in NORMALIZATIONS:
+        raise ValueError(f"no normalization {name!r}; {suggest(str(name), NORMALIZATIONS)}")
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    normalization: str = "LayerNorm",
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+) -> Tensor:
+    """The normalization of this name over x [..., d], differentiably; weight and bias are [d] or None. See `Norm`."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(SENTENCE)
+    y: Tensor = _Normalize.apply(x, weight, bias, normalization, eps, zero_centered)
+    return y
+
+
+SENTENCE = (
+    "this normalization has no derivative beyond its own backward, which is written by hand (no second derivative, no "
+    "torch.func): use torch.nn.LayerNorm or RMSNorm there"
+)
+
+
+#: What a CPU's LayerNorm takes beside float32 parameters.
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        normalization: str,
+        eps: float,
+        zero_centered: bool,
+    ) -> Tensor:
+        gamma, beta = wide_parameters(weight, bias, zero_centered)
+        y, mean, factor = forward(x, gamma, beta, normalization, eps)
+        ctx.save_for_backward(x, gamma, beta, mean, factor)
+        ctx.normalization = normalization
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, gamma, beta, mean, factor = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                grads = backward(g, x, gamma, beta, mean, factor, ctx.normalization)
+            return *no_second_derivative(grads, SENTENCE, g, x, gamma), None, None, None
+        return *backward(g, x, gamma, beta, mean, factor, ctx.normalization), None, None, None
+
+
+def wide_parameters(
+    weight: Tensor | None, bias: Tensor | None, zero_centered: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """gamma and beta in float32 or float64."""
+    gamma = None if weight is None else ops.widened(weight)
+    return gamma + 1 if gamma is not None and zero_centered else gamma, None if bias is None else ops.widened(bias)
+
+
+# What layers compose. Compilers see opaque operators, which give eager's bits.
+
+
+def forward(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output in x's dtype, and the statistics: the rows' means (empty unless they are subtracted) and the factors
+    that normalize, float32 [..., 1].
+
+    Args:
+        gamma, beta: float32 [d], or None.
+    """
+    run = torch.ops.quaver.normalize if torch.compiler.is_compiling() else _forward
+    y, mean, factor = run(x, gamma, beta, normalization, eps)
+    return y, mean, factor
+
+
+def backward(
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    factor: Tensor,
+    normalization: str,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x in its dtype, and of gamma and beta in float32, None where the normalization has none."""
+    run = torch.ops.quaver.normalize_backward if torch.compiler.is_compiling() else _backward
+    of_x, of_gamma, of_beta = run(g, x, gamma, beta, mean, factor, normalization)
+    return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta
+
+
+def _forward(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if producers.wanted(x):
+        y, mean, factor = NORMALIZE(x, gamma, beta, normalization, eps)
+        return y, mean, factor
+    return _plain_forward(x, gamma, beta, normalization, eps)
+
+
+def _plain_forward(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if NORMALIZATIONS[normalization][0]:
+        # A CPU takes float32 parameters beside a narrower x, works in float32 and rounds once.
+        mixed = x if x.is_cpu and gamma is not None and x.dtype in NARROW else ops.widened(x)
+        y, mean, factor = torch.native_layer_norm(mixed, x.shape[-1:], gamma, beta, eps)
+        return y if y.dtype is x.dtype else y.to(x.dtype), mean, factor
+    wide = ops.widened(x)
+    # The order of a sum, and so its bits, must not depend on how x lies.
+    factor = wide.square().contiguous().mean(-1, True).add_(eps).rsqrt_()
+    y = wide * factor
+    if gamma is not None:
+        y.mul_(gamma)
+    return y if y.dtype is x.dtype else y.to(x.dtype), factor.new_empty(0), factor
+
+
+def _backward(
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    factor: Tensor,
+    normalization: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if producers.wanted(x):
+        of_x, of_gamma, of_beta = NORMALIZE_BACKWARD(g, x, gamma, beta, mean, factor, normalization)
+        return of_x, of_gamma, of_beta
+    return _plain_backward(g, x, gamma, beta, mean, factor, normalization)
+
+
+def _plain_backward(
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    factor: Tensor,
+    normalization: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    nothing = factor.new_empty
+    if NORMALIZATIONS[normalization][0]:
+        # In float32: of bf16 the CPU's kernel sums the parameters' gradients in bf16, 5 to 10 % off over 4096 rows.
+        wanted = [True, gamma is not None, beta is not None]
+        of_x, of_gamma, of_beta = torch.ops.aten.native_layer_norm_backward(
+            ops.widened(g), ops.widened(x), x.shape[-1:], mean, factor, gamma, beta, wanted
+        )
+        return of_x.to(x.dtype), nothing(0) if gamma is None else of_gamma, nothing(0) if beta is None else of_beta
+    # y = x f gamma with f = (mean(x²) + eps)^-½, so dx = f (g gamma - x̂ mean(g gamma x̂)) where x̂ = x f.
+    wide, along = ops.widened(x) * factor, ops.widened(g)
+    # The order of its sums must not depend on how x and g lie.
+    product = (along * wide).contiguous()
+    of_gamma = nothing(0)
+    if gamma is not None:
+        of_gamma = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
+        product.mul_(gamma)
+        along = along * gamma
+    of_x = torch.addcmul(along, wide, product.mean(-1, True), value=-1).mul_(factor)
+    return of_x if of_x.dtype is x.dtype else of_x.to(x.dtype), of_gamma, nothing(0)
+
+
+def _fake_forward(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    factor = x.new_empty((*x.shape[:-1], 1), dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
+    mean = torch.empty_like(factor) if NORMALIZATIONS[normalization][0] else factor.new_empty(0)
+    return x.new_empty(x.shape), mean, factor
+
+
+def _fake_backward(
+    g: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    factor: Tensor,
+    normalization: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_parameters = [factor.new_empty(0 if p is None else p.shape) for p in (gamma, beta)]
+    return x.new_empty(x.shape), of_parameters[0], of_parameters[1]
+
+
+def _always(*_: Any) -> str:
+    return ""
+
+
+NORMALIZE = Op(
+    "normalize",
+    [Impl("triton", producers.normalize, producers.why_not_normalize), Impl("reference", _plain_forward, _always)],
+)
+NORMALIZE_BACKWARD = Op(
+    "normalize_backward",
+    [
+        Impl("triton", producers.normalize_backward, producers.why_not_normalize_backward),
+        Impl("reference", _plain_backward, _always),
+    ],
+)
+ops.OPS += [NORMALIZE, NORMALIZE_BACKWARD]
+
+define(
+    "normalize(Tensor x, Tensor? gamma, Tensor? beta, str normalization, float eps) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+define(
+    "normalize_backward(Tensor g, Tensor x, Tensor? gamma, Tensor? beta, Tensor mean, Tensor factor, str normalization)"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)

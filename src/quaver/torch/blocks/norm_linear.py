@@ -1,0 +1,104 @@
+"""A normalization and the linear layers that read its output: at the entrance of attention, of an MLP, of a head."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.spec import Recipe
+from quaver.torch.blocks.norm import Norm, named
+from quaver.torch.linear.layer import Linear
+from quaver.torch.linear.projections import is_bare, project
+
+
+@dataclass(frozen=True)
+class Given:
+    """The prologue of an input that is there already: nothing is made, and nothing kept but what wgrad consumes."""
+
+    remakes: bool = False
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        (value,) = x
+        assert value is not None
+        return value
+
+    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        return self(*x), ()
+
+    def quantized(self, *_: Any) -> None:
+        return None
+
+    def remake(self, saved: Sequence[Any]) -> Tensor:
+        raise AssertionError("what is given is kept")
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        return (g,)
+
+
+GIVEN = Given()
+
+
+def normalized_projections(
+    norm: nn.Module | None, x: Tensor, layers: Sequence[Linear], return_input: bool = False
+) -> tuple[Tensor, ...]:
+    """norm(x), or x, through several layers that share its quantization.
+
+    Args:
+        norm: a `Norm`; any other module is called as it is; None leaves x alone.
+        x: [..., dim].
+        layers: each of dim features in.
+        return_input: give the layers' input too, first.
+    """
+    if norm is None or norm.__class__.forward is not Norm.forward or not is_bare(norm):
+        y = x if norm is None else norm(x)
+        if len(layers) == 1 and not return_input:
+            return (layers[0](y),)
+        return project(GIVEN, (y,), layers, return_input)
+    assert isinstance(norm, Norm)
+    norm.check_input(x)
+    return project(norm.formula, (x, *norm.affine()), layers, return_input)
+
+
+class LayerNormLinear(nn.Module):
+    """Linear(norm(x)), of whose normalized input only what the GEMM consumed is kept for backward.
+
+    Args:
+        in_features, out_features, bias: of the linear layer.
+        normalization, eps, zero_centered, norm_bias: of the `Norm`.
+        return_normalized: give (output, norm(x)) instead of the output.
+        recipe, seed: as `quaver.torch.Linear`.
+    Submodules: `norm` and `linear`; the same bits as calling one after the other.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        eps: float = 1e-5,
+        zero_centered: bool = False,
+        norm_bias: bool = True,
+        return_normalized: bool = False,
+        recipe: str | Recipe | None = None,
+        seed: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        like = {"device": device, "dtype": dtype}
+        self.norm = named(normalization, in_features, eps, zero_centered=zero_centered, bias=norm_bias, **like)
+        self.linear = Linear(in_features, out_features, bias, recipe=recipe, seed=seed, **like)
+        self.return_normalized = return_normalized
+
+    def reset_parameters(self) -> None:
+        """Norm to one, linear layer as `nn.Linear` begins."""
+        self.norm.reset_parameters()
+        self.linear.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        outputs = normalized_projections(self.norm, x, (self.linear,), self.return_normalized)
+        return (outputs[1], outputs[0]) if self.return_normalized else outputs[0]

@@ -1,0 +1,355 @@
+"""y = x @ weight.T + bias, every operand of its three GEMMs quantized as a recipe says.
+
+`quaver.torch.linear.gemms`, tied to autograd and dressed as nn.Linear.
+"""
+
+import copy
+import itertools
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quaver import recipes
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.linear.gemms import Call, backward, fprop
+from quaver.torch.linear.plans import direct
+from quaver.torch.linear.stored import stored, storing
+from quaver.torch.numerics.quantized import put_together, take_apart
+from quaver.torch.operations import ops
+from quaver.torch.operations.derivatives import first_derivative, refuse_transforms
+from quaver.torch.state import kept_weights, recomputation
+from quaver.torch.state.buffers import STATE, match_state, outlast, prepare
+from quaver.torch.state.context import recipe_in_force
+from quaver.torch.state.history import amax, steps
+from quaver.torch.state.noise import fresh_count, name_streams
+
+_serials = itertools.count()
+
+
+class _Linear(torch.autograd.Function):
+    """Saves plain tensors only: no wrapper subclass is on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe, record: bool
+    ) -> Tensor:
+        need_input, need_weight, *_ = ctx.needs_input_grad
+        factors = None if recipe.delayed is None else steps.factors(layer, record)
+        call = Call(recipe, x, x.dtype, need_weight and record, record, factors)
+        call.owe(layer)
+        y = fprop(matrix(x), weight, bias, layer, recipe, call)
+        kept = _save(ctx, call, weight if need_input else None)
+        # A compiler carries tensors and plain values from forward to backward, no objects.
+        reused = None if call.traced else call
+        bias_dtype = None if bias is None else bias.dtype
+        ctx.constants = layer, recipe, reused, x.shape, x.dtype, weight.dtype, bias_dtype, record, kept
+        return y if x.dim() == 2 else shaped(y, (*x.shape[:-1], weight.shape[0]), call)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        device = ops.autocast_device(g)
+        if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
+            with ops.without_autocast(device):
+                return _Linear.backward(ctx, g)
+        return first_derivative(_backward, ctx, g)
+
+
+def shaped(y: Tensor, shape: tuple[int, ...], call: Call) -> Tensor:
+    """A Function's fresh output in another shape, which may be written to: autograd refuses writes, such as those of
+    nn.ReLU(inplace=True), to a view that a Function returned."""
+    return y.view(shape) if call.traced or not y.is_contiguous() else y.resize_(shape)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """[..., k] to [tokens, k]."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _save(ctx: Any, call: Call, weight: Tensor | None) -> tuple[Any, ...] | None:
+    """Give the tensors to autograd; returns the rest."""
+    kept, factors = call.kept, call.factors
+    on_device = factors if isinstance(factors, Tensor) else None
+    if not call.traced:
+        call.kept = None
+        if on_device is not None:
+            call.factors = None
+    tensors, layout = take_apart(kept)
+    ctx.save_for_backward(weight, on_device, *tensors)
+    return layout
+
+
+def _backward(ctx: Any, g: Tensor) -> Any:
+    need_input, need_weight, need_bias, *_ = ctx.needs_input_grad
+    weight, factors, *tensors = ctx.saved_tensors
+    layer, recipe, call, shape, dtype, weight_dtype, bias_dtype, record, kept = ctx.constants
+    if call is None:
+        call = Call(recipe, g, dtype, need_weight, record, factors)
+    elif factors is not None:
+        call.factors = factors
+    g2 = matrix(g)
+    kept = put_together(kept, tensors)
+    bias_dtype = bias_dtype if need_bias else None
+    needs = need_input, need_weight
+    of_input, *grads = backward(g2, weight, kept, layer, recipe, call, *needs, weight_dtype, bias_dtype)
+    grad_input = of_input if of_input is None or g.dim() == 2 else of_input.view(shape)
+    return grad_input, *grads, None, None, None
+
+
+#: `Function.apply` without its checks for torch.func, which the layer has made itself; they take as long as a small
+#: GEMM.
+_apply: Any = super(torch.autograd.Function, _Linear).apply
+
+
+def recipe_of(layer: nn.Module) -> Recipe | None:
+    """The recipe that a forward of this layer follows; inside backward the one of its last forward."""
+    recipe = recipe_in_force(layer.recipe)  # type: ignore[arg-type]
+    if not torch.compiler.is_compiling():
+        mine = layer.__dict__
+        # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
+        if torch._C._current_graph_task_id() != -1:
+            if recomputation.state.replay is not None:
+                return recipe
+            if "_last" in mine:
+                recipe = mine["_last"]
+        mine["_last"] = recipe
+    return recipe
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` whose GEMMs follow a recipe: its own, else the innermost `autocast`'s, else none.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as `nn.Linear`; the state dict is the same too. Delayed scaling
+            adds buffers `history` [length, 3] and `factor` [3], stochastic rounding `count` [3] (quantizations of
+            grad_output, of its transpose, and the number of the noise's stream); all are ordinary state.
+        recipe: a name or Recipe that this layer always uses. A delayed recipe rolls its history when the outermost
+            autocast is entered, or at the forward of a converted model: run the model in one of them.
+        seed: of stochastic rounding.
+    Input [..., in_features] in float32, bfloat16 or float16, of the weight's dtype or under torch.autocast; any number
+    of tokens, none included. float64 runs unquantized, with a warning.
+    Exact: all codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in
+    float64.
+    """
+
+    #: The layer's own recipe; None takes the ambient one.
+    recipe: Recipe | None = None
+    seed: int = 0
+    #: How the weight is quantized where it exists only in eight bits (`quaver.torch.quantized_init`), else None.
+    weight_spec: QuantSpec | None = None
+    #: The dtype that such a weight dequantizes to.
+    weight_dtype: torch.dtype | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | Recipe | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.__dict__["_serial"] = next(_serials)
+        self.seed = seed
+        amax.register(self)
+        if recipe is not None:
+            self.recipe = recipes.get(recipe)
+            prepare(self, self.recipe)
+        storing.begin(self)
+
+    def reset_parameters(self) -> None:
+        """Fill weight and bias as nn.Linear does."""
+        if self.weight_spec is None:
+            super().reset_parameters()
+        else:
+            storing.reset(self)
+
+    def set_weight(self, value: Tensor) -> None:
+        """Give the weight a new value [out_features, in_features], in place; one in eight bits is quantized anew."""
+        storing.write(self, value)
+
+    def forward(self, input: Tensor) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        training = torch.is_grad_enabled()
+        mine = self.__dict__
+        recipe = recipe_of(self)
+        parameters = self._parameters
+        # Parametrizations make attributes of them; module.__getattr__ takes as long as a small operation.
+        weight: Tensor = parameters["weight"] if "weight" in parameters else self.weight  # type: ignore[assignment] # noqa: SIM401
+        bias: Tensor | None = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
+            if weight.dtype in stored.CODES:
+                return stored.linear(input, weight, bias, self)
+            if training and not compiling and "_weights" in mine:
+                kept_weights.look(self, weight)
+            return F.linear(input, weight, bias)
+        if weight.__class__ is not nn.Parameter and not compiling and is_foreign(weight):
+            raise ValueError(foreign_sentence(self, weight))
+        plan: direct.Plan | None = mine.get("_direct") if training and not compiling else None
+        if plan is not None:
+            y = plan.again(input, weight, bias, self, recipe)
+            if y is not None:
+                return y
+        if training and mine.get("_prepared") is not recipe:
+            prepare(self, recipe)
+        device = ops.autocast_device(input)
+        casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in stored.WEIGHTS
+        x = input.to(torch.get_autocast_dtype(device)) if casting else input
+        if x.dtype is not weight.dtype and not casting and weight.dtype not in stored.CODES:
+            raise ValueError(dtype_sentence(self, x.dtype))
+        packed = weight.dtype is stored.PACKED
+        if packed or (compiling and weight.dtype in stored.CODES):
+            stored.check_gradient(weight)
+        if x.dim() == 0 or x.size(-1) != (self.in_features if packed else weight.size(-1)):
+            raise ValueError(
+                f"Linear({self.in_features} → {self.out_features}) got an input of shape {tuple(x.shape)}; "
+                f"its last axis must be {self.in_features}"
+            )
+        if x.dtype not in ops.DTYPES:
+            return _unquantized(self, x, weight, bias)
+        if compiling:
+            return _Linear.apply(x, weight, bias, self, recipe, training)
+        refuse_transforms(x, weight, bias)
+        # Neither what is cast nor a weight that is codes has a plan.
+        undecided = not (casting or (plan is not None and plan.fits(x, weight, bias, recipe)))
+        if training and undecided and x.dtype is weight.dtype:
+            plan = mine["_direct"] = direct.plan(x, weight, bias, recipe)
+            y = None if plan is None else plan.again(x, weight, bias, self, recipe)
+            if y is not None:
+                return y
+        if not casting:
+            return _apply(x, weight, bias, self, recipe, training)
+        with ops.without_autocast(device):
+            return _apply(x, weight, bias, self, recipe, training)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            # FSDP2 sets the same parameter at each gather, and nothing on it shows that; another one after that.
+            kept_weights.free(self)
+        super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        own = "" if self.recipe is None else f", recipe={self.recipe}"
+        own += "" if self.weight_spec is None else f", weight={self.weight_spec}"
+        return super().extra_repr() + own
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move and cast, but leave the histories and counts their dtype and, unless they were on meta, their values."""
+        held = {name: self._buffers.pop(name) for name in (*STATE, *stored.SCALES) if name in self._buffers}
+        try:
+            if self.weight_spec is None:
+                super()._apply(fn, recurse)
+            else:
+                storing.moved(self, fn, super()._apply)
+        finally:
+            # A move may fail, and leaves them where they were.
+            self._buffers.update(held)
+            # Casting there and back may bring other values to the same address.
+            kept_weights.drop(self)
+        for name, buffer in held.items():
+            assert buffer is not None
+            device = self.weight.device
+            if not buffer.is_meta or device.type == "meta":
+                self._buffers[name] = buffer.to(device)
+            else:
+                self._buffers[name] = fresh_count(self) if name == "count" else torch.zeros_like(buffer, device=device)
+        outlast(self)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes that are copied and pickled: all but those that can be made again."""
+        return storing.packed({k: v for k, v in self.__dict__.items() if k not in TRANSIENT})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Linear":
+        # A parametrization would bring its own, which copies what belongs to this layer alone.
+        copied: Linear = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(Linear.__getstate__(self), memo))
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(storing.unpacked(state))
+        for name in ("recipe", "_delayed"):
+            if self.__dict__.get(name) is not None:
+                self.__dict__[name] = recipes.get(self.__dict__[name])
+        if self._buffers.get("history") is not None:
+            self.__dict__["_copied"] = True
+        if self.weight_spec is not None:
+            storing.settle(self)
+        outlast(self)
+        amax.register(self)
+        name_streams(self)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        storing.portable(destination, prefix + "weight")
+        key = prefix + "history"
+        if key in destination:
+            # It lies column by column, which safetensors does not take.
+            destination[key] = destination[key].contiguous()
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
+    ) -> None:
+        match_state(self, state_dict, prefix, missing)
+        storing.adapt(self, state_dict, prefix, args[-1])
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+        outlast(self)
+        if self.weight_spec is not None:
+            storing.settle(self)
+
+
+#: Attributes that are made again when they are missing.
+TRANSIENT = (
+    "_direct",
+    "_direct_factors",
+    "_number",
+    "_weights",
+    "_views",
+    "_newest",
+    "_last",
+    "_prepared",
+    "_copied",
+    "_streams",
+    "_initial",
+    "_step",
+    "_stacked",
+)
+
+
+def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
+    return (
+        f"Linear({layer.in_features} → {layer.out_features}) has {layer.weight.dtype} weights and got a {dtype} input; "
+        "convert the input, or enter torch.autocast"
+    )
+
+
+def is_foreign(weight: Tensor) -> bool:
+    """Whether a weight is a tensor subclass of another library's, as torchao's `quantize_` puts in its place."""
+    return weight.__class__.__module__.partition(".")[0] not in ("torch", "quaver")
+
+
+def foreign_sentence(layer: Linear, weight: Tensor) -> str:
+    return (
+        f"Linear({layer.in_features} → {layer.out_features}) has a weight of class {type(weight).__name__}, which "
+        "another library quantizes (torchao's quantize_ does so); call quaver.torch.revert(model) before it, since one "
+        "of the two can quantize a layer, not both"
+    )
+
+
+_warned: set[str] = set()
+
+
+def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if "float64" not in _warned:
+        _warned.add("float64")
+        warnings.warn(
+            f"{x.dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
+        )
+    return F.linear(x, weight, bias) if weight.dtype not in stored.CODES else stored.linear(x, weight, bias, layer)

@@ -1,0 +1,91 @@
+"""A linear layer's step with everything decided beforehand, for recipes with one scale a tensor.
+
+A small layer's time goes into choosing the implementation, the kernel and the layout. A `Plan` chooses them once for a
+layer and a shape; its step then only computes. The general way, `quaver.torch.linear.gemms`, takes every call that has
+no plan, and every call while counters, recomputation, `only` or torch.autocast is active. A step gives the same bits,
+gradients and state.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from quaver.core.spec import Recipe
+from quaver.torch.backends.gpu.launching import capture, device
+from quaver.torch.linear.plans import on_cpu
+from quaver.torch.operations import ops
+from quaver.torch.state import counters, recomputation
+
+#: y [..., n] of (x [..., k] contiguous, weight [n, k], bias, layer), or None where it cannot take this one.
+Step = Callable[[Tensor, Tensor, Tensor | None, nn.Module], Tensor | None]
+
+
+class Plan(NamedTuple):
+    """How one layer runs on inputs of one shape."""
+
+    recipe: Recipe
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    #: The weight's shape: a weight of another shape has replaced it, and needs a plan of its own.
+    weight: torch.Size
+    bias: torch.dtype | None
+    #: None where it takes the general way.
+    step: Step | None
+
+    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
+        """y [..., n] of an x [..., k] that the layer has not checked; None unless the plan fits it."""
+        step = self.step
+        if (
+            step is None
+            or not self.fits(x, weight, bias, recipe)
+            or not (x.requires_grad and weight.requires_grad and x.is_contiguous())
+            or disturbed()
+        ):
+            return None
+        return step(x, weight, bias, layer)
+
+    def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
+        """True if the plan is for this input and this weight."""
+        return (
+            self.recipe is recipe
+            and self.shape == x.shape
+            and self.dtype is x.dtype is weight.dtype
+            and self.device == x.device
+            and self.weight == weight.shape
+            and self.bias is (None if bias is None else bias.dtype)
+        )
+
+
+def disturbed() -> bool:
+    """True if counters, recomputation, `only`, torch.autocast, torch.func or forward mode is active."""
+    return (
+        counters.active.counters is not None
+        or recomputation.state.replay is not None
+        or bool(recomputation.state.writing)
+        or ops.QUANTIZE.active is not ops.QUANTIZE.impls
+        or ops.MATMUL.active is not ops.MATMUL.impls
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
+def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan | None:
+    """The plan for an x [..., k] that the layer has checked; None where no plan can be made now."""
+    if disturbed() or capture.as_captured(x.device):
+        return None
+    step: Step | None = None
+    if x.is_cuda or device.asked:
+        if not device.why_no_fp8(x.device, "native"):
+            # Triton, and all that runs on a GPU, is imported when a GPU is there.
+            from quaver.torch.linear.plans import on_gpu
+
+            step = on_gpu.decide(x, weight, bias, recipe)
+    elif x.is_cpu:
+        step = on_cpu.decide(x, weight, recipe)
+    of_bias = None if bias is None else bias.dtype
+    return Plan(recipe, x.shape, x.dtype, x.device, weight.shape, of_bias, step)

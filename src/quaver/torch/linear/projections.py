@@ -1,0 +1,355 @@
+"""Several linear layers of one input that is made on the way: by a normalization, by an activation, or given.
+
+    y = prologue(x)        output_i = y @ weight_i.T + bias_i
+
+y is quantized once for all of them and goes to their GEMMs as it is; of it backward keeps eight bits, or nothing where
+the prologue makes it again from what it keeps anyway. The same bits as the prologue followed by each layer alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu.fused import producers
+from quaver.torch.linear.gemms import Call, backward, both_at_once, fprop, kept_input, quantize, quantize_both
+from quaver.torch.linear.layer import Linear, dtype_sentence, matrix, recipe_of, shaped
+from quaver.torch.linear.stored import stored
+from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
+from quaver.torch.operations import ops
+from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, no_second_derivative, refuse_transforms
+from quaver.torch.operations.sums import add
+from quaver.torch.state import counters
+from quaver.torch.state.buffers import prepare
+from quaver.torch.state.context import ambient
+from quaver.torch.state.history import amax, steps
+from quaver.torch.state.recomputation import recomputing
+
+
+class Prologue(Protocol):
+    """How the layers' input is made. Its methods are called with as many tensors as it takes, None among them."""
+
+    @property
+    def remakes(self) -> bool:
+        """True if backward makes the input again, so that nothing of it is kept."""
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        """Differentiably, for layers that are not quantized."""
+
+    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
+        """Outside autograd: the input, and what backward needs."""
+
+    def quantized(
+        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
+    ) -> producers.Made | None:
+        """On a GPU: the input quantized by the kernel that makes it, or with its amax; see
+        `quaver.torch.backends.gpu.fused.norm`.
+
+        Args:
+            spec: with one scale for the tensor, or blocks along a row.
+            factor: known, so that one pass quantizes; or None.
+            want_output: whether the input itself is needed too.
+            turned: write the codes of the transpose alone.
+        Returns:
+            None where the prologue has no such kernel.
+        """
+
+    def remake(self, saved: Sequence[Any]) -> Tensor:
+        """The input once more, bit for bit."""
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """The gradients of what it took."""
+
+
+def project(
+    prologue: Prologue, x: Sequence[Tensor | None], layers: Sequence[Linear], return_input: bool = False
+) -> tuple[Tensor, ...]:
+    """The outputs of the layers, and before them their input if it is asked for.
+
+    Layers that are called together take one history of their input, the first one's.
+    """
+    recipe = _shared_recipe(layers)
+    if recipe is None or x[0] is None or x[0].dtype not in ops.DTYPES:
+        y = prologue(*x)
+        outputs = [layer(y) for layer in layers]
+        return (y, *outputs) if return_input else tuple(outputs)
+    training = torch.is_grad_enabled()
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers]
+    device = ops.autocast_device(x[0])
+    casting = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if casting else x[0].dtype
+    refuse_transforms(*x, *weights, *biases)
+    for layer, weight in zip(layers, weights, strict=True):
+        if weight.dtype in stored.CODES:
+            stored.check_gradient(weight)
+        elif not casting and weight.dtype is not dtype:
+            raise ValueError(dtype_sentence(layer, dtype))
+        if training and layer.__dict__.get("_prepared") is not recipe:
+            prepare(layer, recipe)
+    what = _What(prologue, tuple(layers), recipe, dtype, training, return_input, len(x))
+    with ops.without_autocast(device):
+        outputs = _Projections.apply(what, *x, *weights, *biases)
+    return outputs
+
+
+def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
+    """The recipe that all layers quantize by, if nothing about one of them wants it called as a module."""
+    recipe = ambient.now[0]
+    if recipe is None and layers[0].__dict__.get("recipe") is None and not recomputing():
+        return None
+    recipe = None
+    for layer in layers:
+        if layer.__class__ is not Linear or not is_bare(layer):
+            return None
+        own = recipe_of(layer)
+        if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
+            return None
+        recipe = own
+    return recipe
+
+
+def is_bare(module: nn.Module) -> bool:
+    """True if a call of the module runs its class's forward alone: no hook, no other forward."""
+    if (
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    of_all = nn.modules.module
+    return not (
+        of_all._global_forward_hooks
+        or of_all._global_forward_pre_hooks
+        or of_all._global_backward_hooks
+        or of_all._global_backward_pre_hooks
+    )
+
+
+class _What(NamedTuple):
+    """Everything in one call that is no tensor."""
+
+    prologue: Prologue
+    layers: tuple[Linear, ...]
+    recipe: Recipe
+    #: The dtype of the GEMMs' inputs and outputs.
+    dtype: torch.dtype
+    training: bool
+    return_input: bool
+    #: Tensors that the prologue takes.
+    taken: int
+
+
+class _Projections(torch.autograd.Function):
+    """Saves plain tensors only; see `quaver.torch.linear.layer`."""
+
+    @staticmethod
+    def forward(ctx: Any, what: _What, *tensors: Tensor | None) -> Any:
+        n, recipe = len(what.layers), what.recipe
+        x, weights, biases = tensors[: what.taken], tensors[what.taken : what.taken + n], tensors[what.taken + n :]
+        needed = ctx.needs_input_grad[1 + what.taken : 1 + what.taken + n]
+        # Noise is not drawn a second time; and a prologue keeps nothing if none of its own gradients is needed.
+        c, differentiated = recipe.wgrad.b, any(ctx.needs_input_grad[1 : 1 + what.taken])
+        remakes = what.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
+        keeps = any(needed) and what.training and not remakes
+        first, entrance = what.layers[0], _entrance(what, x, keeps)
+        calls, yq, lead = entrance.calls, entrance.quantized, entrance.shape[:-1]
+        outputs = []
+        for layer, weight, bias, call in zip(what.layers, weights, biases, calls, strict=True):
+            assert weight is not None
+            if layer is not first and call.record and call.factors is not None:
+                amax.record(layer, amax.INPUT, yq.amax)
+            z = fprop(yq, weight, bias, layer, recipe, call)
+            outputs.append(shaped(z, (*lead, weight.shape[0]), call))
+        if keeps:
+            calls[0].kept = entrance.turned
+            if entrance.turned is None:
+                assert entrance.matrix is not None
+                calls[0].kept = kept_input(entrance.matrix, yq, first, recipe, calls[0])
+        ctx.constants = (
+            what,
+            entrance.shape,
+            entrance.dtype,
+            # dgrad alone reads the weights: where it does not run, they may be written before backward.
+            _save(ctx, calls, entrance.saved if differentiated else (), weights if differentiated else (None,) * n),
+            [weight.dtype for weight in weights if weight is not None],
+            [b is not None and b.dtype for b in biases],
+        )
+        ctx.calls = None if calls[0].traced else calls
+        return (entrance.output, *outputs) if what.return_input else tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        device = ops.autocast_device(grads[0])
+        if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
+            with ops.without_autocast(device):
+                return _Projections.backward(ctx, *grads)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                gradients = _backward(ctx, grads)
+            return no_second_derivative(gradients, NO_DOUBLE_BACKWARD, grads[0], *ctx.saved_tensors)
+        return _backward(ctx, grads)
+
+
+class _Entrance(NamedTuple):
+    """The layers' input, in the forms that GEMMs and backward read."""
+
+    calls: list[Call]
+    #: As the prologue made it, or None where it wrote nothing but codes.
+    output: Tensor | None
+    #: That as a matrix in the dtype of the GEMMs.
+    matrix: Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantized: Quantized
+    #: What wgrad consumes of it, where that was written too.
+    turned: Quantized | None
+    #: What the prologue's backward needs.
+    saved: Sequence[Any]
+
+
+def _entrance(what: _What, x: Sequence[Tensor | None], keeps: bool) -> _Entrance:
+    """Make the layers' input and quantize it, by one kernel where there is one."""
+    first, recipe = what.layers[0], what.recipe
+    a, c = recipe.fprop.a, recipe.wgrad.b
+    assert a is not None and x[0] is not None
+    calls: list[Call] = []
+    if _may_fuse(what.dtype, x[0]):
+        calls = [_call(what, layer, x[0]) for layer in what.layers]
+        entrance = _fused(what, x, keeps, calls)
+        if entrance is not None:
+            return entrance
+    output, saved = what.prologue.forward(*x)
+    y = matrix(output.to(what.dtype))
+    calls = calls or [_call(what, layer, y) for layer in what.layers]
+    turned = None
+    if keeps and c is not None and calls[0].both is not None and both_at_once(a, c, calls[0]):
+        yq, turned = quantize_both(first, amax.INPUT, "input", y, a, c, recipe, calls[0])
+    else:
+        yq = quantize(first, amax.INPUT, "input", y, a, recipe, calls[0])
+    return _Entrance(calls, output, y, output.shape, output.dtype, yq, turned, saved)
+
+
+def _may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
+    """True if kernels that quantize what they make may run: on operands of this dtype, made of x."""
+    if not producers.wanted(x) or x.dtype is not dtype or torch.compiler.is_compiling():
+        return False
+    allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.active)
+    return allowed and counters.active.counters is None and not producers.why_not(x)
+
+
+def _fused(what: _What, x: Sequence[Tensor | None], keeps: bool, calls: list[Call]) -> _Entrance | None:
+    first, call, a = what.layers[0], calls[0], what.recipe.fprop.a
+    assert a is not None and x[0] is not None
+    factor, is_set = _known(first, call)
+    want_output = what.return_input or (keeps and not call.plan.input)
+    turn = keeps and call.plan.input
+    operand = producers.operand(what.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
+    if operand is None:
+        return None
+    if call.record and call.factors is not None:
+        amax.record(first, amax.INPUT, operand.quantized.amax)
+    shape = (*x[0].shape[:-1], operand.quantized.shape[1])
+    y = None if operand.y is None else matrix(operand.y)
+    return _Entrance(calls, operand.y, y, shape, x[0].dtype, operand.quantized, operand.turned, operand.saved)
+
+
+def _known(layer: Linear, call: Call) -> tuple[Tensor | float | None, bool]:
+    """The encode factor of a layer's input, and whether it is known not to be 0."""
+    if call.factors is None:
+        return None, False
+    return call.factors[amax.INPUT], amax.is_set(layer, amax.INPUT, call.factors)
+
+
+def _call(what: _What, layer: Linear, y: Tensor) -> Call:
+    factors = None if what.recipe.delayed is None else steps.factors(layer, what.training)
+    call = Call(what.recipe, y, what.dtype, False, what.training, factors)
+    call.owe(layer)
+    return call
+
+
+def _save(ctx: Any, calls: list[Call], saved: Sequence[Any], weights: Sequence[Tensor | None]) -> list[tuple[int, Any]]:
+    """Tensors to autograd; what they are of is returned: weights, the kept input, factors, and the prologue's."""
+    factors = [call.factors if isinstance(call.factors, Tensor) else None for call in calls]
+    everything = [*weights, calls[0].kept, *factors, *saved]
+    packed, tensors = [], []
+    for value in everything:
+        parts, layout = take_apart(value)
+        packed.append((len(parts), layout))
+        tensors += parts
+    ctx.save_for_backward(*tensors)
+    calls[0].kept = None
+    return packed
+
+
+def _restore(ctx: Any) -> tuple[list[Any], Any, list[Any], list[Any]]:
+    """Put together what `_save` took apart."""
+    what, _, _, packed, _, _ = ctx.constants
+    tensors, values, n = list(ctx.saved_tensors), [], len(what.layers)
+    for parts, constants in packed:
+        values.append(put_together(constants, tensors[:parts]))
+        tensors = tensors[parts:]
+    return values[:n], values[n], values[n + 1 : 2 * n + 1], values[2 * n + 1 :]
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
+    what, shape, dtype, _, weight_dtypes, bias_dtypes = ctx.constants
+    weights, kept, factors, saved = _restore(ctx)
+    n, taken, prologue = len(what.layers), what.taken, what.prologue
+    needs = ctx.needs_input_grad[1:]
+    of_input = any(needs[:taken])
+    needs_weight = needs[taken : taken + n]
+    of_y = grads[0].reshape(-1, grads[0].shape[-1]) if what.return_input else None
+    gs = [matrix(g) for g in grads[-n:]]
+    calls = ctx.calls or [
+        Call(what.recipe, g, what.dtype, False, what.training, f) for g, f in zip(gs, factors, strict=True)
+    ]
+    if kept is None and any(needs_weight):
+        kept = _remade(what, saved, calls[0])
+    of_weights: list[Tensor | None] = [None] * n
+    of_biases: list[Tensor | None] = [None] * n
+    # As autograd adds them up: what was computed last comes first.
+    for i in reversed(range(n)):
+        part, of_weights[i], of_biases[i] = backward(
+            gs[i],
+            weights[i],
+            kept,
+            what.layers[i],
+            what.recipe,
+            calls[i],
+            of_input,
+            needs_weight[i],
+            weight_dtypes[i],
+            bias_dtypes[i] if needs[taken + n + i] else None,
+        )
+        if part is not None:
+            part = part if part.dtype is dtype else part.to(dtype)
+            of_y = part if of_y is None else add(of_y, part)
+    of_x: tuple[Tensor | None, ...] = (None,) * taken
+    if of_input:
+        assert of_y is not None
+        of_x = prologue.backward(of_y.view(shape), saved)
+    return None, *of_x, *of_weights, *of_biases
+
+
+def _remade(what: _What, saved: Sequence[Any], call: Call) -> Tensor | Quantized:
+    """The input that wgrad consumes, from what the prologue kept; no history and no counter sees codes twice."""
+    recipe, first = what.recipe, what.layers[0]
+    c, (factor, is_set) = recipe.wgrad.b, _known(first, call)
+    if c is not None and call.plan.input and _may_fuse(what.dtype, saved[0]):
+        q = producers.remade(what.prologue, saved, c, factor, is_set)
+        if q is not None:
+            return q
+    y = matrix(what.prologue.remake(saved).to(what.dtype))
+    if c is None:
+        return y
+    if call.plan.input:
+        assert recipe.fprop.a is not None
+        return call.quantize(y, recipe.fprop.a, None, factor).T
+    return quantize(first, amax.INPUT, "input.T", y.t(), c, recipe, call)

@@ -1,0 +1,160 @@
+"""A layer's weight that exists only in eight (or four) bits: the parameter holds the codes, buffers hold the scales.
+
+    weight         codes: a float8 dtype [N, K], or float4_e2m1fn_x2 [N, ceil(K / 2)], uint8 in a state dict
+    weight_scale   decode scales of its blocks, as `Quantized.scale`
+    weight_factor  of two-level scales, as `Quantized.tensor_factor`
+
+GEMMs take the codes as they are; what needs other numbers (another recipe, a transpose whose blocks lie otherwise, no
+recipe at all) is computed from them for the moment and dropped. The parameter's gradient is float32, which
+`Tensor.grad_dtype` says; codes of four bits, two to a byte, have none.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from quaver.core.spec import QuantSpec
+from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
+from quaver.torch.operations import ops
+from quaver.torch.state import kept_weights
+
+#: Two codes to a byte.
+PACKED = torch.float4_e2m1fn_x2
+#: The parameter's dtype by format. Integers would not do: torch averages them, in copies of a model, without a word.
+CODE_DTYPES = {**FLOAT8, "e2m1": PACKED}
+CODES = tuple(CODE_DTYPES.values())
+#: Of weights that torch.autocast may take: high precision, and codes.
+WEIGHTS = (*ops.DTYPES, *CODES)
+#: Buffers that a layer has where its weight is codes.
+SCALES = ("weight_scale", "weight_factor")
+
+
+def codes(layer: nn.Module, weight: Tensor) -> Quantized:
+    """The weight's codes and scales as an operand."""
+    spec: QuantSpec = layer.__dict__["weight_spec"]
+    scale: Any = layer._buffers["weight_scale"]
+    factor = layer._buffers.get("weight_factor")
+    shape: tuple[int, int] = layer.out_features, layer.in_features  # type: ignore[assignment]
+    if torch.compiler.is_compiling():
+        # Packed codes go into the operators as they are: see `ops.code_bytes`.
+        return Quantized(weight.detach(), scale, spec, shape, False, factor)
+    if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
+        # A copy, so it is read each time.
+        scale = scale.item()
+    kept = None if capture.as_captured(weight.device) else kept_weights.room(layer)
+    q = None if kept is None else kept.codes
+    if q is not None and _shows(q, weight, scale, factor, spec):
+        # What was made of the codes does not follow a write to them.
+        q.decoded = q.twin = None
+        return q
+    q = Quantized(weight.detach().view(storage(spec.format)), scale, spec, shape, False, factor)
+    if kept is not None:
+        kept.codes = q
+    return q
+
+
+def _shows(q: Quantized, weight: Tensor, scale: Tensor | float, factor: Tensor | None, spec: QuantSpec) -> bool:
+    """Whether an operand is a view of these codes, and has these scales."""
+    same = q.scale is scale or (isinstance(scale, float) and q.scale.__class__ is float and q.scale == scale)
+    return bool(
+        q.spec is spec
+        and same
+        and q.tensor_factor is factor
+        and q.data.data_ptr() == weight.data_ptr()
+        and q.data.untyped_storage()._cdata == weight.untyped_storage()._cdata
+    )
+
+
+def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, spec: QuantSpec, call: Any) -> Quantized:
+    """The weight, or its transpose, as a recipe asks for it.
+
+    Args:
+        layer, weight: its codes.
+        transposed: for dgrad.
+        reuses: whether dgrad takes the transpose of what fprop takes.
+        spec: the recipe's.
+        call: what quantizes.
+    """
+    q = codes(layer, weight)
+    same = q.spec is spec or q.spec == spec
+    if same and (reuses or not transposed):
+        return q.T if transposed else q
+    value = _values(q)
+    if transposed and reuses:
+        turned: Quantized = call.quantize(value, spec)
+        return turned.T
+    quantized: Quantized = call.quantize(value.t() if transposed else value, spec)
+    return quantized
+
+
+def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] in high precision, to be dropped soon."""
+    return _values(codes(layer, weight)).to(dtype)
+
+
+def _values(q: Quantized) -> Tensor:
+    if q.data.dtype is PACKED:
+        q = replace(q, data=torch.ops.quaver.code_bytes(q.data))
+    return q.dequantize()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
+    """F.linear for a weight that is codes; backward dequantizes them again."""
+    check_gradient(weight)
+    device = ops.autocast_device(x)
+    casting = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64
+    dtype = torch.get_autocast_dtype(device) if casting else x.dtype
+    with ops.without_autocast(device):
+        y: Tensor = _Unquantized.apply(x.to(dtype), weight, None if bias is None else bias.to(dtype), layer)
+    return y
+
+
+class _Unquantized(torch.autograd.Function):
+    """F.linear that saves codes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.layer = layer
+        return F.linear(x, dequantized(layer, weight, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        need_input, need_weight, need_bias, _ = ctx.needs_input_grad
+        of_x = g @ dequantized(ctx.layer, weight, g.dtype) if need_input else None
+        g2, of_weight = g.reshape(-1, g.shape[-1]), None
+        if need_weight:
+            of_weight = (g2.t() @ x.reshape(-1, x.shape[-1])).float()
+        return of_x, of_weight, g2.sum(0) if need_bias else None, None
+
+
+def check_gradient(weight: Tensor) -> None:
+    """Refuse a gradient of codes of four bits, and make a compiler, which would round it, leave others to eager mode.
+
+    Raises:
+        ValueError: four bits that require a gradient.
+        NotImplementedError: to the compiler, which gives up the function that calls this.
+    """
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return
+    if weight.dtype is PACKED:
+        raise ValueError(FOUR_BITS)
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(COMPILED_GRADIENT)
+
+
+FOUR_BITS = (
+    "a weight that exists only in four bits takes no gradient, two codes share an element: freeze it with "
+    "weight.requires_grad_(False), or dequantize_weights(model) to train it"
+)
+COMPILED_GRADIENT = (
+    "torch.compile rounds the gradient of an eight-bit weight to eight bits: without fullgraph such layers run in "
+    "eager mode; for inference freeze the weight with weight.requires_grad_(False)"
+)

@@ -1,0 +1,287 @@
+"""Weights that exist only in eight bits: making, writing, moving and loading them; see
+`quaver.torch.linear.stored.stored`."""
+
+import threading
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.linear.stored.stored import CODE_DTYPES, CODES, PACKED, SCALES, dequantized
+from quaver.torch.numerics.philox import QUIET
+from quaver.torch.operations import ops
+from quaver.torch.state import kept_weights
+
+#: Attributes of such a layer.
+ABOUT = ("weight_spec", "weight_dtype", "keep_initial", "_initial")
+
+
+#: Said of a format whose codes cannot be a parameter.
+NO_DTYPE = f"for whose codes torch has no dtype; weights that exist only as codes are {', '.join(CODE_DTYPES)}"
+
+
+class _Construction(threading.local):
+    """What `quantized_init` has in force: how the weights of new layers are kept, and whether their values are too."""
+
+    now: tuple[QuantSpec, bool] | None = None
+
+
+construction = _Construction()
+
+
+def begin(layer: nn.Linear) -> None:
+    """Turn a new layer's weight into codes, if it is made under `quantized_init`."""
+    if construction.now is not None:
+        store(layer, *construction.now)
+
+
+def weight_spec(recipe: Recipe) -> QuantSpec | None:
+    """How a recipe's weight is kept: as fprop consumes it, but neither rounded at random nor rotated.
+
+    Raises:
+        ValueError: a format without a dtype of torch's.
+    """
+    spec = recipe.fprop.b
+    if spec is not None and spec.format.name not in CODE_DTYPES:
+        raise ValueError(
+            f"recipe {recipe.name!r} has weights in {spec.format}, {NO_DTYPE}: use it without quantized_init, with "
+            "weights in high precision"
+        )
+    return None if spec is None else replace(spec, rounding="nearest", hadamard=False)
+
+
+def store(layer: nn.Linear, spec: QuantSpec, keep_initial: bool = False) -> None:
+    """Turn a layer's weight into codes.
+
+    Raises:
+        ValueError: a weight that is neither float32, bfloat16 nor float16.
+    """
+    weight = layer.weight
+    if weight.dtype not in ops.DTYPES:
+        raise ValueError(
+            f"Linear({layer.in_features} → {layer.out_features}) has {weight.dtype} weights; only float32, bfloat16 "
+            "and float16 ones are quantized: convert the layer, or make it outside of quantized_init"
+        )
+    layer.__dict__.update(weight_spec=spec, weight_dtype=weight.dtype, keep_initial=keep_initial)
+    if keep_initial:
+        _keep_initial(layer, weight)
+    codes, scales = encode(weight, spec)
+    layer._parameters["weight"] = nn.Parameter(codes, requires_grad=not spec.format.packed and weight.requires_grad)
+    for name, value in scales.items():
+        layer.register_buffer(name, value)
+    settle(layer)
+
+
+def restore(layer: nn.Linear) -> None:
+    """Turn the codes into a weight of the dtype it had."""
+    weight = layer.weight
+    value = dequantized(layer, weight, layer.__dict__["weight_dtype"])
+    layer._parameters["weight"] = nn.Parameter(value, requires_grad=weight.requires_grad)
+    for name in SCALES:
+        layer._buffers.pop(name, None)
+    for name in ABOUT:
+        layer.__dict__.pop(name, None)
+    _stored.discard(layer)
+    kept_weights.drop(layer)
+
+
+def encode(value: Tensor, spec: QuantSpec) -> tuple[Tensor, dict[str, Tensor]]:
+    """A weight [N, K] as codes, and its scales by the names of their buffers."""
+    if value.is_meta:
+        rows, k = value.shape
+        narrow = spec.scale == "e8m0" or spec.two_level
+        codes = value.new_empty((rows, (k + 1) // 2 if spec.format.packed else k), dtype=torch.uint8)
+        scale = value.new_empty(spec.blocks(rows, k), dtype=torch.uint8 if narrow else torch.float32)
+        factor = value.new_empty((1, 1), dtype=torch.float32) if spec.two_level else None
+    else:
+        value = value.detach().contiguous()
+        q = ops.QUANTIZE(value if value.dtype in ops.DTYPES else value.float(), spec, None, None, QUIET).plain()
+        codes, factor = q.data, q.tensor_factor
+        scale = q.scale if isinstance(q.scale, Tensor) else codes.new_full((1, 1), q.scale, dtype=torch.float32)
+    scales = {"weight_scale": scale} if factor is None else {"weight_scale": scale, "weight_factor": factor}
+    return codes.detach().view(CODE_DTYPES[spec.format.name]), scales
+
+
+@torch.no_grad()
+def write(layer: nn.Linear, value: Tensor) -> None:
+    """Quantize a new value [N, K] into the codes and scales, in place.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if value.shape != (layer.out_features, layer.in_features):
+        raise ValueError(
+            f"Linear({layer.in_features} → {layer.out_features}) was given a weight of shape {tuple(value.shape)}; it "
+            f"is {(layer.out_features, layer.in_features)}"
+        )
+    spec = layer.__dict__.get("weight_spec")
+    if spec is None:
+        layer.weight.copy_(value)
+        return
+    codes, scales = encode(value.to(layer.weight.device), spec)
+    layer.weight.copy_(codes)
+    for name, scale in scales.items():
+        layer._buffers[name].copy_(scale)  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def reset(layer: nn.Linear) -> None:
+    """Fill weight and bias as nn.Linear does."""
+    dtype, biased = layer.__dict__["weight_dtype"], layer.bias is not None
+    fresh = nn.Linear(layer.in_features, layer.out_features, biased, device=layer.weight.device, dtype=dtype)
+    if layer.__dict__["keep_initial"]:
+        _keep_initial(layer, fresh.weight)
+    if not fresh.weight.is_meta:
+        write(layer, fresh.weight)
+    if layer.bias is not None:
+        layer.bias.copy_(fresh.bias)
+
+
+def _keep_initial(layer: nn.Module, value: Tensor) -> None:
+    if not value.is_meta:
+        layer.__dict__["_initial"] = value.detach().to("cpu", copy=True)
+
+
+def adapt(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> None:
+    """Make a checkpoint in high precision fit a weight that is codes; say where the reverse is meant."""
+    key = prefix + "weight"
+    given, spec = state_dict.get(key), layer.__dict__.get("weight_spec")
+    if given is None:
+        return
+    if spec is None:
+        if given.dtype in CODES or given.dtype is torch.uint8:
+            errors.append(
+                f"{key} is quantized in the checkpoint ({given.dtype}) and not in this model; make the model under "
+                "quantized_init(recipe), or call quantize_weights(model, recipe) before loading"
+            )
+            for name in ("weight", *SCALES):
+                state_dict.pop(prefix + name, None)
+    elif given.dtype is torch.uint8 or given.dtype in CODES:
+        if given.dtype is torch.uint8:
+            state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
+        # Not what these codes are of.
+        layer.__dict__.pop("_initial", None)
+        _refuse_others(layer, state_dict, prefix, errors)
+    elif given.shape == (layer.out_features, layer.in_features):
+        if layer.__dict__["keep_initial"]:
+            _keep_initial(layer, given)
+        state_dict[key], scales = encode(given, spec)
+        state_dict.update({prefix + name: scale for name, scale in scales.items()})
+
+
+def _refuse_others(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> None:
+    """Say where codes or scales are of another kind than the layer's: copying would convert them as numbers."""
+    for name, mine in {"weight": layer.weight, **{name: layer._buffers.get(name) for name in SCALES}}.items():
+        given = state_dict.get(prefix + name)
+        if mine is not None and given is not None and given.dtype is not mine.dtype:
+            errors.append(
+                f"{prefix}{name} is {given.dtype} in the checkpoint and {mine.dtype} here, as another recipe has it; "
+                "make the model under quantized_init of that one, or call quantize_weights(model, that recipe)"
+            )
+            state_dict.pop(prefix + name)
+
+
+def portable(state_dict: Any, key: str) -> None:
+    """Packed codes as bytes, which every safetensors takes."""
+    if key in state_dict and state_dict[key].dtype is PACKED:
+        state_dict[key] = state_dict[key].detach().view(torch.uint8)
+
+
+def moved(layer: nn.Linear, fn: Any, apply: Any) -> None:
+    """`Module._apply` for such a layer: codes and scales move between devices and are never cast.
+
+    Args:
+        layer: whose weight is codes.
+        fn: what is applied to tensors.
+        apply: the module's own `_apply`, without the buffers of `SCALES`.
+    """
+    weight: Tensor = layer.weight
+    dtype = weight.dtype
+    # As integers they pass through a change of dtype as they are.
+    plain = nn.Parameter(weight.detach().view(torch.uint8), requires_grad=False)
+    layer._parameters["weight"] = plain
+    try:
+        apply(fn)
+        data = layer._parameters["weight"].detach().view(dtype)  # type: ignore[union-attr]
+    finally:
+        layer._parameters["weight"] = weight  # type: ignore[assignment]
+    probe = torch.empty(0, dtype=layer.__dict__["weight_dtype"], device=weight.device)
+    layer.__dict__["weight_dtype"] = fn(probe).dtype
+    if torch._has_compatible_shallow_copy_type(weight, data):
+        gradient = weight.grad
+        weight.data = data
+        if gradient is not None:
+            weight.grad = gradient.to(data.device)
+    else:
+        weight = nn.Parameter(data, requires_grad=weight.requires_grad)
+    layer._parameters["weight"] = weight  # type: ignore[assignment]
+    settle(layer)
+
+
+def packed(state: dict[str, Any]) -> dict[str, Any]:
+    """A layer's state with the codes as bytes: plain pickle has no float8, and four bits cannot always be copied."""
+    weight = state["_parameters"].get("weight")
+    if weight is None or weight.dtype not in CODES:
+        return state
+    plain = nn.Parameter(weight.detach().view(torch.uint8), requires_grad=False)
+    parameters = {**state["_parameters"], "weight": plain}
+    return {**state, "_parameters": parameters, "_packed": (weight.dtype, weight.requires_grad)}
+
+
+def unpacked(state: dict[str, Any]) -> dict[str, Any]:
+    """The state that `packed` was given."""
+    if "_packed" not in state:
+        return state
+    state = dict(state)
+    dtype, requires_grad = state.pop("_packed")
+    weight = nn.Parameter(state["_parameters"]["weight"].detach().view(dtype), requires_grad=requires_grad)
+    return {**state, "_parameters": {**state["_parameters"], "weight": weight}}
+
+
+# What torch does not carry along with a parameter.
+
+#: Layers whose parameter is codes. Of the parameter itself `torch.utils.swap_tensors` allows no weak reference.
+_stored: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def settle(layer: nn.Linear) -> None:
+    """Say again, after a parameter was made, that its gradient is float32, and whose it is."""
+    weight = layer._parameters["weight"]
+    if weight is None or weight.dtype not in CODES:
+        return
+    if weight.grad_dtype is not torch.float32:
+        weight.grad_dtype = torch.float32
+    if not _hooked:
+        _hooked.append(register_optimizer_step_pre_hook(_refuse_optimizer))
+    _stored.add(layer)
+
+
+_hooked: list[Any] = []
+
+
+def owner(weight: Tensor) -> nn.Module | None:
+    """The layer that a parameter of codes belongs to."""
+    return _owners().get(id(weight))
+
+
+def _owners() -> dict[int, nn.Module]:
+    """Such layers by the identity of their parameter."""
+    return {id(layer._parameters.get("weight")): layer for layer in list(_stored)}
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """An optimizer that knows nothing of scales must not write to codes."""
+    if getattr(optimizer, "writes_quantized_weights", False):
+        return
+    owners = _owners()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.dtype in CODES and p.grad is not None and id(p) in owners:
+                raise ValueError(
+                    f"{type(optimizer).__name__} was given a weight that exists only in eight bits and would write to "
+                    "its codes; let it step a high-precision copy, and call layer.set_weight(copy) after that"
+                )

@@ -1,0 +1,273 @@
+"""Which implementation runs for each GEMM and quantization of a layer and for attention, and why the others do not."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from quaver import recipes
+from quaver.core.costs.kept import plan
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.core.text.tables import html_lines, html_table
+from quaver.torch.backends.gpu.launching.device import architecture
+from quaver.torch.blocks.attention import AttentionExplanation, DotProductAttention, explain_attention
+from quaver.torch.blocks.attention.explanation import why_not
+from quaver.torch.blocks.attention.inputs.masks import MASKS
+from quaver.torch.linear.grouped import GROUPED_MATMUL, check, grouped_matmul
+from quaver.torch.linear.grouped_operands import Groups, Offsets, together
+from quaver.torch.linear.layer import Linear
+from quaver.torch.numerics.quantized import Quantized, storage
+from quaver.torch.operations import ops
+from quaver.torch.state.context import recipe_in_force
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantization or GEMM."""
+
+    what: str
+    #: The spec, or how the GEMM accumulates.
+    how: str
+    #: The implementation that runs.
+    runs: str
+    #: (implementation, why not) of those before it.
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The result of `explain`; an interpreter, a notebook and print show a table."""
+
+    recipe: Recipe | None
+    rows: tuple[Row, ...]
+
+    def __repr__(self) -> str:
+        if self.recipe is None:
+            return UNRULED
+        lines = [f"recipe {self.recipe}"]
+        for row in self.rows:
+            lines.append(f"  {row.what:<20}{row.how:<58}{row.runs}")
+            lines += [f"{'':<22}not {name}: {why}" for name, why in row.passed_over]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        if self.recipe is None:
+            return html_lines([UNRULED])
+        rows = [(row.what, row.how, row.runs, why_not(row.passed_over)) for row in self.rows]
+        return html_table(("what", "how", "runs", "why not another"), rows, caption=f"recipe {self.recipe}")
+
+
+class Explanations(dict[str, Explanation | AttentionExplanation]):
+    """What `explain` says of each part of a module, by its name."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name or '(root)'}\n{explanation}" for name, explanation in self.items())
+
+    def _repr_html_(self) -> str:
+        return "".join(html_lines([name or "(root)"]) + part._repr_html_() for name, part in self.items())
+
+
+UNRULED = "no recipe is in force: nn.Linear's own GEMMs, unquantized"
+OPERANDS = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight.T"),
+    "wgrad": ("grad_output.T", "input.T"),
+}
+UNQUANTIZED = "high precision"
+
+
+@overload
+def explain(layer: Linear, x: Tensor) -> Explanation: ...  # type: ignore[overload-overlap]
+@overload
+def explain(  # type: ignore[overload-overlap]
+    layer: DotProductAttention, x: Tensor, *rest: Tensor, **options: Any
+) -> AttentionExplanation: ...
+@overload
+def explain(layer: nn.Module, x: Tensor) -> Explanations: ...
+@overload
+def explain(layer: Callable[..., Tensor], x: Tensor, *rest: Tensor, recipe: str | Recipe | None) -> Explanation: ...
+def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
+    """Say what a forward and backward of this layer on x would run; nothing is computed.
+
+    An interpreter and a notebook show the result as a table; a script prints it: `print(explain(layer, x))`.
+
+    Args:
+        layer: a `quaver.torch.Linear`; a `DotProductAttention`; or a module that holds some, such as a
+            `TransformerLayer`, of which each is explained under its name as if it saw as many tokens as x has; or the
+            function `grouped_matmul`, with its arguments.
+        x: an input [..., in_features]; only its dtype, shape and device matter. Of a DotProductAttention: q, then
+            k and v, and mask, bias, cu_seqlens and mask_type by name, as its forward takes them.
+    Returns:
+        An `Explanation`; an `AttentionExplanation` of a DotProductAttention; a dict of both, by name, of a module that
+        holds some.
+    Raises:
+        ValueError: a layer that is none of these and holds none.
+    """
+    if isinstance(layer, DotProductAttention):
+        return _attention(layer, x, *rest, **options)
+    if layer is grouped_matmul:
+        return _grouped(x, *rest, **options)
+    if rest or options:
+        raise ValueError(f"explain takes a {type(layer).__name__} and its input x, and nothing else")
+    return _linear(layer, x) if isinstance(layer, Linear) else _module(layer, x)
+
+
+def _linear(layer: Linear, x: Tensor) -> Explanation:
+    recipe = recipe_in_force(layer.recipe)
+    rows: list[Row] = []
+    if recipe is not None:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        operands = _operands(layer, x, dtype)
+        for name in OPERANDS:
+            rows += _gemm(name, recipe, operands, _weight_dtype(layer) if name == "wgrad" else dtype, layer.weight_spec)
+    return Explanation(recipe, tuple(rows))
+
+
+def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, *, recipe: Any = None, **_: Any) -> Explanation:
+    """Of groups that are alike, a row for each operand of one, and for each GEMM as it runs for all."""
+    in_force = recipe_in_force(None if recipe is None else recipes.get(recipe))
+    check(x, weight, offsets, in_force)
+    rows: list[Row] = []
+    if in_force is not None:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        n, k, each = weight.shape[1], weight.shape[2], -(-x.shape[0] // max(weight.shape[0], 1))
+        one = {"input": x.new_empty(each, k), "weight": weight.new_empty(n, k), "grad_output": x.new_empty(each, n)}
+        operands = one | {f"{name}.T": t.t() for name, t in one.items()}
+        for name in OPERANDS:
+            *of_operands, gemm = _gemm(name, in_force, operands, weight.dtype if name == "wgrad" else dtype, None)
+            rows += [*of_operands, _all_groups(gemm, name, in_force, x, weight, Offsets(offsets, x.shape[0]), dtype)]
+    return Explanation(in_force, tuple(rows))
+
+
+def _all_groups(
+    row: Row, name: str, recipe: Recipe, x: Tensor, weight: Tensor, offsets: Offsets, dtype: torch.dtype
+) -> Row:
+    """How a GEMM of one group runs for all of them."""
+    spec = recipe.gemms[name]
+    if spec.a is None or spec.b is None:
+        return replace(row, runs=f"{row.runs}, group by group")
+    why = "it sums over tokens, of which torch's grouped GEMM takes multiples of 16 in each group"
+    if name != "wgrad":
+        n, k = weight.shape[1:] if name == "fprop" else weight.shape[:0:-1]
+        tokens, rows = x.new_empty(offsets.rows, k), x.new_empty(offsets.groups * n, k)
+        left = Groups(_hollow(tokens, spec.a) if together(spec.a, 1) else None, ())
+        right = Groups(_hollow(rows, spec.b) if together(spec.b, n) else None, (), n)
+        why = dict(GROUPED_MATMUL.explain(left, right, offsets, n, dtype, spec.fast_accum))["native"]
+    if not why:
+        return replace(row, runs="native, grouped", passed_over=())
+    return replace(row, runs=f"{row.runs}, group by group", passed_over=(("native, grouped", why), *row.passed_over))
+
+
+def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = None, **given: Any) -> Any:
+    if len(qkv) != 3:
+        raise ValueError(f"a DotProductAttention takes q, k and v, and got {len(qkv)}; only their shapes matter")
+    q, k, v = qkv
+    return explain_attention(q, k, v, **given, **core.options(q, k, v, mask_type))
+
+
+def _module(module: nn.Module, x: Tensor) -> Explanations:
+    parts = {n: part for n, part in module.named_modules() if isinstance(part, Linear | DotProductAttention)}
+    if not parts:
+        kind = type(module).__name__
+        raise ValueError(
+            f"explain takes a quaver.torch.Linear, a DotProductAttention or a module that holds some, not {kind}; "
+            "convert the model first"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}; give what the layers see, [..., features] in floating point")
+    explanations = Explanations()
+    for name, part in parts.items():
+        shape = x.shape[:-1]
+        explanations[name] = (
+            _linear(part, x.new_empty(*shape, part.in_features)) if isinstance(part, Linear) else _core(part, x)
+        )
+    return explanations
+
+
+def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
+    """Of attention of x's tokens to themselves, with a mask that hides nothing where it takes one."""
+    thd = core.layout == "thd"
+    tokens = (x.shape[:-1].numel(),) if thd else (1, 1, *x.shape[:-1])[-2:]
+    dim, width = core.head_dim
+    sizes = (core.heads, dim), (core.groups, dim), (core.groups, width)
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    qkv = [x.new_empty(*tokens, *size, dtype=dtype) for size in sizes]
+    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, tokens[0]], dtype=torch.int64, device="cpu")} if thd else {}
+    if MASKS[core.mask_type][0]:
+        batch, length = (1, tokens[0]) if thd else tokens[::-1] if core.layout == "sbhd" else tokens
+        rows = length if core.mask_type == "arbitrary" else batch
+        given["mask"] = torch.zeros((rows, length), dtype=torch.bool, device=x.device)
+    explanation: AttentionExplanation = _attention(core, *qkv, **given)
+    return explanation
+
+
+def _operands(layer: Linear, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of the six operands' shapes [rows, k]; their values are not looked at."""
+    flat = torch.empty((x.numel() // max(x.shape[-1], 1), layer.in_features), dtype=dtype, device=x.device)
+    g = flat.new_empty((flat.shape[0], layer.out_features))
+    w = flat.new_empty((layer.out_features, layer.in_features), dtype=_weight_dtype(layer))
+    straight = {"input": flat, "weight": w, "grad_output": g}
+    return straight | {f"{name}.T": t.t() for name, t in straight.items()}
+
+
+def _weight_dtype(layer: Linear) -> torch.dtype:
+    """What the weight is quantized from and its gradient is in; a weight that is codes is dequantized to float32."""
+    return layer.weight.dtype if layer.weight_spec is None else torch.float32
+
+
+def _gemm(
+    name: str, recipe: Recipe, operands: dict[str, Tensor], dtype: torch.dtype, kept: QuantSpec | None
+) -> list[Row]:
+    """A row for each operand of a GEMM, and one for itself; `kept` is how the weight exists only."""
+    spec = recipe.gemms[name]
+    a, b = (operands[operand] for operand in OPERANDS[name])
+    if spec.a is None or spec.b is None or a.dtype not in ops.DTYPES:
+        return [Row(what, UNQUANTIZED, "torch") for what in (*OPERANDS[name], f"{name} GEMM")]
+    rows = []
+    for operand, x, quant in zip(OPERANDS[name], (a, b), (spec.a, spec.b), strict=True):
+        shared = operand.removesuffix(".T") if _reused(operand, recipe) else ""
+        if kept == quant and (operand == "weight" or shared == "weight"):
+            rows.append(Row(operand, f"{quant}, the codes of the parameter", "nothing"))
+            continue
+        how = f"{quant}, the codes of {shared}" if shared else str(quant)
+        rows.append(_row(operand, how, ops.QUANTIZE.explain(x, quant)))
+    hollow = _hollow(a, spec.a), _hollow(b, spec.b)
+    reasons = ops.MATMUL.explain(*hollow, dtype, None, spec.fast_accum)
+    return [*rows, _row(f"{name} GEMM", _accumulation(spec.fast_accum, reasons, a.device), reasons)]
+
+
+def _accumulation(fast: bool, reasons: list[tuple[str, str]], device: torch.device) -> str:
+    """How the GEMM that runs adds up."""
+    runs = next((name for name, why in reasons if not why), "")
+    if runs != "native" or not fast:
+        return "float32 accumulation" + (", fast where the hardware offers it" if fast else "")
+    return "fast accumulation, 13 bits of a sum" if architecture(device) < 100 else "float32 accumulation"
+
+
+def _reused(operand: str, recipe: Recipe) -> bool:
+    """True if the transpose of an operand that an earlier GEMM quantized serves."""
+    reuse = plan(recipe)
+    return {"weight.T": reuse.weight, "grad_output.T": reuse.grad_output, "input.T": reuse.input}.get(operand, False)
+
+
+def _hollow(x: Tensor, spec: QuantSpec) -> Quantized:
+    """A quantized operand of the right kind and shape with nothing in it: implementations are asked, not run."""
+    rows, k = x.shape[0], spec.padded(x.shape[1])
+    data = torch.empty((rows, (k + 1) // 2 if spec.format.packed else k), device=x.device, dtype=torch.uint8)
+    narrow = spec.scale == "e8m0" or spec.two_level
+    scale = data.new_empty(spec.blocks(rows, k), dtype=torch.uint8 if narrow else torch.float32)
+    one = scale.new_ones((1, 1), dtype=torch.float32) if spec.two_level else None
+    on_host = spec.per_tensor and x.is_cpu and not narrow
+    return Quantized(data.view(storage(spec.format)), 1.0 if on_host else scale, spec, (rows, k), False, one)
+
+
+def _row(what: str, how: str, reasons: list[tuple[str, str]]) -> Row:
+    """The first implementation without a reason against it, and those passed over on the way there."""
+    passed_over = tuple(takewhile(lambda reason: reason[1], reasons))
+    runs = reasons[len(passed_over)][0] if len(passed_over) < len(reasons) else "nothing"
+    return Row(what, how, runs, passed_over)

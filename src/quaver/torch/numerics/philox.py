@@ -1,0 +1,102 @@
+"""Philox4x32-10 in torch tensors: the twin of `quaver.core.numbers.philox`, the same words on any device."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quaver.core.numbers.philox import MULTIPLIERS, ROUNDS, WEYL
+
+#: (seed, tensor id, count) of stochastic rounding; count may be an int64 tensor of one element.
+Noise = tuple[int, Tensor | int, Tensor | int]
+
+
+QUIET: Noise = (0, 0, 0)
+
+
+_LOW = 0xFFFFFFFF
+#: Counters worked on at once: their arrays stay in a CPU's second-level cache.
+_CHUNK = 1 << 15
+
+
+def uniform(
+    rows: int, k: int, seed: int, tensor_id: int, count: Tensor | int, device: torch.device, first_row: int = 0
+) -> Tensor:
+    """The number in [0, 1) that each element of an operand is rounded with, float32 [rows, k]; see
+    `quaver.core.numbers.philox`.
+
+    Args:
+        rows, k: shape of the operand, or of the piece of it that starts at `first_row`, a multiple of four.
+        seed, tensor_id: of the stream.
+        count: an int, or an int64 tensor of one element, which then stays on its device.
+    Exact.
+    """
+    assert first_row % 4 == 0
+    start, groups = first_row * k // 4, -(-rows * k // 4)
+    out = torch.empty((groups, 4), dtype=torch.float32, device=device)
+    chunk = _CHUNK if device.type == "cpu" else max(groups, 1)
+    for at in range(0, groups, chunk):
+        g = torch.arange(start + at, start + min(at + chunk, groups), dtype=torch.int64, device=device)
+        piece = out[at : at + chunk]
+        for column, word in enumerate(words(g, seed, tensor_id, count)):
+            piece[:, column] = word
+    return out.mul_(2.0**-24).view(-1)[: rows * k].view(rows, k)
+
+
+def turned_uniform(
+    rows: int, k: int, seed: int, tensor_id: int, count: Tensor | int, first: int, number: int
+) -> Tensor:
+    """Columns first … first + number of `uniform(rows, k, ...)`, transposed: float32 [number, rows].
+
+    k, first and number are multiples of four, so that the four words of a counter belong to four lines of the result.
+    """
+    out = torch.empty((number // 4, 4, rows), dtype=torch.float32, device="cpu")
+    g = torch.arange(first // 4, (first + number) // 4, dtype=torch.int64, device="cpu")[:, None]
+    g = g + torch.arange(rows, dtype=torch.int64, device="cpu") * (k // 4)
+    for line, word in enumerate(words(g, seed, tensor_id, count)):
+        out[:, line] = word
+    return out.mul_(2.0**-24).view(number, rows)
+
+
+def words(g: Tensor, seed: int, tensor_id: int, count: Tensor | int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The upper 24 bits of the four words for counters g, int64 of any shape."""
+    if isinstance(count, Tensor):
+        c3 = torch.empty_like(g).copy_(count.reshape(()).bitwise_and(_LOW).to(g.device))
+    else:
+        c3 = torch.full_like(g, count & _LOW)
+    drawn = philox4x32(g & _LOW, g >> 32, torch.full_like(g, tensor_id), c3, seed)
+    return tuple(word.bitwise_right_shift_(8) for word in drawn)  # type: ignore[return-value]
+
+
+def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds on four int64 tensors of 32-bit words, which it overwrites.
+
+    Products wrap in int64, whose bits are those of uint64. Constants are tensors: torch wraps a Python number anew
+    each time.
+    """
+    device = c0.device
+    low, half, m0, m1 = (_word(v, device) for v in (_LOW, 32, *MULTIPLIERS))
+    high = torch.empty_like(c0)
+    for k0, k1 in _keys(seed, device):
+        c0.mul_(m0)
+        c2.mul_(m1)
+        torch.bitwise_right_shift(c2, half, out=high)
+        c1.bitwise_xor_(high.bitwise_and_(low)).bitwise_xor_(k0)
+        torch.bitwise_right_shift(c0, half, out=high)
+        c3.bitwise_xor_(high.bitwise_and_(low)).bitwise_xor_(k1)
+        c2.bitwise_and_(low)
+        c0.bitwise_and_(low)
+        c0, c1, c2, c3 = c1, c2, c3, c0
+    return c0, c1, c2, c3
+
+
+@cache
+def _keys(seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """The round keys."""
+    rounds = [((seed + i * WEYL[0]) & _LOW, ((seed >> 32) + i * WEYL[1]) & _LOW) for i in range(ROUNDS)]
+    with torch.inference_mode(False):
+        return [(_word(k0, device), _word(k1, device)) for k0, k1 in rounds]
+
+
+def _word(v: int, device: torch.device) -> Tensor:
+    return torch.tensor(v, dtype=torch.int64, device=device)

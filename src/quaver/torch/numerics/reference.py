@@ -1,0 +1,128 @@
+"""quantize and matmul in plain torch tensors, on any device: a faster implementation takes their place where it can."""
+
+import torch
+from torch import Tensor
+
+from quaver.core.numbers.scaling import FLT_MAX, TWO_LEVEL_MAX
+from quaver.core.spec import QuantSpec
+from quaver.torch.numerics.hadamard import rotate
+from quaver.torch.numerics.philox import uniform
+from quaver.torch.numerics.quantized import Quantized, pack, spread
+from quaver.torch.numerics.rounding import (
+    INFINITY_BITS,
+    SMALLEST_NORMAL_BITS,
+    encode,
+    exponent,
+    flush,
+    magnitude_bits,
+    power_of_two,
+    ratio,
+    tensor_exponent,
+)
+
+NAN_SCALE_BYTE = {"e8m0": 255, "two_level": 0x7F, "two_level_fp32": 0x7F}
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | float | None = None,
+    factor: Tensor | float | None = None,
+    noise: tuple[int, int, Tensor | int] = (0, 0, 0),
+) -> Quantized:
+    """One GEMM operand [rows, k]; see `quaver.core.reference.quantize`. `noise` is (seed, tensor id, count); a factor
+    of 0 is an unset one.
+    """
+    x = x.to(torch.float32)
+    if spec.hadamard:
+        x = rotate(x)
+    rows, k = x.shape
+    u = None
+    if spec.rounding == "stochastic":
+        x = flush(x)
+        u = uniform(rows, k, *noise, x.device)
+    if spec.scale == "unit":
+        one = torch.ones(spec.blocks(rows, k), dtype=torch.float32, device=x.device)
+        return _finish(x, spec, u, one, one, None, None)
+    measured = block_bits(magnitude_bits(x), spec)
+    if spec.two_level:
+        return _two_level(x, spec, amax, measured, u)
+    top = measured if amax is None else given_bits(amax, measured)
+    e = factors(top, spec)
+    if factor is not None:
+        given = torch.as_tensor(factor, dtype=torch.float32, device=x.device)
+        e = torch.where(given == 0, e, given)
+    finite = (top < INFINITY_BITS) & (measured < INFINITY_BITS)
+    scale = torch.where(finite, 1.0 / e, torch.nan)
+    if spec.scale == "e8m0":
+        e = torch.where(top == 0, 0.0, e)
+        code = torch.where(top == 0, 0, 127 - exponent(top, spec.format))
+        scale = torch.where(finite, code, 255).to(torch.uint8)
+    return _finish(x, spec, u, e, scale, None, measured)
+
+
+def factors(bits: Tensor, spec: QuantSpec) -> Tensor:
+    """Encode factors of blocks whose amax has these bits; float32."""
+    return power_of_two(exponent(bits, spec.format)) if spec.power_of_two else ratio(spec.format.max, bits)
+
+
+def _two_level(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, blocks: Tensor, u: Tensor | None) -> Quantized:
+    top = blocks.max().view(1, 1) if blocks.numel() else blocks.new_zeros((1, 1))
+    tensor = top if amax is None else given_bits(amax, top)
+    big = power_of_two(tensor_exponent(tensor)) if spec.scale == "two_level" else ratio(TWO_LEVEL_MAX, tensor)
+    sixth = big * torch.tensor(1 / 6, dtype=torch.float32, device=x.device)
+    small = (blocks.view(torch.float32) * sixth).clamp(max=448.0).to(torch.float8_e4m3fn)
+    wide = small.to(torch.float32)
+    e = (1.0 / (torch.where(wide == 0, 1.0, wide) * (1.0 / big))).clamp(max=float(FLT_MAX))
+    e = torch.where(wide == 0, 0.0, e)
+    finite = blocks < INFINITY_BITS
+    stored = torch.where(finite, small.view(torch.uint8), NAN_SCALE_BYTE[spec.scale])
+    tensor_factor = torch.where(tensor < INFINITY_BITS, big, torch.nan)
+    return _finish(x, spec, u, e, stored, tensor_factor, top)
+
+
+def _finish(
+    x: Tensor, spec: QuantSpec, u: Tensor | None, e: Tensor, scale: Tensor, tensor: Tensor | None, top: Tensor | None
+) -> Quantized:
+    shape = (x.shape[0], x.shape[1])
+    data = encode(x * spread(e, spec.block, shape), spec, u)
+    if spec.format.packed:
+        data = pack(data)
+    measured = None if top is None else top.view(torch.float32)
+    return Quantized(data, scale, spec, shape, False, tensor, measured)
+
+
+def block_bits(bits: Tensor, spec: QuantSpec) -> Tensor:
+    """The largest of each block of int32 magnitude bits [rows, k]; those of subnormals count as 0."""
+    rows, k = bits.shape
+    nr, nk = spec.blocks(rows, k)
+    br, bk = (min(b or max(n, 1), max(n, 1)) for b, n in zip(spec.block, (rows, k), strict=True))
+    if nr * nk == 0 or bits.numel() == 0:
+        return bits.new_zeros((nr, nk))
+    if (nr * br, nk * bk) != (rows, k):
+        bits = torch.nn.functional.pad(bits, (0, nk * bk - k, 0, nr * br - rows))
+    top = bits.reshape(nr, br, nk, bk).amax((1, 3))
+    return torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
+
+
+def given_bits(amax: Tensor | float, like: Tensor) -> Tensor:
+    """The bits of an amax that was given, in the shape of the scales."""
+    a = torch.as_tensor(amax, dtype=torch.float32, device=like.device).abs()
+    bits = a.expand(like.shape) if a.numel() == 1 else a.reshape(like.shape)
+    bits = bits.contiguous().view(torch.int32)
+    return torch.where(bits < SMALLEST_NORMAL_BITS, 0, bits)
+
+
+def matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
+    """a [m, k] @ b [n, k].T + bias, in float64, rounded to float32 and then to dtype."""
+    y = double(a) @ double(b).t()
+    if bias is not None:
+        y = y + bias.to(torch.float64)
+    return y.to(torch.float32).to(dtype)
+
+
+def double(q: Quantized) -> Tensor:
+    """The dequantized operand in float64, where no scale overflows."""
+    return q.values().to(torch.float64) * spread(q.scales().to(torch.float64), q.spec.block, q.shape)

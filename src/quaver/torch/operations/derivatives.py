@@ -1,0 +1,73 @@
+"""An error for a gradient that is differentiated again and would otherwise pass for a constant."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+#: The sentence for linear layers.
+NO_DOUBLE_BACKWARD = (
+    "quantized layers have no second derivative: rounding has none. Compute the part that is differentiated twice in "
+    "high precision: with quaver.torch.autocast(enabled=False)"
+)
+
+
+def no_second_derivative(grads: tuple[Any, ...], sentence: str, *sources: Any) -> tuple[Any, ...]:
+    """The gradients, tied to what they depend on: differentiating one raises a NotImplementedError of this sentence.
+
+    Args:
+        grads: what a backward found, tensors and whatever else.
+        sentence: why there is none, and what to do.
+        sources: what the gradients depend on, tensors or None.
+    """
+    tied = *sources, torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+    return tuple(_Refuse.apply(g, sentence, *tied) if isinstance(g, Tensor) else g for g in grads)
+
+
+def first_derivative(run: Callable[[Any, Tensor], tuple[Any, ...]], ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    """run(ctx, g), the backward of a linear layer whose weight was saved first.
+
+    Under create_graph=True the gradients exist, only their own derivative does not.
+    """
+    if not torch.is_grad_enabled():
+        return run(ctx, g)
+    with torch.no_grad():
+        grads = run(ctx, g)
+    return no_second_derivative(grads, NO_DOUBLE_BACKWARD, g, ctx.saved_tensors[0])
+
+
+class _Refuse(torch.autograd.Function):
+    """A gradient as it is, tied to what it depends on."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, sentence: str, *sources: Tensor | None) -> Tensor:
+        ctx.sentence = sentence
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        raise NotImplementedError(ctx.sentence)
+
+
+def refuse_transforms(*tensors: Tensor | None) -> None:
+    """Raise a NotImplementedError under vmap, torch.func.grad and forward mode."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(NO_FUNCTORCH)
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(t).tangent is not None for t in tensors if t is not None
+    ):
+        raise NotImplementedError(NO_FORWARD_MODE)
+
+
+NO_FORWARD_MODE = (
+    "quantized layers have no forward-mode derivative; use reverse mode, or run them in high precision for this: "
+    "with quaver.torch.autocast(enabled=False)"
+)
+
+
+NO_FUNCTORCH = (
+    "quantized layers do not run under torch.func transforms such as vmap and grad; loop over the batch and use "
+    "torch.autograd, or run them in high precision for this: with quaver.torch.autocast(enabled=False)"
+)

@@ -1,0 +1,1 @@
+"""What outlives a call, and nothing else: recipe in force, histories, counts, kept weights, logs of recomputation."""

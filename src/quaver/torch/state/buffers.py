@@ -1,0 +1,104 @@
+"""The buffers that recipes keep state in: making them, and making a checkpoint of any recipe fit."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from quaver.core.spec import Recipe
+from quaver.torch.state import recomputation
+from quaver.torch.state.history import amax
+from quaver.torch.state.noise import fresh_count, streams
+
+#: Buffers that recipes add.
+STATE = ("history", "factor", "count")
+
+
+def prepare(layer: nn.Module, recipe: Recipe) -> None:
+    """Give a layer the buffers that a recipe keeps state in: for training, nothing else writes them."""
+    if recomputation.replaying():
+        # The first run has prepared it; since then another recipe may have.
+        return
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return prepare(layer, recipe)
+    if recipe.delayed is not None:
+        amax.prepare(layer, recipe)
+    if recipe.stochastic:
+        streams(layer)
+        if layer._buffers.get("count") is None:
+            layer.register_buffer("count", fresh_count(layer))
+    layer.__dict__["_prepared"] = recipe
+
+
+def outlast(layer: nn.Module) -> None:
+    """Make ordinary tensors of buffers that a copy, a load or a move in inference mode has made: torch forbids writes
+    to those elsewhere, and any step may roll a history."""
+    for name in STATE:
+        buffer = layer._buffers.get(name)
+        if buffer is not None and buffer.is_inference():
+            with torch.inference_mode(False):
+                layer._buffers[name] = buffer.clone()
+
+
+def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) -> None:
+    """Make a checkpoint of any recipe fit: adopt state that the layer may need yet, drop what its recipe does not."""
+    for name in STATE:
+        key = prefix + name
+        mine, given = layer._buffers.get(name), state_dict.get(key)
+        if given is None:
+            if mine is not None and name != "factor":
+                _warn_once(load, f"{key} is not in the checkpoint (another recipe wrote it): it starts fresh")
+                _start_fresh(layer, name, state_dict, prefix)
+        elif mine is None and layer.recipe is not None:
+            del state_dict[key]
+        elif mine is None:
+            layer.register_buffer(name, given.detach().clone().to(layer.weight.device))
+            amax.register(layer)
+        elif mine.shape != given.shape:
+            _warn_once(
+                load,
+                f"{key} has shape {tuple(given.shape)} in the checkpoint and {tuple(mine.shape)} here (another history "
+                "length): it starts fresh",
+            )
+            _start_fresh(layer, name, state_dict, prefix)
+        else:
+            state_dict[key] = given.to(mine.dtype)
+    if prefix + "count" in state_dict:
+        _match_stream(layer, state_dict, prefix + "count")
+
+
+def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
+    """Go on drawing from the stream that the checkpoint's layer drew from, unless it or this one goes by its name."""
+    mine = fresh_count(layer, state_dict[key].device)
+    if int(mine[2]) < 0 or int(state_dict[key][2]) < 0:
+        mine[:2] = state_dict[key][:2]
+        state_dict[key] = mine
+    else:
+        layer.__dict__["_serial"] = int(state_dict[key][2])
+        streams(layer)
+
+
+def _start_fresh(layer: nn.Module, name: str, state_dict: Any, prefix: str) -> None:
+    weight = state_dict.get(prefix + "weight")
+    # A layer on meta takes on what the checkpoint holds, where that lies.
+    device = weight.device if layer.weight.is_meta and weight is not None else layer.weight.device
+    if name == "count":
+        state_dict[prefix + name] = fresh_count(layer, device)
+        return
+    for buffer in ("history", "factor"):
+        state_dict[prefix + buffer] = torch.zeros_like(layer._buffers[buffer], device=device)  # type: ignore[arg-type]
+
+
+class _Load:
+    """The load_state_dict that warned last, known by the list it collects missing keys in."""
+
+    current: object = None
+
+
+def _warn_once(load: object, sentence: str) -> None:
+    """Warn for the first layer of a load; the others say the same."""
+    if _Load.current is not load:
+        _Load.current = load
+        warnings.warn(sentence + ", and so does what other layers lack", stacklevel=2)

@@ -1,0 +1,107 @@
+"""How many values of each operand saturated, were flushed to zero or were not finite.
+
+Off by default, and then free: a quantization looks at one attribute, `active.counters`. That is one for the process
+and not for the thread, because on a GPU backward runs in another thread than forward.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.text.tables import html_lines, html_table
+from quaver.torch.numerics.hadamard import rotate
+from quaver.torch.numerics.quantized import Quantized, spread
+from quaver.torch.state.kept_weights import refresh
+
+
+@dataclass
+class Counts:
+    """Counts of one operand of one layer, over everything quantized while counting."""
+
+    elements: int = 0
+    #: Stored as the largest magnitude though larger.
+    saturated: int = 0
+    #: Stored as zero though not zero.
+    flushed: int = 0
+    #: Infinities and NaN.
+    nonfinite: int = 0
+
+
+HEADER = ("layer", "operand", "elements", "saturated", "flushed", "non-finite")
+NOTHING = "nothing was quantized while counting (compiled layers are not counted)"
+
+
+class Counters:
+    """Counts by layer and operand: "input", "weight", "grad_output", and with ".T" the copies for other GEMMs.
+
+    `table[layer][operand]` is a `Counts`; an operand that two GEMMs share is counted once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self.table: dict[str, dict[str, Counts]] = defaultdict(lambda: defaultdict(Counts))
+
+    def note(self, layer: nn.Module, operand: str, x: Tensor, q: Quantized) -> None:
+        """Add up one operand; x is what was quantized, before a Hadamard."""
+        name = self._names.get(id(layer))
+        if name is None or torch.compiler.is_compiling():
+            return
+        counts = self.table[name][operand]
+        given = x.detach().to(torch.float32)
+        exact = (rotate(given) if q.spec.hadamard else given).abs()
+        finite = exact.isfinite()
+        # Where a scale is rounded, its largest value may miss the amax that it was made from by its last bits.
+        tolerance = 1.0 if q.spec.power_of_two else 1.0 + 2.0**-22
+        largest = q.spec.format.max * spread(q.scales(), q.spec.block, q.shape) * tolerance
+        counts.elements += given.numel()
+        counts.saturated += int((finite & (exact > largest)).sum())
+        counts.flushed += int((finite & (exact > 0) & (q.values() == 0)).sum())
+        counts.nonfinite += int((~given.isfinite()).sum())
+
+    def _rows(self) -> list[tuple[str, str, int, int, int, int]]:
+        return [
+            (layer or "(root)", operand, c.elements, c.saturated, c.flushed, c.nonfinite)
+            for layer, operands in self.table.items()
+            for operand, c in operands.items()
+        ]
+
+    def __str__(self) -> str:
+        lines = [_line(row) for row in (HEADER, *self._rows())]
+        return "\n".join(lines) if self.table else NOTHING
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html_table(HEADER, self._rows()) if self.table else html_lines([NOTHING])
+
+
+def _line(row: Sequence[object]) -> str:
+    layer, operand, *numbers = row
+    return f"{layer:<40}{operand:<16}" + "".join(f"{n:>12}" for n in numbers)
+
+
+class _Active:
+    counters: Counters | None = None
+
+
+active = _Active()
+
+
+@contextmanager
+def count(model: nn.Module) -> Iterator[Counters]:
+    """Count while this is open, in eager mode: `with count(model) as counters: step()`, then `print(counters)`.
+
+    A weight is counted each time it is quantized; those kept from before are quantized anew.
+    """
+    before = active.counters
+    refresh(model)
+    active.counters = Counters(model)
+    try:
+        yield active.counters
+    finally:
+        active.counters = before

@@ -1,0 +1,249 @@
+"""Delayed scaling's state in a layer: a window of amaxes and the factors that follow from it, as plain buffers.
+
+`history` [length, 3] and `factor` [3] have a column each for input, weight and grad_output. Row 0 is what the present
+step has recorded so far; a factor of 0 is unset, and the tensor's own amax is used. On a CPU in eager mode the numbers
+are read and written as Python floats; on a GPU one launch rolls a whole model (`quaver.torch.state.history.on_gpu`);
+elsewhere, and inside compiled code, everything is tensor arithmetic without a synchronization.
+"""
+
+import itertools
+import math
+import warnings
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu.launching import device
+from quaver.torch.state import recomputation
+
+INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
+
+#: Every quantizable layer, by number, and the numbers of the layers.
+_layers: dict[int, "weakref.ref[nn.Module]"] = {}
+_numbers: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+_serials = itertools.count()
+#: Filled once any layer has a history: until then no step looks for one.
+_histories: dict[str, bool] = {}
+
+
+class _Views:
+    """A layer's buffers as numpy arrays of the same memory, and the address by which a change of memory is seen.
+
+    Reading and writing a few floats through numpy takes a fifth of the time it takes through torch.
+    """
+
+    __slots__ = ("address", "columns", "factor", "factors", "flat", "history", "newest", "recorded", "tops", "version")
+
+    def __init__(self, history: Tensor, factor: Tensor) -> None:
+        self.history = history
+        self.factor = factor
+        self.address = history.data_ptr()
+        self.columns = history.detach().t().numpy()  # [3, length], contiguous
+        self.flat = self.columns.reshape(-1) if self.columns.flags.c_contiguous else None
+        self.newest = self.columns[:, 0]
+        self.factors = factor.detach().numpy()
+        #: True if eager code noted something since the last roll; compiled code and loading raise the version.
+        self.recorded = False
+        self.version = -1
+        #: The largest value of each column but for row 0: searching a window takes longer than all the rest of a roll.
+        self.tops: list[float] | None = None
+
+
+def prepare(layer: nn.Module, recipe: Recipe) -> None:
+    """Give a layer the buffers that a delayed recipe needs, unless it has them."""
+    assert recipe.delayed is not None
+    length = recipe.delayed.length
+    history, factor = layer._buffers.get("history"), layer._buffers.get("factor")
+    if history is None or factor is None or history.shape[0] != length:
+        if history is not None and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"a layer's history of {history.shape[0]} steps makes room for one of {length}, which starts fresh",
+                stacklevel=4,
+            )
+        where: torch.device = layer.weight.device  # type: ignore[assignment]
+        # Stored column by column, so that a window is contiguous.
+        layer.register_buffer("history", torch.zeros((3, length), dtype=torch.float32, device=where).t())
+        layer.register_buffer("factor", torch.zeros(3, dtype=torch.float32, device=where))
+    elif layer.__dict__.get("_delayed", recipe) is not recipe:
+        # Factors for other formats or another margin: the next roll finds new ones.
+        factor.zero_()
+    register(layer)
+    layer.__dict__["_delayed"] = recipe
+    layer.__dict__.pop("_copied", None)
+
+
+def register(layer: nn.Module) -> None:
+    """Number a layer, so that autocast can roll its history and a compiled backward can find it."""
+    if layer._buffers.get("history") is not None and not _histories:
+        _histories["any"] = True
+    if "_number" in layer.__dict__:
+        return
+    number = _numbers.get(layer)
+    if number is None:
+        number = _numbers[layer] = next(_serials)
+        _layers[number] = weakref.ref(layer, partial(_forget, number, _layers))
+    with torch.inference_mode(False):
+        layer.__dict__["_number"] = torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def _forget(number: int, known: dict[int, Any], _: object) -> None:
+    known.pop(number, None)
+
+
+def layers() -> list[nn.Module]:
+    """Every layer alive that has a history, in order of construction."""
+    if not _histories:
+        return []
+    alive = [ref() for ref in list(_layers.values())]
+    return [layer for layer in alive if layer is not None and layer._buffers.get("history") is not None]
+
+
+def column_specs(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
+    """The specs behind the three columns."""
+    assert recipe.fprop.a is not None and recipe.fprop.b is not None and recipe.dgrad.a is not None
+    return recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
+
+
+def saved_factors(layer: nn.Module) -> Tensor | list[float]:
+    """The factors as a forward sees them, for its backward: later rolls do not change them.
+
+    Unset without a history and on meta.
+    A forward that is run again sees what it saw first.
+    """
+    factor = layer._buffers.get("factor")
+    if factor is None or factor.is_meta:
+        if not torch.compiler.is_compiling():
+            return [0.0] * 3
+        return torch.zeros(3, dtype=torch.float32, device=layer.weight.device)  # type: ignore[arg-type]
+    if torch.compiler.is_compiling():
+        return factor.clone()
+    factors: Tensor | list[float] = views(layer).factors.tolist() if factor.is_cpu else _on_device(layer, factor)
+    if recomputation.state.replay is not None or recomputation.state.writing:
+        factors = recomputation.noted(layer, "factors", factors)
+    return factors
+
+
+def _on_device(layer: nn.Module, factor: Tensor) -> Tensor:
+    stacked: Any = layer.__dict__.get("_stacked")
+    copied: Tensor | None = None if stacked is None else stacked[0].snapshot(stacked[1], factor)
+    if copied is None:
+        return factor.clone()
+    # Wherever these factors go, whether they are set goes with them.
+    copied.known_set = stacked[0].is_set(stacked[1], factor)  # type: ignore[attr-defined]
+    return copied
+
+
+def is_set(layer: nn.Module, column: int, factors: "Tensor | list[float] | None" = None) -> bool:
+    """True if a factor is known not to be 0, without a synchronization: one pass over the tensor is then enough.
+
+    A GPU says so a step or two late, and anew after loading or another recipe; a write through `.data` goes unseen.
+
+    Args:
+        factors: what `saved_factors` gave; without them the answer is for a forward that takes the present ones, and
+            never yes inside a backward, whose forward may have seen others.
+    """
+    if isinstance(factors, list):
+        return factors[column] != 0.0
+    if torch.compiler.is_compiling():
+        return False
+    if factors is not None:
+        known: list[bool] | None = getattr(factors, "known_set", None)
+        return known is not None and known[column]
+    factor = layer._buffers.get("factor")
+    if factor is None or factor.is_meta or torch._C._current_graph_task_id() != -1:
+        return False
+    if factor.is_cpu:
+        return bool(views(layer).factors[column] != 0.0)
+    stacked = layer.__dict__.get("_stacked")
+    return stacked is not None and bool(stacked[0].is_set(stacked[1], factor)[column])
+
+
+def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
+    """The place where the kernel that casts x may note its amax: a view of one element, history[0, column].
+
+    None where that is left to `record`: in compiled code, in a forward that runs again, off a GPU.
+    """
+    history = layer._buffers["history"]
+    assert history is not None
+    if torch.compiler.is_compiling() or recomputation.replaying() or history.device != x.device:
+        return None
+    if history.dtype is not torch.float32 or not _launched(history):
+        return None
+    cached = layer.__dict__.get("_newest")
+    # A view costs the host as much as a launch.
+    if cached is None or cached[0] is not history or cached[1] != history.data_ptr():
+        row = history.detach()[0]
+        cached = layer.__dict__["_newest"] = history, history.data_ptr(), [row[i : i + 1] for i in range(3)]
+    entry: Tensor = cached[2][column]
+    return entry
+
+
+def record(layer: nn.Module, column: int, amax: Tensor | float | None, noted: bool = False) -> None:
+    """Note an amax in row 0; infinities and NaN are not noted, lest one overflow freeze the scale.
+
+    Args:
+        noted: True if the kernel that measured it has noted it, in the view that `newest` gave.
+    """
+    if recomputation.replaying():
+        return
+    if noted:
+        history = layer._buffers["history"]
+        if history is not None and history.is_cpu:
+            views(layer).recorded = True
+        return
+    if isinstance(amax, float):
+        seen = views(layer)
+        if amax < math.inf and seen.newest[column] < amax:
+            seen.newest[column] = amax
+            seen.recorded = True
+        return
+    assert isinstance(amax, Tensor)
+    history = layer._buffers["history"]
+    assert history is not None
+    if not torch.compiler.is_compiling() and _launched(history) and history.device == amax.device:
+        from quaver.torch.state.history import on_gpu as kernels
+
+        kernels.note(history, column, amax)
+        if history.is_cpu:
+            views(layer).recorded = True
+        return
+    value = torch.where(amax < math.inf, amax, 0.0).reshape(())
+    history[0, column] = torch.maximum(history[0, column], value)
+
+
+def record_gradient(number: Tensor, amax: Tensor) -> None:
+    """`record` for a compiled backward, which may not write to a buffer that its forward has written to: it hands over
+    the layer's number, and the write happens where the compiler does not look."""
+    ref = _layers.get(int(number))
+    layer = None if ref is None else ref()
+    if layer is not None and layer._buffers.get("history") is not None:
+        # Compiled layers belong to no step: see `quaver.torch.state.history.steps`.
+        layer.__dict__.pop("_step", None)
+        record(layer, GRAD_OUTPUT, amax)
+
+
+def views(layer: nn.Module) -> _Views:
+    """The layer's buffers and their views, made again when the layer has other buffers."""
+    buffers = layer._buffers
+    history, factor = buffers["history"], buffers["factor"]
+    assert history is not None and factor is not None
+    cached = layer.__dict__.get("_views")
+    if (
+        cached is None
+        or cached.history is not history
+        or cached.factor is not factor
+        or (cached.address != history.data_ptr())
+    ):
+        cached = layer.__dict__["_views"] = _Views(history, factor)
+    return cached
+
+
+def _launched(history: Tensor) -> bool:
+    """True if a kernel rolls and notes in a history: on a GPU, or under `only("triton")` on a CPU."""
+    if history.is_cpu and "triton" not in device.asked:
+        return False
+    return not history.is_meta and not device.why_no_kernels(history.device)

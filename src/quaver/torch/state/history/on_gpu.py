@@ -1,0 +1,194 @@
+"""Delayed scaling's state on a GPU: the histories of a model rolled by one launch, what a step saw noted by another.
+
+Histories and factors stay ordinary buffers of their layers, so that moving, copying, loading and pickling a layer need
+no care: a table of their addresses on the device is made once and again when a buffer is another. (One allocation that
+all buffers are views of would be torn apart by each of those, by `to_empty` and by load_state_dict(assign=True).)
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.spec import Delayed, QuantSpec
+from quaver.kernels.quantizing.roll import note as note_kernel
+from quaver.kernels.quantizing.roll import roll as roll_kernel
+from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.backends.gpu.launching.launch import aligned, keep, launcher, table
+
+#: The longest history that one program reads at once.
+LONGEST = 16384
+#: 2**-margin beyond these bounds saturates any factor.
+MARGIN = 600
+WARPS = 4
+
+_rolls = table()
+_notes = table()
+#: By layer, the stacks whose tables a captured graph reads at every replay: they stay while one of their layers lives.
+#: A graph that outlives its layers reads parameters that are gone.
+_captured: "weakref.WeakKeyDictionary[nn.Module, set[Stack]]" = weakref.WeakKeyDictionary()
+
+
+def reason(history: Tensor, factor: Tensor) -> str:
+    """Why no kernel rolls this history, or ""; the device has been asked before."""
+    if history.dtype is not torch.float32 or factor.dtype is not torch.float32 or not factor.is_contiguous():
+        return "history and factor are not float32 as they were made"
+    if history.shape[0] > LONGEST:
+        return f"a history of {history.shape[0]} steps is longer than {LONGEST}, which one program reads at once"
+    return ""
+
+
+class Stack:
+    """The layers that one launch rolls: one rule, one device, histories that lie alike."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.histories = [layer._buffers["history"] for layer in layers]
+        self.factors = [layer._buffers["factor"] for layer in layers]
+        self.addresses = _addresses(self.histories, self.factors)
+        self.device = self.histories[0].device  # type: ignore[union-attr]
+        flat = torch.tensor(self.addresses, dtype=torch.int64, device="cpu").view(-1, 2)
+        self.table = flat.to(self.device)
+        #: All factors after the last roll [layers, 3], and the versions that the buffers had then.
+        self.rolled: Tensor | None = None
+        self.versions: list[int] = []
+        #: Whether that roll was captured into a graph, or that was rehearsed.
+        self.captured = False
+        #: Which factors are known not to be 0, and a copy under way that will tell.
+        self.known: list[list[bool]] | None = None
+        self._host: Tensor | None = None
+        self._arrived: Any = None
+        for index, layer in enumerate(layers):
+            layer.__dict__["_stacked"] = self, index
+
+    def fits(self, layers: Sequence[nn.Module]) -> bool:
+        """True if these are still its layers, with the buffers whose addresses the table has."""
+        if len(layers) != len(self.histories):
+            return False
+        for i, layer in enumerate(layers):
+            buffers, stacked = layer._buffers, layer.__dict__.get("_stacked")
+            if stacked is None or stacked[0] is not self or stacked[1] != i:
+                return False
+            if buffers["history"] is not self.histories[i] or buffers["factor"] is not self.factors[i]:
+                return False
+        return _addresses(self.histories, self.factors) == self.addresses
+
+    def snapshot(self, index: int, factor: Tensor) -> Tensor | None:
+        """A layer's factors as the last roll left them, which later rolls do not change; None if they are others."""
+        if self.rolled is None or not self._holds(index, factor) or self.captured != capture.as_captured(self.device):
+            return None
+        return self.rolled[index]
+
+    def is_set(self, index: int, factor: Tensor) -> list[bool]:
+        """Which of a layer's factors are known not to be 0: neither a guess nor a synchronization."""
+        return self.known[index] if self.known is not None and self._holds(index, factor) else [False] * 3
+
+    def _holds(self, index: int, factor: Tensor) -> bool:
+        # Loading and zeroing raise the version.
+        same = factor is self.factors[index] and bool(self.versions)
+        return same and not factor.is_inference() and factor._version == self.versions[index]
+
+    def roll(self, delayed: Delayed, specs: tuple[QuantSpec, QuantSpec, QuantSpec]) -> None:
+        """End a step for its layers. Exact: `quaver.core.reference.history.roll` of each column."""
+        capturing = capture.capturing(self.device)
+        if not capturing:
+            self._look()
+        rolled = torch.empty((len(self.histories), 3), dtype=torch.float32, device=self.device)
+        history = self.histories[0]
+        assert history is not None
+        launch(self.table, rolled, history, delayed, specs)
+        if _versions(self.factors) != self.versions:
+            self.known, self._host, self._arrived = None, None, None
+        # What goes by a factor's version, such as a weight that is kept in eight bits, must see that it was written.
+        written = [t for t in (*self.histories, *self.factors) if t is not None and not t.is_inference()]
+        torch.autograd.graph.increment_version(written)
+        self.rolled, self.versions = rolled, _versions(self.factors)
+        self.captured = capture.as_captured(self.device)
+        if not capturing and self._host is None and not (self.known and all(map(all, self.known))):
+            self._ask(rolled)
+
+    def _ask(self, rolled: Tensor) -> None:
+        """Copy the factors to the host behind the work that is queued there."""
+        if self.device.type != "cuda":
+            self._host = rolled
+            return
+        self._host = torch.empty(rolled.shape, dtype=rolled.dtype, device="cpu", pin_memory=True)
+        self._host.copy_(rolled, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(self.device))
+
+    def _look(self) -> None:
+        if self._host is None or (self._arrived is not None and not self._arrived.query()):
+            return
+        self.known = (self._host != 0).tolist()
+        self._host = self._arrived = None
+
+
+def roll(layers: Sequence[nn.Module], delayed: Delayed, specs: tuple[QuantSpec, QuantSpec, QuantSpec]) -> bool:
+    """Roll layers of one rule, device, length and layout in one launch; False where a table would have to be made while
+    a CUDA graph is captured, which cannot copy it."""
+    stacked = layers[0].__dict__.get("_stacked")
+    stack: Stack | None = None if stacked is None else stacked[0]
+    if stack is None or not stack.fits(layers):
+        device: torch.device = layers[0]._buffers["history"].device  # type: ignore[union-attr]
+        if capture.capturing(device):
+            return False
+        stack = Stack(layers)
+    if capture.capturing(stack.device):
+        for layer in layers:
+            _captured.setdefault(layer, set()).add(stack)
+    stack.roll(delayed, specs)
+    return True
+
+
+def launch(
+    addresses: Tensor,
+    factors: Tensor,
+    history: Tensor,
+    delayed: Delayed,
+    specs: tuple[QuantSpec, QuantSpec, QuantSpec],
+) -> None:
+    """The kernel.
+
+    Args:
+        addresses: int64 [layers, 2].
+        factors: float32 [layers, 3], to be written.
+        history: one of them, [length, 3]: how they lie.
+    """
+    count, (length, _) = addresses.shape[0], history.shape
+    key = (count, length, history.stride(), delayed, specs, addresses.device)
+    run = _rolls.get(key)
+    if run is None:
+        constants: dict[str, Any] = {"BLOCK": _power(length), "LARGEST": delayed.algorithm == "max"}
+        for i, spec in enumerate(specs):
+            fmt = spec.format
+            constants |= {f"POWER{i}": spec.power_of_two, f"EMAX{i}": fmt.emax}
+            constants |= {f"TOP{i}": fmt.max_mantissa, f"MAX{i}": float(fmt.max)}
+        margin = max(-MARGIN, min(MARGIN, delayed.margin))
+        numbers = (length, *history.stride(), margin)
+        prepared = launcher(roll_kernel, (count, 3), (addresses, factors), numbers, constants, WARPS)
+        run = keep(_rolls, key, prepared)
+    run(addresses, factors)
+
+
+def note(history: Tensor, column: int, top: Tensor) -> None:
+    """history[0, column] = the larger of itself and top, float32 of one element; not finite ones are not noted."""
+    at = column * history.stride(1)
+    key = (at, history.device, aligned(history))
+    run = _notes.get(key)
+    if run is None:
+        run = keep(_notes, key, launcher(note_kernel, (1,), (history, top), (at,), warps=1))
+    run(history, top)
+
+
+def _versions(factors: Sequence[Tensor | None]) -> list[int]:
+    return [-1 if f is None or f.is_inference() else f._version for f in factors]
+
+
+def _addresses(histories: Sequence[Tensor | None], factors: Sequence[Tensor | None]) -> list[int]:
+    return [t.data_ptr() for pair in zip(histories, factors, strict=True) for t in pair if t is not None]
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,165 @@
+"""The end of a step of delayed scaling: what was recorded joins each window, and the factors follow.
+
+On a CPU in eager mode as Python floats, on a GPU by one launch for a whole model (`on_gpu`), elsewhere as tensor
+arithmetic. Exact: `quaver.core.reference.history.roll` column by column.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quaver.core.numbers.scaling import FACTOR_EXPONENTS, FLT_MAX
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.backends.cpu.fp8 import SMALLEST_NORMAL, host_factor
+from quaver.torch.numerics.rounding import exponent, power_of_two
+from quaver.torch.state.history import amax
+
+
+def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
+    """End a step for every layer with a history, whatever model and thread it belongs to."""
+    everything = amax.layers()
+    reduce(everything, group)
+    roll(everything, recipe)
+
+
+def has_ranks(group: Any) -> bool:
+    """Whether a process group, the default one if there is any, has more than one rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def reduce(layers: Iterable[nn.Module], group: Any = None) -> None:
+    """Row 0 of each history becomes the maximum over a process group, the default one if there is any."""
+    if has_ranks(group):
+        # A copy that only one rank holds, an average of weights for instance, must not wait for the others.
+        # One that is on meta yet has nothing to say.
+        _reduce([layer for layer in layers if "_copied" not in layer.__dict__ and not layer.history.is_meta], group)
+
+
+def same_group(one: Any, other: Any) -> bool:
+    """Whether two process groups are one; None is the default group."""
+    if one is other or not (dist.is_available() and dist.is_initialized()):
+        return True
+    default = dist.group.WORLD
+    return (default if one is None else one) is (default if other is None else other)
+
+
+def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:
+    """What the step recorded joins each window, and the factors follow; a column that recorded nothing stays.
+
+    Args:
+        layers: with a history; `reduce` comes first where there are several ranks.
+        recipe: of layers that were given a history by a checkpoint and have not run under any yet.
+    Exact: `quaver.core.reference.history.roll` column by column.
+    """
+    together: dict[Any, list[nn.Module]] = {}
+    for layer in layers:
+        rule = layer.__dict__.get("_delayed", recipe)
+        history = layer._buffers["history"]
+        assert history is not None
+        if rule is None or rule.delayed is None:
+            continue
+        if torch.compiler.is_compiling():
+            _roll_tensors(layer, rule)
+        elif amax._launched(history):
+            key = history.device, rule, history.shape[0], history.stride()
+            together.setdefault(key, []).append(layer)
+        elif not history.is_cpu:
+            _roll_tensors(layer, rule)
+        else:
+            seen = amax.views(layer)
+            if seen.recorded or seen.version != history._version:
+                _roll_floats(seen, rule)
+    for (_, rule, *_), alike in together.items():
+        _roll_together(alike, rule)
+
+
+def _roll_together(layers: list[nn.Module], rule: Recipe) -> None:
+    from quaver.torch.state.history import on_gpu as kernels
+
+    assert rule.delayed is not None
+    first: Any = layers[0]._buffers
+    for layer in layers:
+        # What is remembered of its buffers on a CPU is true no longer.
+        layer.__dict__.pop("_views", None)
+    if kernels.reason(first["history"], first["factor"]) or not kernels.roll(
+        layers, rule.delayed, amax.column_specs(rule)
+    ):
+        for layer in layers:
+            _roll_tensors(layer, rule)
+
+
+@torch.no_grad()
+def _reduce(layers: list[nn.Module], group: Any) -> None:
+    if not layers:
+        return
+    rows: list[Tensor] = [layer._buffers["history"][0] for layer in layers]  # type: ignore[index]
+    flat = torch.cat(rows)
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+    torch._foreach_copy_(rows, list(flat.split(3)))
+
+
+def _roll_floats(seen: amax._Views, recipe: Recipe) -> None:
+    if seen.version != seen.history._version:
+        seen.version, seen.tops = seen.history._version, None
+    seen.recorded = False
+    newest = seen.newest.tolist()
+    if not any(newest):
+        return
+    assert recipe.delayed is not None
+    columns = seen.columns
+    if seen.tops is None:
+        seen.tops = columns[:, 1:].max(1, initial=0.0).tolist()
+    oldest = columns[:, 1 % columns.shape[1]].tolist()
+    if all(newest) and seen.flat is not None:
+        # Every value moves one place down; what leaves a column at its front enters the one before it at its end,
+        # where the newest belongs.
+        seen.flat[:-1] = seen.flat[1:]
+        columns[:, -1] = newest
+        seen.newest[:] = 0.0
+    else:
+        for i, value in enumerate(newest):
+            if value > 0.0:
+                columns[i, :-1] = columns[i, 1:].copy()
+                columns[i, -1] = value
+                columns[i, 0] = 0.0
+    for i, spec in enumerate(amax.column_specs(recipe)):
+        if newest[i] > 0.0:
+            largest = max(seen.tops[i], newest[i])
+            top = largest if recipe.delayed.algorithm == "max" else newest[i]
+            seen.factors[i] = _factor(top, spec, recipe.delayed.margin)
+            gone = columns.shape[1] == 1 or oldest[i] == largest > newest[i]
+            seen.tops[i] = float(columns[i].max()) if gone else largest
+
+
+def _factor(amax: float, spec: QuantSpec, margin: int) -> float:
+    e = host_factor(amax, spec.format, spec.power_of_two)
+    if margin == 0:
+        return e
+    largest = 2.0 ** FACTOR_EXPONENTS[1] if spec.power_of_two else float(FLT_MAX)
+    return min(max(math.ldexp(e, -margin), SMALLEST_NORMAL), largest)
+
+
+@torch.no_grad()
+def _roll_tensors(layer: nn.Module, recipe: Recipe) -> None:
+    history, factor = layer._buffers["history"], layer._buffers["factor"]
+    assert history is not None and factor is not None and recipe.delayed is not None
+    newest = history[0].clone()
+    top = history.amax(0) if recipe.delayed.algorithm == "max" else newest
+    rolled = history.roll(-1, 0)
+    rolled[0] = 0.0
+    e = torch.stack([_factor_tensor(top[i], s, recipe.delayed.margin) for i, s in enumerate(amax.column_specs(recipe))])
+    history.copy_(torch.where(newest > 0, rolled, history))
+    factor.copy_(torch.where(newest > 0, e, factor))
+
+
+def _factor_tensor(amax: Tensor, spec: QuantSpec, margin: int) -> Tensor:
+    if spec.power_of_two:
+        p = exponent(amax.view(torch.int32), spec.format) - margin
+        return power_of_two(p.clamp(*FACTOR_EXPONENTS))
+    e = torch.full_like(amax, spec.format.max) / amax.clamp(min=SMALLEST_NORMAL)
+    e = e.clamp(SMALLEST_NORMAL, float(FLT_MAX)).double() * 2.0**-margin
+    return e.clamp(SMALLEST_NORMAL, float(FLT_MAX)).float()

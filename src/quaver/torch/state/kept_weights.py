@@ -1,0 +1,332 @@
+"""A layer's quantized weight, kept for the micro-batches of one optimizer step and no longer.
+
+Much writes to a weight and leaves no trace: fused optimizers, collectives, FSDP's gathers, whatever shares its memory.
+So a window opens with a forward in gradient mode, whether the weight requires a gradient or not, and ends with the next
+step of any optimizer, or once the gradient is gone that a backward has left. Inside it the parameter, its version,
+address and storage must be the same, and setting a layer's weight drops what is kept: FSDP2 sets it whenever it gathers
+or frees it. A forward without gradients keeps, uses and drops nothing, unless `quaver.torch.frozen` holds its layer.
+
+What is kept belongs to one layer in one process: it is neither copied, pickled nor part of the state dict.
+"""
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from quaver.core.spec import QuantSpec
+from quaver.torch.numerics.quantized import Quantized
+
+
+class _Steps:
+    """How often any optimizer has begun or ended a step since a weight was first kept, and how many were replayed."""
+
+    count = 0
+    replayed = 0
+    hooked = False
+
+
+_lock = threading.Lock()
+
+
+class _Window:
+    """A parameter between two changes; layers of one parameter share it.
+
+    A parameter goes by its identity, not by a weak reference, which `torch.utils.swap_tensors` does not allow. A later
+    parameter with the same identity has another storage; on the same storage only a bare write tells them apart.
+    """
+
+    __slots__ = ("address", "held", "parameter", "place", "steps", "storage", "used", "version")
+
+    def __init__(self, weight: Tensor, held: bool, before: "_Window | None" = None) -> None:
+        storage = weight.untyped_storage()
+        #: Its identity, or 0 once the window has ended by itself.
+        self.parameter = id(weight)
+        self.place: int = storage._cdata
+        #: Held weakly, but held: a later storage cannot get its identity, as one can get its address.
+        self.storage: StorageWeakRef = (
+            before.storage if before is not None and before.place == self.place else StorageWeakRef(storage)
+        )
+        self.address = weight.data_ptr()
+        self.version = weight._version
+        #: Whether `frozen` vouches for the weight: then only replayed steps are looked at.
+        self.held = held
+        self.steps = _Steps.replayed if held else _Steps.count
+        #: The backward that made the weight's gradient last, by its number; None before the first.
+        self.used: int | None = None
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether nothing says that the weight has changed since."""
+        if (
+            self.parameter != id(weight)
+            or self.version != weight._version
+            or self.address != weight.data_ptr()
+            or self.place != weight.untyped_storage()._cdata
+        ):
+            return False
+        if self.held:
+            return self.steps == _Steps.replayed
+        if self.used is not None and weight.grad is None and self.used != torch._C._current_graph_task_id():
+            # In the backward that made it the gradient may be on its way.
+            self.parameter = 0
+            return False
+        return self.steps == _Steps.count
+
+
+#: The open window of each parameter, by its identity; a step ends them all.
+_windows: dict[int, _Window] = {}
+#: Of what is not kept.
+_NONE = _Window.__new__(_Window)
+
+
+class Entry:
+    """A quantized weight, and by what it is recognized; a forward hands it to its backward."""
+
+    __slots__ = ("factor", "quantized", "ready", "spec", "window", "written")
+
+    def __init__(
+        self, quantized: Quantized, window: _Window = _NONE, spec: QuantSpec | None = None, factor: float = 0.0
+    ) -> None:
+        #: None once it was freed: a unit of FSDP's holds no codes between forward and backward.
+        self.quantized: Quantized | None = quantized
+        self.window = window
+        self.spec = spec
+        self.factor = factor
+        #: What an implementation has made of it; it goes with it.
+        self.ready: Any = None
+        #: Of a GPU's: `quaver.torch.backends.gpu.launching.written.Written`.
+        self.written: Any = None
+
+    def free(self) -> None:
+        if self.written is not None:
+            self.written.free()
+        self.quantized = self.ready = self.spec = self.written = None
+
+
+class _Kept:
+    """What one layer keeps; a copy of the layer starts without."""
+
+    __slots__ = ("codes", "forwards", "frozen", "held", "now", "seen", "window")
+
+    def __init__(self) -> None:
+        #: Entries by side ("fprop" or "dgrad"): of the window, and while `frozen` holds the layer.
+        self.window: dict[str, Entry] = {}
+        self.held: dict[str, Entry] = {}
+        #: One of the two.
+        self.now = self.window
+        #: How many `frozen` hold the layer.
+        self.frozen = 0
+        #: The operand that a weight of codes is: a view of it.
+        self.codes: Quantized | None = None
+        #: The weight that forwards without gradients have quantized, and how many have.
+        self.seen: tuple[int, ...] = ()
+        self.forwards = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Kept":
+        return _Kept()
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+    def drop(self) -> None:
+        self.window.clear()
+        self.held.clear()
+        self.codes = None
+
+
+def room(layer: nn.Module) -> _Kept:
+    """What a layer keeps."""
+    kept: _Kept | None = layer.__dict__.get("_weights")
+    if kept is None:
+        kept = layer.__dict__.setdefault("_weights", _Kept())
+    return kept
+
+
+def lookup(
+    layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: float, training: bool = True
+) -> Entry | None:
+    """What is kept for a side ("fprop" or "dgrad"), or None where the weight, spec or factor may have changed.
+
+    Args:
+        training: whether the forward that asks runs, or ran, in gradient mode.
+    """
+    kept: _Kept | None = layer.__dict__.get("_weights")
+    if kept is None or not (training or kept.frozen):
+        return None
+    if kept.frozen and training:
+        look(layer, weight)
+    entry = kept.now.get(side)
+    if entry is None or entry.spec is not spec or entry.factor != factor or not entry.window.holds(weight):
+        return None
+    return entry if entry.written is None else entry.written.read(entry)
+
+
+def begin(layer: nn.Module, weight: Tensor, training: bool = True) -> _Window | None:
+    """The window that operands of the present weight belong to.
+
+    It is taken before the weight is read, so that what another thread writes or holds meanwhile is seen. None where
+    nothing would show a change of the weight, or the forward has no gradients.
+    """
+    held = frozen(layer)
+    if not (training or held) or not can_keep(layer, weight):
+        return None
+    if not _Steps.hooked:
+        _Steps.hooked = True
+        register_optimizer_step_pre_hook(_count)
+        register_optimizer_step_post_hook(_count)
+    return _window(weight, held)
+
+
+def keep(
+    layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: float, q: Quantized, window: _Window | None
+) -> Entry | None:
+    """Keep an operand in what `begin` gave; None where it gave nothing."""
+    if window is None:
+        return None
+    entry = Entry(q, window, spec, factor)
+    if weight.is_cuda:
+        from quaver.torch.backends.gpu.launching.written import Written
+
+        entry.written = Written(entry, weight.device)
+    kept = room(layer)
+    (kept.held if window.held else kept.window)[side] = entry
+    return entry
+
+
+def _window(weight: Tensor, held: bool) -> _Window:
+    if held:
+        return _Window(weight, True)
+    before = _windows.get(id(weight))
+    if before is not None and before.holds(weight):
+        return before
+    window = _windows[id(weight)] = _Window(weight, False, before)
+    return window
+
+
+def can_keep(layer: nn.Module, weight: Tensor) -> bool:
+    """Whether changes of the weight can be seen, and what is made now outlives the mode it is made in."""
+    return _can_be_seen(weight) and (frozen(layer) or not torch.is_inference_mode_enabled())
+
+
+def _can_be_seen(weight: Tensor) -> bool:
+    """Whether the weight is a plain parameter: a DTensor's address and version say nothing of its shard."""
+    return type(weight) is nn.Parameter and not weight.is_inference()
+
+
+def used(layer: nn.Module) -> None:
+    """Note that a backward has made the weight's gradient: once that is gone, the weight may have changed."""
+    kept: _Kept | None = layer.__dict__.get("_weights")
+    if kept is not None:
+        task = torch._C._current_graph_task_id()
+        # A list, since another thread may keep the layer's weight meanwhile.
+        for entry in list(kept.window.values()):
+            entry.window.used = task
+
+
+def look(layer: nn.Module, weight: Tensor) -> None:
+    """End the layer's window if its gradient is gone: a forward that does not use the window may bring another one."""
+    kept: _Kept | None = layer.__dict__.get("_weights")
+    if kept is not None:
+        for entry in list(kept.window.values()):
+            entry.window.holds(weight)
+
+
+def refresh(model: nn.Module) -> None:
+    """Drop every kept weight of a model.
+
+    Call it after a write that leaves no trace, such as one through `.data` or `.numpy()`, while gradients are left for
+    the next micro-batch or `quaver.torch.frozen` holds the model; elsewhere such writes are seen.
+    """
+    for module in model.modules():
+        drop(module)
+
+
+def drop(layer: nn.Module) -> None:
+    """Drop what one layer keeps of its weight; a forward that has run leaves its codes to its backward."""
+    kept: _Kept | None = layer.__dict__.get("_weights")
+    if kept is not None:
+        kept.drop()
+
+
+def free(layer: nn.Module) -> None:
+    """Drop what one layer keeps of its weight, also what the backwards of forwards that have run would use."""
+    kept: _Kept | None = layer.__dict__.get("_weights")
+    if kept is not None:
+        for entry in [*list(kept.window.values()), *list(kept.held.values())]:
+            entry.free()
+        kept.drop()
+
+
+def _count(*_: object) -> None:
+    with _lock:
+        _Steps.count += 1
+    _windows.clear()
+
+
+def stepped() -> None:
+    """Count a step that no hook has seen, as a replayed one."""
+    _count()
+    with _lock:
+        _Steps.replayed += 1
+
+
+# For `quaver.torch.frozen`.
+
+
+def frozen(layer: nn.Module) -> bool:
+    """Whether a `frozen` holds the layer."""
+    kept: _Kept | None = layer.__dict__.get("_weights")
+    return kept is not None and kept.frozen > 0
+
+
+def freeze(layer: nn.Module) -> None:
+    """Hold a layer's weight once more; what its window has kept waits."""
+    with _lock:
+        kept = room(layer)
+        if not kept.frozen:
+            # A forward of another thread may have kept something after the last one's end.
+            kept.held.clear()
+        kept.frozen += 1
+        kept.now = kept.held
+
+
+def thaw(layer: nn.Module) -> None:
+    """Hold a layer's weight once less; the last one drops what was kept meanwhile."""
+    with _lock:
+        kept = room(layer)
+        kept.frozen = max(0, kept.frozen - 1)
+        if not kept.frozen:
+            kept.now = kept.window
+            kept.held.clear()
+
+
+class _Hint:
+    given = False
+
+
+#: So many forwards without gradients that quantize the same weight are worth a hint.
+FORWARDS = 100
+
+
+def quantized_again(layer: nn.Module, weight: Tensor) -> None:
+    """Count a forward without gradients that has quantized the weight; after `FORWARDS` of them name `frozen`, once."""
+    if _Hint.given or not _can_be_seen(weight) or torch._C._current_graph_task_id() != -1:
+        return
+    kept, seen = room(layer), (id(weight), weight._version, weight.data_ptr(), _Steps.count)
+    if any(entry.window.holds(weight) for entry in list(kept.window.values())):
+        # The layer trains meanwhile: this may be the first pass of a reentrant checkpoint.
+        return
+    kept.forwards = kept.forwards + 1 if kept.seen == seen else 1
+    kept.seen = seen
+    if kept.forwards >= FORWARDS:
+        _Hint.given = True
+        rows, columns = weight.shape
+        warnings.warn(
+            f"a Linear({columns} → {rows}) has quantized the same weight in {FORWARDS} forwards without gradients; run "
+            "them inside `with quaver.torch.frozen(model):`, which quantizes it once",
+            stacklevel=2,
+        )

@@ -1,0 +1,1 @@
+"""What is typed: the command line, the doctor, the plan, and what must be installed; no training."""

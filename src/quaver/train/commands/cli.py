@@ -1,0 +1,328 @@
+"""The `quaver` command: train, compare, generate, doctor, plan.
+
+The options of `train` and `compare` are the fields of `TrainConfig`; one given here goes before the
+`--config` file, which goes before the default. A user's mistake is one sentence on stderr and exit code 1.
+"""
+
+import functools
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Optional, get_args, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import quaver
+from quaver.train.commands import doctor as machine
+from quaver.train.commands import planning
+from quaver.train.configuration import recipe_name
+from quaver.train.configuration.config import TrainConfig, read_toml, reason
+from quaver.train.records.comparison import Run
+from quaver.train.records.metrics import Record, read
+from quaver.train.running.compare import compare_runs
+from quaver.train.running.generation import generate
+from quaver.train.running.interrupt import Interrupted
+from quaver.train.running.loop import folder_of, run_training
+from quaver.train.running.sampling import Sampling
+from quaver.train.showing import report
+from quaver.train.showing.plots import plot_comparison, plot_loss
+from quaver.train.showing.progress import Lines, numbers
+
+app = typer.Typer(
+    help="Train Transformers in FP8, MXFP8 and NVFP4, by exact emulation where the hardware cannot.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    """Turn what a user can mend into one sentence and an exit code, and a warning into a sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = warn
+            yield
+    except Interrupted as stopped:
+        tell(str(stopped), "yellow")
+        raise typer.Exit(stopped.exit_code) from stopped
+    except (ValueError, OSError, Warning, MemoryError) as error:
+        where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+        tell((reason(error) or "there is not enough memory") + where, "red")
+        raise typer.Exit(1) from error
+
+
+def warn(message: Warning | str, *where: object, **options: object) -> None:
+    """Show a warning as one sentence, without the place in the code that gave it."""
+    tell(str(message), "yellow")
+
+
+def tell(line: str, style: str) -> None:
+    """Print a line on stderr; a terminal that has hung up gets none."""
+    with suppress(OSError):
+        err.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each field of TrainConfig but `without`, and call it with those typed."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        table = [option(field) for field in fields(TrainConfig) if field.name not in without]
+        names = [parameter.name for parameter in table]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            typed = {name: given.pop(name) for name in names}
+            with sentences():
+                command({name: value for name, value in typed.items() if value not in (None, [])}, **given)
+
+        run.__signature__ = inspect.Signature([*own, *table])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def option(field: Any) -> inspect.Parameter:
+    """A field of TrainConfig as an option that is None unless typed."""
+    kind, sentence = get_args(get_type_hints(TrainConfig, include_extras=True)[field.name])
+    shown = f"{sentence} (default {field.default})" if field.default not in ("", ()) else sentence
+    kind = kind if kind in (int, float, str) else list[str]
+    annotation: Any = Annotated[Optional[kind], typer.Option(help=shown, show_default=False)]  # noqa: UP045
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def configure(typed: dict[str, Any], file: Path | None, more_text: list[str] | None) -> TrainConfig:
+    """The configuration of a TOML file, if any, under what was typed."""
+    options = (read_toml(file) if file else {}) | typed
+    if more_text and "text" not in typed:
+        raise ValueError(
+            f"{more_text[0]!r} belongs to no option; text goes after --text, everything else after its own"
+        )
+    if "text" in typed:
+        options["text"] = (*typed["text"], *(more_text or ()))
+    return TrainConfig(**options)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"quaver {quaver.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    version: Annotated[
+        bool, typer.Option("--version", help="show the version and exit", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train Transformers in FP8, MXFP8 and NVFP4, by exact emulation where the hardware cannot."""
+
+
+ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with any of these options", metavar="FILE")]
+MoreText = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")]
+
+
+@app.command()
+@with_options()
+def train(
+    typed: dict[str, Any],
+    *,
+    more_text: MoreText = None,
+    config: ConfigFile = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bar or lines")] = False,
+) -> None:
+    """Train a language model under a recipe."""
+    settings = configure(typed, config, more_text)
+    before = folder_of(settings) / "config.toml"
+    if resume and config is None and before.exists():
+        settings = configure({**typed, "out": str(before.parent)}, before, more_text)
+    with bars(quiet) as progress:
+        task = progress.add_task(settings.recipe, total=settings.steps, numbers="")
+        line = lines("", settings, quiet)
+
+        def watch(record: Record) -> None:
+            if "loss" in record:
+                line(record)
+                progress.start()
+                progress.update(task, completed=record["step"], numbers=numbers(record))
+
+        result = run_training(settings, resume=resume, watch=watch)
+    title = f"{settings.model}, {settings.recipe}, seed {settings.seed}"
+    picture = plot_loss(read(result.folder / "metrics.jsonl"), result.folder / "loss.png", title, settings.recipe)
+    say(str(result.conversion))
+    say(f"validation loss {result.validation_loss:.4f} nats a token after {settings.steps} steps")
+    say(f"picture: {picture}")
+
+
+@app.command()
+@with_options("recipe")
+def compare(
+    typed: dict[str, Any],
+    *,
+    more_text: MoreText = None,
+    recipes: Annotated[
+        str, typer.Option(help="separated by commas; bf16 is always among them")
+    ] = "bf16,delayed,tensorwise,mxfp8,nvfp4",
+    seeds: Annotated[int, typer.Option(help="runs per recipe, with seeds --seed, --seed + 1, ...")] = 1,
+    jobs: Annotated[int, typer.Option(help="runs at a time; 0: as many as fill the cores")] = 0,
+    config: ConfigFile = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the runs that are not finished")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bars or lines")] = False,
+) -> None:
+    """Train under several recipes with the same data and seeds, and report the differences from bf16."""
+    settings = configure(typed, config, more_text)
+    with bars(quiet) as progress:
+        tasks: dict[str, TaskID] = {}
+        line: dict[str, Callable[[Record], None]] = {}
+
+        def watch(runs: Sequence[Run]) -> None:
+            progress.start()
+            for run in runs:
+                if run.label not in tasks:
+                    line[run.label] = lines(run.label, run.config, quiet)
+                    tasks[run.label] = progress.add_task(run.label, total=run.config.steps, start=False, numbers="")
+                follow(progress, tasks[run.label], run)
+                for record in [record for record in run.records if "loss" in record][-1:]:
+                    line[run.label](record)
+
+        comparison = compare_runs(
+            settings, recipe_name.split(recipes), seeds=seeds, jobs=jobs, resume=resume, watch=watch
+        )
+    pictures = [plot_comparison(comparison, comparison.folder / "compare.png")] if comparison.rows() else []
+    path = report.write_report(comparison, pictures)
+    if comparison.rows():
+        out.print(report.rich_table(comparison))
+    for note in report.notes(comparison):
+        say(note)
+    say(f"report: {path}")
+    for picture in pictures:
+        say(f"picture: {picture}")
+    if comparison.failures:
+        raise ValueError("\n".join(report.failures(comparison)))
+
+
+@app.command(name="generate")
+def generate_text(
+    run: Annotated[Path, typer.Argument(help="folder of a run of quaver train", metavar="RUN_DIR")],
+    prompt: Annotated[str, typer.Option(help="text to go on from")],
+    tokens: Annotated[int, typer.Option(help="tokens at most; the mark between files ends the text before")] = 200,
+    temperature: Annotated[float, typer.Option(help="logits are divided by it; 0: always the likeliest token")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="choose among so many of the likeliest tokens; 0: all")] = 50,
+    top_p: Annotated[float, typer.Option(help="choose among the likeliest that together have this probability")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the choice")] = 0,
+    recipe: Annotated[str, typer.Option(help="as of train; none: the run's own", show_default=False)] = "",
+    cache: Annotated[
+        str,
+        typer.Option(
+            help="keys and values of earlier tokens: plain, paged, or none (computed again). Where a recipe's scale "
+            "covers a whole tensor it sees other tokens with a cache than without, and the text may differ"
+        ),
+    ] = "plain",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")] = "auto",
+) -> None:
+    """Go on from a prompt with the newest checkpoint of a run."""
+    with sentences():
+        how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        first = iter([prompt])
+
+        def emit(text: str) -> None:
+            out.print(next(first, "") + text, end="", markup=False, highlight=False, soft_wrap=True)
+
+        result = generate(
+            run, prompt, tokens=tokens, how=how, seed=seed, recipe=recipe, cache=cache, device=device, emit=emit
+        )
+        say("")
+        for line in (*result.notes, str(result)):
+            err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine runs natively and what by emulation, and why."""
+    with sentences():
+        for name, version in machine.versions().items():
+            say(f"{name:8} {version}")
+        say(f"{'cpu':8} {machine.cpu()}")
+        devices = machine.gpus()
+        for device in devices:
+            say(f"{'gpu':8} {device.name}, sm_{device.capability[0]}{device.capability[1]}")
+        for line in machine.frameworks():
+            say(line)
+        shown = Table("recipe", "runs", "because")
+        for row in machine.recipes_table(devices):
+            shown.add_row(*row)
+        out.print(shown)
+        say(machine.SEEN if machine.has("torch") else machine.UNSEEN)
+        say(machine.advice(devices))
+
+
+@app.command()
+def plan(
+    gpu: Annotated[str, typer.Option(help="h100, h200, l40s, b200, ...; it need not be here")],
+    model: Annotated[str, typer.Option(help="as of train: llama3-8b, 125m, ...")],
+    recipe: Annotated[str, typer.Option(help="a recipe, with options if wanted")],
+    tokens: Annotated[int, typer.Option(help="tokens in a micro-batch")] = 8192,
+    micro_batches: Annotated[int, typer.Option(help="micro-batches that share one quantization of the weights")] = 1,
+    fused: Annotated[
+        bool, typer.Option("--fused", help="norms and activations quantize what they make, forward and backward")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON, with the rates and where they come from")] = False,
+) -> None:
+    """Predict what a model's layers gain under a recipe on a GPU."""
+    with sentences():
+        planned = planning.plan(model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused)
+        if as_json:
+            say(json.dumps(planning.as_json(planned), indent=2))
+            return
+        say(planning.title(planned))
+        out.print(planning.rich_table(planned))
+        for line in (*planning.verdict(planned), *planning.notes(planned)):
+            say(line)
+
+
+def say(line: str) -> None:
+    """Print a line as it is, for reading and for scripts."""
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def bars(quiet: bool) -> Iterator[Progress]:
+    """Progress bars, on a terminal alone, that start with the first report, so that bad input draws none."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"), TimeRemainingColumn())
+    progress = Progress(TextColumn("{task.description}"), *columns, console=err, disable=quiet or not err.is_terminal)
+    try:
+        yield progress
+    finally:
+        if progress.live.is_started:
+            with suppress(OSError):  # of a terminal that has hung up
+                progress.stop()
+
+
+def lines(label: str, config: TrainConfig, quiet: bool) -> Callable[[Record], None]:
+    """What takes a run's records and says some of them, where there is no terminal for a bar."""
+    if quiet or err.is_terminal:
+        return lambda record: None
+    return Lines(label, config.steps, lambda line: tell(line, ""))
+
+
+def follow(progress: Progress, task: TaskID, run: Run) -> None:
+    """Bring a run's bar up to its records; its clock starts with its first step."""
+    latest = next((record for record in reversed(run.records) if "loss" in record), None)
+    if run.failure:
+        progress.update(task, numbers="failed")
+        progress.stop_task(task)
+    elif latest:
+        if not progress.tasks[task].started:
+            progress.start_task(task)
+        progress.update(task, completed=latest["step"], numbers=numbers(latest))

@@ -1,0 +1,174 @@
+"""What this machine can run natively, what by emulation, and why."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import quaver
+from quaver.recipes import RECIPES
+from quaver.train.configuration.config import FRAMEWORKS
+from quaver.train.learning.frameworks import EXTRAS
+
+# Lowest compute capability whose tensor cores take the recipe's operands.
+NEEDS = {
+    "delayed": (8, 9),
+    "tensorwise": (8, 9),
+    "rowwise": (8, 9),
+    "rowwise_bf16_wgrad": (8, 9),
+    "blockwise": (9, 0),
+    "mxfp8": (10, 0),
+    "nvfp4": (10, 0),
+}
+
+# Recipes that quantize nothing: their GEMMs are the framework's own.
+NATIVE = {"bf16"}
+
+# What the table rests on.
+SEEN = "Each recipe was tried: forward and backward of a linear layer of 256 by 256 in bfloat16."
+UNSEEN = "Nothing was tried: the table goes by the architecture alone. With PyTorch installed, each recipe is tried."
+
+# Recipes in formats that no GEMM of torch's or XLA's takes.
+EMULATED = {"mxfp6", "mxfp4"}
+
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU: its name and compute capability."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+def versions() -> dict[str, str]:
+    """Version of everything that numbers could depend on; what is not installed says so."""
+    shown = {"quaver": quaver.__version__, "python": platform.python_version()}
+    for package in ("torch", "triton", "jax", "flax"):
+        try:
+            shown[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            shown[package] = "not installed"
+    return shown
+
+
+def has(framework: str) -> bool:
+    return importlib.util.find_spec(framework) is not None
+
+
+def frameworks() -> list[str]:
+    """What `--framework` can be here, and what it takes for the rest."""
+    return [
+        f"quaver train --framework {name}"
+        + (f" runs on {', '.join(_kinds(name))}" if has(name) else f" needs: pip install 'quaver[{EXTRAS[name]}]'")
+        for name in FRAMEWORKS
+    ]
+
+
+def _kinds(framework: str) -> list[str]:
+    """The kinds of device that a framework sees."""
+    if framework == "jax":
+        import jax
+
+        return sorted({device.platform for device in jax.devices()} | {"cpu"})
+    return ["cpu"] + ["cuda"] * bool(gpus())
+
+
+def cpu() -> str:
+    """Architecture, cores and those instructions that make exact emulation fast."""
+    flags = [flag for flag in CPU_FLAGS if flag in cpu_flags()]
+    return f"{platform.machine()}, {os.cpu_count()} cores{_torch_uses()}; {', '.join(flags) or 'no bf16 instructions'}"
+
+
+def _torch_uses() -> str:
+    if not has("torch"):
+        return ""
+    import torch
+
+    return f", torch uses {torch.backends.cpu.get_cpu_capability()}"
+
+
+def cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
+
+
+def gpus() -> list[Device]:
+    """NVIDIA GPUs as torch sees them, or where it is not installed as jax does."""
+    if not has("torch"):
+        return _jax_gpus()
+    import torch
+
+    return [
+        Device(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
+        for index in range(torch.cuda.device_count())
+    ]
+
+
+def _jax_gpus() -> list[Device]:
+    if not has("jax"):
+        return []
+    import jax
+
+    gpus = [device for device in jax.devices() if device.platform == "gpu"]
+    return [Device(gpu.device_kind, _capability(gpu.compute_capability)) for gpu in gpus]
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)
+
+
+def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
+    """How a recipe would run here ("native", "emulated", "not tried") by the GPUs' architecture, and why."""
+    if recipe in NATIVE:
+        return "native", "nothing is quantized; the framework's own GEMMs"
+    if recipe in EMULATED:
+        return "emulated", "torch and XLA have no GEMM for its formats"
+    needed = NEEDS[recipe]
+    sm = f"sm_{needed[0]}{needed[1]}"
+    if not devices:
+        return "emulated", f"no GPU; native GEMMs need {sm} or newer"
+    best = max(devices, key=lambda device: device.capability)
+    if best.capability < needed:
+        return (
+            "emulated",
+            f"{best.name} is sm_{best.capability[0]}{best.capability[1]}; native GEMMs need {sm} or newer",
+        )
+    return "not tried", f"{best.name} could: it is sm_{best.capability[0]}{best.capability[1]}"
+
+
+def seen(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
+    """How a small layer of PyTorch's ran under a recipe, and why."""
+    from quaver.train.learning.torch.trials import trial
+
+    try:
+        ran = trial(RECIPES[recipe]())
+    except (RuntimeError, ValueError) as error:
+        return "fails", str(error).splitlines()[0][:200]
+    native = [name for name, implementation, _ in ran if implementation in ("native", "torch")]
+    if len(native) == len(ran):
+        return "native", how(recipe, devices)[1] if recipe in NATIVE else "all three GEMMs are the GPU's"
+    if not devices:
+        return "emulated", how(recipe, devices)[1]
+    others = "; ".join(f"{name} {implementation}: {why}" for name, implementation, why in ran if name not in native)
+    return "partly native" if native else "emulated", others
+
+
+def recipes_table(devices: Sequence[Device]) -> list[tuple[str, str, str]]:
+    """Recipe, how, why, for every recipe there is: as it ran, or without PyTorch by the GPUs' architecture."""
+    look = seen if has("torch") else how
+    return [(name, *look(name, devices)) for name in RECIPES]
+
+
+def advice(devices: Sequence[Device]) -> str:
+    if not devices:
+        return "Find out here whether a recipe converges (quaver compare): the codes are those that the formats define."
+    return "Choose a recipe here (quaver compare): emulation is exact, though slower than bf16."

@@ -1,0 +1,228 @@
+"""What a model's layers would gain under a recipe on a GPU: `quaver plan`, which needs neither the GPU nor torch.
+
+Prices are `quaver.core.costs.ledger`'s. Every matrix quantizes its own input, as the layers that `convert` makes of
+nn.Linear do; embedding and head are not counted, nor what is between the matrices.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from quaver.core.costs import gpus, ledger
+from quaver.core.costs.gpus import Gpu
+from quaver.core.costs.ledger import Layer
+from quaver.core.spec import GemmSpec, Recipe
+from quaver.core.text.spelling import suggest
+from quaver.train.configuration import recipe_name
+from quaver.train.configuration.config import shown
+from quaver.train.configuration.parameter_table import matrices
+from quaver.train.configuration.sizes import MODELS, ModelConfig
+
+#: What the ledger's kinds of GEMM multiply, in a user's words.
+KINDS = {
+    "tensor": "one scale a tensor",
+    "row": "a scale a row",
+    "block": "blocks of 128",
+    "mx": "MXFP8's blocks of 32",
+    "nvfp4": "NVFP4's blocks of 16",
+}
+#: Tokens of a micro-batch, and micro-batches, that are still meant.
+MOST = 10**12
+#: "more MB" is what the layer moves beyond a bf16 one.
+COLUMNS = ("layer", "K", "N", "bf16, ms", "predicted", "more MB", "speed-up", "gains")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Matrices of one shape in a layer of the model, and what one of them costs."""
+
+    names: list[str]
+    cost: Layer
+
+    @property
+    def gains(self) -> bool:
+        return self.cost.speedup > 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model under a recipe on a GPU."""
+
+    model: str
+    config: ModelConfig
+    recipe: Recipe
+    gpu: Gpu
+    rows: list[Row]
+    #: That share one quantization of the weights.
+    micro_batches: int
+    #: Inputs and gradients are quantized by the kernels that make them.
+    fused: bool
+
+    @property
+    def bf16_seconds(self) -> float:
+        """Of the matrices of one layer, one micro-batch."""
+        return sum(len(row.names) * row.cost.bf16_seconds for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        return sum(len(row.names) * row.cost.seconds for row in self.rows)
+
+    @property
+    def bytes(self) -> float:
+        return sum(len(row.names) * row.cost.bytes for row in self.rows)
+
+    @property
+    def speedup(self) -> float:
+        return self.bf16_seconds / self.seconds
+
+
+def plan(model: str, recipe: str, gpu: str, *, tokens: int = 8192, micro_batches: int = 1, fused: bool = False) -> Plan:
+    """Price the matrices of a model.
+
+    Args:
+        model: a row of `quaver.train.configuration.sizes.MODELS`.
+        recipe: as a user types it.
+        gpu: a row of `quaver.core.costs.gpus.GPUS`.
+        tokens: in a micro-batch.
+        micro_batches: that share one quantization of the weights.
+        fused: inputs and gradients are quantized by the kernels that make them.
+    Raises:
+        ValueError: an unknown model, recipe or GPU, with the nearest known one; a number below 1 or above `MOST`.
+    """
+    if model not in MODELS:
+        raise ValueError(f"no model {shown(model)}; {suggest(model[:100], MODELS)}")
+    for name, value in (("tokens", tokens), ("micro_batches", micro_batches)):
+        if not 1 <= value <= MOST:
+            raise ValueError(f"{name} is {shown(value)}; give a number from 1 to {MOST}")
+    config, chosen, card = MODELS[model], recipe_name.find(recipe), gpus.get(gpu)
+    shapes: dict[tuple[int, int], list[str]] = {}
+    for part in matrices(config).values():
+        for name, shape in part.items():
+            shapes.setdefault(shape, []).append(name)
+    rows = [
+        Row(names, ledger.layer(chosen, tokens, k, n, card, micro_batches=micro_batches, produced=fused))
+        for (n, k), names in shapes.items()
+    ]
+    return Plan(model, config, chosen, card, rows, micro_batches, fused)
+
+
+def cells(planned: Plan) -> Iterator[tuple[str, ...]]:
+    """Rows of the table as text, the sums last."""
+    for row in planned.rows:
+        cost = row.cost
+        sizes = (", ".join(row.names), f"{cost.in_features}", f"{cost.out_features}")
+        yield (*sizes, *_numbers(cost.bf16_seconds, cost.seconds, cost.bytes), "yes" if row.gains else "no")
+    one = planned.bf16_seconds, planned.seconds, planned.bytes
+    yield ("one layer", "", "", *_numbers(*one), "")
+    layers = planned.config.layers
+    yield (f"{layers} layers", "", "", *_numbers(*(layers * number for number in one)), "")
+
+
+def _numbers(bf16: float, predicted: float, moved: float) -> tuple[str, str, str, str]:
+    return f"{bf16 * 1e3:.3f}", f"{predicted * 1e3:.3f}", f"{moved / 1e6:,.0f}", f"{bf16 / predicted:.2f}"
+
+
+def rich_table(planned: Plan) -> Table:
+    shown = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
+    shown.add_column(COLUMNS[0], min_width=len("gate_proj,"))
+    for name in COLUMNS[1:]:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in cells(planned):
+        shown.add_row(*row)
+    return shown
+
+
+def title(planned: Plan) -> str:
+    tokens = planned.rows[0].cost.tokens
+    batch = f"a micro-batch of {tokens} tokens" + (
+        f", one of {planned.micro_batches}" if planned.micro_batches > 1 else ""
+    )
+    fused = ", quantized by the kernels before" if planned.fused else ""
+    return f"{planned.model}, {planned.recipe}, {planned.gpu.about}: {batch}{fused}; predicted, not measured"
+
+
+def verdict(planned: Plan) -> list[str]:
+    """What the table means, in sentences."""
+    recipe, gpu = str(planned.recipe), planned.gpu.name
+    losers = [name for row in planned.rows if not row.gains for name in row.names]
+    said = []
+    if not planned.recipe.quantizes:
+        said.append(f"{recipe} quantizes nothing, so nothing gains.")
+    elif not losers:
+        said.append(f"Every matrix gains under {recipe} on {gpu}.")
+    else:
+        which = "No matrix gains" if len(losers) == sum(len(r.names) for r in planned.rows) else "These do not gain"
+        said.append(
+            f"{which} under {recipe} on {gpu}: {', '.join(losers)}. "
+            f"convert(..., skip=quaver.rules.unprofitable({gpu!r}, tokens={planned.rows[0].cost.tokens})) "
+            "leaves such layers in bf16."
+        )
+    emulated = planned.rows[0].cost.emulated
+    if emulated:
+        kinds = sorted({lacking(planned.recipe, name, planned.rows[0].cost.gemms[name].kind) for name in emulated})
+        said.append(
+            f"{gpu} has no GEMM for {' or '.join(kinds)}: {', '.join(emulated)} decode their operands and run in "
+            "bf16, exact but slower."
+        )
+    return said
+
+
+def lacking(recipe: Recipe, gemm: str, kind: str) -> str:
+    """What a GPU has no GEMM for, in words: the kind of scales, or the operands where no GPU has their kind."""
+    spec: GemmSpec = getattr(recipe, gemm)
+    return KINDS.get(kind) or " by ".join(dict.fromkeys(str(operand) for operand in (spec.a, spec.b)))
+
+
+def notes(planned: Plan) -> list[str]:
+    """What the table leaves out, and what its columns mean."""
+    head = "embedding and head" if not planned.config.tied else "embedding, which is the head too"
+    return [
+        "Left out: attention's own products (its four projections are in the table), norms, activations, "
+        f"{head}, the optimizer: of a whole step, less is gained.",
+        '"more MB" is what quantizing reads and writes beyond what a bf16 layer does, forward and backward.',
+    ]
+
+
+def as_json(planned: Plan) -> dict[str, Any]:
+    """The same as data, in seconds and bytes, with the rates and their sources."""
+    rates = {"copy": planned.gpu.copy, **planned.gpu.rates}
+    return {
+        "model": planned.model,
+        "recipe": str(planned.recipe),
+        "gpu": planned.gpu.name,
+        "tokens": planned.rows[0].cost.tokens,
+        "micro_batches": planned.micro_batches,
+        "fused": planned.fused,
+        "layers": planned.config.layers,
+        "matrices": [_matrix(row) for row in planned.rows],
+        "layer": {
+            "bf16_seconds": planned.bf16_seconds,
+            "seconds": planned.seconds,
+            "bytes": planned.bytes,
+            "speedup": planned.speedup,
+        },
+        "rates": {
+            name: {"value": f.value, "unit": "TB/s" if name == "copy" else "TFLOP/s", "how": f.how, "source": f.source}
+            for name, f in rates.items()
+        },
+    }
+
+
+def _matrix(row: Row) -> dict[str, Any]:
+    cost = row.cost
+    return {
+        "names": row.names,
+        "in_features": cost.in_features,
+        "out_features": cost.out_features,
+        "flops": cost.flops,
+        "bf16_seconds": cost.bf16_seconds,
+        "seconds": cost.seconds,
+        "bytes": cost.bytes,
+        "speedup": cost.speedup,
+        "gains": row.gains,
+        "gemms": {name: {"kind": g.kind, "native": g.native, "seconds": g.seconds} for name, g in cost.gemms.items()},
+        "quantization": {name: {"bytes": c.bytes, "seconds": c.seconds} for name, c in cost.tensors.items()},
+    }

@@ -1,0 +1,69 @@
+"""How much memory a run needs at least, and how much there is: what cannot fit is said before it is tried.
+
+The estimate is a lower bound: what it refuses cannot run; what it lets pass may still run out, which is a sentence too.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from quaver.train.configuration.config import TrainConfig
+from quaver.train.configuration.parameter_table import padded, parameters
+from quaver.train.configuration.sizes import MODELS
+
+#: Where Linux writes the limit of a container, version 2 and version 1.
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+#: Bytes that a parameter takes in training: itself, its gradient and AdamW's two moments, all float32.
+TRAINED = 16
+#: How frameworks say that memory ran out.
+WORDS = ("can't allocate memory", "not enough memory", "out of memory", "RESOURCE_EXHAUSTED", "Cannot allocate memory")
+
+
+def available() -> int:
+    """Bytes that this process may have in all: of the machine, of its container and by its own limit."""
+    limits = [1 << 62]
+    if hasattr(os, "sysconf"):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in CGROUPS:
+        with suppress(OSError, ValueError):
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    with suppress(ImportError):  # not on Windows
+        import resource
+
+        limits += [limit for limit in resource.getrlimit(resource.RLIMIT_AS)[:1] if limit != resource.RLIM_INFINITY]
+    return min(limits)
+
+
+def check(config: TrainConfig, vocab: int) -> None:
+    """Raise a ValueError if training on a CPU needs more memory than there is.
+
+    A micro-batch needs its ids, its logits and their gradient, and of every layer at least its input.
+    """
+    sizes = MODELS[config.model]
+    weights = TRAINED * sum(math.prod(shape) for shape in parameters(sizes, vocab).values())
+    tokens = config.batch * config.sequence
+    at_once = min(tokens, config.loss_chunk or tokens)
+    batch = 8 * config.accumulate * tokens + 8 * at_once * padded(vocab) + 2 * tokens * sizes.dim * sizes.layers
+    if weights + batch > available():
+        raise ValueError(
+            f"this run needs at least {size(weights)} for the weights of {config.model} with their gradients and "
+            f"moments and {size(batch)} for {config.accumulate} x {config.batch} sequences of {config.sequence}, and "
+            f"there are {size(available())} of memory; take a smaller --model, --batch, --accumulate or --sequence"
+        )
+
+
+def size(bytes: int) -> str:
+    return f"{bytes / 1e9:.3g} GB" if bytes < 10**30 else "beyond all measure"
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Turn running out of memory into a ValueError that says what to make smaller."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in WORDS):
+            raise ValueError(f"there is not enough memory; take a smaller {what}") from error
+        raise

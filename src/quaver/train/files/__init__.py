@@ -1,0 +1,1 @@
+"""How files are written whole and folders locked; nothing that knows what is in them."""

@@ -1,0 +1,59 @@
+"""The frameworks by name: each is imported when a run asks for it, so that the other need not be installed."""
+
+import os
+from importlib.util import find_spec
+
+from quaver.core.spec import Recipe
+from quaver.train.configuration.config import TrainConfig
+from quaver.train.configuration.sizes import MODELS
+from quaver.train.learning.learner import Learner
+
+#: What to install for each.
+EXTRAS = {"torch": "train", "jax": "train-jax"}
+
+
+def make(config: TrainConfig, recipe: Recipe, vocab: int) -> Learner:
+    """A run's model at its first step. Raises: ValueError without the framework or the device."""
+    installed(config.framework, f"--framework {config.framework}")
+    if config.framework == "jax":
+        from quaver.train.learning.jax.learner import JaxLearner
+
+        return JaxLearner(config, recipe, vocab)
+    from quaver.train.learning.torch.learner import TorchLearner
+
+    return TorchLearner(config, recipe, vocab)
+
+
+def check(config: TrainConfig, recipe: Recipe) -> None:
+    """Raise a ValueError if the run's framework, its device or what the framework can do is not enough for it."""
+    on_cpu(config)
+    cores = os.cpu_count() or 1
+    if config.threads > cores:  # OpenMP ends the process where it cannot make a thread
+        raise ValueError(f"threads is {config.threads}, and this machine has {cores} cores; give {cores} or fewer")
+    if config.framework != "jax":
+        return
+    if recipe.attention is not None:
+        raise ValueError(f"JAX cannot run attention in eight bits yet, as {recipe.name} asks; take --framework torch")
+    if config.loss_chunk:
+        raise ValueError("JAX cannot take the loss in chunks yet; leave out --loss-chunk, or take --framework torch")
+    if MODELS[config.model].scaling:
+        raise ValueError(f"JAX cannot stretch rotary positions yet, as {config.model} asks; take --framework torch")
+
+
+def on_cpu(config: TrainConfig) -> bool:
+    """Whether the run's device is a CPU. Raises: ValueError without the framework or the device."""
+    installed(config.framework, f"--framework {config.framework}")
+    if config.framework == "jax":
+        from quaver.train.learning.jax.device import find
+
+        return find(config.device, config.threads).platform == "cpu"
+    from quaver.train.learning.torch.device import device_of
+
+    return device_of(config.device).type == "cpu"
+
+
+def installed(framework: str, what: str) -> None:
+    """Raise a ValueError that says what to install if a framework is missing that something needs."""
+    if find_spec(framework) is None:
+        install = f"pip install 'quaver[{EXTRAS[framework]}]'"
+        raise ValueError(f"{what} needs {framework}, which is not installed: {install}")

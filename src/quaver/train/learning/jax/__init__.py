@@ -1,0 +1,1 @@
+"""The trainer's model and its step in JAX; no other framework is imported."""

@@ -1,0 +1,119 @@
+"""A decoder of the library's own blocks: Llama, Falcon, GPT-NeoX, Gemma 2, Mistral or Qwen3, as its config says.
+
+Embedding and head stay in high precision; the layers' matrices are `quaver.torch.Linear`, with queries, keys, values,
+gate and value apart, so that JAX's decoder has the same names and quantizes the same operands.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver.core.converting.conversion import Report
+from quaver.core.spec import Recipe
+from quaver.torch.blocks.attention.cache.contiguous import KVCache
+from quaver.torch.blocks.attention.cache.paged import PagedKVCache
+from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
+from quaver.torch.blocks.norm import Norm
+from quaver.torch.blocks.transformer import TransformerLayer
+from quaver.train.configuration.parameter_table import initial, padded
+from quaver.train.configuration.sizes import ModelConfig
+
+Cache = KVCache | PagedKVCache
+
+
+class Decoder(nn.Module):
+    """Token ids [B, S] to logits [B, S, vocab], or to their loss; its parameters are float32, on the default device."""
+
+    def __init__(self, config: ModelConfig, vocab: int, recompute: str = "none") -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(vocab, config.dim, device=None, dtype=torch.float32)
+        rope = RotaryEmbedding(
+            config.head_dim,
+            theta=config.theta,
+            fraction=config.fraction,
+            scaling=dict(config.scaling) or None,
+            max_positions=config.positions,
+        )
+        self.layers = nn.ModuleList(layer_of(config, number, rope, recompute) for number in range(config.layers))
+        self.norm = Norm(
+            config.normalization, config.dim, config.eps, zero_centered=config.zero_centered, dtype=torch.float32
+        )
+        self.head: nn.Linear | None = None
+        if not config.tied:
+            self.head = nn.Linear(config.dim, vocab, bias=False, device=None, dtype=torch.float32)
+
+    def forward(
+        self, ids: Tensor, cache: Cache | None = None, targets: Tensor | None = None, chunk: int | None = None
+    ) -> Tensor:
+        """With a cache, the ids are the tokens after those that it holds, which it takes up. With targets [B, S] the
+        result is their mean cross-entropy, for which the logits of `chunk` tokens exist at once."""
+        x = self.embedding(ids)
+        if self.config.scaled_embedding:
+            x = x * self.config.dim**0.5
+        for number, layer in enumerate(self.layers):
+            x = layer(x, cache=cache, layer=number)
+        x = self.norm(x)
+        if targets is not None:
+            head = self.embedding.weight if self.head is None else self.head
+            return qt.linear_cross_entropy(x, head, targets, soft_cap=self.config.logit_cap, chunk=chunk)
+        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        cap = self.config.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits.float() / cap)
+
+
+def layer_of(config: ModelConfig, number: int, rope: RotaryEmbedding, recompute: str) -> TransformerLayer:
+    """The layer of this number."""
+    return TransformerLayer(
+        config.dim,
+        config.heads,
+        config.hidden,
+        groups=config.groups,
+        head_dim=config.head_dim,
+        activation=config.activation,
+        normalization=config.normalization,
+        eps=config.eps,
+        zero_centered=config.zero_centered,
+        norm_position=config.norm_position,
+        parallel=config.parallel,
+        mask_type="causal",
+        window=config.window(number),
+        scale=config.scale,
+        soft_cap=config.soft_cap,
+        fused=False,
+        rope=rope,
+        qk_norm=config.qk_norm,
+        bias=config.bias,
+        recompute=None if recompute == "none" else recompute,
+        dtype=torch.float32,
+    )
+
+
+def build(config: ModelConfig, vocab: int, seed: int, device: torch.device, recompute: str = "none") -> Decoder:
+    """A decoder with the initial weights of `quaver.train.configuration.parameter_table`."""
+    with torch.device(device):
+        model = Decoder(config, padded(vocab), recompute)
+    with torch.no_grad():
+        for name, value in initial(config, vocab, seed):
+            model.get_parameter(name).copy_(torch.from_numpy(value))
+    return model
+
+
+def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
+    """Give matrices and attention of the layers a recipe; embedding and head stay as they are."""
+    return qt.convert(model, recipe, skip=["head"] if model.head is not None else [], seed=seed)
+
+
+def loss_of(model: nn.Module, batch: Tensor, dtype: str, chunk: int = 0) -> Tensor:
+    """Mean cross-entropy in nats a token, in float32, of batch int64 [B, S + 1].
+
+    Args:
+        chunk: tokens whose logits exist at once; 0 makes those of all.
+    """
+    with torch.autocast(batch.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        if chunk:
+            loss: Tensor = model(batch[:, :-1], targets=batch[:, 1:], chunk=chunk)
+            return loss
+        logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())

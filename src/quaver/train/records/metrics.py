@@ -1,0 +1,100 @@
+"""metrics.jsonl: one JSON object a line, appended as the run goes and readable while it does.
+
+Training lines have step, loss, lr, grad_norm, tokens_per_second and seconds; validation lines step,
+validation_loss and seconds. Floats are written in full, so that two runs can be compared bit for bit.
+"""
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from quaver.train.files import whole_file
+
+Record = dict[str, Any]
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a metrics file; a last line that an interrupted write left unfinished is not one.
+
+    Raises: ValueError for a line that is not a record, with its number.
+    """
+    if not path.exists():
+        return []
+    complete = whole_file.read(path, longest=1 << 40).rpartition("\n")[0]
+    return [record(line, f"line {number} of {path}") for number, line in enumerate(complete.split("\n"), 1) if line]
+
+
+def newest(path: Path) -> list[Record]:
+    """The last few records, without reading the rest of a long file."""
+    if not path.exists():
+        return []
+    whole_file.check_file(path)
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        lines = file.read().decode("utf-8", "replace").split("\n")
+    return [record(line, f"a line of {path}") for line in lines[:-1] if line.startswith("{") and line.endswith("}")]
+
+
+def record(line: str, where: str) -> Record:
+    """One line as a record. Raises: ValueError if it is none."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON; restore it, or delete that line") from error
+    right = isinstance(said, dict) and type(said.get("step")) is int and "seconds" in said
+    if not right or not all(map(is_number, said.values())):
+        raise ValueError(f"{where} is not a record that quaver wrote; restore it, or delete that line")
+    return said
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a float, or an integer of 64 bits."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+
+
+def losses(records: list[Record]) -> dict[int, float]:
+    """Training loss by step."""
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def validation_losses(records: list[Record]) -> dict[int, float]:
+    """Validation loss by step."""
+    return {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
+
+
+class Metrics:
+    """Appends to a run's metrics file, after dropping what lies beyond the step that the run goes on from."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.records = [record for record in read(path) if record["step"] <= step]
+        self.seconds = max((record["seconds"] for record in self.records), default=0.0)
+        whole_file.write(path, "".join(json.dumps(record) + "\n" for record in self.records))
+        # Unbuffered: what a full disk did not take must not be written again when the file is closed.
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, record: Record) -> None:
+        """Raises: OSError if the record cannot be written whole, FileNotFoundError if the file is not in its place."""
+        if not self._in_place():
+            raise FileNotFoundError(f"{self.path} is not in its place any more")
+        line = (json.dumps(record) + "\n").encode()
+        while line:
+            line = line[self._file.write(line) :]
+        self.records.append(record)
+
+    def _in_place(self) -> bool:
+        """Whether the path still leads to the file that is written."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except OSError:
+            return False
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,1 @@
+"""What runs: training, resuming, comparing, generating; it shows nothing by itself."""

@@ -1,0 +1,198 @@
+"""Training the same model on the same batches under several recipes, each run a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from quaver.train.configuration import recipe_name
+from quaver.train.configuration.config import TrainConfig, read_toml, shown, to_toml
+from quaver.train.data import frozen, tokens
+from quaver.train.files import lock, whole_file
+from quaver.train.learning import frameworks
+from quaver.train.records import checkpoint
+from quaver.train.records.comparison import BASELINE, Comparison, Run
+from quaver.train.records.metrics import Record, newest, read
+from quaver.train.running import loop
+from quaver.train.running.interrupt import Interrupt, Interrupted
+
+#: Runs of a comparison.
+MOST = 10_000
+#: What a comparison's folder holds besides its runs; the last two are the command line's.
+FILES = (frozen.NAME, "tokenizer.json", "report.md", "compare.png")
+#: In each run's folder, what that run has said.
+LOG = "log.txt"
+
+
+def compare_runs(
+    config: TrainConfig,
+    recipes: Sequence[str],
+    *,
+    seeds: int = 1,
+    jobs: int = 0,
+    resume: bool = False,
+    watch: Callable[[Sequence[Run]], None] = lambda runs: None,
+) -> Comparison:
+    """Train under each recipe with each seed and collect the runs; bf16 is always among them, first.
+
+    Args:
+        config: of every run; `recipe` is replaced, `seed` is the first, `out` the comparison's folder.
+        recipes: as `TrainConfig.recipe` takes them.
+        seeds: runs per recipe, with seeds config.seed, config.seed + 1, ...
+        jobs: runs at a time; 0: as many as fill the cores, one on a GPU.
+        resume: leave finished runs as they are and go on with the others.
+        watch: called a few times a second with all runs as they stand.
+    Raises: ValueError for bad input, before anything is started. A run that fails is reported, not raised.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds is {shown(seeds)}; it must be at least 1")
+    if len(recipes) * seeds > MOST:
+        raise ValueError(f"{len(recipes)} recipes with {shown(seeds)} seeds are more than {MOST} runs; take fewer")
+    if jobs < 0:
+        raise ValueError(f"jobs is {shown(jobs)}; it must be at least 0, which is as many as fill the cores")
+    for recipe in recipes:
+        frameworks.check(config, recipe_name.find(recipe))
+    framework = "" if config.framework == "torch" else f"-{config.framework}"
+    folder = Path(config.out or f"runs/compare-{config.model}{framework}")
+    threads = config.threads or 1
+    jobs = jobs or (max(1, cores() // threads) if frameworks.on_cpu(config) else 1)
+    with lock.held(folder, "a comparison"):
+        whole_file.check_places(folder, FILES)
+        config, text = share_text(config, folder, resume)
+        names = list(dict.fromkeys([BASELINE, *recipes]))
+        waiting = [
+            replace(config, recipe=name, seed=seed, out=str(folder / f"{recipe_name.folder(name)}-seed{seed}"))
+            for name in names
+            for seed in range(config.seed, config.seed + seeds)  # runs of one length side by side
+        ]
+        for run in waiting:
+            check_places(Path(run.out))
+            if resume:
+                check_same(run, text)
+        runs = run_all([Run(config=run) for run in waiting], jobs, threads, watch)
+        runs = [replace(run, failure=run.failure or other_text(run.config, text)) for run in runs]
+        return Comparison(folder=folder, runs=tuple(runs), jobs=jobs, text=text)
+
+
+def check_places(folder: Path) -> None:
+    """Raise a ValueError if something else has the name of a run's folder or of one of its files."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, not a folder; move it away")
+    whole_file.check_places(folder, (*loop.FILES, LOG))
+
+
+def check_same(config: TrainConfig, text: str) -> None:
+    """Raise a ValueError if the run that is to go on was begun with other options or on other text."""
+    path = Path(config.out) / "config.toml"
+    for name, before in (read_toml(path) if path.exists() else {}).items():
+        if getattr(config, name) != before:
+            raise ValueError(
+                f"{path} has {name} = {shown(before)}, and now it is {shown(getattr(config, name))}; "
+                "resume with the same options, or give another --out"
+            )
+    if why := other_text(config, text):
+        raise ValueError(f"{config.out} cannot go on: {why}; delete that folder, or give another --out")
+
+
+def other_text(config: TrainConfig, text: str) -> str | None:
+    """Why a run is not comparable, if it was trained on a text of another fingerprint."""
+    last = checkpoint.latest(Path(config.out))
+    seen = checkpoint.read_state(last).get("text") if last else text
+    return None if seen == text else f"{last} was trained on a text of fingerprint {seen}, and this one's is {text}"
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_text(config: TrainConfig, folder: Path, resume: bool) -> tuple[TrainConfig, str]:
+    """Read and tokenize the text once, into files of the comparison's folder that every run reads.
+
+    Returns: the options by which a run reads them, and their fingerprint.
+    Raises: ValueError if the folder holds a comparison that is not to go on, or was begun with another text.
+    """
+    path, learnt = folder / frozen.NAME, folder / "tokenizer.json"
+    if not resume and [*folder.glob("*/metrics.jsonl"), *folder.glob("*/step-*")]:
+        raise ValueError(f"{folder} already holds a run; go on with it by --resume, or give another --out")
+    asked = {"text": list(config.text), "tokens": config.tokens, "vocab": config.vocab}
+    if resume and path.exists():
+        given = frozen.read(path)
+        for name, now in asked.items():
+            if given.asked.get(name) != now:
+                raise ValueError(
+                    f"{path} was read with {name} = {given.asked.get(name)!r}, and now it is {now!r}; "
+                    "resume with the same options, or give another --out"
+                )
+    else:
+        read = tokens.load(config, learnt if resume and learnt.exists() else None, folder)
+        if read.tokenizer is not None:
+            whole_file.write(learnt, read.tokenizer.to_str(pretty=True))
+        given = frozen.Frozen(read.train, read.validation, tokens.digest(read.tokenizer), asked)
+        frozen.write(path, given)
+    return replace(config, text=(str(path),), tokens=str(learnt) if given.tokenizer else "byte"), given.fingerprint
+
+
+def run_all(runs: list[Run], jobs: int, threads: int, watch: Callable[[Sequence[Run]], None]) -> list[Run]:
+    """Work through the runs, `jobs` at a time; returns them with their records and failures."""
+    runs = [update(run) for run in runs]
+    waiting = [index for index, run in enumerate(runs) if not run.done]
+    active: dict[int, subprocess.Popen[bytes]] = {}
+    with Interrupt() as interrupt:
+        try:
+            while waiting or active:
+                while waiting and len(active) < jobs:
+                    index = waiting.pop(0)
+                    active[index] = start(runs[index].config, threads)
+                time.sleep(0.2)
+                for index, process in list(active.items()):
+                    ended = process.poll() is not None
+                    runs[index] = update(runs[index], read if ended else newest)
+                    if ended:
+                        del active[index]
+                        runs[index] = judge(runs[index], process.returncode)
+                watch(runs)
+                if interrupt.number:
+                    raise Interrupted("stopped, every run saved; go on with --resume", interrupt.number)
+        finally:  # whatever ends the comparison, no run goes on without it
+            stop(list(active.values()))
+    return runs
+
+
+def judge(run: Run, returncode: int) -> Run:
+    """An ended run, with its failure if it is one."""
+    return replace(run, failure=last_words(run.config)) if returncode or not run.done else run
+
+
+def update(run: Run, look: Callable[[Path], list[Record]] = read) -> Run:
+    """The run with what its metrics file holds by now, all of it or what `look` sees."""
+    return replace(run, records=tuple(look(Path(run.config.out) / "metrics.jsonl")))
+
+
+def start(config: TrainConfig, threads: int) -> "subprocess.Popen[bytes]":
+    folder = Path(config.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole_file.write(folder / "config.toml", to_toml(config))
+    command = [sys.executable, "-m", "quaver.train", "train", "--config", str(folder / "config.toml")]
+    command += ["--out", str(folder), "--quiet", "--resume"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    (folder / LOG).unlink(missing_ok=True)
+    with (folder / LOG).open("xb") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+
+def last_words(config: TrainConfig) -> str:
+    """The last line that a run wrote before it ended."""
+    lines = (Path(config.out) / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
+
+
+def stop(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Have the runs finish their step, save and end."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait()

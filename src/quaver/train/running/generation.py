@@ -1,0 +1,193 @@
+"""Text from a trained run: its newest checkpoint goes on from a prompt, token by token."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from quaver.train.configuration import memory, recipe_name
+from quaver.train.configuration.config import TrainConfig, choose, is_plain, read_toml, shown
+from quaver.train.configuration.parameter_table import parameters
+from quaver.train.configuration.sizes import MODELS
+from quaver.train.data.tokens import open_tokenizer
+from quaver.train.learning import frameworks
+from quaver.train.records import checkpoint
+from quaver.train.records.checkpoint import Saved
+from quaver.train.running.resuming import differing
+from quaver.train.running.sampling import Sampling, sample
+
+#: How keys and values of earlier tokens are kept: in one piece, in pages, or not at all.
+CACHES = ("plain", "paged", "none")
+#: The token between files: what follows it belongs to another text.
+END = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What came after a prompt."""
+
+    text: str
+    tokens: tuple[int, ...]
+    # Whether the model ended the text by itself.
+    ended: bool
+    # Seconds that the prompt took, and seconds that all tokens after the first took.
+    prompt_seconds: float
+    seconds: float
+    # What is worth knowing, a sentence each.
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        speed = f", {(len(self.tokens) - 1) / self.seconds:,.1f} tokens/s" if len(self.tokens) > 1 else ""
+        ended = ", where the model ended the text" if self.ended else ""
+        return f"{len(self.tokens)} tokens{speed}, the prompt in {self.prompt_seconds:.2f} s{ended}"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A run's tokens; without a tokenizer each is a byte of UTF-8."""
+
+    tokenizer: tokenizers.Tokenizer | None
+
+    @property
+    def size(self) -> int:
+        return 256 if self.tokenizer is None else int(self.tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode()) if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace") if self.tokenizer is None else self.tokenizer.decode(list(ids))
+
+
+def generate(
+    run: Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    how: Sampling | None = None,
+    seed: int = 0,
+    recipe: str = "",
+    cache: str = "plain",
+    device: str = "auto",
+    emit: Callable[[str], None] = lambda text: None,
+) -> Generated:
+    """Continue a prompt with the newest checkpoint of a run, whichever framework trained it.
+
+    Args:
+        run: the folder of a run.
+        prompt: text to go on from.
+        tokens: how many at most; the token between files ends the text before.
+        how: the rule that chooses tokens; None takes the defaults of `Sampling`.
+        seed: of the choice.
+        recipe: as the command line takes it; "" is the run's own.
+        cache: one of `CACHES`. Where every row of an input is quantized by itself, a cache does not change the choice;
+            a scale per tensor depends on the other tokens in the tensor.
+        device: as `TrainConfig.device`.
+        emit: called with each piece of text as it comes, whole characters only.
+    Raises: ValueError for bad input, before the model is made.
+    """
+    config = replace(config_of(run), device=device)
+    choose("cache", cache, CACHES)
+    if not is_plain(prompt):
+        raise ValueError(f"the prompt is {shown(prompt)}, which is no text of Unicode characters")
+    if tokens < 1:
+        raise ValueError(f"tokens is {shown(tokens)}; it must be at least 1")
+    if seed < 0:
+        raise ValueError(f"seed is {shown(seed)}; it must be at least 0")
+    how = how or Sampling()
+    chosen = recipe_name.find(recipe or config.recipe)
+    vocabulary = Vocabulary(None if config.tokens == "byte" else open_tokenizer(run / "tokenizer.json"))
+    ids = vocabulary.encode(prompt)
+    notes = check_length(config, len(ids), tokens)
+    frameworks.installed("torch", "quaver generate")
+    from quaver.train.learning.torch.decoding import Decoding
+
+    saved = of_this_model(newest(run), config, vocabulary.size)
+    with memory.told("--tokens"):
+        step = Decoding(config, chosen, vocabulary.size, saved, cache, len(ids) + tokens)
+        with step.held():
+            return replace(_continue(step, vocabulary, ids, tokens, how, seed, emit), notes=notes)
+
+
+def of_this_model(path: Path, config: TrainConfig, vocab: int) -> Saved:
+    """A checkpoint. Raises: CheckpointError if it is broken or its weights are those of another model."""
+    saved = checkpoint.load(path, {})
+    wrong = differing("the model", saved.model, parameters(MODELS[config.model], vocab))
+    if saved.state.get("model") != config.model:
+        wrong = [f"it is one of {shown(saved.state.get('model'))}"]
+    if wrong:
+        said = f"the checkpoint of step {saved.step} does not fit {config.model}, as the run's config.toml has it"
+        raise checkpoint.CheckpointError(f"{said}: {wrong[0]} ({path})")
+    return saved
+
+
+def _continue(
+    step: Callable[[Sequence[int]], np.ndarray],
+    vocabulary: Vocabulary,
+    prompt: list[int],
+    tokens: int,
+    how: Sampling,
+    seed: int,
+    emit: Callable[[str], None],
+) -> Generated:
+    """The loop: logits of the tokens so far, a choice among them, and its text."""
+    random = np.random.default_rng(seed)
+    begun = time.perf_counter()
+    logits = step(prompt)
+    prompt_seconds, begun = time.perf_counter() - begun, time.perf_counter()
+    new: list[int] = []
+    shown, ended = "", False
+    while True:
+        token = sample(logits, how, random)
+        if ended := token == END:
+            break
+        new.append(token)
+        text = vocabulary.decode(new)
+        if not text.endswith("\ufffd"):  # else a character is not whole yet
+            emit(text[len(shown) :])
+            shown = text
+        if len(new) == tokens:
+            break
+        logits = step([token])
+    seconds = time.perf_counter() - begun
+    text = vocabulary.decode(new)
+    emit(text[len(shown) :])
+    return Generated(text=text, tokens=tuple(new), ended=ended, prompt_seconds=prompt_seconds, seconds=seconds)
+
+
+def config_of(run: Path) -> TrainConfig:
+    """The options of a run. Raises: ValueError if the folder holds none, or no checkpoint yet."""
+    path = run / "config.toml"
+    if not path.exists():
+        raise ValueError(f"{run} holds no run; give the folder that quaver train wrote, such as runs/tiny-bf16-seed0")
+    config = TrainConfig(**read_toml(path))
+    newest(run)
+    return config
+
+
+def newest(run: Path) -> Path:
+    """The newest checkpoint of a run. Raises: ValueError if there is none."""
+    path = checkpoint.latest(run)
+    if path is None:
+        raise ValueError(f"the run {run} has no checkpoint yet; train it on with: quaver train --out {run} --resume")
+    return path
+
+
+def check_length(config: TrainConfig, prompt: int, tokens: int) -> tuple[str, ...]:
+    """Check that prompt and tokens fit the model; returns notes for the user. Raises: ValueError if they do not fit."""
+    positions = max(MODELS[config.model].positions, config.sequence)
+    if prompt == 0:
+        raise ValueError("the prompt is empty; give some text to go on from with --prompt")
+    if prompt >= positions:
+        raise ValueError(f"the prompt has {prompt} tokens, and {config.model} takes {positions} in all; shorten it")
+    if prompt + tokens > positions:
+        room = positions - prompt
+        raise ValueError(
+            f"after {prompt} of {positions} tokens {shown(tokens)} more do not fit; give --tokens {room} or fewer"
+        )
+    if prompt + tokens <= config.sequence:
+        return ()
+    return (f"the model was trained on {config.sequence} tokens at a time, and what lies beyond them is new to it",)

@@ -1,0 +1,216 @@
+"""The training loop, to be read from top to bottom: set up, step, validate, save, stop."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quaver.core.spec import Recipe
+from quaver.train.configuration import memory, recipe_name
+from quaver.train.configuration.config import TrainConfig, reason, to_toml
+from quaver.train.configuration.schedule import lr_at
+from quaver.train.data.batches import training_batch, validation_batches
+from quaver.train.data.tokens import Tokens, load
+from quaver.train.files import lock, whole_file
+from quaver.train.learning import frameworks
+from quaver.train.learning.learner import Learner
+from quaver.train.learning.nonfinite import NonFiniteError
+from quaver.train.records import checkpoint
+from quaver.train.records.metrics import Metrics, Record, losses, read, validation_losses
+from quaver.train.running.interrupt import Interrupt, Interrupted
+from quaver.train.running.resuming import take_up
+
+#: What a run's folder holds besides checkpoints; the last is the command line's.
+FILES = ("config.toml", "metrics.jsonl", "tokenizer.json", "loss.png")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a finished run leaves behind."""
+
+    # The run's folder: config.toml, metrics.jsonl, step-* and, with bpe, tokenizer.json.
+    folder: Path
+    # Training loss by step, and validation loss by the step that it was taken after.
+    losses: dict[int, float]
+    validation_losses: dict[int, float]
+    # The trained model: PyTorch's `Decoder`, converted and on its device, or JAX's `Model`.
+    model: Any
+    # What the recipe was applied to; its str is a report.
+    conversion: Any
+
+    @property
+    def validation_loss(self) -> float:
+        """The one after the last step."""
+        return self.validation_losses[max(self.validation_losses)]
+
+
+def run_training(
+    config: TrainConfig,
+    recipe: Recipe | None = None,
+    *,
+    resume: bool = False,
+    watch: Callable[[Record], None] = lambda record: None,
+) -> TrainResult:
+    """Train one model.
+
+    Args:
+        config: every option of the run.
+        recipe: a Recipe to use in place of the one that `config.recipe` names.
+        resume: go on from the run's newest checkpoint; the losses are those of a run never stopped.
+        watch: called with each record as it is written to metrics.jsonl.
+    Raises:
+        ValueError: an option, the text or a checkpoint is bad, the folder is in use or cannot be written, or something
+            became NaN (NonFiniteError).
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, once the step was finished and saved.
+    """
+    folder = folder_of(config)
+    recipe = recipe or recipe_name.find(config.recipe)
+    frameworks.check(config, recipe)  # before the text is read
+    with lock.held(folder, "training"), memory.told("--batch, --accumulate, --sequence or --model"):
+        check_folder(folder, resume)
+        saved_tokenizer = folder / "tokenizer.json"
+        tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None, folder)
+        if frameworks.on_cpu(config):
+            memory.check(config, tokens.vocab)
+        trained = frameworks.make(config, recipe, tokens.vocab)
+        facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
+        start = 0
+        if resume and (last := checkpoint.latest(folder)):
+            start = take_up(last, trained, facts, config, tokens.vocab)
+        if start < config.steps:
+            prepare(folder, config, tokens)
+        with Metrics(folder / "metrics.jsonl", start) as metrics, Interrupt() as interrupt:
+            log = Log(folder, metrics, watch)
+            go_on(trained, tokens, config, facts, start, log, interrupt)
+    return TrainResult(
+        folder=folder,
+        losses=losses(metrics.records),
+        validation_losses=validation_losses(metrics.records),
+        model=trained.model,
+        conversion=trained.conversion,
+    )
+
+
+def go_on(
+    trained: Learner,
+    tokens: Tokens,
+    config: TrainConfig,
+    facts: dict[str, Any],
+    start: int,
+    log: "Log",
+    interrupt: Interrupt,
+) -> None:
+    """The steps after `start`: train, validate, save, stop."""
+    held_out = validation_batches(tokens.validation, config)
+    for step in range(start + 1, config.steps + 1):
+        batch = training_batch(tokens.train, config, step)
+        log(train_step(trained, batch, step, config))
+        last_one = step == config.steps
+        if last_one or due(step, config.validate_every):
+            log({"step": step, "validation_loss": validate(trained, held_out, step, config)})
+        if last_one or due(step, config.checkpoint_every) or interrupt.number:
+            state = {**facts, "config": asdict(config)}
+            path = checkpoint.save(log.folder, step, *trained.tensors(), state, config.keep)
+        if interrupt.number and not last_one:
+            message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"
+            raise Interrupted(message, interrupt.number)
+    if config.steps not in validation_losses(log.metrics.records):  # the record was lost after the checkpoint was saved
+        log({"step": config.steps, "validation_loss": validate(trained, held_out, config.steps, config)})
+
+
+class Log:
+    """Writes a run's records, with the time that the run has taken, and shows them to `watch`."""
+
+    def __init__(self, folder: Path, metrics: Metrics, watch: Callable[[Record], None]) -> None:
+        self.folder = folder
+        self.metrics = metrics
+        self.watch = watch
+        self.begun = time.perf_counter() - metrics.seconds
+
+    def __call__(self, record: Record) -> None:
+        """Raises: ValueError if it cannot be written, or the run's folder is not where it was."""
+        try:
+            self.metrics.append({**record, "seconds": round(time.perf_counter() - self.begun, 3)})
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"stopped after step {record['step']}: the run's folder {self.folder} was removed or renamed while it "
+                "ran; put it back under that name and go on with --resume, or begin again"
+            ) from error
+        except OSError as error:
+            raise ValueError(
+                f"stopped after step {record['step']}: could not write {self.metrics.path}: {reason(error)}; "
+                f"{checkpoint.last_good(self.folder)}; mend that, such as by making room, then go on with --resume"
+            ) from error
+        self.watch(self.metrics.records[-1])
+
+
+def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConfig) -> Record:
+    """One update from batch int64 [accumulate, B, S + 1]; returns its record.
+
+    Raises: NonFiniteError if the loss or the gradient is not finite; nothing was updated then.
+    """
+    begun = time.perf_counter()
+    lr = lr_at(step, config)
+    loss, grad_norm = trained.step(batch, lr)
+    if not math.isfinite(loss):
+        raise NonFiniteError(stopped(step, f"the loss is {loss}", trained.first_output(batch), config))
+    if not math.isfinite(grad_norm):
+        where = trained.first_gradient(batch)
+        raise NonFiniteError(stopped(step, f"the gradient's norm is {grad_norm}", where, config))
+    speed = batch[..., 1:].size / (time.perf_counter() - begun)
+    return {
+        "step": step,
+        "loss": loss,
+        "lr": lr,
+        "grad_norm": grad_norm,
+        "tokens_per_second": round(speed, 1),
+    }
+
+
+def stopped(step: int, what: str, where: str, config: TrainConfig) -> str:
+    kept = checkpoint.last_good(folder_of(config))
+    ways = "try a smaller --lr, more --warmup or another --recipe"
+    return f"stopped at step {step}: {what}; {where}; {kept}; {ways}"
+
+
+def validate(trained: Learner, batches: np.ndarray, step: int, config: TrainConfig) -> float:
+    """Mean loss over batches int64 [n, B, S + 1], in nats a token.
+
+    Raises: NonFiniteError if it is not finite.
+    """
+    mean = trained.loss(batches)
+    if not math.isfinite(mean):
+        raise NonFiniteError(stopped(step, f"the validation loss is {mean}", trained.first_output(batches), config))
+    return mean
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def folder_of(config: TrainConfig) -> Path:
+    """The run's folder: `config.out`, or a name made of what distinguishes a run."""
+    framework = "" if config.framework == "torch" else f"-{config.framework}"
+    name = f"{config.model}-{recipe_name.folder(config.recipe)}{framework}-seed{config.seed}"
+    return Path(config.out) if config.out else Path("runs") / name
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """Raise a ValueError if a folder has the name of one of the run's files, or a run would be written over."""
+    whole_file.check_places(folder, FILES)
+    has_run = bool(read(folder / "metrics.jsonl") or checkpoint.all_in(folder))
+    if has_run and not resume:
+        raise ValueError(f"{folder} already holds a run; go on with it by --resume, or give another --out")
+    if resume and not (folder / "config.toml").exists():
+        raise ValueError(f"{folder} holds no run to resume; give the run's folder with --out")
+
+
+def prepare(folder: Path, config: TrainConfig, tokens: Tokens) -> None:
+    """Make the run's folder, with what it takes to run it again."""
+    whole_file.write(folder / "config.toml", to_toml(replace(config, out=str(folder))))
+    if tokens.tokenizer is not None:
+        whole_file.write(folder / "tokenizer.json", tokens.tokenizer.to_str(pretty=True))

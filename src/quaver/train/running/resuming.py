@@ -1,0 +1,109 @@
+"""Going on from a checkpoint: what it must hold, and what is said where this run's options differ from its own."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quaver.train.configuration.config import TrainConfig
+from quaver.train.configuration.parameter_table import parameters
+from quaver.train.configuration.sizes import MODELS
+from quaver.train.learning.learner import Learner, Tensors
+from quaver.train.records import checkpoint
+from quaver.train.records.checkpoint import CheckpointError, Saved
+
+#: Options that change the numbers of a run; model, seed and text are not among them: where those differ, it is refused.
+COUNT = (
+    *("recipe", "dtype", "batch", "sequence", "accumulate"),
+    *("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip"),
+)
+#: What AdamW keeps of a parameter.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def take_up(path: Path, trained: Learner, facts: dict[str, Any], config: TrainConfig, vocab: int) -> int:
+    """Go on from a checkpoint, whichever framework wrote it; returns its step.
+
+    Warns: once, if options differ that change the numbers.
+    Raises: CheckpointError if it is broken, another run's, or not whole; ValueError if it lies beyond the run's steps,
+        or is its last and such options differ.
+    """
+    saved = checkpoint.load(path, facts)
+    before = saved.state.get("config")
+    changed = differences(before if isinstance(before, dict) else {}, config)
+    own = MODELS[config.model].lr
+    said = ", ".join(f"{name} {worded(name, getattr(config, name), own)} (was {was})" for name, was in changed.items())
+    check_steps(path, saved.step, config, said)
+    shapes = parameters(MODELS[config.model], vocab)
+    state = set(trained.tensors()[0]) - set(shapes)
+    wrong = lacks(saved, shapes, set() if "recipe" in changed else state)
+    if not wrong and "recipe" not in changed:
+        wrong = [f"{name} is not part of the model" for name in saved.model if name not in {*shapes, *state}]
+    try:
+        if wrong:
+            raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
+        trained.load(saved.model, saved.optimizer)
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
+    if changed:
+        warnings.warn(
+            f"the run goes on from step {saved.step} with other options: {said}; a run with either alone has other "
+            "losses",
+            stacklevel=2,
+        )
+    return saved.step
+
+
+def check_steps(path: Path, step: int, config: TrainConfig, changed: str) -> None:
+    """Raise a ValueError if a run of these steps cannot go on from `step`, or has no step left for what changed."""
+    if step > config.steps:
+        raise ValueError(f"{path} is beyond the {config.steps} steps of this run; give more --steps")
+    if step == config.steps and changed:
+        raise ValueError(
+            f"{path} is the last of this run's {config.steps} steps, so none is left to train with other options: "
+            f"{changed}; give more --steps, or another --out for a run with them from the beginning"
+        )
+
+
+def differences(before: Mapping[str, Any], config: TrainConfig) -> dict[str, str]:
+    """The earlier value, in words, of every option that counts and differs now."""
+    own = MODELS[config.model].lr
+
+    def meant(name: str, value: Any) -> Any:
+        return own if name == "lr" and value == 0 else value
+
+    return {
+        name: worded(name, before[name], own)
+        for name in COUNT
+        if name in before and meant(name, before[name]) != meant(name, getattr(config, name))
+    }
+
+
+def worded(name: str, value: Any, own: float) -> str:
+    """An option's value; a 0 that stands for something else as that."""
+    stands_for = {"lr": f"{own!r}, the model's own", "clip": "none"}
+    return stands_for[name] if value == 0 and name in stands_for else repr(value)
+
+
+def lacks(saved: Saved, shapes: Mapping[str, tuple[int, ...]], state: set[str]) -> list[str]:
+    """What is missing in a checkpoint, of another shape or type, or too much among the moments; in words."""
+    moments = {f"{name}/{key}": shape for name, shape in shapes.items() for key in MOMENTS}
+    updates: dict[str, tuple[int, ...]] = {f"{name}/step": () for name in shapes}
+    wrong = [f"{name} is missing" for name in sorted(state) if name not in saved.model]
+    wrong += differing("the model", saved.model, shapes)
+    wrong += differing("the optimizer", saved.optimizer, moments | updates)
+    wrong += [f"{name} is not part of the optimizer" for name in saved.optimizer if name not in moments | updates]
+    return wrong
+
+
+def differing(whose: str, given: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Tensors of `shapes` that are missing, or not float32 of that shape."""
+    wrong = []
+    for name, shape in shapes.items():
+        if name not in given:
+            wrong.append(f"{name} is missing in {whose}")
+        elif given[name].shape != shape or given[name].dtype != np.float32:
+            wrong.append(f"{name} is {given[name].dtype} {given[name].shape}, where {whose} has float32 {shape}")
+    return wrong

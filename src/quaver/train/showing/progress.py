@@ -1,0 +1,38 @@
+"""Progress where there is no terminal: a line every so many steps, for a log that is read while the run goes on."""
+
+from collections.abc import Callable
+
+from quaver.train.records.metrics import Record
+
+#: Lines of a run, about.
+PARTS = 20
+
+
+def numbers(record: Record) -> str:
+    return f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
+
+
+class Lines:
+    """Says a run's first step that it sees, its last, and one in so many between them.
+
+    Args:
+        label: of the run, before each line; "" for none.
+        steps: of the run in all.
+        say: takes a line.
+    """
+
+    def __init__(self, label: str, steps: int, say: Callable[[str], None]) -> None:
+        self.label = label
+        self.steps = steps
+        self.say = say
+        self.every = max(1, steps // PARTS)
+        self.shown = 0
+        self.due = 1
+
+    def __call__(self, record: Record) -> None:
+        """A record of a training step; one that was seen before says nothing."""
+        step = record["step"]
+        if step <= self.shown or (step < self.due and step != self.steps):
+            return
+        self.shown, self.due = step, (step // self.every + 1) * self.every
+        self.say(f"{self.label}{': ' if self.label else ''}step {step} of {self.steps}  {numbers(record)}")

@@ -1,0 +1,75 @@
+"""What backward may reuse, and that reuse changes no bit."""
+
+import numpy as np
+import pytest
+
+from quaver.core.costs.kept import Plan, plan, reusable, saved_bytes
+from quaver.core.reference import quantize
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.recipes import RECIPES, get
+from tests.close import assert_bitwise
+from tests.operands import SPECS, nasty, variants
+
+#: What forward or dgrad quantizes that another GEMM can use: input, weight, grad_output.
+REUSED = {
+    "delayed": Plan(True, True, True),
+    "tensorwise": Plan(True, True, True),
+    "rowwise": Plan(False, False, False),
+    "rowwise_bf16_wgrad": Plan(False, False, False),
+    "blockwise": Plan(False, True, False),
+    "mxfp8": Plan(False, False, False),
+    "mxfp6": Plan(False, False, False),
+    "mxfp4": Plan(False, False, False),
+    "nvfp4": Plan(False, True, False),
+    "bf16": Plan(False, False, False),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_each_recipe_reuses(name: str) -> None:
+    assert plan(get(name)) == REUSED[name]
+
+
+def test_square_weights_let_one_copy_serve_both_gemms() -> None:
+    assert plan(get("mxfp8", weight_2d=True)).weight
+    assert not plan(get("nvfp4", weight_2d=False)).weight
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_reused_operand_has_the_bits_of_one_quantized_again(spec: QuantSpec) -> None:
+    if not reusable(spec, spec):
+        return
+    for name, x in nasty((37, 70)).items():
+        q, again = quantize(x, spec), quantize(np.ascontiguousarray(x.T), spec)
+        assert_bitwise(q.codes().T, again.codes(), f"{name}, codes")
+        assert_bitwise(q.scales().T, again.scales(), f"{name}, scales")
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_nothing_is_reused_under_another_spec_or_none(spec: QuantSpec) -> None:
+    assert not reusable(spec, None) and not reusable(None, spec) and not reusable(None, None)
+    assert not any(reusable(spec, other) for other in SPECS.values() if other != spec)
+
+
+def test_stochastic_operands_are_not_transposed_into_each_other() -> None:
+    stochastic = [s for s in SPECS.values() if s.rounding == "stochastic"]
+    assert stochastic and not any(reusable(s, s) for s in stochastic)
+
+
+@pytest.mark.parametrize("recipe", variants().values(), ids=variants())
+def test_backward_keeps_half_the_bytes_of_bf16_and_four_bits_keep_a_third(recipe: Recipe) -> None:
+    tokens, features = 4096, 1024
+    spec = recipe.wgrad.b
+    share = saved_bytes(recipe, tokens, features) / (2 * tokens * features)
+    if spec is None:
+        assert share == 1
+    else:
+        assert spec.format.bits / 16 < share <= (0.3 if spec.format.bits == 4 else 0.52)
+
+
+def test_saved_bytes_count_padding_and_partial_blocks() -> None:
+    assert saved_bytes(get("tensorwise"), 3, 5) == 15 + 4
+    assert saved_bytes(get("rowwise"), 3, 5) == 15 + 5 * 4
+    assert saved_bytes(get("mxfp8"), 33, 5) == 165 + 5 * 2
+    assert saved_bytes(get("nvfp4"), 17, 5) == 5 * 32 // 2 + 5 * 2
+    assert saved_bytes(get("bf16"), 3, 5, itemsize=4) == 60

@@ -1,0 +1,79 @@
+"""LayerNorm and RMSNorm against the same formula in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quaver.jax.blocks.norm import NORMALIZATIONS, layer_norm, normalize, rms_norm
+from tests.close import assert_close
+
+
+def expected(
+    x: np.ndarray, scale: np.ndarray, bias: np.ndarray | None, kind: str, eps: float, zero_centered: bool
+) -> np.ndarray:
+    x = x.astype(np.float64)
+    centred = x - x.mean(-1, keepdims=True) if kind == "LayerNorm" else x
+    y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * (scale + zero_centered)
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("kind", NORMALIZATIONS)
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_norm_is_its_formula(kind: str, zero_centered: bool, with_bias: bool) -> None:
+    x, scale, bias = np.random.randn(3, 5, 24) * 3 + 1, np.random.randn(24), np.random.randn(24)
+    x, scale, bias = x.astype(np.float32), scale.astype(np.float32), bias.astype(np.float32) if with_bias else None
+    y = normalize(
+        jnp.asarray(x),
+        jnp.asarray(scale),
+        None if bias is None else jnp.asarray(bias),
+        normalization=kind,
+        eps=1e-3,
+        zero_centered=zero_centered,
+    )
+    assert_close(kind, y, expected(x, scale, bias, kind, 1e-3, zero_centered), 1e-6)
+
+
+@pytest.mark.parametrize("norm, kind", [(layer_norm, "LayerNorm"), (rms_norm, "RMSNorm")])
+def test_its_gradient_is_the_formulas(norm, kind: str) -> None:  # type: ignore[no-untyped-def]
+    x, scale, direction = (np.random.randn(*s).astype(np.float32) for s in ((4, 16), (16,), (4, 16)))
+    gx, gs = jax.grad(lambda x, s: (norm(x, s, eps=1e-2) * direction).sum(), argnums=(0, 1))(x, scale)
+
+    def of(x: np.ndarray, scale: np.ndarray) -> float:
+        return float((expected(x, scale, None, kind, 1e-2, False) * direction).sum())
+
+    step = 1e-5
+    for got, at in ((gx, 0), (gs, 1)):
+        differences = np.zeros(got.shape)
+        for i in np.ndindex(got.shape):
+            up, down = (
+                [x.astype(np.float64), scale.astype(np.float64)],
+                [x.astype(np.float64), scale.astype(np.float64)],
+            )
+            up[at][i] += step
+            down[at][i] -= step
+            differences[i] = (of(*up) - of(*down)) / (2 * step)
+        assert_close(f"gradient {at}", got, differences, 2e-6)
+
+
+def test_a_bf16_norm_is_computed_in_float32_and_rounded_once() -> None:
+    x = jnp.asarray(np.random.randn(4, 64) * 100, jnp.bfloat16)
+    y = layer_norm(x, jnp.ones(64, jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    assert (y == layer_norm(x.astype(jnp.float32)).astype(jnp.bfloat16)).all()
+
+
+def test_a_row_of_zeros_stays_zero_and_nan_spoils_only_its_row() -> None:
+    x = jnp.asarray(np.random.randn(3, 8), jnp.float32).at[0].set(0).at[1, 2].set(jnp.nan)
+    for norm in (layer_norm, rms_norm):
+        y = norm(x)
+        assert (y[0] == 0).all() and jnp.isnan(y[1]).all() and jnp.isfinite(y[2]).all()
+
+
+def test_what_does_not_fit_is_a_sentence() -> None:
+    x = jnp.ones((2, 8))
+    with pytest.raises(ValueError, match=r"scale has shape \(7,\), and x \(2, 8\) needs \(8,\)"):
+        layer_norm(x, jnp.ones(7))
+    with pytest.raises(ValueError, match=r"normalization is 'layernorm'; give one of 'LayerNorm', 'RMSNorm'"):
+        normalize(x, None, None, normalization="layernorm")

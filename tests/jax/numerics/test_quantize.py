@@ -1,0 +1,156 @@
+"""What `Quantized` is to JAX, the operands that quantize takes and refuses, and the noise of pieces and batches."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaver.jax as qj
+from quaver.core import reference
+from quaver.core.numbers import philox
+from quaver.core.numbers.formats import E4M3, E5M2
+from quaver.core.spec import QuantSpec
+from quaver.jax.numerics.hadamard import rotate
+from quaver.jax.numerics.philox import uniform
+from tests.close import assert_bitwise
+from tests.operands import SPECS
+
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+LINE, SQUARE, ROTATED = SPECS["mxfp8.fprop.a"], SPECS["delayed.fprop.a"], SPECS["nvfp4.wgrad.a"]
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def same(a: qj.Quantized, b: qj.Quantized) -> None:
+    assert (a.spec, a.shape) == (b.spec, b.shape)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert_bitwise(*(np.asarray(z).view(np.uint8) if z.dtype.itemsize == 1 else np.asarray(z) for z in (x, y)))
+
+
+@every_spec
+def test_a_quantized_operand_goes_through_jit_and_back(spec: QuantSpec) -> None:
+    q = qj.quantize(normal(20, 70), spec)
+    same(jax.jit(lambda q: q)(q), q)
+    leaves, structure = jax.tree.flatten(q)
+    same(jax.tree.unflatten(structure, leaves), q)
+
+
+@every_spec
+def test_quantizing_what_is_quantized_returns_it(spec: QuantSpec) -> None:
+    q = qj.quantize(normal(4, 32), spec)
+    assert qj.quantize(q, spec) is q
+
+
+def test_another_spec_other_ranks_and_dtypes_are_refused() -> None:
+    q = qj.quantize(normal(4, 32), LINE)
+    with pytest.raises(ValueError, match="dequantize\\(\\) it first"):
+        qj.quantize(q, SQUARE)
+    with pytest.raises(ValueError, match="reshape it first"):
+        qj.quantize(normal(2, 4, 32), LINE)
+    for odd in (np.zeros((2, 2)), np.zeros((2, 2), np.int32)):
+        with pytest.raises(ValueError, match="convert it first"):
+            qj.quantize(odd, LINE)
+    with pytest.raises(ValueError, match="blocks are not square"):
+        _ = q.T
+
+
+def test_data_have_eight_bits_or_four() -> None:
+    x = normal(64, 96)
+    assert qj.quantize(x, SQUARE).data.dtype == jnp.float8_e4m3fn
+    assert qj.quantize(x, QuantSpec(E5M2)).data.dtype == jnp.float8_e5m2
+    assert qj.quantize(x, LINE).nbytes == 64 * 96 + 64 * 3
+    assert qj.quantize(x, SPECS["nvfp4.fprop.a"]).nbytes == 64 * 48 + 64 * 6 + 4
+
+
+def test_the_amax_is_kept_where_a_history_would_record_it() -> None:
+    x = normal(20, 70)
+    top = np.abs(x).max()
+    assert_bitwise(np.asarray(qj.quantize(x, SQUARE).amax), top.reshape(1, 1))
+    assert_bitwise(np.asarray(qj.quantize(x, SQUARE, amax=9.0, factor=2.0).amax), top.reshape(1, 1))
+    assert qj.quantize(x, LINE).amax is None
+
+
+def test_an_amax_may_be_a_number() -> None:
+    x = normal(20, 70)
+    same(qj.quantize(x, SQUARE, 1.3), qj.quantize(x, SQUARE, np.full((1, 1), 1.3, np.float32)))
+
+
+def test_a_factor_need_not_be_a_power_of_two() -> None:
+    x = normal(64, 96)
+    q, r = qj.quantize(x, QuantSpec(E4M3), factor=5.3), reference.quantize(x, QuantSpec(E4M3), factor=5.3)
+    assert_bitwise(np.asarray(q.codes()), r.codes())
+    assert_bitwise(np.asarray(q.scales()), r.scales())
+
+
+@pytest.mark.parametrize("name", ["delayed.dgrad.a", "mxfp8.fprop.a", "nvfp4.wgrad.a"])
+def test_a_batch_is_quantized_matrix_by_matrix(name: str) -> None:
+    x = normal(3, 20, 70)
+    together = jax.vmap(lambda x: qj.quantize(x, SPECS[name]))(x)
+    for i in range(3):
+        same(jax.tree.map(lambda leaf, i=i: leaf[i], together), qj.quantize(x[i], SPECS[name]))
+
+
+@pytest.mark.parametrize("shape", [(300, 301), (7, 3), (5, 8), (0, 4), (4, 0)])
+def test_jax_draws_the_numbers_of_numpy(shape: tuple[int, int]) -> None:
+    seed, stream = 0x1234567890ABCDEF, 0xDEADBEEF
+    for count in (5, (7 << 32) + 5):
+        expected = philox.uniform(*shape, seed, stream, count)
+        assert_bitwise(np.asarray(uniform(*shape, seed, stream, count)), expected)
+    traced = jax.jit(lambda count: uniform(*shape, seed, jnp.uint32(stream), count))(jnp.float32(5))
+    assert_bitwise(np.asarray(traced), expected)
+
+
+@pytest.mark.parametrize("columns", [12, 10])
+def test_a_piece_draws_what_the_whole_would_have_drawn(columns: int) -> None:
+    whole = np.asarray(uniform(12, 3 * columns, 1, 2, 3))
+    piece = jax.jit(lambda row, column: uniform(4, columns, 1, 2, 3, (row, column, 3 * columns)))
+    for row in (0, 4, 8):
+        for column in (0, columns, 2 * columns):
+            expected = whole[row : row + 4, column : column + columns]
+            assert_bitwise(np.asarray(piece(row, column)), expected)
+
+
+def test_counters_beyond_32_bits_carry_over() -> None:
+    """The last rows of an operand of 2**35 elements, whose counters need the second word."""
+    row, k = 2**20 - 1, 2**15
+    counter = row * k // 4 + np.arange(k // 4, dtype=np.uint64)
+    words = philox.philox4x32((counter & 0xFFFFFFFF, counter >> 32, np.uint64(2), np.uint64(3)), (1, 0)).reshape(1, k)
+    expected = (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+    assert (counter >> 32).max() == 1
+    assert_bitwise(np.asarray(uniform(1, k, 1, 2, 3, (row, 0, k))), expected)
+    assert_bitwise(np.asarray(uniform(1, k - 1, 1, 2, 3, (row, 0, k))), expected[:, :-1])
+
+
+@pytest.mark.parametrize("exponent", [-149, -130, -126, -100, -61, 0, 100, 123])
+def test_the_rotation_has_the_bits_of_numpy_at_every_size(exponent: int) -> None:
+    x = np.ldexp(normal(40, 70), exponent).astype(np.float32)
+    with np.errstate(over="ignore"):
+        expected = reference.rotate(x)
+    tiny = np.finfo(np.float32).tiny
+    assert_bitwise(
+        np.asarray(rotate(jnp.asarray(x))),
+        np.where(np.abs(expected) < tiny, np.copysign(np.float32(0), expected), expected),
+    )
+
+
+def test_an_old_jax_is_refused_with_a_sentence() -> None:
+    code = "import jax; jax.__version_info__, jax.__version__ = (0, 9, 0), '0.9.0'; import quaver.jax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "needs jax 0.10.2 or newer and found 0.9.0" in done.stderr.splitlines()[-1]
+
+
+def test_noise_follows_seed_tensor_and_count() -> None:
+    x = normal(64, 96)
+    codes = [
+        np.asarray(qj.quantize(x, ROTATED, **{"seed": 3, "tensor_id": 4, "count": 5} | change).codes())
+        for change in ({}, {}, {"seed": 1}, {"tensor_id": 1}, {"count": 1})
+    ]
+    assert_bitwise(codes[0], codes[1])
+    for other in codes[2:]:
+        assert (codes[0] != other).mean() > 0.05

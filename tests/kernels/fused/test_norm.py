@@ -1,0 +1,151 @@
+"""Norms: within their bound of float64, and what is quantized on the way equals the output quantized."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from quaver import E4M3, E5M2, QuantSpec
+from quaver.torch.backends.gpu.fused import norm as gpu
+from quaver.torch.backends.gpu.launching.launch import workspace
+from quaver.torch.blocks import norm
+from quaver.torch.numerics import reference
+from tests.kernels.compare import DEVICE, assert_same
+from tests.operands import nasty
+
+SPECS = [
+    QuantSpec(E4M3),
+    QuantSpec(E5M2, scale="fp32"),
+    QuantSpec(E4M3, (1, None)),
+    QuantSpec(E4M3, (1, None), scale="fp32"),
+    QuantSpec(E4M3, (1, 128)),
+    QuantSpec(E5M2, (1, 128), scale="fp32"),
+    QuantSpec(E4M3, (1, 32), "e8m0"),
+]
+#: The last is wider than a row that lies in registers.
+SHAPES = [(3, 4), (2, 100), (3, 256), (2, 16400)]
+EPS = 1e-5
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    scale = expected.square().mean().sqrt().item()
+    return (found.double() - expected).square().mean().sqrt().item() / scale if scale else math.inf
+
+
+def parameters(kind: str, columns: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor | None, Tensor | None]:
+    centred, averaged = norm.NORMALIZATIONS[kind]
+    gamma = torch.randn(columns, device=DEVICE, dtype=dtype) if averaged else None
+    return gamma, torch.randn(columns, device=DEVICE, dtype=dtype) if centred else None
+
+
+def wide(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.double() for t in tensors]
+
+
+def test_every_normalization_has_its_kernels() -> None:
+    assert {kind: centred for kind, (centred, _) in norm.NORMALIZATIONS.items()} == gpu.CENTRED
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", norm.NORMALIZATIONS)
+def test_forward_and_backward_keep_their_bound_of_float64(kind: str, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, device=DEVICE) * 3 + 1
+    g = torch.randn(shape, device=DEVICE)
+    gamma, beta = parameters(kind, shape[1])
+    y, mean, inverse = gpu.forward(x, gamma, beta, kind, EPS)
+    exact = norm._plain_forward(*wide(x, gamma, beta), kind, EPS)  # type: ignore[arg-type]
+    assert relative(y, exact[0]) < 1e-6
+    grads = gpu.backward(g, x, gamma, beta, mean, inverse, kind)
+    expected = norm._plain_backward(*wide(g, x, gamma, beta, *exact[1:]), kind)  # type: ignore[arg-type]
+    for found, want in zip(grads, expected, strict=True):
+        assert found.shape == want.shape
+        assert not want.numel() or relative(found, want) < 1e-6
+    assert not workspace(DEVICE).any(), "the programs' meeting place is left as it was found"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_quantized_is_the_output_quantized(shape: tuple[int, int], spec: QuantSpec) -> None:
+    for kind, dtype in (("LayerNorm", torch.bfloat16), ("RMSNorm", torch.float32)):
+        x = (torch.randn(shape, device=DEVICE) * 3 + 1).to(dtype)
+        gamma, beta = parameters(kind, shape[1])
+        factor = torch.tensor([8.0], device=DEVICE) if spec.per_tensor else None
+        if not gpu.mode(spec, spec.per_tensor, shape[1]):
+            assert shape[1] > gpu.WIDEST
+            continue
+        made = gpu.normalized(x, gamma, beta, kind, EPS, spec, factor)
+        y, _, _ = gpu.forward(x, gamma, beta, kind, EPS)
+        assert torch.equal(made.y, y)  # type: ignore[arg-type]
+        expected = reference.quantize(y, spec, None, factor)
+        assert made.quantized is not None
+        assert_same(made.quantized, expected)
+        data = made.quantized.data
+        base = data.as_strided((shape[0], data.stride(0)), (data.stride(0), 1))
+        assert not base[:, shape[1] :].view(torch.uint8).any(), "what ends a row is zero, for GEMMs that read it"
+        if spec.per_tensor:
+            assert torch.equal(made.amax, expected.amax)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_values_that_hurt_are_quantized_as_the_output_is(spec: QuantSpec) -> None:
+    for name, value in nasty((3, 40)).items():
+        x = torch.from_numpy(value).to(DEVICE).bfloat16()
+        for kind in ("LayerNorm", "L2"):
+            gamma, beta = parameters(kind, 40)
+            for factor in (None, torch.tensor([0.25], device=DEVICE)) if spec.per_tensor else (None,):
+                made = gpu.normalized(x, gamma, beta, kind, EPS, spec, factor)
+                assert made.y is not None
+                expected = reference.quantize(made.y, spec, None, factor)
+                if made.quantized is not None:
+                    assert_same(made.quantized, expected)
+                if made.amax is not None:
+                    torch.testing.assert_close(made.amax, expected.amax, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", norm.NORMALIZATIONS)
+def test_what_is_not_finite_spoils_its_row_as_it_does_elsewhere(kind: str, value: float) -> None:
+    x = torch.randn(3, 40, device=DEVICE)
+    x[1, 7] = value
+    gamma, beta = parameters(kind, 40)
+    y, _, _ = gpu.forward(x, gamma, beta, kind, EPS)
+    expected = norm._plain_forward(x, gamma, beta, kind, EPS)[0]
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_rows_that_lie_apart_and_askew_give_the_bits_of_rows_that_lie_together() -> None:
+    """The neighbours that a thread holds, and so the order of its sums, go by how far rows lie apart."""
+    base, other = torch.randn(4, 131, device=DEVICE), torch.randn(4, 132, device=DEVICE)
+    views = [t[:, :100] for t in (base, other)]
+    views += [base[:, 3:103], base.t()[:100].t(), base[:2].view(2, 1, 131)[..., 31:], other[:, 4:104]]
+    for x in views:
+        gamma, _ = parameters("RMSNorm", 100)
+        y, mean, inverse = gpu.forward(x, gamma, None, "RMSNorm", EPS)
+        alone = x.clone(memory_format=torch.contiguous_format)
+        assert torch.equal(y, gpu.forward(alone, gamma, None, "RMSNorm", EPS)[0])
+        assert gpu.vector(gpu._rows(x)) == gpu.vector(gpu._rows(alone))
+        grads = [gpu.backward(g, v, gamma, None, mean, inverse, "RMSNorm") for g, v in ((x, alone), (alone, x))]
+        for found, expected in zip(*grads, strict=True):
+            assert torch.equal(found, expected)
+        assert y.shape == x.shape
+        assert inverse.shape == (*x.shape[:-1], 1)
+
+
+@pytest.mark.parametrize("rows", [1, 33, 100])
+def test_sums_over_rows_keep_their_bound(rows: int) -> None:
+    x = torch.randn(rows, 70, device=DEVICE)
+    assert relative(gpu.sum_rows(x), x.double().sum(0)) < 1e-6
+
+
+def test_parameters_that_lie_apart_are_read_where_they_lie() -> None:
+    x, g = torch.randn(4, 100, device=DEVICE), torch.randn(4, 100, device=DEVICE)
+    room = torch.randn(100, 3, device=DEVICE)
+    gamma, beta = room[:, 0], room[:, 2]
+    found = gpu.forward(x, gamma, beta, "LayerNorm", EPS)
+    expected = gpu.forward(x, gamma.clone(), beta.clone(), "LayerNorm", EPS)
+    grads = gpu.backward(g, x, gamma, beta, *found[1:], "LayerNorm")
+    for one, other in zip(
+        (*found, *grads), (*expected, *gpu.backward(g, x, gamma.clone(), beta, *found[1:], "LayerNorm")), strict=True
+    ):
+        assert torch.equal(one, other)

@@ -1,0 +1,84 @@
+"""Products with few rows or columns are decoded slice by slice and stay within the bound of every other product."""
+
+import numpy as np
+import pytest
+import torch
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core.spec import GemmSpec
+from quaver.torch.backends.cpu import gemm as cpu_gemm
+from quaver.torch.backends.cpu import narrow
+from quaver.torch.numerics.reference import double
+from tests.close import assert_bitwise, assert_close
+from tests.operands import GEMMS, MAGNITUDES
+
+every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
+#: Rows, k and columns: slices that end between blocks, sums of several pieces, one long row.
+SHAPES = [(1, 1500, 300), (300, 1500, 1), (4, 1000, 170), (1, 5000, 1), (2, 33, 400)]
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "SLICE", 1 << 15)
+    monkeypatch.setattr(cpu_gemm, "SMALL", 0)
+
+
+def operands(gemm: GemmSpec, m: int, k: int, n: int, magnitude: str, turned: bool) -> tuple[qt.Quantized, qt.Quantized]:
+    """a [m, k] and b [n, k], optionally quantized from transposed views."""
+    rng = np.random.default_rng(m + k + n)
+    change, scale = MAGNITUDES[magnitude]
+    a = torch.from_numpy(change(rng, rng.normal(size=(m, k)).astype(np.float32)))
+    b = torch.from_numpy(rng.normal(size=(n, k)).astype(np.float32) * np.float32(scale))
+    assert gemm.a is not None and gemm.b is not None
+    if turned:
+        a, b = a.t().contiguous().t(), b.t().contiguous().t()
+    return qt.quantize(a, gemm.a), qt.quantize(b, gemm.b)
+
+
+@every_gemm
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("turned", [False, True], ids=["as they are", "turned"])
+def test_narrow_products_are_within_1e_6_of_float64(gemm: GemmSpec, magnitude: str, turned: bool) -> None:
+    for m, k, n in SHAPES:
+        a, b = operands(gemm, m, k, n, magnitude, turned)
+        exact = double(a) @ double(b).t()
+        assert_close(f"m {m}, k {k}, n {n}", qt.matmul(a, b), exact.float(), 1e-6)
+        bias = torch.randn(n) * exact.abs().amax().clamp(1e-30, 1e30).float()
+        assert_close("with bias", qt.matmul(a, b, bias=bias), (exact + bias.double()).float(), 1e-6)
+
+
+@every_gemm
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_rows_that_float64_gives_it(gemm: GemmSpec, value: float) -> None:
+    assert gemm.a is not None and gemm.b is not None
+    x, w = torch.randn(1, 1500), torch.randn(300, 1500)
+    w[131, 7] = value
+    a, b = qt.quantize(x, gemm.a), qt.quantize(w, gemm.b)
+    expected = (double(a) @ double(b).t()).isnan()
+    assert expected.any()
+    assert_bitwise(qt.matmul(a, b).isnan(), expected)
+    assert_bitwise(qt.matmul(b, a).isnan(), expected.t()) if gemm.a == gemm.b else None
+
+
+def test_scales_too_far_apart_for_float32_are_multiplied_in_float64() -> None:
+    spec = recipes.mxfp8().fprop.a
+    assert spec is not None
+    w = torch.randn(64, 2048)
+    w[:, :32] *= 1e-30
+    x = torch.randn(2, 2048)
+    x[:, :32] *= 1e30
+    a, b = qt.quantize(x, spec), qt.quantize(w, spec)
+    assert_close("far apart", qt.matmul(a, b), (double(a) @ double(b).t()).float(), 1e-6)
+
+
+@pytest.mark.parametrize("rows", [5, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_handful_of_rows_beside_a_large_operand_goes_the_same_way(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_gemm, "NARROW_BESIDE", (16, 1 << 14))
+    gemm = next(iter(GEMMS.values()))
+    a, b = operands(gemm, rows, 400, 100, "one outlier", False)
+    exact = (double(a) @ double(b).t()).float()
+    assert_close("product", qt.matmul(a, b, dtype), exact.to(dtype), 1e-6 if dtype is torch.float32 else 1e-4)

@@ -1,0 +1,144 @@
+"""A capture launches what its rehearsal loaded, and nothing else."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.backends.gpu.gemms import scaled_mm
+from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.linear.stored import stored
+from quaver.torch.model.graph import WARM_UP, CapturedStep
+from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
+
+RECIPES = [name for name, build in recipes.RECIPES.items() if build().quantizes]
+ARCHITECTURES = (89, 90, 100, 120)
+K, N = 48, 32
+#: What was found out of the GEMMs of each architecture: probing them again takes longer than all the rest.
+WAYS: dict[Any, Any] = {}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], Driver]]:
+    """Makes a CPU pass for a GPU of an architecture; kernels run where a recipe's decisions go by their results."""
+
+    def become_one(recipe: str, arch: int) -> Driver:
+        become(arch, monkeypatch)
+        monkeypatch.setattr(scaled_mm, "_ways", WAYS)
+        return Driver(monkeypatch, runs=recipe == "delayed")
+
+    with as_on_a_gpu(monkeypatch):
+        yield become_one
+
+
+def launches(driver: Driver, module: nn.Module, recipe: str, x: Tensor, warm_up: int) -> list[list[object]]:
+    """The kernels that each call of a captured training step launches; it has been captured at the last."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for part in x:
+            with qt.autocast(recipes.delayed(history=4) if recipe == "delayed" else recipe):
+                loss = module(part).float().square().mean()
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        return total
+
+    captured, found = CapturedStep(step, warm_up=warm_up), []
+    for _ in range(warm_up + 1):
+        driver.launched.clear()
+        captured(x)
+        found.append(list(driver.launched))
+    assert captured._graph is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bias"),
+    [(32, True), (37, False), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((32, False), (37, True)))],
+)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_capture_launches_what_its_rehearsal_launched(
+    tokens: int, recipe: str, arch: int, bias: bool, gpu: Callable[[str, int], Driver]
+) -> None:
+    driver = gpu(recipe, arch)
+    layers = [qt.Linear(*sides, bias=bias, dtype=torch.bfloat16) for sides in ((K, N), (N, K))]
+    x = torch.randn(2, tokens, K).bfloat16().requires_grad_()
+    *_, rehearsed, captured = launches(driver, nn.Sequential(*layers), recipe, x, WARM_UP)
+    assert captured == rehearsed
+    assert set(captured) <= driver.loaded
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [
+        ("rowwise", 90),
+        ("mxfp8", 100),
+        *(
+            pytest.param(recipe, arch, marks=pytest.mark.slow)
+            for recipe in RECIPES
+            for arch in ARCHITECTURES
+            if (recipe, arch) not in (("rowwise", 90), ("mxfp8", 100))
+        ),
+    ],
+)
+def test_a_capture_of_a_block_launches_what_its_rehearsal_launched(
+    recipe: str, arch: int, gpu: Callable[[str, int], Driver]
+) -> None:
+    """Norms, rope, activations and attention's masks, and weights that several layers share an input with."""
+    driver = gpu(recipe, arch)
+    options = {"groups": 2, "bias": False, "activation": "swiglu", "normalization": "RMSNorm", "window": (8, 0)}
+    block = qt.TransformerLayer(64, 4, 96, rope=qt.RotaryEmbedding(16), dtype=torch.bfloat16, **options)
+    x = torch.randn(1, 2, 16, 64).bfloat16().requires_grad_()
+    *_, rehearsed, captured = launches(driver, block, recipe, x, WARM_UP)
+    assert captured == rehearsed
+    assert set(captured) <= driver.loaded
+
+
+def captured_names(driver: Driver, recipe: str, layer: qt.Linear) -> list[str]:
+    x = torch.randn(1, 32, layer.in_features).bfloat16().requires_grad_()
+    return [kernel[0].__name__ for kernel in launches(driver, layer, recipe, x, WARM_UP)[-1]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch", "apart"),
+    [("rowwise", 90, "column_amax"), ("mxfp8", 100, "mxfp8_rows"), ("mxfp8", 100, "decode")],
+)
+def test_both_operands_of_a_captured_weight_come_from_one_read(
+    recipe: str, arch: int, apart: str, gpu: Callable[[str, int], Driver]
+) -> None:
+    names = captured_names(gpu(recipe, arch), recipe, qt.Linear(K, N, bias=False, dtype=torch.bfloat16))
+    assert names and apart not in names, names
+
+
+def test_captured_delayed_scaling_takes_one_pass_over_a_tensor(gpu: Callable[[str, int], Driver]) -> None:
+    """The host knows that factors are set, which it learns by waiting before the last rehearsal."""
+    names = captured_names(gpu("delayed", 90), "delayed", qt.Linear(K, N, bias=False, dtype=torch.bfloat16))
+    assert names.count("cast") == 3
+    assert "amax" not in names
+
+
+def test_a_captured_graph_reads_stored_codes_anew() -> None:
+    """What a GEMM's layout of them is kept for would be filled once, at a replay, and not follow the codes."""
+    with qt.quantized_init("tensorwise"):
+        layer = qt.Linear(K, N, bias=False)
+    with capture.rehearsing(torch.device("cpu")):
+        assert stored.codes(layer, layer.weight) is not stored.codes(layer, layer.weight)
+        assert not layer.__dict__.get("_weights")
+    assert stored.codes(layer, layer.weight) is stored.codes(layer, layer.weight)
+
+
+def test_a_rehearsal_ends_with_its_block_and_nests() -> None:
+    cpu = torch.device("cpu")
+    with capture.rehearsing(cpu):
+        with pytest.raises(KeyError), capture.rehearsing(cpu):
+            raise KeyError
+        assert capture.as_captured(cpu) and not capture.capturing(cpu)
+    assert not capture.as_captured(cpu)

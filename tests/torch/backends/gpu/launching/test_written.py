@@ -1,0 +1,107 @@
+"""Kept weights on several streams: the first read on another stream waits for the writing, and shares its memory.
+
+Streams are stood in for here; `tests/gpu/test_layers.py` has the same on a card.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.backends.gpu.launching import capture, written
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.state import kept_weights
+
+GPU = torch.device("cuda", 0)
+
+
+class Streams:
+    """The current stream, and what was asked of all of them, in order."""
+
+    def __init__(self) -> None:
+        self.now = 1
+        self.log: list[tuple[Any, ...]] = []
+
+    def handle(self, device: torch.device) -> int:
+        assert device == GPU
+        return self.now
+
+    def current(self, device: torch.device) -> "Streams":
+        self.handle(device)
+        return self
+
+    def record_event(self) -> tuple[str, int]:
+        self.log.append(("recorded", self.now))
+        return "event", self.now
+
+    def wait_event(self, event: tuple[str, int]) -> None:
+        self.log.append(("waits", self.now, event[1]))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    made = Streams()
+    monkeypatch.setattr(capture, "stream_of", made.handle)
+    monkeypatch.setattr(torch.cuda, "current_stream", made.current)
+    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: made.log.append(("keeps", s.now, t.data_ptr())))
+    yield made
+
+
+def kept(recipe: str) -> tuple[nn.Module, nn.Parameter, Any, kept_weights.Entry]:
+    layer, weight = nn.Module(), nn.Parameter(torch.randn(48, 32))
+    spec = recipes.get(recipe).fprop.b
+    assert spec is not None
+    window = kept_weights.begin(layer, weight)
+    entry = kept_weights.keep(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec), window)
+    assert entry is not None
+    entry.written = written.Written(entry, GPU)
+    return layer, weight, spec, entry
+
+
+def tensors(q: Quantized) -> set[int]:
+    return {t.data_ptr() for t in (q.data, q.scale, q.tensor_factor, q.amax) if isinstance(t, Tensor)}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "nvfp4"])
+def test_another_stream_waits_once_and_holds_the_memory(recipe: str, streams: Streams) -> None:
+    layer, weight, spec, entry = kept(recipe)
+    assert streams.log == [("recorded", 1)]
+    assert kept_weights.lookup(layer, "fprop", weight, spec, 0.0) is entry
+    assert len(streams.log) == 1, "the stream that has written it waits for nothing"
+    streams.now = 2
+    reader = kept_weights.lookup(layer, "fprop", weight, spec, 0.0)
+    assert reader is not None and reader.quantized is not None and entry.quantized is not None
+    assert streams.log[1] == ("waits", 2, 1)
+    assert {at for what, stream, at in streams.log[2:] if (what, stream) == ("keeps", 2)} == tensors(entry.quantized)
+    assert tensors(reader.quantized) == tensors(entry.quantized)
+    done = len(streams.log)
+    assert kept_weights.lookup(layer, "fprop", weight, spec, 0.0) is reader and len(streams.log) == done
+    streams.now = 3
+    assert kept_weights.lookup(layer, "fprop", weight, spec, 0.0) is not reader
+    assert streams.log[done] == ("waits", 3, 1)
+
+
+def test_what_one_stream_makes_of_the_codes_is_not_anothers(streams: Streams) -> None:
+    layer, weight, spec, entry = kept("tensorwise")
+    assert entry.quantized is not None
+    # A transpose that is written when a GEMM first asks for it, on this stream.
+    entry.quantized.T.data = entry.quantized.T.data.clone()
+    entry.ready = "operands"
+    streams.now = 2
+    reader = kept_weights.lookup(layer, "fprop", weight, spec, 0.0)
+    assert reader is not None and reader.quantized is not None
+    assert reader.ready is None and reader.quantized.T.data.data_ptr() == reader.quantized.data.data_ptr()
+
+
+def test_readers_go_with_what_they_read(streams: Streams) -> None:
+    layer, weight, spec, entry = kept("rowwise")
+    streams.now = 2
+    reader = kept_weights.lookup(layer, "fprop", weight, spec, 0.0)
+    assert reader is not None
+    kept_weights.free(layer)
+    assert reader.quantized is None and entry.quantized is None
+    assert kept_weights.lookup(layer, "fprop", weight, spec, 0.0) is None

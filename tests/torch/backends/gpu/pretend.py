@@ -1,0 +1,159 @@
+"""A CPU that passes for a GPU: interpreted kernels, GEMMs by cuBLASLt's checks, a driver that loads kernels, graphs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from quaver.core.spec import Recipe
+from quaver.torch.backends.gpu import choice
+from quaver.torch.backends.gpu.gemms import scaled_mm
+from quaver.torch.backends.gpu.launching import capture, device, interpreter, launch
+from quaver.torch.operations import ops
+from quaver.torch.state.history import amax, on_gpu
+from tests.torch.backends.gpu.cublaslt import stand_in
+
+KINDS, SWIZZLES = ({kind.value: kind for kind in all.__members__.values()} for all in (ScalingType, SwizzleType))
+
+
+def _resolve(recipe: Recipe, x: Tensor) -> ops.Resolved:
+    return ops.Resolved(recipe, choice.quantize, scaled_mm.matmul, choice.quantize_both)
+
+
+@contextmanager
+def as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors on a CPU take a GPU's way: interpreted kernels, and the scaled GEMM that torch has for CPUs."""
+    before = set(device.asked)
+    device.asked.update({"triton", "native"})
+    patch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0, None))
+    patch.setattr(ops, "_resolve", _resolve)
+    # As on a device, where nobody reads a factor.
+    patch.setattr(amax, "saved_factors", lambda layer: amax._on_device(layer, layer.factor))
+    ops._resolved.clear()
+    yield
+    device.asked.intersection_update(before)
+    ops._resolved.clear()
+
+
+def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> list[list[str]]:
+    """Have the kernels and the GEMMs of one architecture, the GEMMs by their checks; returns what those are called by.
+
+    Args:
+        either: as `stand_in`.
+    """
+    calls: list[list[str]] = []
+    run = stand_in(arch, calls, either)
+
+    def told(a: Tensor, b: Tensor, sa: Any, ka: Any, wa: Any, sb: Any, kb: Any, wb: Any, *rest: Any) -> Tensor:
+        kinds = [[KINDS[kind] for kind in side] for side in (ka, kb)]
+        swizzles = [[SWIZZLES[swizzle] for swizzle in side] or None for side in (wa, wb)]
+        return run(a, b, sa, kinds[0], sb, kinds[1], *swizzles, *rest)
+
+    patch.setattr(torch, "_scaled_mm_v2", told)
+    patch.setattr(scaled_mm, "scaled_mm", run)
+    patch.setattr(device, "_architecture", lambda _: arch)
+    scaled_mm._ways.clear()
+    scaled_mm._transposes.clear()
+    return calls
+
+
+class Driver:
+    """Loads kernels as a driver does, never while a graph is captured; notes what is launched.
+
+    Args:
+        runs: whether that is interpreted too; else results stay as they were allocated, but for those of probes.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, runs: bool) -> None:
+        self.runs = runs
+        self.loaded: set[Any] = set()
+        self.launched: list[Any] = []
+        self.capturing = False
+        self.waited = False
+        launch._forget()
+        patch.setattr(launch, "interpreted", lambda _: False)
+        patch.setattr(launch, "_compiled", self._compiled)
+        patch.setattr(capture, "capturing", lambda _: self.capturing)
+        probe = scaled_mm._probe
+        patch.setattr(scaled_mm, "_probe", lambda *args: self._probed(probe, args))
+        # A copy to the host arrives when that waits for it.
+        patch.setattr(on_gpu.Stack, "_ask", lambda stack, rolled: self._ask(stack, rolled))
+        for name, value in {
+            "is_available": lambda: True,
+            "is_current_stream_capturing": lambda: self.capturing,
+            "Stream": Stream,
+            "current_stream": Stream,
+            "stream": lambda _: self._stretch(False),
+            "set_stream": lambda _: None,
+            "synchronize": self._wait,
+            "CUDAGraph": Graph,
+            "graph": lambda graph, stream: self._stretch(True),
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+
+    def _compiled(self, launch: launch.Launch, tensors: Any, numbers: Any) -> Any:
+        kernel = launch.kernel
+        if kernel not in self.loaded:
+            if self.capturing:
+                raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({launch.fn})")
+            self.loaded.add(kernel)
+        dtypes = [None if t is None else t.dtype for t in tensors]
+        constants = {name: launch.constants[name] for name in launch.fn.arg_names[len(dtypes) + len(numbers) :]}
+        run = interpreter.run(launch.fn, launch.grid, dtypes, numbers, constants)
+
+        def noted(*given: Any) -> None:
+            self.launched.append(kernel)
+            for name, tensor in zip(launch.fn.arg_names, given, strict=False):
+                # Compiled in: an access of 16 bytes elsewhere is an error of the GPU, which ends the process.
+                assert name not in launch.divisible or tensor.data_ptr() % 16 == 0, f"{launch.fn.__name__}: {name}"
+            if self.runs:
+                run(*given)
+
+        return noted
+
+    def _ask(self, stack: on_gpu.Stack, rolled: Tensor) -> None:
+        self.waited = False
+        stack._host, stack._arrived = rolled, self
+
+    def _probed(self, probe: Any, args: Any) -> str:
+        assert not self.capturing, "no probe goes into a graph"
+        before, launched, self.runs = self.runs, len(self.launched), True
+        try:
+            why: str = probe(*args)
+        finally:
+            self.runs = before
+            del self.launched[launched:]
+        return why
+
+    def query(self) -> bool:
+        """Of the event behind that copy."""
+        return self.waited
+
+    def _wait(self, *_: Any) -> None:
+        self.waited = True
+
+    @contextmanager
+    def _stretch(self, capturing: bool) -> Iterator[None]:
+        self.capturing = capturing
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+
+class Stream:
+    """A CUDA stream of the one device that there is."""
+
+    device = torch.device("cpu")
+
+    def wait_stream(self, other: object) -> None: ...
+
+
+class Graph:
+    """What was captured; here its replay is the capture itself, which has run."""
+
+    def replay(self) -> None: ...

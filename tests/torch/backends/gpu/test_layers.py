@@ -1,0 +1,266 @@
+"""Whole layers on the kernels, interpreted: the bits of the reference, forward and backward, under every recipe."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.torch as qt
+from quaver import E4M3, QuantSpec, recipes
+from quaver.core.registry import Impl
+from quaver.torch.linear import gemms
+from quaver.torch.numerics.philox import QUIET
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import opaque, ops
+from tests.operands import SPECS
+
+RECIPES = [name for name in recipes.RECIPES if name != "bf16"]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What was asked of the kernels: "quantize", or "both" for one read that serves two GEMMs."""
+    asked: list[str] = []
+
+    def noting(name: str, impl: Impl) -> Impl:
+        def run(*args: Any) -> Any:
+            asked.append(name)
+            return impl.run(*args)
+
+        return Impl(impl.name, run, impl.reason) if impl.name == "triton" else impl
+
+    for op, name in ((ops.QUANTIZE, "quantize"), (ops.QUANTIZE_BOTH, "both")):
+        impls = [noting(name, impl) for impl in op.impls]
+        monkeypatch.setattr(op, "impls", impls)
+        monkeypatch.setattr(op, "active", impls)
+    ops._resolved.clear()
+    yield asked
+    ops._resolved.clear()
+
+
+def run(layer: qt.Linear, recipe: str, tokens: int, steps: int = 2) -> list[Tensor]:
+    """Outputs, gradients and state of a few steps."""
+    found: list[Tensor] = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = (torch.randn(tokens, layer.in_features, dtype=layer.weight.dtype) * 10.0**step).requires_grad_()
+        with qt.autocast(recipe=recipe):
+            y = layer(x)
+        y.backward(torch.randn_like(y) / 8)
+        found += [y.detach(), x.grad, layer.weight.grad.clone()]  # type: ignore[list-item,union-attr]
+        layer.zero_grad()
+        with torch.no_grad():
+            layer.weight.mul_(0.5)
+    return found + [b.clone() for b in layer.buffers()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [32, 5])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_on_the_kernels_has_the_bits_of_the_reference(
+    recipe: str, tokens: int, dtype: torch.dtype, reads: list[str]
+) -> None:
+    layer = qt.Linear(48, 32, dtype=dtype)
+    twin = copy.deepcopy(layer)
+    with qt.only("reference"):
+        expected = run(layer, recipe, tokens)
+        assert not reads
+        with qt.only("triton"):
+            found = run(twin, recipe, tokens)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    if recipe in ("tensorwise", "delayed"):
+        # Input, weight and grad_output of two steps, each from one read; nothing was quantized apart.
+        assert reads == ["both"] * 6
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_on_torchs_own_gemms_is_within_the_bound(recipe: str) -> None:
+    layer = qt.Linear(48, 32)
+    twin = copy.deepcopy(layer)
+    with qt.only("reference"):
+        expected = run(layer, recipe, 37)
+        with qt.only("native"):
+            found = run(twin, recipe, 37)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).double().norm() <= 1e-6 * other.double().norm()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_explain_names_the_native_gemms(recipe: str) -> None:
+    layer = qt.Linear(48, 32, recipe=recipe)
+    with qt.only("native"):
+        rows = {row.what: row for row in qt.explain(layer, torch.randn(37, 48)).rows}
+    for name in ("fprop", "dgrad", "wgrad"):
+        row = rows[f"{name} GEMM"]
+        assert row.runs == "native"
+        assert row.how == ("fast accumulation, 13 bits of a sum" if name == "fprop" else "float32 accumulation")
+    with qt.only("native"):
+        found = qt.explain(qt.Linear(48, 32, recipe="mxfp8"), torch.randn(37, 48)).rows
+    gemms_found = [row for row in found if row.what.endswith("GEMM")]
+    assert all(row.runs == "decoded" and "from sm_100 on" in dict(row.passed_over)["native"] for row in gemms_found)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_backward_keeps_the_transpose_of_the_input_and_nothing_else_of_it(recipe: str) -> None:
+    layer = qt.Linear(48, 32, dtype=torch.bfloat16)
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with qt.only("triton"), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qt.autocast(recipe=recipe):
+        layer(torch.randn(40, 48, dtype=torch.bfloat16))
+    codes = [t for t in saved if t.element_size() == 1]
+    assert [tuple(t.shape) for t in codes] == [(48, 40)]
+    assert codes[0].untyped_storage().nbytes() == 48 * 48, "rows of 40 bytes are filled up to 48"
+    assert sum(t.numel() for t in saved if t.dtype is torch.bfloat16 and t is not layer.weight) == 0
+
+
+def test_the_results_of_one_read_let_go_of_each_other() -> None:
+    with qt.only("triton"):
+        q, turned = ops.QUANTIZE_BOTH(torch.randn(40, 48), QuantSpec(E4M3), QuantSpec(E4M3))
+    assert q.twin is None and turned.twin is None
+    assert q.data.untyped_storage().data_ptr() != turned.data.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_captured_graph_reads_and_leaves_no_kept_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized: list[tuple[int, ...]] = []
+    implementation = next(impl for impl in ops.QUANTIZE.impls if impl.name == "cpu")
+
+    def counting(x: Tensor, *args: Any) -> Quantized:
+        quantized.append(tuple(x.shape))
+        made: Quantized = implementation.run(x, *args)
+        return made
+
+    impls = [Impl("cpu", counting, implementation.reason)]
+    monkeypatch.setattr(ops.QUANTIZE, "active", impls)
+    ops._resolved.clear()
+    layer, x = qt.Linear(48, 32, recipe=recipe), torch.randn(5, 48, requires_grad=True)
+    of_weight = {(32, 48), (48, 32)}
+    layer(x).sum().backward()
+    before = dict(layer.__dict__["_weights"].window)
+    quantized.clear()
+    monkeypatch.setattr(gemms, "capturing", lambda _: True)
+    layer(x).sum().backward()
+    assert sum(shape in of_weight for shape in quantized) == (1 if recipe == "tensorwise" else 2)
+    assert layer.__dict__["_weights"].window == before
+    quantized.clear()
+    monkeypatch.undo()
+    ops._resolved.clear()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_two_operands_in_one_operator_are_those_of_two_calls(name: str) -> None:
+    spec = SPECS[name]
+    if spec.rounding != "nearest":
+        return
+    x = torch.randn(40, 48)
+    args = x, spec.text, spec.text, None, None, None
+    torch.library.opcheck(torch.ops.quaver.quantize_both.default, args)
+    found = opaque.quantize_both(x, spec, spec)
+    for q, expected in zip(found, (ops.QUANTIZE(x, spec), ops.QUANTIZE(x.t(), spec)), strict=True):
+        assert torch.equal(q.codes(), expected.codes()) and torch.equal(q.scales(), expected.scales())
+
+
+def test_a_warning_names_a_layer_whose_features_are_odd(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quaver.torch.backends.gpu import choice
+    from quaver.torch.backends.gpu.launching import device
+
+    monkeypatch.setattr(device, "why_no_fp8", lambda *_: "")
+    layer = qt.Linear(48, 30)
+    layer.qualified_name = "blocks.0.out"
+    with pytest.warns(UserWarning, match=r"blocks\.0\.out has a weight \[30, 48\]"):
+        choice.announce_features(layer, layer.weight)
+    choice.announce_features(layer, layer.weight)
+
+
+def test_a_warning_says_once_what_of_a_recipe_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quaver.torch.backends.gpu import choice
+    from quaver.torch.backends.gpu.launching import device
+
+    monkeypatch.setattr(choice, "_announced", set())
+    monkeypatch.setattr(device, "why_no_fp8", lambda *_: "")
+    with pytest.warns(UserWarning, match="fprop, dgrad, wgrad run as bf16 GEMMs of decoded operands.* from sm_100 on"):
+        choice.announce(recipes.get("mxfp8"), torch.empty(0))
+    choice.announce(recipes.get("mxfp8"), torch.empty(0))
+    choice.announce(recipes.get("rowwise"), torch.empty(0))
+
+
+def test_out_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quaver.torch.backends.gpu import families
+
+    def fails(*_: object) -> Quantized:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    layer = qt.Linear(48, 32, recipe="delayed")
+    monkeypatch.setattr(families, "quantize", fails)
+    with qt.only("triton"), torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="smaller batch"):
+        layer(torch.randn(5, 48))
+    history = layer.get_buffer("history")
+    assert not history.any(), "nothing was recorded"
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen input"])
+def test_a_history_goes_on_where_one_operand_alone_has_no_kernel(frozen: bool) -> None:
+    plain = recipes.delayed(history=4)
+    noisy = dataclasses.replace(plain.dgrad.a, rounding="stochastic")  # type: ignore[type-var]
+    gemms_of_g = {name: dataclasses.replace(plain.gemms[name], a=noisy) for name in ("dgrad", "wgrad")}
+    recipe = dataclasses.replace(plain, name="noisy", **gemms_of_g)
+    layer = qt.Linear(48, 32)
+    twin = copy.deepcopy(layer)
+
+    def steps(layer: qt.Linear) -> list[Tensor]:
+        torch.manual_seed(0)
+        for _ in range(3):
+            with qt.autocast(recipe=recipe):
+                y = layer(torch.randn(5, 48, requires_grad=not frozen))
+            y.backward(torch.randn_like(y))
+        return [y.detach(), layer.weight.grad, *(b.clone() for b in layer.buffers())]  # type: ignore[list-item]
+
+    with qt.only("reference"):
+        expected = steps(layer)
+        del layer
+        with qt.only("triton"):
+            found = steps(twin)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("noise", [(), (None, None, QUIET, QUIET)], ids=["left out", "given"])
+def test_two_operands_in_one_operator_compile_as_layers_ask_for_them(noise: tuple[Any, ...]) -> None:
+    spec = QuantSpec(E4M3)
+
+    def both(x: Tensor) -> list[Tensor]:
+        return [q.data for q in opaque.quantize_both(x, spec, spec, *noise)]
+
+    x = torch.randn(16, 32)
+    compiled = torch.compile(both, fullgraph=True, backend="eager")
+    for one, other in zip(compiled(x), both(x), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+class CallOfAGPU(gemms.Call):
+    """As one is made there: a compiler sees one operator for two operands."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.traced:
+            self.both = opaque.quantize_both
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
+def test_a_compiled_layer_reads_operands_once_as_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = qt.Linear(48, 32)
+    twin = copy.deepcopy(layer)
+    expected = run(layer, recipe, 5)
+    monkeypatch.setattr("quaver.torch.linear.layer.Call", CallOfAGPU)
+    found = run(torch.compile(twin, fullgraph=True, backend="aot_eager"), recipe, 5)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,194 @@
+"""Multi-head attention: the same as torch's, fused and separate projections, cross attention, norms of q and k."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import quaver.torch as qt
+from quaver import recipes
+from tests.close import assert_bitwise, assert_close
+
+
+def test_equals_torchs_module() -> None:
+    ours, theirs = qt.MultiheadAttention(48, 4), nn.MultiheadAttention(48, 4, batch_first=True)
+    with torch.no_grad():
+        ours.qkv_proj.weight.copy_(theirs.in_proj_weight)
+        ours.qkv_proj.bias.copy_(theirs.in_proj_bias.normal_())
+        ours.o_proj.load_state_dict(theirs.out_proj.state_dict())
+    x = torch.randn(2, 7, 48)
+    assert_close("output", ours(x), theirs(x, x, x, need_weights=False)[0], 1e-6)
+
+
+def separate(fused: Any) -> Any:
+    """The same attention with a matrix for each projection."""
+    heads, groups, (wide, narrow) = fused.core.heads, fused.core.groups, fused.core.head_dim
+    dim = fused.o_proj.out_features
+    made = qt.MultiheadAttention(dim, heads, groups=groups, head_dim=(wide, narrow), fused=False, rope=fused.rope)
+    parts = fused.qkv_proj.weight.split([heads * wide, groups * wide, groups * narrow])
+    biases = fused.qkv_proj.bias.split([heads * wide, groups * wide, groups * narrow])
+    with torch.no_grad():
+        for layer, weight, bias in zip((made.q_proj, made.k_proj, made.v_proj), parts, biases, strict=True):
+            layer.weight.copy_(weight)
+            layer.bias.copy_(bias)
+    made.o_proj.load_state_dict(fused.o_proj.state_dict())
+    return made
+
+
+# Scales for a row, or 32 of it, are the same in one matrix and in three.
+@pytest.mark.parametrize("recipe", [None, "bf16", "mxfp8", "rowwise"])
+@pytest.mark.parametrize(("groups", "head_dim"), [(4, 16), (2, 16), (1, (16, 8))])
+def test_fused_equals_separate(recipe: str | None, groups: int, head_dim: Any) -> None:
+    fused = qt.MultiheadAttention(64, 4, groups=groups, head_dim=head_dim, rope=qt.RotaryEmbedding(16))
+    other, x = separate(fused), torch.randn(2, 32, 64)
+    with qt.autocast(recipe, enabled=recipe is not None):
+        assert_close("output", fused(x), other(x), 2e-6)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_layouts_agree(layout: str, recipe: str | None) -> None:
+    attention = qt.MultiheadAttention(64, 4, groups=2, rope=qt.RotaryEmbedding(16), mask_type="causal")
+    x = torch.randn(3, 9, 64)
+    options: dict[str, Any] = {}
+    given = {"bshd": x, "sbhd": x.transpose(0, 1), "thd": x.flatten(0, 1)}[layout]
+    if layout == "thd":
+        options["cu_seqlens"] = torch.tensor([0, 9, 18, 27])
+    with qt.autocast(recipe, enabled=recipe is not None):
+        expected = attention(x)
+        attention.layout = attention.core.layout = layout
+        y = attention(given, **options)
+    y = y.transpose(0, 1) if layout == "sbhd" else y.view(3, 9, 64)
+    assert_close("output", y, expected, 1e-6)
+
+
+def test_cross_attention_reads_the_memory() -> None:
+    for fused in (True, False):
+        cross = qt.MultiheadAttention(48, 4, memory_dim=32, fused=fused)
+        x, memory = torch.randn(2, 5, 48), torch.randn(2, 11, 32)
+        y = cross(x, memory)
+        assert y.shape == (2, 5, 48)
+        assert not torch.equal(y, cross(x, memory.flip(0)))
+        names = {name for name, _ in cross.named_children() if name.endswith("proj")}
+        assert names == ({"q_proj", "kv_proj", "o_proj"} if fused else {"q_proj", "k_proj", "v_proj", "o_proj"})
+
+
+@pytest.mark.parametrize("qk_norm", ["RMSNorm", "LayerNorm", "L2"])
+@pytest.mark.parametrize("after", [False, True])
+def test_queries_and_keys_are_normalized(qk_norm: str, after: bool) -> None:
+    made = qt.MultiheadAttention(64, 4, qk_norm=qk_norm, qk_norm_after_rope=after, rope=qt.RotaryEmbedding(16))
+    x = torch.randn(2, 9, 64)
+    # Norms undo a scale of what they are given, up to their epsilon.
+    expected = made(x)
+    with torch.no_grad():
+        made.qkv_proj.weight[: 2 * 64] *= 64.0
+        made.qkv_proj.bias[: 2 * 64] *= 64.0
+    assert_close("output", made(x), expected, 1e-3)
+    assert ("q_norm.weight" in made.state_dict()) is (qk_norm != "L2")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("RMSNorm", qt.RMSNorm), ("LayerNorm", qt.LayerNorm)])
+def test_norms_are_of_the_class_that_they_are_called_by_and_those_of_heads_have_an_eps_of_their_own(
+    name: str, kind: type
+) -> None:
+    made = qt.TransformerLayer(64, 4, 96, normalization=name, eps=1e-5, qk_norm=name, qk_norm_eps=1e-2)
+    attention = made.attention
+    for norm, eps in (
+        (attention.norm, 1e-5),
+        (made.mlp.norm, 1e-5),
+        (attention.q_norm, 1e-2),
+        (attention.k_norm, 1e-2),
+    ):
+        assert type(norm) is kind
+        assert norm.formula.eps == eps
+    assert qt.MultiheadAttention(64, 4, qk_norm=name, eps=1e-3).q_norm.formula.eps == 1e-3
+    assert type(qt.LayerNormLinear(64, 32, normalization=name).norm) is kind
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_every_parameter_has_a_gradient(recipe: str) -> None:
+    made = qt.MultiheadAttention(
+        64, 4, groups=2, rope=qt.RotaryEmbedding(16), qk_norm="RMSNorm", sinks="learnable", normalization="RMSNorm"
+    )
+    with qt.autocast(recipe):
+        made(torch.randn(2, 9, 64)).square().sum().backward()
+    for name, parameter in made.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("kept", ["tensorwise", "mxfp8"])
+def test_of_a_fused_projection_only_v_is_kept(kept: str) -> None:
+    from tests.torch.blocks.twins import kept_bytes
+
+    tokens, dim = 256, 64
+    attention = qt.MultiheadAttention(
+        dim, 4, groups=1, rope=qt.RotaryEmbedding(16), mask_type="causal", dtype=torch.bfloat16
+    )
+    x = torch.randn(1, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        with qt.autocast(kept):
+            return attention(x)
+
+    run()
+    numbers = tokens * dim
+    qkv_and_out, codes = 2 * (2 * numbers + 2 * numbers // 4), 2 * numbers * 33 / 32 + 8
+    tables, logsumexp = 2 * 4 * tokens * 16, 4 * tokens * 4
+    assert kept_bytes(attention, run) <= qkv_and_out + codes + tables + logsumexp
+
+
+def test_meta_device_is_filled_later() -> None:
+    made = qt.MultiheadAttention(
+        64, 4, rope=qt.RotaryEmbedding(16, device="meta"), qk_norm="LayerNorm", normalization="RMSNorm", device="meta"
+    )
+    assert made(torch.empty(2, 5, 64, device="meta")).shape == (2, 5, 64)
+    made.to_empty(device="cpu").reset_parameters()
+    with qt.autocast("delayed"):
+        assert made(torch.randn(2, 5, 64)).isfinite().all()
+
+
+def test_bad_input_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="do not divide among 5 heads"):
+        qt.MultiheadAttention(64, 5)
+    with pytest.raises(ValueError, match=r"head_dim is \(8,\); give a number, or"):
+        qt.MultiheadAttention(64, 4, head_dim=(8,))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot share 3 heads"):
+        qt.MultiheadAttention(64, 4, groups=3)
+    with pytest.raises(ValueError, match="rope turns heads of 8 features, and these have 16"):
+        qt.MultiheadAttention(64, 4, rope=qt.RotaryEmbedding(8))
+    with pytest.raises(ValueError, match="needs a memory"):
+        qt.MultiheadAttention(64, 4, memory_dim=32)(torch.randn(1, 2, 64))
+    with pytest.raises(ValueError, match="give no memory"):
+        qt.MultiheadAttention(64, 4)(torch.randn(1, 2, 64), torch.randn(1, 2, 64))
+    with pytest.raises(ValueError, match="with 64 features"):
+        qt.MultiheadAttention(64, 4)(torch.randn(1, 2, 63))
+    with pytest.raises(ValueError, match="the memory has shape"):
+        qt.MultiheadAttention(64, 4, memory_dim=32)(torch.randn(1, 2, 64), torch.randn(1, 2, 31))
+    with pytest.raises(ValueError, match=r"is \[batch, tokens, features\]"):
+        qt.MultiheadAttention(64, 4)(torch.randn(2, 64))
+    with pytest.raises(ValueError, match="layout 'bshd'"):
+        cache = qt.KVCache(1, 8)
+        qt.MultiheadAttention(64, 4, layout="sbhd")(torch.randn(2, 1, 64), cache=cache)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    made, x = qt.MultiheadAttention(64, 4, dropout=0.5), torch.randn(2, 9, 64)
+    assert not torch.equal(made(x), made(x))
+    made.eval()
+    assert_bitwise(made(x), made(x))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mask": torch.zeros(6, 6, dtype=torch.bool)},
+        {"bias": torch.zeros(5, 5)},
+        {"cu_seqlens": torch.tensor([0, 5])},
+    ],
+)
+def test_what_does_not_fit_is_refused_before_any_work(wrong: dict[str, Any]) -> None:
+    made = qt.MultiheadAttention(64, 4, mask_type="causal")
+    with qt.autocast("delayed"), pytest.raises(ValueError):
+        made(torch.randn(2, 6, 64), **wrong)
+    assert not dict(made.named_buffers())

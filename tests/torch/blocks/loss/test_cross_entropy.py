@@ -1,0 +1,249 @@
+"""The head and its loss in chunks, against F.cross_entropy of F.linear: values, gradients, memory, bad input."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver.torch import linear_cross_entropy
+from quaver.torch.blocks.loss.chunked import CHUNK_BYTES, _chunk_of
+from quaver.torch.blocks.loss.cross_entropy import _warned
+from tests.close import assert_bitwise, assert_close
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ignoring": {"ignore_index": 3},
+    "smoothing": {"label_smoothing": 0.1},
+    "z loss": {"z_loss": 1e-2},
+    "soft cap": {"soft_cap": 2.0},
+    "all": {"ignore_index": 0, "label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 30.0},
+}
+EVERY = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+CHUNKS = pytest.mark.parametrize("chunk", [None, 1, 5, 12, 100])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def two_functions(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, reduction: str = "mean", **options: Any
+) -> Tensor:
+    logits = F.linear(x, weight, bias).float().flatten(0, -2)
+    if options.get("soft_cap"):
+        logits = options["soft_cap"] * torch.tanh(logits / options["soft_cap"])
+    flat, ignore = targets.flatten(), options.get("ignore_index", -100)
+    smoothing: float = options.get("label_smoothing", 0.0)
+    losses = F.cross_entropy(logits, flat, ignore_index=ignore, label_smoothing=smoothing, reduction="none")
+    losses = losses + torch.where(flat != ignore, options.get("z_loss", 0.0) * logits.logsumexp(-1) ** 2, 0.0)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    return losses.sum() / (flat != ignore).sum() if reduction == "mean" else losses.sum()
+
+
+def operands(dtype: torch.dtype = torch.float32, biased: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    x, weight, bias = torch.randn(3, 4, 16), torch.randn(11, 16) / 4, torch.randn(11)
+    x, weight, bias = (t.to(dtype).requires_grad_() for t in (x, weight, bias))
+    return x, weight, torch.randint(11, (3, 4)), bias if biased else None
+
+
+def gradients(loss: Tensor, *leaves: Tensor | None) -> list[Tensor]:
+    g = torch.linspace(0.5, 2.0, loss.numel()).view(loss.shape)
+    return list(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None], g))
+
+
+@EVERY
+@REDUCTIONS
+@CHUNKS
+def test_losses_and_gradients_are_those_of_the_two_functions(
+    options: dict[str, Any], reduction: str, chunk: int | None
+) -> None:
+    x, weight, targets, bias = operands()
+    expected = two_functions(x, weight, targets, bias, reduction=reduction, **options)
+    found = linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk=chunk, **options)
+    assert found.dtype is torch.float32
+    assert_close("loss", found, expected, 1e-5)
+    for ours, theirs in zip(gradients(found, x, weight, bias), gradients(expected, x, weight, bias), strict=True):
+        assert_close(f"gradient {list(ours.shape)}", ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["triton", "reference"])
+@REDUCTIONS
+def test_under_the_kernels_it_is_the_same(name: str, reduction: str) -> None:
+    x, weight, targets, bias = operands()
+    expected = two_functions(x, weight, targets, bias, reduction=reduction, **OPTIONS["all"])
+    with qt.only(name):
+        found = linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk=5, **OPTIONS["all"])
+        grads = gradients(found, x, weight, bias)
+    assert_close("loss", found, expected, 1e-5)
+    for ours, theirs in zip(grads, gradients(expected, x, weight, bias), strict=True):
+        assert_close("gradient", ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 8e-3), (torch.float16, 1e-3)], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+@CHUNKS
+def test_narrow_dtypes_lose_their_own_rounding_and_no_more(
+    dtype: torch.dtype, bound: float, autocast: bool, chunk: int | None
+) -> None:
+    x, weight, targets, bias = operands(torch.float32 if autocast else dtype)
+    exact = [leaf.detach().to(dtype).double().requires_grad_() for leaf in (x, weight, bias) if leaf is not None]
+    expected = F.cross_entropy(F.linear(*exact).flatten(0, 1), targets.flatten())
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        found = linear_cross_entropy(x, weight, targets, bias, chunk=chunk)
+    assert_close("loss", found, expected, bound)
+    for ours, theirs in zip(gradients(found, x, weight, bias), gradients(expected, *exact), strict=True):
+        assert ours.dtype is x.dtype
+        assert_close(f"gradient {list(ours.shape)}", ours, theirs, bound)
+
+
+def test_what_is_saved_for_backward_is_gradients_and_no_logits() -> None:
+    """512 tokens and a vocabulary of 4096 are 8 MiB of logits, of which two functions keep two kinds."""
+    x, weight = torch.randn(512, 32, requires_grad=True), torch.randn(4096, 32, requires_grad=True)
+    targets = torch.randint(4096, (512,))
+    saved: dict[str, int] = {}
+    for name, function in (("ours", linear_cross_entropy), ("theirs", two_functions)):
+        held: dict[int, int] = {}
+
+        def pack(t: Tensor, held: dict[int, int] = held) -> Tensor:
+            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            options: dict[str, Any] = {"chunk": 64} if name == "ours" else {}
+            function(x, weight, targets, **options)  # type: ignore[operator]
+        saved[name] = sum(held.values())
+    logits = 512 * 4096 * 4
+    assert saved["theirs"] >= logits
+    assert saved["ours"] <= (x.numel() + weight.numel()) * 4 + 64 < logits / 10
+
+
+def test_no_more_than_a_chunk_of_logits_exists_at_once() -> None:
+    x, weight = torch.randn(512, 8), torch.randn(1000, 8, requires_grad=True)
+    seen: list[int] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, Tensor) and found.dim() == 2:
+                seen.append(found.numel())
+            return found
+
+    with Watch():
+        linear_cross_entropy(x, weight, torch.randint(1000, (512,)), chunk=32)
+    assert max(seen) == 32 * 1000
+
+
+def test_a_chunk_is_as_large_as_half_a_gibibyte_allows() -> None:
+    for tokens, count, dtype in [
+        (8192, 131072, torch.bfloat16),
+        (100, 50, torch.float32),
+        (8000, 2**30, torch.float32),
+    ]:
+        chunk = _chunk_of(tokens, count, dtype)
+        assert chunk == 1 or chunk * count * dtype.itemsize <= CHUNK_BYTES
+    assert _chunk_of(8192, 131072, torch.bfloat16) == 2048 and _chunk_of(5000, 131072, torch.bfloat16) == 1792
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiled_it_gives_the_same_bits(reduction: str) -> None:
+    x, weight, targets, bias = operands()
+    run = torch.compile(linear_cross_entropy, fullgraph=True)
+    options: dict[str, Any] = {"chunk": 5, "reduction": reduction, "soft_cap": 3.0}
+    eager, compiled = (f(x, weight, targets, bias, **options) for f in (linear_cross_entropy, run))
+    assert_close("loss", compiled, eager, 1e-6)
+    for ours, theirs in zip(gradients(compiled, x, weight, bias), gradients(eager, x, weight, bias), strict=True):
+        assert_close("gradient", ours, theirs, 1e-6)
+
+
+@pytest.mark.parametrize("checkpoint", [qt.checkpoint, torch.utils.checkpoint.checkpoint])
+def test_recomputed_it_gives_the_same_bits(checkpoint: Any) -> None:
+    x, weight, targets, bias = operands()
+    plain = linear_cross_entropy(x, weight, targets, bias, chunk=5)
+    again = checkpoint(
+        lambda *given: linear_cross_entropy(*given, chunk=5), x, weight, targets, bias, use_reentrant=False
+    )
+    assert_bitwise(again, plain)
+    for ours, theirs in zip(gradients(again, x, weight, bias), gradients(plain, x, weight, bias), strict=True):
+        assert_bitwise(ours, theirs)
+
+
+def test_a_tied_embedding_gets_both_gradients() -> None:
+    ids, targets = torch.randint(11, (2, 6)), torch.randint(11, (2, 6))
+    table = torch.randn(11, 8, requires_grad=True)
+    ours, theirs = (f(F.embedding(ids, table), table, targets) for f in (linear_cross_entropy, two_functions))
+    assert_close("table", *(torch.autograd.grad(loss, table)[0] for loss in (ours, theirs)), 1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias", "all"])
+def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
+    x, weight, targets, bias = operands()
+    for name, leaf in (("x", x), ("weight", weight), ("bias", bias)):
+        assert leaf is not None
+        leaf.requires_grad_(frozen not in (name, "all"))
+    loss = linear_cross_entropy(x, weight, targets, bias)
+    assert loss.requires_grad == (frozen != "all")
+    if loss.requires_grad:
+        loss.backward()
+    for leaf in (x, weight, bias):
+        assert leaf is not None and (leaf.grad is not None) == leaf.requires_grad
+
+
+def test_backward_may_run_twice() -> None:
+    x, weight, targets, _ = operands()
+    loss = linear_cross_entropy(x, weight, targets)
+    first, second = (torch.autograd.grad(2 * loss, weight, retain_graph=True)[0] for _ in range(2))
+    assert_bitwise(first, second)
+
+
+def test_no_token_at_all_is_nan_with_a_gradient_of_zero() -> None:
+    x, weight, targets, bias = operands()
+    for given, labels in ((x, torch.full_like(targets, -100)), (x[:0], targets[:0])):
+        loss = linear_cross_entropy(given, weight, labels, bias)
+        assert loss.isnan()
+        assert not any(g.any() for g in gradients(loss, x, weight, bias))
+        assert linear_cross_entropy(given, weight, labels, bias, reduction="sum") == 0
+
+
+def test_a_head_under_a_recipe_is_run_in_high_precision_with_a_warning() -> None:
+    x, _, targets, _ = operands()
+    head = qt.Linear(16, 11, recipe="rowwise")
+    plain = nn.Linear(16, 11)
+    plain.load_state_dict(head.state_dict())
+    _warned.clear()
+    with pytest.warns(UserWarning, match="head's GEMMs in high precision, not in rowwise"):
+        found = linear_cross_entropy(x, head, targets)
+    assert_bitwise(found, linear_cross_entropy(x, plain, targets))
+    assert_close("loss", found, two_functions(x, plain.weight, targets, plain.bias), 1e-5)
+    assert_bitwise(linear_cross_entropy(x, head, targets), found)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "reduction": ({"reduction": "men"}, "did you mean 'mean'"),
+    "targets": ({"targets": torch.zeros(4, 3, dtype=torch.int64)}, "needs integers of shape"),
+    "probabilities": ({"targets": torch.zeros(3, 4)}, "needs integers"),
+    "out of range": ({"targets": torch.full((3, 4), 11)}, "target 11 is outside 0 … 10"),
+    "weight": ({"weight": torch.zeros(11, 15)}, "do not fit"),
+    "empty vocabulary": ({"weight": torch.zeros(0, 16), "bias": None}, "V > 0"),
+    "bias": ({"bias": torch.zeros(12)}, "bias has shape"),
+    "smoothing": ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
+    "z loss": ({"z_loss": -1.0}, "z_loss -1.0"),
+    "cap": ({"soft_cap": 0.0}, "soft_cap 0.0"),
+    "chunk": ({"chunk": 0}, "chunk is 0"),
+    "dtype": ({"weight": torch.zeros(11, 16, dtype=torch.bfloat16)}, "convert one, or enter torch.autocast"),
+}
+
+
+@pytest.mark.parametrize("given, sentence", BAD.values(), ids=BAD)
+def test_bad_input_is_a_sentence(given: dict[str, Any], sentence: str) -> None:
+    x, weight, targets, bias = operands()
+    with pytest.raises(ValueError, match=sentence):
+        linear_cross_entropy(**{"x": x, "weight": weight, "targets": targets, "bias": bias, **given})

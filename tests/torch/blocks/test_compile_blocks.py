@@ -1,0 +1,76 @@
+"""A whole Transformer layer in one graph, under every recipe, with eager mode's bits."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quaver import recipes
+from tests.torch.blocks.test_transformer import make, run
+from tests.torch.blocks.twins import Run, assert_same_training
+
+#: FP8 attention beside the eight recipes.
+EVERY = [*recipes.RECIPES, recipes.mxfp8(attention=True)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def eager(layer: Any, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+class Compiled:
+    """A run of a layer, compiled in one graph after so many steps."""
+
+    def __init__(self, run: Run = eager, after: int = 0) -> None:
+        self.plain, self.compiled, self.after = run, torch.compile(run, fullgraph=True), after
+
+    def __call__(self, layer: Any, x: Tensor) -> Tensor:
+        self.after -= 1
+        return self.plain(layer, x) if self.after >= 0 else self.compiled(layer, x)
+
+
+def inputs(dtype: torch.dtype) -> list[Tensor]:
+    return [(torch.randn(2, 9, 64) * (i + 1)).to(dtype) for i in range(2)]
+
+
+@pytest.mark.parametrize("recipe", EVERY, ids=str)
+def test_a_llama_layer_has_eagers_bits(recipe: Any) -> None:
+    layer = make("Llama", qk_norm="RMSNorm", dtype=torch.bfloat16)
+    assert_same_training(layer, [eager, Compiled()], recipe, inputs(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("Falcon", "tensorwise"), ("GPT-NeoX", "mxfp8"), ("post-norm encoder", "rowwise")]
+)
+def test_other_layers_have_eagers_bits(kind: str, recipe: str) -> None:
+    assert_same_training(make(kind, dtype=torch.bfloat16), [eager, Compiled()], recipe, inputs(torch.bfloat16))
+
+
+def test_float32_has_eagers_bits() -> None:
+    assert_same_training(make("Llama"), [eager, Compiled()], "tensorwise", inputs(torch.float32))
+
+
+def test_eight_bit_activations_and_recomputation_compile() -> None:
+    layer = make("Llama", dtype=torch.bfloat16, eight_bit_activations=True)
+    assert_same_training(layer, [eager, Compiled()], "mxfp8", inputs(torch.bfloat16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own checkpoint's random state under compile
+        layer = make("Llama", dtype=torch.bfloat16, recompute="mlp")
+        # Within a checkpoint a compiler lets nobody make buffers: convert makes them before, or a first step does.
+        assert_same_training(layer, [eager, Compiled(after=1)], "delayed", inputs(torch.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Gemma 2", "gpt-oss", "ALiBi", "Qwen3", "decoder with memory"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+def test_every_kind_has_eagers_bits(kind: str, recipe: str) -> None:
+    assert_same_training(make(kind, dtype=torch.bfloat16), [run, Compiled(run)], recipe, inputs(torch.bfloat16))

@@ -1,0 +1,217 @@
+"""Normalizations: float64's values and gradients, one rounding, nothing kept but the input and two numbers a row."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver.torch.blocks import norm
+from quaver.torch.blocks.norm import NORMALIZATIONS, Norm, normalize
+from quaver.torch.blocks.norm_linear import LayerNormLinear
+from tests.close import assert_bitwise, assert_close
+
+KINDS = pytest.mark.parametrize("kind", NORMALIZATIONS)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+#: Relative RMS of one rounding to the dtype.
+ONE_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 3e-4}
+
+
+def exact(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+    """The formula, in x's dtype."""
+    centred = x - x.mean(-1, keepdim=True) if kind == "LayerNorm" else x
+    y = centred / torch.sqrt(centred.square().mean(-1, True) + eps)
+    if weight is not None:
+        y = y * (weight + 1 if zero_centered else weight)
+    return y if bias is None else y + bias
+
+
+def parameters(kind: str, dim: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    weight = None if kind == "L2" else torch.randn(dim, dtype=dtype, requires_grad=True)
+    return weight, torch.randn(dim, dtype=dtype, requires_grad=True) if kind == "LayerNorm" else None
+
+
+def wide(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().double().requires_grad_()
+
+
+@KINDS
+@DTYPES
+@pytest.mark.parametrize("shape", [(5, 48), (2, 3, 7), (1, 1), (0, 16), (300, 24)])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_values_and_gradients_are_float64s(
+    kind: str, dtype: torch.dtype, shape: tuple[int, ...], zero_centered: bool
+) -> None:
+    x = (torch.randn(shape) * 3 + 1).to(dtype).requires_grad_()
+    weight, bias = parameters(kind, shape[-1], dtype)
+    g = torch.randn(shape).to(dtype)
+    y = normalize(x, weight, bias, kind, 1e-5, zero_centered)
+    y.backward(g)
+    given = wide(x), wide(weight), wide(bias)
+    assert given[0] is not None
+    expected = exact(kind, given[0], given[1], given[2], 1e-5, zero_centered)
+    expected.backward(g.double())
+    assert y.dtype == dtype
+    assert_close("output", y, expected, ONE_ROUNDING[dtype])
+    for name, got, want in zip(("x", "weight", "bias"), (x, weight, bias), given, strict=True):
+        if got is not None:
+            assert got.grad is not None and want is not None and got.grad.dtype == dtype
+            if shape[-1] > 1 or name == "bias":  # a single feature is normalized to nothing: what is left is rounding
+                assert_close(f"gradient of {name}", got.grad, want.grad, 2 * ONE_ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_the_gradient_of_gamma_is_summed_in_float32(kind: str) -> None:
+    # torch's LayerNorm is 5 % off here: its CPU kernel sums in bf16.
+    x, g = (torch.randn(4096, 32).bfloat16() + 0.3 for _ in range(2))
+    weight = torch.randn(32).bfloat16().requires_grad_()
+    normalize(x, weight, None, kind).backward(g)
+    given = weight.detach().double().requires_grad_()
+    exact(kind, x.double(), given, None, 1e-5, False).backward(g.double())
+    assert_close("gradient of gamma", weight.grad, given.grad, ONE_ROUNDING[torch.bfloat16])
+
+
+@KINDS
+@DTYPES
+@pytest.mark.parametrize("which", ["x", "g", "both"])
+def test_no_bit_depends_on_how_the_operands_lie(kind: str, dtype: torch.dtype, which: str) -> None:
+    x, g = (torch.randn(3, 300, 24).to(dtype) * torch.logspace(-2, 2, 24).to(dtype) for _ in range(2))
+    weight, bias = parameters(kind, 24, dtype)
+
+    def found(lying: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaf = (x if which == "g" else lying(x)).detach().requires_grad_()
+        y = normalize(leaf, weight, bias, kind)
+        parts = [p for p in (leaf, weight, bias) if p is not None]
+        return [y, *torch.autograd.grad(y, parts, g if which == "x" else lying(g))]
+
+    expected = found(lambda t: t)
+    for order in ((2, 0, 1), (1, 0, 2), (2, 1, 0)):
+        back = [order.index(i) for i in range(3)]
+        for one, other in zip(
+            found(lambda t, o=order, b=back: t.permute(o).contiguous().permute(b)),  # type: ignore[misc]
+            expected,
+            strict=True,
+        ):
+            assert_bitwise(one, other)
+
+
+@KINDS
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_in_its_row(kind: str, value: float) -> None:
+    x = torch.randn(3, 16)
+    x[1, 5] = value
+    x[2] = 0
+    y = normalize(x, None, None, kind)
+    assert y[0].isfinite().all() and y[1].isnan().any()
+    assert_bitwise(y[2], torch.zeros(16))
+
+
+@KINDS
+def test_an_outlier_and_subnormals(kind: str) -> None:
+    x = torch.randn(4, 16)
+    x[0, 3] = 1e18
+    x[1] = 1e-40
+    assert_close("output", normalize(x, None, None, kind), exact(kind, x.double(), None, None, 1e-5, False), 1e-6)
+
+
+@DTYPES
+def test_modules_equal_torchs(dtype: torch.dtype) -> None:
+    x = torch.randn(6, 24).to(dtype)
+    for ours, theirs in (
+        (qt.LayerNorm(24, dtype=dtype), nn.LayerNorm(24, dtype=dtype)),
+        (qt.RMSNorm(24, dtype=dtype), nn.RMSNorm(24, eps=1e-5, dtype=dtype)),
+    ):
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                parameter.normal_()
+        theirs.load_state_dict(ours.state_dict())
+        assert_close(type(ours).__name__, ours(x), theirs(x), ONE_ROUNDING[dtype])
+
+
+def test_zero_centered_begins_at_nothing() -> None:
+    layer = qt.RMSNorm(8, zero_centered=True)
+    assert_bitwise(layer.weight, torch.zeros(8))
+    x = torch.randn(3, 8)
+    assert_bitwise(layer(x), qt.RMSNorm(8)(x))
+
+
+def test_only_the_input_is_kept() -> None:
+    kept = []
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        qt.RMSNorm(32, dtype=torch.bfloat16)(x)
+    assert sum(t.numel() * t.element_size() for t in kept) == 64 * 32 * 2 + 64 * 4 + 32 * 4
+
+
+@KINDS
+def test_compiled_gives_eagers_bits(kind: str) -> None:
+    torch.compiler.reset()
+    layer, found = Norm(kind, 24, dtype=torch.bfloat16), []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, fullgraph=True)):
+        x = torch.linspace(-3, 5, 5 * 24).view(5, 24).bfloat16().requires_grad_()
+        y = wrap(lambda a: layer(a * 1.3))(x)
+        y.backward(torch.ones_like(y))
+        found.append((y.detach(), x.grad, *(p.grad for p in layer.parameters())))
+        layer.zero_grad()
+    for eager, compiled in zip(*found, strict=True):
+        assert_bitwise(compiled, eager)
+
+
+def test_meta_device_is_filled_later() -> None:
+    layer = qt.LayerNorm(8, device="meta")
+    assert layer(torch.empty(2, 8, device="meta")).shape == (2, 8)
+    layer.to_empty(device="cpu").reset_parameters()
+    assert_bitwise(layer.weight, torch.ones(8))
+
+
+def test_bad_input_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="did you mean 'RMSNorm'"):
+        Norm("RMSnorm", 8)
+    with pytest.raises(ValueError, match="its last axis must be 8"):
+        qt.RMSNorm(8)(torch.randn(2, 7))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(normalize(x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_opaque_operators_say_their_shapes() -> None:
+    x, gamma = torch.randn(3, 4, 8, dtype=torch.bfloat16), torch.randn(8)
+    for kind in NORMALIZATIONS:
+        beta = gamma if kind == "LayerNorm" else None
+        y, mean, factor = norm._forward(x, gamma, beta, kind, 1e-5)
+        torch.library.opcheck(torch.ops.quaver.normalize, (x, gamma, beta, kind, 1e-5))
+        torch.library.opcheck(torch.ops.quaver.normalize_backward, (y, x, gamma, beta, mean, factor, kind))
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16", "tensorwise", "mxfp8"])
+def test_a_layer_norm_without_a_bias_has_gradients(recipe: str | None) -> None:
+    """Alone and before a projection, whose results are those of a bias of 0."""
+    x, g = torch.randn(5, 32), torch.randn(5, 16)
+    found = {}
+    for norm_bias in (True, False):
+        torch.manual_seed(0)
+        layer = LayerNormLinear(32, 16, norm_bias=norm_bias, recipe=recipe)
+        for module, of_y in ((layer, g), (layer.norm, torch.ones(5, 32))):
+            leaf = x.clone().requires_grad_()
+            module(leaf).backward(of_y)
+            found[norm_bias, module is layer] = leaf.grad
+    for whole in (True, False):
+        assert_close(f"{whole}", found[False, whole], found[True, whole], 0)
+
+
+@KINDS
+def test_float64_stays_float64(kind: str) -> None:
+    x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
+    weight, bias = parameters(kind, 16, torch.float64)
+    given = [t for t in (x, weight, bias) if t is not None]
+    assert torch.autograd.gradcheck(lambda *_: normalize(x, weight, bias, kind), given)
+
+
+def test_torch_func_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"no torch\.func"):
+        torch.func.vmap(qt.LayerNorm(8))(torch.randn(2, 3, 8))

@@ -1,0 +1,73 @@
+"""Two ways to run one block, step by step, and what they must agree on."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver.torch.linear.layer import Linear
+from tests.close import assert_bitwise
+
+Run = Callable[[nn.Module, Tensor], Any]
+
+
+def twin(block: nn.Module) -> nn.Module:
+    """A copy that draws the same noise."""
+    made = copy.deepcopy(block)
+    for ours, theirs in zip(block.modules(), made.modules(), strict=True):
+        if isinstance(ours, Linear):
+            theirs.__dict__["_serial"] = ours.__dict__["_serial"]
+    return made
+
+
+def assert_same_training(
+    block: nn.Module, runs: Sequence[Run], recipe: Any, inputs: Sequence[Tensor], input_grad: bool = True
+) -> None:
+    """Each run on its own copy of the block has the same outputs, gradients and buffers, bit for bit, step after step.
+
+    Args:
+        block: as it begins.
+        runs: called with a copy and an input; the first is what the others are held against.
+        recipe: of an autocast around; None for none.
+        inputs: one a step.
+    """
+    blocks = [twin(block) for _ in runs]
+    for step, value in enumerate(inputs):
+        found = []
+        leaves = [value.clone().requires_grad_(input_grad) for _ in runs]
+        with qt.autocast(recipe, enabled=recipe is not None):
+            outputs = [run(copied, x) for run, copied, x in zip(runs, blocks, leaves, strict=True)]
+        for copied, x, output in zip(blocks, leaves, outputs, strict=True):
+            outputs = output if isinstance(output, tuple) else (output,)
+            torch.manual_seed(step)
+            torch.autograd.backward(outputs, [torch.randn(y.shape).to(y.dtype) for y in outputs])
+            tensors = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+            if input_grad:
+                tensors["gradient of the input"] = x.grad
+            tensors |= {f"gradient of {name}": p.grad for name, p in copied.named_parameters()}
+            found.append(tensors | dict(copied.named_buffers()))
+            for p in copied.parameters():
+                p.grad = None
+        for other in found[1:]:
+            for name, expected in found[0].items():
+                assert (other[name] is None) is (expected is None), name
+                if expected is not None:
+                    assert_bitwise(other[name], expected, f"step {step}, {name}")
+
+
+def kept_bytes(block: nn.Module, run: Callable[[], Tensor]) -> int:
+    """Bytes of activations that autograd keeps: each storage once, parameters not at all."""
+    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

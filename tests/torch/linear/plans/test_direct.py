@@ -1,0 +1,308 @@
+"""A small layer's step on a CPU, decided beforehand, has the bits, gradients and state of the general one."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core.spec import Recipe
+from quaver.torch.backends.cpu import gemm
+from quaver.torch.linear.plans import direct
+from quaver.torch.state import kept_weights
+from tests.close import assert_bitwise
+from tests.operands import nasty
+
+T, K, N = 12, 24, 40
+RECIPES = {
+    "tensorwise": recipes.tensorwise(),
+    "any scale": recipes.tensorwise(power_of_two=False),
+    "E4M3": recipes.tensorwise(format="e4m3"),
+    "delayed": recipes.delayed(),
+    "short, with a margin": recipes.delayed(history=2, margin=1),
+    "most recent, any scale": recipes.delayed(history=3, algorithm="most_recent", power_of_two=False),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def is_direct(y: Tensor) -> bool:
+    assert y.grad_fn is not None
+    return y.grad_fn.name() == "_StepBackward"
+
+
+@contextmanager
+def generally() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "plan", lambda *_: None)
+        yield
+
+
+def pair(recipe: Recipe, dtype: torch.dtype, bias: bool = True) -> tuple[qt.Linear, qt.Linear]:
+    first, second = (qt.Linear(K, N, bias=bias, dtype=dtype, recipe=recipe) for _ in range(2))
+    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    return first, second
+
+
+def train(layer: qt.Linear, inputs: list[Tensor], gradients: list[Tensor], direct: bool) -> dict[str, Tensor]:
+    """What every step gives, and the state at the end; the weight changes after every other one."""
+    found = {}
+    for number, (value, g) in enumerate(zip(inputs, gradients, strict=True)):
+        x = value.clone().requires_grad_()
+        layer.zero_grad()
+        with qt.autocast(layer.recipe):
+            y = layer(x)
+        # Delayed scaling's state is made by the general way.
+        assert is_direct(y) is direct
+        y.backward(g)
+        assert x.grad is not None
+        found |= {f"output {number}": y.detach(), f"input {number}": x.grad}
+        found |= {f"{name} {number}": p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+        if number % 2:
+            with torch.no_grad():
+                layer.weight.mul_(0.75)
+    return found | {name: b.clone() for name, b in layer.named_buffers()}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_bits_and_state_are_those_of_the_general_way(name: str, dtype: torch.dtype, bias: bool) -> None:
+    inputs = [torch.from_numpy(v).to(dtype).view(3, T // 3, K) for v in nasty((T, K)).values()]
+    gradients = [torch.from_numpy(v).to(dtype).view(3, T // 3, N) for v in reversed(nasty((T, N), 1).values())]
+    first, second = pair(RECIPES[name], dtype, bias)
+    ours = train(first, inputs, gradients, True)
+    with generally():
+        theirs = train(second, inputs, gradients, False)
+    assert ours.keys() == theirs.keys()
+    for what in ours:
+        assert_bitwise(ours[what], theirs[what], what)
+
+
+def test_every_shape_of_input_has_its_step() -> None:
+    first, second = pair(RECIPES["tensorwise"], torch.float32)
+    for shape in [(K,), (1, K), (T, K), (2, 3, K), (2, 1, 3, K), (T, K)]:
+        x = torch.randn(shape)
+        ours = train(first, [x], [torch.ones(*shape[:-1], N)], True)
+        with generally():
+            theirs = train(second, [x], [torch.ones(*shape[:-1], N)], False)
+        for what in ours:
+            assert_bitwise(ours[what], theirs[what], f"{what} of {shape}")
+
+
+def layer_and_input() -> tuple[qt.Linear, Tensor]:
+    layer, x = qt.Linear(K, N, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
+    assert is_direct(layer(x))
+    return layer, x
+
+
+def test_what_somebody_looks_at_takes_the_general_way() -> None:
+    layer, x = layer_and_input()
+    with qt.count(layer) as counters:
+        assert not is_direct(layer(x))
+    assert counters.table
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_direct(layer(x))
+    with qt.only("reference"):
+        assert not is_direct(layer(x))
+    assert is_direct(layer(x))
+
+
+def test_a_plan_is_not_made_while_somebody_looks() -> None:
+    layer = qt.Linear(K, N, recipe="tensorwise")
+    x = torch.randn(T, K, requires_grad=True)
+    with qt.only("reference"):
+        assert not is_direct(layer(x))
+    assert "_direct" not in layer.__dict__ or layer.__dict__["_direct"] is None
+    assert is_direct(layer(x))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", "nvfp4", "rowwise_bf16_wgrad"])
+def test_recipes_of_more_than_one_scale_take_the_general_way(recipe: str) -> None:
+    layer = qt.Linear(K, N, recipe=recipe)
+    assert not is_direct(layer(torch.randn(T, K, requires_grad=True)))
+
+
+def test_what_a_step_is_not_for_takes_the_general_way() -> None:
+    layer, x = layer_and_input()
+    assert not is_direct(layer(x.detach()))
+    assert not is_direct(layer(torch.randn(K, T).t().requires_grad_()))
+    assert not is_direct(layer(torch.randn(0, K, requires_grad=True)))
+    large = torch.randn(gemm.SMALL // (K * N) + 1, K, requires_grad=True)
+    assert not is_direct(layer(large))
+    assert is_direct(layer(x))
+    layer.weight.requires_grad_(False)
+    assert not is_direct(layer(x))
+    with pytest.raises(ValueError, match="float32 weights and got a"):
+        layer(x.bfloat16())
+    layer.weight = nn.Parameter(torch.randn(K, N).t())
+    assert not is_direct(layer(x))
+    with torch.no_grad():
+        assert layer(x).grad_fn is None
+
+
+def test_a_weight_of_another_shape_has_a_plan_of_its_own() -> None:
+    layer, x = qt.Linear(K, N, bias=False, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
+    assert is_direct(layer(x))
+    layer.weight = nn.Parameter(torch.randn(N, K + 1))
+    with pytest.raises(ValueError, match="got an input of shape"):
+        layer(x)
+    large = gemm.SMALL // (T * K) + 1
+    layer.weight = nn.Parameter(torch.randn(large, K))
+    y = layer(x)
+    assert y.shape == (T, large) and not is_direct(y)
+
+
+def test_on_meta_nothing_is_computed() -> None:
+    layer, _ = layer_and_input()
+    layer.to("meta")
+    assert layer(torch.empty(T, K, device="meta", requires_grad=True)).shape == (T, N)
+
+
+def test_nothing_is_decided_for_a_weight_that_is_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with qt.quantized_init("tensorwise"):
+        layer = qt.Linear(K, N)
+    asked: list[object] = []
+    monkeypatch.setattr(direct, "plan", lambda *given: asked.append(given))
+    with qt.autocast("tensorwise"):
+        layer(torch.randn(T, K, requires_grad=True))
+    assert not asked
+
+
+@pytest.mark.parametrize("default", ["set_default_dtype(torch.float16)", "set_default_device('meta')"])
+def test_no_default_of_torch_reaches_a_step(default: str) -> None:
+    code = f"""
+import torch
+torch.{default}
+import quaver.torch as qt
+own = dict(dtype=torch.float32, device="cpu")
+layer = qt.Linear({K}, {N}, bias=False, recipe="tensorwise", **own)
+torch.nn.init.ones_(layer.weight)
+# Its factor leaves float16.
+x = torch.full(({T}, {K}), 2.0**-30, **own).requires_grad_()
+y = layer(x)
+assert (y == {K} * 2.0**-30).all()
+y.sum().backward()
+assert (x.grad == {N}).all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
+    layer, x = layer_and_input()
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    y = layer(x)
+    assert is_direct(y)
+    y.sum().backward()
+    with torch.no_grad():
+        layer.parametrizations.weight.original.mul_(2.0)
+    with generally():
+        del layer.__dict__["_direct"]
+        expected = layer(x)
+    assert_bitwise(layer(x).detach(), expected.detach())
+
+
+def test_a_weight_written_in_place_is_quantized_anew_and_seen_by_backward() -> None:
+    layer, x = layer_and_input()
+    layer.bias.data.zero_()  # type: ignore[union-attr]
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert torch.equal(layer(x), y * 2)
+
+
+@pytest.mark.parametrize("way", ["direct", "general"])
+def test_an_output_may_be_written_to(way: str) -> None:
+    layer = qt.Linear(K, N, recipe="tensorwise")
+    for shape in [(T, K), (3, T // 3, K), (K,)]:
+        x = torch.randn(shape, requires_grad=True)
+        expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
+        with generally() if way == "general" else nullcontext():
+            layer.__dict__.pop("_direct")
+            y = layer(x)
+        assert is_direct(y) == (way == "direct")
+        found = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
+        for grad, value in zip(found, expected, strict=True):
+            assert_bitwise(grad, value)
+
+
+def test_two_forwards_before_their_backwards_keep_their_own_codes() -> None:
+    layer, _ = layer_and_input()
+    inputs = [torch.randn(T, K, requires_grad=True) for _ in range(2)]
+    alone = [torch.autograd.grad(layer(x).square().sum(), (x, layer.weight)) for x in inputs]
+    outputs = [layer(x) for x in inputs]
+    for x, y, expected in zip(inputs, outputs, alone, strict=True):
+        for grad, value in zip(torch.autograd.grad(y.square().sum(), (x, layer.weight)), expected, strict=True):
+            assert_bitwise(grad, value)
+
+
+GRADIENTS = {
+    "expanded": torch.linspace(-1, 1, N).expand(T, N),
+    "expanded the other way": torch.linspace(-1, 1, T)[:, None].expand(T, N),
+    "column by column": torch.from_numpy(nasty((N, T))["normal"]).t(),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+def test_backward_takes_any_gradient_and_ignores_torchs_autocast(gradient: Tensor) -> None:
+    first, second = pair(RECIPES["tensorwise"], torch.float32)
+    found = []
+    for layer, ours in ((first, True), (second, False)):
+        x = torch.linspace(-1, 1, T * K).view(T, K).requires_grad_()
+        layer.zero_grad()
+        with nullcontext() if ours else generally():
+            y = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y.backward(gradient)
+        assert is_direct(y) is ours
+        assert x.grad is not None and layer.weight.grad is not None and layer.bias.grad is not None
+        found.append((x.grad, layer.weight.grad, layer.bias.grad))
+    for a, b in zip(*found, strict=True):
+        assert_bitwise(a, b)
+
+
+def test_an_autocast_of_another_device_does_not_matter() -> None:
+    layer, x = layer_and_input()
+    y = layer(x)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        y.sum().backward()
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert x.grad is not None
+
+
+def test_backward_counts_what_a_forward_before_did_not() -> None:
+    layer, x = layer_and_input()
+    y = layer(x)
+    with qt.count(layer) as counters:
+        y.sum().backward()
+    assert counters.table[""]["grad_output"].elements == T * N
+
+
+def test_second_derivatives_are_refused() -> None:
+    layer, x = layer_and_input()
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(T, K, N), (1, 256, 512)])
+def test_kept_for_backward_is_one_byte_an_element(shape: tuple[int, int, int]) -> None:
+    tokens, k, n = shape
+    layer, x = qt.Linear(k, n, recipe="tensorwise"), torch.randn(tokens, k, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = layer(x)
+    assert is_direct(y)
+    assert sum(t.nbytes for t in kept if t is not layer.weight) == tokens * k
+    # Nor does the node hold a decoded weight of more than a few elements.
+    entry = kept_weights.lookup(layer, "fprop", layer.weight, layer.recipe.fprop.b, 0.0)  # type: ignore[union-attr, arg-type]
+    assert entry is not None and entry.quantized is not None
+    assert (entry.quantized.decoded is None) == (n * k > gemm.REMEMBERED)

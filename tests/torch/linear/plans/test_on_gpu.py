@@ -1,0 +1,351 @@
+"""A layer's step on a GPU, decided beforehand, has the bits, gradients and state of the general one."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core.spec import GemmSpec, Recipe
+from quaver.torch.backends.gpu.gemms import operands, scaled_mm
+from quaver.torch.backends.gpu.quantizing import tensor_cast
+from quaver.torch.backends.gpu.quantizing.both_ways import SMALL
+from quaver.torch.linear.plans import direct, on_gpu
+from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
+
+T, K, N = 32, 48, 64
+#: Recipes whose steps are decided beforehand, and where.
+DECIDED = [
+    (recipe, arch)
+    for arch, names in {
+        89: ("tensorwise", "rowwise"),
+        90: ("tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise"),
+        100: ("tensorwise", "rowwise", "mxfp8"),
+        120: ("delayed",),
+    }.items()
+    for recipe in names
+]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with as_on_a_gpu(monkeypatch):
+        yield
+
+
+@pytest.fixture
+def generally() -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(direct, "plan", lambda *_: None)
+
+
+def is_direct(y: Tensor) -> bool:
+    node = y.grad_fn
+    assert node is not None
+    while node.name().startswith("View"):
+        node = node.next_functions[0][0]
+        assert node is not None
+    return node.name() == "_StepBackward"
+
+
+def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
+    """Outputs, gradients and state of some steps; the weight changes after every other one."""
+    found = []
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    for number, value in enumerate(xs):
+        x = value.clone().requires_grad_()
+        with qt.autocast(layer.recipe):
+            y = layer(x)
+        assert is_direct(y) is direct
+        y.square().sum().backward()
+        assert x.grad is not None
+        found += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*found, *(b.clone() for b in layer.buffers())]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("recipe", "arch"), DECIDED)
+def test_bits_and_state_are_those_of_the_general_way(
+    recipe: str,
+    arch: int,
+    bias: bool,
+    generally: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    become(arch, monkeypatch)
+    xs = [torch.randn(2, T // 2, K).bfloat16() * 3.0**i for i in range(4)]
+    xs.append(torch.full_like(xs[0], torch.inf))
+    first = qt.Linear(K, N, bias=bias, dtype=torch.bfloat16, recipe=recipe)
+    second = qt.Linear(K, N, bias=bias, dtype=torch.bfloat16, recipe=recipe)
+    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    ours = steps(first, xs, True)
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = steps(second, xs, False)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("arch", [100, 120])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(
+    recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as sm_120, and sm_100 with some versions of cuBLASLt: nothing is read once more to be turned."""
+    calls = become(arch, monkeypatch, either=False)
+
+    def settle(_: object) -> None:
+        raise AssertionError("an operand is transposed by a kernel of its own")
+
+    monkeypatch.setattr(scaled_mm, "_probe", with_settling(scaled_mm._probe, operands.settle, monkeypatch))
+    monkeypatch.setattr(operands, "settle", settle)
+    xs = [torch.randn(2, T // 2, K).bfloat16() for _ in range(3)]
+    first = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    second = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    ours = steps(first, xs, True)
+    assert calls
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = steps(second, xs, False)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def with_settling(probe: Callable[..., str], settle: Callable[..., None], patch: pytest.MonkeyPatch) -> Any:
+    """A probe's operands may be turned: it tries what no layer does."""
+
+    def probed(*args: Any) -> str:
+        with patch.context() as inside:
+            inside.setattr(operands, "settle", settle)
+            return probe(*args)
+
+    return probed
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [
+        ("tensorwise", 90),
+        ("tensorwise", 100),
+        ("rowwise", 90),
+        ("rowwise_bf16_wgrad", 90),
+        ("blockwise", 90),
+        ("mxfp8", 100),
+    ],
+)
+def test_two_forwards_before_their_backwards_keep_their_own_codes(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    x1, x2 = (torch.randn(T, K).bfloat16().requires_grad_() for _ in range(2))
+    alone = []
+    for x in (x1, x2):
+        y = layer(x)
+        alone.append((y.detach().clone(), *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))))
+    y1, y2 = layer(x1), layer(x2)
+    assert is_direct(y1)
+    together = [torch.autograd.grad(y.float().square().sum(), (x, layer.weight)) for y, x in ((y1, x1), (y2, x2))]
+    for (y, *grads), again, out in zip(alone, together, (y1, y2), strict=True):
+        assert torch.equal(out, y)
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+
+
+@pytest.mark.parametrize(("recipe", "arch"), [("tensorwise", 90), ("rowwise", 90)])
+def test_backward_counts_what_a_forward_before_did_not(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    y = layer(torch.randn(T, K).bfloat16().requires_grad_())
+    assert is_direct(y)
+    with qt.count(layer) as counters:
+        y.sum().backward()
+    found = {name: counts.elements for name, counts in counters.table[""].items()}
+    operands = ["grad_output"] if recipe in ("tensorwise", "delayed") else ["grad_output", "grad_output.T"]
+    assert found == dict.fromkeys(operands, T * N)
+
+
+@pytest.mark.parametrize(("recipe", "arch"), [("blockwise", 100), ("blockwise", 89), ("mxfp8", 90), ("nvfp4", 100)])
+def test_where_gemms_want_other_scales_than_kernels_write_nothing_is_decided(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    assert not is_direct(layer(torch.randn(T, K).bfloat16().requires_grad_()))
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "no gradient of x",
+        "frozen weight",
+        "no grad",
+        "odd tokens",
+        "not contiguous",
+        "counted",
+        "autocast",
+        "float32 x",
+    ],
+)
+def test_what_is_not_decided_takes_the_general_way(why: str) -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    if why == "no gradient of x":
+        assert not is_direct(layer(x.detach()))
+    elif why == "frozen weight":
+        layer.weight.requires_grad_(False)
+        assert not is_direct(layer(x))
+    elif why == "no grad":
+        with torch.no_grad():
+            assert layer(x).grad_fn is None
+    elif why == "odd tokens":
+        assert not is_direct(layer(x[:17]))
+        assert is_direct(layer(x))
+    elif why == "not contiguous":
+        assert not is_direct(layer(torch.randn(K, T).bfloat16().t().requires_grad_()))
+    elif why == "counted":
+        with qt.count(layer) as counters:
+            assert not is_direct(layer(x))
+        assert counters is not None
+    elif why == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not is_direct(layer(x))
+    else:
+        with pytest.raises(ValueError, match="bfloat16 weights and got a"):
+            layer(x.float())
+
+
+def test_a_weight_written_in_place_is_quantized_anew_and_seen_by_backward() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert torch.equal(layer(x), y * 2)
+
+
+@pytest.mark.parametrize("features", [40, 48, 80])
+@pytest.mark.parametrize(("recipe", "arch"), [("tensorwise", 90), ("rowwise", 90), ("mxfp8", 100)])
+def test_a_weight_of_another_shape_has_a_plan_of_its_own(
+    recipe: str,
+    arch: int,
+    features: int,
+    generally: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    become(arch, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    layer.weight = torch.nn.Parameter(torch.randn(features, K).bfloat16())
+    y = layer(x)
+    assert is_direct(y) == (features % 16 == 0)
+    grads = torch.autograd.grad(y.float().square().sum(), (x, layer.weight))
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        layer.__dict__.pop("_direct")
+        expected = layer(x)
+        others = torch.autograd.grad(expected.float().square().sum(), (x, layer.weight))
+    assert torch.equal(y, expected)
+    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+
+
+def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
+    generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(100, monkeypatch)
+    first = recipes.mxfp8()
+    square = GemmSpec(first.dgrad.a, recipes.mxfp8(weight_2d=True).dgrad.b)
+    second = dataclasses.replace(first, dgrad=square)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.mul_(torch.logspace(-5, 0, K))
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+
+    def gradient(recipe: Recipe) -> Tensor:
+        with qt.autocast(recipe):
+            y = layer(x)
+        return torch.autograd.grad(y.float().square().sum(), x)[0]
+
+    found = [gradient(recipe) for recipe in (first, second, first)]
+    generally(monkeypatch)
+    layer.__dict__.pop("_direct")
+    expected = [gradient(recipe) for recipe in (first, second, first)]
+    assert not torch.equal(expected[0], expected[1])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_a_large_step_writes_is_not_held_for_its_shape() -> None:
+    layer = qt.Linear(K, N, dtype=torch.bfloat16, recipe="tensorwise")
+    before = set(tensor_cast._places)
+    y = layer(torch.randn(SMALL // K + 32 & -16, K).bfloat16().requires_grad_())
+    assert is_direct(y)
+    y.sum().backward()
+    places = [place for key, place in tensor_cast._places.items() if key not in before]
+    assert len(places) == 2
+    assert all(place.written is None and place.partial is None for place in places)
+
+
+def test_what_is_kept_of_a_weight_goes_with_it() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    (entry,) = layer.__dict__["_weights"].window.values()
+    assert entry.ready is not None
+    layer.to(torch.bfloat16)
+    assert not layer.__dict__["_weights"].window
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
+    assert is_direct(layer(x))
+    # Nothing shows when it changes: it is quantized each time.
+    assert not layer.__dict__["_weights"].window
+
+
+def test_an_output_may_be_written_to() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(2, T // 2, K).bfloat16().requires_grad_()
+    expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
+    y = layer(x)
+    assert is_direct(y)
+    found = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_second_derivatives_are_refused() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_want_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    layer(x)
+
+    def full(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
+        layer(x)
+
+
+@pytest.mark.parametrize("name", ["factor", "history"])
+def test_factors_on_another_device_take_the_general_way(name: str) -> None:
+    """It moves them; a launch by addresses would read what lies there."""
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="delayed")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x))
+    assert on_gpu._delayed(layer, x) is not None
+    layer.register_buffer(name, layer.get_buffer(name).to("meta"))
+    assert on_gpu._delayed(layer, x) is None

@@ -1,0 +1,222 @@
+"""grouped_matmul is a linear layer for each group of rows, forward and backward, under every recipe."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.torch as qt
+from quaver import QuantSpec, recipes
+from quaver.core.spec import Recipe
+from quaver.torch.linear.grouped_operands import Offsets, quantize_experts, quantize_tokens
+from quaver.torch.numerics import reference
+from quaver.torch.operations import ops
+from tests.close import assert_bitwise
+from tests.operands import SPECS
+
+T, K, N, G = 64, 48, 40, 4
+#: Sizes of the groups: ragged, one empty, all in one, most tokens in none.
+SIZES = [(5, 0, 40, 19), (64, 0, 0, 0), (0, 1, 2, 3), (0, 0, 0, 0)]
+#: Rounding to nearest: noise differs by group.
+RECIPES: dict[str, Recipe] = {
+    name: recipes.nvfp4(stochastic_rounding=False) if name == "nvfp4" else recipes.get(name)
+    for name in recipes.RECIPES
+    if name != "delayed"
+}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+every_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, w, g = (torch.randn(shape).to(dtype) for shape in ((T, K), (G, N, K), (T, N)))
+    # Groups of different magnitudes: one scale for two of them would show.
+    x *= torch.logspace(-3, 3, T).to(dtype)[:, None]
+    g *= torch.logspace(2, -4, T).to(dtype)[:, None]
+    return x.requires_grad_(), w.requires_grad_(), g
+
+
+def ends(sizes: tuple[int, ...]) -> Tensor:
+    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def grouped(sizes: tuple[int, ...], recipe: Any, dtype: torch.dtype = torch.float32, **how: Any) -> list[Tensor]:
+    x, w, g = tensors(dtype)
+    y = qt.grouped_matmul(x, w, ends(sizes), recipe=recipe, **how)
+    y.backward(g)
+    assert x.grad is not None and w.grad is not None
+    return [y.detach(), x.grad, w.grad]
+
+
+def one_by_one(sizes: tuple[int, ...], recipe: Any, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The same by a linear layer for each group; rows of none give zeros."""
+    x, w, g = tensors(dtype)
+    y, of_x, of_w = torch.zeros_like(g), torch.zeros_like(x), torch.zeros_like(w)
+    start = 0
+    for group, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        start += size
+        if size:
+            layer = qt.Linear(K, N, bias=False, dtype=dtype, recipe=recipe)
+            layer.set_weight(w[group].detach())
+            alone = x[rows].detach().clone().requires_grad_()
+            out = layer(alone)
+            out.backward(g[rows].clone())
+            y[rows], of_x[rows], of_w[group] = out.detach(), alone.grad, layer.weight.grad
+    return [y, of_x.detach(), of_w.detach()]
+
+
+@every_recipe
+@every_size
+def test_groups_are_linear_layers_one_by_one(name: str, sizes: tuple[int, ...]) -> None:
+    with qt.only("reference"):
+        for found, expected in zip(grouped(sizes, RECIPES[name]), one_by_one(sizes, RECIPES[name]), strict=True):
+            assert_bitwise(found, expected)
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_cpu_runs_is_within_the_bound_of_the_reference(name: str, dtype: torch.dtype) -> None:
+    with qt.only("reference"):
+        expected = grouped(SIZES[0], RECIPES[name], dtype)
+    for found, wanted in zip(grouped(SIZES[0], RECIPES[name], dtype), expected, strict=True):
+        bound = 1e-6 if dtype is torch.float32 else 1e-2
+        assert (found.double() - wanted.double()).norm() <= bound * wanted.double().norm()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_operands_of_a_group_are_those_of_its_rows_alone(name: str) -> None:
+    spec: QuantSpec = SPECS[name]
+    if spec.rounding != "nearest":
+        return
+    x, w, _ = (t.detach() for t in tensors())
+    x[7, 3], w[1, 2, 2] = float("nan"), float("inf")
+    offsets = Offsets(ends((5, 0, 40, 13)), T)
+    tokens, experts = quantize_tokens(x, spec, offsets), quantize_experts(w, spec)
+    for group, (start, end) in enumerate(offsets.bounds()):
+        if end > start:
+            pairs = (tokens.of(group, (start, end)), x[start:end]), (experts.of(group), w[group])
+            for q, alone in pairs:
+                assert q is not None
+                expected = ops.QUANTIZE(alone, spec)
+                assert q.shape == expected.shape
+                assert_bitwise(q.codes(), expected.codes())
+                assert_bitwise(q.scales(), expected.scales())
+
+
+def test_what_has_no_group_reaches_nothing() -> None:
+    for recipe in ("tensorwise", "rowwise", "mxfp8", None):
+        x, w, _ = (t.detach() for t in tensors())
+        x[40:] = float("nan")
+        x.requires_grad_()
+        w.requires_grad_()
+        y = qt.grouped_matmul(x, w, ends((10, 0, 20, 10)), recipe=recipe)
+        assert not y[40:].any()
+        y.sum().backward()
+        assert x.grad is not None and w.grad is not None
+        assert not x.grad[40:].any() and w.grad.isfinite().all() and not w.grad[1].any()
+
+
+@pytest.mark.parametrize("shape", [(0, 48, 40, 4), (8, 48, 40, 0), (8, 48, 0, 2), (8, 0, 40, 2)], ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", None])
+def test_nothing_to_multiply_gives_zeros(shape: tuple[int, ...], recipe: str | None) -> None:
+    tokens, k, n, groups = shape
+    x, w = torch.ones(tokens, k, requires_grad=True), torch.ones(groups, n, k, requires_grad=True)
+    offsets = torch.full((groups,), tokens, dtype=torch.int32)
+    y = qt.grouped_matmul(x, w, offsets, recipe=recipe)
+    assert y.shape == (tokens, n) and not y.any()
+    y.sum().backward()
+    assert x.grad is not None and w.grad is not None and x.grad.shape == x.shape and not w.grad.any()
+
+
+def test_noise_differs_by_step_and_name_and_is_the_same_again() -> None:
+    first = grouped(SIZES[0], "nvfp4", count=1)
+    assert all(torch.equal(a, b) for a, b in zip(first, grouped(SIZES[0], "nvfp4", count=1), strict=True))
+    for how in ({"count": 2}, {"count": 1, "seed": 3}, {"count": 1, "name": "other"}):
+        y, of_x, of_w = grouped(SIZES[0], "nvfp4", **how)
+        assert torch.equal(y, first[0])
+        assert not torch.equal(of_x, first[1]) and not torch.equal(of_w, first[2])
+
+
+def test_the_ambient_recipe_and_autocast_hold() -> None:
+    x, w, _ = tensors()
+    offsets = ends(SIZES[0])
+    with qt.autocast(recipe="rowwise"):
+        assert_bitwise(qt.grouped_matmul(x, w, offsets), qt.grouped_matmul(x, w, offsets, recipe="rowwise"))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = qt.grouped_matmul(x, w, offsets, recipe="rowwise")
+        plain = qt.grouped_matmul(x, w, offsets)
+    assert y.dtype is plain.dtype is torch.bfloat16
+    y.float().sum().backward()
+    assert w.grad is not None and w.grad.dtype is torch.float32
+    exact = torch.cat([x[s:e] @ w[i].t() for i, (s, e) in enumerate(Offsets(offsets, T).bounds())])
+    assert (plain.double() - exact.double()).norm() < 1e-2 * exact.double().norm()
+
+
+def test_a_frozen_side_gets_no_gradient() -> None:
+    x, w, g = tensors()
+    y = qt.grouped_matmul(x.detach(), w, ends(SIZES[0]), recipe="tensorwise")
+    y.backward(g)
+    other = qt.grouped_matmul(x, w.detach(), ends(SIZES[0]), recipe="tensorwise")
+    other.backward(g)
+    for found, expected in zip((x.grad, w.grad), grouped(SIZES[0], "tensorwise")[1:], strict=True):
+        assert found is not None
+        assert_bitwise(found, expected)
+
+
+def test_explain_says_what_runs() -> None:
+    x, w, _ = tensors()
+    found = qt.explain(qt.grouped_matmul, x, w, ends(SIZES[0]), recipe="rowwise")
+    rows = {row.what: row for row in found.rows}
+    assert [row.runs for row in found.rows if row.what.endswith("GEMM")] == ["cpu, group by group"] * 3
+    assert dict(rows["fprop GEMM"].passed_over)["native, grouped"] == "the tensor is not on a GPU"
+    assert "multiples of 16" in dict(rows["wgrad GEMM"].passed_over)["native, grouped"]
+    assert "group by group" in repr(found)
+
+
+X, W, OFFSETS = torch.zeros(8, 4), torch.zeros(2, 3, 4), torch.tensor([3, 8], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "offsets", "sentence"),
+    [
+        (X, W[:1], OFFSETS, r"offsets \[groups\]"),
+        (X, torch.zeros(2, 4, 3), OFFSETS, r"x is \[T, K\]"),
+        (X, W, OFFSETS.long(), "convert them to torch.int32"),
+        (X, W, torch.tensor([5, 3], dtype=torch.int32), "ascending"),
+        (X, W, torch.tensor([5, 9], dtype=torch.int32), "among 8 rows"),
+        (X, W, torch.tensor([-1, 8], dtype=torch.int32), "ascending"),
+        (X.double(), W, OFFSETS, "not torch.float64"),
+        (X.bfloat16(), W, OFFSETS, "convert one of them"),
+        (X.to("meta"), W, OFFSETS, "move them to one"),
+    ],
+)
+def test_bad_input_is_a_sentence(x: Tensor, w: Tensor, offsets: Tensor, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        qt.grouped_matmul(x, w, offsets, recipe="tensorwise")
+
+
+def test_what_a_function_cannot_do_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="scales by a history"):
+        qt.grouped_matmul(X, W, OFFSETS, recipe="delayed")
+    x = torch.randn(8, 4, requires_grad=True)
+    y = qt.grouped_matmul(x, W + 1.0, OFFSETS, recipe="tensorwise")
+    (of_x,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        of_x.sum().backward()
+    with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
+        torch.func.grad(lambda t: qt.grouped_matmul(t, W, OFFSETS, recipe="tensorwise").sum())(X)
+
+
+def test_products_are_those_of_the_reference() -> None:
+    x, w, _ = (t.detach() for t in tensors())
+    spec = next(spec for spec in SPECS.values() if spec.block == (1, None))
+    with qt.only("reference"):
+        y = qt.grouped_matmul(x, w, ends((5, 0, 40, 19)), recipe="rowwise")
+        start = 0
+        for group, size in enumerate((5, 0, 40, 19)):
+            rows = slice(start, start + size)
+            a, b = reference.quantize(x[rows], spec), reference.quantize(w[group], spec)
+            assert_bitwise(y[rows], reference.matmul(a, b, torch.float32))
+            start += size

@@ -1,0 +1,105 @@
+"""Delayed scaling on the kernels: the cast notes its amax in the history, bit for bit as a launch of its own does."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.state.history import amax, on_gpu
+from tests.close import assert_bitwise
+
+RECIPE = recipes.delayed(history=3)
+#: What one element of an input or of a gradient is multiplied by, step by step.
+OUTLIERS = [1.0, 1e-3, math.inf, math.nan, 0.0, 1e30, 1.0]
+
+
+def trained(layer: qt.Linear, tokens: int = 20) -> list[Tensor]:
+    """Outputs, gradients and buffers of a few steps, with values that a history must not take."""
+    found: list[Tensor] = []
+    for step, outlier in enumerate(OUTLIERS):
+        torch.manual_seed(step)
+        x, g = torch.randn(tokens, layer.in_features), torch.randn(tokens, layer.out_features)
+        x[:1, 0] *= outlier
+        g[-1:, 1] *= outlier
+        x.requires_grad_()
+        with qt.autocast(recipe=RECIPE):
+            layer(x).backward(g)
+        found += [x.grad, *(b.clone() for b in layer.buffers())]  # type: ignore[list-item]
+    return found
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The columns that were noted by a launch of their own."""
+    noted: list[int] = []
+    note: Callable[..., None] = on_gpu.note
+
+    def counting(history: Tensor, column: int, top: Tensor) -> None:
+        noted.append(column)
+        note(history, column, top)
+
+    monkeypatch.setattr(on_gpu, "note", counting)
+    return noted
+
+
+@pytest.mark.parametrize("tokens", [20, 0])
+def test_histories_are_those_of_launches_of_their_own(
+    tokens: int, notes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = qt.Linear(24, 16)
+    twins = copy.deepcopy(layer), copy.deepcopy(layer)
+    with qt.only("triton"):
+        found = trained(layer, tokens)
+        if tokens:
+            assert notes.count(amax.INPUT) == notes.count(amax.GRAD_OUTPUT) == 0
+        noted = len(notes)
+        monkeypatch.setattr(amax, "newest", lambda *_: None)
+        one_by_one = trained(twins[0], tokens)
+        assert len(notes) == noted + 3 * len(OUTLIERS)
+    with qt.only("reference"):
+        expected = trained(twins[1], tokens)
+    for ours, other, plain in zip(found, one_by_one, expected, strict=True):
+        assert_bitwise(ours, other)
+        assert_bitwise(ours, plain)
+
+
+def test_nothing_is_noted_without_gradients_nor_twice_by_a_recomputation() -> None:
+    layer = qt.Linear(24, 16)
+    with qt.only("triton"), qt.autocast(recipe=RECIPE):
+        qt.checkpoint(layer, torch.randn(4, 24, requires_grad=True)).sum().backward()
+        before = layer.get_buffer("history").clone()
+        assert (before[0] > 0).all()
+        with torch.no_grad():
+            layer(torch.full((4, 24), 100.0))
+        assert_bitwise(layer.get_buffer("history"), before)
+        x = torch.full((4, 24), 7.0, requires_grad=True)
+        y = qt.checkpoint(layer, x)
+        seen = layer.get_buffer("history")[0, amax.INPUT].item()
+        layer.get_buffer("history")[0, amax.INPUT] = 0.0
+        y.sum().backward()
+    assert seen == 7.0
+    assert layer.get_buffer("history")[0, amax.INPUT] == 0.0, "the second forward of a checkpoint notes nothing"
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "new buffers", "moved memory"])
+def test_a_history_that_moves_is_noted_in_where_it_is(how: str) -> None:
+    layer = qt.Linear(24, 16)
+    with qt.only("triton"), qt.autocast(recipe=RECIPE):
+        layer(torch.randn(4, 24))
+        first = layer
+        if how == "deepcopy":
+            layer = copy.deepcopy(layer)
+        elif how == "new buffers":
+            layer.history = layer.get_buffer("history").clone()
+        else:
+            layer.get_buffer("history").data = layer.get_buffer("history").clone()
+        before = first.get_buffer("history").clone()
+        layer(torch.full((4, 24), 50.0))
+    assert layer.get_buffer("history")[0, amax.INPUT] == 50.0
+    if how == "deepcopy":
+        assert_bitwise(first.get_buffer("history"), before)

@@ -1,0 +1,296 @@
+"""quaver.torch.checkpoint changes no bit of outputs, gradients and state, whatever happens before the recomputation."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core.numbers.formats import E4M3
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe
+from quaver.torch.state import recomputation
+from quaver.torch.state.history import rolling
+from tests.close import assert_bitwise
+
+ALL = pytest.mark.parametrize("name", recipes.RECIPES)
+QUANTIZED = pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().quantizes])
+Run = Callable[..., Tensor]
+
+
+def model() -> nn.Sequential:
+    blocks = [nn.Sequential(qt.Linear(48, 64), nn.GELU(), qt.Linear(64, 48), nn.Dropout(0.1)) for _ in range(2)]
+    return nn.Sequential(*blocks, qt.Linear(48, 16))
+
+
+def plain(function: Run, *args: Tensor) -> Tensor:
+    return function(*args)
+
+
+def twins(net: nn.Module) -> list[nn.Module]:
+    """Two models with the same streams of noise."""
+    other = copy.deepcopy(net)
+    return [net, other]
+
+
+def state(net: nn.Module) -> dict[str, Tensor]:
+    """Gradients and buffers."""
+    grads = {f"grad of {n}": p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+    return grads | {n: b.clone() for n, b in net.named_buffers()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(one) == list(other) and any("grad of" in key for key in one)
+    for key, value in one.items():
+        assert_bitwise(other[key], value, key)
+
+
+def compare(scenario: Callable[[nn.Module, Callable[..., Tensor]], dict[str, Tensor]]) -> None:
+    """A scenario run without and with checkpointing."""
+    found = []
+    for net, run in zip(twins(model()), (plain, qt.checkpoint), strict=True):
+        torch.manual_seed(1)
+        found.append(scenario(net, run) | state(net))
+    assert_same(*found)
+
+
+def through(net: nn.Module, run: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Each block checkpointed."""
+    for block in net.children():
+        x = run(block, x)
+    return x
+
+
+@ALL
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_training_steps_are_those_without_it(name: str, where: str) -> None:
+    def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        optimizer, found = torch.optim.SGD(net.parameters(), lr=0.05), {}
+        for i in range(3):
+            optimizer.zero_grad()
+            x = (torch.randn(2, 9, 48) * (i + 1)).requires_grad_()
+            if where == "outside":
+                with qt.autocast(name):
+                    y = through(net, run, x)
+            else:
+                y = run(qt.autocast(name)(net.forward), x)
+            y.square().sum().backward()
+            assert x.grad is not None
+            found |= {f"output {i}": y.detach(), f"grad_input {i}": x.grad}
+            optimizer.step()
+        return found
+
+    compare(scenario)
+
+
+@QUANTIZED
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_micro_batches_whose_forwards_precede_their_backwards(name: str, order: tuple[int, int]) -> None:
+    """Each forward is a step of its own: histories roll between a forward and its recomputation."""
+
+    def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for step in range(3):
+            inputs = [(torch.randn(9, 48) * 10.0**i * 3**step).requires_grad_() for i in range(2)]
+            outputs = []
+            for x in inputs:
+                with qt.autocast(name):
+                    outputs.append(through(net, run, x))
+            for i in order:
+                outputs[i].square().sum().backward()
+                grad = inputs[i].grad
+                assert grad is not None
+                found[f"grad_input {step} {i}"] = grad
+        return found
+
+    compare(scenario)
+
+
+def test_a_roll_between_leaves_the_next_step_without_what_was_recomputed() -> None:
+    net = qt.Linear(16, 16)
+    with qt.autocast("delayed"):
+        y = qt.checkpoint(net, torch.randn(4, 16) * 1000)
+    rolling.roll_all()
+    y.sum().backward()
+    assert net.history[0, :2].tolist() == [0.0, 0.0] and net.history[0, 2] > 0
+
+
+@QUANTIZED
+def test_it_nests(name: str) -> None:
+    def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        first, second, last = net.children()
+
+        def outer(x: Tensor) -> Tensor:
+            return run(second, run(first, x))
+
+        losses = []
+        for i in range(2):
+            with qt.autocast(name):
+                losses.append(last(run(outer, torch.randn(9, 48) * 5**i)).square().sum())
+        for loss in losses:
+            loss.backward()
+        return {}
+
+    compare(scenario)
+
+
+@QUANTIZED
+def test_backward_twice_replays_twice(name: str) -> None:
+    def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        with qt.autocast(name):
+            loss = through(net, run, torch.randn(9, 48)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return {}
+
+    compare(scenario)
+
+
+@QUANTIZED
+def test_a_layer_called_twice_gets_each_calls_factors(name: str) -> None:
+    def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        block = next(net.children())
+        for i in range(2):
+            with qt.autocast(name):
+                loss = run(lambda x: block(block(x)), torch.randn(9, 48) * 4**i).square().sum()
+            loss.backward()
+        return {}
+
+    compare(scenario)
+
+
+def test_noise_on_the_input_is_drawn_again() -> None:
+    quiet, noisy = QuantSpec(E4M3, (1, None)), QuantSpec(E4M3, (1, None), rounding="stochastic")
+    recipe = Recipe("noisy", GemmSpec(noisy, quiet), GemmSpec(quiet, quiet), GemmSpec(quiet, noisy))
+
+    def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        losses = []
+        for _ in range(2):
+            with qt.autocast(recipe):
+                losses.append(through(net, run, torch.randn(9, 48)).square().sum())
+        for loss in losses:
+            loss.backward()
+        return {}
+
+    compare(scenario)
+
+
+def test_the_recipe_of_a_layer_may_have_changed_since() -> None:
+    def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        with qt.autocast("mxfp8"):
+            loss = through(net, run, torch.randn(9, 48)).square().sum()
+        with qt.autocast("tensorwise"), torch.no_grad():
+            net(torch.randn(9, 48))
+        with qt.autocast("delayed"):
+            net(torch.randn(9, 48))
+        loss.backward()
+        return {}
+
+    compare(scenario)
+
+
+@QUANTIZED
+@pytest.mark.parametrize("outside", [True, False])
+def test_under_torch_autocast(name: str, outside: bool) -> None:
+    def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        def inner(x: Tensor) -> Tensor:
+            with contextlib.nullcontext() if outside else torch.autocast("cpu", torch.bfloat16):
+                return net(x)
+
+        with qt.autocast(name), torch.autocast("cpu", torch.bfloat16, enabled=outside):
+            loss = run(inner, torch.randn(9, 48)).float().square().sum()
+        loss.backward()
+        return {}
+
+    compare(scenario)
+
+
+@pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
+def test_converted_models_roll_once_a_step(name: str) -> None:
+    def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        qt.convert(net, name)
+        forwards, net.forward = net.forward, lambda x: run(forwards, x)  # type: ignore[method-assign]
+        for i in range(3):
+            net(torch.randn(9, 48) * (i + 1)).square().sum().backward()
+        return {}
+
+    compare(scenario)
+
+
+@pytest.mark.parametrize("name", ["delayed", "rowwise", "nvfp4"])
+def test_inside_a_compiled_function_it_is_torchs(name: str) -> None:
+    torch.compiler.reset()
+    net = nn.Sequential(nn.Sequential(qt.Linear(32, 32), nn.GELU(), qt.Linear(32, 32)))
+    found = []
+    for one, run in zip(twins(net), (plain, qt.checkpoint), strict=True):
+        # The compiler cannot give a layer its buffers inside a checkpoint.
+        qt.convert(one, name)
+        compiled = torch.compile(lambda x, one=one, run=run: run(one[0], x), backend="aot_eager", fullgraph=True)
+        torch.manual_seed(0)
+        for _ in range(2):
+            with qt.autocast(name):
+                y = compiled(torch.randn(8, 32))
+            y.square().sum().backward()
+        found.append(state(one))
+    assert_same(*found)
+
+
+def test_a_compiled_block_inside_finds_the_recipe_of_its_first_run() -> None:
+    def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
+        block = torch.compile(net, backend="aot_eager")
+        with qt.autocast("mxfp8"):
+            loss = run(block, torch.randn(9, 48)).square().sum()
+        loss.backward()
+        return {}
+
+    torch.compiler.reset()
+    net = nn.Sequential(qt.Linear(48, 48), nn.GELU(), qt.Linear(48, 48))
+    found = []
+    for one, run in zip(twins(net), (plain, qt.checkpoint), strict=True):
+        torch.manual_seed(1)
+        found.append(scenario(one, run) | state(one))
+    assert_same(*found)
+
+
+def test_only_arguments_are_kept() -> None:
+    net, kept = model(), []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qt.autocast("mxfp8"):
+        qt.checkpoint(net, torch.randn(9, 48, requires_grad=True))
+    assert sum(t.numel() for t in kept) <= 9 * 48
+
+
+def test_torchs_check_that_the_second_run_does_the_same_is_kept() -> None:
+    turns: list[int] = []
+
+    def changing(x: Tensor) -> Tensor:
+        turns.append(0)
+        return layer(x).exp() if len(turns) == 1 else layer(x[:2]).exp()
+
+    layer = qt.Linear(8, 8)
+    with qt.autocast("mxfp8"):
+        y = qt.checkpoint(changing, torch.randn(4, 8, requires_grad=True))
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
+        y.sum().backward()
+
+
+def test_an_error_inside_leaves_nothing_behind() -> None:
+    def broken(x: Tensor) -> Tensor:
+        raise RuntimeError("broken")
+
+    with qt.autocast("delayed"), pytest.raises(RuntimeError, match="broken"):
+        qt.checkpoint(broken, torch.randn(2, 2))
+    assert recomputation.state.writing == () and recomputation.state.replay is None
+
+
+@pytest.mark.parametrize("options", [{"use_reentrant": True}, {"context_fn": lambda: None}])
+def test_what_it_cannot_do_is_a_sentence(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"torch\.utils\.checkpoint"):
+        qt.checkpoint(qt.Linear(2, 2), torch.randn(2, 2), **options)

@@ -1,0 +1,398 @@
+"""Quantization's state is ordinary state: saved, loaded, copied or pickled, training goes on as if nothing was."""
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.state.history import rolling
+from tests.close import assert_bitwise
+
+ALL = pytest.mark.parametrize("name", recipes.RECIPES)
+STATEFUL = pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(qt.Linear(32, 48, dtype=dtype), nn.ReLU(), qt.Linear(48, 16, bias=False, dtype=dtype))
+
+
+class Run:
+    """A model, its optimizer and its data; `name` is the recipe of an autocast around it, or it is converted."""
+
+    def __init__(self, name: str | None, net: nn.Module | None = None) -> None:
+        self.net = model() if net is None else net
+        self.name = name
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    def step(self, i: int) -> Tensor:
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(i)) * (1 + i)
+        with qt.autocast(enabled=False) if self.name is None else qt.autocast(self.name):
+            loss = self.net(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def steps(self, start: int, end: int) -> list[Tensor]:
+        return [self.step(i) for i in range(start, end)]
+
+
+class Converted(Run):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        qt.convert(self.net, name)
+
+    def step(self, i: int) -> Tensor:
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(i)) * (1 + i)
+        loss = self.net(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def assert_same_state(one: nn.Module, other: nn.Module) -> None:
+    a, b = one.state_dict(), other.state_dict()
+    assert sorted(a) == sorted(b)
+    for key in a:
+        assert_bitwise(a[key], b[key], key)
+
+
+def through_a_file(value: object) -> object:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@ALL
+@pytest.mark.parametrize("kind", [Run, Converted])
+@pytest.mark.parametrize("assign", [False, True])
+def test_training_resumes_bit_for_bit(name: str, kind: type[Run], assign: bool) -> None:
+    first, second = kind(name), kind(name)
+    first.steps(0, 3)
+    # What the second did before, views of its buffers included, must not matter.
+    second.steps(7, 8)
+    saved = through_a_file({"net": first.net.state_dict(), "optimizer": first.optimizer.state_dict()})
+    second.net.load_state_dict(saved["net"], assign=assign)  # type: ignore[index]
+    second.optimizer = torch.optim.AdamW(second.net.parameters(), lr=1e-2)
+    second.optimizer.load_state_dict(saved["optimizer"])  # type: ignore[index]
+    assert_same_state(first.net, second.net)
+    # One after the other: an autocast rolls what this thread has run, of both.
+    for a, b in zip(first.steps(3, 7), second.steps(3, 7), strict=True):
+        assert_bitwise(b, a)
+    rolling.roll_all()
+    for net in (first.net, second.net):
+        rolling.roll(layer for layer in net.modules() if isinstance(layer, qt.Linear) and "history" in layer._buffers)
+    assert_same_state(first.net, second.net)
+
+
+@STATEFUL
+def test_a_fresh_model_under_autocast_adopts_the_state(name: str) -> None:
+    first, second = Run(name), Run(name)
+    first.steps(0, 3)
+    state = first.net.state_dict()
+    assert any(key.endswith(("history", "count")) for key in state)
+    second.net.load_state_dict(state)
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    for a, b in zip(first.steps(3, 6), second.steps(3, 6), strict=True):
+        assert_bitwise(b, a)
+
+
+def test_what_a_step_recorded_is_rolled_after_loading() -> None:
+    first = Run("delayed")
+    first.steps(0, 2)
+    second = model()
+    second.load_state_dict(first.net.state_dict())
+    pending = second[0].history[0].clone()
+    assert pending.all()
+    with qt.autocast("delayed"):
+        assert_bitwise(second[0].history[-1], pending)
+        assert second[0].factor.all()
+
+
+def test_a_loaded_history_waits_for_a_delayed_recipe() -> None:
+    first = Run("delayed")
+    first.steps(0, 2)
+    second = model()
+    second.load_state_dict(first.net.state_dict())
+    before = second[0].history.clone()
+    with qt.autocast("mxfp8"):
+        second(torch.randn(4, 32))
+    assert_bitwise(second[0].history, before)
+
+
+# Across recipes.
+
+
+@pytest.mark.parametrize("writer", recipes.RECIPES)
+@pytest.mark.parametrize("reader", recipes.RECIPES)
+def test_a_checkpoint_loads_across_recipes(writer: str, reader: str) -> None:
+    first, second = Converted(writer), Converted(reader)
+    first.steps(0, 2)
+    missing = {key for key in second.net.state_dict() if key not in first.net.state_dict()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        second.net.load_state_dict(first.net.state_dict())
+    # One for the load, not one a layer.
+    assert len(caught) == bool(missing)
+    for warning in caught:
+        assert str(warning.message).startswith(("0.history is not in the", "0.count is not in the"))
+    assert_bitwise(second.net[0].weight, first.net[0].weight)
+    second.steps(2, 4)
+
+
+def test_missing_histories_start_fresh() -> None:
+    second = Converted("delayed")
+    second.steps(0, 2)
+    with pytest.warns(UserWarning, match="0.history is not in the checkpoint"):
+        second.net.load_state_dict(model().state_dict())
+    for layer in (second.net[0], second.net[2]):
+        assert not layer.history.any() and not layer.factor.any()
+
+
+def test_every_load_warns_again() -> None:
+    state = model().state_dict()
+    net = Converted("delayed").net
+    for _ in range(2):
+        with pytest.warns(UserWarning) as caught:
+            net.load_state_dict(state)
+        assert len(caught) == 1
+
+
+def test_another_history_length_starts_fresh_with_a_warning() -> None:
+    first = Run(None, model())
+    qt.convert(first.net, recipes.delayed(history=8))
+    first.name = "delayed"
+    first.steps(0, 2)
+    net = model()
+    qt.convert(net, recipes.delayed(history=4))
+    with pytest.warns(UserWarning, match=r"0.history has shape \(8, 3\) in the checkpoint and \(4, 3\) here") as caught:
+        net.load_state_dict(first.net.state_dict())
+    assert len(caught) == 1
+    assert not net[0].history.any() and not net[0].factor.any()
+    assert net[0].history.shape == (4, 3)
+
+
+def test_checkpoints_of_nn_linear_load_strictly_and_back() -> None:
+    ours, theirs = qt.Linear(8, 16), nn.Linear(8, 16)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    assert_same_state(ours, theirs)
+    again = nn.Linear(8, 16)
+    again.load_state_dict(ours.state_dict(), strict=True)
+    assert_same_state(again, theirs)
+
+
+def test_a_wrong_checkpoint_is_still_an_error() -> None:
+    net = Converted("delayed").net
+    state = Converted("delayed").net.state_dict()
+    del state["0.weight"]
+    state["0.wieght"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r'(?s)Missing.*"0.weight".*Unexpected.*"0.wieght"'):
+        net.load_state_dict(state)
+
+
+@STATEFUL
+def test_the_callers_state_dict_is_not_changed(name: str) -> None:
+    first = Converted(name)
+    first.steps(0, 2)
+    state = first.net.state_dict()
+    before = {key: value.clone() for key, value in state.items()}
+    Converted("tensorwise").net.load_state_dict(state)
+    model().load_state_dict(state)
+    assert list(state) == list(before)
+    for key in before:
+        assert_bitwise(state[key], before[key], key)
+
+
+def test_a_checkpoint_that_was_cast_gives_float32_histories() -> None:
+    first = Converted("delayed")
+    first.steps(0, 2)
+    state = {k: v.bfloat16() for k, v in first.net.state_dict().items()}
+    net = Converted("delayed").net
+    net.load_state_dict(state, assign=True)
+    assert net[0].weight.dtype is torch.bfloat16
+    assert net[0].history.dtype is net[0].factor.dtype is torch.float32
+
+
+# Moves and copies.
+
+MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "bfloat16": lambda m: m.to(torch.bfloat16),
+    "half": lambda m: m.half(),
+    "double": lambda m: m.double(),
+    "float": lambda m: m.bfloat16().float(),
+    "cpu": lambda m: m.cpu(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": lambda m: _saved_whole(m),
+    "to_empty": lambda m: m.to_empty(device="cpu"),
+}
+
+
+COPIES = ("deepcopy", "pickle", "torch.save")
+
+
+def _saved_whole(m: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(m, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("kind", [Run, Converted])
+@STATEFUL
+def test_state_survives_moves_and_copies(move: Callable[[nn.Module], nn.Module], kind: type[Run], name: str) -> None:
+    run = kind(name)
+    run.steps(0, 3)
+    before = {key: value.clone() for key, value in run.net.named_buffers()}
+    assert before
+    moved = move(run.net)
+    after = dict(moved.named_buffers())
+    assert list(after) == list(before)
+    for key, value in before.items():
+        assert_bitwise(after[key], value, key)
+
+
+@pytest.mark.parametrize("move", [MOVES[key] for key in COPIES], ids=COPIES)
+@pytest.mark.parametrize("kind", [Run, Converted])
+@ALL
+def test_copies_train_on_bit_for_bit(move: Callable[[nn.Module], nn.Module], kind: type[Run], name: str) -> None:
+    run = kind(name)
+    run.steps(0, 3)
+    run.optimizer = torch.optim.SGD(run.net.parameters(), lr=1e-2)
+    other = kind(name)
+    other.net = move(run.net)
+    other.optimizer = torch.optim.SGD(other.net.parameters(), lr=1e-2)
+    assert_same_state(run.net, other.net)
+    for a, b in zip(run.steps(3, 6), other.steps(3, 6), strict=True):
+        assert_bitwise(b, a)
+
+
+@STATEFUL
+def test_a_trip_over_meta_keeps_the_dtype_and_starts_fresh(name: str) -> None:
+    run = Converted(name)
+    run.steps(0, 2)
+    net = run.net.to("meta").bfloat16()
+    assert all(buffer.is_meta for buffer in net.buffers())
+    net = net.to_empty(device="cpu")
+    for key, buffer in net.named_buffers():
+        wanted = torch.int64 if key.endswith("count") else torch.float32
+        assert buffer.dtype is wanted and not buffer.is_meta, key
+        assert not (buffer[:2] if key.endswith("count") else buffer).any(), key
+    net(torch.randn(4, 32, dtype=torch.bfloat16)).sum().backward()
+
+
+def _refused(t: Tensor) -> Tensor:
+    raise MemoryError
+
+
+@STATEFUL
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_move_that_fails_leaves_the_state(name: str, stored: bool) -> None:
+    run = Run(name)
+    run.steps(0, 2)
+    if stored:
+        qt.quantize_weights(run.net, name)
+        run.net.requires_grad_(False)
+    before = {key: value.clone() for key, value in run.net.state_dict().items()}
+    with pytest.raises(MemoryError):
+        run.net._apply(_refused)
+    after = run.net.state_dict()
+    assert list(after) == list(before)
+    for key, value in before.items():
+        assert_bitwise(after[key], value, key)
+    x = torch.ones(8, 32)
+    with torch.no_grad(), qt.autocast(name):
+        assert run.net(x).isfinite().all()
+
+
+def _copied(net: nn.Module, other: nn.Module) -> nn.Module:
+    return copy.deepcopy(net)
+
+
+def _loaded(net: nn.Module, other: nn.Module) -> nn.Module:
+    other.load_state_dict(net.state_dict())
+    return other
+
+
+def _assigned(net: nn.Module, other: nn.Module) -> nn.Module:
+    state = {
+        key: value if "weight" in key or "bias" in key else value.clone() for key, value in net.state_dict().items()
+    }
+    other.load_state_dict(state, assign=True)
+    return other
+
+
+@STATEFUL
+@pytest.mark.parametrize("make", [_copied, _loaded, _assigned])
+def test_what_inference_mode_copies_or_loads_stops_no_step(
+    name: str, make: Callable[[nn.Module, nn.Module], nn.Module]
+) -> None:
+    run = Run(name)
+    run.steps(0, 2)
+    expected, fresh = copy.deepcopy(run.net), model()
+    Run(name, fresh).steps(0, 1)
+    with torch.inference_mode():
+        other = make(run.net, fresh)
+    # The weights of such a copy cannot train, and its histories roll with the next step of any model.
+    taught = Run(name, run.net if make is _copied else other)
+    for one, two in zip(taught.steps(2, 5), Run(name, expected).steps(2, 5), strict=True):
+        assert_bitwise(one, two)
+
+
+@ALL
+def test_a_kept_weight_does_not_outlive_a_cast(name: str) -> None:
+    """Casting there and back may bring other values to the same address, in the same parameter, of the same version."""
+    for _ in range(20):
+        layer = qt.Linear(64, 64, bias=False, recipe=name)
+        x = torch.randn(4, 64)
+        layer(x)
+        layer.bfloat16().float()
+        fresh = qt.Linear(64, 64, bias=False, recipe=name)
+        fresh.load_state_dict(layer.state_dict())
+        assert_bitwise(layer(x), fresh(x))
+
+
+def test_noise_of_converted_layers_goes_by_name_not_by_number() -> None:
+    """A checkpoint from an autocast and one from a converted model load into each other; streams stay apart."""
+    converted, plain = Converted("nvfp4"), Run("nvfp4")
+    for run in (converted, plain):
+        run.steps(0, 2)
+    numbers = [layer.count[2].item() for layer in (plain.net[0], plain.net[2])]
+    assert [layer.count[2].item() for layer in (converted.net[0], converted.net[2])] == [-1, -1]
+    assert numbers[0] != numbers[1] and min(numbers) >= 0
+    plain.net.load_state_dict(converted.net.state_dict())
+    assert [layer.count[2].item() for layer in (plain.net[0], plain.net[2])] == numbers
+    plain.steps(2, 3)
+    converted.net.load_state_dict(plain.net.state_dict())
+    assert converted.net[2].count.tolist() == [3, 3, -1]
+
+
+def test_copies_share_their_recipe() -> None:
+    """torch.compile guards on its identity."""
+    recipe = recipes.delayed(history=5)
+    layer = qt.Linear(8, 8, recipe=recipe)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied.recipe is recipe
+        assert copied.__dict__["_number"] is not layer.__dict__["_number"]
+
+
+def test_buffers_are_all_there_is() -> None:
+    """No pickles and no extra state: a state dict holds tensors only and loads with weights_only."""
+    for name in recipes.RECIPES:
+        run = Converted(name)
+        run.steps(0, 1)
+        state = run.net.state_dict()
+        assert all(isinstance(value, Tensor) for value in state.values())
+        assert not any("extra_state" in key for key in state)
+        through_a_file(state)

@@ -1,0 +1,26 @@
+"""Whatever a loop does with a model, each forward and backward is that of a fresh copy: see
+`tests.torch.state.walk`."""
+
+import random
+
+import pytest
+
+from quaver import recipes
+from tests.torch.state.walk import MODELS, walk
+
+QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
+KINDS = pytest.mark.parametrize("kind", MODELS)
+
+
+@KINDS
+def test_whatever_a_loop_does_each_result_is_that_of_a_fresh_copy(kind: str) -> None:
+    for recipe in QUANTIZING:
+        walk(kind, recipe, 0, 12)
+
+
+@pytest.mark.slow
+@KINDS
+def test_a_long_walk_gives_the_results_of_fresh_copies(kind: str) -> None:
+    chosen = random.Random(kind)
+    for _ in range(250):
+        walk(kind, chosen.choice(QUANTIZING), chosen.randrange(10**9), 60)

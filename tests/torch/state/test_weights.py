@@ -1,0 +1,496 @@
+"""The kept weight: quantized once per optimizer step, and again whenever the weight may have changed."""
+
+import copy
+import gc
+import inspect
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import swa_utils
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core.costs.kept import plan
+from quaver.core.registry import Impl
+from quaver.torch.backends.cpu import fp8
+from quaver.torch.linear.plans import on_cpu
+from quaver.torch.operations import ops
+from quaver.torch.state import kept_weights
+from tests.close import assert_bitwise
+
+QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
+N, K = 24, 16
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """Shapes of what is quantized while a test runs."""
+    shapes: list[tuple[int, ...]] = []
+
+    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(x: Tensor, *args: Any, **options: Any) -> Any:
+            shapes.append(tuple(x.shape))
+            return run(x, *args, **options)
+
+        return counting
+
+    impls = [Impl(i.name, counted(i.run), i.reason) for i in ops.QUANTIZE.impls]
+    monkeypatch.setattr(ops.QUANTIZE, "impls", impls)
+    monkeypatch.setattr(ops.QUANTIZE, "active", impls)
+    # A step that is decided beforehand asks no operation.
+    known = vars(fp8)
+    counting = {name: counted(known[name]) for name in ("quantize", "per_tensor")}
+    monkeypatch.setattr(on_cpu, "fp8", SimpleNamespace(**{**known, **counting}))
+    ops._resolved.clear()
+    yield shapes
+    ops._resolved.clear()
+
+
+def of_weight(shapes: list[tuple[int, ...]]) -> int:
+    """How many of them were the weight or its transpose; the list is emptied."""
+    found = sum(shape in ((N, K), (K, N)) for shape in shapes)
+    shapes.clear()
+    return found
+
+
+def per_step(recipe: str) -> int:
+    """The weight and, where its codes do not serve dgrad, its transpose."""
+    return 1 if plan(recipes.get(recipe)).weight else 2
+
+
+def layer_with(recipe: str, **options: Any) -> qt.Linear:
+    return qt.Linear(K, N, recipe=recipe, **options)
+
+
+def forward_backward(layer: nn.Module) -> Tensor:
+    x = torch.randn(5, K, dtype=next(layer.parameters()).dtype, requires_grad=True)
+    y = layer(x)
+    y.square().sum().backward()
+    return y.detach()  # type: ignore[no-any-return]
+
+
+def assert_current(layer: qt.Linear) -> None:
+    """The layer computes with its present weight."""
+    x = torch.randn(5, K, dtype=layer.weight.dtype)
+    fresh = copy.deepcopy(layer)
+    assert "_weights" not in fresh.__dict__
+    # Without gradients nothing that is kept would be used.
+    assert_bitwise(layer(x), fresh(x))
+
+
+# How often.
+
+
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_a_weight_is_quantized_once_per_optimizer_step_for_all_micro_batches(
+    recipe: str, quantized: list[tuple[int, ...]]
+) -> None:
+    layer = layer_with(recipe)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    with qt.autocast(recipe):
+        forward_backward(layer)
+    if recipe == "delayed":
+        # Its first roll sets the factor, which is a change too.
+        with qt.autocast(recipe):
+            forward_backward(layer)
+    for _ in range(2):
+        optimizer.step()
+        quantized.clear()
+        for _ in range(4):
+            forward_backward(layer)
+        assert of_weight(quantized) == per_step(recipe)
+
+
+@pytest.mark.parametrize("recipe", [name for name in QUANTIZING if plan(recipes.get(name)).weight])
+def test_dgrad_uses_the_codes_of_fprop(recipe: str, quantized: list[tuple[int, ...]]) -> None:
+    layer = layer_with(recipe)
+    forward_backward(layer)
+    assert of_weight(quantized) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise"])
+def test_a_forward_without_gradients_neither_keeps_nor_uses_nor_drops(
+    recipe: str, mode: Callable[[], Any], quantized: list[tuple[int, ...]]
+) -> None:
+    layer = layer_with(recipe).eval()
+    with mode():
+        for _ in range(3):
+            layer(torch.randn(5, K))
+    assert of_weight(quantized) == 3 and not layer.__dict__["_weights"].window
+    forward_backward(layer)
+    quantized.clear()
+    with mode():
+        layer(torch.randn(5, K))
+    assert of_weight(quantized) == 1
+    forward_backward(layer)
+    assert of_weight(quantized) == 0, "the evaluation between two micro-batches cost them something"
+
+
+def test_a_weight_that_is_an_inference_tensor_is_not_kept(quantized: list[tuple[int, ...]]) -> None:
+    with torch.inference_mode():
+        layer = layer_with("tensorwise")
+        for _ in range(2):
+            layer(torch.randn(5, K))
+        with qt.frozen(layer):
+            for _ in range(2):
+                layer(torch.randn(5, K))
+    assert of_weight(quantized) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_results_with_the_cache_equal_those_without(recipe: str, dtype: torch.dtype) -> None:
+    layer = layer_with(recipe, dtype=dtype)
+    layer.qualified_name = "layer"  # type: ignore[assignment]
+    other = copy.deepcopy(layer)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (layer, other)]
+    for _ in range(3):
+        for m in (layer, other):
+            m.zero_grad()
+        for _ in range(2):
+            x = torch.randn(5, K, dtype=dtype)
+            found = []
+            for m in (layer, other):
+                if m is other:
+                    qt.refresh(m)
+                x_ = x.clone().requires_grad_()
+                with qt.autocast(recipe):
+                    y = m(x_)
+                if m is other:
+                    qt.refresh(m)
+                y.square().sum().backward()
+                found.append((y, x_.grad, m.weight.grad, m.bias.grad))
+            for a, b, what in zip(*found, ("output", "input", "weight", "bias"), strict=True):
+                assert_bitwise(a, b, what)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+# When it is made again: optimizers.
+
+FORMS: dict[str, dict[str, Any]] = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def torch_optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
+    """Every optimizer of torch for dense float parameters, in every form that it has."""
+    made: dict[str, Callable[[Any], torch.optim.Optimizer]] = {}
+    for name, kind in vars(torch.optim).items():
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            continue
+        if name in ("Optimizer", "SparseAdam"):
+            continue
+        known = inspect.signature(kind).parameters
+        forms = {form: options for form, options in FORMS.items() if set(options) <= set(known)} or {"plain": {}}
+        for form, options in forms.items():
+            made[f"{name}-{form}"] = lambda p, kind=kind, options=options: kind(p, lr=0.05, **options)
+    return made
+
+
+OPTIMIZERS = torch_optimizers()
+
+
+def test_the_list_of_optimizers_is_not_empty() -> None:
+    assert {"SGD-fused", "Adam-fused", "AdamW-fused", "Adagrad-fused", "LBFGS-plain"} <= set(OPTIMIZERS)
+
+
+def take_step(optimizer: torch.optim.Optimizer, layer: nn.Module, step: Callable[..., Any]) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = layer(torch.ones(3, K)).square().sum()
+            loss.backward()
+            return loss  # type: ignore[no-any-return]
+
+        step(closure)
+    else:
+        forward_backward(layer)
+        step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_makes_the_weight_be_quantized_again(name: str) -> None:
+    layer = layer_with("tensorwise", bias=False)
+    optimizer = OPTIMIZERS[name](layer.parameters())
+    for _ in range(2):
+        before = layer.weight.detach().clone()
+        take_step(optimizer, layer, optimizer.step)
+        assert not torch.equal(before, layer.weight)
+        assert_current(layer)
+
+
+#: One form of each, and every form of those whose fused kernels leave the version alone.
+COMPILED = {name: "eager" for name in OPTIMIZERS if name.endswith(("-plain", "SGD-fused", "Adagrad-fused"))}
+COMPILED |= {"AdamW-foreach": "aot_eager", "AdamW-fused": "aot_eager"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", [name for name in COMPILED if not name.startswith("LBFGS")])
+def test_a_compiled_optimizer_step_makes_the_weight_be_quantized_again(name: str) -> None:
+    torch.compiler.reset()
+    layer = layer_with("tensorwise", bias=False)
+    optimizer = OPTIMIZERS[name](layer.parameters())
+    step = torch.compile(optimizer.step, backend=COMPILED[name])
+    for _ in range(2):
+        before = layer.weight.detach().clone()
+        forward_backward(layer)
+        step()
+        assert not torch.equal(before, layer.weight)
+        assert_current(layer)
+
+
+def test_an_optimizer_of_another_library_is_seen_by_the_version() -> None:
+    layer = layer_with("tensorwise")
+    forward_backward(layer)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.sub_(0.1 * p.grad)
+    assert_current(layer)
+
+
+# When it is made again: other writes.
+
+
+def load(layer: qt.Linear) -> None:
+    layer.load_state_dict({name: t + 0.5 for name, t in layer.state_dict().items()})
+
+
+def assign(layer: qt.Linear) -> None:
+    layer.load_state_dict({name: t + 0.5 for name, t in layer.state_dict().items()}, assign=True)
+
+
+def scale(layer: qt.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(3)
+
+
+def initialize(layer: qt.Linear) -> None:
+    nn.init.normal_(layer.weight)
+
+
+def new_data(layer: qt.Linear) -> None:
+    layer.weight.data = layer.weight.data * 3
+
+
+def new_data_twice(layer: qt.Linear) -> None:
+    # The second may lie where the first lay.
+    layer.weight.data = layer.weight.data * 3
+    layer.weight.data = layer.weight.data + 1
+
+
+def there_and_back(layer: qt.Linear) -> None:
+    layer.bfloat16().float()
+
+
+def new_parameter(layer: qt.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach() * 3)
+
+
+def same_memory(layer: qt.Linear) -> None:
+    # Another parameter over the same memory, with a version of its own that happens to be the same.
+    weight, other = layer.weight, nn.Parameter(layer.weight.data)
+    with torch.no_grad():
+        while other._version < weight._version:
+            other.add_(0)
+        weight.mul_(3)
+    layer.weight = other
+
+
+def set_storage(layer: qt.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.set_(layer.weight * 3)
+
+
+WRITES = [
+    load,
+    assign,
+    scale,
+    initialize,
+    new_data,
+    new_data_twice,
+    there_and_back,
+    new_parameter,
+    same_memory,
+    set_storage,
+]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_makes_the_weight_be_quantized_again(write: Callable[[qt.Linear], None], size: int) -> None:
+    for _ in range(10):
+        layer = qt.Linear(K * size, N * size, recipe="rowwise")
+        x = torch.randn(5, K * size)
+        layer(x).sum().backward()
+        write(layer)
+        fresh = copy.deepcopy(layer)
+        assert_bitwise(layer(x), fresh(x))
+
+
+def test_an_averaged_model_uses_its_average() -> None:
+    layer = layer_with("tensorwise")
+    average = swa_utils.AveragedModel(layer, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.SGD(layer.parameters(), 0.5)
+    for _ in range(3):
+        forward_backward(layer)
+        optimizer.step()
+        average.update_parameters(layer)
+        assert_current(average.module)
+        assert_current(layer)
+    assert not torch.equal(average.module.weight, layer.weight)
+
+
+def test_between_two_forwards_with_no_backward_a_write_through_data_is_seen_after_refresh_only() -> None:
+    layer = layer_with("tensorwise")
+    model = nn.Sequential(layer)
+    x = torch.randn(5, K)
+    before = model(x)
+    layer.weight.data.mul_(3)
+    assert_bitwise(model(x), before)
+    qt.refresh(model)
+    assert not torch.equal(model(x), before)
+    assert_current(layer)
+
+
+def test_functional_call_uses_the_weights_that_it_is_given() -> None:
+    layer = layer_with("tensorwise")
+    x = torch.randn(5, K)
+    own = layer(x)
+    for make in (nn.Parameter, torch.Tensor.clone):
+        other = {"weight": make(torch.randn(N, K)), "bias": layer.bias.detach()}
+        expected = layer_with("tensorwise")
+        expected.load_state_dict(other)
+        assert_bitwise(functional_call(layer, other, (x,)), expected(x))
+        assert_bitwise(layer(x), own)
+
+
+def test_two_layers_with_one_weight_each_follow_it() -> None:
+    a, b = layer_with("tensorwise"), layer_with("rowwise")
+    b.weight = a.weight
+    optimizer = torch.optim.SGD(a.parameters(), 0.1)
+    for _ in range(2):
+        forward_backward(a)
+        forward_backward(b)
+        optimizer.step()
+        assert_current(a)
+        assert_current(b)
+
+
+def test_another_recipe_quantizes_the_weight_anew() -> None:
+    layer = qt.Linear(K, N)
+    x = torch.randn(5, K)
+    found = {}
+    for _ in range(2):
+        for recipe in ("tensorwise", "rowwise", "nvfp4"):
+            with qt.autocast(recipe):
+                found.setdefault(recipe, layer(x).detach())
+                assert_bitwise(layer(x), found[recipe], recipe)
+
+
+def test_an_implementation_that_is_asked_for_runs_on_what_is_kept() -> None:
+    layer = layer_with("mxfp8")
+    x = torch.randn(5, K)
+    y = layer(x)
+    with qt.only("reference"):
+        assert torch.allclose(layer(x), y, rtol=1e-5, atol=1e-5)
+
+
+# What is kept, and for how long.
+
+
+def test_what_is_kept_is_in_no_copy_and_no_file() -> None:
+    layer = layer_with("tensorwise")
+    forward_backward(layer)
+    assert set(layer.__dict__["_weights"].window) == {"fprop"}
+    assert set(layer.state_dict()) == {"weight", "bias"}
+    for made in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
+        assert "_weights" not in made.__dict__
+    # torch copies the attributes of parametrized layers one by one.
+    assert not copy.deepcopy(layer.__dict__["_weights"]).window
+    assert layer.__dict__["_weights"].window
+
+
+def test_a_dead_parameter_is_not_kept_alive() -> None:
+    layer = layer_with("tensorwise")
+    forward_backward(layer)
+    layer.zero_grad()
+    dead = weakref.ref(layer.weight)
+    layer.weight = nn.Parameter(torch.randn(N, K))
+    gc.collect()
+    assert dead() is None
+    assert_current(layer)
+
+
+def test_a_dead_layer_is_not_kept_alive() -> None:
+    layer = layer_with("delayed")
+    forward_backward(layer)
+    dead = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert dead() is None
+
+
+def test_a_steps_begin_and_end_are_counted_once_however_many_layers() -> None:
+    for _ in range(2):
+        layer = layer_with("tensorwise")
+        forward_backward(layer)
+    before = kept_weights._Steps.count
+    torch.optim.SGD(layer.parameters(), 0.1).step()
+    assert kept_weights._Steps.count == before + 2
+
+
+# When torch exchanges parameters.
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_parameters_that_torch_swaps_are_moved_cast_and_loaded_after_a_step(recipe: str, swapping: None) -> None:
+    net = nn.Sequential(layer_with(recipe), qt.LayerNormLinear(N, K, recipe=recipe))
+    tied = layer_with(recipe)
+    tied.weight = net[0].weight  # type: ignore[assignment]
+    net.append(tied)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for change in (
+        lambda: net.load_state_dict({name: t + 0.5 for name, t in net.state_dict().items()}),
+        lambda: net.to(torch.bfloat16),
+        lambda: net.to(torch.float32),
+    ):
+        x = torch.randn(5, K, dtype=tied.weight.dtype)
+        net(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        change()
+        x = torch.randn(5, K, dtype=tied.weight.dtype)
+        assert_bitwise(net(x), copy.deepcopy(net)(x))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_weights_that_are_codes_are_swapped_too(recipe: str, swapping: None) -> None:
+    with qt.quantized_init(recipe):
+        layer = layer_with(recipe)
+    x = torch.randn(5, K)
+    layer(x).sum().backward()
+    layer.zero_grad()
+    layer.load_state_dict({name: t.clone() for name, t in layer.state_dict().items()})
+    assert_bitwise(layer(x), copy.deepcopy(layer)(x))
+    layer.to(torch.bfloat16)
+    assert qt.initial_value(layer.weight) is None, "it is no longer known whose it is"
+    layer.weight.grad = torch.ones(N, K)
+    with pytest.raises(ValueError, match="only in eight bits"):
+        torch.optim.SGD([layer.weight], 0.1).step()

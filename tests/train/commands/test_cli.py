@@ -1,0 +1,230 @@
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from quaver import __version__ as version
+from quaver.recipes import RECIPES
+from quaver.train.commands import doctor
+from quaver.train.commands.cli import app
+from quaver.train.commands.doctor import EMULATED, NATIVE, NEEDS, Device, how
+from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
+from quaver.train.configuration.sizes import MODELS
+from quaver.train.learning.torch import trials
+from quaver.train.records.metrics import losses, read
+from tests.train.conftest import MakeConfig
+
+
+def quaver(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(to_toml(make_config()), encoding="utf-8")
+    return path
+
+
+def test_train_names_its_picture_and_the_command_line_goes_first(toml: Path, tmp_path: Path) -> None:
+    result = quaver("train", "--config", toml, "--steps", 4, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert "validation loss" in result.stdout and str(tmp_path / "run" / "loss.png") in result.stdout
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
+    assert read_toml(tmp_path / "run" / "config.toml")["steps"] == 4
+
+
+def test_resume_takes_its_options_from_the_run(toml: Path, tmp_path: Path) -> None:
+    assert quaver("train", "--config", toml, "--steps", 4, "--quiet").exit_code == 0
+    result = quaver("train", "--resume", "--out", tmp_path / "run", "--steps", 6, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert list(losses(read(tmp_path / "run" / "metrics.jsonl"))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_text_takes_several_paths(toml: Path, text: Path, tmp_path: Path) -> None:
+    files = [text / "00.txt", text / "01.txt", text / "02.txt"]
+    result = quaver("train", "--config", toml, "--text", *files, "--steps", 1, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert read_toml(tmp_path / "run" / "config.toml")["text"] == tuple(map(str, files))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
+        (["--recipe", "delayed(histori=3)"], "did you mean 'history'?"),
+        (["--recipe", "delayed(history=0)"], "history"),
+        (["--recipe", "delayed("], "cannot be read; write NAME or NAME(option=value, ...)"),
+        (["--model", "tinny"], "did you mean 'tiny'?"),
+        (["--framework", "jaxx"], "framework 'jaxx' is not known; did you mean 'jax'?"),
+        (["--framework", "jax", "--device", "cuda:99"], "the device 'cuda:99' is not available to JAX"),
+        (["--dtype", "bfloat15"], "did you mean 'bfloat16'?"),
+        (["--tokens", "bite"], "did you mean 'byte'?"),
+        (["--device", "cuda:99"], "the device 'cuda:99' is not available"),
+        (["--text", "nowhere.txt"], "there is no text file nowhere.txt"),
+        (["--sequence", "100000"], "the text is too short"),
+        (["--steps", "0"], "steps is 0; it must be at least 1"),
+        (["--resume"], "holds no run to resume"),
+        (["mxfp8"], "'mxfp8' belongs to no option"),
+        (["--config", "none.toml"], "cannot read the configuration none.toml"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    toml: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    result = quaver("train", "--config", toml, "--quiet", *arguments)
+    assert result.exit_code == 1
+    assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "is empty"), (b"\xff\xfe\xfd", "is not text"), (b"ab", "too short")]
+)
+def test_a_bad_text_is_one_sentence(toml: Path, tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "x.txt").write_bytes(content)
+    result = quaver("train", "--config", toml, "--text", tmp_path / "x.txt", "--quiet")
+    assert result.exit_code == 1 and said in result.stderr
+
+
+def test_a_second_run_does_not_overwrite_the_first(toml: Path) -> None:
+    assert quaver("train", "--config", toml, "--steps", 1, "--quiet").exit_code == 0
+    result = quaver("train", "--config", toml, "--quiet")
+    assert result.exit_code == 1 and "already holds a run" in result.stderr
+
+
+def test_a_loss_that_runs_away_is_one_sentence(toml: Path) -> None:
+    result = quaver("train", "--config", toml, "--lr", 1e30, "--clip", 0, "--quiet")
+    assert result.exit_code == 1 and "stopped at step" in result.stderr and "not finite" in result.stderr
+
+
+def test_a_misspelt_option_is_suggested(toml: Path) -> None:
+    result = quaver("train", "--reciepe", "mxfp8")
+    assert result.exit_code == 2 and "--recipe" in result.stderr
+
+
+def test_compare_reports_and_names_its_pictures(toml: Path, tmp_path: Path) -> None:
+    result = quaver("compare", "--config", toml, "--recipes", "mxfp8", "--steps", 2, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert "mxfp8" in result.stdout and "no standard error" in result.stdout
+    assert result.stdout.splitlines()[-1] == f"picture: {tmp_path / 'run' / 'compare.png'}"
+    assert (tmp_path / "run" / "report.md").exists()
+
+
+def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path) -> None:
+    arguments = ["--framework", "jax", "--recipes", "tensorwise", "--steps", 2, "--jobs", 1, "--quiet"]
+    result = quaver("compare", "--config", toml, *arguments)
+    assert result.exit_code == 0, result.output
+    report = (tmp_path / "run" / "report.md").read_text()
+    row = next(line for line in report.splitlines() if line.startswith("| tensorwise"))
+    assert re.search(r"[+-]0\.\d{4} one seed \| [+-]0\.\d\d %", row) and "jax 0." in report
+
+
+def test_compare_tells_of_a_failed_run(toml: Path) -> None:
+    result = quaver("compare", "--config", toml, "--recipes", "bf16", "--lr", 1e30, "--clip", 0, "--quiet")
+    assert result.exit_code == 1 and "bf16 seed 0 failed: stopped at step" in result.stderr
+
+
+def test_every_option_is_on_the_command_line() -> None:
+    shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    for name in TrainConfig.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+def test_doctor_speaks_of_every_recipe() -> None:
+    result = quaver("doctor")
+    assert result.exit_code == 0 and all(name in result.stdout for name in (*RECIPES, "torch", "cpu"))
+    assert "quaver train --framework torch runs on cpu" in result.stdout
+    assert "quaver train --framework jax runs on cpu" in result.stdout
+
+
+def test_doctor_tries_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {name: rest for name, *rest in doctor.recipes_table([])}
+    assert rows["bf16"][0] == "native" and rows["mxfp8"] == ["emulated", "no GPU; native GEMMs need sm_100 or newer"]
+    assert "Each recipe was tried" in quaver("doctor").stdout
+    hopper = [Device("H100", (9, 0))]
+    for ran, said in (
+        ([("fprop", "native", ""), ("dgrad", "native", "")], ("native", "all three GEMMs are the GPU's")),
+        (
+            [("fprop", "native", ""), ("dgrad", "decoded", "no such GEMM")],
+            ("partly native", "dgrad decoded: no such GEMM"),
+        ),
+    ):
+        monkeypatch.setattr(trials, "trial", lambda recipe, ran=ran: ran)
+        assert doctor.seen("mxfp8", hopper) == said
+    monkeypatch.setattr(doctor, "has", lambda framework: False)
+    assert doctor.recipes_table(hopper)[1][1:] == ("not tried", "H100 could: it is sm_90")
+    assert "Nothing was tried" in quaver("doctor").stdout
+
+
+def test_the_version_is_said() -> None:
+    result = quaver("--version")
+    assert result.exit_code == 0 and result.stdout == f"quaver {version}\n"
+
+
+def test_without_a_terminal_progress_is_lines(toml: Path, tmp_path: Path) -> None:
+    result = quaver("train", "--config", toml, "--steps", 60)
+    steps = [int(step) for step in re.findall(r"^step (\d+) of 60  loss \d", result.stderr, re.MULTILINE)]
+    assert result.exit_code == 0 and steps == [1, *range(3, 61, 3)]
+    assert "step" not in quaver("train", "--config", toml, "--steps", 63, "--resume", "--quiet").stderr
+    compared = quaver("compare", "--config", toml, "--out", tmp_path / "all", "--recipes", "bf16", "--steps", 2)
+    assert "bf16 seed 0: step 2 of 2  loss" in compared.stderr, compared.output
+
+
+def test_doctor_says_what_to_install_for_a_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "has", lambda framework: framework == "torch")
+    assert doctor.frameworks()[1] == "quaver train --framework jax needs: pip install 'quaver[train-jax]'"
+    monkeypatch.setattr(doctor, "has", lambda framework: framework == "jax")
+    assert doctor.gpus() == [] and "torch" not in doctor.cpu()
+
+
+def test_doctor_knows_what_each_recipe_needs() -> None:
+    assert set(NEEDS) | NATIVE | EMULATED == set(RECIPES)
+    hopper = [Device("H100", (9, 0))]
+    assert "need sm_100" in how("mxfp8", hopper)[1] and "could" in how("blockwise", hopper)[1]
+    assert how("mxfp4", [Device("B200", (10, 0))]) == ("emulated", "torch and XLA have no GEMM for its formats")
+    assert "no GPU" in how("delayed", [])[1] and how("bf16", [])[0] == "native"
+
+
+def test_generate_prints_prompt_and_text_and_the_speed_beside_it(toml: Path, tmp_path: Path) -> None:
+    assert quaver("train", "--config", toml, "--steps", 2, "--quiet").exit_code == 0
+    result = quaver("generate", tmp_path / "run", "--prompt", "[bold]7", "--tokens", 40, "--temperature", 0)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("[bold]7") and result.stdout.endswith("\n")
+    assert "tokens/s" in result.stderr and "trained on 32 tokens at a time" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "7", "--temperature", -1], "temperature is -1.0; give 0"),
+        (["--prompt", "7", "--top-k", -1], "top_k is -1"),
+        (["--prompt", "7", "--top-p", 0], "top_p is 0.0"),
+        (["--prompt", "7", "--tokens", 99_999], "99999 more do not fit; give --tokens 2047 or fewer"),
+        (["--prompt", "7", "--cache", "pagd"], "did you mean 'paged'?"),
+        (["--prompt", "7", "--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
+    ],
+)
+def test_generate_says_a_users_mistake_in_one_sentence(
+    toml: Path, tmp_path: Path, arguments: list[object], said: str
+) -> None:
+    assert quaver("train", "--config", toml, "--steps", 1, "--quiet").exit_code == 0
+    result = quaver("generate", tmp_path / "run", *arguments)
+    assert result.exit_code == 1 and said in result.stderr and result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_generate_without_a_run_is_one_sentence(tmp_path: Path) -> None:
+    result = quaver("generate", tmp_path / "none", "--prompt", "7")
+    assert result.exit_code == 1 and "holds no run" in result.stderr
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name.endswith("-tiny")])
+def test_every_family_is_a_word_after_model(toml: Path, tmp_path: Path, model: str) -> None:
+    options = ("--model", model, "--recipe", "mxfp8", "--recompute", "mlp", "--steps", 5, "--quiet")
+    result = quaver("train", "--config", toml, *options)
+    assert result.exit_code == 0, result.output
+    seen = losses(read(tmp_path / "run" / "metrics.jsonl"))
+    assert seen[5] < seen[1]

@@ -1,0 +1,44 @@
+import zlib
+
+import numpy as np
+import pytest
+
+from quaver.train.configuration.parameter_table import initial, padded, parameters
+from quaver.train.configuration.sizes import MODELS
+
+TINY = [name for name in MODELS if name.endswith("-tiny")]
+
+
+@pytest.mark.parametrize("vocab, rows", [(1, 32), (32, 32), (33, 64), (257, 288)])
+def test_the_vocabulary_is_padded_to_a_multiple_of_32(vocab: int, rows: int) -> None:
+    assert padded(vocab) == rows
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_first_values_depend_on_sizes_and_seed_alone(name: str) -> None:
+    one, two, other = (dict(initial(MODELS[name], 256, seed)) for seed in (3, 3, 4))
+    assert all(np.array_equal(one[key], two[key]) for key in one)
+    assert list(one) == list(parameters(MODELS[name], 256))
+    assert not np.array_equal(one["embedding.weight"], other["embedding.weight"])
+
+
+def test_first_values_are_the_ones_they_always_were() -> None:
+    """Losses of earlier runs are compared with, so the draws may not change."""
+    crc = 0
+    for _, value in initial(MODELS["tiny"], 256, 0):
+        crc = zlib.crc32(value.tobytes(), crc)
+    assert f"{crc:08x}" == "8f43be48"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_norms_do_nothing_and_matrices_have_their_deviation(name: str) -> None:
+    config = MODELS[name]
+    for key, value in initial(config, 256, 0):
+        if value.ndim == 1:
+            nothing = 0.0 if config.zero_centered or key.endswith(".bias") else 1.0
+            assert (value == nothing).all(), key
+        else:
+            expected = 1.0 if key == "embedding.weight" and not config.tied else config.dim**-0.5
+            if key.endswith(("o_proj.weight", "down_proj.weight")):
+                expected /= (2 * config.layers) ** 0.5
+            assert value.std() == pytest.approx(expected, rel=0.05), key
