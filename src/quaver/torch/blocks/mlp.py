@@ -7,20 +7,19 @@ activation; its result is made again, and quantized again to the same bits.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.core.numbers.formats import E4M3
-from quaver.core.spec import QuantSpec, Recipe
+from quaver.core.options import takes
+from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.blocks import activation as activations
 from quaver.torch.blocks.activation import get_activation, option_values
-from quaver.torch.blocks.norm import named
-from quaver.torch.blocks.norm_linear import normalized_projections
-from quaver.torch.linear.layer import Linear
+from quaver.torch.blocks.norm_linear import PartOptions, normalized_projections
 from quaver.torch.linear.projections import project
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import run_quantize
@@ -71,6 +70,28 @@ class Activated:
         return activations.backward(self.name, self.options, g, saved)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MLPOptions(PartOptions):
+    """Of the MLP."""
+
+    # Such as {"limit": 7.0}.
+    activation_options: Mapping[str, float] | None = None
+    # Keep what goes into a gated activation in eight bits.
+    eight_bit_activations: bool = False
+
+
+@dataclass(frozen=True)
+class MLPArguments(MLPOptions):
+    """The arguments of `MLP`, which says what they are."""
+
+    dim: int
+    hidden: int
+    activation: str = "gelu"
+    _: KW_ONLY
+    # Keep only x for backward.
+    recompute: bool = False
+
+
 class MLP(nn.Module):
     """down(activation(up(x))), with a gate where the activation has one, and perhaps a normalization before.
 
@@ -90,46 +111,24 @@ class MLP(nn.Module):
     Exact: the codes and scales of the parts called one after the other.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        hidden: int,
-        activation: str = "gelu",
-        *,
-        activation_options: Mapping[str, float] | None = None,
-        bias: bool = True,
-        fused: bool = True,
-        normalization: str | None = None,
-        eps: float = 1e-5,
-        zero_centered: bool = False,
-        norm_bias: bool = True,
-        eight_bit_activations: bool = False,
-        recompute: bool = False,
-        recipe: str | Recipe | None = None,
-        seed: int = 0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    @takes(MLPArguments)
+    def __init__(self, options: MLPArguments) -> None:
         super().__init__()
+        dim, hidden, activation = options.dim, options.hidden, options.activation
         gated = get_activation(activation).gated
-        options = option_values(activation, activation_options or {})
         self.dim, self.activation = dim, activation
-        self.recompute = recompute
+        self.recompute = options.recompute
         # What goes into a plain activation is as wide as what comes out, whose codes would be kept beside it.
-        self._prologue = Activated(activation, options, eight_bit_activations and gated)
-        like = {"device": device, "dtype": dtype}
-        of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **like}
-        norm = None
-        if normalization is not None:
-            norm = named(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **like)
-        self.register_module("norm", norm)
-        if gated and fused:
-            self.gate_up_proj = Linear(dim, 2 * hidden, **of_linear)
+        narrow = options.eight_bit_activations and gated
+        self._prologue = Activated(activation, option_values(activation, options.activation_options or {}), narrow)
+        self.register_module("norm", options.norm(dim))
+        if gated and options.fused:
+            self.gate_up_proj = options.linear(dim, 2 * hidden)
         else:
             if gated:
-                self.gate_proj = Linear(dim, hidden, **of_linear)
-            self.up_proj = Linear(dim, hidden, **of_linear)
-        self.down_proj = Linear(hidden, dim, **of_linear)
+                self.gate_proj = options.linear(dim, hidden)
+            self.up_proj = options.linear(dim, hidden)
+        self.down_proj = options.linear(hidden, dim)
         self._entrance = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in self._modules]
 
     def reset_parameters(self) -> None:
@@ -158,8 +157,16 @@ class MLP(nn.Module):
         return f"activation={self.activation!r}{narrow}" + ", recompute=True" * self.recompute
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerNormMLPArguments(MLPArguments):
+    """The arguments of `LayerNormMLP`."""
+
+    normalization: str | None = "LayerNorm"
+
+
 class LayerNormMLP(MLP):
     """An `MLP` after a normalization; arguments as those of `MLP`."""
 
-    def __init__(self, dim: int, hidden: int, activation: str = "gelu", **options: Any) -> None:
-        super().__init__(dim, hidden, activation, **{"normalization": "LayerNorm", **options})
+    @takes(LayerNormMLPArguments)
+    def __init__(self, options: LayerNormMLPArguments) -> None:
+        super().__init__(**vars(options))

@@ -167,6 +167,34 @@ def named(normalization: str, dim: int, eps: float, **options: Any) -> Norm:
     return Norm(normalization, dim, eps, **options)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NormOptions:
+    """Of the normalization at a layer's entrance, and of what holds parameters."""
+
+    # "LayerNorm", "RMSNorm", "L2", or None for no normalization.
+    normalization: str | None = None
+    eps: float = 1e-5
+    # The norm's parameter is gamma - 1.
+    zero_centered: bool = False
+    # Whether LayerNorm adds one.
+    norm_bias: bool = True
+    # Where all parameters are made, and of which dtype.
+    device: Any = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def like(self) -> dict[str, Any]:
+        """What makes a parameter where the others are."""
+        return {"device": self.device, "dtype": self.dtype}
+
+    def norm(self, dim: int) -> "Norm | None":
+        """The normalization over dim features."""
+        if self.normalization is None:
+            return None
+        options = {"zero_centered": self.zero_centered, "bias": self.norm_bias}
+        return named(self.normalization, dim, self.eps, **options, **self.like)
+
+
 def check_normalization(name: str) -> None:
     """Raise a ValueError that names the nearest if there is no such normalization."""
     if name not in NORMALIZATIONS:

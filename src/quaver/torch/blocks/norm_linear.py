@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
-from quaver.torch.blocks.norm import Norm, named
+from quaver.torch.blocks.norm import Norm, NormOptions, named
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.projections import is_bare, project
 
@@ -59,6 +59,23 @@ def normalized_projections(
     assert isinstance(norm, Norm)
     norm.check_input(x)
     return project(norm.formula, (x, *norm.affine()), layers, return_input)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOptions(NormOptions):
+    """Of a normalization and the linear layers behind it."""
+
+    bias: bool = True
+    # q, k and v are one matrix, and so are gate and up.
+    fused: bool = True
+    recipe: str | Recipe | None = None
+    # Of stochastic rounding.
+    seed: int = 0
+
+    def linear(self, in_features: int, out_features: int, bias: bool | None = None) -> Linear:
+        """One of the linear layers; bias: None is as the others'."""
+        bias = self.bias if bias is None else bias
+        return Linear(in_features, out_features, bias, recipe=self.recipe, seed=self.seed, **self.like)
 
 
 class LayerNormLinear(nn.Module):

@@ -1,20 +1,19 @@
 """A whole layer: attention, perhaps attention to a memory, and an MLP, around the residual stream."""
 
-from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.core.spec import Recipe
+from quaver.core.options import pick, takes
 from quaver.core.text.spelling import suggest
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
-from quaver.torch.blocks.attention.multihead import MultiheadAttention
-from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
-from quaver.torch.blocks.mlp import MLP
-from quaver.torch.blocks.norm import Norm, named
+from quaver.torch.blocks.attention.multihead import AttentionOptions, MultiheadAttention
+from quaver.torch.blocks.mlp import MLP, MLPOptions
+from quaver.torch.blocks.norm import check_normalization
 from quaver.torch.operations.sums import fork, join
 from quaver.torch.state.checkpointing import checkpoint
 
@@ -22,6 +21,63 @@ from quaver.torch.state.checkpointing import checkpoint
 NORM_POSITIONS = ("pre", "post", "sandwich")
 #: What is made again in backward.
 RECOMPUTE = (None, "mlp", "full")
+
+
+@dataclass(frozen=True)
+class TransformerArguments(AttentionOptions, MLPOptions):
+    """The arguments of `TransformerLayer`, which says what they are."""
+
+    dim: int
+    heads: int
+    hidden: int
+    _: KW_ONLY
+    activation: str = "gelu"
+    normalization: str = "LayerNorm"
+    norm_position: str = "pre"
+    parallel: bool | str = False
+    cross_attention: bool = False
+    memory_dim: int | None = None
+    mask_type: str = "causal"
+    cross_mask_type: str = "none"
+    # Where they differ from `bias`.
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    # Of each part's output; attention_dropout is that of the probabilities.
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    drop_path: float = 0.0
+    residual_scale: float = 1.0
+    # None, "mlp" or "full".
+    recompute: str | None = None
+
+    @property
+    def one_norm(self) -> bool:
+        """Whether attention and MLP share a norm."""
+        return bool(self.parallel) and not isinstance(self.parallel, str)
+
+    @property
+    def entrance(self) -> str | None:
+        """The normalization inside of each part."""
+        return None if self.norm_position == "post" or self.one_norm else self.normalization
+
+    @property
+    def of_attention(self) -> dict[str, Any]:
+        bias = self.bias if self.attention_bias is None else self.attention_bias
+        own = {"normalization": self.entrance, "bias": bias, "dropout": self.attention_dropout}
+        return pick(AttentionOptions, self) | own
+
+    @property
+    def of_cross_attention(self) -> dict[str, Any]:
+        """As attention, without what asks for positions or distances, and without norms of heads and sinks."""
+        names = ("window", "alibi", "sinks", "rope", "qk_norm", "qk_norm_eps", "qk_norm_after_rope")
+        own = {name: getattr(AttentionOptions, name) for name in names} | {"mask_type": self.cross_mask_type}
+        return self.of_attention | own | {"memory_dim": self.dim if self.memory_dim is None else self.memory_dim}
+
+    @property
+    def of_mlp(self) -> dict[str, Any]:
+        bias = self.bias if self.mlp_bias is None else self.mlp_bias
+        own = {"normalization": self.entrance, "bias": bias, "recompute": self.recompute == "mlp"}
+        return pick(MLPOptions, self) | own
 
 
 class TransformerLayer(nn.Module):
@@ -52,118 +108,24 @@ class TransformerLayer(nn.Module):
         ValueError: options that exclude one another, unknown names.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        hidden: int,
-        *,
-        groups: int | None = None,
-        head_dim: int | tuple[int, int] | None = None,
-        activation: str = "gelu",
-        activation_options: Mapping[str, float] | None = None,
-        normalization: str = "LayerNorm",
-        eps: float = 1e-5,
-        zero_centered: bool = False,
-        norm_bias: bool = True,
-        norm_position: str = "pre",
-        parallel: bool | str = False,
-        cross_attention: bool = False,
-        memory_dim: int | None = None,
-        mask_type: str = "causal",
-        cross_mask_type: str = "none",
-        window: tuple[int, int] | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-        sinks: str | None = None,
-        alibi: bool = False,
-        fused: bool = True,
-        rope: RotaryEmbedding | None = None,
-        qk_norm: str | None = None,
-        qk_norm_eps: float | None = None,
-        qk_norm_after_rope: bool = False,
-        bias: bool = True,
-        attention_bias: bool | None = None,
-        out_bias: bool | None = None,
-        mlp_bias: bool | None = None,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        drop_path: float = 0.0,
-        residual_scale: float = 1.0,
-        eight_bit_activations: bool = False,
-        recompute: str | None = None,
-        layout: str = "bshd",
-        recipe: str | Recipe | None = None,
-        seed: int = 0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    @takes(TransformerArguments)
+    def __init__(self, options: TransformerArguments) -> None:
         super().__init__()
-        parallel = parallel if isinstance(parallel, str) else bool(parallel)
-        _check(norm_position, parallel, cross_attention, recompute, layout, dropout, drop_path)
-        self.parallel, self.norm_position, self.recompute, self.layout = parallel, norm_position, recompute, layout
-        self.dropout, self.drop_path, self.residual_scale = dropout, drop_path, residual_scale
-        attention_bias = bias if attention_bias is None else attention_bias
-        like = {"device": device, "dtype": dtype}
-        of_norm: dict[str, Any] = {"eps": eps, "zero_centered": zero_centered, "norm_bias": norm_bias}
-        entrance = None if norm_position == "post" or parallel is True else normalization
-        of_part: dict[str, Any] = {
-            "normalization": entrance,
-            "fused": fused,
-            "recipe": recipe,
-            "seed": seed,
-            **of_norm,
-            **like,
-        }
-        of_attention: dict[str, Any] = {
-            "groups": groups,
-            "head_dim": head_dim,
-            "bias": attention_bias,
-            "out_bias": out_bias,
-            "scale": scale,
-            "soft_cap": soft_cap,
-            "dropout": attention_dropout,
-            "layout": layout,
-            **of_part,
-        }
-
-        def norm_if(wanted: bool) -> Norm | None:
-            if not wanted:
-                return None
-            return named(normalization, dim, eps, zero_centered=zero_centered, bias=norm_bias, **like)
-
-        self.register_module("norm", norm_if(parallel is True))
-        self.attention = MultiheadAttention(
-            dim,
-            heads,
-            rope=rope,
-            qk_norm=qk_norm,
-            qk_norm_eps=qk_norm_eps,
-            qk_norm_after_rope=qk_norm_after_rope,
-            mask_type=mask_type,
-            window=window,
-            sinks=sinks,
-            alibi=alibi,
-            **of_attention,
-        )
-        cross = None
-        if cross_attention:
-            source = dim if memory_dim is None else memory_dim
-            cross = MultiheadAttention(dim, heads, memory_dim=source, mask_type=cross_mask_type, **of_attention)
+        _check(options)
+        parallel = options.parallel
+        self.parallel = parallel if isinstance(parallel, str) else bool(parallel)
+        self.norm_position = options.norm_position
+        self.recompute, self.layout = options.recompute, options.layout
+        self.dropout, self.drop_path, self.residual_scale = options.dropout, options.drop_path, options.residual_scale
+        dim, heads = options.dim, options.heads
+        self.register_module("norm", options.norm(dim) if options.one_norm else None)
+        self.attention = MultiheadAttention(dim, heads, **options.of_attention)
+        cross = MultiheadAttention(dim, heads, **options.of_cross_attention) if options.cross_attention else None
         self.register_module("cross_attention", cross)
-        self.mlp = MLP(
-            dim,
-            hidden,
-            activation,
-            activation_options=activation_options,
-            bias=bias if mlp_bias is None else mlp_bias,
-            eight_bit_activations=eight_bit_activations,
-            recompute=recompute == "mlp",
-            **of_part,
-        )
+        self.mlp = MLP(dim, options.hidden, options.activation, **options.of_mlp)
         for part in ("attention", "cross_attention", "mlp"):
-            there = norm_position != "pre" and self._modules[part] is not None
-            self.register_module(f"{part}_post_norm", norm_if(there))
+            there = options.norm_position != "pre" and self._modules[part] is not None
+            self.register_module(f"{part}_post_norm", options.norm(dim) if there else None)
 
     def reset_parameters(self) -> None:
         """Each part as it begins by itself."""
@@ -257,27 +219,22 @@ def drop_path(x: Tensor, rate: float, batch: int = 0) -> Tensor:
     return x * torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - rate).div_(1 - rate)
 
 
-def _check(
-    norm_position: str,
-    parallel: bool | str,
-    cross_attention: bool,
-    recompute: str | None,
-    layout: str,
-    dropout: float,
-    rate: float,
-) -> None:
+def _check(options: TransformerArguments) -> None:
+    norm_position, parallel, recompute = options.norm_position, options.parallel, options.recompute
     if norm_position not in NORM_POSITIONS:
         raise ValueError(f"norm_position is {norm_position!r}; {suggest(str(norm_position), NORM_POSITIONS)}")
     if parallel not in (False, True, "two_norms"):
         raise ValueError(f"parallel is {parallel!r}; give False, True (one norm) or 'two_norms'")
-    if parallel and (norm_position != "pre" or cross_attention):
+    if parallel and (norm_position != "pre" or options.cross_attention):
         raise ValueError("a parallel TransformerLayer normalizes before its parts and has no cross attention")
-    if cross_attention and layout == "thd":
+    if norm_position != "pre" or options.one_norm:
+        check_normalization(options.normalization)
+    if options.cross_attention and options.layout == "thd":
         raise ValueError("cross attention takes sequences of one length: layout 'bshd' or 'sbhd', not 'thd'")
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute is {recompute!r}; give None, 'mlp' or 'full'")
-    for name, value in (("dropout", dropout), ("drop_path", rate)):
+    for name, value in (("dropout", options.dropout), ("drop_path", options.drop_path)):
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}; give a probability in [0, 1)")
-    if rate and layout == "thd":
+    if options.drop_path and options.layout == "thd":
         raise ValueError("drop_path leaves out whole samples, and layout 'thd' has no axis of samples; use dropout")

@@ -1,18 +1,51 @@
 """`DotProductAttention`: the attention function with its options kept, as a module."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver import recipes
+from quaver.core.options import takes
 from quaver.core.spec import Recipe
 from quaver.core.text.spelling import suggest
 from quaver.torch.blocks.attention.inputs.layout import LAYOUTS, CuSeqlens, ragged_of
 from quaver.torch.blocks.attention.inputs.masks import MASKS, Mask, Window, check_fits, check_mask, check_window
 from quaver.torch.blocks.attention.op import OFF_BY_ONE, attention
 from quaver.torch.state.context import in_force, recipe_in_force
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreOptions:
+    """Of `DotProductAttention`."""
+
+    # Heads of keys and values, each serving heads / groups of the queries'; None gives each its own.
+    groups: int | None = None
+    mask_type: str = "none"
+    window: Window | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    # Of the probabilities.
+    dropout: float = 0.0
+    # None, "off_by_one" or "learnable".
+    sinks: str | None = None
+    alibi: bool = False
+    # "bshd", "sbhd" or "thd".
+    layout: str = "bshd"
+    recipe: str | Recipe | None = None
+    # Of learnable sinks.
+    device: Any = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class CoreArguments(CoreOptions):
+    """The arguments of `DotProductAttention`, which says what they are."""
+
+    heads: int
+    head_dim: int | tuple[int, int]
 
 
 class DotProductAttention(nn.Module):
@@ -34,33 +67,21 @@ class DotProductAttention(nn.Module):
 
     sinks: nn.Parameter | None
 
-    def __init__(
-        self,
-        heads: int,
-        head_dim: int | tuple[int, int],
-        *,
-        groups: int | None = None,
-        mask_type: str = "none",
-        window: Window | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-        dropout: float = 0.0,
-        sinks: str | None = None,
-        alibi: bool = False,
-        layout: str = "bshd",
-        recipe: str | Recipe | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    @takes(CoreArguments)
+    def __init__(self, options: CoreArguments) -> None:
         super().__init__()
-        self.heads, self.groups = heads, heads if groups is None else groups
+        heads, head_dim = options.heads, options.head_dim
+        self.heads, self.groups = heads, heads if options.groups is None else options.groups
         self.head_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-        self.mask_type, self.window, self.layout = mask_type, window, layout
-        self.scale, self.soft_cap, self.dropout, self.alibi = scale, soft_cap, dropout, alibi
-        self.recipe = None if recipe is None else recipes.get(recipe)
-        self._check(sinks)
-        self.off_by_one = sinks == OFF_BY_ONE
-        learnable = nn.Parameter(torch.empty(heads, device=device, dtype=dtype)) if sinks == "learnable" else None
+        self.mask_type, self.window, self.layout = options.mask_type, options.window, options.layout
+        self.scale, self.soft_cap = options.scale, options.soft_cap
+        self.dropout, self.alibi = options.dropout, options.alibi
+        self.recipe = None if options.recipe is None else recipes.get(options.recipe)
+        self._check(options.sinks)
+        self.off_by_one = options.sinks == OFF_BY_ONE
+        learnable = None
+        if options.sinks == "learnable":
+            learnable = nn.Parameter(torch.empty(heads, device=options.device, dtype=options.dtype))
         self.register_parameter("sinks", learnable)
         self.reset_parameters()
 

@@ -1,23 +1,50 @@
 """Multi-head attention with everything around it: norm, projections, rotary positions, and the projection out."""
 
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quaver.core.spec import Recipe
+from quaver.core.options import pick, takes
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
-from quaver.torch.blocks.attention.dot_product import DotProductAttention
+from quaver.torch.blocks.attention.dot_product import CoreOptions, DotProductAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary, apply_rotary_to_both
-from quaver.torch.blocks.norm import named
-from quaver.torch.blocks.norm_linear import normalized_projections
-from quaver.torch.linear.layer import Linear
+from quaver.torch.blocks.norm_linear import PartOptions, normalized_projections
 
 #: What x is in each layout.
 SHAPES = {"bshd": "[batch, tokens, features]", "sbhd": "[tokens, batch, features]", "thd": "[tokens, features]"}
 DIMS = {layout: shape.count(",") + 1 for layout, shape in SHAPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions(CoreOptions, PartOptions):
+    """Of attention with its projections."""
+
+    # Features of a head, or (of queries and keys, of values); None divides the input's among the heads.
+    head_dim: int | tuple[int, int] | None = None
+    # Of the projection out; None is as bias.
+    out_bias: bool | None = None
+    rope: RotaryEmbedding | None = None
+    # A normalization over each head's features of queries and keys, its eps, and whether to turn first.
+    qk_norm: str | None = None
+    qk_norm_eps: float | None = None
+    qk_norm_after_rope: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionArguments(AttentionOptions):
+    """The arguments of `MultiheadAttention`, which says what they are."""
+
+    dim: int
+    heads: int
+    _: KW_ONLY
+    # Features of the output; None keeps dim.
+    out: int | None = None
+    # Features of the memory that keys and values are made of; None has no memory.
+    memory_dim: int | None = None
 
 
 class MultiheadAttention(nn.Module):
@@ -47,80 +74,30 @@ class MultiheadAttention(nn.Module):
         "L2" after the rotation is Llama 4's (transformers' Llama4TextL2Norm).
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        groups: int | None = None,
-        head_dim: int | tuple[int, int] | None = None,
-        out: int | None = None,
-        memory_dim: int | None = None,
-        fused: bool = True,
-        bias: bool = True,
-        out_bias: bool | None = None,
-        rope: RotaryEmbedding | None = None,
-        qk_norm: str | None = None,
-        qk_norm_eps: float | None = None,
-        qk_norm_after_rope: bool = False,
-        mask_type: str = "none",
-        window: tuple[int, int] | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-        dropout: float = 0.0,
-        sinks: str | None = None,
-        alibi: bool = False,
-        normalization: str | None = None,
-        eps: float = 1e-5,
-        zero_centered: bool = False,
-        norm_bias: bool = True,
-        layout: str = "bshd",
-        recipe: str | Recipe | None = None,
-        seed: int = 0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    @takes(AttentionArguments)
+    def __init__(self, options: AttentionArguments) -> None:
         super().__init__()
-        like = {"device": device, "dtype": dtype}
-        wide, narrow = head_sizes(dim, heads, head_dim)
-        self.core = DotProductAttention(
-            heads,
-            (wide, narrow),
-            groups=groups,
-            mask_type=mask_type,
-            window=window,
-            scale=scale,
-            soft_cap=soft_cap,
-            dropout=dropout,
-            sinks=sinks,
-            alibi=alibi,
-            layout=layout,
-            recipe=recipe,
-            **like,
-        )
-        groups = self.core.groups
-        if rope is not None and rope.head_dim != wide:
-            raise ValueError(f"rope turns heads of {rope.head_dim} features, and these have {wide}")
-        self.register_module("rope", rope)
-        self.layout, self.qk_norm_after_rope = layout, qk_norm_after_rope
+        dim, memory_dim = options.dim, options.memory_dim
+        wide, narrow = head_sizes(dim, options.heads, options.head_dim)
+        self.core = DotProductAttention(options.heads, (wide, narrow), **pick(CoreOptions, options))
+        heads, groups = self.core.heads, self.core.groups
+        if options.rope is not None and options.rope.head_dim != wide:
+            raise ValueError(f"rope turns heads of {options.rope.head_dim} features, and these have {wide}")
+        self.register_module("rope", options.rope)
+        self.layout, self.qk_norm_after_rope = options.layout, options.qk_norm_after_rope
         self.dim, self.memory_dim, self.cross = dim, memory_dim, memory_dim is not None
-        of_norm: dict[str, Any] = {"zero_centered": zero_centered, **like}
-        self.register_module(
-            "norm", None if normalization is None else named(normalization, dim, eps, bias=norm_bias, **of_norm)
-        )
-        of_linear: dict[str, Any] = {"bias": bias, "recipe": recipe, "seed": seed, **like}
+        self.register_module("norm", options.norm(dim))
         widths = {"q_proj": heads * wide, "k_proj": groups * wide, "v_proj": groups * narrow}
-        for name, parts in _projections(fused, self.cross).items():
+        self._parts = {}
+        for name, parts in _projections(options.fused, self.cross).items():
             features = dim if name.startswith("q") or memory_dim is None else memory_dim
-            setattr(self, name, Linear(features, sum(widths[part] for part in parts), **of_linear))
-        self._parts = {
-            name: [widths[part] for part in parts] for name, parts in _projections(fused, self.cross).items()
-        }
-        own = eps if qk_norm_eps is None else qk_norm_eps
-        for name in ("q_norm", "k_norm"):
-            norm = None if qk_norm is None else named(qk_norm, wide, own, bias=norm_bias, **of_norm)
-            self.register_module(name, norm)
-        self.o_proj = Linear(heads * narrow, dim if out is None else out, **of_linear | {"bias": _or(out_bias, bias)})
+            self._parts[name] = [widths[part] for part in parts]
+            setattr(self, name, options.linear(features, sum(self._parts[name])))
+        eps = options.eps if options.qk_norm_eps is None else options.qk_norm_eps
+        of_heads = replace(options, normalization=options.qk_norm, eps=eps)
+        self.register_module("q_norm", of_heads.norm(wide))
+        self.register_module("k_norm", of_heads.norm(wide))
+        self.o_proj = options.linear(heads * narrow, dim if options.out is None else options.out, options.out_bias)
 
     def reset_parameters(self) -> None:
         """Each part as it begins by itself."""
@@ -265,7 +242,3 @@ def _projections(fused: bool, cross: bool) -> dict[str, tuple[str, ...]]:
     if cross:
         return {"q_proj": ("q_proj",), "kv_proj": ("k_proj", "v_proj")}
     return {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
-
-
-def _or(value: bool | None, otherwise: bool) -> bool:
-    return otherwise if value is None else value
