@@ -1,21 +1,21 @@
 """A small text and the smallest model, so that a run takes a second."""
 
+import shutil
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
 from quaver.train.configuration.config import TrainConfig
+from quaver.train.running.loop import run_training
 
 
 class MakeConfig(Protocol):
     def __call__(self, name: str = "run", **options: object) -> TrainConfig: ...
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
+def write_text(folder: Path) -> Path:
     """A folder of 25 files, so that two are held out."""
-    folder = tmp_path / "text"
     folder.mkdir()
     for number in range(25):
         words = " ".join(f"{number} times {factor} is {number * factor}." for factor in range(40))
@@ -23,24 +23,47 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
+def small(text: Path, out: Path, **options: object) -> TrainConfig:
+    """Ten steps of `nano`."""
+    few = {
+        "model": "nano",
+        "text": (str(text),),
+        "steps": 10,
+        "batch": 2,
+        "sequence": 32,
+        "warmup": 2,
+        "validation_batches": 2,
+        "validate_every": 5,
+        "checkpoint_every": 5,
+        "device": "cpu",
+        "out": str(out),
+    }
+    return TrainConfig(**(few | options))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text")
+
+
 @pytest.fixture
 def make_config(tmp_path: Path, text: Path) -> MakeConfig:
     """Ten steps of `nano` in float32 or bfloat16, in a folder of their own."""
 
     def make(name: str = "run", **options: object) -> TrainConfig:
-        small = {
-            "model": "nano",
-            "text": (str(text),),
-            "steps": 10,
-            "batch": 2,
-            "sequence": 32,
-            "warmup": 2,
-            "validation_batches": 2,
-            "validate_every": 5,
-            "checkpoint_every": 5,
-            "device": "cpu",
-            "out": str(tmp_path / name),
-        }
-        return TrainConfig(**(small | options))  # type: ignore[arg-type]
+        return small(text, tmp_path / name, **options)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `nano` in PyTorch that has learnt a little; for `trained` alone, since tests write into a run."""
+    folder = tmp_path_factory.mktemp("trained")
+    return run_training(small(write_text(folder / "text"), folder / "run", dtype="float32", steps=20)).folder
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path) -> Path:
+    """A copy of a run of `nano` that has learnt a little."""
+    return Path(shutil.copytree(trained_once, tmp_path / "trained"))

@@ -11,6 +11,7 @@ from torch import Tensor
 from quaver import recipes
 from tests.torch.blocks.test_transformer import make, run
 from tests.torch.blocks.twins import Run, assert_same_training
+from tests.torch.test_compile import TO_THE_END, WITHOUT_CODE
 
 #: FP8 attention beside the eight recipes.
 EVERY = [*recipes.RECIPES, recipes.mxfp8(attention=True)]
@@ -28,10 +29,11 @@ def eager(layer: Any, x: Tensor) -> Tensor:
 
 
 class Compiled:
-    """A run of a layer, compiled in one graph after so many steps."""
+    """A run of a layer, compiled in one graph after so many steps: to the end, or up to where Inductor writes C++."""
 
-    def __init__(self, run: Run = eager, after: int = 0) -> None:
-        self.plain, self.compiled, self.after = run, torch.compile(run, fullgraph=True), after
+    def __init__(self, run: Run = eager, after: int = 0, backend: str = "inductor") -> None:
+        self.plain, self.after = run, after
+        self.compiled = torch.compile(run, fullgraph=True, backend=backend)
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
         self.after -= 1
@@ -45,14 +47,29 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("recipe", EVERY, ids=str)
 def test_a_llama_layer_has_eagers_bits(recipe: Any) -> None:
     layer = make("Llama", qk_norm="RMSNorm", dtype=torch.bfloat16)
+    compiled = Compiled(backend="inductor" if recipe in (*TO_THE_END, EVERY[-1]) else WITHOUT_CODE)
+    assert_same_training(layer, [eager, compiled], recipe, inputs(torch.bfloat16))
+
+
+# Ten seconds of compiling each.
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name not in TO_THE_END])
+def test_a_llama_layer_that_is_compiled_to_the_end_has_eagers_bits(recipe: str) -> None:
+    layer = make("Llama", qk_norm="RMSNorm", dtype=torch.bfloat16)
     assert_same_training(layer, [eager, Compiled()], recipe, inputs(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe"), [("Falcon", "tensorwise"), ("GPT-NeoX", "mxfp8"), ("post-norm encoder", "rowwise")]
+    ("kind", "recipe", "backend"),
+    [
+        ("Falcon", "tensorwise", WITHOUT_CODE),
+        ("GPT-NeoX", "mxfp8", WITHOUT_CODE),
+        ("post-norm encoder", "rowwise", "inductor"),
+    ],
 )
-def test_other_layers_have_eagers_bits(kind: str, recipe: str) -> None:
-    assert_same_training(make(kind, dtype=torch.bfloat16), [eager, Compiled()], recipe, inputs(torch.bfloat16))
+def test_other_layers_have_eagers_bits(kind: str, recipe: str, backend: str) -> None:
+    compiled = Compiled(backend=backend)
+    assert_same_training(make(kind, dtype=torch.bfloat16), [eager, compiled], recipe, inputs(torch.bfloat16))
 
 
 def test_float32_has_eagers_bits() -> None:

@@ -207,11 +207,8 @@ def test_generate_prints_prompt_and_text_and_the_speed_beside_it(toml: Path, tmp
         (["--prompt", "7", "--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
     ],
 )
-def test_generate_says_a_users_mistake_in_one_sentence(
-    toml: Path, tmp_path: Path, arguments: list[object], said: str
-) -> None:
-    assert quaver("train", "--config", toml, "--steps", 1, "--quiet").exit_code == 0
-    result = quaver("generate", tmp_path / "run", *arguments)
+def test_generate_says_a_users_mistake_in_one_sentence(trained: Path, arguments: list[object], said: str) -> None:
+    result = quaver("generate", trained, *arguments)
     assert result.exit_code == 1 and said in result.stderr and result.stderr.count("\n") == 1
     assert result.stdout == ""
 

@@ -17,12 +17,6 @@ GREEDY = Sampling(temperature=0)
 FAMILIES = [name for name in MODELS if name.endswith("-tiny")]
 
 
-@pytest.fixture
-def run(make_config: MakeConfig) -> Path:
-    """A run of `nano` that has learnt a little."""
-    return run_training(make_config(dtype="float32", steps=20)).folder
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_trains_and_decodes_alike_with_each_cache(make_config: MakeConfig, name: str) -> None:
     """40 tokens: Gemma 2's and Mistral's windows are 16."""
@@ -33,18 +27,18 @@ def test_every_family_trains_and_decodes_alike_with_each_cache(make_config: Make
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8", "blockwise", "rowwise_bf16_wgrad"])
-def test_recipes_that_quantize_row_by_row_decode_alike_with_each_cache(run: Path, recipe: str) -> None:
+def test_recipes_that_quantize_row_by_row_decode_alike_with_each_cache(trained: Path, recipe: str) -> None:
     found = [
-        generation.generate(run, "7 times", tokens=40, how=GREEDY, cache=cache, recipe=recipe).tokens
+        generation.generate(trained, "7 times", tokens=40, how=GREEDY, cache=cache, recipe=recipe).tokens
         for cache in CACHES
     ]
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "tensorwise", "nvfp4", "tensorwise(attention=True)"])
-def test_every_recipe_decodes_what_bf16_trained(run: Path, recipe: str) -> None:
+def test_every_recipe_decodes_what_bf16_trained(trained: Path, recipe: str) -> None:
     for cache in CACHES:
-        assert generation.generate(run, "7 times", tokens=3, recipe=recipe, cache=cache).tokens
+        assert generation.generate(trained, "7 times", tokens=3, recipe=recipe, cache=cache).tokens
 
 
 @pytest.mark.parametrize("recipe", ["", "bf16", "mxfp8"])
@@ -58,17 +52,17 @@ def test_a_run_of_jax_goes_on_in_pytorch(make_config: MakeConfig) -> None:
     assert len(generation.generate(folder, "7 times", tokens=4, how=GREEDY).tokens) == 4
 
 
-def test_text_comes_in_whole_characters_and_is_all_of_it(run: Path) -> None:
+def test_text_comes_in_whole_characters_and_is_all_of_it(trained: Path) -> None:
     pieces: list[str] = []
-    result = generation.generate(run, "é 3", tokens=60, how=Sampling(temperature=3.0, top_k=0), emit=pieces.append)
+    result = generation.generate(trained, "é 3", tokens=60, how=Sampling(temperature=3.0, top_k=0), emit=pieces.append)
     assert "".join(pieces) == result.text
     assert result.text == bytes(result.tokens).decode("utf-8", "replace")
     assert "tokens/s" in str(result) and str(result).startswith(f"{len(result.tokens)} tokens")
 
 
-def test_the_seed_alone_decides(run: Path) -> None:
+def test_the_seed_alone_decides(trained: Path) -> None:
     hot = Sampling(temperature=2.0, top_k=0)
-    one, same, other = (generation.generate(run, "7", tokens=20, how=hot, seed=seed).tokens for seed in (1, 1, 2))
+    one, same, other = (generation.generate(trained, "7", tokens=20, how=hot, seed=seed).tokens for seed in (1, 1, 2))
     assert one == same != other
 
 
@@ -79,10 +73,10 @@ def test_byte_pairs_are_put_together_again(make_config: MakeConfig) -> None:
     assert "".join(pieces) == result.text and max(result.tokens) < 300
 
 
-def test_the_mark_between_files_ends_the_text(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mark_between_files_ends_the_text(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = iter([55, 32, END, 33])
     monkeypatch.setattr(generation, "sample", lambda logits, how, random: next(chosen))
-    result = generation.generate(run, "7", tokens=9)
+    result = generation.generate(trained, "7", tokens=9)
     assert result.ended and result.text == "7 " and "ended the text" in str(result)
 
 
@@ -95,16 +89,16 @@ def test_a_vocabulary_gives_text_back(make_config: MakeConfig, words: str) -> No
 
 
 def test_beyond_the_trained_length_is_said_and_beyond_the_positions_refused(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert generation.generate(run, "7", tokens=31, how=GREEDY).notes == ()
-    (note,) = generation.generate(run, "7", tokens=33, how=GREEDY).notes
+    assert generation.generate(trained, "7", tokens=31, how=GREEDY).notes == ()
+    (note,) = generation.generate(trained, "7", tokens=33, how=GREEDY).notes
     assert "trained on 32 tokens at a time" in note
     monkeypatch.setitem(MODELS, "nano", replace(MODELS["nano"], positions=40))
     with pytest.raises(ValueError, match="the prompt has 40 tokens, and nano takes 40 in all; shorten it"):
-        generation.generate(run, "x" * 40)
+        generation.generate(trained, "x" * 40)
     with pytest.raises(ValueError, match="after 30 of 40 tokens 11 more do not fit; give --tokens 10 or fewer"):
-        generation.generate(run, "x" * 30, tokens=11)
+        generation.generate(trained, "x" * 30, tokens=11)
 
 
 @pytest.mark.parametrize(
@@ -118,37 +112,37 @@ def test_beyond_the_trained_length_is_said_and_beyond_the_positions_refused(
         ({"device": "cuda:99"}, "the device 'cuda:99' is not available"),
     ],
 )
-def test_bad_input_is_one_sentence(run: Path, options: dict[str, str], message: str) -> None:
+def test_bad_input_is_one_sentence(trained: Path, options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        generation.generate(run, **({"prompt": "7"} | options))  # type: ignore[arg-type]
+        generation.generate(trained, **({"prompt": "7"} | options))  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_without_a_run_or_without_a_checkpoint_is_one_sentence(run: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_or_without_a_checkpoint_is_one_sentence(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="missing holds no run; give the folder that quaver train wrote"):
         generation.generate(tmp_path / "missing", "7")
-    for path in run.glob("step-*"):
-        path.rename(run / f"not-{path.name}")
+    for path in trained.glob("step-*"):
+        path.rename(trained / f"not-{path.name}")
     with pytest.raises(ValueError, match=r"has no checkpoint yet; train it on with: quaver train --out .* --resume"):
-        generation.generate(run, "7")
+        generation.generate(trained, "7")
 
 
-def test_a_checkpoint_of_another_model_is_one_sentence(run: Path) -> None:
-    text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace('"nano"', '"gemma2-tiny"'))
+def test_a_checkpoint_of_another_model_is_one_sentence(trained: Path) -> None:
+    text = (trained / "config.toml").read_text()
+    (trained / "config.toml").write_text(text.replace('"nano"', '"gemma2-tiny"'))
     with pytest.raises(ValueError, match="the checkpoint of step 20 does not fit"):
-        generation.generate(run, "7")
+        generation.generate(trained, "7")
 
 
-def test_without_pytorch_it_says_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pytorch_it_says_what_to_install(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frameworks, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"quaver generate needs torch, .*: pip install 'quaver\[train\]'"):
-        generation.generate(run, "7")
+        generation.generate(trained, "7")
 
 
-def test_logits_that_overflowed_stop_with_a_sentence(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_overflowed_stop_with_a_sentence(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quaver.train.learning.torch import decoding
 
     monkeypatch.setattr(decoding.Decoding, "__call__", lambda self, ids: np.full(256, np.nan, np.float32))
     with pytest.raises(ValueError, match="logits are not finite"):
-        generation.generate(run, "7")
+        generation.generate(trained, "7")
