@@ -8,19 +8,25 @@ export OMP_NUM_THREADS := 1
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test slow test-lowering accept accept-attention bench bench-gpu lint format clean
+CHECKED := tests/contracts/test_layering.py tests/contracts/test_bits.py tests/torch/linear/test_linear.py
+
+.PHONY: demo check test slow test-lowering accept accept-attention bench bench-gpu lint format clean
 
 ## Train a small language model in bf16, FP8, MXFP8 and NVFP4 side by side, and name the pictures.
 demo: $(VENV)/.train
 	$(BIN)/quaver compare --recipes bf16,delayed,tensorwise,mxfp8,nvfp4 --seeds 2 --steps 150 --out runs/demo --resume
 
+## What a change most likely breaks, in about a minute: style, types, layering, bits and one layer.
+check: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(CHECKED)
+
 ## The whole suite but what takes minutes.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 ## What `make test` leaves out.
 slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 ## Compile JAX layers for H200 and B200 without either, and read the programs. Downloads jax's CUDA plugin (480 MB).
 test-lowering: $(VENV)/.cuda

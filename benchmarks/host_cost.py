@@ -8,7 +8,7 @@ GEMM `torch.mm` of a matrix of that size. Prints JSON: the ratios to nn.Linear b
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,12 +91,14 @@ def settle(layer: qt.Linear, recipe: Recipe) -> None:
     layer.__dict__["_stacked"][0].known = [[True] * 3]
 
 
-def measure(rounds: int, steps: int, names: list[str], arch: int = 90) -> dict[str, dict[str, tuple[float, float]]]:
+def measure(
+    rounds: int, steps: int, names: list[str], arch: int = 90, dtypes: Iterable[str] = DTYPES
+) -> dict[str, dict[str, tuple[float, float]]]:
     """By dtype and subject: the ratio to nn.Linear, and microseconds of a step."""
     pretend(arch)
     found = {}
-    for dtype, kind in DTYPES.items():
-        timings = interleave(subjects(kind, names), rounds=rounds, steps=steps)
+    for dtype in dtypes:
+        timings = interleave(subjects(DTYPES[dtype], names), rounds=rounds, steps=steps)
         found[dtype] = {name: (timing.ratio, timing.seconds * 1e6) for name, timing in timings.items()}
     return found
 
@@ -107,5 +109,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--arch", type=int, default=90, choices=RECIPES)
     parser.add_argument("--recipes", nargs="*")
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
     asked = parser.parse_args()
-    print(json.dumps(measure(asked.rounds, asked.steps, asked.recipes or RECIPES[asked.arch], asked.arch)))
+    names = asked.recipes or RECIPES[asked.arch]
+    print(json.dumps(measure(asked.rounds, asked.steps, names, asked.arch, asked.dtypes)))

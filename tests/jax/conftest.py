@@ -6,7 +6,7 @@ import jax
 import pytest
 
 #: Files whose claims an optimizer could break: roundings, sums, what a program consists of, and sharding.
-OPTIMIZED = "test_quantize", "test_matmul", "test_linear", "test_lowering", "test_compiled", "test_hadamard"
+OPTIMIZED = "test_quantize", "test_matmul", "test_linear", "test_lowering", "test_compiled"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,8 +15,10 @@ from benchmarks.measuring.figure import Case, Figure, NotMeasurable, at_most
 ROOT = Path(__file__).parents[3]
 #: Of nn.Linear's time, judged in the dtype that GPUs train in.
 HIGHEST, JUDGED = 1.6, "bf16"
-#: The GPUs that tensors are made to be of, by architecture.
+#: The GPUs that tensors are made to be of, by architecture, and the dtype that each has when it is quick: every kernel
+#: is compiled.
 GPUS = {90: "Hopper", 100: "Blackwell"}
+QUICK_DTYPES = {90: "float32", 100: "bf16"}
 NOTES = (
     "Forward and backward of 16 by 16 on CPU tensors that take a GPU's way: the real layer, choice and launches, up to "
     "the driver, which is a stub; torch.mm stands for a scaled GEMM. One thread, processor time, interleaved; the "
@@ -33,7 +35,8 @@ def measure(quick: bool) -> list[Figure]:
         raise NotMeasurable(f"not measurable with triton {triton.__version__}: the stub is of the driver of 3.6")
     figures = []
     for arch, gpu in GPUS.items():
-        for dtype, rows in run(arch, 3 if quick else 15, 50 if quick else 200).items():
+        options = {"rounds": 3, "steps": 50, "dtypes": QUICK_DTYPES[arch]} if quick else {"rounds": 15, "steps": 200}
+        for dtype, rows in run(arch, options).items():
             for name, (ratio, microseconds) in rows.items():
                 judged = dtype == JUDGED and name != "nn.Linear" and not quick
                 figures.append(
@@ -43,17 +46,16 @@ def measure(quick: bool) -> list[Figure]:
     return figures
 
 
-def run(arch: int, rounds: int, steps: int) -> dict[str, dict[str, tuple[float, float]]]:
+def run(arch: int, options: dict[str, int | str]) -> dict[str, dict[str, tuple[float, float]]]:
     """By dtype and subject: the ratio to nn.Linear, and microseconds of a step; in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment |= stub_driver.build(Path(folder)) | {"OMP_NUM_THREADS": "1"}
-        options = {"--arch": arch, "--rounds": rounds, "--steps": steps}
         command = [
             sys.executable,
             "-m",
             "benchmarks.host_cost",
-            *(str(word) for pair in options.items() for word in pair),
+            *(word for name, value in {"arch": arch, **options}.items() for word in (f"--{name}", str(value))),
         ]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
