@@ -10,7 +10,7 @@ from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.core.text.tables import html_table
 from quaver.torch.blocks.attention.inputs.call import Call
-from quaver.torch.blocks.attention.op import ATTENTION, prepare
+from quaver.torch.blocks.attention.op import ATTENTION, Options, prepare
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +54,7 @@ def explain_attention(
         ValueError: as `attention`.
     """
     recipe = None if recipe is None else recipes.get(recipe)
-    wide, keys, values, call = prepare(q, k, v, **options)
+    wide, keys, values, call = prepare(q, k, v, Options(**options))
     quantized = recipe is not None and recipe.attention is not None
     rows = ATTENTION.explain(wide, keys, values, call)
     runs = next((name for name, why in rows if not why), "nothing")

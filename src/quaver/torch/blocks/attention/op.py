@@ -1,6 +1,7 @@
 """softmax(q kᵀ scale) v with the masks that models use, as one operation with several implementations."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,22 @@ ops.OPS.append(ATTENTION)
 
 #: The one sink that needs no tensor: a logit of 0 for every head, softmax's denominator plus one.
 OFF_BY_ONE = "off_by_one"
+
+
+class Options(NamedTuple):
+    """The options of `attention` as they are given, which says what they are."""
+
+    mask_type: str = "none"
+    mask: Mask | None = None
+    window: Window | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: str | Tensor | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    dropout: float = 0.0
+    layout: str = "bshd"
+    cu_seqlens: CuSeqlens | None = None
 
 
 def attention(
@@ -100,32 +117,11 @@ def attention(
         and _plain(q, k, v)
     ):
         # Masks, options and reasons would take as long as the kernel of a small layer.
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            dropout_p=dropout,
-            is_causal=mask_type == "causal",
-            scale=scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        return y.transpose(1, 2)
-    wide, keys, values, call = prepare(
-        q,
-        k,
-        v,
-        mask_type=mask_type,
-        mask=mask,
-        window=window,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        scale=scale,
-        soft_cap=soft_cap,
-        dropout=dropout,
-        layout=layout,
-        cu_seqlens=cu_seqlens,
+        return _as_it_is(q, k, v, mask_type == "causal", dropout, scale)
+    options = Options(
+        *(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, layout, cu_seqlens)
     )
+    wide, keys, values, call = prepare(q, k, v, options)
     spec = None if recipe is None else recipe.attention
     device = ops.autocast_device(q)
     if not torch.is_autocast_enabled(device):
@@ -135,24 +131,23 @@ def attention(
         return heads_back(_run(wide, keys, values, call, spec), layout)
 
 
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask_type: str = "none",
-    mask: Mask | None = None,
-    window: Window | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: str | Tensor | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    dropout: float = 0.0,
-    layout: str = "bshd",
-    cu_seqlens: CuSeqlens | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Call]:
+def _as_it_is(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, scale: float | None) -> Tensor:
+    """torch's attention of [B, S, H, D]."""
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return y.transpose(1, 2)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Call]:
     """q [B, H, Sq, D], k [B, G, Sk, D], v [B, G, Sk, Dv] and the options, all checked and in one form."""
+    mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, layout, cu_seqlens = options
     device = ops.autocast_device(q)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

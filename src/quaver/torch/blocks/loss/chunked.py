@@ -2,7 +2,7 @@
 `linear_cross_entropy`. One opaque operator for a compiler; for the rows of a chunk's logits a kernel on a GPU.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,17 +51,11 @@ def _impl(
     targets: Tensor,
     row_weights: Tensor | None,
     dtype: torch.dtype,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    soft_cap: float,
-    chunk: int,
-    of_x: bool,
-    of_weight: bool,
-    of_bias: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rule = Rule(ignore_index, label_smoothing, z_loss, soft_cap)
-    _check_targets(targets, weight.shape[0], ignore_index)
+    *of_rule, chunk, of_x, of_weight, of_bias = options
+    rule = Rule(*of_rule)
+    _check_targets(targets, weight.shape[0], rule.ignore_index)
     tokens, wide = x.shape[0], torch.float64 if dtype is torch.float64 else torch.float32
     losses = x.new_empty(tokens, dtype=wide)
     grad_x = x.new_empty(x.shape if of_x else 0, dtype=dtype)
@@ -170,15 +164,9 @@ def _fake(
     targets: Tensor,
     row_weights: Tensor | None,
     dtype: torch.dtype,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    soft_cap: float,
-    chunk: int,
-    of_x: bool,
-    of_weight: bool,
-    of_bias: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_x, of_weight, of_bias = options[-3:]
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     return (
         x.new_empty(x.shape[:1], dtype=wide),

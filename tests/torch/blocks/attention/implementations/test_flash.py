@@ -11,7 +11,7 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver.torch.blocks.attention import attention
 from quaver.torch.blocks.attention.implementations import flash
-from quaver.torch.blocks.attention.op import prepare
+from quaver.torch.blocks.attention.op import Options, prepare
 from tests.close import assert_close
 from tests.torch.blocks.attention.cases import D, H, operands
 
@@ -98,7 +98,7 @@ def of(options: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 @pytest.mark.parametrize("options", calls(), ids=str)
 def test_what_it_is_handed_means_the_call(options: dict[str, Any]) -> None:
     inputs, options = of(options)
-    q, k, v, call = prepare(*inputs, **options)
+    q, k, v, call = prepare(*inputs, Options(**options))
     assert flash.unfit(q, k, v, call) == ""
     y = flash.attend(q, k, v, call)
     with qt.only("reference"):
@@ -123,18 +123,18 @@ def test_what_it_is_handed_means_the_call(options: dict[str, Any]) -> None:
 )
 def test_it_says_what_it_does_not_do(options: dict[str, Any], says: str) -> None:
     inputs, options = of(options)
-    assert says in flash.unfit(*prepare(*inputs, **options))
+    assert says in flash.unfit(*prepare(*inputs, Options(**options)))
 
 
 def test_it_says_what_it_cannot_be_given() -> None:
     inputs = operands(7, 7, width=D)
-    assert "float16 and bfloat16, not torch.float32" in flash.unfit(*prepare(*inputs))
+    assert "float16 and bfloat16, not torch.float32" in flash.unfit(*prepare(*inputs, Options()))
     inputs = operands(7, 7, dtype=torch.bfloat16)
-    assert "equally wide, at most 256; these are 8 and 6" in flash.unfit(*prepare(*inputs))
+    assert "equally wide, at most 256; these are 8 and 6" in flash.unfit(*prepare(*inputs, Options()))
 
 
 def test_it_says_that_it_is_not_installed_or_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = prepare(*operands(7, 7, width=D, dtype=torch.bfloat16))
+    given = prepare(*operands(7, 7, width=D, dtype=torch.bfloat16), Options())
     monkeypatch.setattr(flash, "INSTALLED", False)
     assert flash.reason(*given) == "flash-attn is not installed"
     monkeypatch.setattr(flash, "INSTALLED", True)

@@ -8,7 +8,7 @@ import torch
 import quaver.torch as qt
 from quaver.torch.blocks.attention import attention
 from quaver.torch.blocks.attention.implementations import flex
-from quaver.torch.blocks.attention.op import prepare
+from quaver.torch.blocks.attention.op import Options, prepare
 from tests.close import assert_close
 from tests.torch.blocks.attention.cases import MASK_TYPES, B, H, mask_of
 
@@ -23,7 +23,7 @@ def operands(queries: int, keys: int, groups: int = 2) -> tuple[torch.Tensor, ..
 
 
 def compare(inputs: tuple[torch.Tensor, ...], **options: Any) -> None:
-    q, k, v, call = prepare(*inputs, **options)
+    q, k, v, call = prepare(*inputs, Options(**options))
     assert flex.unfit(q, k, v, call) == ""
     y = flex.attend(q, k, v, call)
     with qt.only("reference"):
@@ -74,11 +74,11 @@ def test_it_says_what_it_does_not_do() -> None:
         ({"bias": bias}, "no gradient of a bias"),
         ({"alibi_slopes": SLOPES.clone().requires_grad_()}, "no gradient of a bias or of slopes"),
     ):
-        assert says in flex.unfit(*prepare(q, k, v, **options))
-    assert "at least 16 features" in flex.unfit(*prepare(q[..., :8], k[..., :8], v))
-    assert "float32 at most" in flex.unfit(*prepare(q.double(), k.double(), v.double()))
-    assert "no query or no key" in flex.unfit(*prepare(q[:, :0], k, v))
-    assert "no backward" in flex.reason(*prepare(q, k, v))
+        assert says in flex.unfit(*prepare(q, k, v, Options(**options)))
+    assert "at least 16 features" in flex.unfit(*prepare(q[..., :8], k[..., :8], v, Options()))
+    assert "float32 at most" in flex.unfit(*prepare(q.double(), k.double(), v.double(), Options()))
+    assert "no query or no key" in flex.unfit(*prepare(q[:, :0], k, v, Options()))
+    assert "no backward" in flex.reason(*prepare(q, k, v, Options()))
 
 
 @pytest.mark.gpu

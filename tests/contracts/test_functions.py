@@ -1,0 +1,45 @@
+"""Functions are short and take few arguments; constructors with many options take a record of them."""
+
+import ast
+
+from tests.contracts.house import modules
+
+#: What a reader keeps in mind.
+MOST_ARGUMENTS, MOST_LINES = 12, 80
+#: What compilers read is as long as the loop that it is.
+KERNELS = "quaver.kernels."
+#: A public function's options are its arguments, and it is called too often to look them up.
+PUBLIC = {"quaver.torch.blocks.attention.op.attention"}
+
+
+def functions(sources: dict[str, str]) -> dict[str, tuple[int, int]]:
+    """(arguments, lines) of each function by its name."""
+    sizes = {}
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                arguments = len([a for a in given if a.arg not in ("self", "cls")])
+                assert node.end_lineno is not None
+                sizes[f"{name}.{node.name}:{node.lineno}"] = arguments, node.end_lineno - node.lineno + 1
+    return sizes
+
+
+def ours() -> dict[str, tuple[int, int]]:
+    return functions({name: source for name, source in modules().items() if not f"{name}.".startswith(KERNELS)})
+
+
+def test_no_function_takes_more_arguments_than_a_reader_keeps_in_mind() -> None:
+    many = {name for name, (arguments, _) in ours().items() if arguments > MOST_ARGUMENTS}
+    many = {name for name in many if name.partition(":")[0] not in PUBLIC}
+    assert not many, f"more than {MOST_ARGUMENTS} arguments; give them as a record: {sorted(many)}"
+
+
+def test_no_function_is_longer_than_a_page() -> None:
+    long = {name: lines for name, (_, lines) in ours().items() if lines > MOST_LINES}
+    assert not long, f"more than {MOST_LINES} lines: {long}"
+
+
+def test_arguments_and_lines_are_counted() -> None:
+    source = "class A:\n    def f(self, a, /, b, *c, d=1, **e):\n        def g(): ...\n        return g\n"
+    assert functions({"m": source}) == {"m.f:2": (3, 3), "m.g:3": (0, 1)}
