@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Any
 
 from flax import linen as nn
@@ -37,8 +38,8 @@ class DenseGeneral(nn.Module, DenseOptions):
 
     features: int | Sequence[int]
     axis: int | Sequence[int] = -1
-    kernel_axes: tuple[str | None, ...] = ()
-    bias_axes: tuple[str | None, ...] = ()
+    kernel_axes: tuple[str | None, ...] = field(default=(), kw_only=True)
+    bias_axes: tuple[str | None, ...] = field(default=(), kw_only=True)
 
     @nn.compact
     def __call__(self, x: Array) -> Array:

@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm, and a linear layer behind one."""
 
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Any
 
 import jax.numpy as jnp
@@ -76,8 +77,8 @@ class LayerNormDenseGeneral(nn.Module, DenseOptions, NormOptions):
     """
 
     features: int | Sequence[int]
-    kernel_axes: tuple[str | None, ...] = ()
-    bias_axes: tuple[str | None, ...] = ()
+    kernel_axes: tuple[str | None, ...] = field(default=(), kw_only=True)
+    bias_axes: tuple[str | None, ...] = field(default=(), kw_only=True)
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Array]:
