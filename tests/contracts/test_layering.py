@@ -64,7 +64,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.torch.backends": ("cpu", "gpu"),
     "quaver.torch.backends.gpu": ("launching", "quantizing", "gemms", "families", "fused", "choice"),
     "quaver.torch.state": (
-        *("recomputation", "history", "noise", "kept_weights", "counters", "buffers", "context", "checkpointing"),
+        *("layer", "recomputation", "history", "noise", "kept_weights", "counters", "buffers", "context"),
+        "checkpointing",
     ),
     "quaver.torch.linear": ("stored", "gemms", "plans", "layer", "projections", "grouped_operands", "grouped"),
     "quaver.torch.blocks": ("activation", "norm", "norm_linear", "mlp", "attention", "loss", "transformer"),

@@ -15,6 +15,7 @@ from quaver.core.spec import Recipe
 from quaver.jax.linears import gemms
 from quaver.recipes import RECIPES
 from quaver.torch.state import counters
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.operands import variants
 
@@ -66,7 +67,7 @@ def in_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dty
         y.backward(torch.from_numpy(g).to(dtype))
     finally:
         counters.active.counters = None
-    kept = layer.__dict__["_weights"].window
+    kept = state_of(layer).weights.window
     operands = notes.operands | {"weight": kept["fprop"].quantized}
     if "dgrad" in kept:
         operands["weight.T"] = kept["dgrad"].quantized

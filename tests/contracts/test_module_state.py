@@ -1,10 +1,21 @@
-"""What modules keep for the process: every container that a function fills, and why threads may fill it at once."""
+"""What modules keep for the process: every container that a function fills, and why threads may fill it at once.
+
+And what a layer keeps: one attribute more than nn.Linear, whatever it runs.
+"""
 
 import ast
+import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.state.layer import LayerState, state_of
 
 ROOT = Path(__file__).parents[2] / "src" / "quaver"
 #: Whose modules run in several threads: a backward has one of its own on a GPU.
@@ -156,3 +167,33 @@ def test_what_modules_keep_is_known_to_be_safe_in_threads() -> None:
 )
 def test_what_a_function_fills_is_seen(source: str, expected: set[str]) -> None:
     assert set(filled("m", source)) == expected
+
+
+@pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
+def test_a_layer_keeps_one_attribute_more_than_a_plain_one(recipe: str) -> None:
+    """Its options apart, which are a user's to read: whatever ran, was converted, was copied or pickled."""
+    plain = nn.Linear(32, 32)
+    converted = nn.Sequential(nn.Linear(32, 32))
+    qt.convert(converted, recipe)
+    options = {"seed", "recipe", "qualified_name"}
+    for layer in (qt.Linear(32, 32, recipe=recipe), converted[0]):
+        for _ in range(2):
+            with qt.autocast(recipe):
+                y = layer(torch.randn(32, 32, requires_grad=True))
+            y.sum().backward()
+        for one in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert set(vars(one)) - set(vars(plain)) - options == {"_state"}
+            assert isinstance(one, qt.Linear)
+            assert (state_of(one).serial, state_of(one).delayed) == (state_of(layer).serial, state_of(layer).delayed)
+
+
+def test_a_copy_of_a_layers_state_begins_anew_but_for_what_names_it() -> None:
+    state = LayerState(7, recipes.get("delayed"))
+    made_again = {name for name in LayerState.__slots__ if name not in ("__weakref__", "serial", "delayed", "copied")}
+    for name in made_again:
+        setattr(state, name, object())
+    fresh = LayerState()
+    for copied in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert (copied.serial, copied.copied) == (7, True)
+        assert copied.delayed is recipes.get("delayed")
+        assert all(getattr(copied, name) is getattr(fresh, name) for name in made_again)

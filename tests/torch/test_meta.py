@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.linear.stored.stored import CODE_DTYPES
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
@@ -36,10 +37,10 @@ def reset(net: nn.Module, seed: int = 0) -> None:
 def same_streams(net: nn.Module, other: nn.Module) -> None:
     """The noise of two models from the same streams."""
     for one, two in ((net[0], other[0]), (net[2], other[2])):  # type: ignore[index]
-        two.__dict__["_serial"] = one.__dict__["_serial"]
+        state_of(two).serial = state_of(one).serial
         if two._buffers.get("count") is not None:
-            two.count[2] = one.__dict__["_serial"]
-        two.__dict__.pop("_streams", None)
+            two.count[2] = state_of(one).serial
+        state_of(two).streams = None
 
 
 def step(net: nn.Module, name: str) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from quaver.core.reference import history
 from quaver.core.spec import Recipe
 from quaver.torch.state.history import amax, rolling
 from quaver.torch.state.history import on_gpu as gpu
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
 
@@ -71,7 +72,7 @@ def test_one_launch_rolls_every_layer_as_the_specification_does(options: dict[st
             layer.history.copy_(torch.from_numpy(window))
             layer.factor.copy_(torch.from_numpy(factor))
         assert gpu.roll(layers, recipe.delayed, amax.column_specs(recipe))
-        stack = layers[0].__dict__["_stacked"][0]
+        stack = state_of(layers[0]).stacked[0]
         for i, (layer, (window, factor)) in enumerate(zip(layers, given, strict=True)):
             window, factor = rolled(window, factor, recipe)
             assert_bitwise(layer.history, window, f"history of layer {i}, turn {turn}")
@@ -156,14 +157,14 @@ def test_layers_of_different_rules_roll_together() -> None:
     layers = [layer for rule in rules for layer in layers_of(rule, 2)]
     step(layers)
     assert [layer.factor.tolist()[0] for layer in layers] == [128.0] * 4 + [64.0] * 2
-    stacks = {id(layer.__dict__["_stacked"][0]) for layer in layers}
+    stacks = {id(state_of(layer).stacked[0]) for layer in layers}
     assert len(stacks) == 3
 
 
 def test_factors_handed_out_do_not_change_with_later_rolls() -> None:
     layers = layers_of(recipes.delayed(history=2, algorithm="most_recent"))
     step(layers)
-    stack, index = layers[1].__dict__["_stacked"]
+    stack, index = state_of(layers[1]).stacked
     seen = stack.snapshot(index, layers[1].factor)
     before = seen.clone()
     for column in range(3):
@@ -183,7 +184,7 @@ def test_a_stack_knows_what_is_set_a_roll_later_and_forgets_it_when_a_factor_is_
         step(layers)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        stack, index = layers[1].__dict__["_stacked"]
+        stack, index = state_of(layers[1]).stacked
         assert stack.is_set(index, layers[1].factor) == [turn > 0] * 3
     layers[1].factor.zero_()
     assert stack is not None and not any(stack.is_set(1, layers[1].factor))
@@ -210,7 +211,7 @@ def test_a_roll_is_seen_by_what_goes_by_the_version_of_a_factor() -> None:
 def test_what_a_captured_roll_reads_lives_as_long_as_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = layers_of(recipes.delayed(history=2))
     step(layers)
-    stack = weakref.ref(layers[0].__dict__["_stacked"][0])
+    stack = weakref.ref(state_of(layers[0]).stacked[0])
     with monkeypatch.context() as capturing:
         capturing.setattr(gpu.capture, "capturing", lambda _: True)
         for _ in range(3):
@@ -219,7 +220,7 @@ def test_what_a_captured_roll_reads_lives_as_long_as_its_layers(monkeypatch: pyt
     assert kept == {id(stack())}
     layers[1].factor = layers[1].factor.clone()
     step(layers)
-    assert layers[0].__dict__["_stacked"][0] is not stack()
+    assert state_of(layers[0]).stacked[0] is not stack()
     gc.collect()
     assert stack() is not None, "a graph still reads its table"
     numbers = [id(layer) for layer in layers]

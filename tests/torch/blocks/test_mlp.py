@@ -13,6 +13,7 @@ from quaver import recipes
 from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.blocks.activation import ACTIVATIONS
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.torch.blocks.twins import assert_same_training, kept_bytes, twin
 
@@ -68,7 +69,7 @@ def test_eight_bit_activations_change_only_gradients_before_the_activation(recip
     narrow = qt.LayerNormMLP(64, 96, "swiglu", normalization="RMSNorm", eight_bit_activations=True)
     narrow.load_state_dict(exact.state_dict())
     for ours, theirs in zip(exact.modules(), narrow.modules(), strict=True):
-        theirs.__dict__["_serial"] = ours.__dict__.get("_serial", 0)
+        state_of(theirs).serial = state_of(ours).serial
     x = torch.randn(128, 64)
     for mlp in (exact, narrow):
         with qt.autocast(recipe):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver.torch.linear.layer import Linear
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 
 Run = Callable[[nn.Module, Tensor], Any]
@@ -19,7 +20,7 @@ def twin(block: nn.Module) -> nn.Module:
     made = copy.deepcopy(block)
     for ours, theirs in zip(block.modules(), made.modules(), strict=True):
         if isinstance(ours, Linear):
-            theirs.__dict__["_serial"] = ours.__dict__["_serial"]
+            state_of(theirs).serial = state_of(ours).serial
     return made
 
 

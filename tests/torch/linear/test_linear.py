@@ -19,6 +19,7 @@ from quaver.torch.linear import gemms
 from quaver.torch.linear import layer as linear_module
 from quaver.torch.linear.layer import Linear
 from quaver.torch.state.history import rolling
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.torch.linear.composition import compose
 
@@ -161,7 +162,7 @@ def test_backward_inside_torch_autocast_gives_the_same_bits(name: str) -> None:
     for inside in (False, True):
         layer.zero_grad()
         layer._buffers.pop("count", None)
-        layer.__dict__.pop("_prepared", None)
+        state_of(layer).prepared = None
         leaf = x.clone().requires_grad_()
         with qt.autocast(name), torch.autocast("cpu", torch.bfloat16):
             y = layer(leaf)
@@ -284,7 +285,7 @@ def test_without_gradients_nothing_is_kept_or_noted(name: str, mode: type, monke
 def test_training_goes_on_after_inference_mode(name: str) -> None:
     layer, other = qt.Linear(32, 48), qt.Linear(32, 48)
     other.load_state_dict(layer.state_dict())
-    other.__dict__["_serial"] = layer.__dict__["_serial"]
+    state_of(other).serial = state_of(layer).serial
     x = torch.randn(16, 32)
     with torch.inference_mode(), qt.autocast(name):
         layer(x)
@@ -339,7 +340,7 @@ def test_used_twice_in_a_step_gradients_add_up(name: str) -> None:
     apart = [qt.Linear(32, 32), qt.Linear(32, 32)]
     for one in apart:
         one.load_state_dict({k: layer.state_dict()[k] for k in ("weight", "bias")})
-        one.__dict__["_serial"] = layer.__dict__["_serial"]
+        state_of(one).serial = state_of(layer).serial
         if name == "nvfp4":
             one.register_buffer("count", torch.zeros(3, dtype=torch.int64))
     if name == "nvfp4":

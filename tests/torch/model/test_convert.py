@@ -18,6 +18,7 @@ import quaver.torch as qt
 from quaver import Recipe, Rule, Rules, recipes
 from quaver.torch.blocks.attention import DotProductAttention
 from quaver.torch.model.conversion import DDP_IGNORES, RollHistories
+from quaver.torch.state.history import rolling
 from tests.close import assert_bitwise
 
 RECIPES = list(recipes.RECIPES)
@@ -576,7 +577,7 @@ def test_equal_recipes_of_copies_are_one_object() -> None:
 def rolls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each roll rolled."""
     seen: list[int] = []
-    real = qt.convert.__globals__["amax"].roll
+    real = rolling.roll
 
     def roll(layers: Any, *args: Any) -> None:
         layers = list(layers)

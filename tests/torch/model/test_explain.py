@@ -7,6 +7,7 @@ from torch import nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.operations import ops
+from quaver.torch.state.layer import state_of
 from tests.core.test_shown import Text
 
 GEMMS = ["fprop GEMM", "dgrad GEMM", "wgrad GEMM"]
@@ -113,7 +114,7 @@ def test_it_changes_nothing() -> None:
     layer = qt.Linear(48, 32, recipe="delayed")
     with torch.autocast("cpu", torch.bfloat16):
         qt.explain(layer, torch.randn(5, 48))
-    assert not layer.history.any() and "_weights" not in layer.__dict__
+    assert not layer.history.any() and state_of(layer).weights is None
 
 
 def test_attention_is_explained_with_its_options_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:

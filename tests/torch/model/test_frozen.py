@@ -16,6 +16,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.model.freezing import _held
 from quaver.torch.state import kept_weights
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
@@ -31,7 +32,7 @@ def no_hint_yet() -> Iterator[None]:
 
 
 def held(layer: nn.Module) -> dict[str, kept_weights.Entry]:
-    return dict(layer.__dict__["_weights"].held)
+    return dict(state_of(layer).weights.held)
 
 
 def bare_write(layer: nn.Module) -> None:
@@ -87,14 +88,14 @@ def test_it_nests_and_serves_its_own_layers_alone() -> None:
 def test_what_a_window_has_kept_is_neither_used_nor_dropped() -> None:
     layer, x = qt.Linear(K, N, recipe="mxfp8"), torch.randn(T, K)
     layer(x).sum().backward()
-    before = dict(layer.__dict__["_weights"].window)
+    before = dict(state_of(layer).weights.window)
     assert before
     with torch.no_grad(), qt.frozen(layer):
         # It may be from before a bare write.
         assert_bitwise(layer(x), copy.deepcopy(layer)(x))
         assert held(layer)["fprop"] is not before["fprop"]
     layer(x).sum().backward()
-    assert layer.__dict__["_weights"].window == before
+    assert state_of(layer).weights.window == before
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -221,7 +222,7 @@ def test_a_copy_of_a_held_layer_is_not_held() -> None:
     layer = qt.Linear(K, N, recipe="mxfp8")
     with torch.no_grad(), qt.frozen(layer):
         layer(torch.randn(T, K))
-        assert "_weights" not in copy.deepcopy(layer).__dict__
+        assert state_of(copy.deepcopy(layer)).weights is None
 
 
 def test_only_a_module_can_be_held() -> None:

@@ -15,6 +15,7 @@ import quaver.torch as qt
 from quaver.recipes import RECIPES
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored import stored
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.torch.blocks.twins import kept_bytes
 
@@ -55,7 +56,7 @@ def run(net: nn.Module, name: str | None, x: Tensor) -> dict[str, Tensor]:
 
 
 def same_noise(one: Linear, other: Linear) -> None:
-    other.__dict__["_serial"] = one.__dict__["_serial"]
+    state_of(other).serial = state_of(one).serial
 
 
 # What it holds, and what it computes.
@@ -158,8 +159,8 @@ def test_no_copy_in_high_precision_is_kept(name: str, recipe: str | None) -> Non
         y = one(x)
     y.sum().backward()
     assert not any(t.numel() == N * 128 and t.element_size() > 1 for t in kept)
-    if "_weights" in one.__dict__:
-        rest = one.__dict__["_weights"]
+    if state_of(one).weights is not None:
+        rest = state_of(one).weights
         assert not rest.window and rest.codes.decoded is None and rest.codes.data.data_ptr() == one.weight.data_ptr()
 
 

@@ -25,6 +25,7 @@ from quaver import recipes
 from quaver.core.spec import GemmSpec
 from quaver.torch.backends.cpu import fp8
 from quaver.torch.linear import gemms
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
@@ -150,7 +151,7 @@ def made(recipe: str) -> qt.Linear:
 def fresh(layer: nn.Module) -> nn.Module:
     """A copy, which has kept nothing."""
     copied = copy.deepcopy(layer)
-    assert not any("_weights" in module.__dict__ for module in copied.modules())
+    assert not any(state_of(m).weights is not None for m in copied.modules() if isinstance(m, qt.Linear))
     return copied
 
 
@@ -271,7 +272,7 @@ def test_a_frozen_base_is_kept_over_micro_batches_and_quantized_after_a_step() -
         entries = []
         for _ in range(3):
             layer(adapter(torch.randn(T, K))).sum().backward()
-            entries.append(layer.__dict__["_weights"].window["fprop"])
+            entries.append(state_of(layer).weights.window["fprop"])
         assert entries[0] is entries[1] is entries[2]
         optimizer.step()
         through_data(layer)
@@ -281,7 +282,7 @@ def test_a_frozen_base_is_kept_over_micro_batches_and_quantized_after_a_step() -
 
 def quantized_by(layer: qt.Linear) -> object:
     """What is kept for fprop, which is another object once it was quantized again."""
-    return layer.__dict__["_weights"].window.get("fprop")
+    return state_of(layer).weights.window.get("fprop")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -419,7 +420,7 @@ def test_a_forward_that_quantizes_nothing_still_ends_what_dgrad_has_kept(recipe:
     alone = replace(recipes.get(recipe), name="dgrad", fprop=plain, wgrad=plain)
     layer, x = qt.Linear(K, N, recipe=alone), torch.randn(T, K)
     trained(layer, x)
-    assert layer.__dict__["_weights"].window, "nothing was kept, so nothing is tested"
+    assert state_of(layer).weights.window, "nothing was kept, so nothing is tested"
     through_data(layer)
     without_gradients(layer)
     layer(x).sum().backward()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state.history import rolling
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
@@ -384,7 +385,7 @@ def test_copies_share_their_recipe() -> None:
     layer = qt.Linear(8, 8, recipe=recipe)
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert copied.recipe is recipe
-        assert copied.__dict__["_number"] is not layer.__dict__["_number"]
+        assert state_of(copied).number is not state_of(layer).number
 
 
 def test_buffers_are_all_there_is() -> None:

@@ -23,6 +23,7 @@ from quaver.torch.backends.cpu import fp8
 from quaver.torch.linear.plans import on_cpu
 from quaver.torch.operations import ops
 from quaver.torch.state import kept_weights
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
@@ -80,7 +81,7 @@ def assert_current(layer: qt.Linear) -> None:
     """The layer computes with its present weight."""
     x = torch.randn(5, K, dtype=layer.weight.dtype)
     fresh = copy.deepcopy(layer)
-    assert "_weights" not in fresh.__dict__
+    assert state_of(fresh).weights is None
     # Without gradients nothing that is kept would be used.
     assert_bitwise(layer(x), fresh(x))
 
@@ -124,7 +125,7 @@ def test_a_forward_without_gradients_neither_keeps_nor_uses_nor_drops(
     with mode():
         for _ in range(3):
             layer(torch.randn(5, K))
-    assert of_weight(quantized) == 3 and not layer.__dict__["_weights"].window
+    assert of_weight(quantized) == 3 and not state_of(layer).weights.window
     forward_backward(layer)
     quantized.clear()
     with mode():
@@ -409,13 +410,13 @@ def test_an_implementation_that_is_asked_for_runs_on_what_is_kept() -> None:
 def test_what_is_kept_is_in_no_copy_and_no_file() -> None:
     layer = layer_with("tensorwise")
     forward_backward(layer)
-    assert set(layer.__dict__["_weights"].window) == {"fprop"}
+    assert set(state_of(layer).weights.window) == {"fprop"}
     assert set(layer.state_dict()) == {"weight", "bias"}
     for made in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
-        assert "_weights" not in made.__dict__
+        assert state_of(made).weights is None
     # torch copies the attributes of parametrized layers one by one.
-    assert not copy.deepcopy(layer.__dict__["_weights"]).window
-    assert layer.__dict__["_weights"].window
+    assert copy.deepcopy(state_of(layer)).weights is None
+    assert state_of(layer).weights.window
 
 
 def test_a_dead_parameter_is_not_kept_alive() -> None:

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import quaver.torch as qt
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 
 N, K, T = 48, 32, 5
@@ -114,7 +115,7 @@ class Walk:
 
     def fresh(self) -> nn.Module:
         copied = copy.deepcopy(self.net)
-        assert not any("_weights" in module.__dict__ for module in copied.modules())
+        assert not any(state_of(m).weights is not None for m in copied.modules() if isinstance(m, qt.Linear))
         for mine, theirs in zip(self.net.parameters(), copied.parameters(), strict=True):
             theirs.grad = None if mine.grad is None else mine.grad.clone()
         return copied

@@ -8,6 +8,7 @@ A `Call` carries what one forward decides to its backward. Kept for backward is 
 element or half of one, never the input in high precision unless the recipe asks for it.
 """
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -15,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.backends.gpu.choice import announce_features
-from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.linear.stored import stored
 from quaver.torch.numerics.philox import QUIET, Noise
 from quaver.torch.numerics.quantized import Quantized
@@ -24,6 +24,7 @@ from quaver.torch.operations import opaque, ops
 from quaver.torch.operations.functional import run_matmul, run_quantize
 from quaver.torch.state import counters, kept_weights, recomputation
 from quaver.torch.state.history import amax, steps
+from quaver.torch.state.layer import state_of
 from quaver.torch.state.noise import draw, drawn
 
 Factors = Tensor | list[float] | None
@@ -59,6 +60,22 @@ def fprop(
         assert isinstance(x, Tensor)
         call.kept = kept_input(x, xq, layer, recipe, call) if kept is None else kept
     return y
+
+
+def announce_features(layer: nn.Module, weight: Tensor) -> None:
+    """Warn once of a layer whose features no native GEMM takes; tokens are padded, features are not."""
+    state = state_of(layer)
+    if state.announced or device.why_no_fp8(weight.device, "native"):
+        return
+    state.announced = True
+    n, k = weight.shape
+    name = layer.__dict__.get("qualified_name") or f"Linear({k} → {n})"
+    warnings.warn(
+        f"{name} has a weight [{n}, {k}]: a GEMM of cuBLASLt writes multiples of 16 columns, so its GEMMs that would "
+        "write others run as bf16 GEMMs of decoded operands, exact but slower; pad the features or leave the layer out "
+        "with convert(skip=...)",
+        stacklevel=2,
+    )
 
 
 def kept_input(x: Tensor, xq: Tensor | Quantized, layer: nn.Module, recipe: Recipe, call: "Call") -> Tensor | Quantized:
@@ -209,7 +226,7 @@ def quantize(
     if call.factors is not None:
         factor, noise = call.factors[column], _noise(layer, operand, spec)
         if call.traced and call.record and column == amax.GRAD_OUTPUT:
-            q = opaque.quantize(x, spec, None, factor, noise, number=layer.__dict__["_number"])
+            q = opaque.quantize(x, spec, None, factor, noise, number=state_of(layer).number)
             _drawn(layer, operand, spec)
             return q
         if call.both is None or call.traced:
@@ -281,7 +298,7 @@ def quantize_both(
     if call.factors is not None:
         factor, record = call.factors[column], call.record
         if call.traced:
-            number = layer.__dict__["_number"] if record and column == amax.GRAD_OUTPUT else None
+            number = state_of(layer).number if record and column == amax.GRAD_OUTPUT else None
             q, turned = opaque.quantize_both(x, spec, other, None, factor, number=number)
             record = record and number is None
         else:

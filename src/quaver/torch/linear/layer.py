@@ -25,6 +25,7 @@ from quaver.torch.state import kept_weights, recomputation
 from quaver.torch.state.buffers import STATE, match_state, outlast, prepare
 from quaver.torch.state.context import recipe_in_force
 from quaver.torch.state.history import amax, steps
+from quaver.torch.state.layer import NEVER, LayerState, state_of
 from quaver.torch.state.noise import fresh_count, name_streams
 
 _serials = itertools.count()
@@ -108,14 +109,14 @@ def recipe_of(layer: nn.Module) -> Recipe | None:
     """The recipe that a forward of this layer follows; inside backward the one of its last forward."""
     recipe = recipe_in_force(layer.recipe)  # type: ignore[arg-type]
     if not torch.compiler.is_compiling():
-        mine = layer.__dict__
+        state = state_of(layer)
         # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
         if torch._C._current_graph_task_id() != -1:
             if recomputation.state.replay is not None:
                 return recipe
-            if "_last" in mine:
-                recipe = mine["_last"]
-        mine["_last"] = recipe
+            if state.last is not NEVER:
+                recipe = state.last
+        state.last = recipe
     return recipe
 
 
@@ -154,8 +155,8 @@ class Linear(nn.Linear):
         recipe: str | Recipe | None = None,
         seed: int = 0,
     ) -> None:
+        self.__dict__["_state"] = LayerState(next(_serials))
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.__dict__["_serial"] = next(_serials)
         self.seed = seed
         amax.register(self)
         if recipe is not None:
@@ -177,7 +178,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
         training = torch.is_grad_enabled()
-        mine = self.__dict__
+        state = state_of(self)
         recipe = recipe_of(self)
         parameters = self._parameters
         # Parametrizations make attributes of them; module.__getattr__ takes as long as a small operation.
@@ -186,17 +187,17 @@ class Linear(nn.Linear):
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
             if weight.dtype in stored.CODES:
                 return stored.linear(input, weight, bias, self)
-            if training and not compiling and "_weights" in mine:
+            if training and not compiling and state.weights is not None:
                 kept_weights.look(self, weight)
             return F.linear(input, weight, bias)
         if weight.__class__ is not nn.Parameter and not compiling and is_foreign(weight):
             raise ValueError(foreign_sentence(self, weight))
-        plan: direct.Plan | None = mine.get("_direct") if training and not compiling else None
+        plan: direct.Plan | None = state.plan if training and not compiling else None
         if plan is not None:
             y = plan.again(input, weight, bias, self, recipe)
             if y is not None:
                 return y
-        if training and mine.get("_prepared") is not recipe:
+        if training and state.prepared is not recipe:
             prepare(self, recipe)
         device = ops.autocast_device(input)
         casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in stored.WEIGHTS
@@ -219,7 +220,7 @@ class Linear(nn.Linear):
         # Neither what is cast nor a weight that is codes has a plan.
         undecided = not (casting or (plan is not None and plan.fits(x, weight, bias, recipe)))
         if training and undecided and x.dtype is weight.dtype:
-            plan = mine["_direct"] = direct.plan(x, weight, bias, recipe)
+            plan = state.plan = direct.plan(x, weight, bias, recipe)
             y = None if plan is None else plan.again(x, weight, bias, self, recipe)
             if y is not None:
                 return y
@@ -263,8 +264,7 @@ class Linear(nn.Linear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes that are copied and pickled: all but those that can be made again."""
-        return storing.packed({k: v for k, v in self.__dict__.items() if k not in TRANSIENT})
+        return storing.packed({**self.__dict__, "_state": copy.copy(state_of(self))})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Linear":
         # A parametrization would bring its own, which copies what belongs to this layer alone.
@@ -275,11 +275,8 @@ class Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(storing.unpacked(state))
-        for name in ("recipe", "_delayed"):
-            if self.__dict__.get(name) is not None:
-                self.__dict__[name] = recipes.get(self.__dict__[name])
-        if self._buffers.get("history") is not None:
-            self.__dict__["_copied"] = True
+        if self.recipe is not None:
+            self.recipe = recipes.get(self.recipe)
         if self.weight_spec is not None:
             storing.settle(self)
         outlast(self)
@@ -303,24 +300,6 @@ class Linear(nn.Linear):
         outlast(self)
         if self.weight_spec is not None:
             storing.settle(self)
-
-
-#: Attributes that are made again when they are missing.
-TRANSIENT = (
-    "_direct",
-    "_direct_factors",
-    "_number",
-    "_weights",
-    "_views",
-    "_newest",
-    "_last",
-    "_prepared",
-    "_copied",
-    "_streams",
-    "_initial",
-    "_step",
-    "_stacked",
-)
 
 
 def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:

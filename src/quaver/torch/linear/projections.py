@@ -25,6 +25,7 @@ from quaver.torch.state import counters
 from quaver.torch.state.buffers import prepare
 from quaver.torch.state.context import ambient
 from quaver.torch.state.history import amax, steps
+from quaver.torch.state.layer import state_of
 from quaver.torch.state.recomputation import recomputing
 
 
@@ -87,7 +88,7 @@ def project(
             stored.check_gradient(weight)
         elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))
-        if training and layer.__dict__.get("_prepared") is not recipe:
+        if training and state_of(layer).prepared is not recipe:
             prepare(layer, recipe)
     what = _What(prologue, tuple(layers), recipe, dtype, training, return_input, len(x))
     with ops.without_autocast(device):

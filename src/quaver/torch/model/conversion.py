@@ -19,13 +19,14 @@ from quaver import recipes
 from quaver.core.converting.conversion import Choice, Report
 from quaver.core.converting.rules import Rule, Rules, Skip
 from quaver.core.spec import Recipe
-from quaver.torch.linear.layer import TRANSIENT, Linear, is_foreign
+from quaver.torch.linear.layer import Linear, is_foreign
 from quaver.torch.linear.stored import storing
 from quaver.torch.model import attention_modules
 from quaver.torch.model.matrices import gemm_parameters
 from quaver.torch.state.buffers import STATE, prepare
 from quaver.torch.state.context import ambient
 from quaver.torch.state.history import amax, steps
+from quaver.torch.state.layer import LayerState
 from quaver.torch.state.noise import fresh_count, name_streams
 from quaver.torch.state.recomputation import recomputing
 
@@ -104,7 +105,7 @@ def revert(model: nn.Module) -> list[str]:
         if isinstance(module, Linear) and _set_class(module, _original):
             for buffer in STATE:
                 module._buffers.pop(buffer, None)
-            for attribute in (*OWN, *TRANSIENT):
+            for attribute in OWN:
                 module.__dict__.pop(attribute, None)
             names.append(name)
     _settle(model)
@@ -112,7 +113,7 @@ def revert(model: nn.Module) -> list[str]:
 
 
 #: Attributes that convert adds to a layer.
-OWN = ("recipe", "seed", "qualified_name", "_serial", "_delayed")
+OWN = ("recipe", "seed", "qualified_name", "_state")
 
 
 LITTLE = (
@@ -189,6 +190,7 @@ def _unused_projections(model: nn.Module) -> dict[int, str]:
 def _convert_layer(module: nn.Linear, recipe: Recipe, name: str, seed: int) -> None:
     if not isinstance(module, Linear):
         _set_class(module, _counterpart)
+        module.__dict__["_state"] = LayerState()
     if module.__dict__.get("recipe") is not recipe:
         for buffer in STATE:
             module._buffers.pop(buffer, None)
@@ -238,7 +240,7 @@ def _copied(self: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
     """Deepcopy a parametrized layer, whose class refuses to be pickled."""
     copied: nn.Linear = type(self).__new__(type(self))
     memo[id(self)] = copied
-    copied.__setstate__(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in TRANSIENT}, memo))
+    copied.__setstate__(copy.deepcopy(self.__dict__, memo))
     return copied
 
 

@@ -20,6 +20,7 @@ from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored import stored, storing
 from quaver.torch.model.conversion import convert
 from quaver.torch.state import kept_weights
+from quaver.torch.state.layer import state_of
 
 
 class quantized_init(ContextDecorator):
@@ -54,8 +55,7 @@ class quantized_init(ContextDecorator):
 
 def initial_value(weight: Tensor | nn.Module) -> Tensor | None:
     """The initial value of a weight, or of a layer's, on the CPU in high precision; None where none is kept."""
-    value: Tensor | None = _layer(weight).__dict__.get("_initial")
-    return value
+    return state_of(_layer(weight)).initial
 
 
 def drop_initial_value(weight: Tensor | nn.Module) -> None:
@@ -63,7 +63,8 @@ def drop_initial_value(weight: Tensor | nn.Module) -> None:
     if isinstance(weight, Tensor):
         weight = _layer(weight)
     for module in weight.modules():
-        module.__dict__.pop("_initial", None)
+        if isinstance(module, Linear):
+            state_of(module).initial = None
 
 
 def quantize_weights(

@@ -9,6 +9,7 @@ from torch import nn
 from quaver.core.spec import Recipe
 from quaver.torch.state import recomputation
 from quaver.torch.state.history import amax
+from quaver.torch.state.layer import state_of
 from quaver.torch.state.noise import fresh_count, streams
 
 #: Buffers that recipes add.
@@ -29,7 +30,7 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
         streams(layer)
         if layer._buffers.get("count") is None:
             layer.register_buffer("count", fresh_count(layer))
-    layer.__dict__["_prepared"] = recipe
+    state_of(layer).prepared = recipe
 
 
 def outlast(layer: nn.Module) -> None:
@@ -76,7 +77,7 @@ def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
         mine[:2] = state_dict[key][:2]
         state_dict[key] = mine
     else:
-        layer.__dict__["_serial"] = int(state_dict[key][2])
+        state_of(layer).serial = int(state_dict[key][2])
         streams(layer)
 
 

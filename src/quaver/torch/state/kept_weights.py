@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from quaver.core.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.state.layer import state_of
 
 
 class _Steps:
@@ -30,7 +31,8 @@ class _Steps:
     hooked = False
 
 
-_lock = threading.Lock()
+#: Reentrant: `room` takes it inside of what holds it.
+_lock = threading.RLock()
 
 
 class _Window:
@@ -108,7 +110,7 @@ class Entry:
 
 
 class _Kept:
-    """What one layer keeps; a copy of the layer starts without."""
+    """What one layer keeps."""
 
     __slots__ = ("codes", "forwards", "frozen", "held", "now", "seen", "window")
 
@@ -126,12 +128,6 @@ class _Kept:
         self.seen: tuple[int, ...] = ()
         self.forwards = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Kept":
-        return _Kept()
-
-    def __reduce__(self) -> Any:
-        return _Kept, ()
-
     def drop(self) -> None:
         self.window.clear()
         self.held.clear()
@@ -140,9 +136,11 @@ class _Kept:
 
 def room(layer: nn.Module) -> _Kept:
     """What a layer keeps."""
-    kept: _Kept | None = layer.__dict__.get("_weights")
-    if kept is None:
-        kept = layer.__dict__.setdefault("_weights", _Kept())
+    state = state_of(layer)
+    if state.weights is None:
+        with _lock:
+            state.weights = state.weights or _Kept()
+    kept: _Kept = state.weights
     return kept
 
 
@@ -154,7 +152,7 @@ def lookup(
     Args:
         training: whether the forward that asks runs, or ran, in gradient mode.
     """
-    kept: _Kept | None = layer.__dict__.get("_weights")
+    kept: _Kept | None = state_of(layer).weights
     if kept is None or not (training or kept.frozen):
         return None
     if kept.frozen and training:
@@ -219,7 +217,7 @@ def _can_be_seen(weight: Tensor) -> bool:
 
 def used(layer: nn.Module) -> None:
     """Note that a backward has made the weight's gradient: once that is gone, the weight may have changed."""
-    kept: _Kept | None = layer.__dict__.get("_weights")
+    kept: _Kept | None = state_of(layer).weights
     if kept is not None:
         task = torch._C._current_graph_task_id()
         # A list, since another thread may keep the layer's weight meanwhile.
@@ -229,7 +227,7 @@ def used(layer: nn.Module) -> None:
 
 def look(layer: nn.Module, weight: Tensor) -> None:
     """End the layer's window if its gradient is gone: a forward that does not use the window may bring another one."""
-    kept: _Kept | None = layer.__dict__.get("_weights")
+    kept: _Kept | None = state_of(layer).weights
     if kept is not None:
         for entry in list(kept.window.values()):
             entry.window.holds(weight)
@@ -242,19 +240,20 @@ def refresh(model: nn.Module) -> None:
     the next micro-batch or `quaver.torch.frozen` holds the model; elsewhere such writes are seen.
     """
     for module in model.modules():
-        drop(module)
+        if "_state" in module.__dict__:
+            drop(module)
 
 
 def drop(layer: nn.Module) -> None:
     """Drop what one layer keeps of its weight; a forward that has run leaves its codes to its backward."""
-    kept: _Kept | None = layer.__dict__.get("_weights")
+    kept: _Kept | None = state_of(layer).weights
     if kept is not None:
         kept.drop()
 
 
 def free(layer: nn.Module) -> None:
     """Drop what one layer keeps of its weight, also what the backwards of forwards that have run would use."""
-    kept: _Kept | None = layer.__dict__.get("_weights")
+    kept: _Kept | None = state_of(layer).weights
     if kept is not None:
         for entry in [*list(kept.window.values()), *list(kept.held.values())]:
             entry.free()
@@ -279,7 +278,7 @@ def stepped() -> None:
 
 def frozen(layer: nn.Module) -> bool:
     """Whether a `frozen` holds the layer."""
-    kept: _Kept | None = layer.__dict__.get("_weights")
+    kept: _Kept | None = state_of(layer).weights
     return kept is not None and kept.frozen > 0
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quaver.torch.numerics.philox import Noise
 from quaver.torch.state import recomputation
+from quaver.torch.state.layer import state_of
 
 
 def draw(layer: nn.Module, operand: str) -> Noise:
@@ -40,10 +41,11 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
 
     They are tensors because a number would be a constant of the graph, and layers could not share one.
     """
-    kept: tuple[Any, dict[str, Tensor]] | None = layer.__dict__.get("_streams")
+    state = state_of(layer)
+    kept = state.streams
     if kept is not None and torch.compiler.is_compiling():
         return kept[1]
-    name, serial = source = layer.__dict__.get("qualified_name"), layer.__dict__.get("_serial", 0)
+    name, serial = source = layer.__dict__.get("qualified_name"), state.serial
     if kept is None or kept[0] != source:
         operands = [o + t for o in ("input", "weight", "grad_output") for t in ("", ".T")]
         if name is None:
@@ -51,7 +53,7 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
         else:
             numbers = {operand: zlib.crc32(f"{name}.{operand}".encode()) for operand in operands}
         tensors = {o: torch.tensor(number, dtype=torch.int64, device="cpu") for o, number in numbers.items()}
-        kept = layer.__dict__["_streams"] = source, tensors
+        kept = state.streams = source, tensors
     return kept[1]
 
 
@@ -69,5 +71,5 @@ def fresh_count(layer: nn.Module, device: Any = None) -> Tensor:
     """Nothing quantized yet; the stream's number goes with it, or -1 where a name tells. On the weight's device."""
     device = layer.weight.device if device is None else device
     named = layer.__dict__.get("qualified_name") is not None
-    stream = -1 if named else layer.__dict__.get("_serial", 0)
+    stream = -1 if named else state_of(layer).serial
     return torch.tensor([0, 0, stream], dtype=torch.int64, device=device)

@@ -16,6 +16,7 @@ from quaver.torch.linear import gemms
 from quaver.torch.numerics.philox import QUIET
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import opaque, ops
+from quaver.torch.state.layer import state_of
 from tests.operands import SPECS
 
 RECIPES = [name for name in recipes.RECIPES if name != "bf16"]
@@ -145,12 +146,12 @@ def test_a_captured_graph_reads_and_leaves_no_kept_weight(recipe: str, monkeypat
     layer, x = qt.Linear(48, 32, recipe=recipe), torch.randn(5, 48, requires_grad=True)
     of_weight = {(32, 48), (48, 32)}
     layer(x).sum().backward()
-    before = dict(layer.__dict__["_weights"].window)
+    before = dict(state_of(layer).weights.window)
     quantized.clear()
     monkeypatch.setattr(gemms, "capturing", lambda _: True)
     layer(x).sum().backward()
     assert sum(shape in of_weight for shape in quantized) == (1 if recipe == "tensorwise" else 2)
-    assert layer.__dict__["_weights"].window == before
+    assert state_of(layer).weights.window == before
     quantized.clear()
     monkeypatch.undo()
     ops._resolved.clear()
@@ -170,15 +171,14 @@ def test_two_operands_in_one_operator_are_those_of_two_calls(name: str) -> None:
 
 
 def test_a_warning_names_a_layer_whose_features_are_odd(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quaver.torch.backends.gpu import choice
     from quaver.torch.backends.gpu.launching import device
 
     monkeypatch.setattr(device, "why_no_fp8", lambda *_: "")
     layer = qt.Linear(48, 30)
     layer.qualified_name = "blocks.0.out"
     with pytest.warns(UserWarning, match=r"blocks\.0\.out has a weight \[30, 48\]"):
-        choice.announce_features(layer, layer.weight)
-    choice.announce_features(layer, layer.weight)
+        gemms.announce_features(layer, layer.weight)
+    gemms.announce_features(layer, layer.weight)
 
 
 def test_a_warning_says_once_what_of_a_recipe_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:

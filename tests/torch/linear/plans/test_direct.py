@@ -15,6 +15,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.backends.cpu import gemm
 from quaver.torch.linear.plans import direct
 from quaver.torch.state import kept_weights
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 from tests.operands import nasty
 
@@ -117,7 +118,7 @@ def test_a_plan_is_not_made_while_somebody_looks() -> None:
     x = torch.randn(T, K, requires_grad=True)
     with qt.only("reference"):
         assert not is_direct(layer(x))
-    assert "_direct" not in layer.__dict__ or layer.__dict__["_direct"] is None
+    assert state_of(layer).plan is None
     assert is_direct(layer(x))
 
 
@@ -201,7 +202,7 @@ def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
     with torch.no_grad():
         layer.parametrizations.weight.original.mul_(2.0)
     with generally():
-        del layer.__dict__["_direct"]
+        state_of(layer).plan = None
         expected = layer(x)
     assert_bitwise(layer(x).detach(), expected.detach())
 
@@ -224,7 +225,7 @@ def test_an_output_may_be_written_to(way: str) -> None:
         x = torch.randn(shape, requires_grad=True)
         expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
         with generally() if way == "general" else nullcontext():
-            layer.__dict__.pop("_direct")
+            state_of(layer).plan = None
             y = layer(x)
         assert is_direct(y) == (way == "direct")
         found = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))

@@ -15,6 +15,7 @@ from quaver.torch.backends.gpu.gemms import operands, scaled_mm
 from quaver.torch.backends.gpu.quantizing import tensor_cast
 from quaver.torch.backends.gpu.quantizing.both_ways import SMALL
 from quaver.torch.linear.plans import direct, on_gpu
+from quaver.torch.state.layer import state_of
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
 
 T, K, N = 32, 48, 64
@@ -260,7 +261,7 @@ def test_a_weight_of_another_shape_has_a_plan_of_its_own(
     grads = torch.autograd.grad(y.float().square().sum(), (x, layer.weight))
     with pytest.MonkeyPatch.context() as patch:
         generally(patch)
-        layer.__dict__.pop("_direct")
+        state_of(layer).plan = None
         expected = layer(x)
         others = torch.autograd.grad(expected.float().square().sum(), (x, layer.weight))
     assert torch.equal(y, expected)
@@ -286,7 +287,7 @@ def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
 
     found = [gradient(recipe) for recipe in (first, second, first)]
     generally(monkeypatch)
-    layer.__dict__.pop("_direct")
+    state_of(layer).plan = None
     expected = [gradient(recipe) for recipe in (first, second, first)]
     assert not torch.equal(expected[0], expected[1])
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -307,14 +308,14 @@ def test_what_is_kept_of_a_weight_goes_with_it() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert is_direct(layer(x))
-    (entry,) = layer.__dict__["_weights"].window.values()
+    (entry,) = state_of(layer).weights.window.values()
     assert entry.ready is not None
     layer.to(torch.bfloat16)
-    assert not layer.__dict__["_weights"].window
+    assert not state_of(layer).weights.window
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
     assert is_direct(layer(x))
     # Nothing shows when it changes: it is quantized each time.
-    assert not layer.__dict__["_weights"].window
+    assert not state_of(layer).weights.window
 
 
 def test_an_output_may_be_written_to() -> None:

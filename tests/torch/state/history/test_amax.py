@@ -16,6 +16,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Linear
 from quaver.torch.state.buffers import prepare
 from quaver.torch.state.history import amax, rolling
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.torch.linear.composition import compose
 
@@ -306,7 +307,7 @@ def test_dead_layers_are_forgotten() -> None:
     before = len(amax.layers())
     layer = qt.Linear(8, 6, recipe="delayed")
     assert len(amax.layers()) == before + 1
-    number = int(layer.__dict__["_number"])
+    number = int(state_of(layer).number)
     del layer
     assert number not in amax._layers and len(amax.layers()) == before
 
@@ -314,7 +315,7 @@ def test_dead_layers_are_forgotten() -> None:
 def test_a_layer_is_known_once_however_often_it_is_registered() -> None:
     layer = qt.Linear(8, 6, recipe="delayed")
     known = len(amax.layers())
-    layer.__dict__.pop("_number")
+    state_of(layer).number = None
     amax.register(layer)
     prepare(layer, recipes.delayed())
     assert len(amax.layers()) == known

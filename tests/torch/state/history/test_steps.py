@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state.history import rolling, steps
+from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 
 #: The newest amax alone decides, so that a roll too many or too few is seen in the next factors.
@@ -318,7 +319,7 @@ def test_a_copy_joins_a_step_of_its_own() -> None:
     with qt.autocast(RECIPE):
         y = model(data(0))
         made = copy.deepcopy(model)
-    assert "_step" in model[0].__dict__ and "_step" not in made[0].__dict__
+    assert state_of(model[0]).step is not None and state_of(made[0]).step is None
     with qt.autocast(RECIPE):
         made(data(1)).sum().backward()
     recorded = model[0].history[0].clone()
@@ -353,7 +354,7 @@ def test_forwards_without_a_backward_do_not_hold_memory() -> None:
     for i in range(5):
         with qt.autocast(RECIPE):
             y = model(data(i))
-    step = model[0].__dict__["_step"]
+    step = state_of(model[0]).step
     assert len(step.owed) == 3
     del y
     assert not step.owed

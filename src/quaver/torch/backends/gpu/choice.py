@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.launching import device
@@ -172,21 +172,6 @@ def announce(recipe: Recipe, x: Tensor) -> None:
             f"exact but slower than unquantized ones, because {why}",
             stacklevel=2,
         )
-
-
-def announce_features(layer: nn.Module, weight: Tensor) -> None:
-    """Warn once of a layer whose features no native GEMM takes; tokens are padded, features are not."""
-    if "_odd" in layer.__dict__ or device.why_no_fp8(weight.device, "native"):
-        return
-    layer.__dict__["_odd"] = True
-    n, k = weight.shape
-    name = layer.__dict__.get("qualified_name") or f"Linear({k} → {n})"
-    warnings.warn(
-        f"{name} has a weight [{n}, {k}]: a GEMM of cuBLASLt writes multiples of 16 columns, so its GEMMs that would "
-        "write others run as bf16 GEMMs of decoded operands, exact but slower; pad the features or leave the layer out "
-        "with convert(skip=...)",
-        stacklevel=2,
-    )
 
 
 def _too_large(x: Tensor) -> str:

@@ -17,6 +17,7 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import first_derivative
 from quaver.torch.state import counters, kept_weights
 from quaver.torch.state.history import amax, steps
+from quaver.torch.state.layer import state_of
 
 
 def decide(x: Tensor, weight: Tensor, recipe: Recipe) -> "Step | None":
@@ -43,7 +44,7 @@ class Step:
             return None
         factors = None
         if self.recipe.delayed is not None:
-            if layer.__dict__.get("_prepared") is not self.recipe:
+            if state_of(layer).prepared is not self.recipe:
                 return None
             factors = steps.factors(layer, True)
             if isinstance(factors, Tensor):

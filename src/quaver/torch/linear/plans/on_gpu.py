@@ -26,6 +26,7 @@ from quaver.torch.operations.derivatives import first_derivative
 from quaver.torch.operations.ops import without_autocast
 from quaver.torch.state import counters, kept_weights
 from quaver.torch.state.history import amax, steps
+from quaver.torch.state.layer import state_of
 
 
 class Gemm(NamedTuple):
@@ -61,7 +62,7 @@ class Step:
             return None
         delayed = None
         if self.recipe.delayed is not None:
-            delayed = _delayed(layer, x) if layer.__dict__.get("_prepared") is self.recipe else None
+            delayed = _delayed(layer, x) if state_of(layer).prepared is self.recipe else None
             if delayed is None:
                 return None
         try:
@@ -103,10 +104,11 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
     """The same as last time until a roll, a load or a move; None where factors are on the host, or on another device
     than x: a kernel is told an address, whatever lies there."""
     steps.join(layer, True)
-    buffers, stacked = layer._buffers, layer.__dict__.get("_stacked")
+    buffers, state = layer._buffers, state_of(layer)
+    stacked = state.stacked
     factor, history = buffers["factor"], buffers["history"]
     assert factor is not None and history is not None
-    seen: Delayed | None = layer.__dict__.get("_direct_factors")
+    seen: Delayed | None = state.factors
     if (
         seen is not None
         and stacked is not None
@@ -126,7 +128,7 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
     rolled = None if stacked is None else stacked[0].rolled
     delayed = Delayed(factors, known, newest, rolled, factor, factor._version, history, history.data_ptr())
     # Without a roll behind them factors are a copy of their own, to be made anew.
-    layer.__dict__["_direct_factors"] = delayed if rolled is not None and hasattr(factors, "known_set") else None
+    state.factors = delayed if rolled is not None and hasattr(factors, "known_set") else None
     return delayed
 
 

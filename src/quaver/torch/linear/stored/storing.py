@@ -15,9 +15,10 @@ from quaver.torch.linear.stored.stored import CODE_DTYPES, CODES, PACKED, SCALES
 from quaver.torch.numerics.philox import QUIET
 from quaver.torch.operations import ops
 from quaver.torch.state import kept_weights
+from quaver.torch.state.layer import state_of
 
 #: Attributes of such a layer.
-ABOUT = ("weight_spec", "weight_dtype", "keep_initial", "_initial")
+ABOUT = ("weight_spec", "weight_dtype", "keep_initial")
 
 
 #: Said of a format whose codes cannot be a parameter.
@@ -85,6 +86,7 @@ def restore(layer: nn.Linear) -> None:
         layer._buffers.pop(name, None)
     for name in ABOUT:
         layer.__dict__.pop(name, None)
+    state_of(layer).initial = None
     _stored.discard(layer)
     kept_weights.drop(layer)
 
@@ -143,7 +145,7 @@ def reset(layer: nn.Linear) -> None:
 
 def _keep_initial(layer: nn.Module, value: Tensor) -> None:
     if not value.is_meta:
-        layer.__dict__["_initial"] = value.detach().to("cpu", copy=True)
+        state_of(layer).initial = value.detach().to("cpu", copy=True)
 
 
 def adapt(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> None:
@@ -164,7 +166,7 @@ def adapt(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> 
         if given.dtype is torch.uint8:
             state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
         # Not what these codes are of.
-        layer.__dict__.pop("_initial", None)
+        state_of(layer).initial = None
         _refuse_others(layer, state_dict, prefix, errors)
     elif given.shape == (layer.out_features, layer.in_features):
         if layer.__dict__["keep_initial"]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.launching import device
 from quaver.torch.state import recomputation
+from quaver.torch.state.layer import state_of
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 
@@ -56,7 +57,7 @@ class _Views:
 def prepare(layer: nn.Module, recipe: Recipe) -> None:
     """Give a layer the buffers that a delayed recipe needs, unless it has them."""
     assert recipe.delayed is not None
-    length = recipe.delayed.length
+    state, length = state_of(layer), recipe.delayed.length
     history, factor = layer._buffers.get("history"), layer._buffers.get("factor")
     if history is None or factor is None or history.shape[0] != length:
         if history is not None and not torch.compiler.is_compiling():
@@ -68,26 +69,26 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
         # Stored column by column, so that a window is contiguous.
         layer.register_buffer("history", torch.zeros((3, length), dtype=torch.float32, device=where).t())
         layer.register_buffer("factor", torch.zeros(3, dtype=torch.float32, device=where))
-    elif layer.__dict__.get("_delayed", recipe) is not recipe:
+    elif state.delayed is not None and state.delayed is not recipe:
         # Factors for other formats or another margin: the next roll finds new ones.
         factor.zero_()
     register(layer)
-    layer.__dict__["_delayed"] = recipe
-    layer.__dict__.pop("_copied", None)
+    state.delayed, state.copied = recipe, False
 
 
 def register(layer: nn.Module) -> None:
     """Number a layer, so that autocast can roll its history and a compiled backward can find it."""
     if layer._buffers.get("history") is not None and not _histories:
         _histories["any"] = True
-    if "_number" in layer.__dict__:
+    state = state_of(layer)
+    if state.number is not None:
         return
     number = _numbers.get(layer)
     if number is None:
         number = _numbers[layer] = next(_serials)
         _layers[number] = weakref.ref(layer, partial(_forget, number, _layers))
     with torch.inference_mode(False):
-        layer.__dict__["_number"] = torch.tensor(number, dtype=torch.int64, device="cpu")
+        state.number = torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 def _forget(number: int, known: dict[int, Any], _: object) -> None:
@@ -128,7 +129,7 @@ def saved_factors(layer: nn.Module) -> Tensor | list[float]:
 
 
 def _on_device(layer: nn.Module, factor: Tensor) -> Tensor:
-    stacked: Any = layer.__dict__.get("_stacked")
+    stacked = state_of(layer).stacked
     copied: Tensor | None = None if stacked is None else stacked[0].snapshot(stacked[1], factor)
     if copied is None:
         return factor.clone()
@@ -158,7 +159,7 @@ def is_set(layer: nn.Module, column: int, factors: "Tensor | list[float] | None"
         return False
     if factor.is_cpu:
         return bool(views(layer).factors[column] != 0.0)
-    stacked = layer.__dict__.get("_stacked")
+    stacked = state_of(layer).stacked
     return stacked is not None and bool(stacked[0].is_set(stacked[1], factor)[column])
 
 
@@ -173,11 +174,12 @@ def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
         return None
     if history.dtype is not torch.float32 or not _launched(history):
         return None
-    cached = layer.__dict__.get("_newest")
+    state = state_of(layer)
+    cached = state.newest
     # A view costs the host as much as a launch.
     if cached is None or cached[0] is not history or cached[1] != history.data_ptr():
         row = history.detach()[0]
-        cached = layer.__dict__["_newest"] = history, history.data_ptr(), [row[i : i + 1] for i in range(3)]
+        cached = state.newest = history, history.data_ptr(), [row[i : i + 1] for i in range(3)]
     entry: Tensor = cached[2][column]
     return entry
 
@@ -222,7 +224,7 @@ def record_gradient(number: Tensor, amax: Tensor) -> None:
     layer = None if ref is None else ref()
     if layer is not None and layer._buffers.get("history") is not None:
         # Compiled layers belong to no step: see `quaver.torch.state.history.steps`.
-        layer.__dict__.pop("_step", None)
+        state_of(layer).step = None
         record(layer, GRAD_OUTPUT, amax)
 
 
@@ -231,14 +233,15 @@ def views(layer: nn.Module) -> _Views:
     buffers = layer._buffers
     history, factor = buffers["history"], buffers["factor"]
     assert history is not None and factor is not None
-    cached = layer.__dict__.get("_views")
+    state = state_of(layer)
+    cached: _Views | None = state.views
     if (
         cached is None
         or cached.history is not history
         or cached.factor is not factor
         or (cached.address != history.data_ptr())
     ):
-        cached = layer.__dict__["_views"] = _Views(history, factor)
+        cached = state.views = _Views(history, factor)
     return cached
 
 

@@ -17,6 +17,7 @@ from quaver.kernels.quantizing.roll import note as note_kernel
 from quaver.kernels.quantizing.roll import roll as roll_kernel
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.backends.gpu.launching.launch import aligned, keep, launcher, table
+from quaver.torch.state.layer import state_of
 
 #: The longest history that one program reads at once.
 LONGEST = 16384
@@ -60,14 +61,14 @@ class Stack:
         self._host: Tensor | None = None
         self._arrived: Any = None
         for index, layer in enumerate(layers):
-            layer.__dict__["_stacked"] = self, index
+            state_of(layer).stacked = self, index
 
     def fits(self, layers: Sequence[nn.Module]) -> bool:
         """True if these are still its layers, with the buffers whose addresses the table has."""
         if len(layers) != len(self.histories):
             return False
         for i, layer in enumerate(layers):
-            buffers, stacked = layer._buffers, layer.__dict__.get("_stacked")
+            buffers, stacked = layer._buffers, state_of(layer).stacked
             if stacked is None or stacked[0] is not self or stacked[1] != i:
                 return False
             if buffers["history"] is not self.histories[i] or buffers["factor"] is not self.factors[i]:
@@ -128,7 +129,7 @@ class Stack:
 def roll(layers: Sequence[nn.Module], delayed: Delayed, specs: tuple[QuantSpec, QuantSpec, QuantSpec]) -> bool:
     """Roll layers of one rule, device, length and layout in one launch; False where a table would have to be made while
     a CUDA graph is captured, which cannot copy it."""
-    stacked = layers[0].__dict__.get("_stacked")
+    stacked = state_of(layers[0]).stacked
     stack: Stack | None = None if stacked is None else stacked[0]
     if stack is None or not stack.fits(layers):
         device: torch.device = layers[0]._buffers["history"].device  # type: ignore[union-attr]

@@ -17,6 +17,7 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.cpu.fp8 import SMALLEST_NORMAL, host_factor
 from quaver.torch.numerics.rounding import exponent, power_of_two
 from quaver.torch.state.history import amax
+from quaver.torch.state.layer import state_of
 
 
 def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
@@ -36,7 +37,7 @@ def reduce(layers: Iterable[nn.Module], group: Any = None) -> None:
     if has_ranks(group):
         # A copy that only one rank holds, an average of weights for instance, must not wait for the others.
         # One that is on meta yet has nothing to say.
-        _reduce([layer for layer in layers if "_copied" not in layer.__dict__ and not layer.history.is_meta], group)
+        _reduce([layer for layer in layers if not state_of(layer).copied and not layer.history.is_meta], group)
 
 
 def same_group(one: Any, other: Any) -> bool:
@@ -57,7 +58,8 @@ def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:
     """
     together: dict[Any, list[nn.Module]] = {}
     for layer in layers:
-        rule = layer.__dict__.get("_delayed", recipe)
+        own = state_of(layer).delayed
+        rule = recipe if own is None else own
         history = layer._buffers["history"]
         assert history is not None
         if rule is None or rule.delayed is None:
@@ -84,7 +86,7 @@ def _roll_together(layers: list[nn.Module], rule: Recipe) -> None:
     first: Any = layers[0]._buffers
     for layer in layers:
         # What is remembered of its buffers on a CPU is true no longer.
-        layer.__dict__.pop("_views", None)
+        state_of(layer).views = None
     if kernels.reason(first["history"], first["factor"]) or not kernels.roll(
         layers, rule.delayed, amax.column_specs(rule)
     ):

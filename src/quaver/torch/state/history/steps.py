@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.state.history import amax, rolling
+from quaver.torch.state.layer import state_of
 from quaver.torch.state.recomputation import recomputing
 
 _numbers = itertools.count()
@@ -108,7 +109,7 @@ def _end_earlier(layers: Sequence[nn.Module], step: Step, recipe: Recipe | None)
     with _lock:
         due = []
         for layer in layers:
-            old: Step | None = layer.__dict__.get("_step")
+            old: Step | None = state_of(layer).step
             if old is None:
                 due.append(layer)
             elif old.thread is step.thread and not old.owed:
@@ -131,7 +132,7 @@ def _reduced_over(layer: nn.Module, group: Any) -> bool:
     It is asked of all layers, those that are not over included, since reducing a maximum twice does no harm, and which
     layers ran may differ from rank to rank.
     """
-    step: Step | None = layer.__dict__.get("_step")
+    step: Step | None = state_of(layer).step
     return step is None or rolling.same_group(step.group, group)
 
 
@@ -149,13 +150,13 @@ def factors(layer: nn.Module, record: bool) -> Tensor | list[float]:
 def join(layer: nn.Module, record: bool) -> None:
     """The layer runs in this thread's step; what it ran in an earlier one rolls first."""
     step = _thread.now
-    if step is None or layer.__dict__.get("_step") is step:
+    if step is None or state_of(layer).step is step:
         return
     # A forward without gradients rolls only inside an autocast that was entered with them, as reentrant checkpoints do.
     if not (record or step.inside) or recomputing():
         return
     with _lock:
-        old: Step | None = layer.__dict__.get("_step")
+        old: Step | None = state_of(layer).step
         if old is not None:
             if old.inside and old.thread is not step.thread:
                 # A layer that two threads share, in the other's step yet.
@@ -164,13 +165,13 @@ def join(layer: nn.Module, record: bool) -> None:
                 return
             if old.rolled_in != step.number:
                 old.rolled_in = step.number
-                rolling.roll([other for other in amax.layers() if other.__dict__.get("_step") is old])
-        layer.__dict__["_step"] = step
+                rolling.roll([other for other in amax.layers() if state_of(other).step is old])
+        state_of(layer).step = step
 
 
 def owed(layer: nn.Module) -> Owed | None:
     """What the forward of a layer that has joined keeps until its backward."""
-    step: Step | None = layer.__dict__.get("_step")
+    step: Step | None = state_of(layer).step
     if step is None:
         return None
     forward = Owed()
@@ -190,4 +191,4 @@ def roll_root(layers: Sequence[nn.Module]) -> None:
     with _lock:
         rolling.roll(layers)
         for layer in layers:
-            layer.__dict__["_step"] = step
+            state_of(layer).step = step

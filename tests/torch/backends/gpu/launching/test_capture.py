@@ -13,6 +13,7 @@ from quaver.torch.backends.gpu.gemms import scaled_mm
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.linear.stored import stored
 from quaver.torch.model.graph import WARM_UP, CapturedStep
+from quaver.torch.state.layer import state_of
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 
 RECIPES = [name for name, build in recipes.RECIPES.items() if build().quantizes]
@@ -131,7 +132,7 @@ def test_a_captured_graph_reads_stored_codes_anew() -> None:
         layer = qt.Linear(K, N, bias=False)
     with capture.rehearsing(torch.device("cpu")):
         assert stored.codes(layer, layer.weight) is not stored.codes(layer, layer.weight)
-        assert not layer.__dict__.get("_weights")
+        assert not state_of(layer).weights
     assert stored.codes(layer, layer.weight) is stored.codes(layer, layer.weight)
 
 

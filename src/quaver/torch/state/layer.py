@@ -1,0 +1,70 @@
+"""What a layer holds from one call to the next beside its parameters and buffers: one object, made with the layer.
+
+One rule for all of it: a copy, a pickle and what moves to another process keep `serial` and `delayed`, and everything
+else is made again when it is wanted.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from quaver import recipes
+from quaver.core.spec import Recipe
+
+#: `LayerState.last` of a layer that has not run.
+NEVER: Any = object()
+
+
+class LayerState:
+    """A quantizable layer's, by `state_of`."""
+
+    __slots__ = (
+        *("__weakref__", "announced", "copied", "delayed", "factors", "initial", "last", "newest", "number"),
+        *("plan", "prepared", "serial", "stacked", "step", "streams", "views", "weights"),
+    )
+
+    def __init__(self, serial: int = 0, delayed: Recipe | None = None, copied: bool = False) -> None:
+        #: Place in the order of construction, by which the noise of a layer without a name is told from others'.
+        self.serial = serial
+        #: The recipe that the history is kept for.
+        self.delayed = delayed
+        #: Whether this is a copy that has not run: only one rank may hold it.
+        self.copied = copied
+        #: The recipe of the last forward, which its recomputation inside backward follows; `NEVER` before the first.
+        self.last: Recipe | None = NEVER
+        #: The recipe whose buffers the layer has.
+        self.prepared: Recipe | None = None
+        #: What the layer keeps of its weight: `quaver.torch.state.kept_weights`.
+        self.weights: Any = None
+        #: How it runs on inputs like the last ones: `quaver.torch.linear.plans.plan`.
+        self.plan: Any = None
+        #: Of delayed scaling (`quaver.torch.state.history`): the number by which compiled code finds the layer, its
+        #: buffers as the host reads them, views of the places where kernels note an amax, the stack that one launch
+        #: rolls with the place in it, and the factors that a decided step was given.
+        self.number: Tensor | None = None
+        self.views: Any = None
+        self.newest: Any = None
+        self.stacked: Any = None
+        self.factors: Any = None
+        #: The step that it ran in: `quaver.torch.state.history.steps`.
+        self.step: Any = None
+        #: The streams of its noise, and the name or serial that they are of: `quaver.torch.state.noise`.
+        self.streams: tuple[Any, dict[str, Tensor]] | None = None
+        #: The value in high precision that a weight of codes began with, on the CPU.
+        self.initial: Tensor | None = None
+        #: Whether a warning has told of its features.
+        self.announced = False
+
+    def __reduce__(self) -> Any:
+        return _copy, (self.serial, self.delayed)
+
+
+def _copy(serial: int, delayed: Recipe | None) -> LayerState:
+    # The one object of a recipe, by which it is compared.
+    return LayerState(serial, None if delayed is None else recipes.get(delayed), copied=True)
+
+
+def state_of(layer: nn.Module) -> LayerState:
+    """The state of a quantizable layer."""
+    state: LayerState = layer.__dict__["_state"]
+    return state
