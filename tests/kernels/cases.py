@@ -204,9 +204,9 @@ def _fused() -> list[Case]:
         output = how.get("output", False)
         return lambda: activation.activated(name, options, x, spec, factor, output, rows_wanted, turned)
 
-    def deactivated(name: str, together: bool = True) -> Callable[[], object]:
+    def deactivated(name: str) -> Callable[[], object]:
         gated = activation.KINDS[name].gated
-        x = [matrix(columns=14336 * (1 + gated))] if together else [matrix(columns=14336)] * 2
+        x = [matrix(columns=14336 * (1 + gated))]
         options = (7.0, 1.702) if name == "clamped_swiglu" else ()
         return lambda: activation.backward(name, options, matrix(columns=14336), x)
 
@@ -241,7 +241,6 @@ def _fused() -> list[Case]:
             exceptions={"shared bytes": bytewise["shared bytes"]},
         ),
         Case(name="swiglu back", launch=deactivated("swiglu")),
-        Case(name="swiglu back in two", launch=deactivated("swiglu", together=False)),
         Case(name="clamped_swiglu back", launch=deactivated("clamped_swiglu")),
         Case(name="gelu back", launch=deactivated("gelu")),
         Case(name="geglu_exact back", launch=deactivated("geglu_exact")),

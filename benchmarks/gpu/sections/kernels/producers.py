@@ -110,9 +110,9 @@ def norm_rows(setting: Setting) -> list[Row]:
         for name, spec, known, written in WRITES
     ]
     backward = Row(
-        name="RMSNorm backward and its amax",
+        name="RMSNorm backward",
         shapes=((rows, dim), (rows, dim)),
-        run=lambda g, x: norm.gradients(g, x, gamma, None, mean, inverse, "RMSNorm", True),
+        run=lambda g, x: norm.backward(g, x, gamma, None, mean, inverse, "RMSNorm"),
         moved=rows * dim * 6.0,
         error=error,
     )
@@ -152,9 +152,9 @@ def activation_rows(setting: Setting) -> list[Row]:
         for name, spec, known, written in WRITES
     ]
     backward = Row(
-        name="SwiGLU backward and its amaxes",
+        name="SwiGLU backward",
         shapes=((rows, hidden),) * 3,
-        run=lambda g, gate, up: activation.gradients("swiglu", (), g, (gate, up), True),
+        run=lambda g, gate, up: activation.backward("swiglu", (), g, (gate, up)),
         moved=rows * hidden * 10.0,
         error=error,
     )
