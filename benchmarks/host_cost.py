@@ -28,6 +28,7 @@ from quaver.torch.backends.gpu.gemms import scaled_mm
 from quaver.torch.backends.gpu.launching import device, launch
 from quaver.torch.operations import ops
 from quaver.torch.state.history import amax, on_gpu
+from quaver.torch.state.layer import state_of
 
 SIZE = 16
 #: By architecture the recipes that have GEMMs there.
@@ -88,7 +89,7 @@ def settle(layer: qt.Linear, recipe: Recipe) -> None:
     amax.is_set = lambda layer, column, factors=None: factors.known_set[column]
     assert recipe.delayed is not None
     on_gpu.roll([layer], recipe.delayed, amax.column_specs(recipe))
-    layer.__dict__["_stacked"][0].known = [[True] * 3]
+    state_of(layer).stacked[0].known = [[True] * 3]
 
 
 def measure(

@@ -192,9 +192,11 @@ class Linear(nn.Linear):
             return F.linear(input, weight, bias)
         if weight.__class__ is not nn.Parameter and not compiling and is_foreign(weight):
             raise ValueError(foreign_sentence(self, weight))
-        plan: direct.Plan | None = state.plan if training and not compiling else None
-        if plan is not None:
-            y = plan.again(input, weight, bias, self, recipe)
+        plan: direct.Plan | None = None
+        if training and not compiling:
+            key = direct.facts(input, weight, bias, recipe)
+            plan = state.plans.get(key)
+            y = None if plan is None else plan.again(input, weight, bias, self)
             if y is not None:
                 return y
         if training and state.prepared is not recipe:
@@ -218,12 +220,13 @@ class Linear(nn.Linear):
             return _Linear.apply(x, weight, bias, self, recipe, training)
         refuse_transforms(x, weight, bias)
         # Neither what is cast nor a weight that is codes has a plan.
-        undecided = not (casting or (plan is not None and plan.fits(x, weight, bias, recipe)))
-        if training and undecided and x.dtype is weight.dtype:
-            plan = state.plan = direct.plan(x, weight, bias, recipe)
-            y = None if plan is None else plan.again(x, weight, bias, self, recipe)
-            if y is not None:
-                return y
+        if training and plan is None and not casting and x.dtype is weight.dtype:
+            plan = direct.plan(x, weight, bias, recipe)
+            if plan is not None:
+                direct.keep(state.plans, key, plan)
+                y = plan.again(x, weight, bias, self)
+                if y is not None:
+                    return y
         if not casting:
             return _apply(x, weight, bias, self, recipe, training)
         with ops.without_autocast(device):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,22 @@ def test_every_shape_of_input_has_its_step() -> None:
             assert_bitwise(ours[what], theirs[what], f"{what} of {shape}")
 
 
+def test_lengths_that_come_by_turns_are_decided_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, decided, decide = qt.Linear(K, N, recipe="tensorwise"), [], direct.on_cpu.decide
+
+    def counted(x: Tensor, *rest: Any) -> Any:
+        decided.append(len(x))
+        return decide(x, *rest)
+
+    monkeypatch.setattr(direct.on_cpu, "decide", counted)
+    for tokens in [T, T + 1, T, T + 1, T]:
+        assert is_direct(layer(torch.randn(tokens, K, requires_grad=True)))
+    assert decided == [T, T + 1]
+    for tokens in range(1, 3 * direct.MOST):
+        assert is_direct(layer(torch.randn(tokens, K, requires_grad=True)))
+        assert len(state_of(layer).plans) <= direct.MOST
+
+
 def layer_and_input() -> tuple[qt.Linear, Tensor]:
     layer, x = qt.Linear(K, N, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
     assert is_direct(layer(x))
@@ -118,7 +135,7 @@ def test_a_plan_is_not_made_while_somebody_looks() -> None:
     x = torch.randn(T, K, requires_grad=True)
     with qt.only("reference"):
         assert not is_direct(layer(x))
-    assert state_of(layer).plan is None
+    assert not state_of(layer).plans
     assert is_direct(layer(x))
 
 
@@ -202,7 +219,7 @@ def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
     with torch.no_grad():
         layer.parametrizations.weight.original.mul_(2.0)
     with generally():
-        state_of(layer).plan = None
+        state_of(layer).plans.clear()
         expected = layer(x)
     assert_bitwise(layer(x).detach(), expected.detach())
 
@@ -225,7 +242,7 @@ def test_an_output_may_be_written_to(way: str) -> None:
         x = torch.randn(shape, requires_grad=True)
         expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
         with generally() if way == "general" else nullcontext():
-            state_of(layer).plan = None
+            state_of(layer).plans.clear()
             y = layer(x)
         assert is_direct(y) == (way == "direct")
         found = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))

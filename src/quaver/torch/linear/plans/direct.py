@@ -6,8 +6,7 @@ no plan, and every call while counters, recomputation, `only` or torch.autocast 
 gradients and state.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,48 +15,44 @@ from torch.autograd import forward_ad
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.linear.plans import on_cpu
+from quaver.torch.linear.plans.step import Step
 from quaver.torch.operations import ops
 from quaver.torch.state import counters, recomputation
 
-#: y [..., n] of (x [..., k] contiguous, weight [n, k], bias, layer), or None where it cannot take this one.
-Step = Callable[[Tensor, Tensor, Tensor | None, nn.Module], Tensor | None]
+#: What a decision reads of a call, the recipe by its identity.
+Facts = tuple[int, torch.Size, torch.dtype, torch.device, torch.Size, torch.dtype, torch.dtype | None]
+#: So many plans of a layer are kept: lengths that come by turns keep theirs, ever new ones drop the oldest.
+MOST = 16
 
 
 class Plan(NamedTuple):
     """How one layer runs on inputs of one shape."""
 
+    #: Held, so that no other recipe gets its identity.
     recipe: Recipe
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    #: The weight's shape: a weight of another shape has replaced it, and needs a plan of its own.
-    weight: torch.Size
-    bias: torch.dtype | None
     #: None where it takes the general way.
     step: Step | None
 
-    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe) -> Tensor | None:
-        """y [..., n] of an x [..., k] that the layer has not checked; None unless the plan fits it."""
+    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
+        """y [..., n] of an x [..., k] that the layer has not checked, or None: then the general way must take it."""
         step = self.step
-        if (
-            step is None
-            or not self.fits(x, weight, bias, recipe)
-            or not (x.requires_grad and weight.requires_grad and x.is_contiguous())
-            or disturbed()
-        ):
+        if step is None or not (x.requires_grad and weight.requires_grad and x.is_contiguous()) or disturbed():
             return None
         return step(x, weight, bias, layer)
 
-    def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> bool:
-        """True if the plan is for this input and this weight."""
-        return (
-            self.recipe is recipe
-            and self.shape == x.shape
-            and self.dtype is x.dtype is weight.dtype
-            and self.device == x.device
-            and self.weight == weight.shape
-            and self.bias is (None if bias is None else bias.dtype)
-        )
+
+def facts(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Facts:
+    """The key of a plan: a weight of another shape has replaced its own."""
+    of_bias = None if bias is None else bias.dtype
+    return id(recipe), x.shape, x.dtype, x.device, weight.shape, weight.dtype, of_bias
+
+
+def keep(plans: dict[Any, Plan], key: Facts, plan: Plan) -> None:
+    """Put a plan among a layer's."""
+    if len(plans) >= MOST:
+        # Another thread may have dropped it.
+        plans.pop(next(iter(plans)), None)
+    plans[key] = plan
 
 
 def disturbed() -> bool:
@@ -87,5 +82,4 @@ def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan
             step = on_gpu.decide(x, weight, bias, recipe)
     elif x.is_cpu:
         step = on_cpu.decide(x, weight, recipe)
-    of_bias = None if bias is None else bias.dtype
-    return Plan(recipe, x.shape, x.dtype, x.device, weight.shape, of_bias, step)
+    return Plan(recipe, step)

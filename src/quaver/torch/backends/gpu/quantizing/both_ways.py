@@ -98,7 +98,7 @@ class BothWays:
         #: Tensors and addresses of the other rooms by thread and stream.
         self.places: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
-    def __call__(self, x: Tensor) -> Decided:
+    def __call__(self, x: Tensor, _: None = None) -> Decided:
         index, current, stream_of = self.card
         stream = stream_of(index)
         tensors, addresses = self.places.get((get_ident(), stream)) or self._place(stream)

@@ -1,0 +1,57 @@
+"""Which files of the library a call enters: `python -m tests.contracts.entered` prints them for warm forwards.
+
+What a reader of a step has to open. Threads of autograd's are not followed.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import quaver.torch as qt
+
+ROOT = Path(qt.__file__).parents[1]
+
+
+def entered(call: Callable[[], Any]) -> list[str]:
+    """The files of src/quaver in which a function ran during a call, by their paths there."""
+    names = set()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            names.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return sorted(str(Path(name).relative_to(ROOT)) for name in names if name.startswith(str(ROOT)))
+
+
+def linear(recipe: str) -> list[str]:
+    """Those of a warm forward of a Linear."""
+    layer, x = qt.Linear(64, 64, recipe=recipe), torch.randn(64, 64, requires_grad=True)
+    for _ in range(2):
+        layer(x).sum().backward()
+    return entered(lambda: layer(x))
+
+
+def transformer(recipe: str) -> list[str]:
+    """Those of a warm forward of a Transformer layer as Llama has it."""
+    layer = qt.TransformerLayer(
+        64, 4, 128, normalization="RMSNorm", activation="swiglu", bias=False, mask_type="causal", recipe=recipe
+    )
+    x = torch.randn(2, 32, 64, requires_grad=True)
+    for _ in range(2):
+        layer(x).sum().backward()
+    return entered(lambda: layer(x))
+
+
+if __name__ == "__main__":
+    for name, files in (("Linear, rowwise", linear("rowwise")), ("TransformerLayer, mxfp8", transformer("mxfp8"))):
+        print(f"{name}: {len(files)}", *files, sep="\n  ")

@@ -1,0 +1,16 @@
+"""How many files a reader of a warm step opens; fewer is better, and a change that adds one lowers or raises this."""
+
+from tests.contracts.entered import linear, transformer
+
+#: On a CPU, forward: the files of src/quaver in which a function runs.
+LINEAR, TENSORWISE, TRANSFORMER = 14, 10, 26
+
+
+def test_a_warm_forward_enters_few_files() -> None:
+    for files, most in (
+        (linear("rowwise"), LINEAR),
+        (linear("tensorwise"), TENSORWISE),
+        (transformer("mxfp8"), TRANSFORMER),
+    ):
+        assert len(files) <= most, files
+        assert "torch/linear/layer.py" in files
