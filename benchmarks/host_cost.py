@@ -2,7 +2,8 @@
 
 quaver.torch.Linear on tensors of 16 × 16 on a CPU, made to take the way that tensors on a GPU take: the same choice of
 implementations, the same kernels launched by Triton's own launcher, with a driver that does nothing; for each scaled
-GEMM `torch.mm` of a matrix of that size. Prints JSON: the ratios to nn.Linear by row.
+GEMM `torch.mm` of a matrix of that size. And blocks of such layers, on the same terms. Prints JSON: the ratios to
+torch's own parts by row.
 """
 
 import argparse
@@ -16,11 +17,12 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
+from torch import nn
 
 import quaver.torch as qt
 from benchmarks.measuring.stub_driver import Driver
 from benchmarks.measuring.timing import Step, interleave
-from benchmarks.subjects import linears
+from benchmarks.subjects import blocks, linears
 from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu import choice
@@ -82,6 +84,46 @@ def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
     return found
 
 
+#: What holds several layers: its rows, and the dtype that they are timed in.
+BLOCKS, BLOCK_DTYPE = ("LayerNormLinear", "LayerNormMLP", "TransformerLayer"), "bf16"
+
+
+def plain_block(kind: str, dtype: torch.dtype) -> nn.Module:
+    """A block of torch's own parts, all of whose GEMMs are of 16 × 16 × 16."""
+    torch.manual_seed(0)
+    if kind == "TransformerLayer":
+        size = blocks.Size(SIZE, 2, 2, SIZE)
+        return blocks.Plain(size, SIZE, gpt=True, fused=False, norm=nn.LayerNorm, dtype=dtype)
+    parts = [nn.LayerNorm(SIZE, dtype=dtype), nn.Linear(SIZE, SIZE, dtype=dtype)]
+    if kind == "LayerNormMLP":
+        parts += [nn.GELU("tanh"), nn.Linear(SIZE, SIZE, dtype=dtype)]
+    return nn.Sequential(*parts)
+
+
+def our_block(kind: str, recipe: Recipe, dtype: torch.dtype) -> nn.Module:
+    if kind == "TransformerLayer":
+        of_size = {"activation": "gelu", "fused": False, "mask_type": "causal", "groups": 2}
+        layer: nn.Module = qt.TransformerLayer(SIZE, 2, SIZE, recipe=recipe, dtype=dtype, **of_size)
+    elif kind == "LayerNormMLP":
+        layer = qt.LayerNormMLP(SIZE, SIZE, "gelu", recipe=recipe, dtype=dtype)
+    else:
+        layer = qt.LayerNormLinear(SIZE, SIZE, recipe=recipe, dtype=dtype)
+    on_a_gpu(recipe)
+    for part in layer.modules():
+        if recipe.delayed is not None and isinstance(part, qt.Linear):
+            settle(part, recipe)
+    return layer
+
+
+def block_subjects(kind: str, dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
+    x = torch.randn(1, SIZE, SIZE, dtype=dtype, requires_grad=True)
+    g = torch.randn(1, SIZE, SIZE, dtype=dtype)
+    steps = {f"{kind} of torch's parts": linears.plain_step(plain_block(kind, dtype), x, g)}
+    for name in names:
+        steps[f"{kind} {name}"] = linears.plain_step(our_block(kind, recipes.get(name), dtype), x, g)
+    return steps
+
+
 def settle(layer: qt.Linear, recipe: Recipe) -> None:
     """Give delayed scaling factors that are set, and have them read as on a GPU after some steps."""
     amax.prepare(layer, recipe)
@@ -95,12 +137,18 @@ def settle(layer: qt.Linear, recipe: Recipe) -> None:
 def measure(
     rounds: int, steps: int, names: list[str], arch: int = 90, dtypes: Iterable[str] = DTYPES
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    """By dtype and subject: the ratio to nn.Linear, and microseconds of a step."""
+    """By dtype and subject: the ratio to the same of torch's parts, and microseconds of a step."""
     pretend(arch)
     found = {}
     for dtype in dtypes:
-        timings = interleave(subjects(DTYPES[dtype], names), rounds=rounds, steps=steps)
-        found[dtype] = {name: (timing.ratio, timing.seconds * 1e6) for name, timing in timings.items()}
+        timed = [subjects(DTYPES[dtype], names)]
+        if dtype == BLOCK_DTYPE:
+            timed += [block_subjects(kind, DTYPES[dtype], names) for kind in BLOCKS]
+        found[dtype] = {
+            name: (timing.ratio, timing.seconds * 1e6)
+            for each in timed
+            for name, timing in interleave(each, rounds=rounds, steps=steps).items()
+        }
     return found
 
 

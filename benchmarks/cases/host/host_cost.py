@@ -15,6 +15,8 @@ from benchmarks.measuring.figure import Case, Figure, NotMeasurable, at_most
 ROOT = Path(__file__).parents[3]
 #: Of nn.Linear's time, judged in the dtype that GPUs train in.
 HIGHEST, JUDGED = 1.6, "bf16"
+#: What ours are measured against.
+PLAIN = ("nn.Linear", *(f"{kind} of torch's parts" for kind in ("LayerNormLinear", "LayerNormMLP", "TransformerLayer")))
 #: The GPUs that tensors are made to be of, by architecture, and the dtype that each has when it is quick: every kernel
 #: is compiled.
 GPUS = {90: "Hopper", 100: "Blackwell"}
@@ -22,7 +24,8 @@ QUICK_DTYPES = {90: "float32", 100: "bf16"}
 NOTES = (
     "Forward and backward of 16 by 16 on CPU tensors that take a GPU's way: the real layer, choice and launches, up to "
     "the driver, which is a stub; torch.mm stands for a scaled GEMM. One thread, processor time, interleaved; the "
-    "median of each round's ratio. The weight is unchanged and its gradient adds up, as between micro-batches. Not in "
+    "median of each round's ratio. Blocks are of layers of that size, against torch's norm, linear layers, gelu and "
+    "attention. The weight is unchanged and its gradient adds up, as between micro-batches. Not in "
     "it: the driver's own time, and what cuBLASLt does before it launches."
 )
 
@@ -38,7 +41,7 @@ def measure(quick: bool) -> list[Figure]:
         options = {"rounds": 3, "steps": 50, "dtypes": QUICK_DTYPES[arch]} if quick else {"rounds": 15, "steps": 200}
         for dtype, rows in run(arch, options).items():
             for name, (ratio, microseconds) in rows.items():
-                judged = dtype == JUDGED and name != "nn.Linear" and not quick
+                judged = dtype == JUDGED and name not in PLAIN and not quick
                 figures.append(
                     Figure(f"{name}, {gpu}", f"{dtype}, ratio", ratio, "x", at_most(HIGHEST) if judged else None)
                 )
@@ -47,7 +50,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def run(arch: int, options: dict[str, int | str]) -> dict[str, dict[str, tuple[float, float]]]:
-    """By dtype and subject: the ratio to nn.Linear, and microseconds of a step; in a process of its own."""
+    """By dtype and subject: the ratio to torch's parts, and microseconds of a step; in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment |= stub_driver.build(Path(folder)) | {"OMP_NUM_THREADS": "1"}
