@@ -30,9 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     if given.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
     from benchmarks.gpu import run
+    from benchmarks.gpu.options import Options
+    from benchmarks.measuring import results
 
-    folder = None if given.no_write or given.dry_run else run.results.FOLDER
-    options = run.Options(
+    folder = None if given.no_write or given.dry_run else results.FOLDER
+    options = Options(
         quick=given.quick,
         dry=given.dry_run,
         only=tuple(given.only),

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from benchmarks.gpu import child, report, run, targets
+from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.child import Done
 from benchmarks.gpu.measuring import card
 from benchmarks.gpu.measuring.setting import Case as GpuCase
 from benchmarks.gpu.measuring.setting import Found, GpuLost, Section, Setting
+from benchmarks.gpu.options import Options
 from benchmarks.gpu.sections.kernels.quantizing import differing, works
 from benchmarks.gpu.sections.registry import SECTIONS
 from benchmarks.measuring import results
@@ -54,7 +56,7 @@ def broken(setting: Setting, found: Found) -> None:
 
 def test_a_case_that_breaks_is_named_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
-    options = run.Options(dry=True, folder=None)
+    options = Options(dry=True, folder=None)
     done = run.measure(section(GpuCase("broken", broken), GpuCase("good", good)), options, 60, lines.append)
     assert [figure.subject for figure in done.figures] == ["broken", "good"], "what came before the failure is kept"
     assert done.reason == "broken: failed: ValueError: it broke"
@@ -99,7 +101,7 @@ for name in ("one", "two", "three"):
 def test_a_process_that_dies_or_hangs_costs_one_case(
     what: str, said: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def command(section: Section, options: run.Options, seconds: float, finished: list[str]) -> list[str]:
+    def command(section: Section, options: Options, seconds: float, finished: list[str]) -> list[str]:
         script = SCRIPT.format(what=what, begins=begins, done=done)
         return [sys.executable, "-c", script, *finished]
 
@@ -109,14 +111,20 @@ def test_a_process_that_dies_or_hangs_costs_one_case(
     monkeypatch.setattr(run, "command_of", command)
     monkeypatch.setattr(run, "GRACE", 0.0)
     told: list[Done] = []
-    run.elsewhere(section(), run.Options(), 60 if goes_on else 3, told.append)
+    run.elsewhere(section(), Options(), 60 if goes_on else 3, told.append)
     assert [figure.subject for case in told for figure in case.figures] == ["one", *(["three"] if goes_on else [])]
     (failure,) = [failure for case in told for failure in case.failures]
     assert failure.startswith(said)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_command_line_says_in_a_sentence_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "gemms", "--quick"]) == 2
+    assert "there is no CUDA device here" in capsys.readouterr().err
+
+
 def test_the_process_of_a_section_is_told_what_is_done() -> None:
-    command = run.command_of(SECTIONS["gemms"], run.Options(quick=True), 5.0, ["errors", "(1, 2, 3)"])
+    command = run.command_of(SECTIONS["gemms"], Options(quick=True), 5.0, ["errors", "(1, 2, 3)"])
     assert command[1:5] == ["-m", "benchmarks.gpu", "--section", "gemms"]
     assert command[-5:] == ["--quick", "--skip", "errors", "--skip", "(1, 2, 3)"]
 
@@ -164,9 +172,9 @@ def test_results_are_written_with_card_and_verdicts_but_not_of_a_dry_run(
     monkeypatch.setenv("OUT", str(out))
     about = {**card.describe("abc123"), "card": "NVIDIA H200"}
     done = [result("linears", Figure(JUDGED, "changing, speed-up", 1.7, "x"), reason="torchao: it broke")]
-    assert report.write(done, about, run.Options(dry=True, folder=tmp_path / "kept")) == []
+    assert report.write(done, about, Options(dry=True, folder=tmp_path / "kept")) == []
     assert not out.exists()
-    paths = report.write(done, about, run.Options(folder=tmp_path / "kept"))
+    paths = report.write(done, about, Options(folder=tmp_path / "kept"))
     assert sorted(path.name for path in paths) == sorted(2 * [f"gpu-h200-{about['date']}{s}" for s in (".json", ".md")])
     data = json.loads((out / f"gpu-h200-{about['date']}.json").read_text(encoding="utf-8"))
     assert data["machine"]["commit"] == "abc123" and data["targets"][0]["verdict"] == "pass"
@@ -179,7 +187,7 @@ def test_a_run_without_a_gpu_says_what_to_do(capsys: pytest.CaptureFixture[str])
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=r"no CUDA device here; --dry-run"):
-        run.run(run.Options(folder=None), lambda line: None)
+        run.run(Options(folder=None), lambda line: None)
     with pytest.raises(ValueError, match="did you mean 'gemms'"):
         run.chosen(["gems"])
 

@@ -23,7 +23,7 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def small(text: Path, out: Path, **options: object) -> TrainConfig:
+def small(text: Path, out: Path, /, **options: object) -> TrainConfig:
     """Ten steps of `nano`."""
     few = {
         "model": "nano",

@@ -69,7 +69,8 @@ def test_eight_bit_activations_change_only_gradients_before_the_activation(recip
     narrow = qt.LayerNormMLP(64, 96, "swiglu", normalization="RMSNorm", eight_bit_activations=True)
     narrow.load_state_dict(exact.state_dict())
     for ours, theirs in zip(exact.modules(), narrow.modules(), strict=True):
-        state_of(theirs).serial = state_of(ours).serial
+        if isinstance(ours, qt.Linear):
+            state_of(theirs).serial = state_of(ours).serial
     x = torch.randn(128, 64)
     for mlp in (exact, narrow):
         with qt.autocast(recipe):
