@@ -21,10 +21,10 @@ def chosen(pattern: str | None) -> list[Case]:
     """The cases whose name the pattern matches; all without one. Raises: ValueError if it matches none."""
     if pattern is None:
         return list(CASES)
-    found = [case for case in CASES if fnmatch.fnmatch(case.name, pattern)]
-    if not found:
+    cases = [case for case in CASES if fnmatch.fnmatch(case.name, pattern)]
+    if not cases:
         raise ValueError(f"no case matches {pattern!r}; {suggest(pattern, [case.name for case in CASES])}")
-    return found
+    return cases
 
 
 def run_case(case: Case, quick: bool) -> Result:
@@ -45,8 +45,8 @@ def run_case(case: Case, quick: bool) -> Result:
 def run(quick: bool, pattern: str | None, write: bool, console: Console, folder: Path = results.FOLDER) -> list[Result]:
     """Run, print and, if asked, write the chosen cases."""
     cases = chosen(pattern)
-    about = machine.describe()
-    for key, value in about.items():
+    setting = machine.describe()
+    for key, value in setting.items():
         console.print(f"{key:8} {value}", highlight=False)
     done = []
     for case in cases:
@@ -60,7 +60,7 @@ def run(quick: bool, pattern: str | None, write: bool, console: Console, folder:
         heading = "# Benchmarks on a CPU" + (", quick" if quick else "")
         lines = [heading, "", summary(done), *(line for result in done for line in results.case_markdown(result))]
         data = {"quick": quick, "cases": [results.case_data(result) for result in done]}
-        for path in results.write(folder, "cpu", about, lines, data):
+        for path in results.write(folder, "cpu", setting, lines, data):
             console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return done
 

@@ -72,7 +72,7 @@ def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
     base = linears.linear(SIZE, dtype)
     x = torch.randn(SIZE, SIZE, dtype=dtype, requires_grad=True)
     g = torch.randn(SIZE, SIZE, dtype=dtype)
-    found = {"nn.Linear": linears.plain_step(base, x, g)}
+    steps = {"nn.Linear": linears.plain_step(base, x, g)}
     for name in names:
         recipe = recipes.get(name)
         layer = linears.ours(base)
@@ -80,8 +80,8 @@ def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
         on_a_gpu(recipe)
         if recipe.delayed is not None:
             settle(layer, recipe)
-        found[f"quaver {name}"] = linears.plain_step(layer, x, g)
-    return found
+        steps[f"quaver {name}"] = linears.plain_step(layer, x, g)
+    return steps
 
 
 #: What holds several layers: its rows, and the dtype that they are timed in.
@@ -139,7 +139,7 @@ def measure(
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """By dtype and subject: the ratio to the same of torch's parts, and microseconds of a step."""
     pretend(arch)
-    found = {}
+    by_dtype = {}
     for dtype in dtypes:
         timed = [subjects(DTYPES[dtype], names)]
         if dtype == BLOCK_DTYPE:

@@ -89,8 +89,8 @@ class Acceptance:
 
     def losses(self, recipe: str) -> dict[int, float]:
         """By seed, of the runs that did not fail."""
-        found = {seed: self.outcomes[recipe, seed].loss for seed in range(self.seeds)}
-        return {seed: loss for seed, loss in found.items() if loss is not None}
+        by_seed = {seed: self.outcomes[recipe, seed].loss for seed in range(self.seeds)}
+        return {seed: loss for seed, loss in by_seed.items() if loss is not None}
 
     def rows(self) -> list[Row]:
         return [self.row(recipe) for recipe in self.recipes]
@@ -171,7 +171,7 @@ def data(done: Acceptance) -> dict[str, Any]:
         {"recipe": recipe, "seed": seed, **dataclasses.asdict(outcome)}
         for (recipe, seed), outcome in done.outcomes.items()
     ]
-    about = {
+    setting = {
         "framework": done.framework,
         "model": done.model,
         "text": done.text,
@@ -179,4 +179,4 @@ def data(done: Acceptance) -> dict[str, Any]:
         "seeds": done.seeds,
         "accepted": done.accepted,
     }
-    return {**about, "rows": [dataclasses.asdict(row) for row in done.rows()], "runs": runs}
+    return {**setting, "rows": [dataclasses.asdict(row) for row in done.rows()], "runs": runs}

@@ -163,8 +163,8 @@ def write(path: Path, data: Any) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return results
 
 
 def main(description: Path) -> None:

@@ -10,16 +10,22 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=sys.modules["benchmarks.gpu"].__doc__)
-    made.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
-    made.add_argument("--dry-run", action="store_true", help="toy sizes on a CPU, interpreted; nothing is written")
-    made.add_argument("--only", action="append", default=[], metavar="SECTION", help="this section; may be repeated")
-    made.add_argument("--seconds", type=float, default=480.0, help="of the whole run")
-    made.add_argument("--no-write", action="store_true", help="keep no results")
-    made.add_argument("--commit", default="", help="shown where there is no git to ask")
-    made.add_argument("--section", help=argparse.SUPPRESS)
-    made.add_argument("--skip", action="append", default=[], help=argparse.SUPPRESS)
-    return made
+    argument_parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=sys.modules["benchmarks.gpu"].__doc__
+    )
+    argument_parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
+    argument_parser.add_argument(
+        "--dry-run", action="store_true", help="toy sizes on a CPU, interpreted; nothing is written"
+    )
+    argument_parser.add_argument(
+        "--only", action="append", default=[], metavar="SECTION", help="this section; may be repeated"
+    )
+    argument_parser.add_argument("--seconds", type=float, default=480.0, help="of the whole run")
+    argument_parser.add_argument("--no-write", action="store_true", help="keep no results")
+    argument_parser.add_argument("--commit", default="", help="shown where there is no git to ask")
+    argument_parser.add_argument("--section", help=argparse.SUPPRESS)
+    argument_parser.add_argument("--skip", action="append", default=[], help=argparse.SUPPRESS)
+    return argument_parser
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.measuring.setting import Case, Found, GpuLost, Section, Setting, check_gpu, first_line
+from benchmarks.gpu.measuring.setting import Case, Findings, GpuLost, Section, Setting, check_gpu, first_line
 from benchmarks.measuring.figure import Figure
 
 #: Exit code of a process whose GPU context broke.
@@ -71,17 +71,17 @@ def run(
 def measure(case: Case, setting: Setting) -> tuple[Done, GpuLost | None]:
     """One case, whatever it does, and whether the GPU survived it."""
     begun = time.perf_counter()
-    found = Found()
+    findings = Findings()
     lost: GpuLost | None = None
     try:
-        case.measure(setting, found)
+        case.measure(setting, findings)
         check_gpu(setting)
     except GpuLost as error:
         lost = error
-        found.failures.append(f"{case.name}: broke the GPU's context: {error}")
+        findings.failures.append(f"{case.name}: broke the GPU's context: {error}")
     except Exception as error:
         traceback.print_exc()
-        found.failures.append(f"{case.name}: failed: {first_line(error)}")
+        findings.failures.append(f"{case.name}: failed: {first_line(error)}")
         try:
             check_gpu(setting)
         except GpuLost as gone:
@@ -91,4 +91,4 @@ def measure(case: Case, setting: Setting) -> tuple[Done, GpuLost | None]:
         if setting.cuda:
             torch.cuda.empty_cache()
     seconds = max(time.perf_counter() - begun, 1e-6)
-    return Done(case.name, round(seconds, 3), found.figures, found.failures), lost
+    return Done(case.name, round(seconds, 3), findings.figures, findings.failures), lost

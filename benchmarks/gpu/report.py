@@ -15,11 +15,6 @@ from benchmarks.measuring.figure import Result
 WORTHLESS = "dry run: toy sizes, kernels interpreted on a CPU; every figure is worthless and nothing is kept"
 
 
-def about(commit: str) -> dict[str, str]:
-    """Of the machine."""
-    return card.describe(commit)
-
-
 def facts(machine: Mapping[str, str]) -> list[str]:
     return [f"{key:18} {value}" for key, value in machine.items()]
 
@@ -39,7 +34,7 @@ def summary(done: Sequence[Result], machine: Mapping[str, str], dry: bool) -> li
     head = ["", WORTHLESS] if dry else []
     rows = targets.judge(done, machine["card"])
     width = max(len(row.what) for row in rows)
-    judged = [f"  {row.what:{width}}  {row.target!s:>9}  {row.found:>12}  {row.verdict}" for row in rows]
+    judged = [f"  {row.what:{width}}  {row.target!s:>9}  {row.reached:>12}  {row.verdict}" for row in rows]
     return [*head, "", "Targets", *judged, "", *(["Failed or left out", *failed] if failed else ["Nothing failed"])]
 
 

@@ -16,6 +16,7 @@ from typing import IO
 
 from benchmarks.gpu import child, report
 from benchmarks.gpu.child import Done
+from benchmarks.gpu.measuring import card
 from benchmarks.gpu.measuring.setting import GpuLost, Section
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.sections.registry import SECTIONS
@@ -41,8 +42,8 @@ def chosen(names: Iterable[str]) -> list[Section]:
 def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
     """Measure, print, and write after each section what there is by then."""
     sections = chosen(options.only)
-    about = report.about(options.commit)
-    for line in report.facts(about):
+    setting = card.describe(options.commit)
+    for line in report.facts(setting):
         say(line)
     if not options.setting.cuda and not options.dry:
         raise ValueError("there is no CUDA device here; --dry-run walks through everything on a CPU")
@@ -54,10 +55,10 @@ def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
         share = section.seconds / sum(other.seconds for other in sections[number:])
         say(f"\n{section.title} ({section.name}, at most {left * share:.0f} s)")
         done.append(measure(section, options, left * share, say))
-        report.write(done, about, options)
-    for line in report.summary(done, about, options.dry):
+        report.write(done, setting, options)
+    for line in report.summary(done, setting, options.dry):
         say(line)
-    for path in report.write(done, about, options):
+    for path in report.write(done, setting, options):
         say(f"written: {path}")
     return done
 

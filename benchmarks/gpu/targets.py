@@ -12,7 +12,7 @@ from benchmarks.measuring.figure import DECIMALS, Figure, Result, Target, at_lea
 
 #: The card that the targets are for.
 CARD = "NVIDIA H200"
-COLUMNS = ("target", "wanted", "found", "verdict")
+COLUMNS = ("target", "wanted", "reached", "verdict")
 
 
 class Goal(NamedTuple):
@@ -31,12 +31,12 @@ class Row(NamedTuple):
 
     what: str
     target: Target
-    found: str
+    reached: str
     verdict: str
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        return self.what, str(self.target), self.found, self.verdict
+        return self.what, str(self.target), self.reached, self.verdict
 
 
 #: Recipes whose GEMMs an H200 has.
@@ -70,7 +70,7 @@ def judge(done: Sequence[Result], card: str) -> list[Row]:
 
 
 def row(goal: Goal, done: Sequence[Result], card: str) -> Row:
-    found = [
+    judged = [
         figure
         for result in done
         if result.case.name == goal.section
@@ -78,11 +78,11 @@ def row(goal: Goal, done: Sequence[Result], card: str) -> Row:
         if figure.column == goal.column
         and any(fnmatch.fnmatch(figure.subject, pattern) for pattern in goal.subject.split(" or "))
     ]
-    if not found:
+    if not judged:
         return Row(goal.what, goal.target, "", "not measured")
     least = min if goal.target.high == float("inf") else max
-    worst: Figure = least(found, key=lambda figure: figure.value)
+    worst: Figure = least(judged, key=lambda figure: figure.value)
     shown = f"{worst.value:.{DECIMALS[worst.unit]}f} {worst.unit}"
     # A figure that is no number meets nothing.
-    verdict = "pass" if all(goal.target.met(figure.value) for figure in found) else "missed"
+    verdict = "pass" if all(goal.target.met(figure.value) for figure in judged) else "missed"
     return Row(goal.what, goal.target, shown, verdict if card == CARD else "not judged on this card")

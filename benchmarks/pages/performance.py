@@ -83,18 +83,18 @@ def moved() -> str:
     return markdown(["GPU", "recipe", "input", "weight", "grad_output", "GEMMs not native"], rows)
 
 
-def forecasts(found: Iterable[Forecast]) -> str:
+def forecasts(predicted: Iterable[Forecast]) -> str:
     """Published beside predicted."""
-    rows = [[f.what, f.unit, f"{f.published:.2f}", f"{f.predicted:.2f}", f"{f.error:+.1%}"] for f in found]
+    rows = [[f.what, f.unit, f"{f.published:.2f}", f"{f.predicted:.2f}", f"{f.error:+.1%}"] for f in predicted]
     return markdown(["what", "in", "published", "predicted", "error"], rows)
 
 
 def taken_for() -> str:
     """The error at torchao's shapes, by the card that it is taken for."""
     cards = {"2.4 TB/s, GEMM rates of the H200 NVL (`h100-hbm2e`)": GPUS["h100-hbm2e"], **other_cards()}
-    found = {title: of_torchao(card) for title, card in cards.items()}
-    head = ["torchao's H100 taken for", *(f.what.partition("H100, ")[2] for f in next(iter(found.values())))]
-    return markdown(head, [[title, *(f"{f.error:+.1%}" for f in row)] for title, row in found.items()])
+    by_card = {title: of_torchao(card) for title, card in cards.items()}
+    head = ["torchao's H100 taken for", *(f.what.partition("H100, ")[2] for f in next(iter(by_card.values())))]
+    return markdown(head, [[title, *(f"{f.error:+.1%}" for f in row)] for title, row in by_card.items()])
 
 
 def models() -> str:
@@ -130,9 +130,9 @@ def filled(text: str) -> str:
         ValueError: the page has no place for a table.
     """
     for name, table in TABLES.items():
-        text, found = between(name).subn(lambda m, table=table: f"{m[1]}{table()}\n{m[2]}", text)
-        if found != 1:
-            raise ValueError(f"docs/performance.md has {found} places for the table {name!r}; it needs one")
+        text, places = between(name).subn(lambda m, table=table: f"{m[1]}{table()}\n{m[2]}", text)
+        if places != 1:
+            raise ValueError(f"docs/performance.md has {places} places for the table {name!r}; it needs one")
     return text
 
 

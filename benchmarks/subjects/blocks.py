@@ -73,7 +73,7 @@ class Plain(nn.Module):
     ) -> None:
         super().__init__()
         dim, kv, hidden = size.dim, size.groups * size.head_dim, size.hidden
-        made: dict[str, Any] = {"bias": gpt, "dtype": dtype}
+        common: dict[str, Any] = {"bias": gpt, "dtype": dtype}
         self.head_dim = size.head_dim
         self.attention, self.mlp = nn.Module(), nn.Module()
         self.attention.norm = norm(dim, eps=1e-5, dtype=dtype)
@@ -85,13 +85,13 @@ class Plain(nn.Module):
             (self.mlp, "up_proj" if gpt else "gate_up_proj", self.entrance),
         ):
             for own, width in ({name: sum(widths.values())} if fused else widths).items():
-                setattr(part, own, nn.Linear(dim, width, **made))
+                setattr(part, own, nn.Linear(dim, width, **common))
         self.rope = None if gpt else Rotary(tokens, size.head_dim, dtype)
         self.attend = Attend()
-        self.attention.o_proj = nn.Linear(dim, dim, **made)
+        self.attention.o_proj = nn.Linear(dim, dim, **common)
         self.mlp.norm = norm(dim, eps=1e-5, dtype=dtype)
         self.activation = nn.GELU("tanh") if gpt else SwiGLU()
-        self.mlp.down_proj = nn.Linear(hidden, dim, **made)
+        self.mlp.down_proj = nn.Linear(hidden, dim, **common)
 
     def forward(self, x: Tensor) -> Tensor:
         attention, mlp = self.attention, self.mlp

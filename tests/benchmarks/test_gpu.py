@@ -13,7 +13,7 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.child import Done
 from benchmarks.gpu.measuring import card
 from benchmarks.gpu.measuring.setting import Case as GpuCase
-from benchmarks.gpu.measuring.setting import Found, GpuLost, Section, Setting
+from benchmarks.gpu.measuring.setting import Findings, GpuLost, Section, Setting
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.sections.kernels.quantizing import differing, works
 from benchmarks.gpu.sections.registry import SECTIONS
@@ -45,11 +45,11 @@ def section(*cases: GpuCase) -> Section:
     return Section(name="toys", title="Toys", notes="Of a test.", seconds=10, cases=lambda setting: list(cases))
 
 
-def good(setting: Setting, found: Found) -> None:
+def good(setting: Setting, found: Findings) -> None:
     found.add("good", "time", 1.0, "ms")
 
 
-def broken(setting: Setting, found: Found) -> None:
+def broken(setting: Setting, found: Findings) -> None:
     found.add("broken", "time", 2.0, "ms")
     raise ValueError("it broke\nin two lines")
 
@@ -161,7 +161,7 @@ def test_the_worst_figure_counts() -> None:
     figures += [Figure("nvfp4 input", "of the floor", 10.0, "%"), Figure("a", "differing", 0, "elements")]
     rows = {row.what: row for row in targets.judge([result("kernels", *figures)], targets.CARD)}
     slowest = rows["Quantization kernels, of the copy rate, the slowest"]
-    assert (slowest.found, slowest.verdict) == ("89.0 %", "missed")
+    assert (slowest.reached, slowest.verdict) == ("89.0 %", "missed")
     assert rows["Kernels that differ from the reference"].verdict == "pass"
 
 

@@ -24,8 +24,8 @@ Distribution = Callable[..., tuple[Tensor, ...]]
 
 def subjects() -> dict[str, AttentionSpec | None]:
     """By the name shown; None is attention without a recipe."""
-    found: dict[str, AttentionSpec | None] = {"torch in bf16": None}
-    return found | {f"quaver {name}": get(name, attention=True).attention for name in RECIPES if name != "bf16"}
+    plain: dict[str, AttentionSpec | None] = {"torch in bf16": None}
+    return plain | {f"quaver {name}": get(name, attention=True).attention for name in RECIPES if name != "bf16"}
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, random: torch.Generator) -> tuple[Tensor, ...]:
@@ -51,8 +51,8 @@ def inputs(seed: int, size: tuple[int, int, int, int, int], distribution: Distri
     """q, k and v, and the gradient of the output, in bf16."""
     batch, heads, groups, tokens, dim = size
     random = torch.Generator().manual_seed(seed)
-    made = [torch.randn(batch, h, tokens, dim, generator=random) for h in (heads, groups, groups, heads)]
-    q, k, v, g = (x.bfloat16() for x in distribution(*made, random))
+    drawn = [torch.randn(batch, h, tokens, dim, generator=random) for h in (heads, groups, groups, heads)]
+    q, k, v, g = (x.bfloat16() for x in distribution(*drawn, random))
     return [q, k, v], g
 
 

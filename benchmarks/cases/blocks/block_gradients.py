@@ -72,7 +72,7 @@ def errors(quick: bool) -> list[Figure]:
             for column, value in results(make(plain, size), x, g, recipe).items():
                 error = (value.float() - exact[column]).norm() / exact[column].norm()
                 seen.setdefault((subject, column), []).append(100 * error.item())
-    return [Figure(subject, column, statistics.fmean(found), "%") for (subject, column), found in seen.items()]
+    return [Figure(subject, column, statistics.fmean(each), "%") for (subject, column), each in seen.items()]
 
 
 CASE = Case(

@@ -63,10 +63,10 @@ class Ledger:
 
     def bytes(self) -> dict[str, int]:
         """By part."""
-        found = dict.fromkeys(PARTS, 0)
+        by_part = dict.fromkeys(PARTS, 0)
         for part, tensor in self.kept.values():
-            found[part] += tensor.untyped_storage().nbytes()
-        return found
+            by_part[part] += tensor.untyped_storage().nbytes()
+        return by_part
 
 
 def address(tensor: Tensor) -> int:
@@ -101,9 +101,9 @@ def watch(layer: nn.Module, ledger: Ledger) -> None:
     tables = attention.rope.tables
 
     def named(*args: Any, **options: Any) -> Any:
-        found = tables(*args, **options)
-        ledger.name(ROPE, found)
-        return found
+        cos_and_sin = tables(*args, **options)
+        ledger.name(ROPE, cos_and_sin)
+        return cos_and_sin
 
     attention.rope.tables = named
 
@@ -126,21 +126,21 @@ class Watched:
     prologue: Any
     ledger: Ledger
     #: What it keeps, and what is kept beside that.
-    mine: str
+    own_part: str
     beside: str
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.prologue, name)
 
     def __call__(self, *x: Tensor | None) -> Tensor:
-        self.ledger.part = self.mine
+        self.ledger.part = self.own_part
         y: Tensor = self.prologue(*x)
         self.ledger.part = self.beside
         return y
 
     def forward(self, *x: Tensor | None) -> Any:
         y, saved = self.prologue.forward(*x)
-        self.ledger.name(self.mine, (tensor for value in saved for tensor in take_apart(value)[0]))
+        self.ledger.name(self.own_part, (tensor for value in saved for tensor in take_apart(value)[0]))
         self.ledger.part = self.beside
         return y, saved
 

@@ -63,8 +63,8 @@ def run(arch: int, options: dict[str, int | str]) -> dict[str, dict[str, tuple[f
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "it ended without a word")
-    found: dict[str, dict[str, tuple[float, float]]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    by_dtype: dict[str, dict[str, tuple[float, float]]] = json.loads(done.stdout.splitlines()[-1])
+    return by_dtype
 
 
 CASE = Case(

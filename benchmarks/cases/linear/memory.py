@@ -91,15 +91,15 @@ def measure(build: Build, layers: int, quick: bool, compiled: bool = False, judg
     figures = row("nn.Linear", base, base, 0)
     brief = quick and compiled  # compiling takes seconds a model
     for name in () if brief else peer.RECIPES:
-        found = saved(peer.convert(build(features), name), tokens, features, compiled)
-        figures += row(f"torchao {name}", found, base, 0)
+        kept = saved(peer.convert(build(features), name), tokens, features, compiled)
+        figures += row(f"torchao {name}", kept, base, 0)
     for name in ["tensorwise"] if brief else SAVING:
         recipe = RECIPES[name]()
         model = build(features)
         qt.convert(model, recipe)
-        found = saved(model, tokens, features, compiled)
+        kept = saved(model, tokens, features, compiled)
         scales = layers * scale_bytes(recipe, tokens, features)
-        figures += row(f"quaver {name}", found, base, scales, name if judged else "")
+        figures += row(f"quaver {name}", kept, base, scales, name if judged else "")
     return figures
 
 
@@ -110,7 +110,7 @@ def scale_bytes(recipe: Recipe, tokens: int, features: int) -> int:
     return saved_bytes(recipe, tokens, features) - data
 
 
-def row(subject: str, found: Saved, base: Saved, scales: int, judged: str = "") -> list[Figure]:
+def row(subject: str, kept: Saved, base: Saved, scales: int, judged: str = "") -> list[Figure]:
     """A subject's figures; an activation that is neither eight bits nor a scale counts as data."""
     without: Target | None = WITHOUT_SCALES if judged else None
 
@@ -118,11 +118,11 @@ def row(subject: str, found: Saved, base: Saved, scales: int, judged: str = "") 
         return Figure(subject, column, 100 * part / base.activations, "%", target)
 
     return [
-        Figure(subject, "saved", found.activations / 2**20, "MiB"),
-        percent("of bf16 without scales", found.activations - scales, without),
+        Figure(subject, "saved", kept.activations / 2**20, "MiB"),
+        percent("of bf16 without scales", kept.activations - scales, without),
         percent("scales", scales),
-        percent("of bf16 in all", found.activations, WITH_SCALES.get(judged)),
-        percent("quantized weights", found.weights),
+        percent("of bf16 in all", kept.activations, WITH_SCALES.get(judged)),
+        percent("quantized weights", kept.weights),
     ]
 
 

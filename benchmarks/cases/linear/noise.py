@@ -53,10 +53,10 @@ def ours(recipe: str) -> Layer:
 
 def subjects() -> dict[str, tuple[str, Layer]]:
     """By the name shown: the recipe whose targets hold, and the layer."""
-    found = {"nn.Linear": ("", plain(lambda linear: linear))}
+    others = {"nn.Linear": ("", plain(lambda linear: linear))}
     for name in peer.RECIPES:
-        found[f"torchao {name}"] = ("", plain(partial(peer.convert, recipe=name)))
-    return found | {f"quaver {name}": (name, ours(name)) for name in RECIPES if name != "bf16"}
+        others[f"torchao {name}"] = ("", plain(partial(peer.convert, recipe=name)))
+    return others | {f"quaver {name}": (name, ours(name)) for name in RECIPES if name != "bf16"}
 
 
 def inputs(seed: int, size: tuple[int, int, int], spread: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,16 +24,16 @@ QUERIES = {
 
 def describe(given_commit: str = "") -> dict[str, str]:
     """Facts by name, in the order in which they are shown; what cannot be found out is left out."""
-    found = {"date": today(), "card": name()}
+    facts = {"date": today(), "card": name()}
     if torch.cuda.is_available():
-        about = torch.cuda.get_device_properties(0)
-        found["capability"] = f"{about.major}.{about.minor}, {about.multi_processor_count} SMs"
-        found["memory"] = f"{about.total_memory / 2**30:.0f} GiB, L2 {about.L2_cache_size / 2**20:.0f} MiB"
-    found |= smi()
-    found |= {"cuda": torch.version.cuda or "none", "torch": torch.__version__}
-    found |= {package: installed(package) for package in ("triton", "torchao", "numpy")}
-    found |= {"python": platform.python_version(), "cpu": cpu(), "commit": given_commit or commit()}
-    return found
+        properties = torch.cuda.get_device_properties(0)
+        facts["capability"] = f"{properties.major}.{properties.minor}, {properties.multi_processor_count} SMs"
+        facts["memory"] = f"{properties.total_memory / 2**30:.0f} GiB, L2 {properties.L2_cache_size / 2**20:.0f} MiB"
+    facts |= smi()
+    facts |= {"cuda": torch.version.cuda or "none", "torch": torch.__version__}
+    facts |= {package: installed(package) for package in ("triton", "torchao", "numpy")}
+    facts |= {"python": platform.python_version(), "cpu": cpu(), "commit": given_commit or commit()}
+    return facts
 
 
 def name() -> str:

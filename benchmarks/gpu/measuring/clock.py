@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.gpu.measuring.setting import Found, Setting, check_gpu, first_line
+from benchmarks.gpu.measuring.setting import Findings, Setting, check_gpu, first_line
 from benchmarks.measuring.timing import Timing
 
 #: One call of what is timed; what it returns is dropped.
@@ -23,26 +23,26 @@ CYCLES, LONGEST = 2e9, 0.1
 STRETCH, MOST_CALLS = 1e-3, 20
 
 
-def interleave(subjects: Mapping[str, Step], setting: Setting, found: Found) -> dict[str, Timing]:
+def interleave(subjects: Mapping[str, Step], setting: Setting, findings: Findings) -> dict[str, Timing]:
     """Time every subject in every round, forwards and backwards by turns.
 
     Args:
         subjects: by name, the baseline first.
         setting: the device and the number of rounds.
-        found: subjects that fail are named in its failures, and left out of the result.
+        findings: subjects that fail are named in its failures, and left out of the result.
     Returns:
         Seconds of one call, and the median over rounds of the ratio to the baseline, NaN where that failed.
     """
     stretches: dict[str, Callable[[], float]] = {}
     for name, step in subjects.items():
-        with blamed(name, setting, found):
+        with blamed(name, setting, findings):
             stretches[name] = prepare(step, setting)
     times: dict[str, list[float]] = {name: [] for name in stretches}
     gc.collect()
     for number in range(setting.rounds):
         order = list(stretches)
         for name in order if number % 2 else reversed(order):
-            with blamed(name, setting, found):
+            with blamed(name, setting, findings):
                 times[name].append(stretches[name]())
             if len(times[name]) <= number:
                 del stretches[name], times[name]
@@ -51,12 +51,12 @@ def interleave(subjects: Mapping[str, Step], setting: Setting, found: Found) -> 
 
 
 @contextmanager
-def blamed(name: str, setting: Setting, found: Found) -> Iterator[None]:
+def blamed(name: str, setting: Setting, findings: Findings) -> Iterator[None]:
     """Note what fails inside as this subject's, and go on if the GPU still works."""
     try:
         yield
     except Exception as error:
-        found.failures.append(f"{name}: {first_line(error)}")
+        findings.failures.append(f"{name}: {first_line(error)}")
         check_gpu(setting)
 
 

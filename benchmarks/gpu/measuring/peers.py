@@ -33,8 +33,8 @@ def convert(model: nn.Module, recipe: str, *, emulate: bool) -> nn.Module:
 def compiled(model: nn.Module, setting: Setting) -> nn.Module:
     """By torch.compile, for one shape; a dry run leaves out what makes the machine code, which takes a minute."""
     backend = "aot_eager" if setting.toy else "inductor"
-    made: nn.Module = torch.compile(model, dynamic=False, backend=backend)
-    return made
+    module: nn.Module = torch.compile(model, dynamic=False, backend=backend)
+    return module
 
 
 __all__ = ["RECIPES", "available", "compiled", "convert"]

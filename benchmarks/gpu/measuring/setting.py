@@ -42,7 +42,7 @@ class Setting:
 
 
 @dataclass
-class Found:
+class Findings:
     """What a case gave: its figures, and a sentence for each subject that could not be measured."""
 
     figures: list[Figure] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
     name: str
     #: Adds what it finds as it goes, so that what comes before a failure is kept.
-    measure: Callable[[Setting, Found], None]
+    measure: Callable[[Setting, Findings], None]
 
 
 @dataclass(frozen=True, kw_only=True)

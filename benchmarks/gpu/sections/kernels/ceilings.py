@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from benchmarks.gpu.measuring.clock import interleave
-from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 
 
 @cache
@@ -14,26 +14,26 @@ def copy_rate(setting: Setting) -> float:
     size = 2**16 if setting.toy else 2**31
     source = torch.empty(size, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
-    found = Found()
-    timings = interleave({"copy": lambda: target.copy_(source)}, setting, found)
-    if found.failures:
-        raise RuntimeError(found.failures[0])
+    findings = Findings()
+    timings = interleave({"copy": lambda: target.copy_(source)}, setting, findings)
+    if findings.failures:
+        raise RuntimeError(findings.failures[0])
     return 2 * size / timings["copy"].seconds
 
 
-def copying(setting: Setting, found: Found) -> None:
-    found.add("copy on the device", "rate", copy_rate(setting) / 1e12, "TB/s")
+def copying(setting: Setting, findings: Findings) -> None:
+    findings.add("copy on the device", "rate", copy_rate(setting) / 1e12, "TB/s")
 
 
-def multiplying(setting: Setting, found: Found) -> None:
+def multiplying(setting: Setting, findings: Findings) -> None:
     sizes = [32] if setting.toy else [4096, 8192]
     for size in sizes:
         a = torch.randn(size, size, device=setting.device, dtype=torch.bfloat16)
         b = torch.randn(size, size, device=setting.device, dtype=torch.bfloat16)
         name = f"bf16 {size}³"
-        timings = interleave({name: lambda a=a, b=b: torch.mm(a, b.t())}, setting, found)
+        timings = interleave({name: lambda a=a, b=b: torch.mm(a, b.t())}, setting, findings)
         for subject, timing in timings.items():
-            found.add(subject, "rate", 2 * size**3 / timing.seconds / 1e12, "TFLOP/s")
+            findings.add(subject, "rate", 2 * size**3 / timing.seconds / 1e12, "TFLOP/s")
 
 
 SECTION = Section(

@@ -6,7 +6,7 @@ import torch
 
 import quaver.torch as qt
 from benchmarks.gpu.measuring.clock import Step, interleave
-from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from quaver.core.costs import ledger
 from quaver.core.spec import GemmSpec
 from quaver.recipes import RECIPES
@@ -22,20 +22,20 @@ BF16, FLOAT32 = torch.bfloat16, torch.float32
 
 def gemms() -> dict[str, GemmSpec]:
     """Every distinct pair of operands by "recipe gemm", named after the first recipe that has it."""
-    found: dict[GemmSpec, str] = {}
+    labels: dict[GemmSpec, str] = {}
     for name, build in RECIPES.items():
         for gemm, spec in build().gemms.items():
             if spec.a is not None and spec.b is not None:
-                found.setdefault(GemmSpec(spec.a, spec.b), f"{name} {gemm}")
-    return {label: spec for spec, label in found.items()}
+                labels.setdefault(GemmSpec(spec.a, spec.b), f"{name} {gemm}")
+    return {label: spec for spec, label in labels.items()}
 
 
 def modes(spec: GemmSpec) -> dict[str, tuple[torch.dtype, bool]]:
     """By name, the dtype of the result and whether accumulation may be fast."""
-    found = {"": (BF16, False)}
+    by_suffix = {"": (BF16, False)}
     if ledger.kind(spec) in ("tensor", "row"):
-        found |= {", fast": (BF16, True), ", float32 out": (FLOAT32, False)}
-    return found
+        by_suffix |= {", fast": (BF16, True), ", float32 out": (FLOAT32, False)}
+    return by_suffix
 
 
 def implementations(setting: Setting) -> AbstractContextManager[None]:
@@ -58,7 +58,7 @@ def runs_as(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> str:
     return next(name for name, why in ops.MATMUL.explain(a, b, dtype, None, fast) if not why)
 
 
-def errors(setting: Setting, found: Found) -> None:
+def errors(setting: Setting, findings: Findings) -> None:
     """Of float32 results, for every pair of operands and either accumulation."""
     for name, spec in gemms().items():
         a, b = operands(spec, TOY if setting.toy else CHECKED, setting)
@@ -68,12 +68,12 @@ def errors(setting: Setting, found: Found) -> None:
                 y = functional.matmul(a, b, FLOAT32, None, fast).double()
                 how = runs_as(a, b, FLOAT32, fast)
             error = ((y - expected).square().sum() / expected.square().sum()).sqrt().item()
-            found.add(name, f"error{', fast' if fast else ''}", error * 1e6, "ppm")
+            findings.add(name, f"error{', fast' if fast else ''}", error * 1e6, "ppm")
             if not error < 1:
-                found.failures.append(f"{name}: the product by {how} is wrong: relative RMS {error:.3g} of float64")
+                findings.failures.append(f"{name}: the product by {how} is wrong: relative RMS {error:.3g} of float64")
 
 
-def rates(shape: tuple[int, int, int], setting: Setting, found: Found) -> None:
+def rates(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
     """Of all of them at one size, beside bf16's."""
     m, n, k = shape
     a16 = torch.randn(m, k, dtype=BF16, device=setting.device)
@@ -88,16 +88,16 @@ def rates(shape: tuple[int, int, int], setting: Setting, found: Found) -> None:
                     label = f"{head}{name}{mode} ({runs_as(a, b, dtype, fast)})"
                     steps[label] = lambda a=a, b=b, dtype=dtype, fast=fast: functional.matmul(a, b, dtype, None, fast)
             except Exception as error:
-                found.failures.append(f"{head}{name}: {error}")
-        timings = interleave(steps, setting, found)
+                findings.failures.append(f"{head}{name}: {error}")
+        timings = interleave(steps, setting, findings)
     for label, timing in timings.items():
-        found.add(label, "rate", 2.0 * m * n * k / timing.seconds / 1e12, "TFLOP/s")
-        found.add(label, "over bf16", 1 / timing.ratio, "x")
+        findings.add(label, "rate", 2.0 * m * n * k / timing.seconds / 1e12, "TFLOP/s")
+        findings.add(label, "over bf16", 1 / timing.ratio, "x")
 
 
 def cases(setting: Setting) -> list[Case]:
     shapes = (TOY,) if setting.toy else SHAPES[:2] if setting.quick else SHAPES
-    timed = [Case(str(shape), lambda s, found, shape=shape: rates(shape, s, found)) for shape in shapes]
+    timed = [Case(str(shape), lambda s, findings, shape=shape: rates(shape, s, findings)) for shape in shapes]
     return [Case("errors", errors), *timed]
 
 

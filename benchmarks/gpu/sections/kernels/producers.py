@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.measuring.clock import interleave
-from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.sections.kernels.quantizing import differing, poisoned, report
 from quaver import E4M3, QuantSpec
 from quaver.torch.numerics import reference
@@ -58,18 +58,18 @@ def factor(setting: Setting) -> Tensor:
     return torch.full((1,), 4.0, device=setting.device)
 
 
-def quantized_right(made: Any, spec: QuantSpec, known: Tensor | None) -> int:
+def quantized_right(produced: Any, spec: QuantSpec, known: Tensor | None) -> int:
     """Wrong elements of what was quantized beside its source."""
-    flat = made.y.reshape(-1, made.y.shape[-1])
+    flat = produced.y.reshape(-1, produced.y.shape[-1])
     expected = reference.quantize(flat, spec, None, known)
-    if made.quantized is not None:
-        return differing(made.quantized, expected)
-    return int((made.amax.view(-1) != expected.amax.view(-1)).sum())
+    if produced.quantized is not None:
+        return differing(produced.quantized, expected)
+    return int((produced.amax.view(-1) != expected.amax.view(-1)).sum())
 
 
-def relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def relative(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest relative RMS of a few tensors from float64 ones."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(results, expected, strict=True)
     return max(((a.double() - b).square().sum() / b.square().sum()).sqrt().item() for a, b in pairs)
 
 
@@ -203,21 +203,21 @@ def other_rows(setting: Setting) -> list[Row]:
     ]
 
 
-def measured(build: Callable[[Setting], list[Row]], setting: Setting, found: Found) -> None:
+def measured(build: Callable[[Setting], list[Row]], setting: Setting, findings: Findings) -> None:
     """Every row of a family: compared, then timed."""
     with setting.kernels():
         for row in build(setting):
             with poisoned():
                 if row.wrong is not None:
-                    found.add(row.name, "differing", row.wrong(setting), "elements")
+                    findings.add(row.name, "differing", row.wrong(setting), "elements")
                 if row.error is not None:
-                    found.add(row.name, "error", 1e6 * row.error(setting), "ppm")
+                    findings.add(row.name, "error", 1e6 * row.error(setting), "ppm")
             inputs = itertools.cycle(
                 [[torch.randn(s, dtype=BF16, device=setting.device) for s in row.shapes] for _ in range(sets(setting))]
             )
-            timings = interleave({row.name: lambda row=row, inputs=inputs: row.run(*next(inputs))}, setting, found)
+            timings = interleave({row.name: lambda row=row, inputs=inputs: row.run(*next(inputs))}, setting, findings)
             for name, timing in timings.items():
-                report(name, row.moved, timing.seconds, setting, found)
+                report(name, row.moved, timing.seconds, setting, findings)
 
 
 def sets(setting: Setting) -> int:
@@ -235,7 +235,7 @@ SECTION = Section(
     ),
     seconds=25,
     cases=lambda setting: [
-        Case(name, lambda s, found, build=build: measured(build, s, found))
+        Case(name, lambda s, findings, build=build: measured(build, s, findings))
         for name, build in {"norms": norm_rows, "activations": activation_rows, "others": other_rows}.items()
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.measuring import card
 from benchmarks.gpu.measuring.clock import interleave
-from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.sections.kernels.ceilings import copy_rate
 from quaver.core.costs import ledger
 from quaver.core.costs.ledger import Copy
@@ -69,13 +69,13 @@ def kernel() -> Callable[..., Quantized]:
 def works() -> dict[str, Work]:
     """Every distinct one by "recipe tensor", named after the first recipe that has it."""
     gpu = card.nearest()
-    found: dict[Work, str] = {}
+    labels: dict[Work, str] = {}
     for name, build in RECIPES.items():
         recipe = build()
         for tensor, copies in ledger.copies(recipe, gpu).items():
             if copies:
-                found.setdefault(Work(tuple(copies), recipe.delayed is not None), f"{name} {tensor}")
-    return {label: work for work, label in found.items()}
+                labels.setdefault(Work(tuple(copies), recipe.delayed is not None), f"{name} {tensor}")
+    return {label: work for work, label in labels.items()}
 
 
 def operands(shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
@@ -83,11 +83,11 @@ def operands(shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(shape, generator=generator)
     wide = normal * torch.exp2(torch.randint(-60, 60, shape, generator=generator).float())
-    found = {"normal": normal, "wide": wide, "zeros": torch.zeros(shape), "subnormal": normal * 1e-39}
+    hard = {"normal": normal, "wide": wide, "zeros": torch.zeros(shape), "subnormal": normal * 1e-39}
     for name, value in {"NaN": math.nan, "infinity": math.inf, "outlier": 3e38}.items():
-        found[name] = normal.clone()
-        found[name][shape[0] // 2, shape[1] // 3] = value
-    return {name: x.to(torch.bfloat16).to(device) for name, x in found.items()}
+        hard[name] = normal.clone()
+        hard[name][shape[0] // 2, shape[1] // 3] = value
+    return {name: x.to(torch.bfloat16).to(device) for name, x in hard.items()}
 
 
 @contextmanager
@@ -101,17 +101,17 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def differing(found: Quantized, expected: Quantized) -> int:
+def differing(quantized: Quantized, expected: Quantized) -> int:
     """Codes and scales that are not the same; NaN is NaN."""
     total = 0
-    for ours, theirs in ((found.codes(), expected.codes()), (found.scales(), expected.scales())):
+    for ours, theirs in ((quantized.codes(), expected.codes()), (quantized.scales(), expected.scales())):
         if ours.shape != theirs.shape:
             raise ValueError(f"{tuple(ours.shape)} where the reference has {tuple(theirs.shape)}")
         total += int(((ours != theirs) & ~((ours != ours) & (theirs != theirs))).sum())
     return total
 
 
-def compare(name: str, work: Work, setting: Setting, found: Found) -> None:
+def compare(name: str, work: Work, setting: Setting, findings: Findings) -> None:
     """The figure of a kernel's wrong elements."""
     wrong, where = 0, []
     for shape in TOY if setting.toy else COMPARED:
@@ -119,43 +119,43 @@ def compare(name: str, work: Work, setting: Setting, found: Found) -> None:
             if setting.toy and kind != "NaN":
                 continue
             with poisoned():
-                made = work.run(x)
-            each = [differing(q, r) for q, r in zip(made, work.expected(x), strict=True)]
+                quantized = work.run(x)
+            each = [differing(q, r) for q, r in zip(quantized, work.expected(x), strict=True)]
             wrong += sum(each)
             if sum(each):
                 where.append(f"{kind} {shape}: {each}")
-    found.add(name, "differing", wrong, "elements")
+    findings.add(name, "differing", wrong, "elements")
     if where:
-        found.failures.append(f"{name}: differs from the reference: {'; '.join(where[:3])}")
+        findings.failures.append(f"{name}: differs from the reference: {'; '.join(where[:3])}")
 
 
-def measured(name: str, work: Work) -> Callable[[Setting, Found], None]:
+def measured(name: str, work: Work) -> Callable[[Setting, Findings], None]:
     """A case: compared, then timed."""
 
-    def measure(setting: Setting, found: Found) -> None:
+    def measure(setting: Setting, findings: Findings) -> None:
         with setting.kernels():
             x = torch.ones((32, 32), dtype=torch.bfloat16, device=setting.device)
             why = work.why_not(x)
             if why:
-                found.failures.append(f"{name}: no kernel: {why}")
+                findings.failures.append(f"{name}: no kernel: {why}")
                 return
-            compare(name, work, setting, found)
+            compare(name, work, setting, findings)
             shape = TOY[0] if setting.toy else TIMED
             factor = torch.full((1,), 4.0, device=setting.device) if work.delayed else None
             step = rotating(shape, setting, lambda x: work.on(x, factor))
-            timings = interleave({name: step}, setting, found)
+            timings = interleave({name: step}, setting, findings)
         moved = ledger.quantization(work.copies, *shape, card.nearest(), delayed=work.delayed).bytes
         for subject, timing in timings.items():
-            report(subject, moved, timing.seconds, setting, found)
+            report(subject, moved, timing.seconds, setting, findings)
 
     return measure
 
 
-def report(subject: str, moved: float, seconds: float, setting: Setting, found: Found) -> None:
+def report(subject: str, moved: float, seconds: float, setting: Setting, findings: Findings) -> None:
     """A time as a rate of the bytes that must be moved, and as a fraction of the time that these take."""
-    found.add(subject, "time", seconds * 1e6, "µs")
-    found.add(subject, "rate", moved / seconds / 1e12, "TB/s")
-    found.add(subject, "of the floor", 100 * moved / seconds / copy_rate(setting), "%")
+    findings.add(subject, "time", seconds * 1e6, "µs")
+    findings.add(subject, "rate", moved / seconds / 1e12, "TB/s")
+    findings.add(subject, "of the floor", 100 * moved / seconds / copy_rate(setting), "%")
 
 
 def rotating(shape: tuple[int, int], setting: Setting, run: Callable[[Tensor], Any]) -> Callable[[], None]:

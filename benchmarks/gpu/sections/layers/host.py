@@ -7,7 +7,7 @@ from torch import nn
 
 import quaver.torch as qt
 from benchmarks.gpu.measuring.clock import Step, blamed, host_seconds
-from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.measuring.steps import step_of
 from benchmarks.gpu.sections.layers.linears import ours, some
 from benchmarks.measuring.timing import no_collection
@@ -17,7 +17,7 @@ FEATURES, CALLS, ROUNDS = 16, 20, 15
 BASE = "bf16 nn.Linear"
 
 
-def measure(setting: Setting, found: Found) -> None:
+def measure(setting: Setting, findings: Findings) -> None:
     """Of every recipe that the card has, forward and with backward."""
     base = nn.Linear(FEATURES, FEATURES, bias=False, dtype=torch.bfloat16, device=setting.device)
     x = torch.randn(FEATURES, FEATURES, dtype=torch.bfloat16, device=setting.device, requires_grad=True)
@@ -32,25 +32,25 @@ def measure(setting: Setting, found: Found) -> None:
 
     with setting.kernels():
         for column, build in (("forward", forward), ("forward + backward", both)):
-            add(column, {name: build(layer) for name, layer in layers.items()}, setting, found)
+            add(column, {name: build(layer) for name, layer in layers.items()}, setting, findings)
 
 
-def add(column: str, steps: dict[str, Step], setting: Setting, found: Found) -> None:
+def add(column: str, steps: dict[str, Step], setting: Setting, findings: Findings) -> None:
     """Microseconds of each, and the median over rounds of its ratio to nn.Linear."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     calls, rounds = (1, 2) if setting.toy else (CALLS, ROUNDS)
     with no_collection():
         for number in range(rounds + 1):
             for name, step in list(steps.items()):
-                with blamed(f"{name}, {column}", setting, found):
+                with blamed(f"{name}, {column}", setting, findings):
                     times[name].append(stretch(name, step, setting, calls))
                 if len(times[name]) <= number:
                     del steps[name], times[name]
     for name, (_, *own) in times.items():
-        found.add(name, column, statistics.median(own) * 1e6, "µs")
+        findings.add(name, column, statistics.median(own) * 1e6, "µs")
         if BASE in times:
             ratios = [a / b for a, b in zip(own, times[BASE][1:], strict=True)]
-            found.add(name, f"{column}, ratio", statistics.median(ratios), "x")
+            findings.add(name, f"{column}, ratio", statistics.median(ratios), "x")
 
 
 def stretch(name: str, step: Step, setting: Setting, calls: int) -> float:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.measuring import peers
 from benchmarks.gpu.measuring.clock import Step, interleave
-from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.measuring.steps import step_of
 from benchmarks.gpu.sections.layers.linears import some
 from benchmarks.measuring.timing import Timing
@@ -31,7 +31,7 @@ def plain_layer(setting: Setting) -> tuple[Plain, Size, Tensor, Tensor]:
     return plain, size, x, g
 
 
-def eager(setting: Setting, found: Found) -> None:
+def eager(setting: Setting, findings: Findings) -> None:
     """torch's parts, ours without a recipe and under every one that the card has, and torchao's linear layers."""
     plain, size, x, g = plain_layer(setting)
     steps: dict[str, Step] = {
@@ -43,24 +43,24 @@ def eager(setting: Setting, found: Found) -> None:
     for name in () if peers.available() else peers.RECIPES:
         steps[f"torchao {name}"] = step_of(peers.convert(plain, name, emulate=not setting.cuda), x, g)
     with setting.kernels():
-        report(interleave(steps, setting, found), found)
+        report(interleave(steps, setting, findings), findings)
 
 
-def compiled(peer: str, setting: Setting, found: Found) -> None:
+def compiled(peer: str, setting: Setting, findings: Findings) -> None:
     """torch's parts, or those with torchao's linear layers, through torch.compile."""
     torch.compiler.reset()
     plain, _, x, g = plain_layer(setting)
     other = plain if peer == BASE else peers.convert(plain, peer.removeprefix("torchao "), emulate=not setting.cuda)
     fast = step_of(peers.compiled(other, setting), x, g)
-    timings = interleave({"eager": step_of(plain, x, g), f"{peer} compiled": fast}, setting, found)
+    timings = interleave({"eager": step_of(plain, x, g), f"{peer} compiled": fast}, setting, findings)
     timings.pop("eager", None)
-    report(timings, found)
+    report(timings, findings)
 
 
-def report(timings: Mapping[str, Timing], found: Found) -> None:
+def report(timings: Mapping[str, Timing], findings: Findings) -> None:
     for name, timing in timings.items():
-        found.add(name, "time", timing.seconds * 1e3, "ms")
-        found.add(name, "speed-up", 1 / timing.ratio, "x")
+        findings.add(name, "time", timing.seconds * 1e3, "ms")
+        findings.add(name, "speed-up", 1 / timing.ratio, "x")
 
 
 def cases(setting: Setting) -> list[Case]:
@@ -68,7 +68,10 @@ def cases(setting: Setting) -> list[Case]:
     others = [] if peers.available() or setting.toy else [f"torchao {name}" for name in peers.RECIPES]
     return [
         Case("eager", eager),
-        *(Case(f"{peer} compiled", lambda s, found, peer=peer: compiled(peer, s, found)) for peer in (BASE, *others)),
+        *(
+            Case(f"{peer} compiled", lambda s, findings, peer=peer: compiled(peer, s, findings))
+            for peer in (BASE, *others)
+        ),
     ]
 
 

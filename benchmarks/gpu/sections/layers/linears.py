@@ -6,7 +6,7 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from benchmarks.gpu.measuring import card, peers
 from benchmarks.gpu.measuring.clock import Step, interleave
-from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.measuring.steps import step_of
 from benchmarks.measuring.timing import Timing
 from quaver import recipes
@@ -42,17 +42,17 @@ def layer(shape: tuple[int, int, int], setting: Setting) -> tuple[nn.Linear, Ten
 
 def ours(base: nn.Linear, *, own: bool = False) -> qt.Linear:
     """Ours with the same weight; its own one where another's steps must not count as changes."""
-    made = qt.Linear(base.in_features, base.out_features, bias=False, dtype=base.weight.dtype, device="meta")
-    made.weight = nn.Parameter(base.weight.detach().clone()) if own else base.weight
-    return made
+    layer = qt.Linear(base.in_features, base.out_features, bias=False, dtype=base.weight.dtype, device="meta")
+    layer.weight = nn.Parameter(base.weight.detach().clone()) if own else base.weight
+    return layer
 
 
-def eager(shape: tuple[int, int, int], setting: Setting, found: Found) -> None:
+def eager(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
     """Everything that needs no compiler."""
     base, x, g = layer(shape, setting)
     steps: dict[str, Step] = {BASE: step_of(base, x, g)}
     if why := peers.available():
-        found.failures.append(why)
+        findings.failures.append(why)
     else:
         for name in peers.RECIPES:
             steps[f"torchao {name} eager"] = step_of(peers.convert(base, name, emulate=not setting.cuda), x, g)
@@ -61,12 +61,12 @@ def eager(shape: tuple[int, int, int], setting: Setting, found: Found) -> None:
         steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipe, changing=True)
         steps[f"quaver {name}, unchanged"] = step_of(ours(base, own=True), x, g, recipe)
     with setting.kernels():
-        timings = interleave(steps, setting, found)
-    add(shape, timings, found)
-    compare(shape, timings, "eager", found)
+        timings = interleave(steps, setting, findings)
+    add(shape, timings, findings)
+    compare(shape, timings, "eager", findings)
 
 
-def compiled(shape: tuple[int, int, int], setting: Setting, found: Found) -> None:
+def compiled(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
     """What torch.compile makes of nn.Linear and of torchao's, beside ours without it."""
     torch.compiler.reset()
     base, x, g = layer(shape, setting)
@@ -77,42 +77,42 @@ def compiled(shape: tuple[int, int, int], setting: Setting, found: Found) -> Non
         steps[f"torchao {name} compiled"] = step_of(peers.compiled(other, setting), x, g)
         steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipes.get(name), changing=True)
     with setting.kernels():
-        timings = interleave(steps, setting, found)
+        timings = interleave(steps, setting, findings)
     own = {name: timing for name, timing in timings.items() if "compiled" in name}
-    add(shape, own, found)
-    compare(shape, timings, "compiled", found)
+    add(shape, own, findings)
+    compare(shape, timings, "compiled", findings)
 
 
 def label(shape: tuple[int, int, int]) -> str:
     return f"{shape[0]}, {shape[1]} → {shape[2]}"
 
 
-def add(shape: tuple[int, int, int], timings: dict[str, Timing], found: Found) -> None:
+def add(shape: tuple[int, int, int], timings: dict[str, Timing], findings: Findings) -> None:
     """Times and speed-ups; of ours, beside what the ledger predicts for this card."""
     gpu = card.known()
     for name, timing in timings.items():
         subject, _, column = name.partition(", ")
         subject, prefix = f"{label(shape)}: {subject}", f"{column}, " if column else ""
-        found.add(subject, f"{prefix}time", timing.seconds * 1e3, "ms")
-        found.add(subject, f"{prefix}speed-up", 1 / timing.ratio, "x")
+        findings.add(subject, f"{prefix}time", timing.seconds * 1e3, "ms")
+        findings.add(subject, f"{prefix}speed-up", 1 / timing.ratio, "x")
         if gpu is not None and column == "changing":
             predicted = ledger.layer(recipes.get(subject.rpartition(" ")[2]), *shape, gpu).speedup
-            found.add(subject, "predicted speed-up", predicted, "x")
+            findings.add(subject, "predicted speed-up", predicted, "x")
 
 
-def compare(shape: tuple[int, int, int], timings: dict[str, Timing], how: str, found: Found) -> None:
+def compare(shape: tuple[int, int, int], timings: dict[str, Timing], how: str, findings: Findings) -> None:
     """How much faster ours is than torchao's of the same recipe."""
     for name in peers.RECIPES:
-        mine, theirs = timings.get(f"quaver {name}, changing"), timings.get(f"torchao {name} {how}")
-        if mine and theirs:
-            ratio = theirs.seconds / mine.seconds
-            found.add(f"{label(shape)}: quaver {name}", f"over torchao {how}", ratio, "x")
+        quavers, theirs = timings.get(f"quaver {name}, changing"), timings.get(f"torchao {name} {how}")
+        if quavers and theirs:
+            ratio = theirs.seconds / quavers.seconds
+            findings.add(f"{label(shape)}: quaver {name}", f"over torchao {how}", ratio, "x")
 
 
 def cases(setting: Setting) -> list[Case]:
     shapes = (TOY,) if setting.toy else SHAPES[:2] if setting.quick else SHAPES
     return [
-        Case(f"{label(shape)} {kind.__name__}", lambda s, found, shape=shape, kind=kind: kind(shape, s, found))
+        Case(f"{label(shape)} {kind.__name__}", lambda s, findings, shape=shape, kind=kind: kind(shape, s, findings))
         for kind in (eager, compiled)
         for shape in shapes
     ]

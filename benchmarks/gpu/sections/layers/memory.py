@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from benchmarks.gpu.measuring.clock import blamed
-from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.measuring.steps import touch
 from benchmarks.gpu.sections.layers import linears
 from benchmarks.gpu.sections.layers.layer import plain_layer
@@ -43,28 +43,34 @@ def allocated(setting: Setting) -> int:
 
 
 def of(
-    head: str, plain: nn.Module, ours: Callable[[], nn.Module], x: Tensor, g: Tensor, setting: Setting, found: Found
+    head: str,
+    plain: nn.Module,
+    ours: Callable[[], nn.Module],
+    x: Tensor,
+    g: Tensor,
+    setting: Setting,
+    findings: Findings,
 ) -> None:
     """Both figures for the plain module and for ours under every recipe that the card has."""
     with setting.kernels():
         for name in ("bf16", *some(setting)):
             subject = f"{head}: {'quaver ' if name != 'bf16' else ''}{name}"
             model = plain if name == "bf16" else ours()
-            with blamed(subject, setting, found):
+            with blamed(subject, setting, findings):
                 peak, kept = step_memory(model, x, g, None if name == "bf16" else recipes.get(name), setting)
-                found.add(subject, "peak of a step", peak / 2**20, "MiB")
-                found.add(subject, "kept for backward", kept / 2**20, "MiB")
+                findings.add(subject, "peak of a step", peak / 2**20, "MiB")
+                findings.add(subject, "kept for backward", kept / 2**20, "MiB")
 
 
-def linear(setting: Setting, found: Found) -> None:
+def linear(setting: Setting, findings: Findings) -> None:
     shape = linears.TOY if setting.toy else SHAPE
     base, x, g = linears.layer(shape, setting)
-    of(f"Linear {linears.label(shape)}", base, lambda: linears.ours(base), x, g, setting, found)
+    of(f"Linear {linears.label(shape)}", base, lambda: linears.ours(base), x, g, setting, findings)
 
 
-def llama(setting: Setting, found: Found) -> None:
+def llama(setting: Setting, findings: Findings) -> None:
     plain, size, x, g = plain_layer(setting)
-    of("Llama-8B layer", plain, lambda: blocks.ours(plain, size), x, g, setting, found)
+    of("Llama-8B layer", plain, lambda: blocks.ours(plain, size), x, g, setting, findings)
 
 
 SECTION = Section(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.measuring.clock import Step
-from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.sections.layers.linears import some
 from benchmarks.gpu.sections.training.runs import without_extras
 
@@ -16,7 +16,7 @@ from benchmarks.gpu.sections.training.runs import without_extras
 COMPARED, TIMED, WARM_UP = 8, 20, 5
 
 
-def measure(recipe: str, setting: Setting, found: Found) -> None:
+def measure(recipe: str, setting: Setting, findings: Findings) -> None:
     """Under one recipe; without a GPU both are eager, which shows that the comparison runs."""
     without_extras()
     from quaver.recipes import get
@@ -42,12 +42,12 @@ def measure(recipe: str, setting: Setting, found: Found) -> None:
         torch.use_deterministic_algorithms(before)
     pairs = zip(eager.model.state_dict().values(), captured.model.state_dict().values(), strict=True)
     wrong += sum(int((a != b).sum()) for a, b in pairs)
-    found.add(recipe, "differing", wrong, "elements")
+    findings.add(recipe, "differing", wrong, "elements")
     # Others, since a graph stays as it was captured: deterministic.
     for column, capture in (("eager", "none"), ("captured", "step" if setting.cuda else "none")):
         step = learner(capture).step
         seconds = step_seconds(lambda step=step: step(batches[0], 1e-3), setting)
-        found.add(recipe, f"{column} step", 1e3 * seconds, "ms")
+        findings.add(recipe, f"{column} step", 1e3 * seconds, "ms")
 
 
 def step_seconds(step: Step, setting: Setting) -> float:
@@ -70,6 +70,6 @@ SECTION = Section(
     ),
     seconds=30,
     cases=lambda setting: [
-        Case(name, lambda s, found, name=name: measure(name, s, found)) for name in ("bf16", *some(setting))
+        Case(name, lambda s, findings, name=name: measure(name, s, findings)) for name in ("bf16", *some(setting))
     ],
 )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import quaver
-from benchmarks.gpu.measuring.setting import Case, Found, Section, Setting
+from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.sections.layers.linears import some
 
 STEPS, BATCH, SEQUENCE = 300, 16, 256
@@ -63,15 +63,15 @@ def run(recipe: str, setting: Setting) -> tuple[float, float]:
     return learner.loss(validation_batches(held_out, config)), speed
 
 
-def measure(recipe: str, setting: Setting, found: Found) -> None:
+def measure(recipe: str, setting: Setting, findings: Findings) -> None:
     torch.manual_seed(0)
     loss, speed = run(recipe, setting)
-    found.add(recipe, "validation loss", loss, "nats")
-    found.add(recipe, "speed", speed, "tokens/s")
+    findings.add(recipe, "validation loss", loss, "nats")
+    findings.add(recipe, "speed", speed, "tokens/s")
     if recipe == "bf16":
         baseline[setting.toy] = loss
     elif setting.toy in baseline:
-        found.add(recipe, "minus bf16's", loss - baseline[setting.toy], "nats")
+        findings.add(recipe, "minus bf16's", loss - baseline[setting.toy], "nats")
 
 
 #: The validation loss of bf16, by whether sizes are a toy's.
@@ -87,6 +87,6 @@ SECTION = Section(
     ),
     seconds=75,
     cases=lambda setting: [
-        Case(name, lambda s, found, name=name: measure(name, s, found)) for name in ("bf16", *some(setting))
+        Case(name, lambda s, findings, name=name: measure(name, s, findings)) for name in ("bf16", *some(setting))
     ],
 )
