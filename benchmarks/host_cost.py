@@ -144,12 +144,12 @@ def measure(
         timed = [subjects(DTYPES[dtype], names)]
         if dtype == BLOCK_DTYPE:
             timed += [block_subjects(kind, DTYPES[dtype], names) for kind in BLOCKS]
-        found[dtype] = {
+        by_dtype[dtype] = {
             name: (timing.ratio, timing.seconds * 1e6)
             for each in timed
             for name, timing in interleave(each, rounds=rounds, steps=steps).items()
         }
-    return found
+    return by_dtype
 
 
 if __name__ == "__main__":

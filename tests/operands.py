@@ -11,13 +11,13 @@ from quaver.recipes import RECIPES
 
 def variants() -> dict[str, Recipe]:
     """Every recipe as it comes, and with each of its switches turned over."""
-    found = {}
+    recipes = {}
     for name, function in RECIPES.items():
-        found[name] = function()
+        recipes[name] = function()
         for option in inspect.signature(function).parameters.values():
             if isinstance(option.default, bool):
-                found[f"{name}({option.name}={not option.default})"] = function(**{option.name: not option.default})
-    return found
+                recipes[f"{name}({option.name}={not option.default})"] = function(**{option.name: not option.default})
+    return recipes
 
 
 def _distinct() -> tuple[dict[str, QuantSpec], dict[str, GemmSpec]]:
@@ -41,7 +41,7 @@ def nasty(shape: tuple[int, int], seed: int = 0) -> dict[str, np.ndarray]:
     """float32 operands of this shape: ordinary, and with what a scale or a rounding can trip over."""
     rng = np.random.default_rng(seed)
     normal = rng.normal(size=shape).astype(np.float32)
-    found = {
+    hard = {
         "normal": normal,
         "wide": (normal * 10.0 ** rng.uniform(-38, 37, size=shape)).astype(np.float32),
         "sparse": np.where(rng.random(shape) < 0.8, np.float32(0), normal),
@@ -51,9 +51,9 @@ def nasty(shape: tuple[int, int], seed: int = 0) -> dict[str, np.ndarray]:
     }
     odd = {"NaN": np.nan, "infinity": np.inf, "-infinity": -np.inf, "huge": 3e38, "a subnormal": 1e-40}
     for name, value in odd.items() if normal.size else ():
-        found[name] = normal.copy()
-        found[name].flat[rng.integers(normal.size)] = value
-    return found
+        hard[name] = normal.copy()
+        hard[name].flat[rng.integers(normal.size)] = value
+    return hard
 
 
 def powers(rng: np.random.Generator, low: float, high: float, shape: tuple[int, ...]) -> np.ndarray:

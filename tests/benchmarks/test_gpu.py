@@ -45,12 +45,12 @@ def section(*cases: GpuCase) -> Section:
     return Section(name="toys", title="Toys", notes="Of a test.", seconds=10, cases=lambda setting: list(cases))
 
 
-def good(setting: Setting, found: Findings) -> None:
-    found.add("good", "time", 1.0, "ms")
+def good(setting: Setting, findings: Findings) -> None:
+    findings.add("good", "time", 1.0, "ms")
 
 
-def broken(setting: Setting, found: Findings) -> None:
-    found.add("broken", "time", 2.0, "ms")
+def broken(setting: Setting, findings: Findings) -> None:
+    findings.add("broken", "time", 2.0, "ms")
     raise ValueError("it broke\nin two lines")
 
 
@@ -170,17 +170,17 @@ def test_results_are_written_with_card_and_verdicts_but_not_of_a_dry_run(
 ) -> None:
     out = tmp_path / "out"
     monkeypatch.setenv("OUT", str(out))
-    about = {**card.describe("abc123"), "card": "NVIDIA H200"}
+    setting = {**card.describe("abc123"), "card": "NVIDIA H200"}
     done = [result("linears", Figure(JUDGED, "changing, speed-up", 1.7, "x"), reason="torchao: it broke")]
-    assert report.write(done, about, Options(dry=True, folder=tmp_path / "kept")) == []
+    assert report.write(done, setting, Options(dry=True, folder=tmp_path / "kept")) == []
     assert not out.exists()
-    paths = report.write(done, about, Options(folder=tmp_path / "kept"))
-    assert sorted(path.name for path in paths) == sorted(2 * [f"gpu-h200-{about['date']}{s}" for s in (".json", ".md")])
-    data = json.loads((out / f"gpu-h200-{about['date']}.json").read_text(encoding="utf-8"))
+    paths = report.write(done, setting, Options(folder=tmp_path / "kept"))
+    assert sorted(path.name for path in paths) == sorted(2 * [f"gpu-h200-{setting['date']}{s}" for s in (".json", ".md")])
+    data = json.loads((out / f"gpu-h200-{setting['date']}.json").read_text(encoding="utf-8"))
     assert data["machine"]["commit"] == "abc123" and data["targets"][0]["verdict"] == "pass"
-    text = (out / f"gpu-h200-{about['date']}.md").read_text(encoding="utf-8")
+    text = (out / f"gpu-h200-{setting['date']}.md").read_text(encoding="utf-8")
     assert "**torchao: it broke**" in text and "not measured" in text
-    assert report.WORTHLESS in report.summary(done, about, True)
+    assert report.WORTHLESS in report.summary(done, setting, True)
 
 
 def test_a_run_without_a_gpu_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,11 @@ NEAR = 0.15
 
 
 def test_at_least_six_of_seven_published_figures_are_predicted_within_15_percent() -> None:
-    found = seven()
-    shown = "\n".join(f"{f.what}: {f.published:.3f}, predicted {f.predicted:.3f} ({f.error:+.1%})" for f in found)
+    predictions = seven()
+    shown = "\n".join(f"{f.what}: {f.published:.3f}, predicted {f.predicted:.3f} ({f.error:+.1%})" for f in predictions)
     print(shown)
-    assert len(found) == 7
-    assert sum(abs(f.error) <= NEAR for f in found) >= 6, shown
+    assert len(predictions) == 7
+    assert sum(abs(f.error) <= NEAR for f in predictions) >= 6, shown
 
 
 def test_the_figures_are_as_published() -> None:
@@ -41,9 +41,9 @@ def test_what_the_page_says_of_torchaos_card_is_so() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_of_the_page_is_what_the_ledger_says(name: str) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    found = between(name).search(text)
-    assert found, f"docs/performance.md has no place for the table {name!r}"
-    written = found[0].splitlines()[1:-1]
+    place = between(name).search(text)
+    assert place, f"docs/performance.md has no place for the table {name!r}"
+    written = place[0].splitlines()[1:-1]
     assert written == TABLES[name]().splitlines(), "run python -m benchmarks.pages.performance"
 
 

@@ -80,8 +80,8 @@ def draw_spec(rng: np.random.Generator, hadamard: bool = False) -> QuantSpec:
         rounding = "stochastic" if rng.random() < 0.2 else "nearest"
         return QuantSpec(fmt, block, scale, rounding, hadamard)  # type: ignore[arg-type]
 
-    found: QuantSpec = sensible(build)
-    return found
+    spec: QuantSpec = sensible(build)
+    return spec
 
 
 def draw_recipe(rng: np.random.Generator) -> Recipe:
@@ -102,8 +102,8 @@ def draw_recipe(rng: np.random.Generator) -> Recipe:
         ]
         return Recipe("drawn", *gemms, delayed=delayed)
 
-    found: Recipe = sensible(build)
-    return found
+    recipe: Recipe = sensible(build)
+    return recipe
 
 
 def draw_matrix(rng: np.random.Generator, shape: tuple[int, int], odd: bool) -> np.ndarray:
@@ -281,8 +281,8 @@ def check_layer(seed: int, compiled: bool = False, in_jax: bool = False) -> None
     results = {"torch": by_torch(step)}
     if compiled:
         results["compiled"] = by_torch(step, compiled=True)
-    if in_jax and (found := by_jax(step)) is not None:
-        results["jax"] = found
+    if in_jax and (in_arrays := by_jax(step)) is not None:
+        results["jax"] = in_arrays
     for name, (got, expected) in results.items():
         try:
             assert_step(got, expected, step.dtype, name)
@@ -308,9 +308,9 @@ def check_operand(seed: int, in_jax: bool = False, kernels: bool = False) -> Non
         with qt.only(name) if name else contextlib.nullcontext():
             tensors = [torch.from_numpy(x).to(DTYPES[dtype][0]) for x in pair]
             tensors = [t.t().contiguous().t() if turned else t for t in tensors]
-            found = [qt.quantize(t, s, **stream) for t, s in zip(tensors, specs, strict=True)]  # type: ignore[arg-type]
-            y = qt.matmul(*found)
-        for q, r in zip(found, expected, strict=True):
+            operands = [qt.quantize(t, s, **stream) for t, s in zip(tensors, specs, strict=True)]  # type: ignore[arg-type]
+            y = qt.matmul(*operands)
+        for q, r in zip(operands, expected, strict=True):
             assert_bitwise(q.codes().numpy(), r.codes(), f"torch {name}, codes; {what}")
             assert_bitwise(q.scales().numpy(), r.scales(), f"torch {name}, scales; {what}")
         assert_product(y.double().numpy(), right, "float32", f"torch {name}, {what}")
@@ -321,16 +321,16 @@ def check_operand(seed: int, in_jax: bool = False, kernels: bool = False) -> Non
 def _check_operand_in_jax(
     pair: Any, specs: Any, dtype: str, stream: Any, expected: Any, right: Expected, what: str
 ) -> None:
-    found = [qj.quantize(jnp.asarray(x, dtype), s, **stream) for x, s in zip(pair, specs, strict=True)]
+    operands = [qj.quantize(jnp.asarray(x, dtype), s, **stream) for x, s in zip(pair, specs, strict=True)]
     exact = all(s.scale not in ("fp32", "two_level_fp32") for s in specs)
-    for q, r in zip(found, expected, strict=True):
+    for q, r in zip(operands, expected, strict=True):
         if q.spec.scale not in ("fp32", "two_level_fp32"):
             assert_bitwise(np.asarray(q.codes()), r.codes(), f"jax, codes; {what}")
             assert_bitwise(np.asarray(q.scales()), r.scales(), f"jax, scales; {what}")
         else:
             assert np.abs(np.asarray(q.codes(), int) - r.codes().astype(int)).max(initial=0) <= 1, f"jax; {what}"
     if exact:
-        assert_product(np.asarray(qj.matmul(*found), np.float64), right, "float32", f"jax, {what}")
+        assert_product(np.asarray(qj.matmul(*operands), np.float64), right, "float32", f"jax, {what}")
 
 
 def main() -> None:

@@ -69,9 +69,9 @@ def test_the_same_in_jax(name: str) -> None:
     rng = np.random.default_rng(0)
     drawn = [rng.normal(size=s).astype(np.float32) for s in ((33, 64), (17, 64), (33, 17))]
     step = drawn_specs.Step(0, MENDED[name], "float32", *drawn, None)
-    found = drawn_specs.by_jax(step)
-    assert found is not None
-    drawn_specs.assert_step(*found, step.dtype, name)
+    results = drawn_specs.by_jax(step)
+    assert results is not None
+    drawn_specs.assert_step(*results, step.dtype, name)
 
 
 @pytest.mark.parametrize("first", range(0, 200, 20))
@@ -204,10 +204,10 @@ def test_a_delayed_recipe_may_round_gradients_at_random_with_noise_that_goes_on(
     noisy = dataclasses.replace(QuantSpec(E4M3), rounding="stochastic")
     recipe = Recipe("noisy", TENSOR, *[GemmSpec(noisy, QuantSpec(E4M3))] * 2, delayed=Delayed(length=2))
     layer, x, g = qt.Linear(32, 64), torch.randn(8, 32, requires_grad=True), torch.randn(8, 64)
-    found = []
+    gradients = []
     for _ in range(3):
         with qt.autocast(recipe):
             y = layer(x)
-        found.append(torch.autograd.grad(y, x, g)[0])
+        gradients.append(torch.autograd.grad(y, x, g)[0])
     assert layer.get_buffer("count")[0] == 3
-    assert not torch.equal(found[1], found[2]), "each step draws noise of its own"
+    assert not torch.equal(gradients[1], gradients[2]), "each step draws noise of its own"

@@ -106,20 +106,20 @@ def part(name: str) -> str:
 
 def offences(sources: dict[str, str]) -> list[str]:
     """Every import that the map forbids."""
-    found = []
+    refused = []
     for name, source in sources.items():
-        mine = part(name)
+        own = part(name)
         for line, target in imports(name, source, set(sources), has_children(name, sources)):
             top = target.split(".")[0]
             if top == "quaver":
-                wrong = part(target) not in OURS[mine]
-            elif mine in THEIRS:
-                wrong = top not in THEIRS[mine] | set(sys.stdlib_module_names)
+                wrong = part(target) not in OURS[own]
+            elif own in THEIRS:
+                wrong = top not in THEIRS[own] | set(sys.stdlib_module_names)
             else:
-                wrong = top in next((NEVER[p] for p in NEVER if f"{mine}.".startswith(f"{p}.")), set())
+                wrong = top in next((NEVER[p] for p in NEVER if f"{own}.".startswith(f"{p}.")), set())
             if wrong:
-                found.append(f"{name}:{line} imports {target}, which {mine} may not")
-    return found
+                refused.append(f"{name}:{line} imports {target}, which {own} may not")
+    return refused
 
 
 def has_children(name: str, sources: dict[str, str]) -> bool:
@@ -139,22 +139,22 @@ def cycle(sources: dict[str, str]) -> list[str]:
             return [*path[path.index(name) :], name]
         if name not in done:
             for target in sorted(edges[name]):
-                if found := visit(target, [*path, name]):
-                    return found
+                if circle := visit(target, [*path, name]):
+                    return circle
             done.add(name)
         return []
 
-    return next((found for name in sources if (found := visit(name, []))), [])
+    return next((circle for name in sources if (circle := visit(name, []))), [])
 
 
 def test_every_import_points_down() -> None:
-    found = offences(modules())
-    assert not found, "\n".join(found)
+    refused = offences(modules())
+    assert not refused, "\n".join(refused)
 
 
 def test_there_is_no_cycle_lazy_imports_counted() -> None:
-    found = cycle(HOUSE)
-    assert not found, " → ".join(found)
+    circle = cycle(HOUSE)
+    assert not circle, " → ".join(circle)
 
 
 @pytest.mark.parametrize("package", FLOORS)

@@ -22,8 +22,8 @@ GIVEN = {
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_the_role_of_a_spec_is_the_same(spec: QuantSpec) -> None:
-    found = scaled_mm.role(spec)
-    assert ledger.role(spec) == SAME.get(found, found)
+    role = scaled_mm.role(spec)
+    assert ledger.role(spec) == SAME.get(role, role)
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)

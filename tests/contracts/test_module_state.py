@@ -138,11 +138,11 @@ def written(node: ast.AST) -> Iterator[str]:
 
 
 def present() -> set[str]:
-    found: set[str] = set()
+    filled_names: set[str] = set()
     for part in PARTS:
         for path in sorted((ROOT / part).rglob("*.py")):
-            found |= set(filled(".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text()))
-    return found
+            filled_names |= set(filled(".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text()))
+    return filled_names
 
 
 def test_what_modules_keep_is_known_to_be_safe_in_threads() -> None:

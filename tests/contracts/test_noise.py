@@ -41,9 +41,9 @@ def test_signal_to_noise_of_the_output_and_both_gradients(name: str) -> None:
     weight, x64, g64 = layer.weight.detach().double(), x.detach().double(), g.double()
     assert x.grad is not None and layer.weight.grad is not None
     pairs = (x64 @ weight.t(), y), (g64 @ weight, x.grad), (g64.t() @ x64, layer.weight.grad)
-    found = [float(decibels(exact.flatten(), got.detach().flatten())) for exact, got in pairs]
-    shown = ", ".join(f"{what} {db:.2f}" for what, db in zip(("output", "dgrad", "wgrad"), found, strict=True))
-    assert found == pytest.approx(EXPECTED[name], abs=0.2), f"{shown} dB, expected {EXPECTED[name]}"
+    measured = [float(decibels(exact.flatten(), got.detach().flatten())) for exact, got in pairs]
+    shown = ", ".join(f"{what} {db:.2f}" for what, db in zip(("output", "dgrad", "wgrad"), measured, strict=True))
+    assert measured == pytest.approx(EXPECTED[name], abs=0.2), f"{shown} dB, expected {EXPECTED[name]}"
 
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if get(n).quantizes])

@@ -60,7 +60,7 @@ def tree(text: str) -> dict[str, set[str]]:
     """What the section "The house" draws: names by folder of src/quaver, folders with a slash at the end."""
     drawings = [body for _, body in FENCE.findall(section(text, "The house")) if "──" in body]
     assert drawings, 'the section "The house" of README.md has no fenced drawing with ├── in it'
-    found: dict[str, set[str]] = {"": set()}
+    children: dict[str, set[str]] = {"": set()}
     path: list[str] = []
     for line in drawings[0].splitlines():
         branch = BRANCH.match(line)
@@ -71,9 +71,9 @@ def tree(text: str) -> dict[str, set[str]]:
         for word in branch[2].split():
             if not NAME.match(word):
                 break
-            found.setdefault(parent, set()).add(word)
+            children.setdefault(parent, set()).add(word)
             path[depth:] = [word] if word.endswith("/") else []
-    return found
+    return children
 
 
 def folder(path: Path) -> set[str]:

@@ -67,10 +67,10 @@ def test_the_recipes_operands_agree(name: str) -> None:
         if spec is None or given is None:
             assert spec is given is None, label
         else:
-            mine = {"format": spec.format.name, "block": spec.block, "scale": spec.scale}
-            mine |= {"rounding": spec.rounding} if spec.rounding != "nearest" else {}
-            mine |= {"hadamard": True} if spec.hadamard else {}
-            assert mine == given, label
+            own = {"format": spec.format.name, "block": spec.block, "scale": spec.scale}
+            own |= {"rounding": spec.rounding} if spec.rounding != "nearest" else {}
+            own |= {"hadamard": True} if spec.hadamard else {}
+            assert own == given, label
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS.values() if f.signed], ids=str)

@@ -154,13 +154,13 @@ def of_a_setting(name: str) -> bool:
 
 
 def test_every_tensor_names_its_dtype_and_device() -> None:
-    found = [
+    unnamed = [
         f"{name}:{line}: {code}"
         for name, source in modules().items()
         if name.startswith(("quaver.torch", "quaver.train"))
         for line, code in defaults_taken(source)
     ]
-    assert not found, "name dtype and device; who has the user's default in mind, names None:\n" + "\n".join(found)
+    assert not unnamed, "name dtype and device; who has the user's default in mind, names None:\n" + "\n".join(unnamed)
 
 
 def test_no_setting_of_the_process_is_changed_but_by_what_owns_it() -> None:

@@ -113,9 +113,9 @@ def test_a_capture_loads_no_kernel_and_gives_the_gradients_of_eager_steps(
     for number in range(6):
         torch.manual_seed(number)
         x = torch.randn(tokens, 128, device="cuda").bfloat16()
-        found = [t.clone() for t in captured(x)]
-        for mine, expected in zip(found, step(twin, x), strict=True):
-            assert torch.equal(mine, expected), number
+        replayed = [t.clone() for t in captured(x)]
+        for gradient, expected in zip(replayed, step(twin, x), strict=True):
+            assert torch.equal(gradient, expected), number
 
 
 def test_threads_that_load_kernels_at_once_get_the_results_of_one() -> None:
@@ -125,12 +125,12 @@ def test_threads_that_load_kernels_at_once_get_the_results_of_one() -> None:
     torch.cuda.synchronize()
     launch._kernels.clear()
     launch._forget()
-    start, found = threading.Barrier(len(layers)), {}
+    start, outputs = threading.Barrier(len(layers)), {}
 
     def run(number: int) -> None:
         start.wait()
         with torch.cuda.stream(torch.cuda.Stream()):
-            found[number] = layers[number](xs[number]).detach()
+            outputs[number] = layers[number](xs[number]).detach()
             torch.cuda.current_stream().synchronize()
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(len(layers))]
@@ -139,7 +139,7 @@ def test_threads_that_load_kernels_at_once_get_the_results_of_one() -> None:
     for thread in threads:
         thread.join()
     for number, (layer, x) in enumerate(zip(layers, xs, strict=True)):
-        assert torch.equal(found[number], layer(x).detach()), number
+        assert torch.equal(outputs[number], layer(x).detach()), number
 
 
 def test_a_tensor_of_another_device_than_the_steps_is_a_sentence() -> None:

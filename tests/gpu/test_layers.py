@@ -22,11 +22,11 @@ BOUND, FOUR_BITS = 0.15, 0.3
 
 
 def layer_of(kind: str) -> qt.TransformerLayer:
-    made = {"dtype": torch.bfloat16, "device": "cuda"}
+    placed = {"dtype": torch.bfloat16, "device": "cuda"}
     if kind == "gpt":
-        return qt.TransformerLayer(256, 4, 512, activation="gelu", normalization="LayerNorm", **made)
+        return qt.TransformerLayer(256, 4, 512, activation="gelu", normalization="LayerNorm", **placed)
     options = {"groups": 2, "bias": False, "activation": "swiglu", "normalization": "RMSNorm"}
-    return qt.TransformerLayer(256, 4, 512, rope=qt.RotaryEmbedding(64, device="cuda"), **options, **made)
+    return qt.TransformerLayer(256, 4, 512, rope=qt.RotaryEmbedding(64, device="cuda"), **options, **placed)
 
 
 def run(layer: torch.nn.Module, x: Tensor, g: Tensor, recipe: str) -> dict[str, Tensor]:
@@ -53,12 +53,12 @@ def test_a_transformer_layer_is_the_references(recipe: str, tokens: int, kind: s
     for _ in range(2):  # delayed scaling takes one pass over a tensor only once its factors are set
         layer.zero_grad()
         twin.zero_grad()
-        found = run(layer, x, g, recipe)
+        results = run(layer, x, g, recipe)
         with qt.only("reference"):
             expected = run(twin, x, g, recipe)
-    assert found.keys() == expected.keys()
+    assert results.keys() == expected.keys()
     for name, value in expected.items():
-        off = ((found[name].double() - value.double()).norm() / value.double().norm()).item()
+        off = ((results[name].double() - value.double()).norm() / value.double().norm()).item()
         assert off < (FOUR_BITS if recipe in ("nvfp4", "mxfp4") else BOUND), name
 
 
@@ -67,8 +67,8 @@ def test_an_overflow_reaches_the_output_and_the_gradients(recipe: str) -> None:
     layer = qt.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
     x[3, 5] = math.inf
-    found = run(layer, x, torch.randn_like(x), recipe)
-    assert found["y"][3].isnan().all() and not found["weight"].isfinite().all()
+    results = run(layer, x, torch.randn_like(x), recipe)
+    assert results["y"][3].isnan().all() and not results["weight"].isfinite().all()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
@@ -77,10 +77,10 @@ def test_a_compiled_transformer_layer_is_within_the_same_bound(recipe: str) -> N
     layer = layer_of("llama")
     twin = copy.deepcopy(layer)
     x, g = operands(64)
-    found, expected = run(torch.compile(layer), x, g, recipe), run(twin, x, g, recipe)
+    compiled, expected = run(torch.compile(layer), x, g, recipe), run(twin, x, g, recipe)
     for name, value in expected.items():
-        mine = found[name if name in found else f"_orig_mod.{name}"]
-        assert ((mine.double() - value.double()).norm() / value.double().norm()).item() < BOUND, name
+        ours = compiled[name if name in compiled else f"_orig_mod.{name}"]
+        assert ((ours.double() - value.double()).norm() / value.double().norm()).item() < BOUND, name
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
@@ -106,9 +106,9 @@ def test_micro_batches_on_two_streams_share_a_quantized_weight(recipe: str) -> N
         with torch.cuda.stream(streams[number % 2]):
             # What keeps the other stream busy must not be read through.
             torch.cuda._sleep(1_000_000)
-            found = run(layer, x, g, recipe)
+            results = run(layer, x, g, recipe)
         torch.cuda.synchronize()
         expected = run(twin, x, g, recipe)
         qt.refresh(twin)
         for name in ("y", "x"):
-            assert torch.equal(found[name], expected[name]), f"{name} of micro-batch {number}"
+            assert torch.equal(results[name], expected[name]), f"{name} of micro-batch {number}"

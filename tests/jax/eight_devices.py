@@ -108,8 +108,8 @@ def pieces(layout: Layout, recipe: Recipe, state: Any, how: str) -> Any:
 
 def gathered(program: str) -> list[str]:
     """The types that a compiled program gathers, those of mere scales left out."""
-    found = re.findall(r"= \(?(\w+)\[([\d,]*)\][^=]*? all-gather(?:-start)?\(", program)
-    return [kind for kind, shape in found if np.prod([int(n) for n in shape.split(",") if n]) > 8 * S * B]
+    gathers = re.findall(r"= \(?(\w+)\[([\d,]*)\][^=]*? all-gather(?:-start)?\(", program)
+    return [kind for kind, shape in gathers if np.prod([int(n) for n in shape.split(",") if n]) > 8 * S * B]
 
 
 def check_layer(recipe: Recipe, some: bool) -> None:
@@ -146,11 +146,11 @@ def check_operands(recipe: Recipe) -> None:
     given = {key: tables[key] for key in specs}
 
     def quantized(arrays: Any, cuts: Any) -> Any:
-        found = {}
+        operands = {}
         for key, spec in specs.items():
             q = quantize_piece(arrays[key], spec, *cuts[key], tensor_id=7, count=3)
-            found[key] = q.codes(), q.scales()
-        return found
+            operands[key] = q.codes(), q.scales()
+        return operands
 
     nothing: Any = dict.fromkeys(specs, ((), ()))
     whole = jax.jit(partial(quantized, cuts=nothing))(given)

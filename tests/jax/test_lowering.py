@@ -138,13 +138,13 @@ def test_all_three_gemms_of_a_layer_are_what_its_recipe_promises(name: str) -> N
     state = qj.state.init(recipe) or None
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 96), (96, 48), (64, 48))]
     text = jax.jit(program).trace(*shapes, state).lower(lowering_platforms=("cuda",)).as_text()
-    found = {
+    counts = {
         "fp8": [d for d in dots(text) if d[0].startswith("f8")],
         "block-scaled": block_scaled_dots(text),
         "emulated": dots(text),
     }
     kept_high = sum(gemm.a is None for gemm in recipe.gemms.values())
-    assert len(found[EXPECTED[name]]) == 3 - kept_high
+    assert len(counts[EXPECTED[name]]) == 3 - kept_high
     assert len(dots(text)) + len(block_scaled_dots(text)) == 3
 
 

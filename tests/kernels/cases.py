@@ -182,7 +182,7 @@ def _fused() -> list[Case]:
     sums = {"wide stores": "it writes a sum a column"}
     few = {"wide stores": "of a row's 16 elements a thread its statistic and the amax are a third of the stores"}
 
-    def made(
+    def launch_of(
         kind: str, spec: QuantSpec | None = None, one_pass: bool = False, output: bool = True, columns: int = COLUMNS
     ) -> Callable[[], object]:
         gamma = None if kind == "L2" else torch.empty(columns, device="meta")
@@ -213,15 +213,15 @@ def _fused() -> list[Case]:
     return [
         Case(name="bias gradient", launch=lambda: column_sums.column_sum(matrix(), BF16), exceptions=sums),
         Case(name="sums of partial sums", launch=lambda: norm.sum_rows(matrix(264, dtype=FLOAT32)), exceptions=sums),
-        Case(name="RMSNorm", launch=made("RMSNorm")),
-        Case(name="RMSNorm+amax", launch=made("RMSNorm", POWER), exceptions=few),
-        Case(name="RMSNorm+cast+amax delayed", launch=made("RMSNorm", POWER, True, False), exceptions=order),
-        Case(name="LayerNorm+cast+amax delayed", launch=made("LayerNorm", POWER, True, False), exceptions=order),
-        Case(name="RMSNorm+rows", launch=made("RMSNorm", rows, output=False), exceptions=order),
-        Case(name="RMSNorm+rows 16384", launch=made("RMSNorm", rows, False, False, 16384), exceptions=order),
-        Case(name="RMSNorm+1x128", launch=made("RMSNorm", runs, output=False), exceptions=order),
-        Case(name="RMSNorm+1x32", launch=made("RMSNorm", micro, output=False), exceptions=bytewise),
-        Case(name="LayerNorm+cast 32768", launch=made("LayerNorm", POWER, True, False, 32768), exceptions=order),
+        Case(name="RMSNorm", launch=launch_of("RMSNorm")),
+        Case(name="RMSNorm+amax", launch=launch_of("RMSNorm", POWER), exceptions=few),
+        Case(name="RMSNorm+cast+amax delayed", launch=launch_of("RMSNorm", POWER, True, False), exceptions=order),
+        Case(name="LayerNorm+cast+amax delayed", launch=launch_of("LayerNorm", POWER, True, False), exceptions=order),
+        Case(name="RMSNorm+rows", launch=launch_of("RMSNorm", rows, output=False), exceptions=order),
+        Case(name="RMSNorm+rows 16384", launch=launch_of("RMSNorm", rows, False, False, 16384), exceptions=order),
+        Case(name="RMSNorm+1x128", launch=launch_of("RMSNorm", runs, output=False), exceptions=order),
+        Case(name="RMSNorm+1x32", launch=launch_of("RMSNorm", micro, output=False), exceptions=bytewise),
+        Case(name="LayerNorm+cast 32768", launch=launch_of("LayerNorm", POWER, True, False, 32768), exceptions=order),
         Case(name="RMSNorm back", launch=back("RMSNorm")),
         Case(name="LayerNorm back", launch=back("LayerNorm")),
         Case(name="LayerNorm back 16384", launch=back("LayerNorm", 16384)),

@@ -8,11 +8,11 @@ from quaver.torch.numerics.quantized import Quantized
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def assert_same(found: Quantized, expected: Quantized) -> None:
+def assert_same(quantized: Quantized, expected: Quantized) -> None:
     """Codes, scales and shape bit for bit, naming the first element that differs; NaN equals NaN."""
-    assert found.shape == expected.shape
+    assert quantized.shape == expected.shape
     for name in ("codes", "scales"):
-        ours, theirs = getattr(found, name)().cpu().numpy(), getattr(expected, name)().cpu().numpy()
+        ours, theirs = getattr(quantized, name)().cpu().numpy(), getattr(expected, name)().cpu().numpy()
         assert ours.shape == theirs.shape, name
         differs = (ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs)) if ours.dtype.kind == "f" else ours != theirs
         if differs.any():

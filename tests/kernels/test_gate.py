@@ -132,6 +132,6 @@ def test_more_instructions_than_were_reached_before_fail(monkeypatch: pytest.Mon
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     ceilings.save(table(), "3.6.0", tmp_path / "table.toml")
-    found = ceilings.load(tmp_path / "table.toml")
-    assert dataclasses.astuple(found) == ("3.6.0", table())
+    loaded = ceilings.load(tmp_path / "table.toml")
+    assert dataclasses.astuple(loaded) == ("3.6.0", table())
     assert ceilings.load(tmp_path / "none.toml").rows == {}

@@ -82,10 +82,10 @@ def test_a_layer_equals_the_emulated_one(recipe: str, tokens: int) -> None:
         assert leaf.grad is not None and model.weight.grad is not None
         return [y.detach(), leaf.grad, model.weight.grad]
 
-    found = run(layer)
+    results = run(layer)
     with qt.only("reference"):
         expected = run(twin)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(results, expected, strict=True):
         assert (one.double() - other.double()).norm() / other.double().norm() < 6e-3
 
 

@@ -39,16 +39,16 @@ def converted(x: Tensor, source: object, target: object, dtype: torch.dtype) -> 
     """What the interpreter makes of a tensor, by whichever conversion it has now."""
     size = x.element_size()
     data = x.view(BITS[size]).numpy().view(UNSIGNED[size])
-    found = np.ascontiguousarray(tritons._convert_float(data, source, target, None))
+    codes = np.ascontiguousarray(tritons._convert_float(data, source, target, None))
     size = torch.empty(0, dtype=dtype).element_size()
-    return torch.from_numpy(found.view(np.dtype(f"i{size}") if size > 1 else np.uint8).copy()).view(dtype)
+    return torch.from_numpy(codes.view(np.dtype(f"i{size}") if size > 1 else np.uint8).copy()).view(dtype)
 
 
-def wrong(found: Tensor, expected: Tensor) -> int:
+def wrong(result: Tensor, expected: Tensor) -> int:
     """Elements whose bits differ, any NaN being as good as another."""
-    size = BITS[found.element_size()]
-    both = found.float().isnan() & expected.float().isnan()
-    return int(((found.view(size) != expected.view(size)) & ~both).sum())
+    size = BITS[result.element_size()]
+    both = result.float().isnan() & expected.float().isnan()
+    return int(((result.view(size) != expected.view(size)) & ~both).sum())
 
 
 @pytest.fixture

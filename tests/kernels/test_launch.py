@@ -77,11 +77,11 @@ def test_threads_that_want_a_kernel_at_once_load_it_once(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "_load", Slow)
-    start, found = threading.Barrier(8), []
+    start, loaded = threading.Barrier(8), []
 
     def want() -> None:
         start.wait()
-        found.append(launch._loaded(described(33, 64, 64), 0))
+        loaded.append(launch._loaded(described(33, 64, 64), 0))
 
     threads = [threading.Thread(target=want) for _ in range(8)]
     for thread in threads:
@@ -89,7 +89,7 @@ def test_threads_that_want_a_kernel_at_once_load_it_once(monkeypatch: pytest.Mon
     for thread in threads:
         thread.join()
     assert len(compiled) == len(put) == 1
-    assert len(found) == 8 and all(one is found[0] for one in found)
+    assert len(loaded) == 8 and all(one is loaded[0] for one in loaded)
 
 
 def test_tensors_on_two_devices_are_refused_by_name() -> None:
@@ -109,19 +109,19 @@ def test_threads_that_begin_at_once_meet_in_places_of_their_own(monkeypatch: pyt
     monkeypatch.setattr(launch, "_rooms", {})
     monkeypatch.setattr(launch, "_workspaces", {})
     cpu, start = torch.device("cpu"), threading.Barrier(16)
-    found: dict[int, Tensor] = {}
+    row_of: dict[int, Tensor] = {}
 
     def begin(number: int) -> None:
         start.wait()
         # Two threads to a stream.
-        found[number] = launch._row(cpu, number // 2)
+        row_of[number] = launch._row(cpu, number // 2)
 
     threads = [threading.Thread(target=begin, args=(i,)) for i in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    places = [found[i].data_ptr() for i in range(16)]
+    places = [row_of[i].data_ptr() for i in range(16)]
     assert places[::2] == places[1::2]
     assert len(set(places)) == 8
     assert len(launch._rooms) == 1
@@ -147,9 +147,9 @@ def test_amaxes_given_from_anywhere_are_read_as_they_lie(block: tuple[int, int |
     spec = QuantSpec(E4M3, block)
     x = torch.randn(160, 512, device=DEVICE)
     amax = reference.quantize(x, spec).scales().mul(448.0 * 2)
-    lying = amax.t().contiguous() if block == (1, 128) else amax.contiguous()
+    in_order = amax.t().contiguous() if block == (1, 128) else amax.contiguous()
     kept = []
-    for room in (lying, unaligned(lying)):
+    for room in (in_order, unaligned(in_order)):
         given = room.t() if block == (1, 128) else room
         q = families.quantize(x, spec, given)
         assert_bitwise(q.dequantize(), reference.quantize(x, spec, given).dequantize())

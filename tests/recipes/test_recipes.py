@@ -143,11 +143,11 @@ def test_recipes_with_other_numbers_are_other_objects() -> None:
 
 
 def test_a_recipe_of_ones_own_is_taken_as_it_is_and_interned() -> None:
-    def mine() -> Recipe:
+    def one_of_its_own() -> Recipe:
         return Recipe("mine", GemmSpec(ROW, ROW), GemmSpec(None, None), GemmSpec(None, None))
 
-    assert get(mine()) is get(mine())
-    assert get(mine()) == mine()
+    assert get(one_of_its_own()) is get(one_of_its_own())
+    assert get(one_of_its_own()) == one_of_its_own()
 
 
 @pytest.mark.parametrize("name", RECIPES)

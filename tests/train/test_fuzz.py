@@ -40,9 +40,9 @@ class Hang(BaseException):
 
 @pytest.fixture
 def where(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Place:
-    made = fuzzing.place(tmp_path / "place", make_config)
-    monkeypatch.chdir(made.root / "a" / "b")
-    return made
+    place = fuzzing.place(tmp_path / "place", make_config)
+    monkeypatch.chdir(place.root / "a" / "b")
+    return place
 
 
 @contextmanager

@@ -133,9 +133,9 @@ def test_weights_are_shared_by_micro_batches_and_nothing_else_is() -> None:
 )
 def test_a_producer_writes_codes_in_place_of_bf16_or_measures_for_nothing(name: str, bytes_an_element: float) -> None:
     cost = ledger.layer(get(name), T, K, N, "h200", produced=True)
-    found = per_element(cost)
-    assert (found[0], found[2]) == pytest.approx((bytes_an_element, bytes_an_element), abs=0.01)
-    assert found[1] == per_element(ledger.layer(get(name), T, K, N, "h200"))[1]
+    bytes_of_gemms = per_element(cost)
+    assert (bytes_of_gemms[0], bytes_of_gemms[2]) == pytest.approx((bytes_an_element, bytes_an_element), abs=0.01)
+    assert bytes_of_gemms[1] == per_element(ledger.layer(get(name), T, K, N, "h200"))[1]
 
 
 def test_a_producer_never_costs_less_than_nothing() -> None:

@@ -50,15 +50,15 @@ def float64_attention(
 def slope(function: Any, arguments: tuple[np.ndarray, ...], which: int, grad: np.ndarray) -> np.ndarray:
     """The gradient of sum(function * grad) by one argument, from differences."""
     wide = [np.array(a, np.float64) for a in arguments]
-    found = np.zeros(wide[which].shape)
-    for at in np.ndindex(found.shape):
+    gradient = np.zeros(wide[which].shape)
+    for at in np.ndindex(gradient.shape):
         before = wide[which][at]
         wide[which][at] = before + 1e-5
         up = (function(*wide) * grad).sum()
         wide[which][at] = before - 1e-5
-        found[at] = (up - (function(*wide) * grad).sum()) / 2e-5
+        gradient[at] = (up - (function(*wide) * grad).sum()) / 2e-5
         wide[which][at] = before
-    return found
+    return gradient
 
 
 def on_the_grid(x: np.ndarray) -> np.ndarray:
@@ -99,15 +99,15 @@ def test_the_gradients_are_those_of_attention_within_eight_bits(spec: AttentionS
 def test_every_operand_is_quantized_along_the_axis_that_is_summed(spec: AttentionSpec) -> None:
     q, k, v, g = (x[0, 0] for x in operands())
     head = attention_head(q, k, v, spec)
-    made = attention_head_backward(g, head, q, k, v, spec)
+    backward = attention_head_backward(g, head, q, k, v, spec)
     of_input = {"q": q, "k": k, "vt": v.T, "v": v, "kt": k.T, "qt": q.T}
     for name, x in (of_input | {"do": g, "dot": g.T}).items():
         want = quantize(x, spec.input if name in of_input else spec.grad_output)
-        got = getattr(head, name, None) or getattr(made, name)
+        got = getattr(head, name, None) or getattr(backward, name)
         assert_bitwise(got.codes(), want.codes(), name)
         assert_bitwise(got.scales(), want.scales(), name)
-    assert made.ds.spec == made.dst.spec == spec.grad_output
-    assert made.ds.data.shape == (SQ, SK) and made.dst.data.shape == (SK, SQ)
+    assert backward.ds.spec == backward.dst.spec == spec.grad_output
+    assert backward.ds.data.shape == (SQ, SK) and backward.dst.data.shape == (SK, SQ)
 
 
 def test_probabilities_are_e4m3_times_256_before_the_scaling_of_dropout() -> None:
@@ -126,13 +126,13 @@ def test_the_scores_gradient_takes_the_softmax_before_it_was_quantized() -> None
     q, k, v, g = (x[0, 0] for x in operands())
     spec = SPECS["mxfp8"]
     head = attention_head(q, k, v, spec)
-    made = attention_head_backward(g, head, q, k, v, spec)
-    dp = made.do.dequantize().astype(np.float64) @ made.v.dequantize().T
+    backward = attention_head_backward(g, head, q, k, v, spec)
+    dp = backward.do.dequantize().astype(np.float64) @ backward.v.dequantize().T
     wide = head.probabilities.astype(np.float64)
     want = wide * (dp - (wide * dp).sum(-1, keepdims=True))
     assert np.abs(want.sum(-1)).max() < 1e-6 * np.abs(want).max()
-    assert_close("dS", made.dbias, want, 1e-12)
-    assert_bitwise(made.ds.codes(), quantize(want.astype(np.float32), spec.grad_output).codes())
+    assert_close("dS", backward.dbias, want, 1e-12)
+    assert_bitwise(backward.ds.codes(), quantize(want.astype(np.float32), spec.grad_output).codes())
 
 
 @every_spec

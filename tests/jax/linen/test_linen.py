@@ -187,8 +187,8 @@ def test_state_under_remat_and_scan_is_that_of_a_loop() -> None:
     loop = step(Stack(), variables, X)
     expected = stacked({"params": loop[0], **loop[1]})
     model = Stack(scanned=True, recomputed=True)
-    made = jax.eval_shape(model.init, KEY, X)
-    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, stacked(variables))
+    initialized = jax.eval_shape(model.init, KEY, X)
+    assert jax.tree.map(jnp.shape, initialized) == jax.tree.map(jnp.shape, stacked(variables))
     gradients, following = step(model, stacked(variables), X)
     assert_same({"params": gradients, **following}, expected)
 

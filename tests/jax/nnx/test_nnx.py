@@ -96,8 +96,8 @@ def _merged(graph: Any, abstract: Any, params: Any) -> Any:
     """The module with these parameters."""
     state = nnx.state(abstract, nnx.Param)
     nnx.replace_by_pure_dict(state, params)
-    made = nnx.merge(graph, state, nnx.State({}))
-    return made
+    layer = nnx.merge(graph, state, nnx.State({}))
+    return layer
 
 
 def test_with_a_recipe_gradients_and_states_are_linens_too() -> None:

@@ -8,11 +8,11 @@ import quaver.jax.nnx as qn
 
 
 def model() -> nnx.Module:
-    def made(rngs: nnx.Rngs) -> nnx.Module:
+    def build(rngs: nnx.Rngs) -> nnx.Module:
         sizes = {"up": (4096, 8192), "down": (8192, 4096), "small": (64, 64), "head": (4096, 4096)}
         return nnx.Dict({name: nnx.Linear(k, n, rngs=rngs) for name, (k, n) in sizes.items()})
 
-    return nnx.eval_shape(lambda: made(nnx.Rngs(jax.random.key(0))))
+    return nnx.eval_shape(lambda: build(nnx.Rngs(jax.random.key(0))))
 
 
 def test_names_and_filters_mix_and_the_report_gives_the_reasons() -> None:

@@ -16,16 +16,16 @@ X, W = jnp.linspace(-1, 1, 64).reshape(4, 16) ** 3, jnp.linspace(-0.3, 1, 128).r
 
 
 def test_the_innermost_counts_and_a_layers_own_before_it() -> None:
-    mine = recipes.mxfp8()
-    assert recipe_in_force() is None and recipe_in_force(mine) is mine and recipe_in_force("mxfp8") is mine
+    own = recipes.mxfp8()
+    assert recipe_in_force() is None and recipe_in_force(own) is own and recipe_in_force("mxfp8") is own
     with qj.autocast("tensorwise"):
-        assert recipe_in_force() is recipes.tensorwise() and recipe_in_force(mine) is mine
+        assert recipe_in_force() is recipes.tensorwise() and recipe_in_force(own) is own
         with qj.autocast(recipe=recipes.nvfp4(hadamard=False)):
             assert recipe_in_force() is recipes.nvfp4(hadamard=False)
         with qj.autocast(enabled=False):
-            assert recipe_in_force() is None and recipe_in_force(mine) is None
+            assert recipe_in_force() is None and recipe_in_force(own) is None
             with qj.autocast("rowwise"):
-                assert recipe_in_force(mine) is mine
+                assert recipe_in_force(own) is own
         assert recipe_in_force() is recipes.tensorwise()
     assert recipe_in_force() is None
 

@@ -191,10 +191,10 @@ def test_split_and_join_are_inverse_and_find_states_anywhere() -> None:
         "a": {"w": jnp.ones(2), "state": state},
         "b": [jnp.zeros(3), qj.state.init("nvfp4"), {"count": jnp.ones(2), "w": 1}],
     }
-    rest, found = qj.state.split(tree)
+    rest, states = qj.state.split(tree)
     assert rest["a"]["state"] is None and rest["b"][1] is None and rest["b"][2]["count"] is not None
-    assert found["a"]["w"] is None and found["b"][0] is None and set(found["a"]["state"]) == {"history", "factor"}
-    back = qj.state.join(rest, found)
+    assert states["a"]["w"] is None and states["b"][0] is None and set(states["a"]["state"]) == {"history", "factor"}
+    back = qj.state.join(rest, states)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     jax.tree.map(assert_bitwise, jax.tree.map(np.asarray, back), jax.tree.map(np.asarray, tree))
 

@@ -35,7 +35,7 @@ def test_rotation_equals_the_specification(name: str) -> None:
     out = torch.empty((8, 64), device=DEVICE)
     tensors = torch.from_numpy(x).to(DEVICE), out
     launcher(turn, (1,), tensors, (), {"GROUPS": 32})(*tensors)
-    expected, found = specified(x), out.cpu().numpy()
+    expected, rotated = specified(x), out.cpu().numpy()
     nan = np.isnan(expected)
-    assert np.array_equal(np.isnan(found), nan)
-    assert np.array_equal(found[~nan].view(np.int32), expected[~nan].view(np.int32))
+    assert np.array_equal(np.isnan(rotated), nan)
+    assert np.array_equal(rotated[~nan].view(np.int32), expected[~nan].view(np.int32))

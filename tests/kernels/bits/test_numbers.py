@@ -60,8 +60,8 @@ def test_every_telling_value_rounds_to_nearest_even_and_saturates(fmt: Format, i
         encoded[(len(x) // 4096,)](x, q, 4096, DTYPES[fmt.name], integers)
     held = torch.where(x.isnan(), x, x.clamp(-fmt.max, fmt.max))
     expected = held.to(FLOAT8[fmt.name])
-    found = q.view(FLOAT8[fmt.name])
-    assert torch.equal(found.isnan(), expected.isnan())
+    rounded = q.view(FLOAT8[fmt.name])
+    assert torch.equal(rounded.isnan(), expected.isnan())
     differs = (q != expected.view(torch.uint8)) & ~expected.isnan()
     assert not differs.any(), (x[differs][0].item(), q[differs][0].item())
 
@@ -70,22 +70,22 @@ def test_every_telling_value_rounds_to_nearest_even_and_saturates(fmt: Format, i
 def test_the_largest_of_a_run_is_that_of_its_bits(halvings: int) -> None:
     x = telling(E4M3)
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))].to(DEVICE)
-    found = torch.empty(len(x) >> halvings, dtype=torch.int32, device=DEVICE)
-    tops[(len(x) // 4096,)](x, found, 4096, halvings)
+    largest = torch.empty(len(x) >> halvings, dtype=torch.int32, device=DEVICE)
+    tops[(len(x) // 4096,)](x, largest, 4096, halvings)
     expected = (x.view(torch.int32) & 0x7FFFFFFF).view(-1, 1 << halvings).amax(1)
     # Any NaN stands for any other.
     infinity = 0x7F800000
-    differs = (found != expected) & ~((found > infinity) & (expected > infinity))
-    assert not differs.any(), (hex(found[differs][0]), hex(expected[differs][0]))
+    differs = (largest != expected) & ~((largest > infinity) & (expected > infinity))
+    assert not differs.any(), (hex(largest[differs][0]), hex(expected[differs][0]))
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 def test_a_power_of_two_is_the_reference_s_for_every_exponent_of_an_amax(fmt: Format) -> None:
     mantissas = np.array([0, 1, fmt.max_mantissa - 1, fmt.max_mantissa, fmt.max_mantissa + 1, 0x7FFFFF], np.int32)
     bits = np.resize((np.arange(256, dtype=np.int32)[:, None] << 23) + mantissas, 2048)
-    found = torch.empty(2048, device=DEVICE)
-    factors[(1,)](torch.from_numpy(bits).to(DEVICE), found, 2048, fmt.emax, fmt.max_mantissa)
+    powers = torch.empty(2048, device=DEVICE)
+    factors[(1,)](torch.from_numpy(bits).to(DEVICE), powers, 2048, fmt.emax, fmt.max_mantissa)
     amax = np.where(bits < 0x00800000, 0, bits).view(np.float32)
     expected = scaling.encode_factor(amax, fmt, True)
-    differs = found.cpu().numpy() != expected
-    assert not differs.any(), (amax[differs][0], found[torch.from_numpy(differs)][0].item(), expected[differs][0])
+    differs = powers.cpu().numpy() != expected
+    assert not differs.any(), (amax[differs][0], powers[torch.from_numpy(differs)][0].item(), expected[differs][0])

@@ -64,12 +64,12 @@ def test_values_that_hurt_give_what_they_give_elsewhere(name: str) -> None:
     )
     grid = torch.cartesian_prod(values, values).to(DEVICE)
     x = [grid[:, :1].contiguous(), grid[:, 1:].contiguous()][: row.inputs]
-    found = gpu.forward(name, options(name), x)
+    activated = gpu.forward(name, options(name), x)
     # torch's own gelu of an infinity is NaN in float32 on a CPU, not in float64.
     dtype = torch.float64 if name.endswith("_exact") else torch.float32
     expected = _plain_forward(name, options(name), [a.to(dtype) for a in x]).float()
     # A subnormal product may be flushed; e to the 90 may round otherwise.
-    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-37, equal_nan=True)
+    torch.testing.assert_close(activated, expected, rtol=2e-6, atol=1e-37, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -80,17 +80,17 @@ def test_what_is_quantized_is_the_result_quantized(spec: QuantSpec, shape: tuple
         y = gpu.forward(name, options(name), x)
         factor = torch.tensor([8.0], device=DEVICE) if spec.per_tensor else None
         for rows, turned in ((True, False), (True, True), (False, True)) if spec.per_tensor else ((True, False),):
-            made = gpu.activated(name, options(name), x, spec, factor, True, rows, turned)
-            assert torch.equal(made.y, y)  # type: ignore[arg-type]
-            assert made.quantized is not None
+            produced = gpu.activated(name, options(name), x, spec, factor, True, rows, turned)
+            assert torch.equal(produced.y, y)  # type: ignore[arg-type]
+            assert produced.quantized is not None
             expected = reference.quantize(y, spec, None, factor)
-            assert_same(made.quantized, expected)
+            assert_same(produced.quantized, expected)
             if rows and turned:
-                assert made.quantized.twin is not None
-                assert torch.equal(made.quantized.twin.codes(), expected.codes().t())
-            assert_ends_in_zeros(made.quantized)
+                assert produced.quantized.twin is not None
+                assert torch.equal(produced.quantized.twin.codes(), expected.codes().t())
+            assert_ends_in_zeros(produced.quantized)
             if spec.per_tensor:
-                assert torch.equal(made.amax, expected.amax)  # type: ignore[arg-type]
+                assert torch.equal(produced.amax, expected.amax)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -98,13 +98,13 @@ def test_odd_inputs_are_quantized_as_their_result_is(spec: QuantSpec) -> None:
     for name, value in nasty((5, 40)).items():
         x = [torch.from_numpy(value).to(DEVICE).bfloat16()]
         for factor in (None, torch.tensor([0.25], device=DEVICE)) if spec.per_tensor else (None,):
-            made = gpu.activated("swiglu", (), x, spec, factor)
-            assert made.y is not None
-            expected = reference.quantize(made.y, spec, None, factor)
-            if made.quantized is not None:
-                assert_same(made.quantized, expected)
-            if made.amax is not None:
-                torch.testing.assert_close(made.amax, expected.amax, rtol=0, atol=0, equal_nan=True, msg=name)
+            produced = gpu.activated("swiglu", (), x, spec, factor)
+            assert produced.y is not None
+            expected = reference.quantize(produced.y, spec, None, factor)
+            if produced.quantized is not None:
+                assert_same(produced.quantized, expected)
+            if produced.amax is not None:
+                torch.testing.assert_close(produced.amax, expected.amax, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 def assert_ends_in_zeros(q: Quantized) -> None:

@@ -17,8 +17,8 @@ SHAPES = [(1, 1), (5, 7), (32, 128), (33, 130), (64, 128), (300, 3), (700, 200)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
+def relative(sums: Tensor, expected: Tensor) -> float:
+    return ((sums.double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -28,9 +28,9 @@ SHAPES = [(3, 4), (2, 100), (3, 256), (2, 16400)]
 EPS = 1e-5
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative(result: Tensor, expected: Tensor) -> float:
     scale = expected.square().mean().sqrt().item()
-    return (found.double() - expected).square().mean().sqrt().item() / scale if scale else math.inf
+    return (result.double() - expected).square().mean().sqrt().item() / scale if scale else math.inf
 
 
 def parameters(kind: str, columns: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor | None, Tensor | None]:
@@ -58,9 +58,9 @@ def test_forward_and_backward_keep_their_bound_of_float64(kind: str, shape: tupl
     assert relative(y, exact[0]) < 1e-6
     grads = gpu.backward(g, x, gamma, beta, mean, inverse, kind)
     expected = norm._plain_backward(*wide(g, x, gamma, beta, *exact[1:]), kind)  # type: ignore[arg-type]
-    for found, want in zip(grads, expected, strict=True):
-        assert found.shape == want.shape
-        assert not want.numel() or relative(found, want) < 1e-6
+    for grad, want in zip(grads, expected, strict=True):
+        assert grad.shape == want.shape
+        assert not want.numel() or relative(grad, want) < 1e-6
     assert not workspace(DEVICE).any(), "the programs' meeting place is left as it was found"
 
 
@@ -74,17 +74,17 @@ def test_what_is_quantized_is_the_output_quantized(shape: tuple[int, int], spec:
         if not gpu.mode(spec, spec.per_tensor, shape[1]):
             assert shape[1] > gpu.WIDEST
             continue
-        made = gpu.normalized(x, gamma, beta, kind, EPS, spec, factor)
+        produced = gpu.normalized(x, gamma, beta, kind, EPS, spec, factor)
         y, _, _ = gpu.forward(x, gamma, beta, kind, EPS)
-        assert torch.equal(made.y, y)  # type: ignore[arg-type]
+        assert torch.equal(produced.y, y)  # type: ignore[arg-type]
         expected = reference.quantize(y, spec, None, factor)
-        assert made.quantized is not None
-        assert_same(made.quantized, expected)
-        data = made.quantized.data
+        assert produced.quantized is not None
+        assert_same(produced.quantized, expected)
+        data = produced.quantized.data
         base = data.as_strided((shape[0], data.stride(0)), (data.stride(0), 1))
         assert not base[:, shape[1] :].view(torch.uint8).any(), "what ends a row is zero, for GEMMs that read it"
         if spec.per_tensor:
-            assert torch.equal(made.amax, expected.amax)  # type: ignore[arg-type]
+            assert torch.equal(produced.amax, expected.amax)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -94,13 +94,13 @@ def test_values_that_hurt_are_quantized_as_the_output_is(spec: QuantSpec) -> Non
         for kind in ("LayerNorm", "L2"):
             gamma, beta = parameters(kind, 40)
             for factor in (None, torch.tensor([0.25], device=DEVICE)) if spec.per_tensor else (None,):
-                made = gpu.normalized(x, gamma, beta, kind, EPS, spec, factor)
-                assert made.y is not None
-                expected = reference.quantize(made.y, spec, None, factor)
-                if made.quantized is not None:
-                    assert_same(made.quantized, expected)
-                if made.amax is not None:
-                    torch.testing.assert_close(made.amax, expected.amax, rtol=0, atol=0, equal_nan=True, msg=name)
+                produced = gpu.normalized(x, gamma, beta, kind, EPS, spec, factor)
+                assert produced.y is not None
+                expected = reference.quantize(produced.y, spec, None, factor)
+                if produced.quantized is not None:
+                    assert_same(produced.quantized, expected)
+                if produced.amax is not None:
+                    torch.testing.assert_close(produced.amax, expected.amax, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -126,8 +126,8 @@ def test_rows_that_lie_apart_and_askew_give_the_bits_of_rows_that_lie_together()
         assert torch.equal(y, gpu.forward(alone, gamma, None, "RMSNorm", EPS)[0])
         assert gpu.vector(gpu._rows(x)) == gpu.vector(gpu._rows(alone))
         grads = [gpu.backward(g, v, gamma, None, mean, inverse, "RMSNorm") for g, v in ((x, alone), (alone, x))]
-        for found, expected in zip(*grads, strict=True):
-            assert torch.equal(found, expected)
+        for grad, expected in zip(*grads, strict=True):
+            assert torch.equal(grad, expected)
         assert y.shape == x.shape
         assert inverse.shape == (*x.shape[:-1], 1)
 
@@ -142,10 +142,12 @@ def test_parameters_that_lie_apart_are_read_where_they_lie() -> None:
     x, g = torch.randn(4, 100, device=DEVICE), torch.randn(4, 100, device=DEVICE)
     room = torch.randn(100, 3, device=DEVICE)
     gamma, beta = room[:, 0], room[:, 2]
-    found = gpu.forward(x, gamma, beta, "LayerNorm", EPS)
+    outputs = gpu.forward(x, gamma, beta, "LayerNorm", EPS)
     expected = gpu.forward(x, gamma.clone(), beta.clone(), "LayerNorm", EPS)
-    grads = gpu.backward(g, x, gamma, beta, *found[1:], "LayerNorm")
+    grads = gpu.backward(g, x, gamma, beta, *outputs[1:], "LayerNorm")
     for one, other in zip(
-        (*found, *grads), (*expected, *gpu.backward(g, x, gamma.clone(), beta, *found[1:], "LayerNorm")), strict=True
+        (*outputs, *grads),
+        (*expected, *gpu.backward(g, x, gamma.clone(), beta, *outputs[1:], "LayerNorm")),
+        strict=True,
     ):
         assert torch.equal(one, other)

@@ -47,8 +47,8 @@ def test_turning_there_and_back_gives_the_bits_of_the_plain_formula(
     q, k = nasty((*tokens, 3, head_dim), torch.bfloat16), nasty((*tokens, 1, head_dim), torch.bfloat16)
     cos, sin = rope.tables(q, layout=layout, **options)
     for back in (False, True):
-        found = gpu.turn(q, k, cos, sin, interleaved, back)
-        for name, ours, given in zip("qk", found, (q, k), strict=True):
+        turned = gpu.turn(q, k, cos, sin, interleaved, back)
+        for name, ours, given in zip("qk", turned, (q, k), strict=True):
             assert ours is not None
             assert_bitwise(ours, _turn(given, cos, sin, interleaved, back), f"{name}, back={back}")
 
@@ -79,7 +79,7 @@ def test_parts_of_a_fused_projection_are_turned_where_they_lie() -> None:
 @INTERLEAVED
 def test_gradients_of_both_and_their_gradients_are_those_of_the_plain_formula(interleaved: bool) -> None:
     rope = RotaryEmbedding(8, fraction=0.5, interleaved=interleaved, device=DEVICE)
-    found = []
+    runs = []
     for name in ("triton", "reference"):
         torch.manual_seed(0)
         q, k = (torch.randn(1, 2, h, 8, device=DEVICE, requires_grad=True) for h in (2, 1))
@@ -93,8 +93,8 @@ def test_gradients_of_both_and_their_gradients_are_those_of_the_plain_formula(in
             second = torch.autograd.grad(cubed, (q, k), create_graph=True)
             third = torch.autograd.grad(sum(g.square().sum() for g in second), (q, k))
             (alone,) = torch.autograd.grad(apply_rotary_to_both(q, k, cos, sin, interleaved)[1].sum(), (k,))
-        found.append((*turned, *first, *second, *third, alone))
-    for ours, plain in zip(*found, strict=True):
+        runs.append((*turned, *first, *second, *third, alone))
+    for ours, plain in zip(*runs, strict=True):
         assert_bitwise(ours.detach(), plain.detach())
 
 
@@ -119,15 +119,15 @@ def test_what_the_kernel_does_not_take_goes_the_plain_way() -> None:
 def test_a_module_under_the_kernels_computes_what_it_does_without(interleaved: bool) -> None:
     layer = qt.MultiheadAttention(32, 2, rope=RotaryEmbedding(16, interleaved=interleaved), bias=False).to(DEVICE)
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((1, 4, 32), np.float32)).to(DEVICE)
-    found = []
+    runs = []
     for name in ("triton", "reference"):
         given = x.clone().requires_grad_()
         with qt.only(name):
             y = layer(given)
         y.sum().backward()
         assert given.grad is not None
-        found.append((y.detach(), given.grad))
-    for ours, plain in zip(*found, strict=True):
+        runs.append((y.detach(), given.grad))
+    for ours, plain in zip(*runs, strict=True):
         assert_close("under the kernels", ours, plain.cpu().numpy(), 1e-6)
 
 
@@ -136,8 +136,8 @@ def test_heads_far_apart_are_found(monkeypatch: pytest.MonkeyPatch, tokens: int,
     """[B, H, S, D] seen as [B, S, H, D]: the heads of a million tokens are 2**27 elements apart."""
     x = torch.empty((1, 32, tokens, 128), dtype=torch.bfloat16, device="meta").transpose(1, 2)
     table = torch.empty((tokens, 1, 128), device="meta")
-    found: list[dict[str, Any]] = []
+    launched: list[dict[str, Any]] = []
     monkeypatch.setattr(gpu, "_launches", {})
-    monkeypatch.setattr(gpu, "launcher", lambda *args, **_: found.append(args[4]) or (lambda *_: None))
+    monkeypatch.setattr(gpu, "launcher", lambda *args, **_: launched.append(args[4]) or (lambda *_: None))
     gpu.turn(x, None, table, table, False, False)
-    assert found[0]["FAR"] is far
+    assert launched[0]["FAR"] is far

@@ -47,14 +47,14 @@ def main(arguments: list[str]) -> int:
 
 def merged(measured: dict[int, list[Checked]], rows: ceilings.Table) -> ceilings.Table:
     """The table's rows with those that were measured in their places, new ones at the end."""
-    found = {name: dict(row) for name, row in rows.items()}
+    by_case = {name: dict(row) for name, row in rows.items()}
     for checked in measured.values():
         for c in checked:
-            found[c.name] = {}
+            by_case[c.name] = {}
     for arch, checked in measured.items():
         for c in (c for c in checked if c.row):
-            found[c.name][f"sm_{arch}"] = c.row
-    return found
+            by_case[c.name][f"sm_{arch}"] = c.row
+    return by_case
 
 
 def show(checked: list[Checked], arch: int) -> None:

@@ -88,5 +88,5 @@ def broken(launch: Launch, arch: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = {name: {arch: broken(launch, arch) for arch in ARCHITECTURES} for name, launch in launches().items()}
-    print(json.dumps({"triton": triton.__version__, "broken": found}))
+    by_name = {name: {arch: broken(launch, arch) for arch in ARCHITECTURES} for name, launch in launches().items()}
+    print(json.dumps({"triton": triton.__version__, "broken": by_name}))

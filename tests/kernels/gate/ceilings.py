@@ -40,14 +40,14 @@ def figures(recorded: Recorded, code: Code) -> Row:
 
 def above(row: Row, ceiling: Row) -> list[str]:
     """What is above the table, in words."""
-    found = []
+    higher = []
     for name in ("registers", "shared", "instructions", "per_element"):
         if name in row and row[name] > ceiling.get(name, 0):
-            found.append(f"{name} {row[name]}, the table has {ceiling.get(name)}")
+            higher.append(f"{name} {row[name]}, the table has {ceiling.get(name)}")
     for name in ("loads", "stores"):
         if _narrow(row[name]) > _narrow(ceiling.get(name, "")):
-            found.append(f"{name} narrower than 16 bytes: {row[name]}, the table has {ceiling.get(name)}")
-    return found
+            higher.append(f"{name} narrower than 16 bytes: {row[name]}, the table has {ceiling.get(name)}")
+    return higher
 
 
 def load(path: Path = PATH) -> Ceilings:

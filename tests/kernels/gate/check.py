@@ -26,7 +26,7 @@ class Checked:
 
 def measure(cases: Sequence[Case], arch: int, chosen: Sequence[Case] | None = None) -> list[Checked]:
     """Compile what these rows launch on sm_`arch`, or the chosen ones of them, and read it."""
-    found = []
+    checked = []
     for recorded in record(cases, arch):
         if chosen is not None and recorded.case not in chosen:
             continue
@@ -35,10 +35,10 @@ def measure(cases: Sequence[Case], arch: int, chosen: Sequence[Case] | None = No
         except Exception as error:
             # Whatever a compiler dies of; the others are still read.
             said = f"does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            found.append(Checked(recorded.name, {}, (said,)))
+            checked.append(Checked(recorded.name, {}, (said,)))
             continue
-        found.append(Checked(recorded.name, figures(recorded, code), tuple(broken_rules(recorded, code))))
-    return found
+        checked.append(Checked(recorded.name, figures(recorded, code), tuple(broken_rules(recorded, code))))
+    return checked
 
 
 def broken_rules(recorded: Recorded, code: Code) -> list[str]:
@@ -67,35 +67,37 @@ def failures(
             holds them all.
     """
     names = {c.name for c in checked} if launched is None else launched
-    found = [f"{c.name}: {what}" for c in checked for what in c.broken]
+    sentences = [f"{c.name}: {what}" for c in checked for what in c.broken]
     if table.triton and table.triton != triton.__version__:
-        return found
+        return sentences
     key = f"sm_{arch}"
     for c in (c for c in checked if c.row):
         ceiling = table.rows.get(c.name, {}).get(key)
         if ceiling is None:
-            found.append(f"{c.name}: has no ceilings; write them with `{UPDATE} --only {_pattern(c.name)}`")
+            sentences.append(f"{c.name}: has no ceilings; write them with `{UPDATE} --only {_pattern(c.name)}`")
         else:
             higher = above(c.row, ceiling)
-            found += [f"{c.name}: {what}; if this is meant, `{UPDATE} --only {_pattern(c.name)}`" for what in higher]
+            sentences += [
+                f"{c.name}: {what}; if this is meant, `{UPDATE} --only {_pattern(c.name)}`" for what in higher
+            ]
     stale = [name for name, row in table.rows.items() if key in row and name not in names]
-    found += [f"{name}: is in ceilings.toml and launched by no row of cases.py; `{UPDATE}`" for name in stale]
-    return found + (_behind(checked, names) if arch == ARCHITECTURE else [])
+    sentences += [f"{name}: is in ceilings.toml and launched by no row of cases.py; `{UPDATE}`" for name in stale]
+    return sentences + (_behind(checked, names) if arch == ARCHITECTURE else [])
 
 
 def _behind(checked: Sequence[Checked], launched: Collection[str]) -> list[str]:
     rows = {c.name: c.row for c in checked}
-    found = []
+    sentences = []
     for name, (figure, best) in (BEST | BEHIND).items():
         if name not in rows:
-            found += [] if name in launched else [f"{name}: is in best.py and launched by no row of cases.py"]
+            sentences += [] if name in launched else [f"{name}: is in best.py and launched by no row of cases.py"]
             continue
         reached = rows[name].get(figure, best + 1) <= best
         if reached and name in BEHIND:
-            found.append(f"{name}: {figure} {best} is reached: move its row of best.py to BEST")
+            sentences.append(f"{name}: {figure} {best} is reached: move its row of best.py to BEST")
         elif not reached and name in BEST:
-            found.append(f"{name}: {figure} {rows[name].get(figure)}, {best} was reached before")
-    return found
+            sentences.append(f"{name}: {figure} {rows[name].get(figure)}, {best} was reached before")
+    return sentences
 
 
 def _pattern(name: str) -> str:

@@ -59,12 +59,12 @@ def read(launch: Launch, arch: int) -> Code:
     """Compile one launch for sm_`arch` and read it; kept in Triton's own cache beside what it is read from."""
     kernel = triton.compile(launch.source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     kept = get_cache_manager(sha256(f"{kernel.hash} read by {READER}".encode()).hexdigest())
-    found = kept.get_file("code.json")
-    if found is None:
+    file = kept.get_file("code.json")
+    if file is None:
         code = _read(kernel)
         kept.put(json.dumps(code), "code.json", binary=False)
     else:
-        code = json.loads(Path(found).read_text())
+        code = json.loads(Path(file).read_text())
     widths = {name: {int(w): n for w, n in value.items()} for name, value in code.items() if isinstance(value, dict)}
     return Code(**{**code, **widths})
 
@@ -74,17 +74,17 @@ def _read(kernel: Any) -> dict[str, Any]:
     usage = USAGE.search(listing)
     assert usage is not None, f"cuobjdump says nothing of the registers:\n{listing[:500]}"
     registers, stack, local = map(int, usage.groups())
-    found = Counter(INSTRUCTION.findall(listing))
-    assert found, f"cuobjdump lists no instruction:\n{listing[:500]}"
+    instructions = Counter(INSTRUCTION.findall(listing))
+    assert instructions, f"cuobjdump lists no instruction:\n{listing[:500]}"
     return {
         "registers": registers,
         "stack": stack + local,
         "shared": kernel.metadata.shared,
-        "instructions": sum(found.values()),
-        "loads": _widths(found, LOADS),
-        "stores": _widths(found, STORES),
-        "shared_loads": _widths(found, SHARED_LOADS),
-        "local": sum(_widths(found, LOCAL).values()),
+        "instructions": sum(instructions.values()),
+        "loads": _widths(instructions, LOADS),
+        "stores": _widths(instructions, STORES),
+        "shared_loads": _widths(instructions, SHARED_LOADS),
+        "local": sum(_widths(instructions, LOCAL).values()),
         "truncating": kernel.asm["ptx"].count("cvt.rz.f16.f32"),
         "passing_nan": len(re.findall(r"\b(?:max|min)\.NaN\b", kernel.asm["ptx"])),
         "exchanged_bytes": len(EXCHANGED_BYTES.findall(kernel.asm["ttgir"])),
@@ -102,10 +102,10 @@ def _listing(cubin: bytes) -> str:
     return "".join(one.stdout + one.stderr for one in done)
 
 
-def _widths(found: Counter[str], kinds: tuple[str, ...]) -> dict[int, int]:
+def _widths(instructions: Counter[str], kinds: tuple[str, ...]) -> dict[int, int]:
     """Instructions by the bytes that a thread moves in one."""
     widths: Counter[int] = Counter()
-    for name, count in found.items():
+    for name, count in instructions.items():
         kind, *suffixes = name.split(".")
         if kind in kinds:
             widths[next((BITS[s] for s in suffixes if s in BITS), 4)] += count
@@ -116,5 +116,5 @@ def _widths(found: Counter[str], kinds: tuple[str, ...]) -> dict[int, int]:
 def ptxas_version() -> str:
     """Of the assembler inside Triton's package."""
     done = subprocess.run([TOOLS / "ptxas", "--version"], capture_output=True, text=True, check=True)
-    found = re.search(r"V([\d.]+)", done.stdout)
-    return found.group(1) if found else "unknown"
+    version = re.search(r"V([\d.]+)", done.stdout)
+    return version.group(1) if version else "unknown"

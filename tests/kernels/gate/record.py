@@ -33,7 +33,7 @@ def record(cases: Sequence[Case], arch: int) -> list[Recorded]:
     Raises:
         ValueError: a row launches nothing, or two have one name.
     """
-    found: list[Recorded] = []
+    recorded: list[Recorded] = []
     seen: set[str] = set()
     names: set[str] = set()
     for case in cases:
@@ -49,11 +49,11 @@ def record(cases: Sequence[Case], arch: int) -> list[Recorded]:
             count = 1 + sum(n == name or n.startswith(f"{name} #") for n in names)
             name = name if count == 1 else f"{name} #{count}"
             names.add(name)
-            found.append(Recorded(case, name, launch))
+            recorded.append(Recorded(case, name, launch))
     repeated = {case.name for case in cases if [c.name for c in cases].count(case.name) > 1}
     if repeated:
         raise ValueError(f"two rows of tests/kernels/cases.py are called {', '.join(sorted(repeated))}")
-    return found
+    return recorded
 
 
 def identity(launch: Launch) -> str:

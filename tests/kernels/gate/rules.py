@@ -62,5 +62,7 @@ def _narrow(widths: dict[int, int], moved: str, launch: Launch) -> str:
     wide = sum(width * count for width, count in widths.items() if width >= 16)
     if not even(launch) or not total or wide >= WIDE_SHARE * total:
         return ""
-    found = ", ".join(f"{count} of {width}" for width, count in sorted(widths.items(), reverse=True))
-    return f"{wide} of {total} bytes are {moved} 16 at a time ({found}); are strides and addresses known to be aligned?"
+    by_width = ", ".join(f"{count} of {width}" for width, count in sorted(widths.items(), reverse=True))
+    return (
+        f"{wide} of {total} bytes are {moved} 16 at a time ({by_width}); are strides and addresses known to be aligned?"
+    )

@@ -109,8 +109,10 @@ def test_sums_are_of_the_values_before_scaling_in_any_layout(dtype: torch.dtype)
         assert_bitwise(add_up(q.partial_sums, torch.float32), x.float().sum(0))
     q, turned = gpu.quantize_both(base, SPECS[0], SPECS[0], sums=True)
     assert q.partial_sums is not None and turned.partial_sums is None
-    lying = gpu.quantize_both(base.t(), SPECS[0], SPECS[0], sums=True)
-    assert lying[0].partial_sums is lying[1].partial_sums is None, "of a transpose the other sums would be asked for"
+    transposed = gpu.quantize_both(base.t(), SPECS[0], SPECS[0], sums=True)
+    assert transposed[0].partial_sums is transposed[1].partial_sums is None, (
+        "of a transpose the other sums would be asked for"
+    )
 
 
 @pytest.mark.parametrize("blocks", [1, 40, 1100])
@@ -141,8 +143,8 @@ def test_what_kernels_do_not_read_goes_to_the_reference(monkeypatch: pytest.Monk
     assert_same(gpu.quantize(x, QuantSpec(E4M3, (2, 3))), reference.quantize(x, QuantSpec(E4M3, (2, 3))))
     monkeypatch.setattr(gpu, "LONGEST_SIDE", 10)
     assert "20 elements" in gpu.reason(x, spec)
-    for found, wanted in zip(gpu.quantize_both(x, spec, spec), (x, x.t()), strict=True):
-        assert_same(found, reference.quantize(wanted, spec))
+    for operand, wanted in zip(gpu.quantize_both(x, spec, spec), (x, x.t()), strict=True):
+        assert_same(operand, reference.quantize(wanted, spec))
 
 
 @pytest.mark.parametrize("spec", SPECS[:2], ids=str)

@@ -23,19 +23,19 @@ HALF = torch.bfloat16
 def layouts(x: Tensor, spec: QuantSpec) -> list[Quantized]:
     """An operand as it comes, as a view of its transpose, and with its scales swizzled."""
     q = reference.quantize(x, spec)
-    found = [q]
+    operands = [q]
     if spec.transposable:
-        found.append(q.T)
+        operands.append(q.T)
     if spec.scale == "e8m0" or spec.two_level:
         assert isinstance(q.scale, Tensor)
         rows = spread(q.scale, (spec.block[0], 1), (q.shape[0], q.scale.shape[1]))
-        found.append(Quantized(q.data, swizzle(rows), spec, q.shape, False, q.tensor_factor, swizzled=True))
-    return found
+        operands.append(Quantized(q.data, swizzle(rows), spec, q.shape, False, q.tensor_factor, swizzled=True))
+    return operands
 
 
-def assert_equal(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0, equal_nan=True)
+def assert_equal(decoded: Tensor, expected: Tensor) -> None:
+    assert decoded.shape == expected.shape
+    torch.testing.assert_close(decoded.float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -94,19 +94,19 @@ def test_what_is_not_finite_is_not_noted(top: float, before: float) -> None:
 def test_a_training_layer_has_the_same_state_as_on_the_plain_path(options: dict[str, Any]) -> None:
     recipe = recipes.delayed(**options)
     start = qt.Linear(8, 6, device=DEVICE).state_dict()
-    found: dict[str, list[torch.Tensor]] = {}
+    by_path: dict[str, list[torch.Tensor]] = {}
     for name in ("triton", "reference"):
         torch.manual_seed(0)
         layer = qt.Linear(8, 6, device=DEVICE)
         layer.load_state_dict(start)
-        states = found[name] = []
+        states = by_path[name] = []
         for scale in [1.0, 1e-3, 40.0, 0.0, math.inf, 1.0]:
             x, g = torch.randn(4, 8, device=DEVICE), torch.randn(4, 6, device=DEVICE)
             x[0, 0] *= scale
             with qt.only(name), qt.autocast(recipe):
                 layer(x).backward(g)
             states += [layer.history.clone(), layer.factor.clone()]
-    for ours, plain in zip(*found.values(), strict=True):
+    for ours, plain in zip(*by_path.values(), strict=True):
         assert_bitwise(ours, plain)
 
 

@@ -17,7 +17,7 @@ def every_byte(rows: int, k: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("lying", ["padded", "dense", "offset", "gaps", "transpose"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bytes_are_turned_and_rows_end_in_zeros(shape: tuple[int, int], lying: str) -> None:
+def test_bytes_are_turned_and_rows_end_in_zeros(shape: tuple[int, int], layout: str) -> None:
     rows, k = shape
     codes = every_byte(rows, k)
     base = torch.full((rows + 1, -(-k // 16) * 16 + 32), 0xAB, dtype=torch.uint8, device=DEVICE)
@@ -27,7 +27,7 @@ def test_bytes_are_turned_and_rows_end_in_zeros(shape: tuple[int, int], lying: s
         "offset": base[1:, 3 : 3 + k],
         "gaps": base[:rows, 16 : 16 + k],
         "transpose": torch.empty((k, rows), dtype=torch.uint8, device=DEVICE).t(),
-    }[lying]
+    }[layout]
     room.copy_(codes)
     turned = gpu.transpose(room.view(torch.float8_e4m3fn))
     assert turned.dtype == torch.float8_e4m3fn

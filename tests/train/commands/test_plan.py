@@ -42,23 +42,23 @@ def test_the_table_has_a_row_a_shape_and_the_sums() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_model_is_planned_under_every_recipe(model: str, recipe: str) -> None:
-    made = plan(model, recipe, "h200", tokens=1024)
-    counted = sum(len(row.names) * row.cost.in_features * row.cost.out_features for row in made.rows)
+    planned = plan(model, recipe, "h200", tokens=1024)
+    counted = sum(len(row.names) * row.cost.in_features * row.cost.out_features for row in planned.rows)
     assert counted * MODELS[model].layers == sum(n * k for n, k in projections(MODELS[model]).values())
-    assert len(list(cells(made))) == len(made.rows) + 2 and verdict(made)
-    json.dumps(as_json(made))
+    assert len(list(cells(planned))) == len(planned.rows) + 2 and verdict(planned)
+    json.dumps(as_json(planned))
 
 
 def test_the_sums_are_sums() -> None:
-    made = plan("llama3-8b", "rowwise", "h100", tokens=4096, micro_batches=4)
+    planned = plan("llama3-8b", "rowwise", "h100", tokens=4096, micro_batches=4)
     alone = [
         ledger.layer(get("rowwise"), 4096, k, n, "h100", micro_batches=4)
         for name, (n, k) in projections(MODELS["llama3-8b"]).items()
         if name.startswith("layers.0.")
     ]
-    assert made.seconds == pytest.approx(sum(cost.seconds for cost in alone))
-    assert made.bytes == pytest.approx(sum(cost.bytes for cost in alone))
-    assert made.speedup == pytest.approx(sum(c.bf16_seconds for c in alone) / made.seconds)
+    assert planned.seconds == pytest.approx(sum(cost.seconds for cost in alone))
+    assert planned.bytes == pytest.approx(sum(cost.bytes for cost in alone))
+    assert planned.speedup == pytest.approx(sum(c.bf16_seconds for c in alone) / planned.seconds)
 
 
 def test_fusing_and_micro_batches_gain() -> None:

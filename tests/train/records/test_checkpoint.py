@@ -190,11 +190,11 @@ def test_no_deletion_leaves_a_folder_without_its_state(tmp_path: Path, monkeypat
 
 
 def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
-    mine, run = tmp_path / "mine", tmp_path / "run"
-    mine.write_text("precious")
+    precious, run = tmp_path / "mine", tmp_path / "run"
+    precious.write_text("precious")
     run.mkdir()
     for name in ("config.toml.partial", ".step-000001.partial", "config.toml"):
-        (run / name).symlink_to(mine)
+        (run / name).symlink_to(precious)
     whole_file.write(run / "config.toml", "steps = 1")
     assert checkpoint.save(run, 1, *trained(), ABOUT).is_dir()
-    assert mine.read_text() == "precious" and (run / "config.toml").read_text() == "steps = 1"
+    assert precious.read_text() == "precious" and (run / "config.toml").read_text() == "steps = 1"

@@ -22,17 +22,17 @@ def test_every_family_trains_and_decodes_alike_with_each_cache(make_config: Make
     """40 tokens: Gemma 2's and Mistral's windows are 16."""
     result = run_training(make_config(model=name, dtype="float32", steps=5))
     assert result.losses[5] < result.losses[1]
-    found = [generation.generate(result.folder, "7 times", tokens=33, how=GREEDY, cache=cache) for cache in CACHES]
-    assert found[0].tokens == found[1].tokens == found[2].tokens and found[0].tokens
+    decoded = [generation.generate(result.folder, "7 times", tokens=33, how=GREEDY, cache=cache) for cache in CACHES]
+    assert decoded[0].tokens == decoded[1].tokens == decoded[2].tokens and decoded[0].tokens
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8", "blockwise", "rowwise_bf16_wgrad"])
 def test_recipes_that_quantize_row_by_row_decode_alike_with_each_cache(trained: Path, recipe: str) -> None:
-    found = [
+    decoded = [
         generation.generate(trained, "7 times", tokens=40, how=GREEDY, cache=cache, recipe=recipe).tokens
         for cache in CACHES
     ]
-    assert found[0] == found[1] == found[2]
+    assert decoded[0] == decoded[1] == decoded[2]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "tensorwise", "nvfp4", "tensorwise(attention=True)"])

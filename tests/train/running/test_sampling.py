@@ -9,8 +9,8 @@ LOGITS = np.log([0.1, 0.4, 0.2, 0.3])
 def drawn(how: Sampling, logits: np.ndarray = LOGITS, times: int = 4000) -> np.ndarray:
     """How often each token comes."""
     random = np.random.default_rng(0)
-    found = [sample(logits, how, random) for _ in range(times)]
-    return np.bincount(found, minlength=len(logits)) / times
+    tokens = [sample(logits, how, random) for _ in range(times)]
+    return np.bincount(tokens, minlength=len(logits)) / times
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def drawn(how: Sampling, logits: np.ndarray = LOGITS, times: int = 4000) -> np.n
     ],
 )
 def test_tokens_come_as_often_as_they_should(options: dict[str, float], expected: list[float]) -> None:
-    found = drawn(Sampling(**({"top_k": 0} | options)))  # type: ignore[arg-type]
-    np.testing.assert_allclose(found, expected, atol=0.03)
-    assert (found[np.equal(expected, 0)] == 0).all()
+    shares = drawn(Sampling(**({"top_k": 0} | options)))  # type: ignore[arg-type]
+    np.testing.assert_allclose(shares, expected, atol=0.03)
+    assert (shares[np.equal(expected, 0)] == 0).all()
 
 
 def test_of_equal_logits_the_earlier_token_is_kept() -> None:

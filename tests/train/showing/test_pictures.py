@@ -102,13 +102,15 @@ def test_a_label_that_stands_alone_is_as_high_as_its_value(make_config: MakeConf
 
 
 def test_a_picture_is_whole_and_not_written_through_a_link(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("precious")
+    precious = tmp_path / "mine"
+    precious.write_text("precious")
     picture = tmp_path / "loss.png"
-    picture.symlink_to(mine)
+    picture.symlink_to(precious)
     records = [{"step": 1, "loss": 2.0}, {"step": 1, "validation_loss": 2.5}]
     plots.plot_loss(records, picture, "a run", "mxfp4")
-    assert mine.read_text() == "precious" and picture.read_bytes().startswith(b"\x89PNG") and not picture.is_symlink()
+    assert (
+        precious.read_text() == "precious" and picture.read_bytes().startswith(b"\x89PNG") and not picture.is_symlink()
+    )
     picture.unlink()
     picture.mkdir()
     with pytest.raises(ValueError, match=r"loss\.png is a folder, not a file; move it away"):

@@ -37,9 +37,9 @@ def stop_after(step: int) -> object:
 
 def learner(make_config: MakeConfig, **options: object) -> JaxLearner:
     config = make_config(framework="jax", **options)
-    made = frameworks.make(config, recipe_name.find(config.recipe), 256)
-    assert isinstance(made, JaxLearner)
-    return made
+    jax_learner = frameworks.make(config, recipe_name.find(config.recipe), 256)
+    assert isinstance(jax_learner, JaxLearner)
+    return jax_learner
 
 
 @pytest.mark.parametrize("recipe", ["delayed(history=4)", "nvfp4"])
@@ -86,31 +86,31 @@ def test_micro_batches_are_averaged(make_config: MakeConfig) -> None:
 
 
 def test_where_a_loss_that_is_not_finite_came_from(make_config: MakeConfig) -> None:
-    made = learner(make_config, dtype="float32")
-    batch = training_batch(TOKENS, made.config, 1)
-    assert made.first_output(batch) == "every module's output is finite"
-    sound, broken = dict(made.params), "layers.0.mlp.up_proj.weight"
-    made.params = {**sound, broken: sound[broken].at[3].set(3e38)}
-    before = jax.device_get(made.params)
-    assert not np.isfinite(made.step(batch, 1e-3)[0])
-    assert made.first_output(batch) == "the first output that is not finite is that of layers.0.mlp.up_proj"
-    after = jax.device_get(made.params)
-    assert all(np.array_equal(before[name], after[name]) for name in before) and made.updates == 0
-    made.params = {**sound, "norm.weight": sound["norm.weight"].at[3].set(np.nan)}
-    assert made.first_output(batch) == "the parameter norm.weight is already not finite"
+    training = learner(make_config, dtype="float32")
+    batch = training_batch(TOKENS, training.config, 1)
+    assert training.first_output(batch) == "every module's output is finite"
+    sound, broken = dict(training.params), "layers.0.mlp.up_proj.weight"
+    training.params = {**sound, broken: sound[broken].at[3].set(3e38)}
+    before = jax.device_get(training.params)
+    assert not np.isfinite(training.step(batch, 1e-3)[0])
+    assert training.first_output(batch) == "the first output that is not finite is that of layers.0.mlp.up_proj"
+    after = jax.device_get(training.params)
+    assert all(np.array_equal(before[name], after[name]) for name in before) and training.updates == 0
+    training.params = {**sound, "norm.weight": sound["norm.weight"].at[3].set(np.nan)}
+    assert training.first_output(batch) == "the parameter norm.weight is already not finite"
 
 
 def test_where_a_gradient_that_is_not_finite_came_from(make_config: MakeConfig) -> None:
-    made = learner(make_config, dtype="float32")
-    batch = training_batch(TOKENS, made.config, 1)
+    training = learner(make_config, dtype="float32")
+    batch = training_batch(TOKENS, training.config, 1)
     # Logits are what they were; what flows back through the head is not.
-    made.params = made.params | {
-        "head.weight": made.params["head.weight"] * 1e38,
-        "norm.weight": made.params["norm.weight"] * 1e-37,
+    training.params = training.params | {
+        "head.weight": training.params["head.weight"] * 1e38,
+        "norm.weight": training.params["norm.weight"] * 1e-37,
     }
-    loss, norm = made.step(batch, 1e-3)
-    assert np.isfinite(loss) and not np.isfinite(norm) and made.updates == 0
-    assert made.first_gradient(batch) in (
+    loss, norm = training.step(batch, 1e-3)
+    assert np.isfinite(loss) and not np.isfinite(norm) and training.updates == 0
+    assert training.first_gradient(batch) in (
         "the norm overflowed",
         "the first gradient that is not finite is that of norm.weight",
     )

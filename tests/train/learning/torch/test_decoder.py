@@ -93,11 +93,11 @@ def test_logits_are_capped_and_the_embedding_scaled_where_the_family_says() -> N
 @pytest.mark.parametrize("recompute", ["mlp", "full"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "nvfp4"])
 def test_recomputation_changes_no_bit(recipe: str, recompute: str) -> None:
-    found = recipes.get(recipe)
+    in_force = recipes.get(recipe)
     grads = []
     for what in ("none", recompute):
         model = build(replace(MODELS["gemma2-tiny"], layers=2), 256, 0, CPU, what)
-        quantize_layers(model, found, 0)  # its names say which random numbers are whose
+        quantize_layers(model, in_force, 0)  # its names say which random numbers are whose
         for _ in range(2):
             loss_of(model, ids(2, 17), "bfloat16").backward()
         grads.append([p.grad for p in model.parameters()])
@@ -109,12 +109,12 @@ def test_recomputation_changes_no_bit(recipe: str, recompute: str) -> None:
 def test_the_loss_in_chunks_is_that_of_all_logits(name: str, dtype: str, bound: float) -> None:
     """Gemma's head is the embedding, and its logits are capped."""
     model = build(replace(MODELS[name], layers=1), 256, 0, CPU)
-    batch, found = ids(2, 17), []
+    batch, runs = ids(2, 17), []
     for chunk in (0, 5, 1000):
         model.zero_grad()
         loss = loss_of(model, batch, dtype, chunk)
         loss.backward()
-        found.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
-    for loss, grad in found[1:]:
-        assert_close("loss", loss, found[0][0], bound)
-        assert_close("gradient", grad, found[0][1], bound)
+        runs.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    for loss, grad in runs[1:]:
+        assert_close("loss", loss, runs[0][0], bound)
+        assert_close("gradient", grad, runs[0][1], bound)

@@ -149,17 +149,17 @@ def translated(name: str, ours: Weights) -> Weights:
             parts = [ours[key.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
             ours = {k: v for k, v in ours.items() if k.replace("k_proj", "q_proj").replace("v_proj", "q_proj") != key}
             ours[key.replace("q_proj", "qkv")] = fuse(config, parts)
-    found = {}
+    parameters = {}
     for key, value in ours.items():
         first, _, rest = key.partition(".")
         if first == "layers":
             number, _, part = rest.partition(".")
             old = next((old for old in names if part.startswith(old)), "")
             part = names.get(old, "") + part[len(old) :]
-            found[f"{around['layers']}{names.get('layers.', 'layers.')}{number}.{part}"] = value
+            parameters[f"{around['layers']}{names.get('layers.', 'layers.')}{number}.{part}"] = value
         else:
-            found[f"{around[first]}.{rest}"] = value
-    return found
+            parameters[f"{around[first]}.{rest}"] = value
+    return parameters
 
 
 def random_model(name: str) -> Decoder:
