@@ -175,7 +175,9 @@ def test_results_are_written_with_card_and_verdicts_but_not_of_a_dry_run(
     assert report.write(done, setting, Options(dry=True, folder=tmp_path / "kept")) == []
     assert not out.exists()
     paths = report.write(done, setting, Options(folder=tmp_path / "kept"))
-    assert sorted(path.name for path in paths) == sorted(2 * [f"gpu-h200-{setting['date']}{s}" for s in (".json", ".md")])
+    assert sorted(path.name for path in paths) == sorted(
+        2 * [f"gpu-h200-{setting['date']}{s}" for s in (".json", ".md")]
+    )
     data = json.loads((out / f"gpu-h200-{setting['date']}.json").read_text(encoding="utf-8"))
     assert data["machine"]["commit"] == "abc123" and data["targets"][0]["verdict"] == "pass"
     text = (out / f"gpu-h200-{setting['date']}.md").read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ def train(net: nn.Module, step: Step, steps: int = 3, dtype: torch.dtype = torch
     # A graph that rolls histories is for the layers that are alive: those of other tests must not go meanwhile.
     gc.collect()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    found = {}
+    tensors = {}
     for i in range(steps):
         x = (torch.randn(5, 7, 64) * (i + 1)).to(dtype).requires_grad_()
         # The first step gives the layers their buffers, which the second finds.
@@ -62,12 +62,12 @@ def train(net: nn.Module, step: Step, steps: int = 3, dtype: torch.dtype = torch
             y = step(x)
         y.float().square().sum().backward()
         assert x.grad is not None
-        found |= {f"output {i}": y.detach().clone(), f"grad_input {i}": x.grad}
-        found |= {f"grad of {name} {i}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-        found |= {f"{name} {i}": b.clone() for name, b in net.named_buffers()}
+        tensors |= {f"output {i}": y.detach().clone(), f"grad_input {i}": x.grad}
+        tensors |= {f"grad of {name} {i}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+        tensors |= {f"{name} {i}": b.clone() for name, b in net.named_buffers()}
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return tensors
 
 
 def assert_trained_alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -350,7 +350,7 @@ def test_a_model_made_on_meta_trains() -> None:
 
 def quantize_arguments() -> dict[str, tuple[Any, ...]]:
     x = torch.randn(24, 40)
-    found: dict[str, tuple[Any, ...]] = {}
+    arguments: dict[str, tuple[Any, ...]] = {}
     for make in recipes.RECIPES.values():
         for spec in make().operands().values():
             if spec is None:
@@ -359,8 +359,10 @@ def quantize_arguments() -> dict[str, tuple[Any, ...]]:
             factor = torch.tensor(4.0) if make().delayed is not None else None
             for turned in (False, True):
                 key = f"{spec.text}{' turned' * turned}{' with a factor' * (factor is not None)}"
-                found.setdefault(key, (x.bfloat16(), turned, spec.text, None, factor, 1, torch.tensor(2), count, None))
-    return found
+                arguments.setdefault(
+                    key, (x.bfloat16(), turned, spec.text, None, factor, 1, torch.tensor(2), count, None)
+                )
+    return arguments
 
 
 QUANTIZE = quantize_arguments()

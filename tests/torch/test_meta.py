@@ -48,9 +48,9 @@ def step(net: nn.Module, name: str) -> dict[str, Tensor]:
     for _ in range(2):
         with qt.autocast(name):
             net(torch.randn(8, 32)).square().sum().backward()
-    found = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
     # Another model's autocast will roll these.
-    return found | {n: b.clone() for n, b in net.named_buffers() if not n.endswith("count")}
+    return grads | {n: b.clone() for n, b in net.named_buffers() if not n.endswith("count")}
 
 
 def assert_alike(net: nn.Module, other: nn.Module, name: str) -> None:

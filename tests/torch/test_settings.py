@@ -52,9 +52,9 @@ def same(setting: str, folder: Path) -> None:
     """Under a setting as under none: bit for bit, or within the GEMM's bound where sums have another order."""
     file = folder / f"{setting}.pt"
     assert file.exists(), f"{setting}: " + (folder / "words").read_text(encoding="utf-8")
-    found, expected = torch.load(file), torch.load(folder / "none.pt")
-    assert list(found) == list(expected) and expected
-    for what, t in found.items():
+    tensors, expected = torch.load(file), torch.load(folder / "none.pt")
+    assert list(tensors) == list(expected) and expected
+    for what, t in tensors.items():
         assert not expected[what].isnan().any(), what
         if setting in BOUNDED:
             assert t.dtype is expected[what].dtype

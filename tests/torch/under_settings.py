@@ -67,7 +67,7 @@ def step(recipe: Any, shape: tuple[int, int, int, torch.dtype, bool], inference:
     tokens, k, n, dtype, bias = shape
     torch.manual_seed(0)
     layer = qt.Linear(k, n, bias=bias, device="cpu", dtype=torch.float32).to(dtype)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for i in range(2):
         x, g = (torch.randn(tokens, size, dtype=torch.float32, device="cpu").to(dtype) for size in (k, n))
         if inference:
@@ -78,9 +78,9 @@ def step(recipe: Any, shape: tuple[int, int, int, torch.dtype, bool], inference:
         with qt.autocast(recipe=recipe):
             y = layer(x)
         y.backward(g)
-        found |= {f"output {i}": y.detach(), f"grad_input {i}": x.grad}  # type: ignore[dict-item]
-        found |= {f"grad_{name} {i}": p.grad for name, p in layer.named_parameters()}  # type: ignore[misc]
-    return found
+        tensors |= {f"output {i}": y.detach(), f"grad_input {i}": x.grad}  # type: ignore[dict-item]
+        tensors |= {f"grad_{name} {i}": p.grad for name, p in layer.named_parameters()}  # type: ignore[misc]
+    return tensors
 
 
 def block(recipe: Any, inference: bool) -> dict[str, Tensor]:
@@ -88,9 +88,9 @@ def block(recipe: Any, inference: bool) -> dict[str, Tensor]:
     import quaver.torch as qt
 
     torch.manual_seed(0)
-    made: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    placed: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     rope = qt.RotaryEmbedding(16, device="cpu")
-    layer = qt.TransformerLayer(64, 4, 96, groups=2, activation="swiglu", normalization="RMSNorm", rope=rope, **made)
+    layer = qt.TransformerLayer(64, 4, 96, groups=2, activation="swiglu", normalization="RMSNorm", rope=rope, **placed)
     x = torch.randn(2, 24, 64, dtype=torch.float32, device="cpu", requires_grad=True)
     context: AbstractContextManager[Any] = torch.inference_mode() if inference else nullcontext()
     with qt.autocast(recipe=recipe):
@@ -98,8 +98,8 @@ def block(recipe: Any, inference: bool) -> dict[str, Tensor]:
             layer(x)
         y = layer(x)
     y.square().mean().backward()
-    found = {"output": y.detach(), "grad_input": x.grad}
-    return found | {f"gradient of {name}": p.grad for name, p in layer.named_parameters()}  # type: ignore[return-value]
+    tensors = {"output": y.detach(), "grad_input": x.grad}
+    return tensors | {f"gradient of {name}": p.grad for name, p in layer.named_parameters()}  # type: ignore[return-value]
 
 
 def run(setting: str, cases: list[tuple[str, str]], file: Path) -> None:
@@ -108,11 +108,11 @@ def run(setting: str, cases: list[tuple[str, str]], file: Path) -> None:
     from tests.operands import variants
 
     recipes, inference = variants(), setting == "inference first"
-    found: dict[str, Tensor] = {}
+    every_tensor: dict[str, Tensor] = {}
     for name, shape in cases:
-        made = block(recipes[name], inference) if shape == "block" else step(recipes[name], SHAPES[shape], inference)
-        found |= {f"{name}, {shape}, {what}": t for what, t in made.items()}
-    torch.save(found, file)
+        tensors = block(recipes[name], inference) if shape == "block" else step(recipes[name], SHAPES[shape], inference)
+        every_tensor |= {f"{name}, {shape}, {what}": t for what, t in tensors.items()}
+    torch.save(every_tensor, file)
 
 
 def main(settings: list[str], cases: list[tuple[str, str]], folder: str) -> None:

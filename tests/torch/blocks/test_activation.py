@@ -101,13 +101,13 @@ def test_only_the_inputs_are_kept(name: str) -> None:
 @NAMES
 def test_compiled_gives_eagers_bits(name: str) -> None:
     torch.compiler.reset()
-    found = []
+    runs = []
     for wrap in (lambda f: f, lambda f: torch.compile(f, fullgraph=True)):
         x = torch.linspace(-9, 9, 6 * 16).view(6, 16).bfloat16().requires_grad_()
         y = wrap(lambda a: qt.activate(name, a * 1.1))(x)
         y.backward(torch.full_like(y, 0.7))
-        found.append((y.detach(), x.grad))
-    for eager, compiled in zip(*found, strict=True):
+        runs.append((y.detach(), x.grad))
+    for eager, compiled in zip(*runs, strict=True):
         assert_bitwise(compiled, eager)
 
 

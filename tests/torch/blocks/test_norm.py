@@ -79,17 +79,17 @@ def test_no_bit_depends_on_how_the_operands_lie(kind: str, dtype: torch.dtype, w
     x, g = (torch.randn(3, 300, 24).to(dtype) * torch.logspace(-2, 2, 24).to(dtype) for _ in range(2))
     weight, bias = parameters(kind, 24, dtype)
 
-    def found(lying: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        leaf = (x if which == "g" else lying(x)).detach().requires_grad_()
+    def outputs(laid_out: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaf = (x if which == "g" else laid_out(x)).detach().requires_grad_()
         y = normalize(leaf, weight, bias, kind)
         parts = [p for p in (leaf, weight, bias) if p is not None]
-        return [y, *torch.autograd.grad(y, parts, g if which == "x" else lying(g))]
+        return [y, *torch.autograd.grad(y, parts, g if which == "x" else laid_out(g))]
 
-    expected = found(lambda t: t)
+    expected = outputs(lambda t: t)
     for order in ((2, 0, 1), (1, 0, 2), (2, 1, 0)):
         back = [order.index(i) for i in range(3)]
         for one, other in zip(
-            found(lambda t, o=order, b=back: t.permute(o).contiguous().permute(b)),  # type: ignore[misc]
+            outputs(lambda t, o=order, b=back: t.permute(o).contiguous().permute(b)),  # type: ignore[misc]
             expected,
             strict=True,
         ):
@@ -147,14 +147,14 @@ def test_only_the_input_is_kept() -> None:
 @KINDS
 def test_compiled_gives_eagers_bits(kind: str) -> None:
     torch.compiler.reset()
-    layer, found = Norm(kind, 24, dtype=torch.bfloat16), []
+    layer, runs = Norm(kind, 24, dtype=torch.bfloat16), []
     for wrap in (lambda f: f, lambda f: torch.compile(f, fullgraph=True)):
         x = torch.linspace(-3, 5, 5 * 24).view(5, 24).bfloat16().requires_grad_()
         y = wrap(lambda a: layer(a * 1.3))(x)
         y.backward(torch.ones_like(y))
-        found.append((y.detach(), x.grad, *(p.grad for p in layer.parameters())))
+        runs.append((y.detach(), x.grad, *(p.grad for p in layer.parameters())))
         layer.zero_grad()
-    for eager, compiled in zip(*found, strict=True):
+    for eager, compiled in zip(*runs, strict=True):
         assert_bitwise(compiled, eager)
 
 
@@ -192,16 +192,16 @@ def test_opaque_operators_say_their_shapes() -> None:
 def test_a_layer_norm_without_a_bias_has_gradients(recipe: str | None) -> None:
     """Alone and before a projection, whose results are those of a bias of 0."""
     x, g = torch.randn(5, 32), torch.randn(5, 16)
-    found = {}
+    grads = {}
     for norm_bias in (True, False):
         torch.manual_seed(0)
         layer = LayerNormLinear(32, 16, norm_bias=norm_bias, recipe=recipe)
         for module, of_y in ((layer, g), (layer.norm, torch.ones(5, 32))):
             leaf = x.clone().requires_grad_()
             module(leaf).backward(of_y)
-            found[norm_bias, module is layer] = leaf.grad
+            grads[norm_bias, module is layer] = leaf.grad
     for whole in (True, False):
-        assert_close(f"{whole}", found[False, whole], found[True, whole], 0)
+        assert_close(f"{whole}", grads[False, whole], grads[True, whole], 0)
 
 
 @KINDS

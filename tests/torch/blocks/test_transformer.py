@@ -124,7 +124,7 @@ def test_recomputing_changes_no_bit(kind: str, recipe: str, recompute: str) -> N
 
 
 def test_recomputing_repeats_the_dropout() -> None:
-    found = []
+    runs = []
     for recompute in (None, "full"):
         torch.manual_seed(0)
         layer = make("Llama", dropout=0.3, attention_dropout=0.2, drop_path=0.2, recompute=recompute)
@@ -132,8 +132,8 @@ def test_recomputing_repeats_the_dropout() -> None:
         torch.manual_seed(1)
         with qt.autocast("mxfp8"):
             layer(x).sum().backward()
-        found.append([x.grad, *(p.grad for p in layer.parameters())])
-    for plain, again in zip(*found, strict=True):
+        runs.append([x.grad, *(p.grad for p in layer.parameters())])
+    for plain, again in zip(*runs, strict=True):
         assert_bitwise(again, plain)
 
 

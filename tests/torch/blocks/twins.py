@@ -17,11 +17,11 @@ Run = Callable[[nn.Module, Tensor], Any]
 
 def twin(block: nn.Module) -> nn.Module:
     """A copy that draws the same noise."""
-    made = copy.deepcopy(block)
-    for ours, theirs in zip(block.modules(), made.modules(), strict=True):
+    other = copy.deepcopy(block)
+    for ours, theirs in zip(block.modules(), other.modules(), strict=True):
         if isinstance(ours, Linear):
             state_of(theirs).serial = state_of(ours).serial
-    return made
+    return other
 
 
 def assert_same_training(
@@ -37,7 +37,7 @@ def assert_same_training(
     """
     blocks = [twin(block) for _ in runs]
     for step, value in enumerate(inputs):
-        found = []
+        by_run = []
         leaves = [value.clone().requires_grad_(input_grad) for _ in runs]
         with qt.autocast(recipe, enabled=recipe is not None):
             outputs = [run(copied, x) for run, copied, x in zip(runs, blocks, leaves, strict=True)]
@@ -49,11 +49,11 @@ def assert_same_training(
             if input_grad:
                 tensors["gradient of the input"] = x.grad
             tensors |= {f"gradient of {name}": p.grad for name, p in copied.named_parameters()}
-            found.append(tensors | dict(copied.named_buffers()))
+            by_run.append(tensors | dict(copied.named_buffers()))
             for p in copied.parameters():
                 p.grad = None
-        for other in found[1:]:
-            for name, expected in found[0].items():
+        for other in by_run[1:]:
+            for name, expected in by_run[0].items():
                 assert (other[name] is None) is (expected is None), name
                 if expected is not None:
                     assert_bitwise(other[name], expected, f"step {step}, {name}")

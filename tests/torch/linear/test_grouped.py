@@ -71,8 +71,8 @@ def one_by_one(sizes: tuple[int, ...], recipe: Any, dtype: torch.dtype = torch.f
 @every_size
 def test_groups_are_linear_layers_one_by_one(name: str, sizes: tuple[int, ...]) -> None:
     with qt.only("reference"):
-        for found, expected in zip(grouped(sizes, RECIPES[name]), one_by_one(sizes, RECIPES[name]), strict=True):
-            assert_bitwise(found, expected)
+        for tensor, expected in zip(grouped(sizes, RECIPES[name]), one_by_one(sizes, RECIPES[name]), strict=True):
+            assert_bitwise(tensor, expected)
 
 
 @every_recipe
@@ -80,9 +80,9 @@ def test_groups_are_linear_layers_one_by_one(name: str, sizes: tuple[int, ...]) 
 def test_what_a_cpu_runs_is_within_the_bound_of_the_reference(name: str, dtype: torch.dtype) -> None:
     with qt.only("reference"):
         expected = grouped(SIZES[0], RECIPES[name], dtype)
-    for found, wanted in zip(grouped(SIZES[0], RECIPES[name], dtype), expected, strict=True):
+    for tensor, wanted in zip(grouped(SIZES[0], RECIPES[name], dtype), expected, strict=True):
         bound = 1e-6 if dtype is torch.float32 else 1e-2
-        assert (found.double() - wanted.double()).norm() <= bound * wanted.double().norm()
+        assert (tensor.double() - wanted.double()).norm() <= bound * wanted.double().norm()
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -160,19 +160,19 @@ def test_a_frozen_side_gets_no_gradient() -> None:
     y.backward(g)
     other = qt.grouped_matmul(x, w.detach(), ends(SIZES[0]), recipe="tensorwise")
     other.backward(g)
-    for found, expected in zip((x.grad, w.grad), grouped(SIZES[0], "tensorwise")[1:], strict=True):
-        assert found is not None
-        assert_bitwise(found, expected)
+    for grad, expected in zip((x.grad, w.grad), grouped(SIZES[0], "tensorwise")[1:], strict=True):
+        assert grad is not None
+        assert_bitwise(grad, expected)
 
 
 def test_explain_says_what_runs() -> None:
     x, w, _ = tensors()
-    found = qt.explain(qt.grouped_matmul, x, w, ends(SIZES[0]), recipe="rowwise")
-    rows = {row.what: row for row in found.rows}
-    assert [row.runs for row in found.rows if row.what.endswith("GEMM")] == ["cpu, group by group"] * 3
+    explained = qt.explain(qt.grouped_matmul, x, w, ends(SIZES[0]), recipe="rowwise")
+    rows = {row.what: row for row in explained.rows}
+    assert [row.runs for row in explained.rows if row.what.endswith("GEMM")] == ["cpu, group by group"] * 3
     assert dict(rows["fprop GEMM"].passed_over)["native, grouped"] == "the tensor is not on a GPU"
     assert "multiples of 16" in dict(rows["wgrad GEMM"].passed_over)["native, grouped"]
-    assert "group by group" in repr(found)
+    assert "group by group" in repr(explained)
 
 
 X, W, OFFSETS = torch.zeros(8, 4), torch.zeros(2, 3, 4), torch.tensor([3, 8], dtype=torch.int32)

@@ -62,22 +62,22 @@ class Layer:
             max_positions=c.max_position_embeddings,
             interleaved=c.model_type in ("cohere", "llama4_text"),
         )
-        made = {"rope": rope, "head_dim": head_dim, "mask_type": mask_type, "window": window, **self.options}
+        options = {"rope": rope, "head_dim": head_dim, "mask_type": mask_type, "window": window, **self.options}
         sizes = (c.hidden_size, c.num_attention_heads)
-        return self.ours(*sizes, *([HIDDEN] if self.ours is TransformerLayer else []), **made)
+        return self.ours(*sizes, *([HIDDEN] if self.ours is TransformerLayer else []), **options)
 
     def mapped(self, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Their parameters under our names, or their gradients: the map is linear."""
-        found, left = {}, set(theirs)
+        weights, left = {}, set(theirs)
         for name, sources in self.names.items():
             for kind in (".weight", ".bias", ""):
                 keys = [s + kind for s in sources if s + kind in theirs]
                 if keys:
                     whole = torch.cat([theirs[k] for k in keys])
-                    found[name + kind] = self.rows(whole) if name.endswith("qkv_proj") else whole
+                    weights[name + kind] = self.rows(whole) if name.endswith("qkv_proj") else whole
                     left -= set(keys)
         assert not left, f"no place for {sorted(left)}"
-        return found
+        return weights
 
 
 DIM, HEADS, GROUPS, HIDDEN = 32, 4, 2, 48
@@ -116,14 +116,14 @@ OF_FALCON: Names = {
 
 def separate(names: Names) -> Names:
     """The same layer made with fused=False."""
-    found: Names = {}
+    unfused: Names = {}
     for name, sources in names.items():
         if name.endswith(("qkv_proj", "gate_up_proj")):
             part = name.partition(".")[0]
-            found |= {f"{part}.{source.rpartition('.')[2]}": (source,) for source in sources}
+            unfused |= {f"{part}.{source.rpartition('.')[2]}": (source,) for source in sources}
         else:
-            found[name] = sources
-    return found
+            unfused[name] = sources
+    return unfused
 
 
 def head_by_head(rows: Tensor) -> Tensor:

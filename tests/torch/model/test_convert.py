@@ -220,11 +220,11 @@ def test_converting_a_parametrized_layer_leaves_its_copies_alone() -> None:
 def test_a_copy_of_a_layer_that_was_parametrized_after_converting_rolls() -> None:
     layer = nn.Linear(16, 16)
     qt.convert(layer, "delayed")
-    made = copy.deepcopy(parametrizations.weight_norm(layer))
+    copied_layer = copy.deepcopy(parametrizations.weight_norm(layer))
     for _ in range(2):
         with qt.autocast("delayed"):
-            made(torch.randn(4, 16)).sum().backward()
-    assert made.factor.all()
+            copied_layer(torch.randn(4, 16)).sum().backward()
+    assert copied_layer.factor.all()
 
 
 # Subclasses, and what is left alone.
@@ -239,13 +239,13 @@ def test_subclasses_without_a_forward_of_their_own_are_converted_and_stay_what_t
     x = torch.randn(5, 16)
     y = model(x)
     assert not torch.equal(y, nn.functional.linear(x, model[0].weight, model[0].bias))
-    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), through_torch_save(model)):
-        assert type(made[0]) is type(model[0]) and made[0].weight is not model[0].weight
-        assert_bitwise(made(x), y)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), through_torch_save(model)):
+        assert type(twin[0]) is type(model[0]) and twin[0].weight is not model[0].weight
+        assert_bitwise(twin(x), y)
     qt.revert(model)
     assert type(model[0]) is Plain
-    made = copy.deepcopy(model)
-    assert type(made[0]) is Plain
+    twin = copy.deepcopy(model)
+    assert type(twin[0]) is Plain
 
 
 def test_subclasses_with_a_forward_of_their_own_are_left_alone_and_reported() -> None:
@@ -417,9 +417,9 @@ def test_converting_twice_changes_the_recipe_and_only_then_forgets_the_state() -
 
 
 def mlp_like(model: nn.Module) -> nn.Module:
-    made = mlp()
-    made.load_state_dict(model.state_dict())
-    return made
+    twin = mlp()
+    twin.load_state_dict(model.state_dict())
+    return twin
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -466,8 +466,8 @@ def test_attention_is_quantized_as_in_a_layer_built_with_the_recipe(recipe: Reci
     if not recipe.stochastic:  # the noise of each layer is its own
         assert_bitwise(y, built(x))
         assert not torch.equal(y, linears(x))
-    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert made.attention.core.recipe is recipe
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.attention.core.recipe is recipe
 
 
 def test_rules_and_skip_reach_attention_by_its_name() -> None:
@@ -538,28 +538,28 @@ def test_copies_go_on_bit_for_bit(recipe: str, copied: Callable[[nn.Module], nn.
     x = torch.randn(5, 16)
     for _ in range(2):
         step(model, x)
-    made = copied(model)
+    twin = copied(model)
     for _ in range(2):
-        for (name, a), b in zip(step(model, x).items(), step(made, x).values(), strict=True):
+        for (name, a), b in zip(step(model, x).items(), step(twin, x).values(), strict=True):
             assert_bitwise(b, a, name)
-    for (name, a), b in zip(model.state_dict().items(), made.state_dict().values(), strict=True):
+    for (name, a), b in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
         assert_bitwise(b, a, name)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_state_dicts_go_on_bit_for_bit_and_load_as_weights_only(recipe: str) -> None:
-    model, made = mlp(), mlp()
+    model, loaded = mlp(), mlp()
     qt.convert(model, recipe)
-    qt.convert(made, recipe)
+    qt.convert(loaded, recipe)
     x = torch.randn(5, 16)
     for _ in range(2):
         step(model, x)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    made.load_state_dict(torch.load(file, weights_only=True))
+    loaded.load_state_dict(torch.load(file, weights_only=True))
     for _ in range(2):
-        for (name, a), b in zip(step(model, x).items(), step(made, x).values(), strict=True):
+        for (name, a), b in zip(step(model, x).items(), step(loaded, x).values(), strict=True):
             assert_bitwise(b, a, name)
 
 
@@ -665,11 +665,11 @@ def test_a_copy_rolls_its_own_histories() -> None:
     qt.convert(model, "delayed")
     x = torch.randn(4, 16)
     model(x).sum().backward()
-    made = copy.deepcopy(model)
-    assert sum(isinstance(h, RollHistories) for h in made._forward_pre_hooks.values()) == 1
+    twin = copy.deepcopy(model)
+    assert sum(isinstance(h, RollHistories) for h in twin._forward_pre_hooks.values()) == 1
     before = model[0].history.clone()
-    made(x).sum().backward()
-    assert made[0].factor.all() and made[0].history[-1].all()
+    twin(x).sum().backward()
+    assert twin[0].factor.all() and twin[0].history[-1].all()
     assert torch.equal(model[0].history, before) and not model[0].factor.any()
 
 
@@ -735,12 +735,12 @@ def test_a_llama_of_transformers_converts_trains_and_saves(recipe: str, tmp_path
         losses.append(loss.item())
     assert losses[2] < losses[0]
     model.save_pretrained(tmp_path)
-    made = tiny_llama()
-    qt.convert(made, recipe, skip=["lm_head"])
-    made.load_state_dict(model.state_dict())
-    model.eval(), made.eval()
+    loaded = tiny_llama()
+    qt.convert(loaded, recipe, skip=["lm_head"])
+    loaded.load_state_dict(model.state_dict())
+    model.eval(), loaded.eval()
     with torch.no_grad():
-        assert_bitwise(made(input_ids=tokens).logits, model(input_ids=tokens).logits)
+        assert_bitwise(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
     model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
@@ -760,10 +760,10 @@ def test_gpt2_of_transformers_has_one_linear_and_the_report_says_so() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = transformers.GPT2LMHeadModel(model.config)
+        loaded = transformers.GPT2LMHeadModel(model.config)
         # What is left out by name is the caller's choice.
-        qt.convert(made, "delayed", skip=["c_*"])
-        made.load_state_dict(model.state_dict())
+        qt.convert(loaded, "delayed", skip=["c_*"])
+        loaded.load_state_dict(model.state_dict())
 
 
 class Experts(nn.Module):

@@ -21,8 +21,8 @@ def test_it_names_three_gemms_and_six_quantizations(
     recipe: str, shape: tuple[int, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     layer = qt.Linear(48, 32, recipe=recipe)
-    found = qt.explain(layer, torch.randn(shape))
-    rows = {row.what: row for row in found.rows}
+    explained = qt.explain(layer, torch.randn(shape))
+    rows = {row.what: row for row in explained.rows}
     assert sorted(rows) == sorted(GEMMS + OPERANDS)
     r = recipes.get(recipe)
     for gemm, operands in zip(GEMMS, (OPERANDS[0:2], OPERANDS[2:4], OPERANDS[4:6]), strict=True):
@@ -31,10 +31,10 @@ def test_it_names_three_gemms_and_six_quantizations(
             assert rows[what].how.split(",")[0] == ("high precision" if side is None else str(side))
             assert rows[what].runs == "torch" if side is None else rows[what].runs in NAMES
         assert rows[gemm].runs == ("torch" if spec.a is None else "cpu")
-    assert repr(found) == str(found) and str(found).startswith(f"recipe {recipe}\n")
-    assert all(what in str(found) for what in rows)
-    words = Text(found._repr_html_()).words
-    assert words[0] == f"recipe {recipe}" and set(rows) | {row.runs for row in found.rows} <= set(words)
+    assert repr(explained) == str(explained) and str(explained).startswith(f"recipe {recipe}\n")
+    assert all(what in str(explained) for what in rows)
+    words = Text(explained._repr_html_()).words
+    assert words[0] == f"recipe {recipe}" and set(rows) | {row.runs for row in explained.rows} <= set(words)
     assert not capsys.readouterr().out, "an interpreter shows it a second time"
 
 
@@ -42,8 +42,8 @@ def test_it_names_three_gemms_and_six_quantizations(
 def test_what_it_names_is_what_runs(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = qt.Linear(48, 32, recipe=recipe)
     x = torch.randn(5, 48, requires_grad=True)
-    found = qt.explain(layer, x)
-    expected = {(row.how, row.runs) for row in found.rows if "[" in row.how and ", the codes of" not in row.how}
+    explained = qt.explain(layer, x)
+    expected = {(row.how, row.runs) for row in explained.rows if "[" in row.how and ", the codes of" not in row.how}
     ran: set[tuple[str, str]] = set()
     for op in (ops.QUANTIZE,):
         impls = [
@@ -58,26 +58,26 @@ def test_what_it_names_is_what_runs(recipe: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_codes_that_serve_a_second_gemm_are_named() -> None:
-    found = {row.what: row.how for row in qt.explain(qt.Linear(48, 32, recipe="tensorwise"), torch.randn(5, 48)).rows}
-    assert found["weight.T"].endswith(", the codes of weight")
-    assert found["input.T"].endswith(", the codes of input")
-    assert found["grad_output.T"].endswith(", the codes of grad_output")
-    found = {row.what: row.how for row in qt.explain(qt.Linear(48, 32, recipe="rowwise"), torch.randn(5, 48)).rows}
-    assert not any("codes" in how for how in found.values())
+    how_of = {row.what: row.how for row in qt.explain(qt.Linear(48, 32, recipe="tensorwise"), torch.randn(5, 48)).rows}
+    assert how_of["weight.T"].endswith(", the codes of weight")
+    assert how_of["input.T"].endswith(", the codes of input")
+    assert how_of["grad_output.T"].endswith(", the codes of grad_output")
+    how_of = {row.what: row.how for row in qt.explain(qt.Linear(48, 32, recipe="rowwise"), torch.randn(5, 48)).rows}
+    assert not any("codes" in how for how in how_of.values())
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
 def test_those_passed_over_have_a_reason(recipe: str) -> None:
     layer = qt.Linear(48, 32, recipe=recipe)
     with qt.only("reference"):
-        found = qt.explain(layer, torch.randn(5, 48))
-    quantized = [row for row in found.rows if row.how != "high precision"]
+        explained = qt.explain(layer, torch.randn(5, 48))
+    quantized = [row for row in explained.rows if row.how != "high precision"]
     assert quantized and all(row.runs == "reference" for row in quantized)
     for row in quantized:
         assert "reference" not in dict(row.passed_over)
         assert all("switched off" in why for _, why in row.passed_over)
     assert all(row.passed_over for row in quantized)
-    assert "not cpu: switched off" in repr(found)
+    assert "not cpu: switched off" in repr(explained)
 
 
 def test_where_nothing_runs_it_says_so_instead_of_failing() -> None:
@@ -120,11 +120,11 @@ def test_it_changes_nothing() -> None:
 def test_attention_is_explained_with_its_options_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     core = qt.DotProductAttention(4, 8, groups=2, mask_type="causal", soft_cap=2.0)
-    found = qt.explain(core, q, k, v)
-    assert found.runs == "reference" and "no soft cap" in dict(found.passed_over)["sdpa"]
+    explained = qt.explain(core, q, k, v)
+    assert explained.runs == "reference" and "no soft cap" in dict(explained.passed_over)["sdpa"]
     assert not capsys.readouterr().out
-    assert repr(found) == str(found) and "not sdpa: " in str(found)
-    words = Text(found._repr_html_()).words
+    assert repr(explained) == str(explained) and "not sdpa: " in str(explained)
+    words = Text(explained._repr_html_()).words
     assert "reference" in words and any("sdpa: " in word and "no soft cap" in word for word in words)
     assert "causal_bottom_right" in qt.explain(core, q, k, v, mask_type="causal_bottom_right").how
     with qt.autocast(recipes.mxfp8(attention=True)):
@@ -146,13 +146,13 @@ def test_every_part_of_a_layer_is_explained(
         mask_type = "causal"
     recipe = recipes.mxfp8(attention=True)
     layer = qt.TransformerLayer(32, 4, 64, groups=2, mask_type=mask_type, layout=layout, recipe=recipe)
-    found = qt.explain(layer, torch.randn(shape))
+    explained = qt.explain(layer, torch.randn(shape))
     parts = ["attention.core", "attention.qkv_proj", "attention.o_proj", "mlp.up_proj", "mlp.down_proj"]
-    assert sorted(found) == sorted(parts)
-    assert found["attention.core"].runs == "fp8" and len(found["mlp.down_proj"].rows) == 9
+    assert sorted(explained) == sorted(parts)
+    assert explained["attention.core"].runs == "fp8" and len(explained["mlp.down_proj"].rows) == 9
     assert not capsys.readouterr().out
-    assert repr(found) == str(found) and all(f"{name}\n{found[name]}" in str(found) for name in parts)
-    assert set(parts) <= set(Text(found._repr_html_()).words)
+    assert repr(explained) == str(explained) and all(f"{name}\n{explained[name]}" in str(explained) for name in parts)
+    assert set(parts) <= set(Text(explained._repr_html_()).words)
 
 
 def test_what_holds_nothing_to_explain_is_refused_with_a_sentence() -> None:

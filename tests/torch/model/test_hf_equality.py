@@ -34,8 +34,8 @@ def additive(layer: Layer, x: Tensor, mask: str, hidden: Tensor) -> Tensor:
     if mask == "arbitrary":
         return torch.where(hidden, torch.finfo(x.dtype).min, 0.0)
     padded = padding(mask)
-    made = create_causal_mask if layer.window is None else create_sliding_window_causal_mask
-    theirs: Tensor = made(
+    create_mask = create_causal_mask if layer.window is None else create_sliding_window_causal_mask
+    theirs: Tensor = create_mask(
         config=layer.config,
         inputs_embeds=x,
         attention_mask=None if padded is None else (~padded).long(),

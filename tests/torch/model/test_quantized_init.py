@@ -93,22 +93,22 @@ def test_forward_and_backward_are_those_of_a_layer_quantized_on_the_way(name: st
     # Where dgrad's blocks lie otherwise, its operand is quantized from what fprop's dequantizes to.
     seen = copy.deepcopy(other)
     seen.set_weight(stored.dequantized(one, one.weight, torch.float32))
-    found, expected, at = run(one, name, x), run(other, name, x), run(seen, name, x)
-    assert_bitwise(found["output"], expected["output"])
-    assert_bitwise(found["bias"], expected["bias"])
-    assert_bitwise(found["weight"].to(dtype), expected["weight"])
-    assert_bitwise(found["grad_input"], at["grad_input"])
-    assert found["weight"].dtype is torch.float32
+    results, expected, at = run(one, name, x), run(other, name, x), run(seen, name, x)
+    assert_bitwise(results["output"], expected["output"])
+    assert_bitwise(results["bias"], expected["bias"])
+    assert_bitwise(results["weight"].to(dtype), expected["weight"])
+    assert_bitwise(results["grad_input"], at["grad_input"])
+    assert results["weight"].dtype is torch.float32
 
 
 def test_four_bits_run_forward_and_give_the_inputs_gradient() -> None:
     one, other, x = layer("nvfp4", k=64), plain("nvfp4", k=64), torch.randn(16, 64)
     same_noise(one, other)
     other.weight.requires_grad_(False)
-    found, expected = run(one, "nvfp4", x), run(other, "nvfp4", x)
-    assert list(found) == list(expected) == ["output", "grad_input", "bias"]
+    results, expected = run(one, "nvfp4", x), run(other, "nvfp4", x)
+    assert list(results) == list(expected) == ["output", "grad_input", "bias"]
     for key, value in expected.items():
-        assert_bitwise(found[key], value, key)
+        assert_bitwise(results[key], value, key)
 
 
 @QUANTIZED
@@ -117,9 +117,9 @@ def test_another_recipe_or_none_computes_with_what_the_codes_mean(name: str, oth
     one, x = layer(name), torch.randn(7, K)
     reference = plain(name)
     reference.set_weight(stored.dequantized(one, one.weight, torch.float32))
-    found, expected = run(one, other, x), run(reference, other, x)
-    for key in found:
-        assert_close(key, found[key], expected[key], 1e-6)
+    results, expected = run(one, other, x), run(reference, other, x)
+    for key in results:
+        assert_close(key, results[key], expected[key], 1e-6)
 
 
 @QUANTIZED
@@ -188,10 +188,10 @@ def test_copies_compute_the_same(name: str, how: str) -> None:
         buffer.seek(0)
         other = torch.load(buffer, weights_only=False)
     same_noise(one, other)
-    found, expected = run(other, name, x), run(one, name, x)
-    assert list(found) == list(expected)
+    results, expected = run(other, name, x), run(one, name, x)
+    assert list(results) == list(expected)
     for key, value in expected.items():
-        assert_bitwise(found[key], value, key)
+        assert_bitwise(results[key], value, key)
     assert other.weight.data_ptr() != one.weight.data_ptr() and qt.initial_value(other) is None
 
 
@@ -305,14 +305,14 @@ def test_training_by_copies_in_high_precision(name: str) -> None:
     master = master.clone().requires_grad_()
     qt.drop_initial_value(one)
     assert qt.initial_value(one) is None
-    mine, theirs = torch.optim.AdamW([master], lr=1e-2), torch.optim.AdamW([other.weight], lr=1e-2)
+    ours, theirs = torch.optim.AdamW([master], lr=1e-2), torch.optim.AdamW([other.weight], lr=1e-2)
     for _ in range(3):
         for net in (one, other):
             net.zero_grad()
             with qt.autocast(name):
                 (net(x) - target).square().sum().backward()
         master.grad = one.weight.grad
-        mine.step()
+        ours.step()
         one.set_weight(master)
         theirs.step()
         with qt.autocast(name):
@@ -485,10 +485,10 @@ def test_blocks_take_such_weights(name: str) -> None:
             same_noise(one, other)
             other.weight.requires_grad_(one.weight.requires_grad)
     x = torch.randn(5, 48)
-    found, expected = run(net, name, x), run(reference, name, x)
-    assert set(found) == set(expected)
+    results, expected = run(net, name, x), run(reference, name, x)
+    assert set(results) == set(expected)
     for key, value in expected.items():
-        assert_close(key, found[key], value, 1e-6)
+        assert_close(key, results[key], value, 1e-6)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -526,9 +526,9 @@ def test_compiled_blocks_train_such_weights_too(recipe: str) -> None:
         net = qt.MLP(48, 96, "swiglu", normalization="RMSNorm")
     x = torch.randn(5, 48)
     expected = {key: value.clone() for key, value in run(net, recipe, x).items()}
-    found = run(torch.compile(net, backend="aot_eager"), recipe, x)
+    results = run(torch.compile(net, backend="aot_eager"), recipe, x)
     for key, value in expected.items():
-        assert_close(key, found.get(key, found.get(f"_orig_mod.{key}")), value, 1e-5)
+        assert_close(key, results.get(key, results.get(f"_orig_mod.{key}")), value, 1e-5)
 
 
 def test_explain_says_that_nothing_quantizes_the_weight() -> None:

@@ -89,9 +89,9 @@ def test_it_decorates_functions_also_in_several_threads() -> None:
     @qt.autocast("mxfp8")
     def inside() -> bool:
         meeting.wait()
-        found = recipe_in_force(None) is recipes.mxfp8()
+        in_force = recipe_in_force(None) is recipes.mxfp8()
         meeting.wait()
-        return found
+        return in_force
 
     def call(_: int) -> bool:
         return inside() and recipe_in_force(None) is None

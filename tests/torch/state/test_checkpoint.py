@@ -26,18 +26,18 @@ def train(net: nn.Module, forward: Forward, steps: int = 3) -> dict[str, Tensor]
     """Outputs, gradients and buffers of each step."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    found = {}
+    tensors = {}
     for i in range(steps):
         x = (torch.randn(2, 9, 48) * (i + 1)).requires_grad_()
         y = forward(net, x)
         y.square().sum().backward()
         assert x.grad is not None
-        found |= {f"output {i}": y.detach(), f"grad_input {i}": x.grad}
-        found |= {f"grad of {n} {i}": p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-        found |= {f"{n} {i}": b.clone() for n, b in net.named_buffers()}
+        tensors |= {f"output {i}": y.detach(), f"grad_input {i}": x.grad}
+        tensors |= {f"grad of {n} {i}": p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+        tensors |= {f"{n} {i}": b.clone() for n, b in net.named_buffers()}
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return tensors
 
 
 def assert_alike(nets: list[nn.Module], forwards: list[Forward], steps: int = 3) -> None:

@@ -91,8 +91,8 @@ def test_a_hadamard_neither_multiplies_infinities_nor_adds_elements() -> None:
     x[0, 0] = float("inf")
     with qt.count(model) as counted:
         model(x).sum().backward()
-    found = counted.table["0"]["input.T"]
-    assert (found.elements, found.nonfinite) == (5 * 32, 1)
+    counts = counted.table["0"]["input.T"]
+    assert (counts.elements, counts.nonfinite) == (5 * 32, 1)
 
 
 def test_counts_add_up_over_steps_and_weights_are_counted_though_kept_from_before() -> None:

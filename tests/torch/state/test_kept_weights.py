@@ -142,7 +142,7 @@ def in_a_buffer(layer: qt.Linear) -> qt.Linear:
     return layer
 
 
-def made(recipe: str) -> qt.Linear:
+def linear(recipe: str) -> qt.Linear:
     layer = qt.Linear(K, N, recipe=recipe)
     layer.qualified_name = "layer"  # type: ignore[assignment]
     return in_a_buffer(layer)
@@ -217,7 +217,7 @@ SITUATIONS = [two_evaluations, training_then_evaluation, two_steps, two_steps_wi
 @pytest.mark.parametrize("recipe", QUANTIZING)
 def test_every_writer_is_seen(recipe: str, situation: Callable[..., None]) -> None:
     for write in (*BARE, *SEEN):
-        layer = made(recipe)
+        layer = linear(recipe)
         if recipe == "delayed":
             # Factors that are set, as after some steps.
             for _ in range(2):
@@ -266,7 +266,7 @@ def test_grouped_products_keep_nothing_of_a_weight() -> None:
 def test_a_frozen_base_is_kept_over_micro_batches_and_quantized_after_a_step() -> None:
     """LoRA: the base requires no gradient and never has one."""
     for recipe in ("tensorwise", "rowwise"):
-        layer, adapter = made(recipe), nn.Linear(K, K)
+        layer, adapter = linear(recipe), nn.Linear(K, K)
         layer.requires_grad_(False)
         optimizer = torch.optim.SGD(adapter.parameters(), 0.1)
         entries = []
@@ -288,7 +288,7 @@ def quantized_by(layer: qt.Linear) -> object:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 def test_recomputation_uses_what_micro_batches_keep(recipe: str, reentrant: bool) -> None:
-    layer, other = made(recipe), made(recipe)
+    layer, other = linear(recipe), linear(recipe)
     other.load_state_dict(layer.state_dict())
     entries = set()
     for x in torch.randn(3, T, K):
@@ -306,7 +306,7 @@ def test_recomputation_uses_what_micro_batches_keep(recipe: str, reentrant: bool
 def test_a_bare_write_beside_gradients_that_are_left_is_seen_after_refresh() -> None:
     """What docs/limits.md says is not seen: gradients left, and zeroed in place."""
     for zero in (lambda layer: None, lambda layer: layer.zero_grad(set_to_none=False)):
-        layer, x = made("mxfp8"), torch.randn(T, K)
+        layer, x = linear("mxfp8"), torch.randn(T, K)
         trained(layer, x)
         kept = quantized_by(layer)
         zero(layer)
@@ -344,7 +344,7 @@ def fused_by_hand(layer: qt.Linear) -> None:
 @pytest.mark.parametrize("step", [assigned_in_place, added_through_data, fused_by_hand])
 @pytest.mark.parametrize("recipe", QUANTIZING)
 def test_a_loop_that_steps_by_hand_trains_as_one_that_keeps_nothing(recipe: str, step: Writer) -> None:
-    layer = made(recipe)
+    layer = linear(recipe)
     other = fresh(layer)
     for _ in range(3):
         for x in torch.randn(2, T, K):
@@ -387,7 +387,7 @@ def test_steps_inside_backward_train_as_those_that_keep_nothing(recipe: str, by_
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_a_reentrant_recomputation_sees_a_step_by_hand(recipe: str) -> None:
     """No forward in gradient mode looks at the weight between the step and the backward that recomputes."""
-    layer, x = made(recipe), torch.randn(T, K)
+    layer, x = linear(recipe), torch.randn(T, K)
     trained(layer, x)
     through_data(layer)
     without_gradients(layer)
@@ -403,7 +403,7 @@ def test_a_reentrant_recomputation_sees_a_step_by_hand(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_a_gradient_that_went_and_came_back_ends_what_is_kept(recipe: str, between: Callable[[nn.Module], Any]) -> None:
     """A step by hand, and a micro-batch that uses nothing of what was kept, before one that would."""
-    layer, x = made(recipe), torch.randn(T, K)
+    layer, x = linear(recipe), torch.randn(T, K)
     trained(layer, x)
     through_data(layer)
     without_gradients(layer)
@@ -434,7 +434,7 @@ def test_a_forward_that_quantizes_nothing_still_ends_what_dgrad_has_kept(recipe:
 @pytest.mark.parametrize("trained_one", [0, 1])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_layer_whose_weight_another_one_trains_sees_it_written(recipe: str, trained_one: int) -> None:
-    layers = made(recipe), made(recipe)
+    layers = linear(recipe), linear(recipe)
     layers[1].weight = layers[0].weight
     x = torch.randn(T, K)
     for _ in range(3):
@@ -451,7 +451,7 @@ def test_a_layer_whose_weight_another_one_trains_sees_it_written(recipe: str, tr
 
 def test_copies_that_are_made_within_a_step_have_kept_nothing() -> None:
     for recipe in ("tensorwise", "rowwise"):
-        layer = made(recipe)
+        layer = linear(recipe)
         trained(layer, torch.randn(T, K))
         x = torch.randn(T, K)
         for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.copy(layer)):
@@ -462,7 +462,7 @@ def test_copies_that_are_made_within_a_step_have_kept_nothing() -> None:
 
 
 def test_two_threads_that_train_give_what_they_give_alone() -> None:
-    layers = [made("tensorwise") for _ in range(2)]
+    layers = [linear("tensorwise") for _ in range(2)]
     inputs = torch.randn(2, 20, T, K)
     alone = [copy.deepcopy(layer) for layer in layers]
     results: list[list[tuple[Tensor, ...]]] = [[], []]
@@ -491,7 +491,7 @@ def test_two_threads_that_train_give_what_they_give_alone() -> None:
 def test_a_step_of_another_thread_while_a_weight_is_quantized_is_seen(
     recipe: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer, x = made(recipe), torch.randn(tokens, K)
+    layer, x = linear(recipe), torch.randn(tokens, K)
     optimizer = torch.optim.SGD(layer.parameters(), 0.5, fused=True)
     for held in (False, True):
         trained(layer, x)
@@ -607,8 +607,8 @@ def nothing() -> Iterator[None]:
 def codes_alive(side: int) -> int:
     """Bytes of square matrices of codes, whoever holds them."""
     gc.collect()
-    found = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype is torch.float8_e4m3fn]
-    return sum(t.untyped_storage().nbytes() for t in found if t.shape == (side, side))
+    float8 = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype is torch.float8_e4m3fn]
+    return sum(t.untyped_storage().nbytes() for t in float8 if t.shape == (side, side))
 
 
 @pytest.fixture

@@ -50,11 +50,11 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def compare(scenario: Callable[[nn.Module, Callable[..., Tensor]], dict[str, Tensor]]) -> None:
     """A scenario run without and with checkpointing."""
-    found = []
+    runs = []
     for net, run in zip(twins(model()), (plain, qt.checkpoint), strict=True):
         torch.manual_seed(1)
-        found.append(scenario(net, run) | state(net))
-    assert_same(*found)
+        runs.append(scenario(net, run) | state(net))
+    assert_same(*runs)
 
 
 def through(net: nn.Module, run: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def through(net: nn.Module, run: Callable[..., Tensor], x: Tensor) -> Tensor:
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_training_steps_are_those_without_it(name: str, where: str) -> None:
     def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
-        optimizer, found = torch.optim.SGD(net.parameters(), lr=0.05), {}
+        optimizer, tensors = torch.optim.SGD(net.parameters(), lr=0.05), {}
         for i in range(3):
             optimizer.zero_grad()
             x = (torch.randn(2, 9, 48) * (i + 1)).requires_grad_()
@@ -79,9 +79,9 @@ def test_training_steps_are_those_without_it(name: str, where: str) -> None:
                 y = run(qt.autocast(name)(net.forward), x)
             y.square().sum().backward()
             assert x.grad is not None
-            found |= {f"output {i}": y.detach(), f"grad_input {i}": x.grad}
+            tensors |= {f"output {i}": y.detach(), f"grad_input {i}": x.grad}
             optimizer.step()
-        return found
+        return tensors
 
     compare(scenario)
 
@@ -92,7 +92,7 @@ def test_micro_batches_whose_forwards_precede_their_backwards(name: str, order: 
     """Each forward is a step of its own: histories roll between a forward and its recomputation."""
 
     def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        grads: dict[str, Tensor] = {}
         for step in range(3):
             inputs = [(torch.randn(9, 48) * 10.0**i * 3**step).requires_grad_() for i in range(2)]
             outputs = []
@@ -103,8 +103,8 @@ def test_micro_batches_whose_forwards_precede_their_backwards(name: str, order: 
                 outputs[i].square().sum().backward()
                 grad = inputs[i].grad
                 assert grad is not None
-                found[f"grad_input {step} {i}"] = grad
-        return found
+                grads[f"grad_input {step} {i}"] = grad
+        return grads
 
     compare(scenario)
 
@@ -224,7 +224,7 @@ def test_converted_models_roll_once_a_step(name: str) -> None:
 def test_inside_a_compiled_function_it_is_torchs(name: str) -> None:
     torch.compiler.reset()
     net = nn.Sequential(nn.Sequential(qt.Linear(32, 32), nn.GELU(), qt.Linear(32, 32)))
-    found = []
+    runs = []
     for one, run in zip(twins(net), (plain, qt.checkpoint), strict=True):
         # The compiler cannot give a layer its buffers inside a checkpoint.
         qt.convert(one, name)
@@ -234,8 +234,8 @@ def test_inside_a_compiled_function_it_is_torchs(name: str) -> None:
             with qt.autocast(name):
                 y = compiled(torch.randn(8, 32))
             y.square().sum().backward()
-        found.append(state(one))
-    assert_same(*found)
+        runs.append(state(one))
+    assert_same(*runs)
 
 
 def test_a_compiled_block_inside_finds_the_recipe_of_its_first_run() -> None:
@@ -248,11 +248,11 @@ def test_a_compiled_block_inside_finds_the_recipe_of_its_first_run() -> None:
 
     torch.compiler.reset()
     net = nn.Sequential(qt.Linear(48, 48), nn.GELU(), qt.Linear(48, 48))
-    found = []
+    runs = []
     for one, run in zip(twins(net), (plain, qt.checkpoint), strict=True):
         torch.manual_seed(1)
-        found.append(scenario(one, run) | state(one))
-    assert_same(*found)
+        runs.append(scenario(one, run) | state(one))
+    assert_same(*runs)
 
 
 def test_only_arguments_are_kept() -> None:

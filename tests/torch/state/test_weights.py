@@ -56,9 +56,9 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]
 
 def of_weight(shapes: list[tuple[int, ...]]) -> int:
     """How many of them were the weight or its transpose; the list is emptied."""
-    found = sum(shape in ((N, K), (K, N)) for shape in shapes)
+    count = sum(shape in ((N, K), (K, N)) for shape in shapes)
     shapes.clear()
-    return found
+    return count
 
 
 def per_step(recipe: str) -> int:
@@ -158,7 +158,7 @@ def test_results_with_the_cache_equal_those_without(recipe: str, dtype: torch.dt
             m.zero_grad()
         for _ in range(2):
             x = torch.randn(5, K, dtype=dtype)
-            found = []
+            runs = []
             for m in (layer, other):
                 if m is other:
                     qt.refresh(m)
@@ -168,8 +168,8 @@ def test_results_with_the_cache_equal_those_without(recipe: str, dtype: torch.dt
                 if m is other:
                     qt.refresh(m)
                 y.square().sum().backward()
-                found.append((y, x_.grad, m.weight.grad, m.bias.grad))
-            for a, b, what in zip(*found, ("output", "input", "weight", "bias"), strict=True):
+                runs.append((y, x_.grad, m.weight.grad, m.bias.grad))
+            for a, b, what in zip(*runs, ("output", "input", "weight", "bias"), strict=True):
                 assert_bitwise(a, b, what)
         for optimizer in optimizers:
             optimizer.step()
@@ -182,7 +182,7 @@ FORMS: dict[str, dict[str, Any]] = {"plain": {"foreach": False}, "foreach": {"fo
 
 def torch_optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
     """Every optimizer of torch for dense float parameters, in every form that it has."""
-    made: dict[str, Callable[[Any], torch.optim.Optimizer]] = {}
+    optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {}
     for name, kind in vars(torch.optim).items():
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             continue
@@ -191,8 +191,8 @@ def torch_optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
         known = inspect.signature(kind).parameters
         forms = {form: options for form, options in FORMS.items() if set(options) <= set(known)} or {"plain": {}}
         for form, options in forms.items():
-            made[f"{name}-{form}"] = lambda p, kind=kind, options=options: kind(p, lr=0.05, **options)
-    return made
+            optimizers[f"{name}-{form}"] = lambda p, kind=kind, options=options: kind(p, lr=0.05, **options)
+    return optimizers
 
 
 OPTIMIZERS = torch_optimizers()
@@ -388,12 +388,12 @@ def test_two_layers_with_one_weight_each_follow_it() -> None:
 def test_another_recipe_quantizes_the_weight_anew() -> None:
     layer = qt.Linear(K, N)
     x = torch.randn(5, K)
-    found = {}
+    outputs = {}
     for _ in range(2):
         for recipe in ("tensorwise", "rowwise", "nvfp4"):
             with qt.autocast(recipe):
-                found.setdefault(recipe, layer(x).detach())
-                assert_bitwise(layer(x), found[recipe], recipe)
+                outputs.setdefault(recipe, layer(x).detach())
+                assert_bitwise(layer(x), outputs[recipe], recipe)
 
 
 def test_an_implementation_that_is_asked_for_runs_on_what_is_kept() -> None:
@@ -412,8 +412,8 @@ def test_what_is_kept_is_in_no_copy_and_no_file() -> None:
     forward_backward(layer)
     assert set(state_of(layer).weights.window) == {"fprop"}
     assert set(layer.state_dict()) == {"weight", "bias"}
-    for made in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
-        assert state_of(made).weights is None
+    for twin in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
+        assert state_of(twin).weights is None
     # torch copies the attributes of parametrized layers one by one.
     assert copy.deepcopy(state_of(layer)).weights is None
     assert state_of(layer).weights.window

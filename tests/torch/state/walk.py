@@ -116,8 +116,8 @@ class Walk:
     def fresh(self) -> nn.Module:
         copied = copy.deepcopy(self.net)
         assert not any(state_of(m).weights is not None for m in copied.modules() if isinstance(m, qt.Linear))
-        for mine, theirs in zip(self.net.parameters(), copied.parameters(), strict=True):
-            theirs.grad = None if mine.grad is None else mine.grad.clone()
+        for own, theirs in zip(self.net.parameters(), copied.parameters(), strict=True):
+            theirs.grad = None if own.grad is None else own.grad.clone()
         return copied
 
     def run(self, net: nn.Module, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
@@ -437,9 +437,9 @@ class Walk:
     def do_average(self) -> None:
         average = self.fresh()
         for _ in range(2):
-            for mine, theirs in zip(self.net.parameters(), average.parameters(), strict=True):
-                if mine.dtype is torch.float32:
-                    theirs.detach().lerp_(mine.detach() + 0.5, 0.1)
+            for own, theirs in zip(self.net.parameters(), average.parameters(), strict=True):
+                if own.dtype is torch.float32:
+                    theirs.detach().lerp_(own.detach() + 0.5, 0.1)
             x = self.x()
             with torch.no_grad():
                 assert_bitwise(average(x), copy.deepcopy(average)(x))

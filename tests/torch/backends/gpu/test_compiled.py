@@ -14,15 +14,15 @@ from tests.close import assert_bitwise
 def trained(layer: nn.Module, step: nn.Module) -> list[Tensor]:
     """Outputs and gradients of two steps."""
     torch.manual_seed(3)
-    found = []
+    tensors = []
     for _ in range(2):
         x = torch.randn(32, 64).bfloat16().requires_grad_()
         y = step(x)
         y.float().square().sum().backward()
         assert x.grad is not None
-        found += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+        tensors += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
         layer.zero_grad()
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])

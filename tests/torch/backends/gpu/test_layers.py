@@ -45,18 +45,18 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def run(layer: qt.Linear, recipe: str, tokens: int, steps: int = 2) -> list[Tensor]:
     """Outputs, gradients and state of a few steps."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for step in range(steps):
         torch.manual_seed(step)
         x = (torch.randn(tokens, layer.in_features, dtype=layer.weight.dtype) * 10.0**step).requires_grad_()
         with qt.autocast(recipe=recipe):
             y = layer(x)
         y.backward(torch.randn_like(y) / 8)
-        found += [y.detach(), x.grad, layer.weight.grad.clone()]  # type: ignore[list-item,union-attr]
+        tensors += [y.detach(), x.grad, layer.weight.grad.clone()]  # type: ignore[list-item,union-attr]
         layer.zero_grad()
         with torch.no_grad():
             layer.weight.mul_(0.5)
-    return found + [b.clone() for b in layer.buffers()]
+    return tensors + [b.clone() for b in layer.buffers()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -71,8 +71,8 @@ def test_a_layer_on_the_kernels_has_the_bits_of_the_reference(
         expected = run(layer, recipe, tokens)
         assert not reads
         with qt.only("triton"):
-            found = run(twin, recipe, tokens)
-    for one, other in zip(found, expected, strict=True):
+            by_kernels = run(twin, recipe, tokens)
+    for one, other in zip(by_kernels, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     if recipe in ("tensorwise", "delayed"):
         # Input, weight and grad_output of two steps, each from one read; nothing was quantized apart.
@@ -86,8 +86,8 @@ def test_a_layer_on_torchs_own_gemms_is_within_the_bound(recipe: str) -> None:
     with qt.only("reference"):
         expected = run(layer, recipe, 37)
         with qt.only("native"):
-            found = run(twin, recipe, 37)
-    for one, other in zip(found, expected, strict=True):
+            by_torch = run(twin, recipe, 37)
+    for one, other in zip(by_torch, expected, strict=True):
         assert (one - other).double().norm() <= 1e-6 * other.double().norm()
 
 
@@ -101,9 +101,9 @@ def test_explain_names_the_native_gemms(recipe: str) -> None:
         assert row.runs == "native"
         assert row.how == ("fast accumulation, 13 bits of a sum" if name == "fprop" else "float32 accumulation")
     with qt.only("native"):
-        found = qt.explain(qt.Linear(48, 32, recipe="mxfp8"), torch.randn(37, 48)).rows
-    gemms_found = [row for row in found if row.what.endswith("GEMM")]
-    assert all(row.runs == "decoded" and "from sm_100 on" in dict(row.passed_over)["native"] for row in gemms_found)
+        explained = qt.explain(qt.Linear(48, 32, recipe="mxfp8"), torch.randn(37, 48)).rows
+    gemm_rows = [row for row in explained if row.what.endswith("GEMM")]
+    assert all(row.runs == "decoded" and "from sm_100 on" in dict(row.passed_over)["native"] for row in gemm_rows)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -137,8 +137,8 @@ def test_a_captured_graph_reads_and_leaves_no_kept_weight(recipe: str, monkeypat
 
     def counting(x: Tensor, *args: Any) -> Quantized:
         quantized.append(tuple(x.shape))
-        made: Quantized = implementation.run(x, *args)
-        return made
+        operand: Quantized = implementation.run(x, *args)
+        return operand
 
     impls = [Impl("cpu", counting, implementation.reason)]
     monkeypatch.setattr(ops.QUANTIZE, "active", impls)
@@ -165,8 +165,8 @@ def test_two_operands_in_one_operator_are_those_of_two_calls(name: str) -> None:
     x = torch.randn(40, 48)
     args = x, spec.text, spec.text, None, None, None
     torch.library.opcheck(torch.ops.quaver.quantize_both.default, args)
-    found = opaque.quantize_both(x, spec, spec)
-    for q, expected in zip(found, (ops.QUANTIZE(x, spec), ops.QUANTIZE(x.t(), spec)), strict=True):
+    operands = opaque.quantize_both(x, spec, spec)
+    for q, expected in zip(operands, (ops.QUANTIZE(x, spec), ops.QUANTIZE(x.t(), spec)), strict=True):
         assert torch.equal(q.codes(), expected.codes()) and torch.equal(q.scales(), expected.scales())
 
 
@@ -228,8 +228,8 @@ def test_a_history_goes_on_where_one_operand_alone_has_no_kernel(frozen: bool) -
         expected = steps(layer)
         del layer
         with qt.only("triton"):
-            found = steps(twin)
-    for one, other in zip(found, expected, strict=True):
+            by_kernels = steps(twin)
+    for one, other in zip(by_kernels, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
@@ -261,6 +261,6 @@ def test_a_compiled_layer_reads_operands_once_as_on_a_gpu(recipe: str, monkeypat
     twin = copy.deepcopy(layer)
     expected = run(layer, recipe, 5)
     monkeypatch.setattr("quaver.torch.linear.layer.Call", CallOfAGPU)
-    found = run(torch.compile(twin, fullgraph=True, backend="aot_eager"), recipe, 5)
-    for one, other in zip(found, expected, strict=True):
+    compiled = run(torch.compile(twin, fullgraph=True, backend="aot_eager"), recipe, 5)
+    for one, other in zip(compiled, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -25,15 +25,15 @@ def separate(fused: Any) -> Any:
     """The same attention with a matrix for each projection."""
     heads, groups, (wide, narrow) = fused.core.heads, fused.core.groups, fused.core.head_dim
     dim = fused.o_proj.out_features
-    made = qt.MultiheadAttention(dim, heads, groups=groups, head_dim=(wide, narrow), fused=False, rope=fused.rope)
+    unfused = qt.MultiheadAttention(dim, heads, groups=groups, head_dim=(wide, narrow), fused=False, rope=fused.rope)
     parts = fused.qkv_proj.weight.split([heads * wide, groups * wide, groups * narrow])
     biases = fused.qkv_proj.bias.split([heads * wide, groups * wide, groups * narrow])
     with torch.no_grad():
-        for layer, weight, bias in zip((made.q_proj, made.k_proj, made.v_proj), parts, biases, strict=True):
+        for layer, weight, bias in zip((unfused.q_proj, unfused.k_proj, unfused.v_proj), parts, biases, strict=True):
             layer.weight.copy_(weight)
             layer.bias.copy_(bias)
-    made.o_proj.load_state_dict(fused.o_proj.state_dict())
-    return made
+    unfused.o_proj.load_state_dict(fused.o_proj.state_dict())
+    return unfused
 
 
 # Scales for a row, or 32 of it, are the same in one matrix and in three.
@@ -77,26 +77,26 @@ def test_cross_attention_reads_the_memory() -> None:
 @pytest.mark.parametrize("qk_norm", ["RMSNorm", "LayerNorm", "L2"])
 @pytest.mark.parametrize("after", [False, True])
 def test_queries_and_keys_are_normalized(qk_norm: str, after: bool) -> None:
-    made = qt.MultiheadAttention(64, 4, qk_norm=qk_norm, qk_norm_after_rope=after, rope=qt.RotaryEmbedding(16))
+    attention = qt.MultiheadAttention(64, 4, qk_norm=qk_norm, qk_norm_after_rope=after, rope=qt.RotaryEmbedding(16))
     x = torch.randn(2, 9, 64)
     # Norms undo a scale of what they are given, up to their epsilon.
-    expected = made(x)
+    expected = attention(x)
     with torch.no_grad():
-        made.qkv_proj.weight[: 2 * 64] *= 64.0
-        made.qkv_proj.bias[: 2 * 64] *= 64.0
-    assert_close("output", made(x), expected, 1e-3)
-    assert ("q_norm.weight" in made.state_dict()) is (qk_norm != "L2")
+        attention.qkv_proj.weight[: 2 * 64] *= 64.0
+        attention.qkv_proj.bias[: 2 * 64] *= 64.0
+    assert_close("output", attention(x), expected, 1e-3)
+    assert ("q_norm.weight" in attention.state_dict()) is (qk_norm != "L2")
 
 
 @pytest.mark.parametrize(("name", "kind"), [("RMSNorm", qt.RMSNorm), ("LayerNorm", qt.LayerNorm)])
 def test_norms_are_of_the_class_that_they_are_called_by_and_those_of_heads_have_an_eps_of_their_own(
     name: str, kind: type
 ) -> None:
-    made = qt.TransformerLayer(64, 4, 96, normalization=name, eps=1e-5, qk_norm=name, qk_norm_eps=1e-2)
-    attention = made.attention
+    layer = qt.TransformerLayer(64, 4, 96, normalization=name, eps=1e-5, qk_norm=name, qk_norm_eps=1e-2)
+    attention = layer.attention
     for norm, eps in (
         (attention.norm, 1e-5),
-        (made.mlp.norm, 1e-5),
+        (layer.mlp.norm, 1e-5),
         (attention.q_norm, 1e-2),
         (attention.k_norm, 1e-2),
     ):
@@ -108,12 +108,12 @@ def test_norms_are_of_the_class_that_they_are_called_by_and_those_of_heads_have_
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_every_parameter_has_a_gradient(recipe: str) -> None:
-    made = qt.MultiheadAttention(
+    attention = qt.MultiheadAttention(
         64, 4, groups=2, rope=qt.RotaryEmbedding(16), qk_norm="RMSNorm", sinks="learnable", normalization="RMSNorm"
     )
     with qt.autocast(recipe):
-        made(torch.randn(2, 9, 64)).square().sum().backward()
-    for name, parameter in made.named_parameters():
+        attention(torch.randn(2, 9, 64)).square().sum().backward()
+    for name, parameter in attention.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
@@ -139,13 +139,13 @@ def test_of_a_fused_projection_only_v_is_kept(kept: str) -> None:
 
 
 def test_meta_device_is_filled_later() -> None:
-    made = qt.MultiheadAttention(
+    attention = qt.MultiheadAttention(
         64, 4, rope=qt.RotaryEmbedding(16, device="meta"), qk_norm="LayerNorm", normalization="RMSNorm", device="meta"
     )
-    assert made(torch.empty(2, 5, 64, device="meta")).shape == (2, 5, 64)
-    made.to_empty(device="cpu").reset_parameters()
+    assert attention(torch.empty(2, 5, 64, device="meta")).shape == (2, 5, 64)
+    attention.to_empty(device="cpu").reset_parameters()
     with qt.autocast("delayed"):
-        assert made(torch.randn(2, 5, 64)).isfinite().all()
+        assert attention(torch.randn(2, 5, 64)).isfinite().all()
 
 
 def test_bad_input_is_a_sentence() -> None:
@@ -173,10 +173,10 @@ def test_bad_input_is_a_sentence() -> None:
 
 
 def test_dropout_acts_in_training_only() -> None:
-    made, x = qt.MultiheadAttention(64, 4, dropout=0.5), torch.randn(2, 9, 64)
-    assert not torch.equal(made(x), made(x))
-    made.eval()
-    assert_bitwise(made(x), made(x))
+    attention, x = qt.MultiheadAttention(64, 4, dropout=0.5), torch.randn(2, 9, 64)
+    assert not torch.equal(attention(x), attention(x))
+    attention.eval()
+    assert_bitwise(attention(x), attention(x))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_dropout_acts_in_training_only() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_work(wrong: dict[str, Any]) -> None:
-    made = qt.MultiheadAttention(64, 4, mask_type="causal")
+    attention = qt.MultiheadAttention(64, 4, mask_type="causal")
     with qt.autocast("delayed"), pytest.raises(ValueError):
-        made(torch.randn(2, 6, 64), **wrong)
-    assert not dict(made.named_buffers())
+        attention(torch.randn(2, 6, 64), **wrong)
+    assert not dict(attention.named_buffers())

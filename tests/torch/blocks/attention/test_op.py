@@ -192,8 +192,8 @@ def test_explain_says_which_runs_and_why_not_the_others() -> None:
     plain = explain_attention(q, k, v, mask_type="causal", window=(3, 0), dropout=0.1)
     assert plain.runs == "sdpa"
     assert "2x4/2 heads of 8/6, 5 on 7, float32, causal, window (3, -1), dropout" in str(plain)
-    capped = dict((found := explain_attention(q, k, v, soft_cap=2.0)).passed_over)
-    assert found.runs == "reference"
+    capped = dict((choice := explain_attention(q, k, v, soft_cap=2.0)).passed_over)
+    assert choice.runs == "reference"
     assert "no soft cap" in capped["sdpa"] and "no backward" in capped["flex"]
     with qt.only("reference"):
         assert dict(explain_attention(q, k, v).passed_over)["sdpa"] == "switched off by only()"

@@ -68,10 +68,10 @@ def test_losses_and_gradients_are_those_of_the_two_functions(
 ) -> None:
     x, weight, targets, bias = operands()
     expected = two_functions(x, weight, targets, bias, reduction=reduction, **options)
-    found = linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk=chunk, **options)
-    assert found.dtype is torch.float32
-    assert_close("loss", found, expected, 1e-5)
-    for ours, theirs in zip(gradients(found, x, weight, bias), gradients(expected, x, weight, bias), strict=True):
+    loss = linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk=chunk, **options)
+    assert loss.dtype is torch.float32
+    assert_close("loss", loss, expected, 1e-5)
+    for ours, theirs in zip(gradients(loss, x, weight, bias), gradients(expected, x, weight, bias), strict=True):
         assert_close(f"gradient {list(ours.shape)}", ours, theirs, 1e-5)
 
 
@@ -81,9 +81,9 @@ def test_under_the_kernels_it_is_the_same(name: str, reduction: str) -> None:
     x, weight, targets, bias = operands()
     expected = two_functions(x, weight, targets, bias, reduction=reduction, **OPTIONS["all"])
     with qt.only(name):
-        found = linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk=5, **OPTIONS["all"])
-        grads = gradients(found, x, weight, bias)
-    assert_close("loss", found, expected, 1e-5)
+        loss = linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk=5, **OPTIONS["all"])
+        grads = gradients(loss, x, weight, bias)
+    assert_close("loss", loss, expected, 1e-5)
     for ours, theirs in zip(grads, gradients(expected, x, weight, bias), strict=True):
         assert_close("gradient", ours, theirs, 1e-5)
 
@@ -98,9 +98,9 @@ def test_narrow_dtypes_lose_their_own_rounding_and_no_more(
     exact = [leaf.detach().to(dtype).double().requires_grad_() for leaf in (x, weight, bias) if leaf is not None]
     expected = F.cross_entropy(F.linear(*exact).flatten(0, 1), targets.flatten())
     with torch.autocast("cpu", dtype, enabled=autocast):
-        found = linear_cross_entropy(x, weight, targets, bias, chunk=chunk)
-    assert_close("loss", found, expected, bound)
-    for ours, theirs in zip(gradients(found, x, weight, bias), gradients(expected, *exact), strict=True):
+        loss = linear_cross_entropy(x, weight, targets, bias, chunk=chunk)
+    assert_close("loss", loss, expected, bound)
+    for ours, theirs in zip(gradients(loss, x, weight, bias), gradients(expected, *exact), strict=True):
         assert ours.dtype is x.dtype
         assert_close(f"gradient {list(ours.shape)}", ours, theirs, bound)
 
@@ -132,10 +132,10 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once() -> None:
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = function(*args, **(kwargs or {}))
-            if isinstance(found, Tensor) and found.dim() == 2:
-                seen.append(found.numel())
-            return found
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dim() == 2:
+                seen.append(result.numel())
+            return result
 
     with Watch():
         linear_cross_entropy(x, weight, torch.randint(1000, (512,)), chunk=32)
@@ -220,10 +220,10 @@ def test_a_head_under_a_recipe_is_run_in_high_precision_with_a_warning() -> None
     plain.load_state_dict(head.state_dict())
     _warned.clear()
     with pytest.warns(UserWarning, match="head's GEMMs in high precision, not in rowwise"):
-        found = linear_cross_entropy(x, head, targets)
-    assert_bitwise(found, linear_cross_entropy(x, plain, targets))
-    assert_close("loss", found, two_functions(x, plain.weight, targets, plain.bias), 1e-5)
-    assert_bitwise(linear_cross_entropy(x, head, targets), found)
+        loss = linear_cross_entropy(x, head, targets)
+    assert_bitwise(loss, linear_cross_entropy(x, plain, targets))
+    assert_close("loss", loss, two_functions(x, plain.weight, targets, plain.bias), 1e-5)
+    assert_bitwise(linear_cross_entropy(x, head, targets), loss)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

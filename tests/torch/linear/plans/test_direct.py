@@ -52,7 +52,7 @@ def pair(recipe: Recipe, dtype: torch.dtype, bias: bool = True) -> tuple[qt.Line
 
 def train(layer: qt.Linear, inputs: list[Tensor], gradients: list[Tensor], direct: bool) -> dict[str, Tensor]:
     """What every step gives, and the state at the end; the weight changes after every other one."""
-    found = {}
+    tensors = {}
     for number, (value, g) in enumerate(zip(inputs, gradients, strict=True)):
         x = value.clone().requires_grad_()
         layer.zero_grad()
@@ -62,12 +62,12 @@ def train(layer: qt.Linear, inputs: list[Tensor], gradients: list[Tensor], direc
         assert is_direct(y) is direct
         y.backward(g)
         assert x.grad is not None
-        found |= {f"output {number}": y.detach(), f"input {number}": x.grad}
-        found |= {f"{name} {number}": p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+        tensors |= {f"output {number}": y.detach(), f"input {number}": x.grad}
+        tensors |= {f"{name} {number}": p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
         if number % 2:
             with torch.no_grad():
                 layer.weight.mul_(0.75)
-    return found | {name: b.clone() for name, b in layer.named_buffers()}
+    return tensors | {name: b.clone() for name, b in layer.named_buffers()}
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -245,8 +245,8 @@ def test_an_output_may_be_written_to(way: str) -> None:
             state_of(layer).plans.clear()
             y = layer(x)
         assert is_direct(y) == (way == "direct")
-        found = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
-        for grad, value in zip(found, expected, strict=True):
+        grads = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
+        for grad, value in zip(grads, expected, strict=True):
             assert_bitwise(grad, value)
 
 
@@ -270,7 +270,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 def test_backward_takes_any_gradient_and_ignores_torchs_autocast(gradient: Tensor) -> None:
     first, second = pair(RECIPES["tensorwise"], torch.float32)
-    found = []
+    runs = []
     for layer, ours in ((first, True), (second, False)):
         x = torch.linspace(-1, 1, T * K).view(T, K).requires_grad_()
         layer.zero_grad()
@@ -280,8 +280,8 @@ def test_backward_takes_any_gradient_and_ignores_torchs_autocast(gradient: Tenso
             y.backward(gradient)
         assert is_direct(y) is ours
         assert x.grad is not None and layer.weight.grad is not None and layer.bias.grad is not None
-        found.append((x.grad, layer.weight.grad, layer.bias.grad))
-    for a, b in zip(*found, strict=True):
+        runs.append((x.grad, layer.weight.grad, layer.bias.grad))
+    for a, b in zip(*runs, strict=True):
         assert_bitwise(a, b)
 
 

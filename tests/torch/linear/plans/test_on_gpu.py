@@ -63,7 +63,7 @@ def is_direct(y: Tensor) -> bool:
 
 def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
     """Outputs, gradients and state of some steps; the weight changes after every other one."""
-    found = []
+    tensors = []
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     for number, value in enumerate(xs):
         x = value.clone().requires_grad_()
@@ -72,11 +72,11 @@ def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
         assert is_direct(y) is direct
         y.square().sum().backward()
         assert x.grad is not None
-        found += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+        tensors += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
-    return [*found, *(b.clone() for b in layer.buffers())]
+    return [*tensors, *(b.clone() for b in layer.buffers())]
 
 
 @pytest.mark.parametrize(("recipe", "arch", "bias"), WITH_BIAS)
@@ -175,9 +175,9 @@ def test_backward_counts_what_a_forward_before_did_not(recipe: str, arch: int, m
     assert is_direct(y)
     with qt.count(layer) as counters:
         y.sum().backward()
-    found = {name: counts.elements for name, counts in counters.table[""].items()}
+    elements = {name: counts.elements for name, counts in counters.table[""].items()}
     operands = ["grad_output"] if recipe in ("tensorwise", "delayed") else ["grad_output", "grad_output.T"]
-    assert found == dict.fromkeys(operands, T * N)
+    assert elements == dict.fromkeys(operands, T * N)
 
 
 @pytest.mark.parametrize(("recipe", "arch"), [("blockwise", 100), ("blockwise", 89), ("mxfp8", 90), ("nvfp4", 100)])
@@ -285,12 +285,12 @@ def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
             y = layer(x)
         return torch.autograd.grad(y.float().square().sum(), x)[0]
 
-    found = [gradient(recipe) for recipe in (first, second, first)]
+    grads = [gradient(recipe) for recipe in (first, second, first)]
     generally(monkeypatch)
     state_of(layer).plans.clear()
     expected = [gradient(recipe) for recipe in (first, second, first)]
     assert not torch.equal(expected[0], expected[1])
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
 def test_what_a_large_step_writes_is_not_held_for_its_shape() -> None:
@@ -324,8 +324,8 @@ def test_an_output_may_be_written_to() -> None:
     expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
     y = layer(x)
     assert is_direct(y)
-    found = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    grads = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
 def test_second_derivatives_are_refused() -> None:

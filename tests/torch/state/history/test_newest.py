@@ -20,7 +20,7 @@ OUTLIERS = [1.0, 1e-3, math.inf, math.nan, 0.0, 1e30, 1.0]
 
 def trained(layer: qt.Linear, tokens: int = 20) -> list[Tensor]:
     """Outputs, gradients and buffers of a few steps, with values that a history must not take."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for step, outlier in enumerate(OUTLIERS):
         torch.manual_seed(step)
         x, g = torch.randn(tokens, layer.in_features), torch.randn(tokens, layer.out_features)
@@ -29,8 +29,8 @@ def trained(layer: qt.Linear, tokens: int = 20) -> list[Tensor]:
         x.requires_grad_()
         with qt.autocast(recipe=RECIPE):
             layer(x).backward(g)
-        found += [x.grad, *(b.clone() for b in layer.buffers())]  # type: ignore[list-item]
-    return found
+        tensors += [x.grad, *(b.clone() for b in layer.buffers())]  # type: ignore[list-item]
+    return tensors
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_histories_are_those_of_launches_of_their_own(
     layer = qt.Linear(24, 16)
     twins = copy.deepcopy(layer), copy.deepcopy(layer)
     with qt.only("triton"):
-        found = trained(layer, tokens)
+        together = trained(layer, tokens)
         if tokens:
             assert notes.count(amax.INPUT) == notes.count(amax.GRAD_OUTPUT) == 0
         noted = len(notes)
@@ -63,7 +63,7 @@ def test_histories_are_those_of_launches_of_their_own(
         assert len(notes) == noted + 3 * len(OUTLIERS)
     with qt.only("reference"):
         expected = trained(twins[1], tokens)
-    for ours, other, plain in zip(found, one_by_one, expected, strict=True):
+    for ours, other, plain in zip(together, one_by_one, expected, strict=True):
         assert_bitwise(ours, other)
         assert_bitwise(ours, plain)
 

@@ -79,7 +79,7 @@ class Player:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         now = None
         for what, group in itertools.groupby(self.events, lambda event: event[0]):
-            events = [about for _, about in group]
+            events = [told for _, told in group]
             if what == "forward":
                 for x, entry, training in events:
                     if entry != now:
@@ -190,15 +190,15 @@ def test_a_generator_and_a_discriminator(again: bool, call: Callable[[nn.Module,
     for i in range(4):
         entry = 3 * i
         with qt.autocast(RECIPE):
-            made = generator(data(i), entry)
+            generated = generator(data(i), entry)
         with qt.autocast(RECIPE):
-            loss = discriminator(data(i + 9), entry + 1).mean() - discriminator(made.detach(), entry + 1).mean()
+            loss = discriminator(data(i + 9), entry + 1).mean() - discriminator(generated.detach(), entry + 1).mean()
         loss.backward()
         discriminator.step()
         with qt.autocast(RECIPE):
             if again:
-                made = generator(data(i + 5), entry + 2)
-            judged = discriminator(made, entry + 2)
+                generated = generator(data(i + 5), entry + 2)
+            judged = discriminator(generated, entry + 2)
         judged.square().mean().backward()
         generator.step()
         discriminator.forget()
@@ -218,7 +218,7 @@ class Turn(nn.Module):
 
 def train(model: nn.Module, count: int, enter: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> Tensor:
     """Outputs of a few steps, each of two forwards whose backwards come after both."""
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, every_output = torch.optim.SGD(model.parameters(), lr=0.1), []
     for i in range(count):
         outputs = []
         for part in range(2):
@@ -228,11 +228,11 @@ def train(model: nn.Module, count: int, enter: Callable[[], Any], wait: Callable
         for y in outputs:
             y.square().sum().backward()
             wait()
-        found += [y.detach() for y in outputs]
+        every_output += [y.detach() for y in outputs]
         optimizer.step()
         optimizer.zero_grad()
         wait()
-    return torch.stack(found)
+    return torch.stack(every_output)
 
 
 @pytest.mark.parametrize("converted", [False, True], ids=["autocast", "converted"])
@@ -318,12 +318,12 @@ def test_a_copy_joins_a_step_of_its_own() -> None:
     model = net()
     with qt.autocast(RECIPE):
         y = model(data(0))
-        made = copy.deepcopy(model)
-    assert state_of(model[0]).step is not None and state_of(made[0]).step is None
+        twin = copy.deepcopy(model)
+    assert state_of(model[0]).step is not None and state_of(twin[0]).step is None
     with qt.autocast(RECIPE):
-        made(data(1)).sum().backward()
+        twin(data(1)).sum().backward()
     recorded = model[0].history[0].clone()
-    assert recorded[0] > 0 and made[0].history[-1, 0] == recorded[0]
+    assert recorded[0] > 0 and twin[0].history[-1, 0] == recorded[0]
     y.sum().backward()
     assert_bitwise(model[0].history[0, :2], recorded[:2])
 

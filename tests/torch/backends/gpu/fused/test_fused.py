@@ -54,7 +54,7 @@ def trained(make: Callable[[], nn.Module], recipe: quaver.Recipe) -> list[Tensor
     """Everything that a step, or two of delayed scaling, and an inference give: outputs, gradients, buffers."""
     torch.manual_seed(1)
     model = make().to(torch.bfloat16)
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     with qt.only("triton"):
         for step in range(2 if recipe.delayed else 1):
             x = (torch.randn(2, TOKENS // 2, DIM) * (step + 1)).bfloat16().requires_grad_()
@@ -62,12 +62,12 @@ def trained(make: Callable[[], nn.Module], recipe: quaver.Recipe) -> list[Tensor
                 out = model(x)
             out = out if isinstance(out, tuple) else (out,)
             sum(y.float().square().sum() for y in out).backward()
-            found += [*out, x.grad]  # type: ignore[list-item]
+            tensors += [*out, x.grad]  # type: ignore[list-item]
         with torch.no_grad(), qt.autocast(recipe=recipe):
             last = model(torch.linspace(-2, 3, 3 * DIM).view(3, DIM).bfloat16())
-            found += last if isinstance(last, tuple) else [last]
-    found += [p.grad for p in model.parameters()]  # type: ignore[misc]
-    return [t.detach().float() for t in [*found, *model.buffers()]]
+            tensors += last if isinstance(last, tuple) else [last]
+    tensors += [p.grad for p in model.parameters()]  # type: ignore[misc]
+    return [t.detach().float() for t in [*tensors, *model.buffers()]]
 
 
 #: What is fused by which recipe. Narrow blocks save nothing where the result is needed beside its codes.
@@ -99,9 +99,9 @@ def test_fused_layers_equal_the_kernels_one_after_the_other(
     operand = producers.operand
 
     def spied(*args: Any) -> Any:
-        found = operand(*args)
-        ran.append(found is not None)
-        return found
+        produced = operand(*args)
+        ran.append(produced is not None)
+        return produced
 
     monkeypatch.setattr(producers, "operand", spied)
     ours = trained(MODELS[model], RECIPES[recipe])

@@ -60,10 +60,10 @@ def stand_in(calls: list[bool]) -> Any:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Whether each call that reached torch accumulates fast; the first of a kind is the probe."""
-    made: list[bool] = []
-    monkeypatch.setattr(F, "scaled_grouped_mm", stand_in(made))
+    fast_accumulation: list[bool] = []
+    monkeypatch.setattr(F, "scaled_grouped_mm", stand_in(fast_accumulation))
     monkeypatch.setattr(grouped_mm, "_probes", {})
-    yield made
+    yield fast_accumulation
 
 
 def operands(spec: QuantSpec = ROWS, n: int = N, k: int = K) -> tuple[Groups, Groups, Offsets]:
@@ -93,7 +93,7 @@ def test_one_call_multiplies_all_groups(name: str, k: int, calls: list[bool]) ->
 
 def test_a_layers_forward_and_input_gradient_take_it(calls: list[bool]) -> None:
     ends = torch.tensor([7, 7, 30], dtype=torch.int32)
-    found: list[list[Tensor]] = []
+    runs: list[list[Tensor]] = []
     for name in ("native", "reference"):
         torch.manual_seed(0)
         x, w = torch.randn(T, 48).bfloat16().requires_grad_(), torch.randn(G, N, 48).bfloat16().requires_grad_()
@@ -101,9 +101,9 @@ def test_a_layers_forward_and_input_gradient_take_it(calls: list[bool]) -> None:
             y = qt.grouped_matmul(x, w, ends, recipe="rowwise")
             y.backward(torch.randn(T, N).bfloat16())
         assert x.grad is not None and w.grad is not None
-        found.append([y.detach(), x.grad, w.grad])
+        runs.append([y.detach(), x.grad, w.grad])
     assert calls == [True, True, False, False], "fprop and dgrad, each with its probe"
-    for ours, expected in zip(*found, strict=True):
+    for ours, expected in zip(*runs, strict=True):
         torch.testing.assert_close(ours, expected, rtol=2.0**-7, atol=2.0**-7)
 
 
@@ -154,8 +154,8 @@ def test_a_gemm_that_refuses_or_differs_is_not_used(wrong: str, monkeypatch: pyt
 def test_explain_names_it(calls: list[bool]) -> None:
     x, w = torch.randn(T, 48).bfloat16(), torch.randn(G, N, 48).bfloat16()
     with qt.only("native"):
-        found = qt.explain(qt.grouped_matmul, x, w, torch.tensor([7, 7, 30], dtype=torch.int32), recipe="rowwise")
-    runs = {row.what: row.runs for row in found.rows if row.what.endswith("GEMM")}
+        explained = qt.explain(qt.grouped_matmul, x, w, torch.tensor([7, 7, 30], dtype=torch.int32), recipe="rowwise")
+    runs = {row.what: row.runs for row in explained.rows if row.what.endswith("GEMM")}
     assert runs == {
         "fprop GEMM": "native, grouped",
         "dgrad GEMM": "native, grouped",
@@ -165,7 +165,7 @@ def test_explain_names_it(calls: list[bool]) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_the_kernels_give_the_bits_of_the_reference(recipe: str) -> None:
-    found: list[list[Tensor]] = []
+    runs: list[list[Tensor]] = []
     for name in ("triton", "reference"):
         torch.manual_seed(0)
         x, w = torch.randn(T, 48, requires_grad=True), torch.randn(G, 128, 48, requires_grad=True)
@@ -173,8 +173,8 @@ def test_the_kernels_give_the_bits_of_the_reference(recipe: str) -> None:
             y = qt.grouped_matmul(x, w, torch.tensor([7, 7, 30], dtype=torch.int32), recipe=recipe)
             y.backward(torch.randn(T, 128))
         assert x.grad is not None and w.grad is not None
-        found.append([y.detach(), x.grad, w.grad])
-    for ours, expected in zip(*found, strict=True):
+        runs.append([y.detach(), x.grad, w.grad])
+    for ours, expected in zip(*runs, strict=True):
         assert_bitwise(ours, expected)
 
 

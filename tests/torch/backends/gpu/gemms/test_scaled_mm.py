@@ -378,8 +378,8 @@ def test_rows_that_end_in_zeros_are_taken_as_they_are() -> None:
     room = torch.zeros(6, 48, dtype=torch.float8_e4m3fn)
     room[:, :40] = torch.randn(6, 40).to(torch.float8_e4m3fn)
     q = Quantized(room[:, :40], torch.ones(1, 1), SPECS["tensor"], (6, 40))
-    found = operands.matrix(q)
-    assert found.shape == (6, 48) and found.data_ptr() == room.data_ptr()
+    matrix = operands.matrix(q)
+    assert matrix.shape == (6, 48) and matrix.data_ptr() == room.data_ptr()
     alone = Quantized(room[:, :40].contiguous(), torch.ones(1, 1), SPECS["tensor"], (6, 40))
     assert torch.equal(operands.matrix(alone).float(), room.float())
 

@@ -51,13 +51,13 @@ def launches(driver: Driver, module: nn.Module, recipe: str, x: Tensor, warm_up:
         optimizer.step()
         return total
 
-    captured, found = CapturedStep(step, warm_up=warm_up), []
+    captured, by_step = CapturedStep(step, warm_up=warm_up), []
     for _ in range(warm_up + 1):
         driver.launched.clear()
         captured(x)
-        found.append(list(driver.launched))
+        by_step.append(list(driver.launched))
     assert captured._graph is not None
-    return found
+    return by_step
 
 
 @pytest.mark.parametrize(

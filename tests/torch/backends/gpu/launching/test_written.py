@@ -44,11 +44,11 @@ class Streams:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    made = Streams()
-    monkeypatch.setattr(capture, "stream_of", made.handle)
-    monkeypatch.setattr(torch.cuda, "current_stream", made.current)
-    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: made.log.append(("keeps", s.now, t.data_ptr())))
-    yield made
+    stand_in = Streams()
+    monkeypatch.setattr(capture, "stream_of", stand_in.handle)
+    monkeypatch.setattr(torch.cuda, "current_stream", stand_in.current)
+    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: stand_in.log.append(("keeps", s.now, t.data_ptr())))
+    yield stand_in
 
 
 def kept(recipe: str) -> tuple[nn.Module, nn.Parameter, Any, kept_weights.Entry]:

@@ -21,8 +21,8 @@ def test_a_plain_operand_is_the_same_one(name: str, shape: tuple[int, int]) -> N
     with qt.only("triton"):
         q = ops.QUANTIZE(x, SPECS[name])
     expected, plain = ops.QUANTIZE(x, SPECS[name]), q.plain()
-    for found in (q, plain):
-        assert torch.equal(found.codes(), expected.codes()) and torch.equal(found.scales(), expected.scales())
+    for operand in (q, plain):
+        assert torch.equal(operand.codes(), expected.codes()) and torch.equal(operand.scales(), expected.scales())
     assert plain.data.is_contiguous() and not plain.swizzled
     assert isinstance(plain.scale, float) or plain.scale.shape == SPECS[name].blocks(shape[0], q.shape[1])
 
@@ -36,9 +36,9 @@ def test_attentions_operands_are_those_of_a_cpu(name: str) -> None:
     x = torch.randn(2, 3, 20, 24)
     expected = quantize_heads(x, SPECS[name])
     with qt.only("triton"):
-        found = quantize_heads(x, SPECS[name])
-    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(found.scale, expected.scale)
+        heads = quantize_heads(x, SPECS[name])
+    assert torch.equal(heads.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(heads.scale, expected.scale)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
@@ -48,7 +48,7 @@ def test_a_weight_of_codes_is_that_of_a_cpu(recipe: str) -> None:
         expected = qt.Linear(40, 24)
     torch.manual_seed(0)
     with qt.only("triton"), qt.quantized_init(recipe):
-        found = qt.Linear(40, 24)
+        layer = qt.Linear(40, 24)
     for name, value in expected.state_dict().items():
-        other = found.state_dict()[name]
+        other = layer.state_dict()[name]
         assert other.shape == value.shape and torch.equal(other.view(torch.uint8), value.view(torch.uint8)), name

@@ -127,26 +127,30 @@ def test_decoding_by_token_is_one_forward(kind: str) -> None:
 def test_sequences_of_different_lengths_come_and_go() -> None:
     rope = qt.RotaryEmbedding(8)
     cache = qt.PagedKVCache(1, pages=8, page_size=2)
-    made = {name: (torch.randn(1, n, 2, 8), torch.randn(1, n, 2, 8)) for name, n in (("a", 6), ("b", 3), ("c", 4))}
+    keys_and_values = {
+        name: (torch.randn(1, n, 2, 8), torch.randn(1, n, 2, 8)) for name, n in (("a", 6), ("b", 3), ("c", 4))
+    }
     ids = {}
 
     def prompt(name: str, count: int) -> None:
         ids[name] = cache.add()
         cache.use([ids[name]])
-        k, v = made[name]
+        k, v = keys_and_values[name]
         cache.update(0, rope(k[:, :count]), v[:, :count])
 
     def step(*names: str) -> None:
         """The next token of each; what attention gives must be what it gives to each sequence alone."""
         cache.use([ids[n] for n in names])
         offset, at = cache.offset, cache.lengths.tolist()
-        k, v = (torch.cat([made[n][i][:, t : t + 1] for n, t in zip(names, at, strict=True)]) for i in (0, 1))
+        k, v = (
+            torch.cat([keys_and_values[n][i][:, t : t + 1] for n, t in zip(names, at, strict=True)]) for i in (0, 1)
+        )
         keys, values = cache.update(0, rope(k, offset=offset), v)
         assert cache.padding().sum(1).tolist() == [max(at) - t for t in at]
         mask, mask_type = cache.mask(None, "causal", 1)
         y = attention(rope(k, offset=offset), keys, values, mask_type=mask_type, mask=mask)
         for row, (name, t) in enumerate(zip(names, at, strict=True)):
-            one_k, one_v = (m[:, : t + 1] for m in made[name])
+            one_k, one_v = (m[:, : t + 1] for m in keys_and_values[name])
             whole = attention(rope(one_k), rope(one_k), one_v, mask_type="causal")
             assert_close(f"{name} at {t}", y[row], whole[0, -1:], 1e-6)
 
@@ -157,10 +161,10 @@ def test_sequences_of_different_lengths_come_and_go() -> None:
     assert cache.free_pages == 8 - 3 - 2
     cache.free(ids["a"])
     assert cache.free_pages == 6 and cache.sequences == [ids["b"]]
-    made["c"][0][0, 3] = torch.nan
+    keys_and_values["c"][0][0, 3] = torch.nan
     prompt("c", 4)
     cache.free(ids["c"])
-    made["d"] = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
+    keys_and_values["d"] = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
     prompt("d", 8)
     cache.truncate([5])
     step("d")

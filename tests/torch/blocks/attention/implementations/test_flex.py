@@ -87,10 +87,10 @@ def test_on_a_gpu_outputs_and_gradients_equal_the_reference(options: dict[str, A
     shapes = (2, 200, H, 64), (2, 200, 2, 64), (2, 200, 2, 64)
     inputs = tuple(torch.randn(s, device="cuda", requires_grad=True) for s in shapes)
     options = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    found = []
+    runs = []
     for name in ("flex", "reference"):
         with qt.only(name):
             y = attention(*inputs, **options)
-        found.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
-    for a, b in zip(*found, strict=True):
+        runs.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
+    for a, b in zip(*runs, strict=True):
         assert_close("flex", a, b, 5e-3)

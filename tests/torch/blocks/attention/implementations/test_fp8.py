@@ -23,13 +23,13 @@ from tests.operands import nasty
 
 def _specs() -> dict[str, AttentionSpec]:
     """Every distinct way to quantize attention, and one by division."""
-    found: dict[AttentionSpec, str] = {}
+    names: dict[AttentionSpec, str] = {}
     for name in RECIPES:
         if name not in ("bf16", "delayed") and (spec := get(name, attention=True).attention) is not None:
-            found.setdefault(spec, name)
+            names.setdefault(spec, name)
     divided = get("tensorwise", power_of_two=False, attention=True).attention
     assert divided is not None
-    return {name: spec for spec, name in found.items()} | {"tensorwise(power_of_two=False)": divided}
+    return {name: spec for spec, name in names.items()} | {"tensorwise(power_of_two=False)": divided}
 
 
 SPECS = _specs()
@@ -57,8 +57,8 @@ def operands(shape: tuple[int, ...], seed: int = 0) -> tuple[list[np.ndarray], n
     rng = np.random.default_rng(seed)
     shapes = [(batch, heads, queries, dim), (batch, groups, keys, dim), (batch, groups, keys, wide)]
     shapes += [(1, heads, queries, keys), (heads,)]
-    made = [rng.normal(size=s).astype(np.float32) for s in shapes]
-    return made, rng.normal(size=(batch, heads, queries, wide)).astype(np.float32)
+    drawn = [rng.normal(size=s).astype(np.float32) for s in shapes]
+    return drawn, rng.normal(size=(batch, heads, queries, wide)).astype(np.float32)
 
 
 def masked(queries: int, keys: int) -> np.ndarray:
@@ -80,8 +80,8 @@ def expected(arrays: list[np.ndarray], grad: np.ndarray, spec: AttentionSpec, **
     q, k, v, bias, sinks = arrays
     whole = {"bias": bias, "sinks": sinks, **options}
     out = specification.attention(q, k, v, spec, **whole)
-    found = specification.attention_backward(grad, q, k, v, spec, **whole)
-    return [out, *found[:3], found[3].astype(np.float64).sum(0, keepdims=True), found[4]]
+    backward = specification.attention_backward(grad, q, k, v, spec, **whole)
+    return [out, *backward[:3], backward[3].astype(np.float64).sum(0, keepdims=True), backward[4]]
 
 
 @every_spec
@@ -120,11 +120,11 @@ class Recording:
     """Stands where operands are quantized, and keeps them."""
 
     def __init__(self) -> None:
-        self.made: list[Heads] = []
+        self.quantized: list[Heads] = []
 
     def __call__(self, x: Tensor, spec: QuantSpec) -> Heads:
-        self.made.append(quantize_heads(x, spec))
-        return self.made[-1]
+        self.quantized.append(quantize_heads(x, spec))
+        return self.quantized[-1]
 
 
 @every_spec
@@ -140,14 +140,16 @@ def test_scores_gradients_and_probabilities_have_the_specifications_codes(
     run([q, k, v, bias, sinks], grad, spec)
     own = {"bias": bias[0, 0], "sink": float(sinks[0])}
     head = specification.attention_head(q[0, 0], k[0, 0], v[0, 0], spec, **own)
-    made = specification.attention_head_backward(grad[0, 0], head, q[0, 0], k[0, 0], v[0, 0], spec, sink=own["sink"])
+    specified = specification.attention_head_backward(
+        grad[0, 0], head, q[0, 0], k[0, 0], v[0, 0], spec, sink=own["sink"]
+    )
     forward, backward = probabilities
     assert_bitwise(forward, backward, "probabilities made again")
     assert_bitwise(forward[0, 0].float(), head.p.data, "probabilities")
-    found = {tuple(x.data.shape[2:]): x.data[0, 0].view(torch.uint8) for x in seen.made}
-    assert_bitwise(found[48, 40], made.ds.codes(), "dS")
+    codes = {tuple(x.data.shape[2:]): x.data[0, 0].view(torch.uint8) for x in seen.quantized}
+    assert_bitwise(codes[48, 40], specified.ds.codes(), "dS")
     if not spec.grad_output.transposable:
-        assert_bitwise(found[40, 48], made.dst.codes(), "dS.T")
+        assert_bitwise(codes[40, 48], specified.dst.codes(), "dS.T")
 
 
 @every_spec

@@ -98,9 +98,9 @@ def test_a_query_that_sees_no_key_gets_zero_and_so_do_its_gradients(sinks: Any) 
     mask[0, :, 2] = True
     y = reference(q, k, v, mask_type="arbitrary", mask=mask, sinks=sinks, alibi_slopes=slopes)
     assert not y[0, 2].any()
-    found = gradients(y, q, k, v, slopes)
-    assert all(g.isfinite().all() for g in found)
-    assert not found[0][0, 2].any()
+    grads = gradients(y, q, k, v, slopes)
+    assert all(g.isfinite().all() for g in grads)
+    assert not grads[0][0, 2].any()
 
 
 def test_learnable_sinks_have_the_gradient_of_differences() -> None:

@@ -68,11 +68,11 @@ def test_float64_is_exact_to_its_own_precision() -> None:
 def test_a_bias_gets_its_gradient() -> None:
     inputs = operands(5, 7)
     bias = torch.linspace(-2, 2, H * 5 * 7).reshape(1, H, 5, 7).requires_grad_()
-    found = []
+    grads = []
     for name in ("sdpa", "reference"):
         with qt.only(name):
-            found.append(gradients(attention(*inputs, mask_type="causal", bias=bias), bias)[0])
-    assert_close("bias", *found, 2e-6)
+            grads.append(gradients(attention(*inputs, mask_type="causal", bias=bias), bias)[0])
+    assert_close("bias", *grads, 2e-6)
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -94,9 +94,9 @@ def test_a_query_that_sees_no_key_gets_zero_and_so_do_its_gradients(dtype: torch
             empty = ~attention(q, k, v, **options).any(-1)
         assert empty.any()
         assert not y[empty].any()
-        found = gradients(y, q, k, v)
-        assert all(g.isfinite().all() for g in found)
-        assert not found[0][empty].any()
+        grads = gradients(y, q, k, v)
+        assert all(g.isfinite().all() for g in grads)
+        assert not grads[0][empty].any()
 
 
 @pytest.mark.parametrize("name", ["sdpa", "reference"])
@@ -114,17 +114,17 @@ def test_no_batch_no_query_and_no_key_are_no_error(name: str, shape: tuple[int, 
 @contextmanager
 def kept() -> Iterator[list[tuple[torch.dtype, tuple[int, ...]]]]:
     """Distinct storages saved for backward, as (dtype, shape)."""
-    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    packed: list[tuple[torch.dtype, tuple[int, ...]]] = []
     seen = set()
 
     def pack(x: Tensor) -> Tensor:
         if x.untyped_storage().data_ptr() not in seen:
             seen.add(x.untyped_storage().data_ptr())
-            found.append((x.dtype, tuple(x.shape)))
+            packed.append((x.dtype, tuple(x.shape)))
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield found
+        yield packed
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
@@ -137,11 +137,11 @@ def test_backward_keeps_q_k_v_unexpanded_the_output_and_a_logarithm_a_row(
     shape = {"bshd": (batch, tokens), "sbhd": (tokens, batch), "thd": (tokens,)}[layout]
     q, k, v = (torch.randn(*shape, n, 16).to(dtype).requires_grad_() for n in (heads, groups, groups))
     ends = torch.tensor([0, tokens]) if layout == "thd" else None
-    with kept() as found:
+    with kept() as packed:
         attention(q, k, v, mask_type=mask_type, layout=layout, cu_seqlens=ends)
     wide, narrow = (dtype, (batch, heads, tokens, 16)), (dtype, (batch, groups, tokens, 16))
     logarithms = dtype if dtype is torch.float64 else torch.float32, (batch, heads, tokens)
-    assert sorted(map(str, found)) == sorted(map(str, [wide, narrow, narrow, wide, logarithms]))
+    assert sorted(map(str, packed)) == sorted(map(str, [wide, narrow, narrow, wide, logarithms]))
 
 
 @pytest.mark.parametrize("groups", [8, 2])

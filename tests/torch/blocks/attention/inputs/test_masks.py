@@ -18,10 +18,10 @@ def test_the_table_of_cases_has_every_mask_type() -> None:
 @pytest.mark.parametrize("mask_type, window, queries, keys", cases())
 def test_every_mask_hides_what_its_name_says(mask_type: str, window: Any, queries: int, keys: int) -> None:
     mask = mask_of(mask_type, queries, keys)
-    found = hidden(mask_type, mask, window, (B, H, queries, keys))
-    found = torch.zeros(1, dtype=torch.bool) if found is None else found
-    found = found.expand(B, found.shape[1] if found.dim() == 4 else 1, queries, keys)
-    np.testing.assert_array_equal(found[:, 0].numpy(), hides(mask_type, window, queries, keys, mask))
+    masked = hidden(mask_type, mask, window, (B, H, queries, keys))
+    masked = torch.zeros(1, dtype=torch.bool) if masked is None else masked
+    masked = masked.expand(B, masked.shape[1] if masked.dim() == 4 else 1, queries, keys)
+    np.testing.assert_array_equal(masked[:, 0].numpy(), hides(mask_type, window, queries, keys, mask))
 
 
 @pytest.mark.parametrize("mask_type", ["none", "causal", "causal_bottom_right"])
@@ -57,14 +57,14 @@ def test_sequences_laid_end_to_end_do_not_see_each_other(bottom_right: bool) -> 
     ragged = Ragged(*ends, None)
     mask_type = "causal_bottom_right" if bottom_right else "causal"
     shape = (1, H, sum(of_queries), sum(of_keys))
-    found = hidden(mask_type, None, (1, -1), shape, ragged=ragged)
+    masked = hidden(mask_type, None, (1, -1), shape, ragged=ragged)
     whole = np.ones(shape[2:], bool)
     for n, (queries, keys) in enumerate(zip(of_queries, of_keys, strict=True)):
         block = hides(mask_type, (1, -1), queries, keys, None)[0]
         i, j = int(ends[0][n]), int(ends[1][n])
         whole[i : i + queries, j : j + keys] = block
-    assert found is not None
-    np.testing.assert_array_equal(found[0, 0].numpy(), whole)
+    assert masked is not None
+    np.testing.assert_array_equal(masked[0, 0].numpy(), whole)
 
 
 def test_alibi_falls_with_the_distance_as_the_mask_type_aligns() -> None:

@@ -234,13 +234,13 @@ def test_compiled_bits_are_eagers(case: str, dtype: torch.dtype = torch.bfloat16
     if where.get("layout") == "sbhd":
         x = x.transpose(0, 1).contiguous()
     g = torch.randn_like(x)
-    found = {}
+    runs = {}
     for name, run in (("eager", net), ("compiled", compiled)):
         leaf = x.clone().requires_grad_()
         y = run(leaf, **where)
         y.backward(g)
-        found[name] = y.detach(), leaf.grad
-    for a, b in zip(found["compiled"], found["eager"], strict=True):
+        runs[name] = y.detach(), leaf.grad
+    for a, b in zip(runs["compiled"], runs["eager"], strict=True):
         assert_bitwise(a, b)
 
 
@@ -268,9 +268,9 @@ def test_decoding_compiles_once_for_all_offsets() -> None:
 def test_frequencies_stay_float32_and_are_filled_wherever_the_model_goes() -> None:
     x = torch.randn(1, 300, 1, 16)
     y = RotaryEmbedding(16)(x)
-    for made in (RotaryEmbedding(16, device="meta").to_empty(device="cpu"), RotaryEmbedding(16).bfloat16()):
-        assert made.inverse_frequency.dtype == torch.float32
-        assert_bitwise(made(x), y)
+    for rope in (RotaryEmbedding(16, device="meta").to_empty(device="cpu"), RotaryEmbedding(16).bfloat16()):
+        assert rope.inverse_frequency.dtype == torch.float32
+        assert_bitwise(rope(x), y)
     meta = RotaryEmbedding(16).to("meta")
     assert meta(x.to("meta")).is_meta and meta.state_dict() == {} and not list(meta.parameters())
     meta.to_empty(device="cpu").reset_parameters()

@@ -87,7 +87,7 @@ def ours(scaling: dict[str, Any]) -> RotaryEmbedding:
     return RotaryEmbedding(16, scaling=scaling, max_positions=config(scaling).max_position_embeddings)
 
 
-def made(f: Frequencies, length: int | Tensor) -> Tensor:
+def frequencies_at(f: Frequencies, length: int | Tensor) -> Tensor:
     return f.at(f.rows(), length)
 
 
@@ -105,7 +105,9 @@ def test_frequencies_are_those_of_transformers(case: str, length: int) -> None:
     f = ours(scaling).frequencies
     assert f.attention_factor == factor
     for where in (length, torch.tensor(length)):
-        assert_close(f"{type(where)}", made(f, where), expected, 1e-6 if scaling["rope_type"] == "dynamic" else 0)
+        assert_close(
+            f"{type(where)}", frequencies_at(f, where), expected, 1e-6 if scaling["rope_type"] == "dynamic" else 0
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -137,10 +139,12 @@ def test_a_factor_is_the_ratio_of_the_lengths_if_it_is_not_given() -> None:
     for case in ("yarn", "longrope"):
         scaling = CASES[case] | {"factor": None}
         assert ours(scaling).frequencies.attention_factor == ours(CASES[case]).frequencies.attention_factor
-        assert torch.equal(made(ours(scaling).frequencies, 8), made(ours(CASES[case]).frequencies, 8))
+        assert torch.equal(
+            frequencies_at(ours(scaling).frequencies, 8), frequencies_at(ours(CASES[case]).frequencies, 8)
+        )
     without = {k: v for k, v in CASES["llama3"].items() if k != "original_max_position_embeddings"}
     f = frequencies(16, 1e4, 1.0, without, 64)
-    assert torch.equal(made(f, 8), made(frequencies(16, 1e4, 1.0, CASES["llama3"], None), 8))
+    assert torch.equal(frequencies_at(f, 8), frequencies_at(frequencies(16, 1e4, 1.0, CASES["llama3"], None), 8))
 
 
 def test_the_dict_may_say_theta_and_fraction_and_the_older_key_type() -> None:
