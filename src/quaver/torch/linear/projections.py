@@ -6,6 +6,7 @@ y is quantized once for all of them and goes to their GEMMs as it is; of it back
 the prologue makes it again from what it keeps anyway. The same bits as the prologue followed by each layer alone.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,8 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.linear.gemms import Call, backward, both_at_once, fprop, kept_input, quantize, quantize_both
 from quaver.torch.linear.layer import Linear, dtype_sentence, matrix, recipe_of, shaped
+from quaver.torch.linear.plans import direct
+from quaver.torch.linear.plans.step import Step, gradients
 from quaver.torch.linear.stored import stored
 from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
 from quaver.torch.operations import ops
@@ -159,7 +162,13 @@ class _Projections(torch.autograd.Function):
         c, differentiated = recipe.wgrad.b, any(ctx.needs_input_grad[1 : 1 + what.taken])
         remakes = what.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
         keeps = any(needed) and what.training and not remakes
-        first, entrance = what.layers[0], _entrance(what, x, keeps)
+        given = None
+        decided = _decided(what, x, weights, biases, keeps) if differentiated and all(needed) else []
+        if decided:
+            given = what.prologue.forward(*x)
+            if given[0].is_contiguous() and not given[0].data_ptr() & 15:
+                return _forward_decided(ctx, what, decided, given, weights, biases, keeps)
+        first, entrance = what.layers[0], _entrance(what, x, keeps, given)
         calls, yq, lead = entrance.calls, entrance.quantized, entrance.shape[:-1]
         outputs = []
         for layer, weight, bias, call in zip(what.layers, weights, biases, calls, strict=True):
@@ -215,18 +224,18 @@ class _Entrance(NamedTuple):
     saved: Sequence[Any]
 
 
-def _entrance(what: _What, x: Sequence[Tensor | None], keeps: bool) -> _Entrance:
-    """Make the layers' input and quantize it, by one kernel where there is one."""
+def _entrance(what: _What, x: Sequence[Tensor | None], keeps: bool, given: Any = None) -> _Entrance:
+    """Make the layers' input, unless it is given, and quantize it, by one kernel where there is one."""
     first, recipe = what.layers[0], what.recipe
     a, c = recipe.fprop.a, recipe.wgrad.b
     assert a is not None and x[0] is not None
     calls: list[Call] = []
-    if _may_fuse(what.dtype, x[0]):
+    if given is None and _may_fuse(what.dtype, x[0]):
         calls = [_call(what, layer, x[0]) for layer in what.layers]
         entrance = _fused(what, x, keeps, calls)
         if entrance is not None:
             return entrance
-    output, saved = what.prologue.forward(*x)
+    output, saved = given or what.prologue.forward(*x)
     y = matrix(output.to(what.dtype))
     calls = calls or [_call(what, layer, y) for layer in what.layers]
     turned = None
@@ -299,7 +308,96 @@ def _restore(ctx: Any) -> tuple[list[Any], Any, list[Any], list[Any]]:
     return values[:n], values[n], values[n + 1 : 2 * n + 1], values[2 * n + 1 :]
 
 
+# Where each layer has a decided step.
+
+#: The largest input that is written and read again where a kernel could quantize it on the way: launches take longer.
+LAUNCHES = 1 << 20
+
+
+def _decided(
+    what: _What, x: Sequence[Tensor | None], weights: Sequence[Any], biases: Sequence[Tensor | None], keeps: bool
+) -> list[Step]:
+    """The step of each layer in a training forward; none where one has none, or a fused kernel saves a large pass."""
+    recipe, first = what.recipe, x[0]
+    assert recipe.fprop.a is not None and first is not None
+    if not what.training or recipe.delayed is not None or torch.compiler.is_compiling() or direct.disturbed():
+        return []
+    if first.numel() > LAUNCHES and (recipe.fprop.a.per_tensor or not keeps) and _may_fuse(what.dtype, first):
+        return []
+    shape = torch.Size((math.prod(first.shape[:-1]), what.layers[0].in_features))
+    steps = []
+    for layer, weight, bias in zip(what.layers, weights, biases, strict=True):
+        if not first.dtype is what.dtype is weight.dtype or not weight.is_contiguous():
+            return []
+        step = direct.decided(layer, shape, first, weight, bias, recipe)
+        if step is None:
+            return []
+        steps.append(step)
+    return steps
+
+
+def _forward_decided(
+    ctx: Any,
+    what: _What,
+    decided: list[Step],
+    given: Any,
+    weights: Sequence[Any],
+    biases: Sequence[Tensor | None],
+    keeps: bool,
+) -> tuple[Tensor, ...]:
+    output, saved = given
+    y, outputs, entries = matrix(output), [], []
+    q, scale, xt, of_xt, _ = decided[0].rows.input(y, None)
+    for layer, weight, bias, step in zip(what.layers, weights, biases, decided, strict=True):
+        entry, w = step.weight(weight, layer, None)
+        z = step.rows.fprop(q, scale, w.fprop, w.fprop_scale, bias)
+        outputs.append(z.resize_(*output.shape[:-1], weight.shape[0]))
+        entries.append(entry)
+    on_host = of_xt.__class__ is float
+    kept = (y if xt is None else xt, None if on_host else of_xt) if keeps else (None, None)
+    parts = [take_apart(value) for value in saved]
+    ctx.save_for_backward(*weights, *kept, *(tensor for tensors, _ in parts for tensor in tensors))
+    layouts = [(len(tensors), layout) for tensors, layout in parts]
+    dtypes = [None if bias is None else bias.dtype for bias in biases]
+    ctx.constants = what, decided, entries, of_xt if on_host else None, output.shape, layouts, dtypes
+    return (output, *outputs) if what.return_input else tuple(outputs)
+
+
+def _backward_decided(ctx: Any, grads: Sequence[Tensor]) -> Any:
+    what, decided, entries, of_xt, shape, layouts, dtypes = ctx.constants
+    n, taken, prologue = len(what.layers), what.taken, what.prologue
+    weights, (xt, saved_scale, *tensors) = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+    saved = []
+    for size, layout in layouts:
+        saved.append(put_together(layout, tensors[:size]))
+        tensors = tensors[size:]
+    of_xt = saved_scale if of_xt is None else of_xt
+    if xt is None:
+        y = matrix(prologue.remake(saved))
+        _, _, xt, of_xt, _ = decided[0].rows.input(y, None)
+        xt = y if xt is None else xt
+    needs = ctx.needs_input_grad[1:]
+    of_input, of_y = any(needs[:taken]), grads[0].reshape(-1, shape[-1]) if what.return_input else None
+    of_weights: list[Tensor | None] = [None] * n
+    of_biases: list[Tensor | None] = [None] * n
+    # As autograd adds them up: what was computed last comes first.
+    for i in reversed(range(n)):
+        own = of_input, needs[taken + i], needs[taken + n + i]
+        part, of_weights[i], of_biases[i] = gradients(
+            grads[i - n], weights[i], xt, of_xt, what.layers[i], decided[i], entries[i], own, dtypes[i]
+        )
+        if part is not None:
+            of_y = part if of_y is None else add(of_y, part)
+    of_x: tuple[Tensor | None, ...] = (None,) * taken
+    if of_input:
+        assert of_y is not None
+        of_x = prologue.backward(of_y.view(shape), saved)
+    return None, *of_x, *of_weights, *of_biases
+
+
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
+    if isinstance(ctx.constants[1], list):
+        return _backward_decided(ctx, grads)
     what, shape, dtype, _, weight_dtypes, bias_dtypes = ctx.constants
     weights, kept, factors, saved = _restore(ctx)
     n, taken, prologue = len(what.layers), what.taken, what.prologue

@@ -1,5 +1,6 @@
 """A layer's step on a GPU, decided beforehand, has the bits, gradients and state of the general one."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch.backends.gpu.gemms import operands, scaled_mm
 from quaver.torch.backends.gpu.quantizing import tensor_cast
 from quaver.torch.backends.gpu.quantizing.both_ways import SMALL
+from quaver.torch.linear import projections
 from quaver.torch.linear.plans import direct, on_gpu
 from quaver.torch.state.layer import state_of
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
@@ -99,6 +101,45 @@ def test_bits_and_state_are_those_of_the_general_way(
         theirs = steps(second, xs, False)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [("tensorwise", 90), ("rowwise", 90), ("rowwise_bf16_wgrad", 90), ("blockwise", 90), ("mxfp8", 100)],
+)
+def test_layers_of_one_input_have_the_bits_of_the_general_way(
+    recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A normalization before two layers, and an activation, which backward makes again, before one."""
+    become(arch, monkeypatch)
+    forward, decided = projections._forward_decided, []
+    monkeypatch.setattr(projections, "_forward_decided", lambda *a: decided.append(len(a[2])) or forward(*a))
+    first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
+    second = copy.deepcopy(first)
+    ours = trained(first)
+    assert decided == [2, 1] * 3
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = trained(second)
+    assert decided == [2, 1] * 3
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, n=number: f"{n}: {text}")
+
+
+def trained(block: torch.nn.Module) -> list[Tensor]:
+    """Outputs and gradients of some steps; the weights change after the second."""
+    results = []
+    for number in range(3):
+        x = torch.linspace(-3, 2, T * K).roll(number).view(2, T // 2, K).bfloat16().requires_grad_()
+        y = block(x)
+        y.float().square().mean().backward()
+        assert x.grad is not None
+        results += [y.detach(), x.grad, *(p.grad.clone() for p in block.parameters() if p.grad is not None)]
+        if number == 1:
+            with torch.no_grad():
+                for p in block.parameters():
+                    p.mul_(0.75)
+    return results
 
 
 @pytest.mark.parametrize("arch", [100, 120])

@@ -18,6 +18,7 @@ from quaver.torch.linear.plans import on_cpu
 from quaver.torch.linear.plans.step import Step
 from quaver.torch.operations import ops
 from quaver.torch.state import counters, recomputation
+from quaver.torch.state.layer import state_of
 
 #: What a decision reads of a call, the recipe by its identity.
 Facts = tuple[int, torch.Size, torch.dtype, torch.device, torch.Size, torch.dtype, torch.dtype | None]
@@ -53,6 +54,22 @@ def keep(plans: dict[Any, Plan], key: Facts, plan: Plan) -> None:
         # Another thread may have dropped it.
         plans.pop(next(iter(plans)), None)
     plans[key] = plan
+
+
+def decided(
+    layer: nn.Module, shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe
+) -> Step | None:
+    """The step of a layer on what is made of this shape, of dtype and device of a tensor; None for the general way."""
+    of_bias = None if bias is None else bias.dtype
+    key = id(recipe), shape, like.dtype, like.device, weight.shape, weight.dtype, of_bias
+    plans = state_of(layer).plans
+    known: Plan | None = plans.get(key)
+    if known is None:
+        known = plan(like.new_empty(shape), weight, bias, recipe)
+        if known is None:
+            return None
+        keep(plans, key, known)
+    return None if capture.as_captured(like.device) else known.step
 
 
 def disturbed() -> bool:

@@ -4,7 +4,7 @@ What quantizes an operand and what multiplies two is a row, `Rows`: `on_cpu` and
 saves what backward reads, and moves on the state that a layer keeps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -152,8 +152,29 @@ def _backward(ctx: Any, g: Tensor) -> Any:
     if owed is not None:
         owed.settle()
     weight, xt, saved_scale = ctx.saved_tensors
-    rows, needs = step.rows, ctx.needs_input_grad
-    given = g
+    of_xt = saved_scale if of_xt is None else of_xt
+    return *gradients(g, weight, xt, of_xt, layer, step, entry, ctx.needs_input_grad, bias, factors), None
+
+
+def gradients(
+    g: Tensor,
+    weight: Tensor | None,
+    xt: Tensor | None,
+    of_xt: Scale,
+    layer: nn.Module,
+    step: Step,
+    entry: kept_weights.Entry,
+    needs: Sequence[bool],
+    bias: torch.dtype | None,
+    factors: Any = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of input, weight and bias, as needed, of grad_output [..., n] and what the forward left.
+
+    Args:
+        xt, of_xt: the input's transpose and its scale; or the input itself where wgrad is not quantized.
+        bias: the dtype of its gradient.
+    """
+    rows, given = step.rows, g
     if not g.is_contiguous() or (rows.aligned and g.data_ptr() & 15):
         g = g.clone(memory_format=torch.contiguous_format)
     if factors is not None:
@@ -163,21 +184,25 @@ def _backward(ctx: Any, g: Tensor) -> Any:
         _count(layer, step.recipe, g.view(-1, g.shape[-1]), factors)
     of_input = of_weight = of_bias = None
     if needs[2]:
+        assert bias is not None
         of_bias = ops.bias_gradient(given.reshape(-1, given.shape[-1]), bias, sums)
     if needs[0]:
         w = entry.ready
         if w is None or w.recipe is not step.recipe:
+            assert weight is not None
             w = rows.weight(weight, layer, factors, False)[1]
         of_input = rows.dgrad(q, scale, w.dgrad, w.dgrad_scale, None)
         if len(step.shape) != 2:
             of_input = of_input.view(step.shape)
     if needs[1]:
+        assert xt is not None
         entry.window.used = torch._C._current_graph_task_id()
         if rows.wgrad is None:
             of_weight = F.linear(g.view(-1, g.shape[-1]).t(), xt.view(-1, xt.shape[-1]).t())
         else:
-            of_weight = rows.wgrad(qt, of_qt, xt, saved_scale if of_xt is None else of_xt, None)
-    return of_input, of_weight, of_bias, None
+            assert qt is not None
+            of_weight = rows.wgrad(qt, of_qt, xt, of_xt, None)
+    return of_input, of_weight, of_bias
 
 
 def _count(layer: nn.Module, recipe: Recipe, g: Tensor, factors: Any) -> None:
