@@ -214,10 +214,10 @@ def assert_step(got: tuple[Any, ...], expected: tuple[Expected, ...], dtype: str
         assert_product(np.asarray(value, np.float64), right, dtype, f"{what}, {name}")
 
 
-def assert_product(got: np.ndarray, expected: Expected, dtype: str, what: str) -> None:
+def assert_product(got: np.ndarray, expected: Expected, dtype: str, case: str) -> None:
     _, half_ulp, loose = DTYPES[dtype]
     largest = float(torch.finfo(DTYPES[dtype][0]).max)
-    assert got.shape == expected.value.shape, f"{what}: shape {got.shape}, expected {expected.value.shape}"
+    assert got.shape == expected.value.shape, f"{case}: shape {got.shape}, expected {expected.value.shape}"
     with np.errstate(all="ignore"):
         bound = BOUND if expected.quantized else loose
         allowed = half_ulp * np.abs(expected.value) + bound * expected.size + 1e-37
@@ -228,7 +228,7 @@ def assert_product(got: np.ndarray, expected: Expected, dtype: str, what: str) -
     if not right.all():
         at = tuple(int(i) for i in np.argwhere(~right)[0])
         raise AssertionError(
-            f"{what}: element {at} is {got[at]!r}, expected {expected.value[at]!r} ± {allowed[at]:.2g}; "
+            f"{case}: element {at} is {got[at]!r}, expected {expected.value[at]!r} ± {allowed[at]:.2g}; "
             f"{(~right).sum()} of {right.size} such"
         )
 
@@ -300,7 +300,7 @@ def check_operand(seed: int, in_jax: bool = False, kernels: bool = False) -> Non
     pair = [_to_dtype(draw_matrix(rng, (r, sides[2]), bool(rng.random() < 0.15)), dtype) for r in sides[:2]]
     turned = bool(rng.integers(2))
     stream = {"seed": 5, "tensor_id": 7, "count": 3}
-    what = f"seed {seed}: {gemm.a} by {gemm.b}, sides {sides}, {dtype}, turned {turned}"
+    case = f"seed {seed}: {gemm.a} by {gemm.b}, sides {sides}, {dtype}, turned {turned}"
     specs = [gemm.a, gemm.b]
     expected = [reference.quantize(x, spec, **stream) for x, spec in zip(pair, specs, strict=True)]  # type: ignore[arg-type]
     right = product(*expected)
@@ -311,26 +311,26 @@ def check_operand(seed: int, in_jax: bool = False, kernels: bool = False) -> Non
             operands = [qt.quantize(t, s, **stream) for t, s in zip(tensors, specs, strict=True)]  # type: ignore[arg-type]
             y = qt.matmul(*operands)
         for q, r in zip(operands, expected, strict=True):
-            assert_bitwise(q.codes().numpy(), r.codes(), f"torch {name}, codes; {what}")
-            assert_bitwise(q.scales().numpy(), r.scales(), f"torch {name}, scales; {what}")
-        assert_product(y.double().numpy(), right, "float32", f"torch {name}, {what}")
+            assert_bitwise(q.codes().numpy(), r.codes(), f"torch {name}, codes; {case}")
+            assert_bitwise(q.scales().numpy(), r.scales(), f"torch {name}, scales; {case}")
+        assert_product(y.double().numpy(), right, "float32", f"torch {name}, {case}")
     if in_jax:
-        _check_operand_in_jax(pair, specs, dtype, stream, expected, right, what)
+        _check_operand_in_jax(pair, specs, dtype, stream, expected, right, case)
 
 
 def _check_operand_in_jax(
-    pair: Any, specs: Any, dtype: str, stream: Any, expected: Any, right: Expected, what: str
+    pair: Any, specs: Any, dtype: str, stream: Any, expected: Any, right: Expected, case: str
 ) -> None:
     operands = [qj.quantize(jnp.asarray(x, dtype), s, **stream) for x, s in zip(pair, specs, strict=True)]
     exact = all(s.scale not in ("fp32", "two_level_fp32") for s in specs)
     for q, r in zip(operands, expected, strict=True):
         if q.spec.scale not in ("fp32", "two_level_fp32"):
-            assert_bitwise(np.asarray(q.codes()), r.codes(), f"jax, codes; {what}")
-            assert_bitwise(np.asarray(q.scales()), r.scales(), f"jax, scales; {what}")
+            assert_bitwise(np.asarray(q.codes()), r.codes(), f"jax, codes; {case}")
+            assert_bitwise(np.asarray(q.scales()), r.scales(), f"jax, scales; {case}")
         else:
-            assert np.abs(np.asarray(q.codes(), int) - r.codes().astype(int)).max(initial=0) <= 1, f"jax; {what}"
+            assert np.abs(np.asarray(q.codes(), int) - r.codes().astype(int)).max(initial=0) <= 1, f"jax; {case}"
     if exact:
-        assert_product(np.asarray(qj.matmul(*operands), np.float64), right, "float32", f"jax, {what}")
+        assert_product(np.asarray(qj.matmul(*operands), np.float64), right, "float32", f"jax, {case}")
 
 
 def main() -> None:

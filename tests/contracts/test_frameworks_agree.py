@@ -47,7 +47,7 @@ def eager(x: Any, spec: QuantSpec, amax: Any = None, **options: Any) -> tuple[ja
     return q.scales(), q.codes(), q.dequantize()
 
 
-def same(got: tuple[Any, Any, Any], expected: reference.Quantized, what: str, exact: bool = False) -> None:
+def same(got: tuple[Any, Any, Any], expected: reference.Quantized, case: str, exact: bool = False) -> None:
     """Bit for bit; unless all is exact, scales that are no powers of two may be an ulp off, and then codes a step."""
     scales, codes, values = (np.asarray(x) for x in got)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -55,15 +55,15 @@ def same(got: tuple[Any, Any, Any], expected: reference.Quantized, what: str, ex
     if expected.spec.scale in ("fp32", "two_level_fp32") and not exact:
         ulps = np.abs(scales.view(np.int32).astype(np.int64) - flushed(right[0]).view(np.int32))
         odd = np.where(np.isnan(right[0]), ~np.isnan(scales), ulps > 1)
-        assert not odd.any(), f"{what}: a scale is {scales[odd][0]}, expected {right[0][odd][0]}"
+        assert not odd.any(), f"{case}: a scale is {scales[odd][0]}, expected {right[0][odd][0]}"
         if ulps.any():
-            assert np.abs(codes.astype(int) - right[1]).max(initial=0) <= 1, f"{what}: a code is more than a step off"
+            assert np.abs(codes.astype(int) - right[1]).max(initial=0) <= 1, f"{case}: a code is more than a step off"
         else:
-            assert_bitwise(codes, right[1], f"{what}, codes")
+            assert_bitwise(codes, right[1], f"{case}, codes")
         return
-    assert_bitwise(scales, right[0], f"{what}, scales")
-    assert_bitwise(codes, right[1], f"{what}, codes")
-    assert_bitwise(flushed(values), flushed(right[2]), f"{what}, values")
+    assert_bitwise(scales, right[0], f"{case}, scales")
+    assert_bitwise(codes, right[1], f"{case}, codes")
+    assert_bitwise(flushed(values), flushed(right[2]), f"{case}, values")
 
 
 def flushed(x: np.ndarray) -> np.ndarray:

@@ -124,17 +124,17 @@ def check_layer(recipe: Recipe, some: bool) -> None:
         for how in ("shard_map", "jit"):
             if (how == "jit" and "input" in layout.gathers) or (some and (name, how) not in SOME):
                 continue
-            run, state, what = pieces(layout, recipe, first, how), first, f"{name} by {how}"
+            run, state, case = pieces(layout, recipe, first, how), first, f"{name} by {how}"
             for right in expected:
                 got = run(*args, state)
                 state = got[4]
                 for part, a, b in zip(("y", "grad_x", "grad_w", "grad_bias"), got, right, strict=False):
-                    assert_close(f"{what}, {part}", a, b, 1e-6)
+                    assert_close(f"{case}, {part}", a, b, 1e-6)
                 for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(right[4]), strict=True):
-                    assert_bitwise(a, b, f"{what}, state")
+                    assert_bitwise(a, b, f"{case}, state")
             if layout.gathers and recipe.wgrad.b is not None:
                 kinds = gathered(run.lower(*args, state).compile().as_text())
-                assert kinds and set(kinds) == {"u8"}, f"{what} gathers {kinds}"
+                assert kinds and set(kinds) == {"u8"}, f"{case} gathers {kinds}"
 
 
 def check_operands(recipe: Recipe) -> None:

@@ -67,7 +67,7 @@ def failures(
             holds them all.
     """
     names = {c.name for c in checked} if launched is None else launched
-    sentences = [f"{c.name}: {what}" for c in checked for what in c.broken]
+    sentences = [f"{c.name}: {offence}" for c in checked for offence in c.broken]
     if table.triton and table.triton != triton.__version__:
         return sentences
     key = f"sm_{arch}"
@@ -78,7 +78,7 @@ def failures(
         else:
             higher = above(c.row, ceiling)
             sentences += [
-                f"{c.name}: {what}; if this is meant, `{UPDATE} --only {_pattern(c.name)}`" for what in higher
+                f"{c.name}: {offence}; if this is meant, `{UPDATE} --only {_pattern(c.name)}`" for offence in higher
             ]
     stale = [name for name, row in table.rows.items() if key in row and name not in names]
     sentences += [f"{name}: is in ceilings.toml and launched by no row of cases.py; `{UPDATE}`" for name in stale]

@@ -212,22 +212,22 @@ def test_a_disk_that_fills_while_metrics_are_written_ends_the_run_with_a_sentenc
     assert run_training(config, resume=True).losses == run_training(make_config("whole")).losses
 
 
-@pytest.mark.parametrize("what", ["removed", "renamed", "replaced"])
-def test_a_folder_that_goes_ends_the_run_with_a_sentence(make_config: MakeConfig, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("fate", ["removed", "renamed", "replaced"])
+def test_a_folder_that_goes_ends_the_run_with_a_sentence(make_config: MakeConfig, tmp_path: Path, fate: str) -> None:
     config, moved = make_config(), tmp_path / "moved"
 
     def take_away(record: Record) -> None:
         if record["step"] == 7:
-            shutil.rmtree(config.out) if what == "removed" else os.rename(config.out, moved)
-            if what == "replaced":
+            shutil.rmtree(config.out) if fate == "removed" else os.rename(config.out, moved)
+            if fate == "replaced":
                 run_training(replace(config, steps=1))
 
     with pytest.raises(
         ValueError, match=r"stopped after step 8: the run's folder .* was removed or renamed while it ran"
     ):
         run_training(config, watch=take_away)
-    assert Path(config.out).exists() == (what == "replaced")
-    if what == "renamed":
+    assert Path(config.out).exists() == (fate == "replaced")
+    if fate == "renamed":
         os.rename(moved, config.out)
         assert run_training(config, resume=True).losses == run_training(make_config("whole")).losses
 

@@ -186,8 +186,8 @@ def attention_backward(
     dsinks = np.zeros(q.shape[1])
     for b, h, g, own in _heads(q, k, options):
         head = attention_head(q[b, h], k[b, g], v[b, g], spec, **own)
-        mine = {name: value for name, value in own.items() if name in ("scale", "sink", "keep", "dropout")}
-        gradients = attention_head_backward(grad[b, h], head, q[b, h], k[b, g], v[b, g], spec, **mine)
+        backward_options = {name: value for name, value in own.items() if name in ("scale", "sink", "keep", "dropout")}
+        gradients = attention_head_backward(grad[b, h], head, q[b, h], k[b, g], v[b, g], spec, **backward_options)
         dq[b, h] = gradients.dq
         dk[b, g] += gradients.dk
         dv[b, g] += gradients.dv

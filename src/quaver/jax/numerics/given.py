@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 
-def array(where: str, what: str, value: Any) -> Array:
+def array(where: str, argument: str, value: Any) -> Array:
     """An array of real numbers, also from numpy or a Variable of NNX.
 
     Raises:
@@ -19,11 +19,11 @@ def array(where: str, what: str, value: Any) -> Array:
         value = jnp.asarray(value)
     if not isinstance(value, (jax.Array, np.ndarray)):
         raise TypeError(
-            f"{where}: {what} is a {type(value).__name__}; give an array, such as jax.numpy.asarray({what})"
+            f"{where}: {argument} is a {type(value).__name__}; give an array, such as jax.numpy.asarray({argument})"
         )
     real = jnp.issubdtype(value.dtype, np.number) and not jnp.issubdtype(value.dtype, np.complexfloating)
     if not real and value.dtype != np.bool_:
-        raise TypeError(f"{where}: {what} is an array of {value.dtype}; give one of real numbers")
+        raise TypeError(f"{where}: {argument} is an array of {value.dtype}; give one of real numbers")
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 

@@ -115,9 +115,9 @@ def grouped_matmul(
     refuse_transforms(x, weight)
     if in_force is None or not in_force.quantizes:
         weight = weight.to(dtype)
-    what = _What(in_force or recipes.get("bf16"), Offsets(offsets, x.shape[0]), dtype, seed, count, name)
+    setup = _Setup(in_force or recipes.get("bf16"), Offsets(offsets, x.shape[0]), dtype, seed, count, name)
     with ops.without_autocast(device):
-        y: Tensor = _Grouped.apply(x.to(dtype), weight, what)
+        y: Tensor = _Grouped.apply(x.to(dtype), weight, setup)
     return y
 
 
@@ -142,7 +142,7 @@ def check(x: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe | None) -> 
         )
 
 
-class _What(NamedTuple):
+class _Setup(NamedTuple):
     """Everything about one call that is no tensor to be differentiated."""
 
     recipe: Recipe
@@ -162,13 +162,13 @@ class _Grouped(torch.autograd.Function):
     """Saves plain tensors only; see `quaver.torch.linear.layer`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, what: _What) -> Tensor:
-        gemm, wgrad, offsets = what.recipe.fprop, what.recipe.wgrad, what.offsets
+    def forward(ctx: Any, x: Tensor, weight: Tensor, setup: _Setup) -> Tensor:
+        gemm, wgrad, offsets = setup.recipe.fprop, setup.recipe.wgrad, setup.offsets
         need_input, need_weight, _ = ctx.needs_input_grad
-        plan = what.recipe.plan
+        plan = setup.recipe.plan
         a = None if gemm.a is None else quantize_tokens(x, gemm.a, offsets)
         b = None if gemm.b is None else quantize_experts(weight, gemm.b)
-        y = _by_rows(a, b, x, weight, weight.shape[1], gemm, what)
+        y = _by_rows(a, b, x, weight, weight.shape[1], gemm, setup)
         kept_input: Groups | Tensor | None = None
         if need_weight:
             if wgrad.b is None:
@@ -179,7 +179,7 @@ class _Grouped(torch.autograd.Function):
             else:
                 kept_input = quantize_features(x, wgrad.b, offsets)
         kept_weight = weight if not plan.weight or b is None else transposed(b, offsets.groups)
-        ctx.what, ctx.shape, ctx.weight_dtype = what, weight.shape, weight.dtype
+        ctx.setup, ctx.shape, ctx.weight_dtype = setup, weight.shape, weight.dtype
         ctx.constants = _save(ctx, kept_input, kept_weight if need_input else None)
         return y
 
@@ -200,52 +200,52 @@ NO_DOUBLE_BACKWARD = (
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
-    what: _What = ctx.what
+    setup: _Setup = ctx.setup
     kept_input, kept_weight = _restore(ctx)
-    dgrad, wgrad, offsets, plan = what.recipe.dgrad, what.recipe.wgrad, what.offsets, what.recipe.plan
+    dgrad, wgrad, offsets, plan = setup.recipe.dgrad, setup.recipe.wgrad, setup.offsets, setup.recipe.plan
     need_input, need_weight, _ = ctx.needs_input_grad
     of_input = of_weight = gq = None
     if dgrad.a is not None and (need_input or plan.grad_output):
-        gq = quantize_tokens(g, dgrad.a, offsets, what.noise("grad_output"))
+        gq = quantize_tokens(g, dgrad.a, offsets, setup.noise("grad_output"))
     if need_input:
         turned = kept_weight.transpose(1, 2) if isinstance(kept_weight, Tensor) else None
         b = kept_weight
         if turned is not None:
             b = None if dgrad.b is None else quantize_experts(turned, dgrad.b)
-        of_input = _by_rows(gq, b, g, turned, ctx.shape[2], dgrad, what)
+        of_input = _by_rows(gq, b, g, turned, ctx.shape[2], dgrad, setup)
     if need_weight:
         a: Groups | Tensor = g
         if plan.grad_output:
             assert gq is not None
             a = transposed(gq, offsets.groups)
         elif wgrad.a is not None:
-            a = quantize_features(g, wgrad.a, offsets, what.noise("grad_output.T"))
-        of_weight = _by_tokens(a, kept_input, wgrad, what, ctx.shape, ctx.weight_dtype)
+            a = quantize_features(g, wgrad.a, offsets, setup.noise("grad_output.T"))
+        of_weight = _by_tokens(a, kept_input, wgrad, setup, ctx.shape, ctx.weight_dtype)
     return of_input, of_weight, None
 
 
 def _by_rows(
-    a: Groups | None, b: Groups | None, x: Tensor, w: Tensor | None, n: int, gemm: GemmSpec, what: _What
+    a: Groups | None, b: Groups | None, x: Tensor, w: Tensor | None, n: int, gemm: GemmSpec, setup: _Setup
 ) -> Tensor:
     """[T, n]: tokens, quantized or x [T, k], by each group's matrix, quantized or w [groups, n, k]."""
     if a is not None and b is not None:
-        y: Tensor = GROUPED_MATMUL(a, b, what.offsets, n, what.dtype, gemm.fast_accum)
+        y: Tensor = GROUPED_MATMUL(a, b, setup.offsets, n, setup.dtype, gemm.fast_accum)
         return y
     assert w is not None
-    y = empty(x.shape[0], n, None, x, what.dtype)
-    for group, (start, end) in enumerate(what.offsets.bounds()):
+    y = empty(x.shape[0], n, None, x, setup.dtype)
+    for group, (start, end) in enumerate(setup.offsets.bounds()):
         if end > start:
-            y[start:end] = high_precision(x[start:end], w[group], what.dtype)
+            y[start:end] = high_precision(x[start:end], w[group], setup.dtype)
     return y
 
 
 def _by_tokens(
-    a: Groups | Tensor, b: Groups | Tensor, gemm: GemmSpec, what: _What, shape: Sequence[int], dtype: torch.dtype
+    a: Groups | Tensor, b: Groups | Tensor, gemm: GemmSpec, setup: _Setup, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """[groups, n, k], summed over each group's tokens: grad_output.T [n, tokens] by input.T [k, tokens]."""
-    device = what.offsets.ends
+    device = setup.offsets.ends
     y = empty(shape[1], shape[2], shape[0], device, dtype)
-    for group, (start, end) in enumerate(what.offsets.bounds()):
+    for group, (start, end) in enumerate(setup.offsets.bounds()):
         if end == start:
             continue
         if isinstance(a, Tensor):

@@ -314,12 +314,12 @@ def _settle(model: nn.Module) -> None:
 
 def _switch_off(module: nn.Module, switch: str, off: bool) -> None:
     """Set an attribute to False and remember what it was, or give it back."""
-    mine = module.__dict__
-    if off and "_before_convert" not in mine:
-        mine["_before_convert"] = mine.get(switch, False)
-        mine[switch] = False
-    elif not off and "_before_convert" in mine:
-        mine[switch] = mine.pop("_before_convert")
+    attributes = module.__dict__
+    if off and "_before_convert" not in attributes:
+        attributes["_before_convert"] = attributes.get(switch, False)
+        attributes[switch] = False
+    elif not off and "_before_convert" in attributes:
+        attributes[switch] = attributes.pop("_before_convert")
 
 
 def _ignore_histories(model: nn.Module) -> None:

@@ -65,11 +65,11 @@ class CapturedStep:
     def _take(self, inputs: tuple[Tensor, ...]) -> None:
         """Copy the inputs to where the recording reads them."""
         if not self._inputs:
-            mine = self._stream.device
-            other = next((x.device for x in inputs if x.is_cuda and x.device != mine), None)
+            recorded = self._stream.device
+            other = next((x.device for x in inputs if x.is_cuda and x.device != recorded), None)
             if other is not None:
                 raise ValueError(
-                    f"this CapturedStep records what runs on {mine}, and is given a tensor on {other}: make it and "
+                    f"this CapturedStep records what runs on {recorded}, and is given a tensor on {other}: make it and "
                     f"call it inside torch.cuda.device({other.index})"
                 )
             self._inputs = tuple(x.clone() for x in inputs)

@@ -175,8 +175,8 @@ def _restore(
 ) -> Quantized:
     spec = QuantSpec.parse(text)
     data = data.view(storage(spec.format))
-    lying = (data.shape[0], columns)
-    shape = lying[::-1] if turned else lying
+    layout = (data.shape[0], columns)
+    shape = layout[::-1] if turned else layout
     host = spec.per_tensor and data.is_cpu and scale.is_floating_point()
     tensor_factor = factor if spec.two_level else None
     return Quantized(data, scale.item() if host else scale, spec, shape, turned, tensor_factor, swizzled=swizzled)

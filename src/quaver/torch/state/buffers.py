@@ -47,35 +47,35 @@ def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) ->
     """Make a checkpoint of any recipe fit: adopt state that the layer may need yet, drop what its recipe does not."""
     for name in STATE:
         key = prefix + name
-        mine, given = layer._buffers.get(name), state_dict.get(key)
+        held, given = layer._buffers.get(name), state_dict.get(key)
         if given is None:
-            if mine is not None and name != "factor":
+            if held is not None and name != "factor":
                 _warn_once(load, f"{key} is not in the checkpoint (another recipe wrote it): it starts fresh")
                 _start_fresh(layer, name, state_dict, prefix)
-        elif mine is None and layer.recipe is not None:
+        elif held is None and layer.recipe is not None:
             del state_dict[key]
-        elif mine is None:
+        elif held is None:
             layer.register_buffer(name, given.detach().clone().to(layer.weight.device))
             amax.register(layer)
-        elif mine.shape != given.shape:
+        elif held.shape != given.shape:
             _warn_once(
                 load,
-                f"{key} has shape {tuple(given.shape)} in the checkpoint and {tuple(mine.shape)} here (another history "
+                f"{key} has shape {tuple(given.shape)} in the checkpoint and {tuple(held.shape)} here (another history "
                 "length): it starts fresh",
             )
             _start_fresh(layer, name, state_dict, prefix)
         else:
-            state_dict[key] = given.to(mine.dtype)
+            state_dict[key] = given.to(held.dtype)
     if prefix + "count" in state_dict:
         _match_stream(layer, state_dict, prefix + "count")
 
 
 def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
     """Go on drawing from the stream that the checkpoint's layer drew from, unless it or this one goes by its name."""
-    mine = fresh_count(layer, state_dict[key].device)
-    if int(mine[2]) < 0 or int(state_dict[key][2]) < 0:
-        mine[:2] = state_dict[key][:2]
-        state_dict[key] = mine
+    fresh = fresh_count(layer, state_dict[key].device)
+    if int(fresh[2]) < 0 or int(state_dict[key][2]) < 0:
+        fresh[:2] = state_dict[key][:2]
+        state_dict[key] = fresh
     else:
         state_of(layer).serial = int(state_dict[key][2])
         streams(layer)

@@ -78,9 +78,9 @@ class Player:
     def _repeat(self, model: nn.Module, outputs: list[Tensor], stack: ExitStack) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         now = None
-        for what, group in itertools.groupby(self.events, lambda event: event[0]):
+        for kind, group in itertools.groupby(self.events, lambda event: event[0]):
             events = [told for _, told in group]
-            if what == "forward":
+            if kind == "forward":
                 for x, entry, training in events:
                     if entry != now:
                         stack.close()
@@ -92,12 +92,12 @@ class Player:
                 continue
             stack.close()
             now = None
-            if what == "backward":
+            if kind == "backward":
                 torch.autograd.backward([outputs[number] for number, _ in events], [g for _, g in events], True)
             else:
-                if what == "step":
+                if kind == "step":
                     optimizer.step()
-                if what != "pause":
+                if kind != "pause":
                     optimizer.zero_grad()
 
 

@@ -210,8 +210,8 @@ def _gemm(
 def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor, turned: bool) -> Quantized:
     """Codes of nothing, in the layout of an operand, or in that of its transpose."""
     scale = torch.ones((1, 1), dtype=torch.float32, device=like.device)
-    lying = (k, rows) if turned else (rows, k)
-    return Quantized(empty_codes(*lying, spec, like.device), scale, spec, (rows, k), turned)
+    layout = (k, rows) if turned else (rows, k)
+    return Quantized(empty_codes(*layout, spec, like.device), scale, spec, (rows, k), turned)
 
 
 def _weight(

@@ -177,11 +177,11 @@ def adapt(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> 
 
 def _refuse_others(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> None:
     """Say where codes or scales are of another kind than the layer's: copying would convert them as numbers."""
-    for name, mine in {"weight": layer.weight, **{name: layer._buffers.get(name) for name in SCALES}}.items():
+    for name, held in {"weight": layer.weight, **{name: layer._buffers.get(name) for name in SCALES}}.items():
         given = state_dict.get(prefix + name)
-        if mine is not None and given is not None and given.dtype is not mine.dtype:
+        if held is not None and given is not None and given.dtype is not held.dtype:
             errors.append(
-                f"{prefix}{name} is {given.dtype} in the checkpoint and {mine.dtype} here, as another recipe has it; "
+                f"{prefix}{name} is {given.dtype} in the checkpoint and {held.dtype} here, as another recipe has it; "
                 "make the model under quantized_init of that one, or call quantize_weights(model, that recipe)"
             )
             state_dict.pop(prefix + name)

@@ -24,9 +24,9 @@ def weights(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     """The parameters. Raises: ValueError unless they are those of the model."""
     parameters = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in STATE}
     for name in [*shapes, *parameters]:
-        mine, given = shapes.get(name), parameters[name].shape if name in parameters else None
-        if mine != given:
-            raise ValueError(f"{name} has shape {given} in the checkpoint and {mine} in the model")
+        expected, given = shapes.get(name), parameters[name].shape if name in parameters else None
+        if expected != given:
+            raise ValueError(f"{name} has shape {given} in the checkpoint and {expected} in the model")
     return {name: parameters[name].astype(np.float32) for name in shapes}
 
 

@@ -14,7 +14,7 @@ from quaver.kernels.quantizing.mxfp8 import mxfp8_columns, mxfp8_rows
 from quaver.kernels.quantizing.nvfp4 import nvfp4_along, nvfp4_down, rotated_amax
 from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table, workspace
-from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, Room, empty_like_told, lying
+from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, Room, empty_like_told, row_major
 from quaver.torch.backends.gpu.quantizing.codes import empty_codes
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
 from quaver.torch.backends.gpu.quantizing.tensorwise import measure
@@ -126,8 +126,8 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> 
     codes = FLOAT8[spec.format.name]
     scales = [-(-down // ROWS) * ROWS * across(wide, 32) * BLOCKS for down, wide in ((rows, k), (k, rows))]
     of_scales = [Room((n,), (1,), torch.float8_e8m0fnu, _as_bytes) for n in scales]
-    turned = lying((k, rows), codes, kept)._replace(told=_in_words)
-    rooms = (lying((rows, k), codes), of_scales[0], turned, of_scales[1])
+    turned = row_major((k, rows), codes, kept)._replace(told=_in_words)
+    rooms = (row_major((rows, k), codes), of_scales[0], turned, of_scales[1])
     q, s, qt, st = (empty_like_told(room, x.device) for room in rooms)
     run = _mx_launch(x, spec, (x, q, s, qt, st), True)
     return BothWays(x, rooms, kept, None, [Launch(run, (0, 1, 2, 3))])

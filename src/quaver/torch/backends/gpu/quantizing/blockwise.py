@@ -14,7 +14,7 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.blockwise import blockwise as blockwise_kernel
 from quaver.kernels.quantizing.blockwise import squares as squares_kernel
 from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table
-from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, empty_like_told, lying
+from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, empty_like_told, row_major
 from quaver.torch.backends.gpu.quantizing.codes import (
     DTYPES,
     empty_codes,
@@ -69,8 +69,8 @@ def _operand_of(
 ) -> Quantized | None:
     if q is None or spec is None or scale is None:
         return None
-    lying = scale[:, : -(-k // BLOCK)] if square else scale.t()
-    return Quantized(of(q, k), lying, spec, (rows, k))
+    scales = scale[:, : -(-k // BLOCK)] if square else scale.t()
+    return Quantized(of(q, k), scales, spec, (rows, k))
 
 
 def _room(rows: int, k: int, square: bool, device: torch.device) -> Tensor:
@@ -122,8 +122,8 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> 
         return None
     codes, f32, down, across = FLOAT8[spec.format.name], torch.float32, -(-rows // BLOCK), -(-k // BLOCK)
     # Scales of either side lie block by block, and are read the other way round.
-    scale, turned_scale = lying((across, rows), f32, turned=True), lying((down, k), f32, turned=True)
-    rooms = (lying((rows, k), codes), scale, lying((k, rows), codes, kept), turned_scale)
+    scale, turned_scale = row_major((across, rows), f32, turned=True), row_major((down, k), f32, turned=True)
+    rooms = (row_major((rows, k), codes), scale, row_major((k, rows), codes, kept), turned_scale)
     q, s, qt, st = (empty_like_told(room, x.device) for room in rooms)
     run = _launch(x, spec, False, (x, q, qt, s, st, None))
     return BothWays(x, rooms, kept, None, [Launch(run, (0, 2, 1, 3, -1))])

@@ -34,7 +34,7 @@ class Room(NamedTuple):
     told: Callable[[Tensor], Tensor] = torch.Tensor.detach
 
 
-def lying(shape: tuple[int, int], dtype: torch.dtype, turned: bool = False) -> Room:
+def row_major(shape: tuple[int, int], dtype: torch.dtype, turned: bool = False) -> Room:
     """Room for a matrix whose rows lie one after the other; `turned` gives its transpose, lying so."""
     if turned:
         return Room(shape[::-1], (1, shape[1]), dtype, torch.Tensor.t)
@@ -123,16 +123,16 @@ class BothWays:
             run(x.detach().view(self.shape), *[told[i] for i in takes])
 
     def _place(self, stream: int) -> tuple[list[Any], list[Any]]:
-        mine = get_ident(), stream
+        thread_and_stream = get_ident(), stream
         fresh = {i for i, *_ in self.fresh}
         rooms = tuple(None if i in fresh else room for i, room in enumerate(self.rooms))
-        shared = *mine, self.device, rooms
+        shared = *thread_and_stream, self.device, rooms
         if shared not in _places:
             with torch.inference_mode(False):
                 tensors = [None if room is None else _empty(room, self.device) for room in rooms]
             # The last one stands for what a kernel does not take.
             _places[shared] = [*tensors, None], [*[None if t is None else t.data_ptr() for t in tensors], None]
-        place = self.places[mine] = _places[shared]
+        place = self.places[thread_and_stream] = _places[shared]
         return place
 
 

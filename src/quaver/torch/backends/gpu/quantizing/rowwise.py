@@ -9,7 +9,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing import rowwise as kernels
 from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, multiprocessors, table
-from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, Room, empty_like_told, lying
+from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, Room, empty_like_told, row_major
 from quaver.torch.backends.gpu.quantizing.codes import (
     DTYPES,
     empty_codes,
@@ -177,12 +177,12 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> 
     rows, k = x.shape
     if k > LONGEST:
         return None
-    straight = lying((rows, k), FLOAT8[spec.format.name]), lying((rows, 1), torch.float32)
+    straight = row_major((rows, k), FLOAT8[spec.format.name]), row_major((rows, 1), torch.float32)
     q, s = (empty_like_told(room, x.device) for room in straight)
     if other is None:
         run = _launch(x, spec, (x, q, s, None, None))
         return BothWays(x, (*straight, None, None), kept, None, [Launch(run, (0, 1, -1, -1))])
-    turned = lying((k, rows), FLOAT8[other.format.name], kept), lying((k, 1), torch.float32, turned=kept)
+    turned = row_major((k, rows), FLOAT8[other.format.name], kept), row_major((k, 1), torch.float32, turned=kept)
     tops = Room((k,), (1,), torch.int32)
     qt, st, t = (empty_like_told(room, x.device) for room in (*turned, tops))
     first, second = _launch(x, spec, (x, q, s, t, None)), _turned_launch(x, other, (x, qt, st, t, None))

@@ -10,7 +10,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.launching import launch
 from quaver.torch.backends.gpu.launching.launch import workspace
-from quaver.torch.backends.gpu.quantizing.both_ways import SMALL, Decided, lying, pattern
+from quaver.torch.backends.gpu.quantizing.both_ways import SMALL, Decided, pattern, row_major
 from quaver.torch.backends.gpu.quantizing.tensorwise import amax_launch, cast_launch, room_for_sums
 from quaver.torch.numerics.quantized import FLOAT8
 
@@ -53,9 +53,9 @@ class TensorCast:
         self.spec, self.device, self.dtype, self.keeps = spec, x.device, FLOAT8[spec.format.name], keeps
         self.shape, self.turned = (rows, columns), (columns, rows)
         #: Patterns of what a call makes: codes, those of the transpose where they are written, and a number.
-        self.codes = pattern(lying(self.shape, self.dtype), x.device)
-        self.transposed = pattern(lying(self.turned, self.dtype, keeps), x.device)
-        self.number = pattern(lying((1, 1), torch.float32), x.device)
+        self.codes = pattern(row_major(self.shape, self.dtype), x.device)
+        self.transposed = pattern(row_major(self.turned, self.dtype, keeps), x.device)
+        self.number = pattern(row_major((1, 1), torch.float32), x.device)
         #: Index of the GPU, what tells the current one's, and what tells its stream.
         self.card = launch.card(x.device)[:3]
         #: By thread and stream.
@@ -126,8 +126,8 @@ class TensorCast:
         return torch.empty_like(self.transposed)
 
     def _place(self, stream: int) -> Place:
-        mine = get_ident(), stream
-        shared = *mine, self.device, self.shape, self.dtype, self.sums, self.views
+        thread_and_stream = get_ident(), stream
+        shared = *thread_and_stream, self.device, self.shape, self.dtype, self.sums, self.views
         if shared not in _places:
             with torch.inference_mode(False):
                 written = partial = None
@@ -136,7 +136,7 @@ class TensorCast:
                     written = q, q.t() if self.views else torch.empty_like(self.transposed), scale
                     partial = room_for_sums(*self.shape, self.device) if self.sums else None
                 _places[shared] = Place(workspace(self.device), torch.empty_like(self.number), written, partial)
-        place = self.places[mine] = _places[shared]
+        place = self.places[thread_and_stream] = _places[shared]
         return place
 
     def _launch(self, x: Tensor, tensors: tuple[Any, ...], one_pass: bool) -> Any:
