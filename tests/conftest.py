@@ -16,6 +16,8 @@ torch.set_num_threads(1)
 # Kernels are interpreted where there is no GPU; Triton chooses when a kernel is defined, so before any is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# Compiling is what JAX's tests spend their time on, here and in processes that they start; see OPTIMIZED.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Where cuBLAS keeps its work in deterministic mode, which every test runs in; it is read when the first GEMM runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -35,6 +37,13 @@ INTERPRETED = (
 )
 #: The static gate needs neither.
 ANYWHERE = ("tests/kernels/test_gate.py",)
+#: Files whose claims an optimizer could break, the bits and bounds of both frameworks: XLA compiles as for a user.
+OPTIMIZED = (
+    "tests/contracts/",
+    "tests/jax/numerics/test_quantize.py",
+    "tests/jax/test_compiled.py",
+    "tests/jax/test_lowering.py",
+)
 
 
 #: Raised inside torch by what torch itself does on the first compilation.
@@ -78,6 +87,21 @@ def _empty_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _optimized_where_that_is_the_claim(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "jax" not in sys.modules or not request.path.relative_to(ROOT).as_posix().startswith(OPTIMIZED):
+        yield
+        return
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    # Single operations that other files compiled are kept too.
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True, scope="module")

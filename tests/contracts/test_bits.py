@@ -110,25 +110,29 @@ def test_every_bf16_value_is_stored_as_in_numpy(spec: QuantSpec, implementation:
         same(qt.quantize(x, spec, **STREAM), reference.quantize(x.float().numpy(), spec, **STREAM), name)  # type: ignore[arg-type]
 
 
-@every_spec
-def test_compiled_code_stores_the_bits_of_numpy(spec: QuantSpec) -> None:
-    """Between an operation in bf16 that a compiler would fuse and a GEMM that it would feed."""
+@pytest.mark.parametrize("format", sorted({spec.format.name for spec in SPECS.values()}))
+def test_compiled_code_stores_the_bits_of_numpy(format: str) -> None:
+    """Between an operation in bf16 that a compiler would fuse and a GEMM that it would feed; a graph for a format."""
     torch._dynamo.reset()
+    specs = tuple(spec for spec in SPECS.values() if spec.format.name == format)
     weight = torch.randn(32, 256, dtype=torch.bfloat16)
-    other = qt.quantize(weight, spec)
 
     @torch.compile(fullgraph=True)
-    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q = qt.quantize(x * 0.37, spec, **STREAM)  # type: ignore[arg-type]
-        return q.codes(), q.scales(), qt.matmul(q, qt.quantize(weight, spec), torch.bfloat16)
+    def step(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        stored = []
+        for spec in specs:
+            q = qt.quantize(x * 0.37, spec, **STREAM)  # type: ignore[arg-type]
+            stored.append((q.codes(), q.scales(), qt.matmul(q, qt.quantize(weight, spec), torch.bfloat16)))
+        return stored
 
     for name, x in every_bf16().items():
-        codes, scales, y = step(x)
-        expected = reference.quantize((x * 0.37).float().numpy(), spec, **STREAM)  # type: ignore[arg-type]
-        assert_bitwise(scales, expected.scales(), f"{name}, scales")
-        assert_bitwise(codes, expected.codes(), f"{name}, codes")
-        q = qt.quantize(x * 0.37, spec, **STREAM)  # type: ignore[arg-type]
-        assert_bitwise(y, qt.matmul(q, other, torch.bfloat16), f"{name}, GEMM")
+        for spec, (codes, scales, y) in zip(specs, step(x), strict=True):
+            expected = reference.quantize((x * 0.37).float().numpy(), spec, **STREAM)  # type: ignore[arg-type]
+            assert_bitwise(scales, expected.scales(), f"{spec}, {name}, scales")
+            assert_bitwise(codes, expected.codes(), f"{spec}, {name}, codes")
+            q = qt.quantize(x * 0.37, spec, **STREAM)  # type: ignore[arg-type]
+            product = qt.matmul(q, qt.quantize(weight, spec), torch.bfloat16)
+            assert_bitwise(y, product, f"{spec}, {name}, GEMM")
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.per_tensor], ids=str)

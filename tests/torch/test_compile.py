@@ -19,6 +19,7 @@ from quaver.torch.linear import layer as linear_module
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import opaque
 from tests.close import assert_bitwise, assert_close
+from tests.pairs import pairs
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 QUANTIZED = pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().quantizes])
@@ -141,8 +142,7 @@ def test_other_dtypes_too(name: str, dtype: torch.dtype) -> None:
     nets.append(copy.deepcopy(nets[0]))
     nets[0].first.bias.requires_grad_(False)
     nets[1].first.bias.requires_grad_(False)
-    # Each recipe to the end in one of them.
-    last = "inductor" if (name in TO_THE_END) == (dtype is torch.float16) else WITHOUT_CODE
+    last = "inductor" if (name, dtype) in (("delayed", torch.float16), ("nvfp4", torch.float32)) else WITHOUT_CODE
     results = [
         train(net, autocast_outside(net, name, compiled, last), 2, dtype)
         for net, compiled in zip(nets, (False, True), strict=True)
@@ -375,9 +375,10 @@ def test_quantize_is_a_proper_operator(arguments: tuple[Any, ...]) -> None:
     torch.library.opcheck(torch.ops.quaver.quantize.default, arguments)
 
 
-@QUANTIZED
-@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("name", "gemm", "bias"),
+    pairs([n for n, r in recipes.RECIPES.items() if r().quantizes], ["fprop", "dgrad", "wgrad"], [False, True]),
+)
 def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
     spec = recipes.get(name).gemms[gemm]
     if spec.a is None or spec.b is None:

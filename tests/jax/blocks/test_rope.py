@@ -7,6 +7,7 @@ import pytest
 
 from quaver.jax.blocks.rotary import rope
 from tests.close import assert_close
+from tests.pairs import pairs
 
 
 def expected(
@@ -24,9 +25,10 @@ def expected(
     return y
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-@pytest.mark.parametrize("where", ["counted", "positions", "per sequence", "offset", "offsets"])
+@pytest.mark.parametrize(
+    ("interleaved", "fraction", "where"),
+    pairs([False, True], [1.0, 0.5], ["counted", "positions", "per sequence", "offset", "offsets"]),
+)
 def test_rope_turns_pairs(interleaved: bool, fraction: float, where: str) -> None:
     x = np.random.randn(2, 5, 3, 8).astype(np.float32)
     counted = np.arange(5)

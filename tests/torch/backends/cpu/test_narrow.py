@@ -12,6 +12,7 @@ from quaver.torch.backends.cpu import narrow
 from quaver.torch.numerics.reference import double
 from tests.close import assert_bitwise, assert_close
 from tests.operands import GEMMS, MAGNITUDES
+from tests.pairs import pairs
 
 every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
 #: Rows, k and columns: slices that end between blocks, sums of several pieces, one long row.
@@ -36,12 +37,10 @@ def operands(gemm: GemmSpec, m: int, k: int, n: int, magnitude: str, turned: boo
     return qt.quantize(a, gemm.a), qt.quantize(b, gemm.b)
 
 
-@every_gemm
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
-@pytest.mark.parametrize("turned", [False, True], ids=["as they are", "turned"])
-def test_narrow_products_are_within_1e_6_of_float64(gemm: GemmSpec, magnitude: str, turned: bool) -> None:
+@pytest.mark.parametrize(("name", "magnitude", "turned"), pairs(GEMMS, MAGNITUDES, [False, True]))
+def test_narrow_products_are_within_1e_6_of_float64(name: str, magnitude: str, turned: bool) -> None:
     for m, k, n in SHAPES:
-        a, b = operands(gemm, m, k, n, magnitude, turned)
+        a, b = operands(GEMMS[name], m, k, n, magnitude, turned)
         exact = double(a) @ double(b).t()
         assert_close(f"m {m}, k {k}, n {n}", qt.matmul(a, b), exact.float(), 1e-6)
         bias = torch.randn(n) * exact.abs().amax().clamp(1e-30, 1e30).float()

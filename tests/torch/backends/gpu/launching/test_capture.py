@@ -1,6 +1,7 @@
 """A capture launches what its rehearsal loaded, and nothing else."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.linear.stored import stored
 from quaver.torch.model.graph import WARM_UP, CapturedStep
 from quaver.torch.state.layer import state_of
+from tests.pairs import pairs
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 
 RECIPES = [name for name, build in recipes.RECIPES.items() if build().quantizes]
@@ -60,14 +62,17 @@ def launches(driver: Driver, module: nn.Module, recipe: str, x: Tensor, warm_up:
     return by_step
 
 
-@pytest.mark.parametrize(
-    ("tokens", "bias"),
-    [(32, True), (37, False), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((32, False), (37, True)))],
-)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("recipe", RECIPES)
+#: Each recipe on each architecture, by turns even tokens with a bias and odd ones without; the others take a minute.
+BY_TURNS = pairs(RECIPES, ARCHITECTURES, [(32, True), (37, False)])
+EVERY = [
+    pytest.param(recipe, arch, *call, marks=() if (recipe, arch, call) in BY_TURNS else pytest.mark.slow)
+    for recipe, arch, call in product(RECIPES, ARCHITECTURES, product((32, 37), (True, False)))
+]
+
+
+@pytest.mark.parametrize(("recipe", "arch", "tokens", "bias"), EVERY)
 def test_a_capture_launches_what_its_rehearsal_launched(
-    tokens: int, recipe: str, arch: int, bias: bool, gpu: Callable[[str, int], Driver]
+    recipe: str, arch: int, tokens: int, bias: bool, gpu: Callable[[str, int], Driver]
 ) -> None:
     driver = gpu(recipe, arch)
     layers = [qt.Linear(*sides, bias=bias, dtype=torch.bfloat16) for sides in ((K, N), (N, K))]

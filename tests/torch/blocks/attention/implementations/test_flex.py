@@ -10,6 +10,7 @@ from quaver.torch.blocks.attention import attention
 from quaver.torch.blocks.attention.implementations import flex
 from quaver.torch.blocks.attention.op import Options, prepare
 from tests.close import assert_close
+from tests.pairs import pairs
 from tests.torch.blocks.attention.cases import MASK_TYPES, B, H, mask_of
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 3.0])
@@ -32,10 +33,11 @@ def compare(inputs: tuple[torch.Tensor, ...], **options: Any) -> None:
 
 
 @UNFUSED
-@pytest.mark.parametrize("mask_type", MASK_TYPES)
-@pytest.mark.parametrize("queries, keys", [(7, 7), (5, 7), (7, 5)])
-@pytest.mark.parametrize("window", [None, (2, -1)])
-def test_masks_equal_the_reference(mask_type: str, queries: int, keys: int, window: Any) -> None:
+@pytest.mark.parametrize(
+    ("mask_type", "lengths", "window"), pairs(MASK_TYPES, [(7, 7), (5, 7), (7, 5)], [None, (2, -1)])
+)
+def test_masks_equal_the_reference(mask_type: str, lengths: tuple[int, int], window: Any) -> None:
+    queries, keys = lengths
     for groups in (4, 2):
         mask = mask_of(mask_type, queries, keys)
         compare(operands(queries, keys, groups), mask_type=mask_type, mask=mask, window=window)

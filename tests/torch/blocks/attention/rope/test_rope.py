@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -225,27 +225,41 @@ COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_bits_are_eagers(case: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    options, where = COMPILED[case]
-    net = Two(**options)
-    compiled = torch.compile(net, fullgraph=True)
-    x = torch.randn(4, 6, 2, 16).to(dtype)
-    if where.get("layout") == "sbhd":
-        x = x.transpose(0, 1).contiguous()
-    g = torch.randn_like(x)
-    runs = {}
-    for name, run in (("eager", net), ("compiled", compiled)):
-        leaf = x.clone().requires_grad_()
-        y = run(leaf, **where)
-        y.backward(g)
-        runs[name] = y.detach(), leaf.grad
-    for a, b in zip(runs["compiled"], runs["eager"], strict=True):
-        assert_bitwise(a, b)
+class Several(nn.Module):
+    """Rotations that a compiler sees in one graph: it takes hardly longer than for one of them."""
+
+    def __init__(self, cases: Iterable[str]) -> None:
+        super().__init__()
+        self.cases = tuple(cases)
+        self.nets = nn.ModuleList(Two(**COMPILED[case][0]) for case in self.cases)
+
+    def forward(self, given: list[Tensor]) -> list[Tensor]:
+        return [net(x, **COMPILED[case][1]) for case, net, x in zip(self.cases, self.nets, given, strict=True)]
+
+
+def assert_compiled_bits(cases: Iterable[str], dtype: torch.dtype) -> None:
+    several = Several(cases)
+    xs = [torch.randn(4, 6, 2, 16).to(dtype) for _ in several.cases]
+    layouts = [COMPILED[case][1].get("layout") for case in several.cases]
+    xs = [x.transpose(0, 1).contiguous() if layout == "sbhd" else x for x, layout in zip(xs, layouts, strict=True)]
+    gradients = [torch.randn_like(x) for x in xs]
+    both_runs = []
+    for run in (several, torch.compile(several, fullgraph=True)):
+        leaves = [x.clone().requires_grad_() for x in xs]
+        results = run(leaves)
+        torch.autograd.backward(results, gradients)
+        both_runs.append([(y.detach(), x.grad) for y, x in zip(results, leaves, strict=True)])
+    for case, eager, compiled in zip(several.cases, *both_runs, strict=True):
+        assert_bitwise(compiled[0], eager[0], f"{case}, output")
+        assert_bitwise(compiled[1], eager[1], f"{case}, gradient")
+
+
+def test_compiled_bits_are_eagers() -> None:
+    assert_compiled_bits(COMPILED, torch.bfloat16)
 
 
 def test_compiled_bits_of_float32_are_eagers() -> None:
-    test_compiled_bits_are_eagers("plain", torch.float32)
+    assert_compiled_bits(["plain"], torch.float32)
 
 
 def test_compiled_ragged_bits_are_eagers() -> None:

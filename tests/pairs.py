@@ -1,0 +1,26 @@
+"""Fewer cases than a product of parameters has: every value of each with every value of each other, at least once."""
+
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any
+
+
+def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows of a product, chosen greedily and always alike: of two parameters all, of more the fewer the more there are.
+
+    Args:
+        parameters: the values of each.
+    """
+    lists = [list(values) for values in parameters]
+    rows = list(product(*(range(len(values)) for values in lists)))
+    left = {pair for row in rows for pair in _pairs(row)}
+    chosen = []
+    while left:
+        row = max(rows, key=lambda row: len(left & _pairs(row)))
+        left -= _pairs(row)
+        chosen.append(row)
+    return [tuple(values[i] for values, i in zip(lists, row, strict=True)) for row in sorted(chosen)]
+
+
+def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return set(combinations(enumerate(row), 2)) if len(row) > 1 else {tuple(enumerate(row))}
