@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.linear.gemms import Call, backward, both_at_once, fprop, kept_input, quantize, quantize_both
-from quaver.torch.linear.layer import Linear, dtype_sentence, matrix, recipe_of, shaped
+from quaver.torch.linear.layer import Linear, dtype_sentence, matrix, recipe_of, shaped, weight_and_bias
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.plans.step import Step, gradients
 from quaver.torch.linear.stored import stored
@@ -80,8 +80,8 @@ def project(
         outputs = [layer(y) for layer in layers]
         return (y, *outputs) if return_input else tuple(outputs)
     training = torch.is_grad_enabled()
-    weights = [layer.weight for layer in layers]
-    biases = [layer.bias for layer in layers]
+    own = [weight_and_bias(layer) for layer in layers]
+    weights, biases = [weight for weight, _ in own], [bias for _, bias in own]
     device = ops.autocast_device(x[0])
     casting = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if casting else x[0].dtype
@@ -94,8 +94,12 @@ def project(
         if training and state_of(layer).prepared is not recipe:
             prepare(layer, recipe)
     what = _What(prologue, tuple(layers), recipe, dtype, training, return_input, len(x))
-    with ops.without_autocast(device):
-        outputs = _Projections.apply(what, *x, *weights, *biases)
+    apply: Any = _Projections.apply if torch.compiler.is_compiling() else _apply
+    if not casting:
+        outputs = apply(what, *x, *weights, *biases)
+    else:
+        with ops.without_autocast(device):
+            outputs = apply(what, *x, *weights, *biases)
     return outputs
 
 
@@ -205,6 +209,10 @@ class _Projections(torch.autograd.Function):
                 gradients = _backward(ctx, grads)
             return no_second_derivative(gradients, NO_DOUBLE_BACKWARD, grads[0], *ctx.saved_tensors)
         return _backward(ctx, grads)
+
+
+#: `Function.apply` without its checks for torch.func, which `project` has made.
+_apply: Any = super(torch.autograd.Function, _Projections).apply
 
 
 class _Entrance(NamedTuple):
