@@ -25,7 +25,7 @@ from benchmarks.measuring.timing import Step, interleave
 from benchmarks.subjects import blocks, linears
 from quaver import recipes
 from quaver.core.spec import Recipe
-from quaver.torch.backends.gpu import choice
+from quaver.torch.backends.gpu import families
 from quaver.torch.backends.gpu.gemms import scaled_mm
 from quaver.torch.backends.gpu.launching import device, launch
 from quaver.torch.operations import ops
@@ -65,7 +65,7 @@ def nowhere(_: Any) -> Iterator[None]:
 
 def on_a_gpu(recipe: Recipe) -> None:
     """Choose what a GPU's tensors would get."""
-    ops._resolved[id(recipe)] = ops.Resolved(recipe, choice.quantize, scaled_mm.matmul, choice.quantize_both)
+    ops._resolved[id(recipe)] = ops.Resolved(recipe, families.quantize, scaled_mm.matmul, families.quantize_both)
 
 
 def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:

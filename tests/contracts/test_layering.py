@@ -56,13 +56,11 @@ NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"tor
 #: are all files needs no row: without a cycle of files there is an order of them.
 FLOORS: dict[str, tuple[str, ...]] = {
     "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "train"),
-    "quaver.core": (
-        *("text", "numbers", "spec", "registry", "options", "recipe_functions", "reference", "converting", "costs"),
-    ),
+    "quaver.core": (*("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs"),),
     "quaver.kernels": ("bits", "quantizing", "fused"),
     "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model"),
     "quaver.torch.backends": ("cpu", "gpu"),
-    "quaver.torch.backends.gpu": ("launching", "quantizing", "gemms", "families", "fused", "choice"),
+    "quaver.torch.backends.gpu": ("launching", "quantizing", "gemms", "families", "fused", "announcing"),
     "quaver.torch.state": (
         *("layer", "recomputation", "history", "noise", "kept_weights", "counters", "buffers", "context"),
         "checkpointing",

@@ -17,7 +17,7 @@ from quaver.core.costs.kept import saved_bytes
 from quaver.core.spec import Recipe
 from quaver.torch.linear import layer as linear_module
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations import opaque
+from quaver.torch.operations.flattening import flat
 from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
 
@@ -392,7 +392,7 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
             )
             lies = turned and not one.format.packed
             q = Quantized(data, scale, one, (rows, 48), lies, factor if one.two_level else None)
-            operands.append(opaque.flat(q))
+            operands.append(flat(q))
     for a in operands[:2]:
         for b in operands[2:]:
             last = torch.randn(16) if bias else None

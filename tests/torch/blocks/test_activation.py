@@ -126,9 +126,9 @@ def test_block_by_block_gives_the_bits_of_the_whole(
     x = [both] if side_by_side or not row.gated else list(both.chunk(2, -1))
     g = torch.randn(3, 7, 10).bfloat16()
     options = tuple(row.options.values())
-    whole = activation.forward(name, options, x), *activation.backward(name, options, g, x)
+    whole = activation.ACTIVATE(name, options, x), *activation.ACTIVATE_BACKWARD(name, options, g, x)
     monkeypatch.setattr(activation, "BLOCK", 40)
-    blocks = activation.forward(name, options, x), *activation.backward(name, options, g, x)
+    blocks = activation.ACTIVATE(name, options, x), *activation.ACTIVATE_BACKWARD(name, options, g, x)
     for a, b in zip(blocks, whole, strict=True):
         assert_bitwise(a, b)
 
@@ -166,7 +166,7 @@ def test_opaque_operators_say_their_shapes(name: str) -> None:
     row = ACTIVATIONS[name]
     options = list(activation.option_values(name, {}))
     for x in ([torch.randn(3, 8, dtype=torch.bfloat16)] * row.inputs, [torch.randn(3, 8, dtype=torch.bfloat16)]):
-        y = activation._forward(name, options, x)
+        y = activation.ACTIVATE(name, options, x)
         torch.library.opcheck(torch.ops.quaver.activate, (name, options, x))
         torch.library.opcheck(torch.ops.quaver.activate_backward, (name, options, torch.ones_like(y), x))
 

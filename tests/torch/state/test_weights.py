@@ -18,10 +18,10 @@ from torch.optim import swa_utils
 import quaver.torch as qt
 from quaver import recipes
 from quaver.core.costs.kept import plan
-from quaver.core.registry import Impl
 from quaver.torch.backends.cpu import fp8
 from quaver.torch.linear.plans import on_cpu
 from quaver.torch.operations import ops
+from quaver.torch.operations.operation import Impl
 from quaver.torch.state import kept_weights
 from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.core.registry import Impl, Op
 from quaver.core.text.spelling import suggest
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import no_second_derivative
-from quaver.torch.operations.operators import define
+from quaver.torch.operations.operation import Impl, Operation
 
 _aten = torch.ops.aten
 Function = Callable[..., Tensor]
@@ -202,45 +201,21 @@ class _Activate(torch.autograd.Function):
     def forward(ctx: Any, name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
         ctx.save_for_backward(*x)
         ctx.constants = name, options
-        return forward(name, options, x)
+        y: Tensor = ACTIVATE(name, options, x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         name, options = ctx.constants
         if torch.is_grad_enabled():
             with torch.no_grad():
-                grads = backward(name, options, g, ctx.saved_tensors)
+                grads = tuple(ACTIVATE_BACKWARD(name, options, g, ctx.saved_tensors))
             return None, None, *no_second_derivative(grads, SENTENCE, g, *ctx.saved_tensors)
-        return None, None, *backward(name, options, g, ctx.saved_tensors)
-
-
-# What layers compose. Compilers see opaque operators: eager's bits, and nothing but the inputs kept for backward.
-
-
-def forward(name: str, options: tuple[float, ...], x: Sequence[Tensor]) -> Tensor:
-    """`activate` without its checks, outside autograd."""
-    if torch.compiler.is_compiling():
-        y: Tensor = torch.ops.quaver.activate(name, options, list(x))
-        return y
-    return _forward(name, options, x)
-
-
-def backward(name: str, options: tuple[float, ...], g: Tensor, x: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The gradients of the inputs, as those came: one tensor or two."""
-    if torch.compiler.is_compiling():
-        return tuple(torch.ops.quaver.activate_backward(name, options, g, list(x)))
-    return tuple(_backward(name, options, g, x))
+        return None, None, *ACTIVATE_BACKWARD(name, options, g, ctx.saved_tensors)
 
 
 #: Elements of a result that a CPU works on at a time: float32 copies of so many stay in its cache.
 BLOCK = 1 << 17
-
-
-def _forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
-    if producers.wanted(x[0]):
-        y: Tensor = ACTIVATE(name, options, x)
-        return y
-    return _plain_forward(name, options, x)
 
 
 def _plain_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
@@ -253,13 +228,6 @@ def _plain_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> 
     for out, *part in _blocks(y, *x):
         out.copy_(row.forward(*_wide(row, part), *options))
     return y
-
-
-def _backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
-    if producers.wanted(x[0]):
-        gradients: list[Tensor] = ACTIVATE_BACKWARD(name, options, g, x)
-        return gradients
-    return _plain_backward(name, options, g, x)
 
 
 def _plain_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
@@ -308,22 +276,25 @@ def _fake_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[T
     return [a.new_empty(a.shape) for a in x]
 
 
-def _always(*_: Any) -> str:
-    return ""
+def _no_kernel(*args: Any) -> str:
+    return producers.why_not(args[-1][0])
 
 
-ACTIVATE = Op(
-    "activate",
-    [Impl("triton", producers.activate, producers.why_not_activate), Impl("reference", _plain_forward, _always)],
-)
-ACTIVATE_BACKWARD = Op(
-    "activate_backward",
+#: (name, options, inputs) to the result: `activate` without its checks, outside autograd.
+ACTIVATE = Operation(
+    "activate(str name, float[] options, Tensor[] x) -> Tensor",
     [
-        Impl("triton", producers.activate_backward, producers.why_not_activate_backward),
-        Impl("reference", _plain_backward, _always),
+        Impl("triton", f"{ops.GPU}.fused.activation:forward", place=_no_kernel),
+        Impl("reference", _plain_forward),
     ],
+    fake=_fake_forward,
 )
-ops.OPS += [ACTIVATE, ACTIVATE_BACKWARD]
-
-define("activate(str name, float[] options, Tensor[] x) -> Tensor", _forward, _fake_forward)
-define("activate_backward(str name, float[] options, Tensor g, Tensor[] x) -> Tensor[]", _backward, _fake_backward)
+#: (name, options, grad_output, inputs) to the gradients of the inputs, as those came: one tensor or two.
+ACTIVATE_BACKWARD = Operation(
+    "activate_backward(str name, float[] options, Tensor g, Tensor[] x) -> Tensor[]",
+    [
+        Impl("triton", f"{ops.GPU}.fused.activation:backward", place=_no_kernel),
+        Impl("reference", _plain_backward),
+    ],
+    fake=_fake_backward,
+)

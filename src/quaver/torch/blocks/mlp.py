@@ -22,7 +22,7 @@ from quaver.torch.blocks.activation import get_activation, option_values
 from quaver.torch.blocks.norm_linear import PartOptions, normalized_projections
 from quaver.torch.linear.projections import project
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations.functional import run_quantize
+from quaver.torch.operations.ops import QUANTIZE
 from quaver.torch.state.checkpointing import checkpoint
 
 #: How `eight_bit_activations` keeps what goes into the activation: 1.03 bytes an element, 28 dB.
@@ -46,10 +46,10 @@ class Activated:
         return activations.apply(self.name, self.options, *x)  # type: ignore[arg-type]
 
     def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
-        y = activations.forward(self.name, self.options, x)  # type: ignore[arg-type]
+        y = activations.ACTIVATE(self.name, self.options, x)
         if not self.eight_bits:
             return y, x
-        return y, tuple(run_quantize(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
+        return y, tuple(QUANTIZE(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
 
     def quantized(
         self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
@@ -62,12 +62,13 @@ class Activated:
         return producers.Made(result.y, result.quantized, result.amax, tuple(x))
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
-        return activations.forward(self.name, self.options, saved)
+        y: Tensor = activations.ACTIVATE(self.name, self.options, saved)
+        return y
 
     def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor, ...]:
         if self.eight_bits:
             saved = [q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1]) for q in saved]
-        return activations.backward(self.name, self.options, g, saved)
+        return tuple(activations.ACTIVATE_BACKWARD(self.name, self.options, g, saved))
 
 
 @dataclass(frozen=True, kw_only=True)

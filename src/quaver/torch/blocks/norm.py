@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.core.registry import Impl, Op
 from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import suggest
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import no_second_derivative
-from quaver.torch.operations.operators import define
+from quaver.torch.operations.operation import Impl, Operation
 
 #: The kinds by name: whether the mean is subtracted, and whether there is a gamma.
 NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
@@ -44,7 +43,7 @@ class Normalization:
         value, weight, bias = x
         assert value is not None
         gamma, beta = wide_parameters(weight, bias, self.zero_centered)
-        y, mean, factor = forward(value, gamma, beta, self.normalization, self.eps)
+        y, mean, factor = NORMALIZE(value, gamma, beta, self.normalization, self.eps)
         return y, (value, gamma, beta, mean, factor)
 
     def quantized(
@@ -238,7 +237,7 @@ class _Normalize(torch.autograd.Function):
         zero_centered: bool,
     ) -> Tensor:
         gamma, beta = wide_parameters(weight, bias, zero_centered)
-        y, mean, factor = forward(x, gamma, beta, normalization, eps)
+        y, mean, factor = NORMALIZE(x, gamma, beta, normalization, eps)
         ctx.save_for_backward(x, gamma, beta, mean, factor)
         ctx.normalization = normalization
         return y
@@ -261,23 +260,6 @@ def wide_parameters(
     return gamma + 1 if gamma is not None and zero_centered else gamma, None if bias is None else ops.widened(bias)
 
 
-# What layers compose. Compilers see opaque operators, which give eager's bits.
-
-
-def forward(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output in x's dtype, and the statistics: the rows' means (empty unless they are subtracted) and the factors
-    that normalize, float32 [..., 1].
-
-    Args:
-        gamma, beta: float32 [d], or None.
-    """
-    run = torch.ops.quaver.normalize if torch.compiler.is_compiling() else _forward
-    y, mean, factor = run(x, gamma, beta, normalization, eps)
-    return y, mean, factor
-
-
 def backward(
     g: Tensor,
     x: Tensor,
@@ -288,18 +270,8 @@ def backward(
     normalization: str,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x in its dtype, and of gamma and beta in float32, None where the normalization has none."""
-    run = torch.ops.quaver.normalize_backward if torch.compiler.is_compiling() else _backward
-    of_x, of_gamma, of_beta = run(g, x, gamma, beta, mean, factor, normalization)
+    of_x, of_gamma, of_beta = NORMALIZE_BACKWARD(g, x, gamma, beta, mean, factor, normalization)
     return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta
-
-
-def _forward(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    if producers.wanted(x):
-        y, mean, factor = NORMALIZE(x, gamma, beta, normalization, eps)
-        return y, mean, factor
-    return _plain_forward(x, gamma, beta, normalization, eps)
 
 
 def _plain_forward(
@@ -317,21 +289,6 @@ def _plain_forward(
     if gamma is not None:
         y.mul_(gamma)
     return y if y.dtype is x.dtype else y.to(x.dtype), factor.new_empty(0), factor
-
-
-def _backward(
-    g: Tensor,
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mean: Tensor,
-    factor: Tensor,
-    normalization: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if producers.wanted(x):
-        of_x, of_gamma, of_beta = NORMALIZE_BACKWARD(g, x, gamma, beta, mean, factor, normalization)
-        return of_x, of_gamma, of_beta
-    return _plain_backward(g, x, gamma, beta, mean, factor, normalization)
 
 
 def _plain_backward(
@@ -385,31 +342,24 @@ def _fake_backward(
     return x.new_empty(x.shape), of_parameters[0], of_parameters[1]
 
 
-def _always(*_: Any) -> str:
-    return ""
-
-
-NORMALIZE = Op(
-    "normalize",
-    [Impl("triton", producers.normalize, producers.why_not_normalize), Impl("reference", _plain_forward, _always)],
-)
-NORMALIZE_BACKWARD = Op(
-    "normalize_backward",
-    [
-        Impl("triton", producers.normalize_backward, producers.why_not_normalize_backward),
-        Impl("reference", _plain_backward, _always),
-    ],
-)
-ops.OPS += [NORMALIZE, NORMALIZE_BACKWARD]
-
-define(
+#: (x [..., d], gamma and beta float32 [d] or None, the name, eps) to the output in x's dtype, and the statistics: the
+#: rows' means (empty unless they are subtracted) and the factors that normalize, float32 [..., 1].
+NORMALIZE = Operation(
     "normalize(Tensor x, Tensor? gamma, Tensor? beta, str normalization, float eps) -> (Tensor, Tensor, Tensor)",
-    _forward,
-    _fake_forward,
+    [
+        Impl("triton", f"{ops.GPU}.fused.norm:forward", place=producers.why_not),
+        Impl("reference", _plain_forward),
+    ],
+    fake=_fake_forward,
 )
-define(
+#: (grad_output, x, gamma, beta, mean, factor, the name) to the gradients of x, gamma and beta, empty where there is no
+#: such parameter.
+NORMALIZE_BACKWARD = Operation(
     "normalize_backward(Tensor g, Tensor x, Tensor? gamma, Tensor? beta, Tensor mean, Tensor factor, str normalization)"
     " -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _fake_backward,
+    [
+        Impl("triton", f"{ops.GPU}.fused.norm:backward", place=lambda g, x, *_: producers.why_not(x)),
+        Impl("reference", _plain_backward),
+    ],
+    fake=_fake_backward,
 )

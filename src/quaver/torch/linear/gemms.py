@@ -20,8 +20,7 @@ from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.linear.stored import stored
 from quaver.torch.numerics.philox import QUIET, Noise
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations import opaque, ops
-from quaver.torch.operations.functional import run_matmul, run_quantize
+from quaver.torch.operations import ops
 from quaver.torch.state import counters, kept_weights, recomputation
 from quaver.torch.state.history import amax, steps
 from quaver.torch.state.layer import state_of
@@ -198,8 +197,8 @@ class Call:
         #: `ops.QUANTIZE_BOTH` where it is worth while.
         self.both: Callable[..., tuple[Quantized, Quantized]] | None
         if self.traced:
-            self.quantize, self.matmul = run_quantize, run_matmul
-            self.both = opaque.quantize_both if x.is_cuda else None
+            self.quantize, self.matmul = ops.QUANTIZE, ops.MATMUL
+            self.both = ops.QUANTIZE_BOTH if x.is_cuda else None
         else:
             _, self.quantize, self.matmul, self.both = ops.resolve(recipe, x)
         #: Of factors on a device, which writing of theirs the forward saw.
@@ -226,7 +225,7 @@ def quantize(
     if call.factors is not None:
         factor, noise = call.factors[column], _noise(layer, operand, spec)
         if call.traced and call.record and column == amax.GRAD_OUTPUT:
-            q = opaque.quantize(x, spec, None, factor, noise, number=state_of(layer).number)
+            q = ops.QUANTIZE.traced(x, spec, None, factor, noise, number=state_of(layer).number)
             _drawn(layer, operand, spec)
             return q
         if call.both is None or call.traced:
@@ -257,7 +256,7 @@ def _drawn(layer: nn.Module, operand: str, spec: QuantSpec) -> None:
 
 def quantize_with_noise(layer: nn.Module, operand: str, x: Tensor, spec: QuantSpec) -> Quantized:
     """Round at random; the count moves on, so that the next micro-batch draws other noise."""
-    q = run_quantize(x, spec, None, None, draw(layer, operand))
+    q: Quantized = ops.QUANTIZE(x, spec, None, None, draw(layer, operand))
     drawn(layer, operand)
     return q
 
@@ -299,7 +298,7 @@ def quantize_both(
         factor, record = call.factors[column], call.record
         if call.traced:
             number = state_of(layer).number if record and column == amax.GRAD_OUTPUT else None
-            q, turned = opaque.quantize_both(x, spec, other, None, factor, number=number)
+            q, turned = ops.QUANTIZE_BOTH.traced(x, spec, other, None, factor, number=number)
             record = record and number is None
         else:
             known, newest = amax.is_set(layer, column, call.factors), _newest(layer, column, x, call)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quaver import recipes
-from quaver.core.registry import Impl, Op
 from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch.backends.gpu.launching.device import why_no_fp8
 from quaver.torch.linear.gemms import high_precision
@@ -32,14 +31,13 @@ from quaver.torch.linear.grouped_operands import (
 from quaver.torch.numerics.quantized import put_together, take_apart
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import no_second_derivative, refuse_transforms
+from quaver.torch.operations.operation import Impl, Operation
 from quaver.torch.state.context import recipe_in_force
 
 
 def _why_not_native(
     a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dtype, fast_accum: bool = False
 ) -> str:
-    if not any(impl.name == "native" for impl in ops.MATMUL.active):
-        return "switched off by only()"
     why = why_no_fp8(offsets.ends.device, "native")
     if why:
         return why
@@ -64,11 +62,11 @@ def _one_by_one(a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dty
     return y
 
 
-#: Tokens of all groups by each group's matrix: (tokens, matrices, offsets, n, dtype, fast_accum) to [T, n]. `ops.only`
-#: reaches it by way of MATMUL.
-GROUPED_MATMUL = Op(
+#: Tokens of all groups by each group's matrix: (tokens, matrices, offsets, n, dtype, fast_accum) to [T, n].
+GROUPED_MATMUL = Operation(
     "grouped_matmul",
-    [Impl("native", _native, _why_not_native), Impl("group by group", _one_by_one, lambda *_: "")],
+    [Impl("native", _native, _why_not_native), Impl("group by group", _one_by_one)],
+    parts=ops.MATMUL,
 )
 
 

@@ -1,13 +1,12 @@
-"""Quantizing an operand, and multiplying two: in eager mode plain calls, under `torch.compile` opaque operators."""
+"""`quantize`, `dequantize` and `matmul` as users call them: checked, then done by the operation of that name."""
 
 import torch
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.core.text.given import instance
-from quaver.torch.numerics.philox import QUIET, Noise
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations import opaque, ops
+from quaver.torch.operations import ops
 
 
 def quantize(
@@ -46,7 +45,8 @@ def quantize(
         raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {tuple(x.shape)}: reshape it first")
     if x.dtype not in ops.DTYPES:
         raise ValueError(f"an operand is float32, bfloat16 or float16, not {x.dtype}; convert it first")
-    return run_quantize(x.detach(), spec, amax, factor, (seed, tensor_id, count))
+    q: Quantized = ops.QUANTIZE(x.detach(), spec, amax, factor, (seed, tensor_id, count))
+    return q
 
 
 def dequantize(q: Quantized) -> Tensor:
@@ -78,29 +78,5 @@ def matmul(
     if dtype not in ops.DTYPES:
         raise ValueError(f"the output is float32, bfloat16 or float16, not {dtype}")
     with ops.without_autocast(a.device.type):
-        return run_matmul(a, b, dtype, bias, fast_accum)
-
-
-def run_quantize(
-    x: Tensor,
-    spec: QuantSpec,
-    amax: Tensor | float | None = None,
-    factor: Tensor | float | None = None,
-    noise: Noise = QUIET,
-) -> Quantized:
-    """`quantize` without its checks."""
-    if torch.compiler.is_compiling():
-        return opaque.quantize(x, spec, amax, factor, noise)
-    q: Quantized = ops.QUANTIZE(x, spec, amax, factor, noise)
-    return q
-
-
-def run_matmul(
-    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
-) -> Tensor:
-    """`matmul` without its checks. Call it where torch.autocast is off: see `without_autocast`."""
-    if torch.compiler.is_compiling():
-        y: Tensor = opaque.matmul(a, b, dtype, bias, fast_accum)
+        y: Tensor = ops.MATMUL(a, b, dtype, bias, fast_accum)
         return y
-    y = ops.MATMUL(a, b, dtype, bias, fast_accum)
-    return y

@@ -1,4 +1,4 @@
-"""The operations of the PyTorch front end, each with its implementations in order of preference, and the choice."""
+"""Quantizing, multiplying and summing, each with its implementations in order of preference, and the choice."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,16 +7,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.core.registry import Impl, Op
-from quaver.core.registry import only as _only
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.cpu import fp4, fp8, gemm
-from quaver.torch.backends.gpu import choice
+from quaver.torch.backends.gpu import announcing
+from quaver.torch.backends.gpu.launching import device
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.philox import QUIET, Noise
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations.flattening import empty_parts, flat, joined, parts, restored
+from quaver.torch.operations.operation import Impl, Operation, narrowed
+from quaver.torch.state.context import ambient
+from quaver.torch.state.history import amax as amax_state
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Where the kernels are, and Triton: imported when a tensor on a GPU comes.
+GPU = "quaver.torch.backends.gpu"
 
 
 def widened(x: Tensor) -> Tensor:
@@ -24,8 +29,15 @@ def widened(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
 
-def _always(*_: object) -> str:
-    return ""
+def no_kernels(x: Tensor, *_: Any) -> str:
+    """Why no kernel takes a tensor, whatever is to be done with it, or ""."""
+    if x.is_cpu and not device.asked:
+        return "the tensor is not on a GPU"
+    return device.why_no_kernels(x.device)
+
+
+# Quantizing an operand. What a kernel is told besides, such as where to note the amax, changes no bit: the caller looks
+# what was done.
 
 
 def _by_reference(
@@ -36,28 +48,121 @@ def _by_reference(
     noise: Any = QUIET,
     *_hints: object,
 ) -> Quantized:
-    """What a kernel is told besides, such as where to note the amax, changes no bit: the caller looks what was done."""
     return reference.quantize(x, spec, amax, factor, noise)
 
 
-QUANTIZE = Op(
-    "quantize",
+def _quantize_traced(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | float | None = None,
+    factor: Tensor | float | None = None,
+    noise: Noise = QUIET,
+    number: Tensor | None = None,
+) -> Quantized:
+    """With the number of a layer, the amax is recorded as its grad_output's."""
+    turned = x.stride(1) != 1 and x.stride(0) == 1
+    # A tensor id that is a tensor is no constant of the graph: layers that share code share a graph.
+    tensor_id, count = (
+        torch.tensor(v, dtype=torch.int64, device="cpu") if isinstance(v, int) else v for v in noise[1:]
+    )
+    given = (spec.text, _float(amax), _float(factor), noise[0], tensor_id, count, number)
+    return joined(x, spec, turned, *QUANTIZE.operator(x.t() if turned else x, turned, *given))
+
+
+def _float(v: Tensor | float | None) -> Tensor | None:
+    return torch.tensor(v, dtype=torch.float32, device="cpu") if isinstance(v, int | float) else v
+
+
+def _quantize_kernel(
+    x: Tensor,
+    turned: bool,
+    text: str,
+    amax: Tensor | None,
+    factor: Tensor | None,
+    seed: int,
+    tensor_id: Tensor | None,
+    count: Tensor | None,
+    number: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    noise = (seed, 0 if tensor_id is None else int(tensor_id), 0 if count is None else count)
+    q = QUANTIZE.eager(x.t() if turned else x, QuantSpec.parse(text), amax, factor, noise)
+    results = parts(q, turned)
+    if number is not None:
+        amax_state.record_gradient(number, results[3])
+    return results
+
+
+def _quantize_fake(x: Tensor, turned: bool, text: str, *_: Any) -> tuple[Tensor, ...]:
+    return empty_parts(x, QuantSpec.parse(text), turned)
+
+
+QUANTIZE = Operation(
+    "quantize(Tensor x, bool turned, str spec, Tensor? amax, Tensor? factor, int seed, Tensor? tensor_id,"
+    " Tensor? count, Tensor? number)"
+    " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax)",
     [
         Impl("cpu", fp8.quantize, fp8.reason),
         Impl("cpu_fp4", fp4.quantize, fp4.reason),
-        Impl("triton", choice.quantize, choice.why_not_quantize),
-        Impl("reference", _by_reference, _always),
+        Impl("triton", f"{GPU}.families:quantize", f"{GPU}.families:reason", no_kernels),
+        Impl("reference", _by_reference),
     ],
+    fake=_quantize_fake,
+    kernel=_quantize_kernel,
+    traced=_quantize_traced,
 )
-MATMUL = Op(
-    "matmul",
+
+
+# Multiplying two.
+
+
+def _no_gemms(a: Quantized, *_: Any) -> str:
+    return device.why_no_fp8(a.device, "native")
+
+
+def _off_a_gpu(a: Quantized, *_: Any) -> str:
+    if a.data.is_cuda or (a.data.is_cpu and device.asked & {"native", "decoded"}):
+        return ""
+    return "the operands are not on a GPU"
+
+
+def _matmul_traced(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
+    y: Tensor = MATMUL.operator(*flat(a), *flat(b), dtype, bias, fast_accum)
+    return y
+
+
+def _matmul_kernel(*args: Any) -> Tensor:
+    ambient.compiled = True
+    with without_autocast(args[0].device.type):
+        y: Tensor = MATMUL.eager(restored(*args[:7]), restored(*args[7:14]), *args[14:])
+        return y
+
+
+def _matmul_fake(*args: Any) -> Tensor:
+    (a, *_, a_turned, a_columns, _), (b, *_, b_turned, b_columns, _) = args[:7], args[7:14]
+    m = a_columns if a_turned else a.shape[0]
+    n = b_columns if b_turned else b.shape[0]
+    return a.new_empty((m, n), dtype=args[14])
+
+
+MATMUL = Operation(
+    "matmul(Tensor a, Tensor a_scale, Tensor a_factor, str a_spec, bool a_turned, SymInt a_k,"
+    " bool a_swizzled, Tensor b, Tensor b_scale, Tensor b_factor, str b_spec, bool b_turned, SymInt b_k,"
+    " bool b_swizzled, ScalarType dtype, Tensor? bias, bool fast_accum=False) -> Tensor",
     [
         Impl("cpu", gemm.matmul, gemm.reason),
-        Impl("native", choice.native, choice.why_not_native),
-        Impl("decoded", choice.decoded, choice.why_not_decoded),
-        Impl("reference", reference.matmul, _always),
+        Impl("native", f"{GPU}.gemms.scaled_mm:matmul", f"{GPU}.gemms.scaled_mm:reason", _no_gemms),
+        Impl("decoded", f"{GPU}.gemms.decoded:matmul", _off_a_gpu),
+        Impl("reference", reference.matmul),
     ],
+    fake=_matmul_fake,
+    kernel=_matmul_kernel,
+    traced=_matmul_traced,
 )
+
+
+# An operand and its transpose.
 
 
 def _two_calls(
@@ -76,18 +181,73 @@ def _two_calls(
     return q, QUANTIZE(x.t(), other, amax, factor, other_noise)
 
 
-def _why_two_calls(x: Tensor, *args: Any) -> str:
-    allowed = any(impl.name == "triton" for impl in QUANTIZE.active)
-    return choice.why_not_quantize_both(x, *args) if allowed else "switched off by only()"
+def _both_traced(
+    x: Tensor,
+    spec: QuantSpec,
+    other: QuantSpec,
+    amax: Tensor | None = None,
+    factor: Tensor | float | None = None,
+    noise: Noise = QUIET,
+    other_noise: Noise = QUIET,
+    number: Tensor | None = None,
+) -> tuple[Quantized, Quantized]:
+    """Of roundings to nearest; the number as `QUANTIZE.traced` takes it."""
+    # Not whether they are QUIET: to a compiler a default and the global that it names are two tuples.
+    assert spec.rounding == other.rounding == "nearest"
+    *q, data, scale, of_tensor = QUANTIZE_BOTH.operator(x, spec.text, other.text, amax, _float(factor), number)
+    return joined(x, spec, False, *q), joined(x.t(), other, False, data, scale, of_tensor, q[3])
+
+
+def _both_kernel(
+    x: Tensor, text: str, other: str, amax: Tensor | None, factor: Tensor | None, number: Tensor | None
+) -> tuple[Tensor, ...]:
+    pair = QUANTIZE_BOTH.eager(x, QuantSpec.parse(text), QuantSpec.parse(other), amax, factor)
+    q, turned = (_unshared(operand) for operand in pair)
+    if number is not None:
+        amax_state.record_gradient(number, q[3])
+    return *q, *turned[:3]
+
+
+def _unshared(q: Quantized) -> tuple[Tensor, ...]:
+    """`parts` that share nothing with another operand."""
+    data, *others = parts(q)
+    # The transpose of a row is the row.
+    data = data.clone() if q.turned and data.data_ptr() == q.data.data_ptr() else data
+    return data, *(one.clone() for one in others)
+
+
+def _both_fake(x: Tensor, text: str, other: str, *_: Any) -> tuple[Tensor, ...]:
+    return *empty_parts(x, QuantSpec.parse(text)), *empty_parts(x.t(), QuantSpec.parse(other))[:3]
 
 
 #: x [rows, k] by one spec and its transpose by another, from one read of x where an implementation can do that:
 #: (x, spec, spec of the transpose, amax, factor, noise, noise of the transpose, whether factor is known not to be 0,
 #: where a kernel may note the amax, whether it may sum x over its rows).
-QUANTIZE_BOTH = Op(
-    "quantize_both",
-    [Impl("triton", choice.quantize_both, _why_two_calls), Impl("two calls", _two_calls, _always)],
+QUANTIZE_BOTH = Operation(
+    "quantize_both(Tensor x, str spec, str other, Tensor? amax, Tensor? factor, Tensor? number)"
+    " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax,"
+    " Tensor turned_data, Tensor turned_scale, Tensor turned_factor)",
+    [
+        Impl("triton", f"{GPU}.families:quantize_both", f"{GPU}.families:reason_both", no_kernels),
+        Impl("two calls", _two_calls),
+    ],
+    fake=_both_fake,
+    kernel=_both_kernel,
+    traced=_both_traced,
+    parts=QUANTIZE,
 )
+
+
+def _code_bytes(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8).clone()
+
+
+def _code_bytes_fake(codes: Tensor) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=torch.uint8)
+
+
+#: Packed codes of four bits as bytes: Inductor knows no float4 on a CPU.
+CODE_BYTES = Operation("code_bytes(Tensor codes) -> Tensor", _code_bytes, fake=_code_bytes_fake)
 
 
 def _plain_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,12 +255,15 @@ def _plain_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 #: The gradient [features] of a bias, of the gradient [tokens, features] of what it was added to.
-BIAS_GRADIENT = Op(
+BIAS_GRADIENT = Operation(
     "bias_gradient",
-    [Impl("triton", choice.column_sum, choice.why_not_sum), Impl("reference", _plain_sum, _always)],
+    [
+        Impl("triton", f"{GPU}.fused.column_sums:column_sum", f"{GPU}.fused.column_sums:reason", no_kernels),
+        Impl("reference", _plain_sum),
+    ],
+    traced=_plain_sum,
 )
-#: All that `only` chooses from; attention adds itself.
-OPS = [QUANTIZE, MATMUL, BIAS_GRADIENT]
+_ADD_UP = Impl("triton", f"{GPU}.fused.column_sums:add_up")
 #: The implementation that runs in place of one that `only` names and that refuses the call.
 _FALL_BACK = {"triton": "reference", "native": "decoded"}
 
@@ -115,10 +278,7 @@ def only(name: str) -> Iterator[None]:
     It holds for the whole process, other threads included: on a GPU a backward runs in a thread of autograd's, which
     must see it. Enter it in one thread at a time.
     """
-    having = [op for op in OPS if any(impl.name == name for impl in op.impls)]
-    with _only(having or OPS, name), choice.asking(name):
-        for op in having:
-            op.active = [*op.active, *(i for i in op.impls if i.name == _FALL_BACK.get(name))]
+    with narrowed(name, _FALL_BACK.get(name)), device.asking(name):
         _resolved.clear()
         try:
             yield
@@ -155,18 +315,22 @@ def resolve(recipe: Recipe, x: Tensor) -> Resolved:
 
 def _resolve(recipe: Recipe, x: Tensor) -> Resolved:
     if x.is_cuda:
-        choice.announce(recipe, x)
+        announcing.announce(recipe, x)
     specs = {spec for spec in recipe.operands().values() if spec is not None}
     picks = {QUANTIZE.pick(x, spec) for spec in specs}
-    run = picks.pop() if len(picks) == 1 else QUANTIZE
-    kernels = any(impl.name == "triton" and not impl.reason(x, spec) for impl in QUANTIZE.active for spec in specs)
-    if x.is_cpu and not choice.asked():
+    run = picks.pop() if len(picks) == 1 else QUANTIZE.eager
+    if x.is_cpu and not device.asked:
         operand = Quantized(x, 1.0, next(iter(specs)), (0, 0))
         return Resolved(recipe, run, MATMUL.pick(operand, operand, x.dtype, None))
-    multiply = choice.resolve_matmul(x) if x.is_cuda and MATMUL.active is MATMUL.impls else MATMUL
+    triton = QUANTIZE.named("triton")
+    kernels = QUANTIZE.allows("triton") and any(not triton.reason(x, spec) for spec in specs)
     # Asking again at each call which implementation it is takes as long as a launch.
-    unasked = x.is_cuda and QUANTIZE.active is QUANTIZE.impls
-    return Resolved(recipe, run, multiply, (choice.quantize_both if unasked else QUANTIZE_BOTH) if kernels else None)
+    multiply, both = MATMUL.eager, QUANTIZE_BOTH.eager
+    if x.is_cuda and MATMUL.active is MATMUL.impls:
+        multiply = MATMUL.named("decoded" if device.why_no_fp8(x.device, "native") else "native").run
+    if x.is_cuda and QUANTIZE.active is QUANTIZE.impls:
+        both = QUANTIZE_BOTH.named("triton").run
+    return Resolved(recipe, run, multiply, both if kernels else None)
 
 
 def bias_gradient(g: Tensor, dtype: torch.dtype, partial: Tensor | None = None) -> Tensor:
@@ -176,9 +340,8 @@ def bias_gradient(g: Tensor, dtype: torch.dtype, partial: Tensor | None = None) 
         partial: `Quantized.partial_sums` of g, where whatever quantized it summed it on the way: g is not read again.
     """
     if partial is not None:
-        return choice.add_up(partial, dtype)
-    if torch.compiler.is_compiling() or (g.is_cpu and not choice.asked()):
-        return _plain_sum(g, dtype)
+        total: Tensor = _ADD_UP.run(partial, dtype)
+        return total
     gradient: Tensor = BIAS_GRADIENT(g, dtype)
     return gradient
 

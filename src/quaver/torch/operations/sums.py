@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.operations.operators import define
+from quaver.torch.operations.operation import Operation
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b of one shape and dtype, for backward functions; not differentiable."""
-    if torch.compiler.is_compiling():
-        total: Tensor = torch.ops.quaver.add(a, b)
-        return total
-    return a + b
+    total: Tensor = ADD(a, b)
+    return total
 
 
 def fork(x: Tensor, uses: int = 2) -> tuple[Tensor, ...]:
@@ -45,14 +43,14 @@ def join(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     if torch.compiler.is_compiling():
         total: Tensor = _Join.apply(x, y, scale)
         return total
-    return x + y if scale == 1.0 else x + y * scale
+    return _join(x, y, scale)
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: float) -> Tensor:
         ctx.constants = scale, x.dtype, y.dtype
-        total: Tensor = torch.ops.quaver.join(x, y, scale)
+        total: Tensor = JOIN(x, y, scale)
         return total
 
     @staticmethod
@@ -66,5 +64,5 @@ def _join(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return x + y if scale == 1.0 else x + y * scale
 
 
-define("add(Tensor a, Tensor b) -> Tensor", torch.add, torch.add)
-define("join(Tensor x, Tensor y, float scale) -> Tensor", _join, _join)
+ADD = Operation("add(Tensor a, Tensor b) -> Tensor", torch.add, fake=torch.add)
+JOIN = Operation("join(Tensor x, Tensor y, float scale) -> Tensor", _join, fake=_join)

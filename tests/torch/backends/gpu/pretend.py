@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from quaver.core.spec import Recipe
-from quaver.torch.backends.gpu import choice
+from quaver.torch.backends.gpu import families
 from quaver.torch.backends.gpu.gemms import scaled_mm
 from quaver.torch.backends.gpu.launching import capture, device, interpreter, launch
 from quaver.torch.operations import ops
@@ -21,7 +21,7 @@ KINDS, SWIZZLES = ({kind.value: kind for kind in all.__members__.values()} for a
 
 
 def _resolve(recipe: Recipe, x: Tensor) -> ops.Resolved:
-    return ops.Resolved(recipe, choice.quantize, scaled_mm.matmul, choice.quantize_both)
+    return ops.Resolved(recipe, families.quantize, scaled_mm.matmul, families.quantize_both)
 
 
 @contextmanager

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import E4M3, QuantSpec, recipes
-from quaver.core.registry import Impl
 from quaver.torch.linear import gemms
 from quaver.torch.numerics.philox import QUIET
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations import opaque, ops
+from quaver.torch.operations import ops
+from quaver.torch.operations.operation import Impl
 from quaver.torch.state.layer import state_of
 from tests.operands import SPECS
 
@@ -165,7 +165,7 @@ def test_two_operands_in_one_operator_are_those_of_two_calls(name: str) -> None:
     x = torch.randn(40, 48)
     args = x, spec.text, spec.text, None, None, None
     torch.library.opcheck(torch.ops.quaver.quantize_both.default, args)
-    operands = opaque.quantize_both(x, spec, spec)
+    operands = ops.QUANTIZE_BOTH.traced(x, spec, spec)
     for q, expected in zip(operands, (ops.QUANTIZE(x, spec), ops.QUANTIZE(x.t(), spec)), strict=True):
         assert torch.equal(q.codes(), expected.codes()) and torch.equal(q.scales(), expected.scales())
 
@@ -182,15 +182,15 @@ def test_a_warning_names_a_layer_whose_features_are_odd(monkeypatch: pytest.Monk
 
 
 def test_a_warning_says_once_what_of_a_recipe_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quaver.torch.backends.gpu import choice
+    from quaver.torch.backends.gpu import announcing
     from quaver.torch.backends.gpu.launching import device
 
-    monkeypatch.setattr(choice, "_announced", set())
+    monkeypatch.setattr(announcing, "_announced", set())
     monkeypatch.setattr(device, "why_no_fp8", lambda *_: "")
     with pytest.warns(UserWarning, match="fprop, dgrad, wgrad run as bf16 GEMMs of decoded operands.* from sm_100 on"):
-        choice.announce(recipes.get("mxfp8"), torch.empty(0))
-    choice.announce(recipes.get("mxfp8"), torch.empty(0))
-    choice.announce(recipes.get("rowwise"), torch.empty(0))
+        announcing.announce(recipes.get("mxfp8"), torch.empty(0))
+    announcing.announce(recipes.get("mxfp8"), torch.empty(0))
+    announcing.announce(recipes.get("rowwise"), torch.empty(0))
 
 
 def test_out_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_out_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     layer = qt.Linear(48, 32, recipe="delayed")
-    monkeypatch.setattr(families, "quantize", fails)
+    monkeypatch.setattr(families, "family_of", lambda *_: families.Family(lambda *_: True, fails))
     with qt.only("triton"), torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="smaller batch"):
         layer(torch.randn(5, 48))
     history = layer.get_buffer("history")
@@ -238,7 +238,7 @@ def test_two_operands_in_one_operator_compile_as_layers_ask_for_them(noise: tupl
     spec = QuantSpec(E4M3)
 
     def both(x: Tensor) -> list[Tensor]:
-        return [q.data for q in opaque.quantize_both(x, spec, spec, *noise)]
+        return [q.data for q in ops.QUANTIZE_BOTH.traced(x, spec, spec, *noise)]
 
     x = torch.randn(16, 32)
     compiled = torch.compile(both, fullgraph=True, backend="eager")
@@ -252,7 +252,7 @@ class CallOfAGPU(gemms.Call):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         if self.traced:
-            self.both = opaque.quantize_both
+            self.both = ops.QUANTIZE_BOTH.traced
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.gemms.scaled_mm import reads_transposes
+from quaver.torch.backends.gpu.launching.device import out_of_memory
 from quaver.torch.backends.gpu.quantizing import block_scaled, blockwise, rowwise
 from quaver.torch.backends.gpu.quantizing.block_scaled import (
     by_exponents,
@@ -191,10 +192,13 @@ def quantize(
     family = family_of(spec, None)
     if family is None or _not_for_kernels(x, spec, factor):
         return reference.quantize(x, spec, amax, factor, noise)
-    if x.stride(1) != 1 and x.stride(0) == 1:
-        operand = family.run(_call(x.t(), None, spec, amax, factor, noise, noise, is_set, newest))[1]
-    else:
-        operand = family.run(_call(x, spec, None, amax, factor, noise, noise, is_set, newest))[0]
+    try:
+        if x.stride(1) != 1 and x.stride(0) == 1:
+            operand = family.run(_call(x.t(), None, spec, amax, factor, noise, noise, is_set, newest))[1]
+        else:
+            operand = family.run(_call(x, spec, None, amax, factor, noise, noise, is_set, newest))[0]
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(x, 1) from error
     assert operand is not None
     return operand
 
@@ -226,10 +230,13 @@ def quantize_both(
         q = quantize(x, spec, amax, factor, noise, is_set, newest)
         return q, quantize(x.t(), other, turned_amax, factor, other_noise, is_set)
     pair: Pair
-    if x.stride(1) != 1 and x.stride(0) == 1:
-        pair = family.run(_call(x.t(), other, spec, turned_amax, factor, other_noise, noise, is_set, newest))[::-1]
-    else:
-        pair = family.run(_call(x, spec, other, amax, factor, noise, other_noise, is_set, newest, sums))
+    try:
+        if x.stride(1) != 1 and x.stride(0) == 1:
+            pair = family.run(_call(x.t(), other, spec, turned_amax, factor, other_noise, noise, is_set, newest))[::-1]
+        else:
+            pair = family.run(_call(x, spec, other, amax, factor, noise, other_noise, is_set, newest, sums))
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(x, 2) from error
     assert pair[0] is not None
     assert pair[1] is not None
     return pair[0], pair[1]

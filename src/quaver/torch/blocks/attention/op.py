@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver import recipes
-from quaver.core.registry import Impl, Op
 from quaver.core.spec import AttentionSpec, Recipe
 from quaver.torch.blocks.attention.implementations import flash, flex, reference, sdpa
 from quaver.torch.blocks.attention.implementations.fp8 import attention_fp8
@@ -16,23 +15,17 @@ from quaver.torch.blocks.attention.inputs.call import Call
 from quaver.torch.blocks.attention.inputs.layout import CuSeqlens, all_heads_first, heads_back, ragged_of
 from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_fits, check_mask, simplify
 from quaver.torch.operations import ops
+from quaver.torch.operations.operation import Impl, Operation
 
-
-def _always(*_: object) -> str:
-    return ""
-
-
-ATTENTION = Op(
+ATTENTION = Operation(
     "attention",
     [
         Impl("flash", flash.attend, flash.reason),
         Impl("sdpa", sdpa.attend, sdpa.reason),
         Impl("flex", flex.attend, flex.reason),
-        Impl("reference", reference.attend, _always),
+        Impl("reference", reference.attend),
     ],
 )
-# So that `only` reaches it.
-ops.OPS.append(ATTENTION)
 
 #: The one sink that needs no tensor: a logit of 0 for every head, softmax's denominator plus one.
 OFF_BY_ONE = "off_by_one"

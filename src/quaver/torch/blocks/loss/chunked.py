@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import device as gpu
 from quaver.torch.operations import ops
-from quaver.torch.operations.operators import define
+from quaver.torch.operations.operation import Operation
 
 #: The logits of a chunk take at most this many bytes, unless its size is given.
 CHUNK_BYTES = 2**29
@@ -37,8 +37,7 @@ def chunks(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(losses [T], gradients of x, weight and bias); those that are not needed are empty."""
-    run = torch.ops.quaver.linear_cross_entropy if torch.compiler.is_compiling() else _impl
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = run(
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = LINEAR_CROSS_ENTROPY(
         x, weight, bias, targets, row_weights, dtype, *rule, chunk, *needs
     )
     return results
@@ -176,10 +175,10 @@ def _fake(
     )
 
 
-define(
+LINEAR_CROSS_ENTROPY = Operation(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_weights, ScalarType dtype,"
     " int ignore_index, float label_smoothing, float z_loss, float soft_cap, SymInt chunk, bool of_x, bool of_weight,"
     " bool of_bias) -> (Tensor losses, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
     _impl,
-    _fake,
+    fake=_fake,
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.backends.gpu import choice
+from quaver.torch.backends.gpu import families
 from quaver.torch.backends.gpu.families import family_of
 from quaver.torch.backends.gpu.gemms.operands import any_matrix, matrix, scales
 from quaver.torch.backends.gpu.gemms.scaled_mm import FAST, SCALING, SWIZZLE, Kind, reads_transposes, role, way
@@ -20,6 +20,7 @@ from quaver.torch.backends.gpu.quantizing.tensor_cast import TensorCast
 from quaver.torch.linear.gemms import Call, quantized_weight
 from quaver.torch.linear.plans.step import Multiply, Operands, Rows, Step, Weight
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
+from quaver.torch.operations import ops
 from quaver.torch.state import kept_weights
 from quaver.torch.state.history import amax, steps
 from quaver.torch.state.layer import state_of
@@ -167,7 +168,7 @@ def _cast(
     like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, views: bool, kept: bool, sums: bool = False
 ) -> TensorCast | BothWays | None:
     """What makes a matrix an operand, and its transpose too if `other` is not None; None where nothing does."""
-    if spec is None or choice.why_not_quantize(like, spec):
+    if spec is None or ops.no_kernels(like) or families.reason(like, spec):
         return None
     family = family_of(spec, other)
     if family is None or spec.rounding != "nearest" or spec.hadamard:

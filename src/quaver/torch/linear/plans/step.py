@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
-from quaver.torch.backends.gpu import choice
-from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import first_derivative
 from quaver.torch.state import counters, kept_weights
@@ -101,7 +100,7 @@ class Step:
         try:
             y: Tensor = _apply(x, weight, bias, (layer, self, factors))
         except torch.OutOfMemoryError as error:
-            raise choice.out_of_memory(x, 2) from error
+            raise device.out_of_memory(x, 2) from error
         return y
 
     def weight(self, weight: Tensor, layer: nn.Module, factors: Any) -> tuple[kept_weights.Entry, Weight]:

@@ -99,7 +99,7 @@ def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _values(q: Quantized) -> Tensor:
     if q.data.dtype is PACKED:
-        q = replace(q, data=torch.ops.quaver.code_bytes(q.data))
+        q = replace(q, data=ops.CODE_BYTES(q.data))
     return q.dequantize()
 
 

@@ -70,7 +70,7 @@ class Activated(NamedTuple):
 
 
 def forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
-    """As `quaver.torch.blocks.activation.forward`.
+    """As `quaver.torch.blocks.activation.ACTIVATE`.
 
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """

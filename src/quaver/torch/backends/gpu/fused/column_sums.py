@@ -16,6 +16,16 @@ FEW = 1024
 _sums = table()
 
 
+def reason(g: Tensor, dtype: torch.dtype) -> str:
+    """Why the kernel does not sum a gradient [tokens, features] over its tokens, or ""; the device has been asked."""
+    other = {g.dtype, dtype} - {torch.float32, torch.bfloat16, torch.float16}
+    if other:
+        return f"its kernel is for float32, bfloat16 and float16, not {other.pop()}"
+    if not g.numel():
+        return "there is nothing to sum"
+    return f"a side of {max(g.shape)} elements is more than it counts" if max(g.shape) > 2**30 else ""
+
+
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of x [rows, columns] over its rows, [columns], summed in float32 and rounded once.
 

@@ -71,7 +71,7 @@ def mode(spec: QuantSpec, one_pass: bool, columns: int) -> str:
 def forward(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quaver.torch.blocks.norm.forward`.
+    """As `quaver.torch.blocks.norm.NORMALIZE`.
 
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """

@@ -23,8 +23,10 @@ def wanted(x: Tensor) -> bool:
     return not x.is_cpu or bool(device.asked)
 
 
-def why_not(x: Tensor) -> str:
-    """Why no kernel normalizes or activates a tensor, or ""."""
+def why_not(x: Tensor, *_: Any) -> str:
+    """Why no kernel normalizes or activates a tensor, whatever goes with it, or ""."""
+    if x.is_cpu and not device.asked:
+        return "the tensor is not on a GPU"
     why = device.why_no_kernels(x.device)
     if why:
         return why
@@ -33,46 +35,6 @@ def why_not(x: Tensor) -> str:
     if x.shape[-1] > WIDEST or x.numel() // max(x.shape[-1], 1) > 2**31 - 1:
         return f"no grid of a GPU covers a tensor of shape {tuple(x.shape)}"
     return "" if x.numel() else "the tensor is empty"
-
-
-def why_not_normalize(x: Tensor, *_: Any) -> str:
-    return why_not(x)
-
-
-def why_not_normalize_backward(g: Tensor, x: Tensor, *_: Any) -> str:
-    return why_not(x)
-
-
-def normalize(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from quaver.torch.backends.gpu.fused import norm
-
-    return norm.forward(*args)
-
-
-def normalize_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from quaver.torch.backends.gpu.fused import norm
-
-    return norm.backward(*args)
-
-
-def why_not_activate(name: str, options: Sequence[float], x: Sequence[Tensor]) -> str:
-    return why_not(x[0])
-
-
-def why_not_activate_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> str:
-    return why_not(x[0])
-
-
-def activate(*args: Any) -> Tensor:
-    from quaver.torch.backends.gpu.fused import activation
-
-    return activation.forward(*args)
-
-
-def activate_backward(*args: Any) -> list[Tensor]:
-    from quaver.torch.backends.gpu.fused import activation
-
-    return activation.backward(*args)
 
 
 class Made(NamedTuple):

@@ -5,9 +5,12 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 #: The oldest capability with FP8.
 OLDEST = 89
@@ -15,6 +18,17 @@ OLDEST = 89
 TRITON = (3, 6), (3, 9)
 #: What `quaver.torch.only` asks for: an implementation that runs on a CPU where it is named, and never else.
 asked: set[str] = set()
+
+
+@contextmanager
+def asking(name: str) -> Iterator[None]:
+    """While open, an implementation of a GPU that is asked for by name takes tensors on a CPU as well as it can."""
+    added = {name} & {"triton", "native", "decoded"} - asked
+    asked.update(added)
+    try:
+        yield
+    finally:
+        asked.difference_update(added)
 
 
 def architecture(device: torch.device) -> int:
@@ -102,3 +116,13 @@ def name(device: torch.device) -> str:
     if device.type != "cuda":
         return str(device)
     return f"{torch.cuda.get_device_name(device)} (sm_{architecture(device)})"
+
+
+def out_of_memory(x: Tensor, copies: int) -> torch.OutOfMemoryError:
+    """The sentence for a quantization that finds no memory."""
+    size = copies * x.numel() / 2**20
+    return torch.OutOfMemoryError(
+        f"no memory for the quantized copy of a {x.dtype} tensor of shape {tuple(x.shape)}, {size:.0f} MiB. "
+        "Nothing was recorded: the step can be run again with a smaller batch, under quaver.torch.checkpoint, or after "
+        "torch.cuda.empty_cache()"
+    )

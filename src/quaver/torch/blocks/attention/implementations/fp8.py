@@ -16,7 +16,7 @@ from quaver.torch.blocks.attention.implementations.fp8_passes import Kept, Optio
 from quaver.torch.blocks.attention.implementations.operands import Heads, empty_heads
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, no_second_derivative, refuse_transforms
-from quaver.torch.operations.operators import define
+from quaver.torch.operations.operation import Operation
 
 #: Dropout's masks are told apart by this many bits.
 _DRAWS = 1 << 31
@@ -87,8 +87,7 @@ class _Attention(torch.autograd.Function):
         grad_enabled: bool,
     ) -> Tensor:
         training = grad_enabled and any(ctx.needs_input_grad)
-        run = torch.ops.quaver.attention_fp8 if torch.compiler.is_compiling() else _forward
-        out, *kept = run(q, k, v, bias, sinks, hidden, draw, *numbers, *texts, training)
+        out, *kept = FORWARD(q, k, v, bias, sinks, hidden, draw, *numbers, *texts, training)
         ctx.save_for_backward(bias, sinks, hidden, draw, *kept)
         ctx.constants = numbers, texts
         return out
@@ -107,8 +106,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     bias, sinks, hidden, draw, *kept = ctx.saved_tensors
     numbers, texts = ctx.constants
     needs = list(ctx.needs_input_grad[:5])
-    run = torch.ops.quaver.attention_fp8_backward if torch.compiler.is_compiling() else _backward
-    gradients = iter(run(grad, kept, bias, sinks, hidden, draw, *numbers, *texts, needs))
+    gradients = iter(BACKWARD(grad, kept, bias, sinks, hidden, draw, *numbers, *texts, needs))
     return (*(next(gradients) if need else None for need in needs), None, None, None, None, None)
 
 
@@ -211,14 +209,14 @@ def _restore(codes: Sequence[Tensor], spec: QuantSpec) -> Kept:
 _OPTIONS = "Tensor? hidden, Tensor? draw, float scale, float? soft_cap, float dropout, str input, str grad_output"
 
 
-define(
+FORWARD = Operation(
     f"attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, {_OPTIONS}, bool training) -> Tensor[]",
     _forward,
-    _forward_fake,
+    fake=_forward_fake,
 )
-define(
+BACKWARD = Operation(
     "attention_fp8_backward(Tensor grad, Tensor[] kept, Tensor? bias, Tensor? sinks,"
     f" {_OPTIONS}, bool[] needs) -> Tensor[]",
     _backward,
-    _backward_fake,
+    fake=_backward_fake,
 )

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from quaver.torch.backends.gpu.launching import device
 from quaver.torch.blocks.attention.rope import stretching
-from quaver.torch.operations.operators import define
+from quaver.torch.operations.operation import Operation
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -114,14 +114,14 @@ class _Turn(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.constants = interleaved, back
-        turned: Tensor = torch.ops.quaver.turn(x, cos, sin, interleaved, back)
+        turned: Tensor = TURN(x, cos, sin, interleaved, back)
         return turned
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         interleaved, back = ctx.constants
-        return torch.ops.quaver.turn(g, cos, sin, interleaved, not back), None, None, None, None
+        return TURN(g, cos, sin, interleaved, not back), None, None, None, None
 
 
 def rotary_tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -137,10 +137,8 @@ def rotary_tables(where: Tensor, rows: Tensor, length: int, text: str, interleav
         (cos, sin) float32 [..., 1, turning], the 1 for the heads.
     Exact: eager's bits, compiled too.
     """
-    if torch.compiler.is_compiling():
-        tables: tuple[Tensor, Tensor] = torch.ops.quaver.rotary_tables(where, rows, length, text, interleaved)
-        return tables
-    return _tables(where, rows, length, text, interleaved)
+    cos, sin = TABLES(where, rows, length, text, interleaved)
+    return cos, sin
 
 
 def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -177,9 +175,11 @@ def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleave
     return where.new_empty(shape, dtype=torch.float32), where.new_empty(shape, dtype=torch.float32)
 
 
-define("turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor", _turn_impl, _turn_fake)
-define(
+TURN = Operation(
+    "turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor", _turn_impl, fake=_turn_fake
+)
+TABLES = Operation(
     "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)",
     _tables,
-    _tables_fake,
+    fake=_tables_fake,
 )

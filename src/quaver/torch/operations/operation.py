@@ -1,0 +1,176 @@
+"""`Operation`: what is computed, declared in one place, with what runs it and what a compiler sees of it.
+
+In eager mode the first implementation that has no reason to refuse runs. While torch.compile traces, the operation is
+the opaque operator torch.ops.quaver.NAME, which runs that same implementation later: a compiled graph has eager's bits
+and keeps what the operation returns, not what it decodes on the way.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from quaver.core.text.spelling import suggest
+
+#: A function, or "module:function", which is imported when it is first wanted.
+Function = Callable[..., Any] | str
+#: All that there are: `only` chooses among their implementations.
+OPERATIONS: list["Operation"] = []
+_library = torch.library.Library("quaver", "DEF")
+
+
+class Unsupported(ValueError):
+    """No implementation takes this call; the message gives the reason of each."""
+
+
+def never(*_: object) -> str:
+    """The reason of an implementation that takes every call."""
+    return ""
+
+
+def _imported(function: Function) -> Callable[..., Any]:
+    if not isinstance(function, str):
+        return function
+    module, name = function.split(":")
+    imported: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return imported
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One way to run an operation."""
+
+    name: str
+    function: Function
+    #: Called with the operation's arguments: "" to take the call, else the reason why not.
+    refusal: Function = never
+    #: Asked before it, of where the operands are: where this refuses, nothing is imported.
+    place: Callable[..., str] | None = None
+
+    @cached_property
+    def run(self) -> Callable[..., Any]:
+        """The function itself, imported."""
+        return _imported(self.function)
+
+    @cached_property
+    def reason(self) -> Callable[..., str]:
+        """ "" to take a call with these arguments, else why not."""
+        if self.place is None:
+            return _imported(self.refusal)
+        return self.place if self.refusal is never else self._reason
+
+    def _reason(self, *args: Any) -> str:
+        assert self.place is not None
+        return self.place(*args) or self._refusal(*args)
+
+    @cached_property
+    def _refusal(self) -> Callable[..., str]:
+        return _imported(self.refusal)
+
+
+class Operation:
+    """A named operation with its implementations, the preferred one first.
+
+    Args:
+        schema: its name; or, for one that compilers see, "NAME(Tensor x, ...) -> Tensor", as torch.library takes it.
+        implementations: in order of preference; or the function that is the only one.
+        fake: what the operator does to shapes and dtypes alone; needed with a schema of arguments.
+        kernel: what the operator does, where its arguments are not the operation's.
+        traced: what a traced call does, where the operation's arguments are not the operator's: calls `operator`.
+        parts: the operation that this one is composed of: `only` leaves of its implementations those whose name it
+            leaves there.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        implementations: Sequence[Impl] | Callable[..., Any],
+        *,
+        fake: Callable[..., Any] | None = None,
+        kernel: Callable[..., Any] | None = None,
+        traced: Callable[..., Any] | None = None,
+        parts: "Operation | None" = None,
+    ) -> None:
+        self.name = schema.partition("(")[0]
+        self.impls = [Impl("reference", implementations)] if callable(implementations) else list(implementations)
+        #: The implementations that `only` left; a call tries them in order.
+        self.active = self.impls
+        self.parts = parts
+        #: What a compiler sees.
+        self.operator: Callable[..., Any] = self.eager
+        if fake is not None:
+            _library.define(schema)
+            _library.impl(self.name, kernel or self.eager, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"quaver::{self.name}", fake, lib=_library)
+            self.operator = getattr(torch.ops.quaver, self.name)
+        self.traced: Callable[..., Any] = traced or self.operator
+        OPERATIONS.append(self)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the first implementation that takes the call, or hand the operator to a compiler that traces."""
+        if is_compiling():
+            return self.traced(*args)
+        # As `eager`: a frame less, which a small operation feels.
+        for impl in self.active:
+            reason = impl.reason
+            if reason is never or not reason(*args):
+                return impl.run(*args)
+        return self._refuse(*args)
+
+    def eager(self, *args: Any) -> Any:
+        """Run the first implementation that takes the call."""
+        return self.pick(*args)(*args)
+
+    def pick(self, *args: Any) -> Callable[..., Any]:
+        """The function that a call with these arguments would run; one that says why none would, if none would."""
+        for impl in self.active:
+            if not impl.reason(*args):
+                return impl.run
+        return self._refuse
+
+    def _refuse(self, *args: Any) -> Any:
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.explain(*args))
+        raise Unsupported(f"no implementation of {self.name} takes this call. {reasons}")
+
+    def named(self, name: str) -> Impl:
+        """The implementation of this name."""
+        return next(impl for impl in self.impls if impl.name == name)
+
+    def explain(self, *args: Any) -> list[tuple[str, str]]:
+        """(implementation, "" or why not) in order of preference; the first "" is the one that runs."""
+        allowed = {impl.name for impl in self.active}
+        return [(i.name, i.reason(*args) if i.name in allowed else "switched off by only()") for i in self.impls]
+
+    def allows(self, name: str) -> bool:
+        """True unless `only` has switched the implementation of this name off."""
+        return any(impl.name == name for impl in self.active)
+
+
+@contextmanager
+def narrowed(name: str, fallback: str | None = None) -> Iterator[None]:
+    """Leave one implementation, by name, of every operation that has it; it holds for the whole process.
+
+    Args:
+        fallback: the implementation that runs in place of it where it refuses.
+    Raises:
+        ValueError: no operation has an implementation of that name.
+    """
+    known = list(dict.fromkeys(impl.name for operation in OPERATIONS for impl in operation.impls))
+    if name not in known:
+        raise ValueError(f"no implementation {name!r}; {suggest(name, known)}")
+    before = [(operation, operation.active) for operation in OPERATIONS]
+    for operation, _ in before:
+        whole = operation.parts or operation
+        if any(impl.name == name for impl in whole.impls):
+            off = {impl.name for impl in whole.impls} - {name, fallback}
+            operation.active = [impl for impl in operation.impls if impl.name not in off]
+    try:
+        yield
+    finally:
+        for operation, active in before:
+            operation.active = active

@@ -1,0 +1,147 @@
+"""Operations: the first implementation without a reason to refuse runs, the others say why not; compilers see one."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.torch
+from quaver.torch.operations import operation
+from quaver.torch.operations.operation import Impl, Operation, Unsupported, narrowed
+
+assert quaver.torch
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`narrowed` sees the operations of a test alone."""
+    monkeypatch.setattr(operation, "OPERATIONS", [])
+    yield
+
+
+def make(name: str = "double", **options: Any) -> Operation:
+    """Doubles ints by shifting and everything by adding, but no strings."""
+    fast = Impl("fast", lambda x: ("fast", x << 1), lambda x: "" if isinstance(x, int) else "it is for ints")
+    slow = Impl("slow", lambda x: ("slow", x + x), lambda x: "it is for numbers" if isinstance(x, str) else "")
+    return Operation(name, [fast, slow], **options)
+
+
+def test_the_first_that_takes_the_call_runs() -> None:
+    double = make()
+    assert double(3) == ("fast", 6)
+    assert double(1.5) == ("slow", 3.0)
+    assert double.pick(3)(3) == ("fast", 6)
+    assert double.pick(1.5)(1.5) == ("slow", 3.0)
+
+
+def test_explain_names_each_and_its_reason_in_order() -> None:
+    assert make().explain(1.5) == [("fast", "it is for ints"), ("slow", "")]
+
+
+def test_a_call_that_each_refuses_is_an_error_with_every_reason() -> None:
+    double = make()
+    with pytest.raises(Unsupported, match=r"double takes this call\. fast: it is for ints; slow: it is for numbers"):
+        double("text")
+    with pytest.raises(Unsupported):
+        double.pick("text")("text")
+
+
+def test_narrowed_leaves_one_and_puts_the_others_back_even_after_an_error() -> None:
+    double = make()
+    with pytest.raises(ZeroDivisionError), narrowed("slow"):
+        assert double(3) == ("slow", 6)
+        assert double.explain(3) == [("fast", "switched off by only()"), ("slow", "")]
+        1 / 0  # noqa: B018
+    assert double(3) == ("fast", 6)
+
+
+def test_narrowed_leaves_the_fallback_and_what_has_no_implementation_of_that_name() -> None:
+    double, other = make(), Operation("other", lambda x: x)
+    with narrowed("fast"):
+        assert other(1) == 1
+        with pytest.raises(Unsupported, match="slow: switched off"):
+            double(1.5)
+    with narrowed("fast", "slow"):
+        assert double(3) == ("fast", 6) and double(1.5) == ("slow", 3.0)
+
+
+def test_an_operation_made_of_another_follows_what_is_switched_off_there() -> None:
+    double = make()
+    twice = Operation("twice", [Impl("fast", lambda x: "at once"), Impl("two calls", double)], parts=double)
+    assert twice(3) == "at once"
+    with narrowed("slow"):
+        assert twice(3) == ("slow", 6)
+    with narrowed("fast"):
+        assert twice(3) == "at once"
+
+
+def test_narrowed_holds_for_the_process() -> None:
+    """On a GPU a backward runs in a thread of autograd's."""
+    double = make()
+    with narrowed("slow"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(double, 3).result() == ("slow", 6)
+
+
+def test_narrowed_suggests_the_nearest_name() -> None:
+    make()
+    with pytest.raises(ValueError, match="no implementation 'fsat'; did you mean 'fast'"), narrowed("fsat"):
+        pass
+
+
+def test_an_implementation_is_imported_when_its_place_lets_it_run_and_not_before() -> None:
+    sys.modules.pop("this", None)
+    far = Impl("far", "this:d", "nowhere:reason", lambda x: "" if x else "it is not here")
+    near = Impl("near", "operator:neg", "operator:pos")
+    op = Operation("far", [far, Impl("plain", lambda x: "plain")])
+    assert op(0) == "plain" and op.explain(0)[0] == ("far", "it is not here")
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        op(1)
+    assert "this" not in sys.modules
+    assert near.reason(0) == 0 and near.run(3) == -3
+    assert near.run is near.run is vars(near)["run"], "the second time nothing is looked up"
+
+
+def test_a_compiler_sees_one_operator_that_runs_the_implementation_of_eager_mode() -> None:
+    ran: list[str] = []
+
+    def shifted(x: Tensor, by: float) -> Tensor:
+        ran.append("fast")
+        return x + by
+
+    shift = Operation(
+        "test_shift(Tensor x, float by) -> Tensor",
+        [Impl("fast", shifted, lambda x, by: "" if by else "nothing to do"), Impl("slow", lambda x, by: x.clone())],
+        fake=lambda x, by: torch.empty_like(x),
+    )
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.arange(4.0)
+    compiled = torch.compile(lambda x, by: shift(x, by) * 2, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(x, 1.0), shift(x, 1.0) * 2) and ran == ["fast", "fast"]
+    assert torch.equal(compiled(x, 0.0), x * 2) and ran == ["fast", "fast"]
+    calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert any("quaver.test_shift" in str(target) for target in calls), calls
+    torch.library.opcheck(torch.ops.quaver.test_shift, (x, 1.0))
+
+
+def test_every_operator_is_an_operation_and_importing_them_imports_no_triton() -> None:
+    code = (
+        "import sys, torch, quaver.torch\n"
+        "from quaver.torch.operations.operation import OPERATIONS\n"
+        "names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith('quaver::')}\n"
+        "declared = [o.name for o in OPERATIONS]\n"
+        "assert len(set(declared)) == len(declared), declared\n"
+        "assert names and names == {f'quaver::{o.name}' for o in OPERATIONS if o.operator != o.eager}, names\n"
+        "assert 'triton' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
