@@ -157,7 +157,7 @@ class _Setup(NamedTuple):
 
 
 class _Grouped(torch.autograd.Function):
-    """Saves plain tensors only; see `quaver.torch.linear.layer`."""
+    """Saves plain tensors only: no wrapper subclass is on the way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, setup: _Setup) -> Tensor:

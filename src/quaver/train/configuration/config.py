@@ -1,7 +1,7 @@
 """Every option of a training run: one frozen dataclass, read from TOML and written back to the run's folder.
 
 The sentence beside a field is its documentation and its `--help` text: the command line is made from this
-table (`cli.py`), so that a new field is a new option by being here.
+table (`commands/cli.py`), so that a new field is a new option by being here.
 """
 
 import dataclasses

@@ -41,7 +41,7 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     factor = layer._buffers.get("weight_factor")
     shape: tuple[int, int] = layer.out_features, layer.in_features  # type: ignore[assignment]
     if torch.compiler.is_compiling():
-        # Packed codes go into the operators as they are: see `ops.code_bytes`.
+        # Packed codes go into the operators as they are: see `torch.ops.quaver.code_bytes`.
         return Quantized(weight.detach(), scale, spec, shape, False, factor)
     if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
         # A copy, so it is read each time.

@@ -1,0 +1,164 @@
+"""What docstrings, comments and pages say of a module, a name or a file is there: a rename takes its mentions with it.
+
+CHANGELOG is left out: it tells of releases as they were. So are the sources' strings, which tests have of their own.
+"""
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.house import ROOT, modules
+from tests.contracts.test_language import sentences
+
+HOME = ROOT.parent
+TREES = {"quaver": ROOT, "benchmarks": HOME, "tests": HOME}
+FILES = subprocess.check_output(["git", "ls-files"], cwd=HOME, text=True).split() if (HOME / ".git").exists() else []
+
+QUOTED = re.compile(r"(\S+ )?`([^`\n]+)`")
+#: Of ours, also where no quotes stand around it.
+WHOLE = re.compile(r"(?<![\w./-])(?:quaver|benchmarks|tests)(?:\.[A-Za-z_]\w*)+")
+SHORT = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+PATH = re.compile(r"[\w.-]*/[\w./-]*|[\w-]+\.(?:py|md|toml|json)")
+#: What is of others, `owner/repository` standing before it, or refused: "no `utils.py`".
+OTHERS = re.compile(r"[\w-]+/[\w.-]+ $|no $")
+#: What tells where a path begins that is not the whole of one.
+PLACES = {"src", "tests", "benchmarks", "docs", "examples", "quaver"}
+#: Libraries that a room of ours is named after.
+LIBRARIES = {"torch", "jax"}
+#: Names that stand for any.
+ANY = re.compile(r"NAME|\.\.\.|\*")
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every module of ours by dotted name."""
+    sources = {name: source for package, root in TREES.items() for name, source in modules(root, package).items()}
+    return {name: ast.parse(source) for name, source in sources.items()}
+
+
+@cache
+def bound(node: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
+    """What a module or a class, or anything in it, gives a name to, with what it is."""
+    names: dict[str, ast.AST] = {}
+    for part in ast.walk(node):
+        if isinstance(part, ast.FunctionDef | ast.ClassDef):
+            names.setdefault(part.name, part)
+        elif isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
+            names.setdefault(part.id if isinstance(part, ast.Name) else part.attr, part)
+        elif isinstance(part, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name: part for alias in part.names}
+    return names
+
+
+def resolves(reference: str) -> bool:
+    """True if a dotted name is a module of ours, or something that one binds."""
+    parts = reference.split(".")
+    for length in range(len(parts), 0, -1):
+        module = trees().get(".".join(parts[:length]))
+        if module is not None:
+            inner = parts[length:]
+            return not inner or (inner[0] in bound(module) and _inside(bound(module)[inner[0]], inner))
+    return False
+
+
+def _inside(value: ast.AST, inner: list[str]) -> bool:
+    """True if what a name holds has the names after it, as far as the text tells."""
+    if len(inner) == 1 or not isinstance(value, ast.ClassDef):
+        return True
+    return inner[1] in bound(value)
+
+
+@cache
+def known() -> tuple[frozenset[str], frozenset[str]]:
+    """(parts of modules' names; every name that is bound, an argument, or a word of its own such as a parameter's)."""
+    names = {name for tree in trees().values() for name in bound(tree)}
+    for node in (node for tree in trees().values() for node in ast.walk(tree)):
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    rooms = {part for name in trees() for part in name.split(".")}
+    return frozenset(rooms), frozenset(names | rooms)
+
+
+@cache
+def places() -> frozenset[str]:
+    """Every file and folder of the repository, with a "/" before it."""
+    return frozenset(f"/{place}" for file in FILES for place in (file, *map(str, Path(file).parents)))
+
+
+@cache
+def is_file(path: str) -> bool:
+    """True if a file or folder of the repository ends in this path."""
+    return any(place.endswith(f"/{path.strip('/')}") for place in places())
+
+
+def missing(line: str) -> list[str]:
+    """What a line of prose speaks of and is not there."""
+    absent = [name for name in WHOLE.findall(line) if not resolves(name)]
+    rooms, names = known()
+    for before, quoted in QUOTED.findall(line):
+        if ANY.search(quoted) or OTHERS.match(before):
+            continue
+        parts = quoted.split(".")
+        if PATH.fullmatch(quoted):
+            ours = quoted.split("/")[0] in PLACES | rooms if "/" in quoted else quoted.endswith(".py")
+            absent += [quoted] if ours and not is_file(quoted) else []
+        elif SHORT.fullmatch(quoted) and parts[0] in rooms and parts[0] not in {*TREES, *LIBRARIES}:
+            absent += [quoted] if not all(part in names for part in parts) else []
+    return absent
+
+
+def prose(path: Path) -> list[tuple[int, str]]:
+    """(line, text) of a page, or of a source's docstrings and comments."""
+    text = path.read_text()
+    return sorted(sentences(text)) if path.suffix == ".py" else list(enumerate(text.splitlines(), 1))
+
+
+@pytest.mark.skipif(not FILES, reason="which files there are is asked of git")
+def test_what_is_spoken_of_is_there() -> None:
+    pages = [HOME / file for file in FILES if file.endswith((".py", ".md")) and file != "CHANGELOG.md"]
+    absent = [
+        f"{path.relative_to(HOME)}:{line}: {name}"
+        for path in pages
+        if path.exists()
+        for line, text in prose(path)
+        for name in missing(text)
+    ]
+    assert not absent, "there is no such module, name or file:\n" + "\n".join(absent)
+
+
+@pytest.mark.skipif(not FILES, reason="which files there are is asked of git")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "see `quaver.torch.nowhere`",
+        "see quaver.core.reference.nowhere",
+        "of `quaver.torch.linear.layer.Linear.nowhere`",
+        "as `quaver.core.spec.Nowhere`",
+        "by `scaled_mm.nowhere_either`",
+        "in `linear.nowhere_at_all.step`",
+        "written in `src/quaver/nowhere.py`",
+        "read `tests/nowhere/`",
+        "the table (`nowhere.py`)",
+    ],
+)
+def test_what_is_not_there_is_seen(line: str) -> None:
+    assert len(missing(line)) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "see `quaver.torch.Linear` and `quaver.core.reference.quantize`, quaver.recipes.RECIPES",
+        "of `quaver.torch.linear.layer.Linear.forward`",
+        "google/qwix `qconfig.py` has it, `torch.nowhere` and `np.nowhere` are others'",
+        "write `src/quaver/recipes/NAME.py`",
+    ],
+)
+def test_what_is_there_or_is_of_others_is_let_be(line: str) -> None:
+    assert not missing(line)
