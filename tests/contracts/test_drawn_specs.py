@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -197,7 +198,7 @@ def test_noise_on_the_input_is_refused_by_jax_alone() -> None:
     x = np.ones((4, 32), np.float32)
     qt.Linear(32, 8, recipe=recipe)(torch.from_numpy(x)).sum().backward()
     with pytest.raises(ValueError, match="rounds the input at random"):
-        qj.linear(qj.ops.jnp.asarray(x), qj.ops.jnp.ones((32, 8)), recipe=recipe)
+        qj.linear(jnp.asarray(x), jnp.ones((32, 8)), recipe=recipe)
 
 
 def test_a_delayed_recipe_may_round_gradients_at_random_with_noise_that_goes_on() -> None:
