@@ -11,10 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+NAMED = [
+    *SOURCES,
+    *(path for part in ("tests", "benchmarks", "examples") for path in sorted((ROOT / part).rglob("*.py"))),
+]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 #: Participles and prepositions that tell nothing of a value. `Gpu.about` is public, and holds a GPU's full name.
-EMPTY = {"found", "made", "about"}
+EMPTY = {"found", "made", "about", "mine", "lying"}
+#: Names that a reader remembers for so many lines and no more.
+SHORT, LINES = {"what", "_what", "_What"}, 10
 PUBLIC = {("src/quaver/core/costs/gpus.py", "about")}
 #: A sentence says which part of the program, or which condition, it means.
 PERSON = re.compile(r"\b(somebody|someone|anybody|anyone|nobody|whoever)\b('s)?", re.IGNORECASE)
@@ -39,6 +45,20 @@ def empty_names(source: str) -> list[tuple[int, str]]:
     return sorted({(line, name) for line, name in bound(ast.parse(source)) if name.strip("_") in EMPTY})
 
 
+def far(source: str) -> list[tuple[int, str]]:
+    """(line, name) of functions in which a short name is used more than so many lines after it was given."""
+    offences = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = {(part.lineno, part.id) for part in ast.walk(node) if isinstance(part, ast.Name)}
+            names |= {(part.lineno, part.arg) for part in ast.walk(node) if isinstance(part, ast.arg)}
+            for short in SHORT:
+                lines = [line for line, name in names if name == short]
+                if lines and max(lines) - min(lines) > LINES:
+                    offences.append((min(lines), short))
+    return sorted(offences)
+
+
 def sentences(source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of every docstring and comment, line by line."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -56,12 +76,16 @@ def persons(lines: Iterator[tuple[int, str]]) -> list[tuple[int, str]]:
     return sorted((line, match.group()) for line, text in lines for match in PERSON.finditer(text))
 
 
-@pytest.mark.parametrize("check", ["names", "sentences"])
+CHECKS = {"names": (empty_names, NAMED), "far": (far, NAMED), "sentences": (lambda s: persons(sentences(s)), SOURCES)}
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_the_sources_name_what_they_mean(check: str) -> None:
     offences = []
-    for path in SOURCES:
+    offending, paths = CHECKS[check]
+    for path in paths:
         source, where = path.read_text(), path.relative_to(ROOT).as_posix()
-        lines = empty_names(source) if check == "names" else persons(sentences(source))
+        lines = offending(source)
         offences += [f"{where}:{line}: {word}" for line, word in lines if (where, word) not in PUBLIC]
     assert not offences, "say what it holds, or which condition it is:\n" + "\n".join(offences)
 
@@ -87,11 +111,22 @@ def test_a_page_names_what_it_means(page: Path) -> None:
         "import x as found",
         "try: pass\nexcept E as found: pass",
         "class A:\n    about: str",
+        "mine = 1",
+        "def lying(): pass",
     ],
 )
 def test_an_empty_name_is_seen(source: str) -> None:
     assert len(empty_names(source)) == 1
-    assert not empty_names(source.replace("found", "layer").replace("made", "table").replace("about", "facts"))
+    for word, other in {"found": "layer", "made": "table", "about": "facts", "mine": "ours", "lying": "layout"}.items():
+        source = source.replace(word, other)
+    assert not empty_names(source)
+
+
+def test_a_short_name_is_seen_where_it_is_used_far_from_where_it_was_given() -> None:
+    text = "def f(what):\n" + "    x = 1\n" * 9 + "    return what\n"
+    assert not far(text)
+    assert far(text.replace("x = 1\n", "x = 1\n    y = 2\n")) == [(1, "what")]
+    assert not far(text.replace("what", "row") * 2)
 
 
 def test_a_name_that_is_only_read_or_passed_on_is_not_an_offence() -> None:

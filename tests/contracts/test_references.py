@@ -16,7 +16,11 @@ from tests.contracts.test_language import sentences
 
 HOME = ROOT.parent
 TREES = {"quaver": ROOT, "benchmarks": HOME, "tests": HOME}
-FILES = subprocess.check_output(["git", "ls-files"], cwd=HOME, text=True).split() if (HOME / ".git").exists() else []
+FILES = (
+    subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=HOME, text=True).split()
+    if (HOME / ".git").exists()
+    else []
+)
 
 QUOTED = re.compile(r"(\S+ )?`([^`\n]+)`")
 #: Of ours, also where no quotes stand around it.
@@ -24,7 +28,7 @@ WHOLE = re.compile(r"(?<![\w./-])(?:quaver|benchmarks|tests)(?:\.[A-Za-z_]\w*)+"
 SHORT = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"[\w.-]*/[\w./-]*|[\w-]+\.(?:py|md|toml|json)")
 #: What is of others, `owner/repository` standing before it, or refused: "no `utils.py`".
-OTHERS = re.compile(r"[\w-]+/[\w.-]+ $|no $")
+OTHERS = re.compile(r"[\w-]+/[\w.-]+ $|"?no $")
 #: What tells where a path begins that is not the whole of one.
 PLACES = {"src", "tests", "benchmarks", "docs", "examples", "quaver"}
 #: Libraries that a room of ours is named after.

@@ -93,13 +93,13 @@ def project(
             raise ValueError(dtype_sentence(layer, dtype))
         if training and state_of(layer).prepared is not recipe:
             prepare(layer, recipe)
-    what = _What(prologue, tuple(layers), recipe, dtype, training, return_input, len(x))
+    setup = _Setup(prologue, tuple(layers), recipe, dtype, training, return_input, len(x))
     apply: Any = _Projections.apply if torch.compiler.is_compiling() else _apply
     if not casting:
-        outputs = apply(what, *x, *weights, *biases)
+        outputs = apply(setup, *x, *weights, *biases)
     else:
         with ops.without_autocast(device):
-            outputs = apply(what, *x, *weights, *biases)
+            outputs = apply(setup, *x, *weights, *biases)
     return outputs
 
 
@@ -140,7 +140,7 @@ def is_bare(module: nn.Module) -> bool:
     )
 
 
-class _What(NamedTuple):
+class _Setup(NamedTuple):
     """Everything in one call that is no tensor."""
 
     prologue: Prologue
@@ -155,27 +155,27 @@ class _What(NamedTuple):
 
 
 class _Projections(torch.autograd.Function):
-    """Saves plain tensors only; see `quaver.torch.linear.layer`."""
+    """Saves plain tensors only: no wrapper subclass is on the way."""
 
     @staticmethod
-    def forward(ctx: Any, what: _What, *tensors: Tensor | None) -> Any:
-        n, recipe = len(what.layers), what.recipe
-        x, weights, biases = tensors[: what.taken], tensors[what.taken : what.taken + n], tensors[what.taken + n :]
-        needed = ctx.needs_input_grad[1 + what.taken : 1 + what.taken + n]
+    def forward(ctx: Any, setup: _Setup, *tensors: Tensor | None) -> Any:
+        n, recipe = len(setup.layers), setup.recipe
+        x, weights, biases = tensors[: setup.taken], tensors[setup.taken : setup.taken + n], tensors[setup.taken + n :]
+        needed = ctx.needs_input_grad[1 + setup.taken : 1 + setup.taken + n]
         # Noise is not drawn a second time; and a prologue keeps nothing if none of its own gradients is needed.
-        c, differentiated = recipe.wgrad.b, any(ctx.needs_input_grad[1 : 1 + what.taken])
-        remakes = what.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
-        keeps = any(needed) and what.training and not remakes
+        c, differentiated = recipe.wgrad.b, any(ctx.needs_input_grad[1 : 1 + setup.taken])
+        remakes = setup.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
+        keeps = any(needed) and setup.training and not remakes
         given = None
-        decided = _decided(what, x, weights, biases, keeps) if differentiated and all(needed) else []
+        decided = _decided(setup, x, weights, biases, keeps) if differentiated and all(needed) else []
         if decided:
-            given = what.prologue.forward(*x)
+            given = setup.prologue.forward(*x)
             if given[0].is_contiguous() and not given[0].data_ptr() & 15:
-                return _forward_decided(ctx, what, decided, given, weights, biases, keeps)
-        first, entrance = what.layers[0], _entrance(what, x, keeps, given)
+                return _forward_decided(ctx, setup, decided, given, weights, biases, keeps)
+        first, entrance = setup.layers[0], _entrance(setup, x, keeps, given)
         calls, yq, lead = entrance.calls, entrance.quantized, entrance.shape[:-1]
         outputs = []
-        for layer, weight, bias, call in zip(what.layers, weights, biases, calls, strict=True):
+        for layer, weight, bias, call in zip(setup.layers, weights, biases, calls, strict=True):
             assert weight is not None
             if layer is not first and call.record and call.factors is not None:
                 amax.record(layer, amax.INPUT, yq.amax)
@@ -187,7 +187,7 @@ class _Projections(torch.autograd.Function):
                 assert entrance.matrix is not None
                 calls[0].kept = kept_input(entrance.matrix, yq, first, recipe, calls[0])
         ctx.constants = (
-            what,
+            setup,
             entrance.shape,
             entrance.dtype,
             # dgrad alone reads the weights: where it does not run, they may be written before backward.
@@ -196,7 +196,7 @@ class _Projections(torch.autograd.Function):
             [b is not None and b.dtype for b in biases],
         )
         ctx.calls = None if calls[0].traced else calls
-        return (entrance.output, *outputs) if what.return_input else tuple(outputs)
+        return (entrance.output, *outputs) if setup.return_input else tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -232,20 +232,20 @@ class _Entrance(NamedTuple):
     saved: Sequence[Any]
 
 
-def _entrance(what: _What, x: Sequence[Tensor | None], keeps: bool, given: Any = None) -> _Entrance:
+def _entrance(setup: _Setup, x: Sequence[Tensor | None], keeps: bool, given: Any = None) -> _Entrance:
     """Make the layers' input, unless it is given, and quantize it, by one kernel where there is one."""
-    first, recipe = what.layers[0], what.recipe
+    first, recipe = setup.layers[0], setup.recipe
     a, c = recipe.fprop.a, recipe.wgrad.b
     assert a is not None and x[0] is not None
     calls: list[Call] = []
-    if given is None and _may_fuse(what.dtype, x[0]):
-        calls = [_call(what, layer, x[0]) for layer in what.layers]
-        entrance = _fused(what, x, keeps, calls)
+    if given is None and _may_fuse(setup.dtype, x[0]):
+        calls = [_call(setup, layer, x[0]) for layer in setup.layers]
+        entrance = _fused(setup, x, keeps, calls)
         if entrance is not None:
             return entrance
-    output, saved = given or what.prologue.forward(*x)
-    y = matrix(output.to(what.dtype))
-    calls = calls or [_call(what, layer, y) for layer in what.layers]
+    output, saved = given or setup.prologue.forward(*x)
+    y = matrix(output.to(setup.dtype))
+    calls = calls or [_call(setup, layer, y) for layer in setup.layers]
     turned = None
     if keeps and c is not None and calls[0].both is not None and both_at_once(a, c, calls[0]):
         yq, turned = quantize_both(first, amax.INPUT, "input", y, a, c, recipe, calls[0])
@@ -262,13 +262,13 @@ def _may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
     return allowed and counters.active.counters is None and not producers.why_not(x)
 
 
-def _fused(what: _What, x: Sequence[Tensor | None], keeps: bool, calls: list[Call]) -> _Entrance | None:
-    first, call, a = what.layers[0], calls[0], what.recipe.fprop.a
+def _fused(setup: _Setup, x: Sequence[Tensor | None], keeps: bool, calls: list[Call]) -> _Entrance | None:
+    first, call, a = setup.layers[0], calls[0], setup.recipe.fprop.a
     assert a is not None and x[0] is not None
     factor, is_set = _known(first, call)
-    want_output = what.return_input or (keeps and not call.plan.input)
+    want_output = setup.return_input or (keeps and not call.plan.input)
     turn = keeps and call.plan.input
-    operand = producers.operand(what.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
+    operand = producers.operand(setup.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
     if operand is None:
         return None
     if call.record and call.factors is not None:
@@ -285,9 +285,9 @@ def _known(layer: Linear, call: Call) -> tuple[Tensor | float | None, bool]:
     return call.factors[amax.INPUT], amax.is_set(layer, amax.INPUT, call.factors)
 
 
-def _call(what: _What, layer: Linear, y: Tensor) -> Call:
-    factors = None if what.recipe.delayed is None else steps.factors(layer, what.training)
-    call = Call(what.recipe, y, what.dtype, False, what.training, factors)
+def _call(setup: _Setup, layer: Linear, y: Tensor) -> Call:
+    factors = None if setup.recipe.delayed is None else steps.factors(layer, setup.training)
+    call = Call(setup.recipe, y, setup.dtype, False, setup.training, factors)
     call.owe(layer)
     return call
 
@@ -308,8 +308,8 @@ def _save(ctx: Any, calls: list[Call], saved: Sequence[Any], weights: Sequence[T
 
 def _restore(ctx: Any) -> tuple[list[Any], Any, list[Any], list[Any]]:
     """Put together what `_save` took apart."""
-    what, _, _, packed, _, _ = ctx.constants
-    tensors, values, n = list(ctx.saved_tensors), [], len(what.layers)
+    setup, _, _, packed, _, _ = ctx.constants
+    tensors, values, n = list(ctx.saved_tensors), [], len(setup.layers)
     for parts, constants in packed:
         values.append(put_together(constants, tensors[:parts]))
         tensors = tensors[parts:]
@@ -323,19 +323,19 @@ LAUNCHES = 1 << 20
 
 
 def _decided(
-    what: _What, x: Sequence[Tensor | None], weights: Sequence[Any], biases: Sequence[Tensor | None], keeps: bool
+    setup: _Setup, x: Sequence[Tensor | None], weights: Sequence[Any], biases: Sequence[Tensor | None], keeps: bool
 ) -> list[Step]:
     """The step of each layer in a training forward; none where one has none, or a fused kernel saves a large pass."""
-    recipe, first = what.recipe, x[0]
+    recipe, first = setup.recipe, x[0]
     assert recipe.fprop.a is not None and first is not None
-    if not what.training or recipe.delayed is not None or torch.compiler.is_compiling() or direct.disturbed():
+    if not setup.training or recipe.delayed is not None or torch.compiler.is_compiling() or direct.disturbed():
         return []
-    if first.numel() > LAUNCHES and (recipe.fprop.a.per_tensor or not keeps) and _may_fuse(what.dtype, first):
+    if first.numel() > LAUNCHES and (recipe.fprop.a.per_tensor or not keeps) and _may_fuse(setup.dtype, first):
         return []
-    shape = torch.Size((math.prod(first.shape[:-1]), what.layers[0].in_features))
+    shape = torch.Size((math.prod(first.shape[:-1]), setup.layers[0].in_features))
     steps = []
-    for layer, weight, bias in zip(what.layers, weights, biases, strict=True):
-        if not first.dtype is what.dtype is weight.dtype or not weight.is_contiguous():
+    for layer, weight, bias in zip(setup.layers, weights, biases, strict=True):
+        if not first.dtype is setup.dtype is weight.dtype or not weight.is_contiguous():
             return []
         step = direct.decided(layer, shape, first, weight, bias, recipe)
         if step is None:
@@ -346,7 +346,7 @@ def _decided(
 
 def _forward_decided(
     ctx: Any,
-    what: _What,
+    setup: _Setup,
     decided: list[Step],
     given: Any,
     weights: Sequence[Any],
@@ -356,7 +356,7 @@ def _forward_decided(
     output, saved = given
     y, outputs, entries = matrix(output), [], []
     q, scale, xt, of_xt, _ = decided[0].rows.input(y, None)
-    for layer, weight, bias, step in zip(what.layers, weights, biases, decided, strict=True):
+    for layer, weight, bias, step in zip(setup.layers, weights, biases, decided, strict=True):
         entry, w = step.weight(weight, layer, None)
         z = step.rows.fprop(q, scale, w.fprop, w.fprop_scale, bias)
         outputs.append(z.resize_(*output.shape[:-1], weight.shape[0]))
@@ -367,13 +367,13 @@ def _forward_decided(
     ctx.save_for_backward(*weights, *kept, *(tensor for tensors, _ in parts for tensor in tensors))
     layouts = [(len(tensors), layout) for tensors, layout in parts]
     dtypes = [None if bias is None else bias.dtype for bias in biases]
-    ctx.constants = what, decided, entries, of_xt if on_host else None, output.shape, layouts, dtypes
-    return (output, *outputs) if what.return_input else tuple(outputs)
+    ctx.constants = setup, decided, entries, of_xt if on_host else None, output.shape, layouts, dtypes
+    return (output, *outputs) if setup.return_input else tuple(outputs)
 
 
 def _backward_decided(ctx: Any, grads: Sequence[Tensor]) -> Any:
-    what, decided, entries, of_xt, shape, layouts, dtypes = ctx.constants
-    n, taken, prologue = len(what.layers), what.taken, what.prologue
+    setup, decided, entries, of_xt, shape, layouts, dtypes = ctx.constants
+    n, taken, prologue = len(setup.layers), setup.taken, setup.prologue
     weights, (xt, saved_scale, *tensors) = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
     saved = []
     for size, layout in layouts:
@@ -385,14 +385,14 @@ def _backward_decided(ctx: Any, grads: Sequence[Tensor]) -> Any:
         _, _, xt, of_xt, _ = decided[0].rows.input(y, None)
         xt = y if xt is None else xt
     needs = ctx.needs_input_grad[1:]
-    of_input, of_y = any(needs[:taken]), grads[0].reshape(-1, shape[-1]) if what.return_input else None
+    of_input, of_y = any(needs[:taken]), grads[0].reshape(-1, shape[-1]) if setup.return_input else None
     of_weights: list[Tensor | None] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
     # As autograd adds them up: what was computed last comes first.
     for i in reversed(range(n)):
         own = of_input, needs[taken + i], needs[taken + n + i]
         part, of_weights[i], of_biases[i] = gradients(
-            grads[i - n], weights[i], xt, of_xt, what.layers[i], decided[i], entries[i], own, dtypes[i]
+            grads[i - n], weights[i], xt, of_xt, setup.layers[i], decided[i], entries[i], own, dtypes[i]
         )
         if part is not None:
             of_y = part if of_y is None else add(of_y, part)
@@ -406,19 +406,19 @@ def _backward_decided(ctx: Any, grads: Sequence[Tensor]) -> Any:
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
     if isinstance(ctx.constants[1], list):
         return _backward_decided(ctx, grads)
-    what, shape, dtype, _, weight_dtypes, bias_dtypes = ctx.constants
+    setup, shape, dtype, _, weight_dtypes, bias_dtypes = ctx.constants
     weights, kept, factors, saved = _restore(ctx)
-    n, taken, prologue = len(what.layers), what.taken, what.prologue
+    n, taken, prologue = len(setup.layers), setup.taken, setup.prologue
     needs = ctx.needs_input_grad[1:]
     of_input = any(needs[:taken])
     needs_weight = needs[taken : taken + n]
-    of_y = grads[0].reshape(-1, grads[0].shape[-1]) if what.return_input else None
+    of_y = grads[0].reshape(-1, grads[0].shape[-1]) if setup.return_input else None
     gs = [matrix(g) for g in grads[-n:]]
     calls = ctx.calls or [
-        Call(what.recipe, g, what.dtype, False, what.training, f) for g, f in zip(gs, factors, strict=True)
+        Call(setup.recipe, g, setup.dtype, False, setup.training, f) for g, f in zip(gs, factors, strict=True)
     ]
     if kept is None and any(needs_weight):
-        kept = _remade(what, saved, calls[0])
+        kept = _remade(setup, saved, calls[0])
     of_weights: list[Tensor | None] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
     # As autograd adds them up: what was computed last comes first.
@@ -427,8 +427,8 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
             gs[i],
             weights[i],
             kept,
-            what.layers[i],
-            what.recipe,
+            setup.layers[i],
+            setup.recipe,
             calls[i],
             of_input,
             needs_weight[i],
@@ -445,15 +445,15 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
     return None, *of_x, *of_weights, *of_biases
 
 
-def _remade(what: _What, saved: Sequence[Any], call: Call) -> Tensor | Quantized:
+def _remade(setup: _Setup, saved: Sequence[Any], call: Call) -> Tensor | Quantized:
     """The input that wgrad consumes, from what the prologue kept; no history and no counter sees codes twice."""
-    recipe, first = what.recipe, what.layers[0]
+    recipe, first = setup.recipe, setup.layers[0]
     c, (factor, is_set) = recipe.wgrad.b, _known(first, call)
-    if c is not None and call.plan.input and _may_fuse(what.dtype, saved[0]):
-        q = producers.remade(what.prologue, saved, c, factor, is_set)
+    if c is not None and call.plan.input and _may_fuse(setup.dtype, saved[0]):
+        q = producers.remade(setup.prologue, saved, c, factor, is_set)
         if q is not None:
             return q
-    y = matrix(what.prologue.remake(saved).to(what.dtype))
+    y = matrix(setup.prologue.remake(saved).to(setup.dtype))
     if c is None:
         return y
     if call.plan.input:
