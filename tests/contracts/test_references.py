@@ -28,7 +28,7 @@ WHOLE = re.compile(r"(?<![\w./-])(?:quaver|benchmarks|tests)(?:\.[A-Za-z_]\w*)+"
 SHORT = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"[\w.-]*/[\w./-]*|[\w-]+\.(?:py|md|toml|json)")
 #: What is of others, `owner/repository` standing before it, or refused: "no `utils.py`".
-OTHERS = re.compile(r"[\w-]+/[\w.-]+ $|"?no $")
+OTHERS = re.compile(r"""[\w-]+/[\w.-]+ $|"?no $""")
 #: What tells where a path begins that is not the whole of one.
 PLACES = {"src", "tests", "benchmarks", "docs", "examples", "quaver"}
 #: Libraries that a room of ours is named after.
