@@ -20,14 +20,14 @@ from quaver.torch.state.layer import LayerState, state_of
 ROOT = Path(__file__).parents[2] / "src" / "quaver"
 #: Whose modules run in several threads: a backward has one of its own on a GPU.
 PARTS = ("torch", "kernels")
-FILLING = {"add", "append", "clear", "discard", "extend", "pop", "setdefault", "update", "keep"}
+FILLING = {"add", "append", "clear", "discard", "extend", "pop", "setdefault", "update"}
 
 SAME = "what two threads put under a key is the same, and holds nothing that is lost when one of them is dropped"
 LOCKED = "filled under a lock, and looked up again there"
 ONCE = "setdefault: the first one stays"
 OWN = "the key holds the thread and the stream: nobody else writes there"
 WARNS = "two threads may warn twice"
-LAUNCHES = "a launch refers to what is in launch._kernels, which stays: either thread's may be kept"
+LAUNCHES = "filled at import; a launch in one refers to what is in _kernels, which stays: either thread's may be kept"
 #: functools.cache and lru_cache are safe in threads; what they hold must be, too.
 CACHED = "functools keeps it consistent; two threads may compute the same twice"
 #: By module and name.
@@ -47,18 +47,9 @@ SAFE = {
     "torch.blocks.loss.cross_entropy:_warned": WARNS,
     "torch.model.freezing:_held": "filled under a lock",
     "torch.model.freezing:_hooked": "filled under a lock",
-    "torch.backends.gpu.fused.activation:_backwards": LAUNCHES,
-    "torch.backends.gpu.fused.activation:_forwards": LAUNCHES,
-    "torch.backends.gpu.quantizing.block_scaled:_mx": LAUNCHES,
-    "torch.backends.gpu.quantizing.block_scaled:_nv": LAUNCHES,
-    "torch.backends.gpu.quantizing.block_scaled:_rotated": LAUNCHES,
-    "torch.backends.gpu.quantizing.blockwise:_launches": LAUNCHES,
     "torch.backends.gpu.quantizing.both_ways:_places": OWN,
     "torch.backends.gpu.launching.capture:_rehearsed": "one thread rehearses a stream, and sets change in one step",
     "torch.backends.gpu.announcing:_announced": WARNS,
-    "torch.backends.gpu.fused.column_sums:_sums": LAUNCHES,
-    "torch.backends.gpu.fused.cross_entropy:_launches": LAUNCHES,
-    "torch.backends.gpu.gemms.decoding:_decodes": LAUNCHES,
     "torch.backends.gpu.launching.device:asked": "`only` is the process's, entered in one thread at a time",
     "torch.backends.gpu.launching.device:_architecture": CACHED,
     "torch.backends.gpu.launching.device:_why_no_fp8": CACHED,
@@ -69,26 +60,15 @@ SAFE = {
     "torch.backends.gpu.launching.launch:_recorded": "only tests and the gate record, in one thread",
     "torch.backends.gpu.launching.launch:_recorded_arch": "only tests and the gate record, in one thread",
     "torch.backends.gpu.launching.launch:_rooms": LOCKED,
-    "torch.backends.gpu.launching.launch:_tables": "filled while modules are imported",
+    "torch.backends.gpu.launching.launch:_tables": LAUNCHES,
     "torch.backends.gpu.launching.launch:_workspaces": LOCKED,
     "torch.backends.gpu.launching.launch:multiprocessors": CACHED,
-    "torch.backends.gpu.fused.norm:_backwards": LAUNCHES,
-    "torch.backends.gpu.fused.norm:_forwards": LAUNCHES,
     "torch.backends.gpu.gemms.operands:_ones": ONCE,
-    "torch.backends.gpu.quantizing.tensorwise:_amaxes": LAUNCHES,
-    "torch.backends.gpu.quantizing.tensorwise:_casts": LAUNCHES,
     "torch.backends.gpu.families:_families": SAME,
     "torch.state.history.on_gpu:_captured": "a thread adds the layers that it captures",
-    "torch.state.history.on_gpu:_notes": LAUNCHES,
-    "torch.state.history.on_gpu:_rolls": LAUNCHES,
-    "torch.backends.gpu.fused.rope:_launches": LAUNCHES,
-    "torch.backends.gpu.quantizing.rowwise:_amaxes": LAUNCHES,
-    "torch.backends.gpu.quantizing.rowwise:_columns": LAUNCHES,
-    "torch.backends.gpu.quantizing.rowwise:_rows": LAUNCHES,
     "torch.backends.gpu.gemms.scaled_mm:_transposes": SAME,
     "torch.backends.gpu.gemms.scaled_mm:_ways": "two threads find out the same; an entry holds its specs",
     "torch.backends.gpu.quantizing.tensor_cast:_places": OWN,
-    "torch.backends.gpu.quantizing.transposing:_launches": LAUNCHES,
     "torch.linear.layer:_warned": WARNS,
     "torch.operations.operation:OPERATIONS": "filled while modules are imported",
     "torch.operations.ops:_resolved": "an entry holds the recipe whose identity it has; `only` is the process's",
@@ -124,7 +104,7 @@ def bare(node: ast.AST) -> bool:
 
 
 def written(node: ast.AST) -> Iterator[str]:
-    """What one node of a syntax tree fills: name[key] = ..., name.add(...), keep(name, ...), and name = ..."""
+    """What one node of a syntax tree fills: name[key] = ..., name.add(...), and name = ..."""
     if (
         isinstance(node, ast.Subscript)
         and isinstance(node.ctx, ast.Store | ast.Del)
@@ -135,8 +115,6 @@ def written(node: ast.AST) -> Iterator[str]:
         yield node.id
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLING:
         yield from (one.id for one in [node.func.value] if isinstance(one, ast.Name))
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FILLING:
-        yield from (one.id for one in node.args[:1] if isinstance(one, ast.Name))
 
 
 def present() -> set[str]:
@@ -158,7 +136,6 @@ def test_what_modules_keep_is_known_to_be_safe_in_threads() -> None:
     [
         ("held = {}\ndef f(k):\n    held[k] = 1", {"m:held"}),
         ("held = []\ndef f(k):\n    held.append(k)", {"m:held"}),
-        ("held = table()\ndef f(k):\n    return keep(held, k, run)", {"m:held"}),
         ("held = None\ndef f(k):\n    global held\n    held = k", {"m:held"}),
         ("held = None\ndef f(k):\n    held = k", set()),
         ("@cache\ndef f(k):\n    return k", {"m:f"}),

@@ -79,6 +79,10 @@ class QuantSpec:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
+    def __hash__(self) -> int:
+        # Keys of kernels' launches hold specs, and a text remembers its hash.
+        return hash(self.text)
+
     def blocks(self, rows: int, k: int) -> tuple[int, int]:
         """Shape of the scales of an operand [rows, k]; k is counted after the Hadamard's padding."""
         br, bk = self.block

@@ -16,7 +16,7 @@ from quaver.core.spec import Delayed, QuantSpec
 from quaver.kernels.quantizing.roll import note as note_kernel
 from quaver.kernels.quantizing.roll import roll as roll_kernel
 from quaver.torch.backends.gpu.launching import capture
-from quaver.torch.backends.gpu.launching.launch import aligned, keep, launcher, table
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
 from quaver.torch.state.layer import state_of
 
 #: The longest history that one program reads at once.
@@ -25,8 +25,6 @@ LONGEST = 16384
 MARGIN = 600
 WARPS = 4
 
-_rolls = table()
-_notes = table()
 #: By layer, the stacks whose tables a captured graph reads at every replay: they stay while one of their layers lives.
 #: A graph that outlives its layers reads parameters that are gone.
 _captured: "weakref.WeakKeyDictionary[nn.Module, set[Stack]]" = weakref.WeakKeyDictionary()
@@ -157,30 +155,35 @@ def launch(
         factors: float32 [layers, 3], to be written.
         history: one of them, [length, 3]: how they lie.
     """
-    count, (length, _) = addresses.shape[0], history.shape
-    key = (count, length, history.stride(), delayed, specs, addresses.device)
-    run = _rolls.get(key)
-    if run is None:
-        constants: dict[str, Any] = {"BLOCK": _power(length), "LARGEST": delayed.algorithm == "max"}
-        for i, spec in enumerate(specs):
-            fmt = spec.format
-            constants |= {f"POWER{i}": spec.power_of_two, f"EMAX{i}": fmt.emax}
-            constants |= {f"TOP{i}": fmt.max_mantissa, f"MAX{i}": float(fmt.max)}
-        margin = max(-MARGIN, min(MARGIN, delayed.margin))
-        numbers = (length, *history.stride(), margin)
-        prepared = launcher(roll_kernel, (count, 3), (addresses, factors), numbers, constants, WARPS)
-        run = keep(_rolls, key, prepared)
-    run(addresses, factors)
+    _rolls((addresses, factors), (addresses,), (history.shape[0], *history.stride()), delayed, specs)
+
+
+def _roll_launch(
+    tensors: tuple[Tensor, Tensor], lying: tuple[int, int, int], delayed: Delayed, specs: tuple[QuantSpec, ...]
+) -> Run:
+    """lying: a history's length and strides."""
+    constants: dict[str, Any] = {"BLOCK": _power(lying[0]), "LARGEST": delayed.algorithm == "max"}
+    for i, spec in enumerate(specs):
+        fmt = spec.format
+        constants |= {f"POWER{i}": spec.power_of_two, f"EMAX{i}": fmt.emax}
+        constants |= {f"TOP{i}": fmt.max_mantissa, f"MAX{i}": float(fmt.max)}
+    margin = max(-MARGIN, min(MARGIN, delayed.margin))
+    return launcher(roll_kernel, (tensors[0].shape[0], 3), tensors, (*lying, margin), constants, WARPS)
+
+
+_rolls = Launches(_roll_launch)
 
 
 def note(history: Tensor, column: int, top: Tensor) -> None:
     """history[0, column] = the larger of itself and top, float32 of one element; not finite ones are not noted."""
-    at = column * history.stride(1)
-    key = (at, history.device, aligned(history))
-    run = _notes.get(key)
-    if run is None:
-        run = keep(_notes, key, launcher(note_kernel, (1,), (history, top), (at,), warps=1))
-    run(history, top)
+    _notes((history, top), (history,), column)
+
+
+def _note_launch(tensors: tuple[Tensor, Tensor], column: int) -> Run:
+    return launcher(note_kernel, (1,), tensors, (column * tensors[0].stride(1),), warps=1)
+
+
+_notes = Launches(_note_launch)
 
 
 def _versions(factors: Sequence[Tensor | None]) -> list[int]:

@@ -14,7 +14,7 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.fused import formulas
 from quaver.kernels.fused.activation import activate, activate_backward, activate_blocks
 from quaver.torch.backends.gpu.fused.norm import mode, room
-from quaver.torch.backends.gpu.launching.launch import aligned, keep, launcher, table, workspace
+from quaver.torch.backends.gpu.launching.launch import Launches, launcher, workspace
 from quaver.torch.backends.gpu.quantizing.codes import DTYPES, empty_codes, format_constants, in_words
 from quaver.torch.numerics.quantized import Quantized
 
@@ -54,9 +54,6 @@ KINDS = {
 }
 #: Rows, columns and warps of a program.
 TILE, BLOCK_TILE, BACKWARD_TILE = (128, 64, 4), (16, 128, 4), (32, 128, 4)
-
-_forwards = table()
-_backwards = table()
 
 
 class Activated(NamedTuple):
@@ -115,21 +112,12 @@ def activated(
     elif kind not in ("none", "amax"):
         assert spec is not None
         q, scale = room(kind, spec, rows, columns, gate.device)
-    key = (
-        *(name, *options, rows, columns, gate.stride(0), gate.dtype, gate.device, aligned(gate), kind, spec),
-        *(y is None, q is None, qt is None),
-        *(() if value is None else (value.stride(0), aligned(value))),
-    )
     tensors: tuple[Any, ...] = (gate, value, y, q)
     if kind in ("none", "amax", "tensor"):
         tensors = (*tensors, in_words(qt), scale, top, factor, workspace(gate.device))
+        _tiles(tensors, (gate, value), name, tuple(options), kind, spec)
     else:
-        tensors = (*tensors, scale)
-    run = _forwards.get(key)
-    if run is None:
-        make = _tile_launch if len(tensors) > 5 else _block_launch
-        run = keep(_forwards, key, make(tensors, name, options, kind, spec))
-    run(*tensors)
+        _blocks((*tensors, scale), (gate, value), name, tuple(options), kind, spec)
     output = None if y is None else y.view(*x[0].shape[:-1], columns)
     return Activated(output, _operand(q, qt, scale, top, spec, rows, columns, kind), top)
 
@@ -171,6 +159,9 @@ def _tile_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float], 
     return launcher(activate, grid, tensors, numbers, constants, warps)
 
 
+_tiles = Launches(_tile_launch)
+
+
 def _block_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float], kind: str, spec: Any) -> Any:
     gate, value, _, q, _ = tensors
     rows, columns = gate.shape
@@ -186,6 +177,9 @@ def _block_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float],
     form = ("POWER_OF_TWO", "EMAX", "TOP_MANTISSA", "MAX", "INTEGERS")
     constants |= _formula(name, False) | _codes(spec, gate.device, form)
     return launcher(activate_blocks, grid, tensors, (*numbers, *_limits(options)), constants, warps)
+
+
+_blocks = Launches(_block_launch)
 
 
 def _formula(name: str, backward: bool) -> dict[str, Any]:
@@ -212,20 +206,10 @@ def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """
     gate, value = _halves(name, x)
-    rows, columns = gate.shape
     along = _rows(g)
     of_inputs = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in x]
     of_gate, of_value = _halves(name, of_inputs)
-    key = (
-        *(name, *options, len(x), rows, columns, gate.stride(0), along.stride(0), gate.dtype, g.dtype, gate.device),
-        *(aligned(gate), aligned(along)),
-        *(() if value is None else (value.stride(0), aligned(value))),
-    )
-    tensors = (along, gate, value, of_gate, of_value)
-    run = _backwards.get(key)
-    if run is None:
-        run = keep(_backwards, key, _backward_launch(tensors, name, options))
-    run(*tensors)
+    _backwards((along, gate, value, of_gate, of_value), (along, gate, value, of_gate), name, tuple(options))
     return of_inputs
 
 
@@ -238,6 +222,9 @@ def _backward_launch(tensors: tuple[Any, ...], name: str, options: Sequence[floa
     numbers = (rows, columns, *strides, *_limits(options))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, **_formula(name, True)}
     return launcher(activate_backward, grid, tensors, numbers, constants, warps)
+
+
+_backwards = Launches(_backward_launch)
 
 
 def _width(name: str, x: Sequence[Tensor]) -> int:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.fused.column_sum import column_sums
-from quaver.torch.backends.gpu.launching.launch import aligned, keep, launcher, multiprocessors, table
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, aligned, launcher, multiprocessors
 
 #: Rows, columns and warps of a block that reads a matrix, and of one that adds partial sums up.
 BLOCK, LAST_BLOCK = (32, 128, 4), (32, 32, 4)
@@ -12,8 +12,6 @@ BLOCK, LAST_BLOCK = (32, 128, 4), (32, 32, 4)
 PROGRAMS = 8
 #: Partial sums, one for so many rows of a matrix, that one launch adds up without taking long.
 FEW = 1024
-
-_sums = table()
 
 
 def reason(g: Tensor, dtype: torch.dtype) -> str:
@@ -42,18 +40,18 @@ def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     down = -(-rows // each)
     out = torch.empty((columns,), dtype=dtype, device=x.device)
     if down == 1:
-        _sum(x, out, each, 1, BLOCK)
+        _sum(x, out, each, BLOCK)
         return out
     partial = torch.empty((down, columns), dtype=torch.float32, device=x.device)
-    _sum(x, partial, each, down, BLOCK)
-    _sum(partial, out, -(-down // LAST_BLOCK[0]) * LAST_BLOCK[0], 1, LAST_BLOCK)
+    _sum(x, partial, each, BLOCK)
+    _sum(partial, out, -(-down // LAST_BLOCK[0]) * LAST_BLOCK[0], LAST_BLOCK)
     return out
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """As `column_sum`, for few rows and in one launch; x lies row by row, aligned."""
     out = torch.empty((x.shape[1],), dtype=dtype, device=x.device)
-    _sum(x, out, -(-x.shape[0] // LAST_BLOCK[0]) * LAST_BLOCK[0], 1, LAST_BLOCK)
+    _sum(x, out, -(-x.shape[0] // LAST_BLOCK[0]) * LAST_BLOCK[0], LAST_BLOCK)
     return out
 
 
@@ -65,16 +63,20 @@ def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
     return sum_rows(partial, dtype) if partial.shape[0] <= FEW else column_sum(partial, dtype)
 
 
-def _sum(x: Tensor, out: Tensor, each: int, down: int, block: tuple[int, int, int]) -> None:
-    """Rows of x [rows, columns], `each` of them at a time, to out [down, columns]."""
+def _sum(x: Tensor, out: Tensor, each: int, block: tuple[int, int, int]) -> None:
+    """Rows of x [rows, columns], `each` of them at a time, to out [columns], or [down, columns]."""
+    _sums((x, out), (x, out), each, block)
+
+
+def _launch(tensors: tuple[Tensor, Tensor], each: int, block: tuple[int, int, int]) -> Run:
+    x, out = tensors
     rows, columns = x.shape
-    key = (rows, columns, x.stride(0), x.dtype, out.dtype, x.device, aligned(x), each, down, block)
-    run = _sums.get(key)
-    if run is None:
-        bm, bn, warps = block
-        # Whole blocks: the last program too has rows to the end of its share.
-        even = rows == each * down and columns % bn == 0
-        constants = {"BM": bm, "BN": bn, "EVEN": even}
-        numbers = (rows, columns, x.stride(0), each)
-        run = keep(_sums, key, launcher(column_sums, (-(-columns // bn), down), (x, out), numbers, constants, warps))
-    run(x, out)
+    bm, bn, warps = block
+    down = out.numel() // columns
+    # Whole blocks: the last program too has rows to the end of its share.
+    constants = {"BM": bm, "BN": bn, "EVEN": rows == each * down and columns % bn == 0}
+    numbers = (rows, columns, x.stride(0), each)
+    return launcher(column_sums, (-(-columns // bn), down), tensors, numbers, constants, warps)
+
+
+_sums = Launches(_launch)

@@ -4,13 +4,11 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.fused.cross_entropy import cross_entropy as kernel
-from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
 
 #: Columns of a block, and warps.
 BLOCK, WARPS = 4096, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_launches = table()
 
 
 def reason(logits: Tensor) -> str:
@@ -43,13 +41,7 @@ def rows(
     targets, weights = targets.contiguous(), None if weights is None else weights.contiguous()
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     options = (gradient, ignore_index, float(label_smoothing), float(z_loss), float(soft_cap), padded)
-    lie = aligned(logits), aligned(targets), weights is None or aligned(weights)
-    key = (logits.shape, logits.stride(0), logits.dtype, logits.device, lie, weights is None, options)
-    run = _launches.get(key)
-    tensors = (logits, targets, losses, weights)
-    if run is None:
-        run = keep(_launches, key, _launch(tensors, *options))
-    run(*tensors)
+    _launches((logits, targets, losses, weights), (logits, targets, weights), *options)
     return losses
 
 
@@ -80,3 +72,6 @@ def _launch(
     room = logits.stride(0) if padded else columns
     numbers = (columns, room, logits.stride(0), ignore_index, label_smoothing, z_loss, soft_cap)
     return launcher(kernel, (count,), tensors, numbers, constants, WARPS)
+
+
+_launches = Launches(_launch)

@@ -14,7 +14,7 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.fused.norm import norm, norm_backward
 from quaver.kernels.fused.wide_norm import wide_norm, wide_norm_backward
 from quaver.torch.backends.gpu.fused.column_sums import sum_rows as sum_rows
-from quaver.torch.backends.gpu.launching.launch import aligned, keep, launcher, multiprocessors, table, workspace
+from quaver.torch.backends.gpu.launching.launch import Launches, aligned, launcher, multiprocessors, workspace
 from quaver.torch.backends.gpu.quantizing.codes import empty_codes, format_constants
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
@@ -30,9 +30,6 @@ MOST = 8
 CENTRED = {"LayerNorm": True, "RMSNorm": False, "L2": False}
 #: A kernel's constants where nothing is quantized.
 _NO_FORMAT = {"POWER_OF_TWO": True, "EMAX": 0, "TOP_MANTISSA": 0, "MAX": 1.0, "INTEGERS": False}
-
-_forwards = table()
-_backwards = table()
 
 
 class Normalized(NamedTuple):
@@ -111,16 +108,8 @@ def normalized(
     inverse = torch.empty((rows,), dtype=torch.float32, device=x.device)
     top = torch.empty((1, 1), dtype=torch.float32, device=x.device) if kind in ("amax", "tensor") else None
     q, scale = (None, None) if spec is None or kind == "amax" else room(kind, spec, rows, columns, x.device)
-    work = workspace(x.device)
-    key = (
-        *(rows, columns, flat.stride(0), x.dtype, x.device, normalization, eps, kind, spec, y is None),
-        *(gamma is None or aligned(gamma), gamma is None, beta is None or aligned(beta), beta is None),
-    )
-    tensors = (flat, gamma, beta, y, q, mean, inverse, scale, top, factor, work)
-    run = _forwards.get(key)
-    if run is None:
-        run = keep(_forwards, key, _forward_launch(tensors, normalization, eps, kind, spec))
-    run(*tensors)
+    tensors = (flat, gamma, beta, y, q, mean, inverse, scale, top, factor, workspace(x.device))
+    _forwards(tensors, (flat, gamma, beta), normalization, eps, kind, spec)
     shape = (*x.shape[:-1], 1)
     operand = None
     if q is not None:
@@ -164,6 +153,9 @@ def _forward_launch(tensors: tuple[Any, ...], normalization: str, eps: float, ki
     return launcher(norm, (programs,), tensors, numbers, constants, warps)
 
 
+_forwards = Launches(_forward_launch)
+
+
 def row_block(columns: int) -> tuple[int, int]:
     """Columns of a program that holds a whole row, and its warps."""
     bn = max(NARROWEST, 1 << (columns - 1).bit_length())
@@ -195,15 +187,8 @@ def backward(
         if columns > WIDEST_BACKWARD:
             # Rows in registers are summed there; wider ones add to memory.
             partial.zero_()
-    key = (
-        *(rows, columns, flat.stride(0), along.stride(0), x.dtype, g.dtype, x.device, normalization),
-        *(gamma is None or aligned(gamma), gamma is None, beta is None),
-    )
     tensors = (along, flat, gamma, mean, inverse, dx, partial)
-    run = _backwards.get(key)
-    if run is None:
-        run = keep(_backwards, key, _backward_launch(tensors, normalization, beta is not None, programs))
-    run(*tensors)
+    _backwards(tensors, (along, flat, gamma), normalization, beta is not None, programs)
     nothing = inverse.new_empty(0)
     if partial is None:
         return dx.view(x.shape), nothing, nothing
@@ -224,6 +209,9 @@ def _backward_launch(tensors: tuple[Any, ...], normalization: str, has_beta: boo
     bn, warps = row_block(columns)
     constants |= {"BN": bn, "EVEN": bn == columns}
     return launcher(norm_backward, (programs,), tensors, numbers, constants, warps)
+
+
+_backwards = Launches(_backward_launch)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.fused.rope import rope as kernel
-from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
 
 #: Most elements of a program's block, and its warps.
 BLOCK, WARPS = 2048, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The widest head.
 WIDEST = 1024
-
-_launches = table()
 
 
 def reason(x: Tensor, cos: Tensor, sin: Tensor) -> str:
@@ -43,16 +41,8 @@ def turn(
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=k.device)
     tensors = (q, k, q_out, k_out, cos, sin)
-    key = (interleaved, back, q.device, *(_traits(t) for t in (q, k, cos)), aligned(sin))
-    run = _launches.get(key)
-    if run is None:
-        run = keep(_launches, key, _launch(tensors, interleaved, back))
-    run(*tensors)
+    _launches(tensors, (q, k, cos, sin), interleaved, back)
     return q_out, k_out
-
-
-def _traits(x: Tensor | None) -> object:
-    return None if x is None else (x.shape, x.stride(), x.dtype, aligned(x))
 
 
 def _launch(tensors: Sequence[Tensor | None], interleaved: bool, back: bool) -> Run:
@@ -78,6 +68,9 @@ def _launch(tensors: Sequence[Tensor | None], interleaved: bool, back: bool) -> 
     }
     numbers = (inner, heads, k_heads, q_blocks, *_strides(q), *_strides(k), *_strides(cos)[:2])
     return launcher(kernel, (outer * inner, q_blocks + k_blocks), tensors, numbers, constants, WARPS, fused=False)
+
+
+_launches = Launches(_launch)
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:

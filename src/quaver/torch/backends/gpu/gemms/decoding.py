@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.decode import decode as decode_kernel
-from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.numerics.swizzling import BLOCKS
@@ -15,8 +15,6 @@ from quaver.torch.numerics.swizzling import BLOCKS
 #: Rows and columns of a program's block, and its warps.
 BLOCK = 64, 128, 4
 DTYPES = torch.bfloat16, torch.float32
-
-_decodes = table()
 
 
 def holds(spec: QuantSpec, dtype: torch.dtype, outer: bool = True) -> bool:
@@ -63,14 +61,7 @@ def decode(q: Quantized, dtype: torch.dtype = torch.bfloat16, outer: bool = True
     scale = _scale(q, outer)
     factor = q.tensor_factor if outer else None
     out = torch.empty(q.lying_shape, dtype=dtype, device=q.device)
-    strides = None if scale is None or q.swizzled else scale.stride()
-    lies = data.stride(0), strides, aligned(data), scale is None or aligned(scale)
-    key = (q.lying_shape, lies, dtype, q.device, q.spec, q.turned, q.swizzled, outer)
-    run = _decodes.get(key)
-    tensors = (data, scale, factor, out)
-    if run is None:
-        run = keep(_decodes, key, _launch(q, tensors))
-    run(*tensors)
+    _decodes((data, scale, factor, out), (data, scale, out), q.spec, q.lying_block, q.swizzled)
     return out.t() if q.turned else out
 
 
@@ -83,16 +74,16 @@ def _scale(q: Quantized, outer: bool) -> Tensor | None:
     return torch.full((1, 1), q.scale, dtype=torch.float32, device=q.device)
 
 
-def _launch(q: Quantized, tensors: tuple[Any, ...]) -> Run:
+def _launch(tensors: tuple[Any, ...], spec: QuantSpec, block: tuple[int | None, int | None], swizzled: bool) -> Run:
     data, scale, _, out = tensors
-    rows, columns = q.lying_shape
+    rows, columns = out.shape
     bm, bn, warps = BLOCK
     grid, tall = over(-(-rows // bm), -(-columns // bn))
-    height, width = q.lying_block
-    apart = (0, 0) if scale is None or q.swizzled else scale.stride()
+    height, width = block
+    apart = (0, 0) if scale is None or swizzled else scale.stride()
     across = -(-columns // ((width or columns) * BLOCKS))
     numbers = (rows, columns, data.stride(0), *apart, out.stride(0), across)
-    kind = "e8m0" if q.spec.scale == "e8m0" else "two_level" if q.spec.two_level else "float32"
+    kind = "e8m0" if spec.scale == "e8m0" else "two_level" if spec.two_level else "float32"
     constants = {
         "BM": bm,
         "BN": bn,
@@ -101,7 +92,10 @@ def _launch(q: Quantized, tensors: tuple[Any, ...]) -> Run:
         "KIND": kind,
         "BR": height or 0,
         "BC": width or 0,
-        "SWIZZLED": q.swizzled,
-        "POWER_OF_TWO": q.spec.scale == "two_level",
+        "SWIZZLED": swizzled,
+        "POWER_OF_TWO": spec.scale == "two_level",
     }
     return launcher(decode_kernel, grid, tensors, numbers, constants, warps)
+
+
+_decodes = Launches(_launch)

@@ -13,7 +13,7 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.mxfp8 import mxfp8_columns, mxfp8_rows
 from quaver.kernels.quantizing.nvfp4 import nvfp4_along, nvfp4_down, rotated_amax
 from quaver.torch.backends.gpu.launching.device import architecture
-from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table, workspace
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher, workspace
 from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, Room, empty_like_told, row_major
 from quaver.torch.backends.gpu.quantizing.codes import empty_codes
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
@@ -28,10 +28,6 @@ MX_COLUMNS_BLOCK = 128, 128, 8
 NV_BLOCK = 128, 128, 4
 #: With random words in registers too: along rows, and down columns.
 NV_STOCHASTIC_BLOCKS = (128, 64, 4), (64, 128, 4)
-
-_mx = table()
-_nv = table()
-_rotated = table()
 
 
 def with_exponents(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
@@ -64,16 +60,12 @@ def by_exponents(
     rows, k = x.shape
     q, s = (None, None) if spec is None else _room(rows, k, one, x.device)
     qt, st = (None, None) if other is None else _room(k, rows, one, x.device)
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), one, q is None, qt is None)
     if qt is None:
         assert s is not None
         tensors: tuple[Any, ...] = (x, q, s.view(torch.int32))
     else:
         tensors = (x, qt if q is None else q, s, qt.view(torch.int32), st)
-    run = _mx.get(key)
-    if run is None:
-        run = keep(_mx, key, _mx_launch(x, one, tensors, q is not None))
-    run(*tensors)
+    _mx(tensors, (x,), one, q is not None)
     return _operand_of(q, s, rows, k, one), _operand_of(qt, st, k, rows, one)
 
 
@@ -95,7 +87,8 @@ def across(k: int, width: int) -> int:
     return -(-k // (width * BLOCKS))
 
 
-def _mx_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], straight: bool) -> Run:
+def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec, straight: bool) -> Run:
+    x = tensors[0]
     rows, k = x.shape
     columns = len(tensors) > 3
     bm, bn, warps = MX_COLUMNS_BLOCK if columns else MX_ROWS_BLOCK
@@ -118,6 +111,9 @@ def _mx_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], straight: b
     return launcher(mxfp8_rows, grid, tensors, (rows, k, x.stride(0), q_stride, across(k, 32)), constants, warps)
 
 
+_mx = Launches(_mx_launch)
+
+
 def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:
     """`by_exponents` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
     if other is None:
@@ -129,7 +125,7 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> 
     turned = row_major((k, rows), codes, kept)._replace(told=_in_words)
     rooms = (row_major((rows, k), codes), of_scales[0], turned, of_scales[1])
     q, s, qt, st = (empty_like_told(room, x.device) for room in rooms)
-    run = _mx_launch(x, spec, (x, q, s, qt, st), True)
+    run = _mx_launch((x, q, s, qt, st), spec, True)
     return BothWays(x, rooms, kept, None, [Launch(run, (0, 1, 2, 3))])
 
 
@@ -163,12 +159,8 @@ def by_two_levels(
     factor = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     count = _count(noise[2], x.device) if random else None
     key_words = (*_halves(noise[1]), *_halves(noise[0]), *_halves(noise[0] >> 32)) if random else (1,) * 6
-    key = (*x.shape, x.stride(0), x.dtype, x.device, aligned(x), spec, down, key_words)
     tensors = (x, q.view(torch.int32), s, factor, measured if amax is None else amax, count)
-    run = _nv.get(key)
-    if run is None:
-        run = keep(_nv, key, _nv_launch(x, spec, tensors, k, key_words, down))
-    run(*tensors)
+    _nv(tensors, (x,), spec, key_words, down)
     return Quantized(q[:, : -(-k // 2)], s, spec, (rows, k), tensor_factor=factor, amax=measured, swizzled=True)
 
 
@@ -185,10 +177,10 @@ def _halves(word: Tensor | int) -> tuple[int, int]:
     return 2 * (bits & 0xFFFF) + 1, 2 * (bits >> 16) + 1
 
 
-def _nv_launch(
-    x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], k: int, key_words: tuple[int, ...], down: bool
-) -> Run:
+def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> Run:
+    x = tensors[0]
     rows, columns = x.shape
+    k = spec.padded(rows if down else columns)
     bm, bn, warps = NV_STOCHASTIC_BLOCKS[down] if spec.rounding == "stochastic" else NV_BLOCK
     grid, tall = over(-(-rows // bm), -(-columns // bn))
     constants = {
@@ -206,19 +198,25 @@ def _nv_launch(
     return launcher(nvfp4_down if down else nvfp4_along, grid, tensors, numbers, constants, warps)
 
 
+_nv = Launches(_nv_launch)
+
+
 def rotated(x: Tensor, down: bool) -> Tensor:
     """The amax, float32 [1, 1], of x [rows, columns] after the rotation along its rows, or its columns if `down`."""
-    rows, columns = x.shape
     out = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    work = workspace(x.device)
-    key = (rows, columns, x.stride(0), x.dtype, x.device, aligned(x), down)
-    run = _rotated.get(key)
-    if run is None:
-        bm, bn, warps = NV_BLOCK
-        grid, tall = over(-(-rows // bm), -(-columns // bn))
-        numbers = (rows, columns, x.stride(0), grid[0] * grid[1])
-        even = rows % bm == 0 and columns % bn == 0
-        constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "DOWN": down}
-        run = keep(_rotated, key, launcher(rotated_amax, grid, (x, out, work), numbers, constants, warps))
-    run(x, out, work)
+    _rotated((x, out, workspace(x.device)), (x,), down)
     return out
+
+
+def _rotated_launch(tensors: tuple[Tensor, Tensor, Tensor], down: bool) -> Run:
+    x = tensors[0]
+    rows, columns = x.shape
+    bm, bn, warps = NV_BLOCK
+    grid, tall = over(-(-rows // bm), -(-columns // bn))
+    numbers = (rows, columns, x.stride(0), grid[0] * grid[1])
+    even = rows % bm == 0 and columns % bn == 0
+    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "DOWN": down}
+    return launcher(rotated_amax, grid, tensors, numbers, constants, warps)
+
+
+_rotated = Launches(_rotated_launch)

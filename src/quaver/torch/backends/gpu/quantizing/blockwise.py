@@ -13,7 +13,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.blockwise import blockwise as blockwise_kernel
 from quaver.kernels.quantizing.blockwise import squares as squares_kernel
-from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
 from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, empty_like_told, row_major
 from quaver.torch.backends.gpu.quantizing.codes import (
     DTYPES,
@@ -30,8 +30,6 @@ from quaver.torch.numerics.quantized import FLOAT8, Quantized
 BLOCK = 128
 #: Warps of a program that writes the transpose, and of one that does not.
 WARPS, ROW_WARPS = 8, 4
-
-_launches = table()
 
 
 def by_blocks(
@@ -53,14 +51,7 @@ def by_blocks(
     turned_scale = None if other is None else _room(k, rows, square, x.device)
     given = None if amax is None else _as_scales(amax, scale if scale is not None else turned_scale, square)
     tensors = (x, q, qt, scale, turned_scale, given)
-    key = (
-        *(rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec and spec.text, other and other.text),
-        *(given is None, given is None or aligned(given)),
-    )
-    run = _launches.get(key)
-    if run is None:
-        run = keep(_launches, key, _launch(x, known, square, tensors))
-    run(*tensors)
+    _launches(tensors, (x, given), known)
     return _operand_of(q, scale, spec, rows, k, square), _operand_of(qt, turned_scale, other, k, rows, square)
 
 
@@ -92,9 +83,9 @@ def _as_scales(amax: Tensor, scale: Tensor | None, square: bool) -> Tensor:
     return torch.nn.functional.pad(amax, (0, scale.shape[1] - amax.shape[1])).contiguous()
 
 
-def _launch(x: Tensor, spec: QuantSpec, square: bool, tensors: tuple[Any, ...]) -> Run:
+def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
+    x, q, qt, scale, turned_scale, given = tensors
     rows, k = x.shape
-    _, q, qt, scale, turned_scale, given = tensors
     programs, tall = grid(-(-rows // BLOCK), -(-k // BLOCK))
     constants = {
         "BM": BLOCK,
@@ -109,10 +100,13 @@ def _launch(x: Tensor, spec: QuantSpec, square: bool, tensors: tuple[Any, ...]) 
     }
     apart = [0 if s is None else s.stride(0) for s in (scale, turned_scale)]
     numbers = (rows, k, x.stride(0), *strides(q, qt), *apart)
-    kernel = squares_kernel if square else blockwise_kernel
+    kernel = squares_kernel if spec.block[0] == BLOCK else blockwise_kernel
     warps = ROW_WARPS if qt is None else WARPS
     told = (x, q, in_words(qt), *tensors[3:])
     return taking_words(launcher(kernel, programs, told, numbers, constants, warps), kernel, 2)
+
+
+_launches = Launches(_launch)
 
 
 def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:
@@ -125,5 +119,5 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> 
     scale, turned_scale = row_major((across, rows), f32, turned=True), row_major((down, k), f32, turned=True)
     rooms = (row_major((rows, k), codes), scale, row_major((k, rows), codes, kept), turned_scale)
     q, s, qt, st = (empty_like_told(room, x.device) for room in rooms)
-    run = _launch(x, spec, False, (x, q, qt, s, st, None))
+    run = _launch((x, q, qt, s, st, None), spec)
     return BothWays(x, rooms, kept, None, [Launch(run, (0, 2, 1, 3, -1))])

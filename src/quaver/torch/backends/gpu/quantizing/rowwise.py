@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing import rowwise as kernels
-from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, multiprocessors, table
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher, multiprocessors
 from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, Room, empty_like_told, row_major
 from quaver.torch.backends.gpu.quantizing.codes import (
     DTYPES,
@@ -30,8 +30,6 @@ LONG_BLOCK = 1, 4096, 8
 AMAX_BLOCK = 32, 256, 4
 COLUMN_BLOCK = 128, 64, 4
 
-_rows, _amaxes, _columns = table(), table(), table()
-
 
 def by_rows(
     x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, amax: Tensor | None = None
@@ -51,7 +49,7 @@ def by_rows(
     if other is None or tops is None:
         return q, None
     if spec is None or k > LONGEST:
-        _measure(x, tops)
+        _amaxes((x, tops), (x,))
     return q, _turned(x, other, tops, None if amax is None else amax.expand(k, 1).contiguous())
 
 
@@ -59,20 +57,16 @@ def _straight(x: Tensor, spec: QuantSpec, tops: Tensor | None, given: Tensor | N
     rows, k = x.shape
     q = empty_codes(rows, k, spec, x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    long = k > LONGEST
-    tensors = (x, q, scale, given) if long else (x, q, scale, tops, given)
-    known = given is None, given is None or aligned(given)
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, tops is None, known)
-    run = _rows.get(key)
-    if run is None:
-        run = keep(_rows, key, _long_launch(x, spec, tensors) if long else _launch(x, spec, tensors))
-    run(*tensors)
+    if k > LONGEST:
+        _long_rows((x, q, scale, given), (x, given), spec)
+    else:
+        _rows((x, q, scale, tops, given), (x, given), spec)
     return Quantized(of(q, k), scale, spec, (rows, k))
 
 
-def _launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
+def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
+    x, q, _, tops, given = tensors
     rows, k = x.shape
-    _, q, _, tops, given = tensors
     bn = max(triton.next_power_of_2(q.shape[1]), 16)
     bm, steps = _heights(x, bn, HELD if tops is None else HELD_BOTH, tops is not None)
     even = rows % (bm * steps) == 0 and k == bn
@@ -94,6 +88,9 @@ def _launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
     return launcher(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
 
 
+_rows = Launches(_launch)
+
+
 def _heights(x: Tensor, bn: int, held: int, tops: bool) -> tuple[int, int]:
     """Rows of a program's block, and how many blocks it takes one after another.
 
@@ -105,9 +102,9 @@ def _heights(x: Tensor, bn: int, held: int, tops: bool) -> tuple[int, int]:
     return bm, triton.next_power_of_2(max(x.shape[0] // (bm * 4 * multiprocessors(x.device)), 1))
 
 
-def _long_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
+def _long_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
+    x, q, _, given = tensors
     rows, k = x.shape
-    _, q, _, given = tensors
     bm, bn, warps = LONG_BLOCK
     constants = {
         "BM": bm,
@@ -121,40 +118,36 @@ def _long_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
     return launcher(kernels.long_rowwise, (-(-rows // bm),), tensors, numbers, constants, warps)
 
 
-def _measure(x: Tensor, tops: Tensor) -> None:
-    """The bits of the amax of each column of x."""
+_long_rows = Launches(_long_launch)
+
+
+def _amax_launch(tensors: tuple[Tensor, Tensor]) -> Run:
+    """Of the bits of the amax of each column."""
+    x, _ = tensors
     rows, k = x.shape
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x))
-    run = _amaxes.get(key)
-    if run is None:
-        bm, bn, warps = AMAX_BLOCK
-        across = -(-k // bn)
-        steps = triton.next_power_of_2(max(rows * across // (bm * 8 * multiprocessors(x.device)), 1))
-        programs, tall = grid(-(-rows // (bm * steps)), across)
-        even = rows % (bm * steps) == 0 and k % bn == 0
-        constants = {"BM": bm, "BN": bn, "STEPS": steps, "EVEN": even, "TALL": tall}
-        numbers = (rows, k, x.stride(0))
-        run = keep(_amaxes, key, launcher(kernels.column_amax, programs, (x, tops), numbers, constants, warps))
-    run(x, tops)
+    bm, bn, warps = AMAX_BLOCK
+    across = -(-k // bn)
+    steps = triton.next_power_of_2(max(rows * across // (bm * 8 * multiprocessors(x.device)), 1))
+    programs, tall = grid(-(-rows // (bm * steps)), across)
+    even = rows % (bm * steps) == 0 and k % bn == 0
+    constants = {"BM": bm, "BN": bn, "STEPS": steps, "EVEN": even, "TALL": tall}
+    return launcher(kernels.column_amax, programs, tensors, (rows, k, x.stride(0)), constants, warps)
+
+
+_amaxes = Launches(_amax_launch)
 
 
 def _turned(x: Tensor, spec: QuantSpec, tops: Tensor, given: Tensor | None) -> Quantized:
     rows, k = x.shape
     qt = empty_codes(k, rows, spec, x.device)
     scale = torch.empty((k, 1), dtype=torch.float32, device=x.device)
-    tensors = (x, qt, scale, tops, given)
-    known = given is None, given is None or aligned(given)
-    key = (rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, known)
-    run = _columns.get(key)
-    if run is None:
-        run = keep(_columns, key, _turned_launch(x, spec, tensors))
-    run(*tensors)
+    _columns((x, qt, scale, tops, given), (x, given), spec)
     return Quantized(of(qt, rows), scale, spec, (k, rows))
 
 
-def _turned_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
+def _turned_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
+    x, qt, scale, tops, given = tensors
     rows, k = x.shape
-    _, qt, scale, tops, given = tensors
     bm, bn, warps = COLUMN_BLOCK
     programs, tall = grid(-(-qt.shape[1] // bm), -(-k // bn))
     constants = {
@@ -172,6 +165,9 @@ def _turned_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...]) -> Run:
     return taking_words(launch, kernels.columnwise, 1)
 
 
+_columns = Launches(_turned_launch)
+
+
 def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:
     """`by_rows` of matrices like x, contiguous, whose sides are multiples of 16; without the transpose, or None."""
     rows, k = x.shape
@@ -180,11 +176,11 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> 
     straight = row_major((rows, k), FLOAT8[spec.format.name]), row_major((rows, 1), torch.float32)
     q, s = (empty_like_told(room, x.device) for room in straight)
     if other is None:
-        run = _launch(x, spec, (x, q, s, None, None))
+        run = _launch((x, q, s, None, None), spec)
         return BothWays(x, (*straight, None, None), kept, None, [Launch(run, (0, 1, -1, -1))])
     turned = row_major((k, rows), FLOAT8[other.format.name], kept), row_major((k, 1), torch.float32, turned=kept)
     tops = Room((k,), (1,), torch.int32)
     qt, st, t = (empty_like_told(room, x.device) for room in (*turned, tops))
-    first, second = _launch(x, spec, (x, q, s, t, None)), _turned_launch(x, other, (x, qt, st, t, None))
+    first, second = _launch((x, q, s, t, None), spec), _turned_launch((x, qt, st, t, None), other)
     launches = [Launch(first, (0, 1, 4, -1)), Launch(second, (2, 3, 4, -1))]
     return BothWays(x, (*straight, *turned, tops), kept, 4, launches)

@@ -10,7 +10,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.launching import launch
 from quaver.torch.backends.gpu.launching.launch import workspace
-from quaver.torch.backends.gpu.quantizing.both_ways import SMALL, Decided, pattern, row_major
+from quaver.torch.backends.gpu.quantizing.both_ways import SMALL, Decided, empty_like_told, pattern, row_major
 from quaver.torch.backends.gpu.quantizing.tensorwise import amax_launch, cast_launch, room_for_sums
 from quaver.torch.numerics.quantized import FLOAT8
 
@@ -62,7 +62,8 @@ class TensorCast:
         self.places: dict[tuple[int, int], Place] = {}
         #: By whether a factor is given, whether it is known to be set, and whether the amax is noted.
         self.launches: dict[tuple[bool, bool, bool], Any] = {}
-        self.amax: Any = amax_launch(x)
+        top = empty_like_told(row_major((1, 1), torch.float32), x.device)
+        self.amax: Any = amax_launch((x, top, workspace(x.device)))
 
     def __call__(
         self,
@@ -140,7 +141,7 @@ class TensorCast:
         return place
 
     def _launch(self, x: Tensor, tensors: tuple[Any, ...], one_pass: bool) -> Any:
-        launch: Any = cast_launch(x, self.spec, tensors, not one_pass)
+        launch: Any = cast_launch(tensors, self.spec)
         run = launch if hasattr(launch, "parts") else _Interpreted(launch)
         if not hasattr(self.amax, "parts"):
             self.amax = _Interpreted(self.amax)

@@ -8,7 +8,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.amax import amax as amax_kernel
 from quaver.kernels.quantizing.cast import cast as cast_kernel
-from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table, workspace
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher, workspace
 from quaver.torch.backends.gpu.quantizing.codes import (
     DTYPES,
     empty_codes,
@@ -25,25 +25,18 @@ from quaver.torch.numerics.quantized import Quantized
 AMAX_BLOCK = 32, 512, 4
 CAST_BLOCK = 128, 64, 4
 
-_amaxes = table()
-_casts = table()
-
 
 def measure(x: Tensor) -> Tensor:
     """The amax of a matrix [rows, columns], float32 [1, 1], by one pass over it."""
     out = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    work = workspace(x.device)
-    amax_launch(x)(x, out, work)
+    _amaxes((x, out, workspace(x.device)), (x,))
     return out
 
 
-def amax_launch(x: Tensor) -> Run:
-    """The launch that measures a matrix like x, as a function of it, what is written and the meeting place."""
+def amax_launch(tensors: tuple[Tensor, Tensor, Tensor]) -> Run:
+    """The launch that measures a matrix: a function of it, what is written and the meeting place."""
+    x = tensors[0]
     rows, columns = x.shape
-    key = (rows, columns, x.stride(0), x.dtype, x.device, aligned(x))
-    run = _amaxes.get(key)
-    if run is not None:
-        return run
     bm, bn, warps = AMAX_BLOCK
     even = rows % bm == 0 and columns % bn == 0
     # 128 masked loads a thread do not fit its registers.
@@ -51,8 +44,10 @@ def amax_launch(x: Tensor) -> Run:
     programs, tall = grid(-(-rows // bm), -(-columns // bn))
     numbers = (rows, columns, x.stride(0), programs[0] * programs[1])
     constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall}
-    example = (x, torch.empty((1, 1), dtype=torch.float32, device=x.device), workspace(x.device))
-    return keep(_amaxes, key, launcher(amax_kernel, programs, example, numbers, constants, warps))
+    return launcher(amax_kernel, programs, tensors, numbers, constants, warps)
+
+
+_amaxes = Launches(amax_launch)
 
 
 def per_tensor(
@@ -93,14 +88,7 @@ def per_tensor(
     work = None if measured else workspace(x.device)
     partial = room_for_sums(rows, k, x.device) if sums else None
     tensors = (x, q, qt, scale, top, factor, amax, newest, work, partial)
-    key = (
-        *(rows, k, x.stride(0), x.dtype, x.device, aligned(x), spec.text, factor is None, amax is None, measured),
-        *(both, as_it_lies, newest is None, sums),
-    )
-    run = _casts.get(key)
-    if run is None:
-        run = keep(_casts, key, cast_launch(x, spec, tensors, measured))
-    run(*tensors)
+    _casts(tensors, (x,), spec)
     operand = turned = None
     noted = newest is not None
     if q is not None:
@@ -122,13 +110,13 @@ def room_for_sums(rows: int, k: int, device: torch.device) -> Tensor:
     return torch.empty((-(-rows // CAST_BLOCK[0]), k), dtype=torch.float32, device=device)
 
 
-def cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured: bool) -> Run:
+def cast_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
     """The launch that casts a matrix like x: a function of x, its codes, its transpose's, their scale, the amax, the
     factor, an amax that is given, a history's newest, the meeting place and the sums of blocks of rows, which are None
     where they are here."""
+    x, q, qt, _, _, factor, amax, newest, work, partial = tensors
     rows, k = x.shape
     bm, bn, warps = CAST_BLOCK
-    _, q, qt, _, _, factor, amax, newest, _, partial = tensors
     # Blocks reach over the zeros that end the rows of both results.
     down, across = rows if qt is None else qt.shape[1], k if q is None else q.shape[1]
     programs, tall = grid(-(-down // bm), -(-across // bn))
@@ -138,7 +126,7 @@ def cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured: 
         "EVEN": rows % bm == 0 and k % bn == 0,
         "ROWS": q is not None,
         "COLUMNS": qt is not None,
-        "MEASURED": measured,
+        "MEASURED": work is None,
         "FACTOR": factor is not None,
         "GIVEN": amax is not None,
         "NEWEST": newest is not None,
@@ -150,3 +138,6 @@ def cast_launch(x: Tensor, spec: QuantSpec, tensors: tuple[Any, ...], measured: 
     numbers = (rows, k, x.stride(0), *strides(q, qt), programs[0] * programs[1])
     told = (x, q, in_words(qt), *tensors[3:])
     return taking_words(launcher(cast_kernel, programs, told, numbers, constants, warps), cast_kernel, 2)
+
+
+_casts = Launches(cast_launch)

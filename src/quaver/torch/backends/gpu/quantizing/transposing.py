@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.quantizing.transpose import transpose as kernel
-from quaver.torch.backends.gpu.launching.launch import Run, aligned, keep, launcher, table
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, aligned, launcher
 from quaver.torch.backends.gpu.quantizing.codes import grid
 from quaver.torch.numerics.quantized import Quantized
 
@@ -12,8 +12,6 @@ from quaver.torch.numerics.quantized import Quantized
 BLOCK = 128, 128, 4
 #: Bytes that rows are a multiple of.
 LINE = 16
-
-_launches = table()
 
 
 def transpose(codes: Tensor) -> Tensor:
@@ -30,11 +28,7 @@ def transpose(codes: Tensor) -> Tensor:
         return transposed[:, :rows]
     words = _in_words(codes if _lies_well(codes) else _padded(codes))
     out = transposed.view(torch.int32)
-    key = (rows, k, words.stride(0), codes.device)
-    run = _launches.get(key)
-    if run is None:
-        run = keep(_launches, key, _launch(words, out, rows, k))
-    run(words, out)
+    _launches((words, out), (words,), k)
     return transposed[:, :rows]
 
 
@@ -71,9 +65,14 @@ def _padded(codes: Tensor) -> Tensor:
     return padded.view(codes.dtype)[:, :k]
 
 
-def _launch(words: Tensor, out: Tensor, rows: int, k: int) -> Run:
+def _launch(tensors: tuple[Tensor, Tensor], k: int) -> Run:
+    words, out = tensors
+    rows = words.shape[0]
     bm, bn, warps = BLOCK
     programs, tall = grid(-(-out.shape[1] * 4 // bm), -(-k // bn))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and k % bn == 0, "TALL": tall}
     numbers = (rows, k, words.stride(0) // 4, out.shape[1] // 4)
-    return launcher(kernel, programs, (words, out), numbers, constants, warps)
+    return launcher(kernel, programs, tensors, numbers, constants, warps)
+
+
+_launches = Launches(_launch)
