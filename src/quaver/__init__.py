@@ -1,7 +1,6 @@
-"""Quaver: train Transformers in FP8, MXFP8 and NVFP4.
+"""Quaver trains Transformers in FP8, MXFP8 and NVFP4; its face shows recipes, specs, formats and rules, and no layer.
 
-This package holds what both front ends share: number formats, specs and recipes as data, and rules. The layers live in
-`quaver.torch`; importing `quaver` imports neither torch nor jax.
+Layers are in `quaver.torch` and `quaver.jax`; importing `quaver` imports neither torch nor jax.
 """
 
 from quaver import recipes, rules

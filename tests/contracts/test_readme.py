@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.test_layering import FLOORS
+
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 HOUSE = ROOT / "src" / "quaver"
@@ -56,11 +58,11 @@ def _without_comments(text: str) -> str:
     return FENCE.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
 
 
-def tree(text: str) -> dict[str, set[str]]:
-    """What the section "The house" draws: names by folder of src/quaver, folders with a slash at the end."""
+def tree(text: str) -> dict[str, dict[str, None]]:
+    """What the section "The house" draws: names by folder of src/quaver, folders with a slash at the end, in order."""
     drawings = [body for _, body in FENCE.findall(section(text, "The house")) if "──" in body]
     assert drawings, 'the section "The house" of README.md has no fenced drawing with ├── in it'
-    children: dict[str, set[str]] = {"": set()}
+    children: dict[str, dict[str, None]] = {"": {}}
     path: list[str] = []
     for line in drawings[0].splitlines():
         branch = BRANCH.match(line)
@@ -71,7 +73,7 @@ def tree(text: str) -> dict[str, set[str]]:
         for word in branch[2].split():
             if not NAME.match(word):
                 break
-            children.setdefault(parent, set()).add(word)
+            children.setdefault(parent, {})[word] = None
             path[depth:] = [word] if word.endswith("/") else []
     return children
 
@@ -88,12 +90,23 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
 
 
 def test_the_tree_in_the_readme_is_the_tree() -> None:
-    for where, drawn in tree(README.read_text()).items():
-        there = folder(HOUSE / where)
+    for where, drawn_names in tree(README.read_text()).items():
+        drawn, there = set(drawn_names), folder(HOUSE / where)
         assert drawn <= there, f"README.md draws {sorted(drawn - there)} in {where or 'src/quaver/'}; they do not exist"
         # A package's __init__.py goes without saying.
         missing = there - drawn - {"__init__.py"}
         assert not missing, f"README.md does not draw {sorted(missing)} in {where or 'src/quaver/'}"
+
+
+@pytest.mark.parametrize("package", ["quaver", "quaver.core", "quaver.kernels", "quaver.torch", "quaver.jax"])
+def test_rooms_are_drawn_from_the_ground_up(package: str) -> None:
+    """In the order of the floors that imports are held to."""
+    where = package.removeprefix("quaver").removeprefix(".").replace(".", "/")
+    drawn = [name.strip("/").removesuffix(".py") for name in tree(README.read_text())[f"{where}/" if where else ""]]
+    floors = [name for name in FLOORS[package] if name != "__main__"]
+    assert [name for name in drawn if name != "__init__"] == floors, (
+        f"README.md draws the rooms of {package} in another order"
+    )
 
 
 def test_every_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +124,7 @@ def test_every_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_drawing_is_read() -> None:
-    assert tree(SAMPLE) == {
+    assert {where: set(names) for where, names in tree(SAMPLE).items()} == {
         "": {"__init__.py", "core/", "recipes/", "torch/"},
         "core/": {"formats.py", "plan.py", "rules.py"},
         "torch/": {"ops.py"},
