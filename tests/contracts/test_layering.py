@@ -58,7 +58,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "train"),
     "quaver.core": (*("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs"),),
     "quaver.kernels": ("bits", "quantizing", "fused"),
-    "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model"),
+    "quaver.torch": ("internals", "numerics", "backends", "state", "operations", "linear", "blocks", "model"),
     "quaver.torch.backends": ("cpu", "gpu"),
     "quaver.torch.backends.gpu": ("launching", "quantizing", "gemms", "families", "fused", "announcing"),
     "quaver.torch.state": (

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quaver.core.text.spelling import suggest
 from quaver.torch.backends.gpu.fused import producers
+from quaver.torch.internals import transforms_active
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import no_second_derivative
 from quaver.torch.operations.operation import Impl, Operation
@@ -184,7 +185,7 @@ def apply(name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
     row = ACTIVATIONS[name]
     if row.native and not torch.compiler.is_compiling():
         return row.forward(*x)
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         raise NotImplementedError(SENTENCE)
     y: Tensor = _Activate.apply(name, options, *x)
     return y

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import suggest
 from quaver.torch.backends.gpu.fused import producers
+from quaver.torch.internals import transforms_active
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import no_second_derivative
 from quaver.torch.operations.operation import Impl, Operation
@@ -209,7 +210,7 @@ def normalize(
     zero_centered: bool = False,
 ) -> Tensor:
     """The normalization of this name over x [..., d], differentiably; weight and bias are [d] or None. See `Norm`."""
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         raise NotImplementedError(SENTENCE)
     y: Tensor = _Normalize.apply(x, weight, bias, normalization, eps, zero_centered)
     return y

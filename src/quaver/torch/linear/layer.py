@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.internals import graph_task_id
 from quaver.torch.linear.gemms import Call, backward, fprop
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.stored import stored, storing
@@ -111,7 +112,7 @@ def recipe_of(layer: nn.Module) -> Recipe | None:
     if not torch.compiler.is_compiling():
         state = state_of(layer)
         # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task_id() != -1:
             if recomputation.state.replay is not None:
                 return recipe
             if state.last is not NEVER:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from quaver.torch.internals import forward_mode_active, transforms_active
+
 #: The sentence for linear layers.
 NO_DOUBLE_BACKWARD = (
     "quantized layers have no second derivative: rounding has none. Compute the part that is differentiated twice in "
@@ -53,11 +55,9 @@ class _Refuse(torch.autograd.Function):
 
 def refuse_transforms(*tensors: Tensor | None) -> None:
     """Raise a NotImplementedError under vmap, torch.func.grad and forward mode."""
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         raise NotImplementedError(NO_FUNCTORCH)
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(t).tangent is not None for t in tensors if t is not None
-    ):
+    if forward_mode_active() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors if t is not None):
         raise NotImplementedError(NO_FORWARD_MODE)
 
 

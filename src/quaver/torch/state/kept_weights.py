@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from quaver.core.spec import QuantSpec
+from quaver.torch.internals import graph_task_id, storage_id
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.layer import state_of
 
@@ -48,7 +49,7 @@ class _Window:
         storage = weight.untyped_storage()
         #: Its identity, or 0 once the window has ended by itself.
         self.parameter = id(weight)
-        self.place: int = storage._cdata
+        self.place: int = storage_id(storage)
         #: Held weakly, but held: a later storage cannot get its identity, as one can get its address.
         self.storage: StorageWeakRef = (
             before.storage if before is not None and before.place == self.place else StorageWeakRef(storage)
@@ -67,12 +68,12 @@ class _Window:
             self.parameter != id(weight)
             or self.version != weight._version
             or self.address != weight.data_ptr()
-            or self.place != weight.untyped_storage()._cdata
+            or self.place != storage_id(weight.untyped_storage())
         ):
             return False
         if self.held:
             return self.steps == _Steps.replayed
-        if self.used is not None and weight.grad is None and self.used != torch._C._current_graph_task_id():
+        if self.used is not None and weight.grad is None and self.used != graph_task_id():
             # In the backward that made it the gradient may be on its way.
             self.parameter = 0
             return False
@@ -219,7 +220,7 @@ def used(layer: nn.Module) -> None:
     """Note that a backward has made the weight's gradient: once that is gone, the weight may have changed."""
     kept: _Kept | None = state_of(layer).weights
     if kept is not None:
-        task = torch._C._current_graph_task_id()
+        task = graph_task_id()
         # A list, since another thread may keep the layer's weight meanwhile.
         for entry in list(kept.window.values()):
             entry.window.used = task
@@ -313,7 +314,7 @@ FORWARDS = 100
 
 def quantized_again(layer: nn.Module, weight: Tensor) -> None:
     """Count a forward without gradients that has quantized the weight; after `FORWARDS` of them name `frozen`, once."""
-    if _Hint.given or not _can_be_seen(weight) or torch._C._current_graph_task_id() != -1:
+    if _Hint.given or not _can_be_seen(weight) or graph_task_id() != -1:
         return
     kept, seen = room(layer), (id(weight), weight._version, weight.data_ptr(), _Steps.count)
     if any(entry.window.holds(weight) for entry in list(kept.window.values())):

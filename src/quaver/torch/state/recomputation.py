@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from quaver.torch.internals import graph_task_id
+
 #: (the layer, what it read).
 Key = tuple[int, str]
 
@@ -33,7 +35,7 @@ def replaying() -> bool:
 
 def recomputing() -> bool:
     """Whether a backward is running: what runs forward inside it is checkpointing's recomputation."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and graph_task_id() != -1
 
 
 def noted(layer: object, what: str, present: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
+from quaver.torch.internals import any_autocast_enabled, forward_mode_active, transforms_active
 from quaver.torch.linear.plans import on_cpu
 from quaver.torch.linear.plans.step import Step
 from quaver.torch.operations import ops
@@ -80,9 +80,9 @@ def disturbed() -> bool:
         or bool(recomputation.state.writing)
         or ops.QUANTIZE.active is not ops.QUANTIZE.impls
         or ops.MATMUL.active is not ops.MATMUL.impls
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        or any_autocast_enabled()
+        or transforms_active()
+        or forward_mode_active()
     )
 
 

@@ -94,6 +94,9 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
 
 def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Step | None:
     """The step for inputs like x, or None where the general way is the only one."""
+    if not hasattr(torch, "_scaled_mm_v2"):
+        # A private name: the general way calls the public one.
+        return None
     tokens, (n, k) = x.numel() // max(x.shape[-1], 1), weight.shape
     if x.numel() == 0 or any(side & 15 for side in (tokens, n, k)):
         # Sides that need to be filled up.

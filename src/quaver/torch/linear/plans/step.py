@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
+from quaver.torch.internals import any_autocast_enabled, graph_task_id
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import first_derivative
 from quaver.torch.state import counters, kept_weights
@@ -136,7 +137,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        if torch._C._is_any_autocast_enabled():
+        if any_autocast_enabled():
             with ops.without_autocast(ops.autocast_device(g)):
                 return first_derivative(_backward, ctx, g)
         return first_derivative(_backward, ctx, g)
@@ -195,7 +196,7 @@ def gradients(
             of_input = of_input.view(step.shape)
     if needs[1]:
         assert xt is not None
-        entry.window.used = torch._C._current_graph_task_id()
+        entry.window.used = graph_task_id()
         if rows.wgrad is None:
             of_weight = F.linear(g.view(-1, g.shape[-1]).t(), xt.view(-1, xt.shape[-1]).t())
         else:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.internals import storage_id
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
 from quaver.torch.operations import ops
 from quaver.torch.state import kept_weights
@@ -66,7 +67,7 @@ def _shows(q: Quantized, weight: Tensor, scale: Tensor | float, factor: Tensor |
         and same
         and q.tensor_factor is factor
         and q.data.data_ptr() == weight.data_ptr()
-        and q.data.untyped_storage()._cdata == weight.untyped_storage()._cdata
+        and storage_id(q.data.untyped_storage()) == storage_id(weight.untyped_storage())
     )
 
 

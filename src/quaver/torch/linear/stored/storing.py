@@ -213,7 +213,7 @@ def moved(layer: nn.Linear, fn: Any, apply: Any) -> None:
         layer._parameters["weight"] = weight  # type: ignore[assignment]
     probe = torch.empty(0, dtype=layer.__dict__["weight_dtype"], device=weight.device)
     layer.__dict__["weight_dtype"] = fn(probe).dtype
-    if torch._has_compatible_shallow_copy_type(weight, data):
+    if _takes(weight, data):
         gradient = weight.grad
         weight.data = data
         if gradient is not None:
@@ -222,6 +222,10 @@ def moved(layer: nn.Linear, fn: Any, apply: Any) -> None:
         weight = nn.Parameter(data, requires_grad=weight.requires_grad)
     layer._parameters["weight"] = weight  # type: ignore[assignment]
     settle(layer)
+
+
+#: Whether a parameter takes data of another tensor's kind; without that private name, those of its own device.
+_takes: Any = getattr(torch, "_has_compatible_shallow_copy_type", lambda weight, data: weight.device == data.device)
 
 
 def packed(state: dict[str, Any]) -> dict[str, Any]:

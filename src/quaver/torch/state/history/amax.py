@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.launching import device
+from quaver.torch.internals import graph_task_id
 from quaver.torch.state import recomputation
 from quaver.torch.state.layer import state_of
 
@@ -155,7 +156,7 @@ def is_set(layer: nn.Module, column: int, factors: "Tensor | list[float] | None"
         known: list[bool] | None = getattr(factors, "known_set", None)
         return known is not None and known[column]
     factor = layer._buffers.get("factor")
-    if factor is None or factor.is_meta or torch._C._current_graph_task_id() != -1:
+    if factor is None or factor.is_meta or graph_task_id() != -1:
         return False
     if factor.is_cpu:
         return bool(views(layer).factors[column] != 0.0)

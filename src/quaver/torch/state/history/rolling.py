@@ -101,7 +101,16 @@ def _reduce(layers: list[nn.Module], group: Any) -> None:
     rows: list[Tensor] = [layer._buffers["history"][0] for layer in layers]  # type: ignore[index]
     flat = torch.cat(rows)
     dist.all_reduce(flat, dist.ReduceOp.MAX, group)
-    torch._foreach_copy_(rows, list(flat.split(3)))
+    _copy(rows, list(flat.split(3)))
+
+
+def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+#: Many small copies in few launches.
+_copy: Any = getattr(torch, "_foreach_copy_", _copy_each)
 
 
 def _roll_floats(seen: amax._Views, recipe: Recipe) -> None:

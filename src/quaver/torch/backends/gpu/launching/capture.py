@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
+from quaver.torch.internals import raw_stream
+
 #: The streams on which a capture is rehearsed: device and handle. Backward runs in a thread of autograd's, but on the
 #: stream of its forward.
 _rehearsed: set[tuple[torch.device, int]] = set()
@@ -53,4 +55,4 @@ def rehearsing(device: torch.device) -> Iterator[None]:
 
 def stream_of(device: torch.device) -> int:
     """The handle of a device's current stream; 0 off a GPU."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return raw_stream(device.index) if device.type == "cuda" else 0

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction
 
 from quaver.torch.backends.gpu.launching import capture, interpreter
+from quaver.torch.internals import current_gpu, raw_stream
 
 #: What Triton calls the dtypes.
 TYPES = {
@@ -225,7 +226,7 @@ def card(device: torch.device) -> tuple[int, Callable[[], int], Callable[[int], 
 
     A launch asks CUDA for these alone: a stub in their place counts a launch's host time without a GPU.
     """
-    return device.index, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, torch.cuda.device
+    return device.index, current_gpu, raw_stream, torch.cuda.device
 
 
 def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequence[int | float]) -> Run:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from quaver.torch.backends.gpu.launching import device
 from quaver.torch.blocks.attention.rope import stretching
+from quaver.torch.internals import forward_mode_active, transforms_active
 from quaver.torch.operations.operation import Operation
 
 
@@ -75,7 +75,7 @@ def _launched(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
         return False
     if device.why_no_kernels(x.device) or cos.requires_grad or sin.requires_grad:
         return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if transforms_active() or forward_mode_active():
         return False
     from quaver.torch.backends.gpu.fused import rope
 

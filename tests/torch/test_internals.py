@@ -1,0 +1,103 @@
+"""Private names of torch that the library uses: they exist here and say what they are used for; others stand in."""
+
+import runpy
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from quaver.torch import internals
+
+C = ("_are_functorch_transforms_active", "_current_graph_task_id", "_is_any_autocast_enabled")
+
+
+@pytest.fixture(params=["as it is", "without"])
+def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], bool]:
+    """The module as it is, and as it is where torch has none of its names; and whether torch has them."""
+    present = request.param == "as it is"
+    if not present:
+        for name in C:
+            monkeypatch.delattr(torch._C, name)
+        monkeypatch.delattr(forward_ad, "_current_level")
+    values = runpy.run_path(internals.__file__)
+    monkeypatch.undo()
+    return values, present
+
+
+def test_torch_has_them() -> None:
+    assert all(hasattr(torch._C, name) for name in C) and hasattr(forward_ad, "_current_level")
+    assert hasattr(torch.UntypedStorage, "_cdata") and hasattr(torch, "_scaled_mm_v2")
+    assert hasattr(torch, "_has_compatible_shallow_copy_type") and hasattr(torch, "_foreach_copy_")
+    assert hasattr(torch.autograd, "_get_sequence_nr") and hasattr(torch.cpu, "_is_avx512_bf16_supported")
+    assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+
+
+def test_a_transform_is_seen_inside_alone(names: tuple[dict[str, Any], bool]) -> None:
+    module, present = names
+    inside: list[bool] = []
+
+    def noting(x: torch.Tensor) -> torch.Tensor:
+        inside.append(module["transforms_active"]())
+        return x * 2
+
+    torch.func.vmap(noting)(torch.ones(2))
+    assert inside == [present] and not module["transforms_active"]()
+
+
+def test_a_backward_has_a_number_of_its_own(names: tuple[dict[str, Any], bool]) -> None:
+    module, present = names
+    numbers: list[int] = []
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda g: numbers.append(module["graph_task_id"]()))
+        x.sum().backward()
+    assert module["graph_task_id"]() == -1
+    assert (numbers[0] != numbers[1] and -1 not in numbers) if present else numbers == [-1, -1]
+
+
+def test_autocast_is_seen_with_and_without(names: tuple[dict[str, Any], bool]) -> None:
+    module, _ = names
+    assert not module["any_autocast_enabled"]()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module["any_autocast_enabled"]()
+        with torch.autocast("cpu", enabled=False):
+            assert not module["any_autocast_enabled"]()
+
+
+def test_forward_mode_is_seen() -> None:
+    assert not internals.forward_mode_active()
+    with forward_ad.dual_level():
+        assert internals.forward_mode_active()
+    compiled = torch.compile(lambda x: x + internals.forward_mode_active(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
+
+
+def test_without_its_name_forward_mode_is_never_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(forward_ad, "_current_level")
+    assert not internals.forward_mode_active()
+
+
+def test_views_share_a_storage_and_copies_do_not() -> None:
+    x = torch.arange(4.0)
+    for identity in (internals.storage_id, torch.UntypedStorage.data_ptr):
+        same, other = x[1:].untyped_storage(), x.clone().untyped_storage()
+        assert identity(x.untyped_storage()) == identity(same) != identity(other)
+
+
+def test_a_step_on_a_gpu_needs_the_private_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quaver import recipes
+    from quaver.torch.linear.plans import on_gpu
+
+    monkeypatch.delattr(torch, "_scaled_mm_v2")
+    assert on_gpu.decide(torch.ones(16, 16), torch.ones(16, 16), None, recipes.get("rowwise")) is None
+
+
+def test_copies_one_by_one_are_the_copies_at_once() -> None:
+    from quaver.torch.state.history import rolling
+
+    source = list(torch.arange(6.0).split(3))
+    for copy in (rolling._copy, rolling._copy_each):
+        targets = [torch.zeros(3), torch.zeros(3)]
+        copy(targets, source)
+        assert torch.equal(torch.cat(targets), torch.arange(6.0))
