@@ -151,3 +151,21 @@ def test_parameters_that_lie_apart_are_read_where_they_lie() -> None:
         strict=True,
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("columns", [100, 8200])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_narrow_parameters_are_read_as_they_are(kind: str, columns: int) -> None:
+    """The bits are those of parameters that were widened before; gradients are rounded to theirs at the end."""
+    x, g = (torch.randn(3, columns, device=DEVICE).bfloat16() for _ in range(2))
+    wide = [None if p is None else p.bfloat16().float() for p in parameters(kind, columns)]
+    narrow = [None if p is None else p.bfloat16() for p in wide]
+    expected, ours = gpu.forward(x, *wide, kind, EPS), gpu.forward(x, *narrow, kind, EPS)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    _, mean, inverse = expected
+    dx, *sums = gpu.backward(g, x, *wide, mean, inverse, kind)
+    dx_narrow, *rounded = gpu.backward(g, x, *narrow, mean, inverse, kind)
+    assert torch.equal(dx_narrow, dx)
+    for a, b in zip(rounded, sums, strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+    assert rounded[0].dtype is torch.bfloat16

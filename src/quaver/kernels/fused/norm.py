@@ -34,8 +34,8 @@ def load_row(x, row, c, columns, stride, EVEN: tl.constexpr):
 def load_parameter(p, c, columns, EVEN: tl.constexpr):
     """float32 [BN], zeros beyond it."""
     if EVEN:
-        return tl.load(p + c)
-    return tl.load(p + c, mask=c < columns, other=0.0)
+        return widened(tl.load(p + c))
+    return widened(tl.load(p + c, mask=c < columns, other=0.0))
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def norm(
 ):  # fmt: skip
     """x [rows, columns <= BN] normalized: y in x's dtype unless None, and the statistics mean, inverse float32 [rows].
 
-    gamma, beta: float32 [columns] or None; HELD in registers or read for each row.
+    gamma, beta: [columns] or None; HELD in registers or read for each row.
     share: 1 / columns, or 1 for a sum of squares.
     MODE, of what is quantized, which is y as rounded to its dtype:
         "none"; "amax": top float32 [1], its amax; "tensor": q by `factor`, with its scale and its top;

@@ -43,7 +43,7 @@ class Normalization:
     def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         value, weight, bias = x
         assert value is not None
-        gamma, beta = wide_parameters(weight, bias, self.zero_centered)
+        gamma, beta = gamma_and_beta(value, weight, bias, self.zero_centered)
         y, mean, factor = NORMALIZE(value, gamma, beta, self.normalization, self.eps)
         return y, (value, gamma, beta, mean, factor)
 
@@ -53,7 +53,7 @@ class Normalization:
         from quaver.torch.backends.gpu.fused import norm as kernels
 
         value, weight, bias = x
-        gamma, beta = wide_parameters(weight, bias, self.zero_centered)
+        gamma, beta = gamma_and_beta(value, weight, bias, self.zero_centered)
         result = kernels.normalized(value, gamma, beta, self.normalization, self.eps, spec, factor, want_output)
         return producers.Made(
             result.y, result.quantized, result.amax, (value, gamma, beta, result.mean, result.inverse)
@@ -237,7 +237,7 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         zero_centered: bool,
     ) -> Tensor:
-        gamma, beta = wide_parameters(weight, bias, zero_centered)
+        gamma, beta = gamma_and_beta(x, weight, bias, zero_centered)
         y, mean, factor = NORMALIZE(x, gamma, beta, normalization, eps)
         ctx.save_for_backward(x, gamma, beta, mean, factor)
         ctx.normalization = normalization
@@ -253,10 +253,12 @@ class _Normalize(torch.autograd.Function):
         return *backward(g, x, gamma, beta, mean, factor, ctx.normalization), None, None, None
 
 
-def wide_parameters(
-    weight: Tensor | None, bias: Tensor | None, zero_centered: bool
+def gamma_and_beta(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, zero_centered: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """gamma and beta in float32 or float64."""
+    """gamma and beta as `forward` takes them: kernels read them as they are, others in float32 or float64."""
+    if producers.wanted(x) and not zero_centered and not torch.compiler.is_compiling():
+        return weight, bias
     gamma = None if weight is None else ops.widened(weight)
     return gamma + 1 if gamma is not None and zero_centered else gamma, None if bias is None else ops.widened(bias)
 
@@ -270,7 +272,7 @@ def backward(
     factor: Tensor,
     normalization: str,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x in its dtype, and of gamma and beta in float32, None where the normalization has none."""
+    """Gradients of x in its dtype, and of gamma and beta in theirs or in float32; None where there are none."""
     of_x, of_gamma, of_beta = NORMALIZE_BACKWARD(g, x, gamma, beta, mean, factor, normalization)
     return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta
 
@@ -278,6 +280,7 @@ def backward(
 def _plain_forward(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    gamma, beta = (None if p is None else ops.widened(p) for p in (gamma, beta))
     if NORMALIZATIONS[normalization][0]:
         # A CPU takes float32 parameters beside a narrower x, works in float32 and rounds once.
         mixed = x if x.is_cpu and gamma is not None and x.dtype in NARROW else ops.widened(x)
@@ -302,6 +305,7 @@ def _plain_backward(
     normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     nothing = factor.new_empty
+    gamma, beta = (None if p is None else ops.widened(p) for p in (gamma, beta))
     if NORMALIZATIONS[normalization][0]:
         # In float32: of bf16 the CPU's kernel sums the parameters' gradients in bf16, 5 to 10 % off over 4096 rows.
         wanted = [True, gamma is not None, beta is not None]

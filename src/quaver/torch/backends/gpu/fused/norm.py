@@ -90,7 +90,7 @@ def normalized(
     """The normalization of x [..., d], and its output quantized or measured for a spec that `mode` has a name for.
 
     Args:
-        gamma, beta: float32 [d], or None.
+        gamma, beta: [d], each in a dtype of its own, or None.
         spec: of the output as an operand [tokens, d], or None.
         factor: encode factor of the tensor, float32 of one element, not 0: one pass quantizes; None measures.
         want_output: whether y is written too; it is where only its amax is found.
@@ -192,7 +192,9 @@ def backward(
     nothing = inverse.new_empty(0)
     if partial is None:
         return dx.view(x.shape), nothing, nothing
-    sums = sum_rows(partial)
+    assert gamma is not None
+    # Rounded once, to what they are the gradients of.
+    sums = sum_rows(partial, gamma.dtype if beta is None or beta.dtype is gamma.dtype else torch.float32)
     return dx.view(x.shape), sums[:columns], nothing if beta is None else sums[columns:]
 
 
