@@ -1,9 +1,9 @@
-"""How many files a reader of a warm step opens; fewer is better, and a change that adds one lowers or raises this."""
+"""How many files a reader of a warm step opens: fewer is better, and a change that adds one must raise a ceiling."""
 
 from tests.contracts.entered import linear, transformer
 
 #: On a CPU, forward: the files of src/quaver in which a function runs.
-LINEAR, TENSORWISE, TRANSFORMER = 14, 10, 26
+LINEAR, TENSORWISE, TRANSFORMER = 14, 10, 27
 
 
 def test_a_warm_forward_enters_few_files() -> None:
