@@ -159,16 +159,16 @@ def launch(
 
 
 def _roll_launch(
-    tensors: tuple[Tensor, Tensor], lying: tuple[int, int, int], delayed: Delayed, specs: tuple[QuantSpec, ...]
+    tensors: tuple[Tensor, Tensor], layout: tuple[int, int, int], delayed: Delayed, specs: tuple[QuantSpec, ...]
 ) -> Run:
-    """lying: a history's length and strides."""
-    constants: dict[str, Any] = {"BLOCK": _power(lying[0]), "LARGEST": delayed.algorithm == "max"}
+    """layout: a history's length and strides."""
+    constants: dict[str, Any] = {"BLOCK": _power(layout[0]), "LARGEST": delayed.algorithm == "max"}
     for i, spec in enumerate(specs):
         fmt = spec.format
         constants |= {f"POWER{i}": spec.power_of_two, f"EMAX{i}": fmt.emax}
         constants |= {f"TOP{i}": fmt.max_mantissa, f"MAX{i}": float(fmt.max)}
     margin = max(-MARGIN, min(MARGIN, delayed.margin))
-    return launcher(roll_kernel, (tensors[0].shape[0], 3), tensors, (*lying, margin), constants, WARPS)
+    return launcher(roll_kernel, (tensors[0].shape[0], 3), tensors, (*layout, margin), constants, WARPS)
 
 
 _rolls = Launches(_roll_launch)
