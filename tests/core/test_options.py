@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import KW_ONLY, dataclass
+from typing import get_type_hints
 
 import pytest
 
@@ -49,6 +50,13 @@ def test_help_shows_the_records_arguments(kind: type) -> None:
     names = ["dim", "eps", "bias"] if kind is Layer else ["dim", "bias"]
     assert list(inspect.signature(kind).parameters) == names
     assert list(inspect.signature(kind.__init__).parameters) == ["self", *names]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hints"), [(Layer, {"dim": int, "eps": float, "bias": bool}), (Own, {"dim": int, "bias": bool})]
+)
+def test_type_hints_are_those_of_the_records_arguments(kind: type, hints: dict[str, type]) -> None:
+    assert get_type_hints(kind.__init__) == hints | {"return": type(None)}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("kind", [Layer, Wider, Own])

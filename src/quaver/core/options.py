@@ -58,7 +58,7 @@ def pick(record: type, source: Any) -> dict[str, Any]:
 
 
 def _checked(init: Any, known: inspect.Signature) -> Any:
-    """A constructor that looks at its arguments first, and shows them as its signature."""
+    """A constructor that looks at its arguments first, and shows them as its signature and its type hints."""
 
     @wraps(init)
     def checked(self: Any, /, *args: Any, **options: Any) -> None:
@@ -67,6 +67,7 @@ def _checked(init: Any, known: inspect.Signature) -> Any:
 
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     checked.__signature__ = known.replace(parameters=[this, *known.parameters.values()])  # type: ignore[attr-defined]
+    checked.__annotations__ = {name: option.annotation for name, option in known.parameters.items()} | {"return": None}
     return checked
 
 
