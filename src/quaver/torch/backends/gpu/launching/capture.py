@@ -22,8 +22,13 @@ _rehearsed: set[tuple[torch.device, int]] = set()
 
 
 def capturing(device: torch.device) -> bool:
-    """True while a CUDA graph is captured on the current stream: nothing may be made for later use."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """True while a CUDA graph is captured on the current stream: nothing may be made for later use.
+
+    Args:
+        device: as tensors have it.
+    """
+    # A GPU's has an index; its type is a string that torch makes at each question.
+    return device.index is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def as_captured(device: torch.device) -> bool:
@@ -31,8 +36,7 @@ def as_captured(device: torch.device) -> bool:
     call to the next is neither read nor left, and no step decided beforehand runs."""
     if _rehearsed and (device, stream_of(device)) in _rehearsed:
         return True
-    # A GPU's tensors have an index; its type is a string that torch makes at each question.
-    return device.index is not None and capturing(device)
+    return capturing(device)
 
 
 @contextmanager
