@@ -37,6 +37,8 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     device.asked.intersection_update(before)
     ops._resolved.clear()
+    # What a driver of this file has noted launches nothing for others.
+    launch._forget()
 
 
 def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> list[list[str]]:
