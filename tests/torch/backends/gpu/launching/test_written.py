@@ -52,7 +52,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
 
 
 def kept(recipe: str) -> tuple[nn.Module, nn.Parameter, Any, kept_weights.Entry]:
-    layer, weight = nn.Module(), nn.Parameter(torch.randn(48, 32))
+    layer, weight = qt.Linear(32, 48), nn.Parameter(torch.randn(48, 32))
     spec = recipes.get(recipe).fprop.b
     assert spec is not None
     window = kept_weights.begin(layer, weight)
