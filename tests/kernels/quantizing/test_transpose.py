@@ -15,7 +15,7 @@ def every_byte(rows: int, k: int) -> torch.Tensor:
     return (torch.arange(rows * k, device=DEVICE) * 37 % 256).to(torch.uint8).view(rows, k)
 
 
-@pytest.mark.parametrize("lying", ["padded", "dense", "offset", "gaps", "transpose"])
+@pytest.mark.parametrize("layout", ["padded", "dense", "offset", "gaps", "transpose"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bytes_are_turned_and_rows_end_in_zeros(shape: tuple[int, int], layout: str) -> None:
     rows, k = shape
