@@ -65,7 +65,16 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("layer", "recomputation", "history", "noise", "kept_weights", "counters", "buffers", "context"),
         "checkpointing",
     ),
-    "quaver.torch.linear": ("stored", "gemms", "plans", "layer", "projections", "grouped_operands", "grouped"),
+    "quaver.torch.linear": (
+        "stored",
+        "gemms",
+        "plans",
+        "layer",
+        "entrance",
+        "projections",
+        "grouped_operands",
+        "grouped",
+    ),
     "quaver.torch.blocks": ("activation", "norm", "norm_linear", "mlp", "attention", "loss", "transformer"),
     "quaver.torch.blocks.attention": (
         *("inputs", "implementations", "op", "dot_product", "explanation", "rope", "cache", "multihead"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.blocks.norm_linear import normalized_projections
-from quaver.torch.linear import gemms, projections
+from quaver.torch.linear import entrance, gemms
 from quaver.torch.linear.plans import on_cpu
 from tests.close import assert_bitwise
 from tests.torch.blocks.twins import assert_same_training, kept_bytes
@@ -72,7 +72,7 @@ def test_several_layers_share_one_quantized_input(recipe: Any, dtype: torch.dtyp
 @ALL
 def test_the_input_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(projections, "quantize", lambda *a: seen.append(a[2]) or gemms.quantize(*a))
+    monkeypatch.setattr(entrance, "quantize", lambda *a: seen.append(a[2]) or gemms.quantize(*a))
     codes = on_cpu._codes
     monkeypatch.setattr(on_cpu, "_codes", lambda *a: seen.append("input") or codes(*a))
     with qt.autocast(recipe):

@@ -9,21 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from quaver.core.reference.masks import MASKS
 from quaver.core.spec import Recipe
 from quaver.core.text.spelling import suggest
 from quaver.jax.numerics.given import array
 from quaver.jax.state.context import recipe_in_force
-
-#: The masks by name, and whether each takes a `mask` and hides later keys.
-MASKS = {
-    "none": (False, False),
-    "causal": (False, True),
-    "causal_bottom_right": (False, True),
-    "padding": (True, False),
-    "padding_causal": (True, True),
-    "padding_causal_bottom_right": (True, True),
-    "arbitrary": (True, False),
-}
 
 Mask = Array | tuple[Array, Array]
 

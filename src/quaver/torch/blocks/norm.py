@@ -25,7 +25,7 @@ NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (Fa
 
 @dataclass(frozen=True)
 class Normalization:
-    """The function of x, weight and bias that a `Norm` computes, as a prologue of `quaver.torch.linear.projections`.
+    """The function of x, weight and bias that a `Norm` computes, as a prologue of `quaver.torch.linear.entrance`.
 
     Backward keeps x and the rows' statistics.
     """

@@ -200,7 +200,7 @@ class Linear(nn.Linear):
             raise ValueError(foreign_sentence(self, weight))
         plan: direct.Plan | None = None
         if training and not compiling:
-            key = direct.facts(input, weight, bias, recipe)
+            key = direct.facts(input.shape, input, weight, bias, recipe)
             plan = state.plans.get(key)
             y = None if plan is None else plan.again(input, weight, bias, self)
             if y is not None:

@@ -7,64 +7,29 @@ the prologue makes it again from what it keeps anyway. The same bits as the prol
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.linear.gemms import Call, backward, both_at_once, fprop, kept_input, quantize, quantize_both
+from quaver.core.spec import Recipe
+from quaver.torch.backends.gpu.launching.device import out_of_memory
+from quaver.torch.linear.entrance import Prologue, Setup, enter, may_fuse, remade
+from quaver.torch.linear.gemms import Call, backward, fprop, kept_input
 from quaver.torch.linear.layer import Linear, dtype_sentence, matrix, recipe_of, shaped, weight_and_bias
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.plans.step import Step, gradients
 from quaver.torch.linear.stored import stored
-from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
+from quaver.torch.numerics.quantized import put_together, take_apart
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, no_second_derivative, refuse_transforms
 from quaver.torch.operations.sums import add
-from quaver.torch.state import counters
 from quaver.torch.state.buffers import prepare
 from quaver.torch.state.context import ambient
-from quaver.torch.state.history import amax, steps
+from quaver.torch.state.history import amax
 from quaver.torch.state.layer import state_of
 from quaver.torch.state.recomputation import recomputing
-
-
-class Prologue(Protocol):
-    """How the layers' input is made. Its methods are called with as many tensors as it takes, None among them."""
-
-    @property
-    def remakes(self) -> bool:
-        """True if backward makes the input again, so that nothing of it is kept."""
-
-    def __call__(self, *x: Tensor | None) -> Tensor:
-        """Differentiably, for layers that are not quantized."""
-
-    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
-        """Outside autograd: the input, and what backward needs."""
-
-    def quantized(
-        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
-    ) -> producers.Made | None:
-        """On a GPU: the input quantized by the kernel that makes it, or with its amax; see
-        `quaver.torch.backends.gpu.fused.norm`.
-
-        Args:
-            spec: with one scale for the tensor, or blocks along a row.
-            factor: known, so that one pass quantizes; or None.
-            want_output: whether the input itself is needed too.
-            turned: write the codes of the transpose alone.
-        Returns:
-            None where the prologue has no such kernel.
-        """
-
-    def remake(self, saved: Sequence[Any]) -> Tensor:
-        """The input once more, bit for bit."""
-
-    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        """The gradients of what it took."""
 
 
 def project(
@@ -93,7 +58,7 @@ def project(
             raise ValueError(dtype_sentence(layer, dtype))
         if training and state_of(layer).prepared is not recipe:
             prepare(layer, recipe)
-    setup = _Setup(prologue, tuple(layers), recipe, dtype, training, return_input, len(x))
+    setup = Setup(prologue, tuple(layers), recipe, dtype, training, return_input, len(x))
     apply: Any = _Projections.apply if torch.compiler.is_compiling() else _apply
     if not casting:
         outputs = apply(setup, *x, *weights, *biases)
@@ -140,25 +105,11 @@ def is_bare(module: nn.Module) -> bool:
     )
 
 
-class _Setup(NamedTuple):
-    """Everything in one call that is no tensor."""
-
-    prologue: Prologue
-    layers: tuple[Linear, ...]
-    recipe: Recipe
-    #: The dtype of the GEMMs' inputs and outputs.
-    dtype: torch.dtype
-    training: bool
-    return_input: bool
-    #: Tensors that the prologue takes.
-    taken: int
-
-
 class _Projections(torch.autograd.Function):
     """Saves plain tensors only: no wrapper subclass is on the way."""
 
     @staticmethod
-    def forward(ctx: Any, setup: _Setup, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Any:
         n, recipe = len(setup.layers), setup.recipe
         x, weights, biases = tensors[: setup.taken], tensors[setup.taken : setup.taken + n], tensors[setup.taken + n :]
         needed = ctx.needs_input_grad[1 + setup.taken : 1 + setup.taken + n]
@@ -171,8 +122,11 @@ class _Projections(torch.autograd.Function):
         if decided:
             given = setup.prologue.forward(*x)
             if given[0].is_contiguous() and not given[0].data_ptr() & 15:
-                return _forward_decided(ctx, setup, decided, given, weights, biases, keeps)
-        first, entrance = setup.layers[0], _entrance(setup, x, keeps, given)
+                try:
+                    return _forward_decided(ctx, setup, decided, given, weights, biases, keeps)
+                except torch.OutOfMemoryError as error:
+                    raise out_of_memory(given[0], 2) from error
+        first, entrance = setup.layers[0], enter(setup, x, keeps, given)
         calls, yq, lead = entrance.calls, entrance.quantized, entrance.shape[:-1]
         outputs = []
         for layer, weight, bias, call in zip(setup.layers, weights, biases, calls, strict=True):
@@ -215,104 +169,39 @@ class _Projections(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _Projections).apply
 
 
-class _Entrance(NamedTuple):
-    """The layers' input, in the forms that GEMMs and backward read."""
-
-    calls: list[Call]
-    #: As the prologue made it, or None where it wrote nothing but codes.
-    output: Tensor | None
-    #: That as a matrix in the dtype of the GEMMs.
-    matrix: Tensor | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    quantized: Quantized
-    #: What wgrad consumes of it, where that was written too.
-    turned: Quantized | None
-    #: What the prologue's backward needs.
-    saved: Sequence[Any]
+def _pack(values: Sequence[Any]) -> tuple[list[Tensor | None], list[tuple[int, Any]]]:
+    """The tensors of operands, for autograd, and what `_unpack` needs besides."""
+    tensors: list[Tensor | None] = []
+    layouts = []
+    for value in values:
+        parts, layout = take_apart(value)
+        layouts.append((len(parts), layout))
+        tensors += parts
+    return tensors, layouts
 
 
-def _entrance(setup: _Setup, x: Sequence[Tensor | None], keeps: bool, given: Any = None) -> _Entrance:
-    """Make the layers' input, unless it is given, and quantize it, by one kernel where there is one."""
-    first, recipe = setup.layers[0], setup.recipe
-    a, c = recipe.fprop.a, recipe.wgrad.b
-    assert a is not None and x[0] is not None
-    calls: list[Call] = []
-    if given is None and _may_fuse(setup.dtype, x[0]):
-        calls = [_call(setup, layer, x[0]) for layer in setup.layers]
-        entrance = _fused(setup, x, keeps, calls)
-        if entrance is not None:
-            return entrance
-    output, saved = given or setup.prologue.forward(*x)
-    y = matrix(output.to(setup.dtype))
-    calls = calls or [_call(setup, layer, y) for layer in setup.layers]
-    turned = None
-    if keeps and c is not None and calls[0].both is not None and both_at_once(a, c, calls[0]):
-        yq, turned = quantize_both(first, amax.INPUT, "input", y, a, c, recipe, calls[0])
-    else:
-        yq = quantize(first, amax.INPUT, "input", y, a, recipe, calls[0])
-    return _Entrance(calls, output, y, output.shape, output.dtype, yq, turned, saved)
-
-
-def _may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
-    """True if kernels that quantize what they make may run: on operands of this dtype, made of x."""
-    if not producers.wanted(x) or x.dtype is not dtype or torch.compiler.is_compiling():
-        return False
-    allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.active)
-    return allowed and counters.active.counters is None and not producers.why_not(x)
-
-
-def _fused(setup: _Setup, x: Sequence[Tensor | None], keeps: bool, calls: list[Call]) -> _Entrance | None:
-    first, call, a = setup.layers[0], calls[0], setup.recipe.fprop.a
-    assert a is not None and x[0] is not None
-    factor, is_set = _known(first, call)
-    want_output = setup.return_input or (keeps and not call.plan.input)
-    turn = keeps and call.plan.input
-    operand = producers.operand(setup.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
-    if operand is None:
-        return None
-    if call.record and call.factors is not None:
-        amax.record(first, amax.INPUT, operand.quantized.amax)
-    shape = (*x[0].shape[:-1], operand.quantized.shape[1])
-    y = None if operand.y is None else matrix(operand.y)
-    return _Entrance(calls, operand.y, y, shape, x[0].dtype, operand.quantized, operand.turned, operand.saved)
-
-
-def _known(layer: Linear, call: Call) -> tuple[Tensor | float | None, bool]:
-    """The encode factor of a layer's input, and whether it is known not to be 0."""
-    if call.factors is None:
-        return None, False
-    return call.factors[amax.INPUT], amax.is_set(layer, amax.INPUT, call.factors)
-
-
-def _call(setup: _Setup, layer: Linear, y: Tensor) -> Call:
-    factors = None if setup.recipe.delayed is None else steps.factors(layer, setup.training)
-    call = Call(setup.recipe, y, setup.dtype, False, setup.training, factors)
-    call.owe(layer)
-    return call
+def _unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> list[Any]:
+    """The operands that `_pack` took apart."""
+    values = []
+    for size, layout in layouts:
+        values.append(put_together(layout, tensors[:size]))
+        tensors = tensors[size:]
+    return values
 
 
 def _save(ctx: Any, calls: list[Call], saved: Sequence[Any], weights: Sequence[Tensor | None]) -> list[tuple[int, Any]]:
     """Tensors to autograd; what they are of is returned: weights, the kept input, factors, and the prologue's."""
     factors = [call.factors if isinstance(call.factors, Tensor) else None for call in calls]
-    everything = [*weights, calls[0].kept, *factors, *saved]
-    packed, tensors = [], []
-    for value in everything:
-        parts, layout = take_apart(value)
-        packed.append((len(parts), layout))
-        tensors += parts
+    tensors, layouts = _pack([*weights, calls[0].kept, *factors, *saved])
     ctx.save_for_backward(*tensors)
     calls[0].kept = None
-    return packed
+    return layouts
 
 
 def _restore(ctx: Any) -> tuple[list[Any], Any, list[Any], list[Any]]:
-    """Put together what `_save` took apart."""
-    setup, _, _, packed, _, _ = ctx.constants
-    tensors, values, n = list(ctx.saved_tensors), [], len(setup.layers)
-    for parts, constants in packed:
-        values.append(put_together(constants, tensors[:parts]))
-        tensors = tensors[parts:]
+    """What `_save` saved."""
+    setup, _, _, layouts, _, _ = ctx.constants
+    values, n = _unpack(ctx.saved_tensors, layouts), len(setup.layers)
     return values[:n], values[n], values[n + 1 : 2 * n + 1], values[2 * n + 1 :]
 
 
@@ -323,14 +212,14 @@ LAUNCHES = 1 << 20
 
 
 def _decided(
-    setup: _Setup, x: Sequence[Tensor | None], weights: Sequence[Any], biases: Sequence[Tensor | None], keeps: bool
+    setup: Setup, x: Sequence[Tensor | None], weights: Sequence[Any], biases: Sequence[Tensor | None], keeps: bool
 ) -> list[Step]:
     """The step of each layer in a training forward; none where one has none, or a fused kernel saves a large pass."""
     recipe, first = setup.recipe, x[0]
     assert recipe.fprop.a is not None and first is not None
     if not setup.training or recipe.delayed is not None or torch.compiler.is_compiling() or direct.disturbed():
         return []
-    if first.numel() > LAUNCHES and (recipe.fprop.a.per_tensor or not keeps) and _may_fuse(setup.dtype, first):
+    if first.numel() > LAUNCHES and (recipe.fprop.a.per_tensor or not keeps) and may_fuse(setup.dtype, first):
         return []
     shape = torch.Size((math.prod(first.shape[:-1]), setup.layers[0].in_features))
     steps = []
@@ -346,7 +235,7 @@ def _decided(
 
 def _forward_decided(
     ctx: Any,
-    setup: _Setup,
+    setup: Setup,
     decided: list[Step],
     given: Any,
     weights: Sequence[Any],
@@ -363,9 +252,8 @@ def _forward_decided(
         entries.append(entry)
     on_host = of_xt.__class__ is float
     kept = (y if xt is None else xt, None if on_host else of_xt) if keeps else (None, None)
-    parts = [take_apart(value) for value in saved]
-    ctx.save_for_backward(*weights, *kept, *(tensor for tensors, _ in parts for tensor in tensors))
-    layouts = [(len(tensors), layout) for tensors, layout in parts]
+    tensors, layouts = _pack(saved)
+    ctx.save_for_backward(*weights, *kept, *tensors)
     dtypes = [None if bias is None else bias.dtype for bias in biases]
     ctx.constants = setup, decided, entries, of_xt if on_host else None, output.shape, layouts, dtypes
     return (output, *outputs) if setup.return_input else tuple(outputs)
@@ -373,34 +261,19 @@ def _forward_decided(
 
 def _backward_decided(ctx: Any, grads: Sequence[Tensor]) -> Any:
     setup, decided, entries, of_xt, shape, layouts, dtypes = ctx.constants
-    n, taken, prologue = len(setup.layers), setup.taken, setup.prologue
+    n = len(setup.layers)
     weights, (xt, saved_scale, *tensors) = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
-    saved = []
-    for size, layout in layouts:
-        saved.append(put_together(layout, tensors[:size]))
-        tensors = tensors[size:]
+    saved = _unpack(tensors, layouts)
     of_xt = saved_scale if of_xt is None else of_xt
     if xt is None:
-        y = matrix(prologue.remake(saved))
+        y = matrix(setup.prologue.remake(saved))
         _, _, xt, of_xt, _ = decided[0].rows.input(y, None)
         xt = y if xt is None else xt
-    needs = ctx.needs_input_grad[1:]
-    of_input, of_y = any(needs[:taken]), grads[0].reshape(-1, shape[-1]) if setup.return_input else None
-    of_weights: list[Tensor | None] = [None] * n
-    of_biases: list[Tensor | None] = [None] * n
-    # As autograd adds them up: what was computed last comes first.
-    for i in reversed(range(n)):
-        own = of_input, needs[taken + i], needs[taken + n + i]
-        part, of_weights[i], of_biases[i] = gradients(
-            grads[i - n], weights[i], xt, of_xt, setup.layers[i], decided[i], entries[i], own, dtypes[i]
-        )
-        if part is not None:
-            of_y = part if of_y is None else add(of_y, part)
-    of_x: tuple[Tensor | None, ...] = (None,) * taken
-    if of_input:
-        assert of_y is not None
-        of_x = prologue.backward(of_y.view(shape), saved)
-    return None, *of_x, *of_weights, *of_biases
+
+    def of_layer(i: int, needs: Sequence[bool]) -> Gradients:
+        return gradients(grads[i - n], weights[i], xt, of_xt, setup.layers[i], decided[i], entries[i], needs, dtypes[i])
+
+    return _together(ctx, grads, shape, saved, of_layer)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
@@ -408,55 +281,51 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
         return _backward_decided(ctx, grads)
     setup, shape, dtype, _, weight_dtypes, bias_dtypes = ctx.constants
     weights, kept, factors, saved = _restore(ctx)
-    n, taken, prologue = len(setup.layers), setup.taken, setup.prologue
-    needs = ctx.needs_input_grad[1:]
-    of_input = any(needs[:taken])
-    needs_weight = needs[taken : taken + n]
-    of_y = grads[0].reshape(-1, grads[0].shape[-1]) if setup.return_input else None
+    n, taken = len(setup.layers), setup.taken
     gs = [matrix(g) for g in grads[-n:]]
     calls = ctx.calls or [
         Call(setup.recipe, g, setup.dtype, False, setup.training, f) for g, f in zip(gs, factors, strict=True)
     ]
-    if kept is None and any(needs_weight):
-        kept = _remade(setup, saved, calls[0])
+    if kept is None and any(ctx.needs_input_grad[1 + taken : 1 + taken + n]):
+        kept = remade(setup, saved, calls[0])
+
+    def of_layer(i: int, needs: Sequence[bool]) -> Gradients:
+        of_input, need_weight, need_bias = needs
+        bias_dtype = bias_dtypes[i] if need_bias else None
+        layer, needed = setup.layers[i], (of_input, need_weight)
+        part, of_weight, of_bias = backward(
+            gs[i], weights[i], kept, layer, setup.recipe, calls[i], *needed, weight_dtypes[i], bias_dtype
+        )
+        return part if part is None or part.dtype is dtype else part.to(dtype), of_weight, of_bias
+
+    return _together(ctx, grads, shape, saved, of_layer)
+
+
+#: Of the input, the weight and the bias of one layer.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _together(
+    ctx: Any,
+    grads: Sequence[Tensor],
+    shape: tuple[int, ...],
+    saved: Sequence[Any],
+    of_layer: Callable[[int, Sequence[bool]], Gradients],
+) -> tuple[Any, ...]:
+    """What backward returns: the gradients of each layer, by its place and which are needed, and of the prologue."""
+    setup: Setup = ctx.constants[0]
+    n, taken, needs = len(setup.layers), setup.taken, ctx.needs_input_grad[1:]
+    of_input = any(needs[:taken])
+    of_y = grads[0].reshape(-1, shape[-1]) if setup.return_input else None
     of_weights: list[Tensor | None] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
     # As autograd adds them up: what was computed last comes first.
     for i in reversed(range(n)):
-        part, of_weights[i], of_biases[i] = backward(
-            gs[i],
-            weights[i],
-            kept,
-            setup.layers[i],
-            setup.recipe,
-            calls[i],
-            of_input,
-            needs_weight[i],
-            weight_dtypes[i],
-            bias_dtypes[i] if needs[taken + n + i] else None,
-        )
+        part, of_weights[i], of_biases[i] = of_layer(i, (of_input, needs[taken + i], needs[taken + n + i]))
         if part is not None:
-            part = part if part.dtype is dtype else part.to(dtype)
             of_y = part if of_y is None else add(of_y, part)
     of_x: tuple[Tensor | None, ...] = (None,) * taken
     if of_input:
         assert of_y is not None
-        of_x = prologue.backward(of_y.view(shape), saved)
+        of_x = setup.prologue.backward(of_y.view(shape), saved)
     return None, *of_x, *of_weights, *of_biases
-
-
-def _remade(setup: _Setup, saved: Sequence[Any], call: Call) -> Tensor | Quantized:
-    """The input that wgrad consumes, from what the prologue kept; no history and no counter sees codes twice."""
-    recipe, first = setup.recipe, setup.layers[0]
-    c, (factor, is_set) = recipe.wgrad.b, _known(first, call)
-    if c is not None and call.plan.input and _may_fuse(setup.dtype, saved[0]):
-        q = producers.remade(setup.prologue, saved, c, factor, is_set)
-        if q is not None:
-            return q
-    y = matrix(setup.prologue.remake(saved).to(setup.dtype))
-    if c is None:
-        return y
-    if call.plan.input:
-        assert recipe.fprop.a is not None
-        return call.quantize(y, recipe.fprop.a, None, factor).T
-    return quantize(first, amax.INPUT, "input.T", y.t(), c, recipe, call)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.core.costs.kept import plan
+from quaver.core.reference.masks import MASKS
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.core.text.tables import html_lines, html_table
 from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.blocks.attention import AttentionExplanation, DotProductAttention, explain_attention
 from quaver.torch.blocks.attention.explanation import why_not
-from quaver.torch.blocks.attention.inputs.masks import MASKS
 from quaver.torch.linear.grouped import GROUPED_MATMUL, check, grouped_matmul
 from quaver.torch.linear.grouped_operands import Groups, Offsets, together
 from quaver.torch.linear.layer import Linear

@@ -390,6 +390,24 @@ def test_want_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         layer(x)
 
 
+def test_want_of_memory_is_a_sentence_after_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = qt.LayerNormLinear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    block(x)
+    decided = projections._forward_decided
+
+    def full(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def in_want(*arguments: Any) -> Any:
+        monkeypatch.setattr(torch, "empty_like", full)
+        return decided(*arguments)
+
+    monkeypatch.setattr(projections, "_forward_decided", in_want)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
+        block(x)
+
+
 @pytest.mark.parametrize("name", ["factor", "history"])
 def test_factors_on_another_device_take_the_general_way(name: str) -> None:
     """It moves them; a launch by addresses would read what lies there."""

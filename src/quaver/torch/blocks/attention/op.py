@@ -71,9 +71,9 @@ def attention(
         q: [B, Sq, H, D]; as `layout` says.
         k: [B, Sk, G, D].
         v: [B, Sk, G, Dv].
-        mask_type: a name from `masks.MASKS`. "causal" hides key j from query i if j > i; with "_bottom_right" the last
-            query sees the last key: if j > i + (keys - queries), padding not counted. "padding" takes a mask of
-            tokens, "arbitrary" one of pairs.
+        mask_type: a name of `quaver.core.reference.masks.MASKS`. "causal" hides key j from query i if j > i; with
+            "_bottom_right" the last query sees the last key: if j > i + (keys - queries), padding not counted.
+            "padding" takes a mask of tokens, "arbitrary" one of pairs.
         mask: True where masked out. Padding: [B, Sk] that serves queries and keys, or ([B, Sq], [B, Sk]).
             Arbitrary: broadcastable to [B, H, Sq, Sk].
         window: (left, right): a query sees that many keys before and after its own position, -1 for all.

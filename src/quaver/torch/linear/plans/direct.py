@@ -1,4 +1,4 @@
-"""A linear layer's step with everything decided beforehand, for recipes with one scale a tensor.
+"""A linear layer's step with everything decided beforehand, where a machine has rows for it: see `step.Rows`.
 
 A small layer's time goes into choosing the implementation, the kernel and the layout. A `Plan` chooses them once for a
 layer and a shape; its step then only computes. The general way, `quaver.torch.linear.gemms`, takes every call that has
@@ -42,10 +42,10 @@ class Plan(NamedTuple):
         return step(x, weight, bias, layer)
 
 
-def facts(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Facts:
-    """The key of a plan: a weight of another shape has replaced its own."""
+def facts(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Facts:
+    """The key of a plan for inputs of this shape, with a tensor's dtype and device; a replaced weight has another."""
     of_bias = None if bias is None else bias.dtype
-    return id(recipe), x.shape, x.dtype, x.device, weight.shape, weight.dtype, of_bias
+    return id(recipe), shape, like.dtype, like.device, weight.shape, weight.dtype, of_bias
 
 
 def keep(plans: dict[Any, Plan], key: Facts, plan: Plan) -> None:
@@ -60,8 +60,7 @@ def decided(
     layer: nn.Module, shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe
 ) -> Step | None:
     """The step of a layer on what is made of this shape, of dtype and device of a tensor; None for the general way."""
-    of_bias = None if bias is None else bias.dtype
-    key = id(recipe), shape, like.dtype, like.device, weight.shape, weight.dtype, of_bias
+    key = facts(shape, like, weight, bias, recipe)
     plans = state_of(layer).plans
     known: Plan | None = plans.get(key)
     if known is None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from quaver.core.reference.masks import MASKS
 from quaver.torch.blocks.attention.inputs.layout import Ragged
-from quaver.torch.blocks.attention.inputs.masks import MASKS, ahead_of_query, alibi, check_mask, hidden, simplify
+from quaver.torch.blocks.attention.inputs.masks import ahead_of_query, alibi, check_mask, hidden, simplify
 from tests.torch.blocks.attention.cases import MASK_TYPES, B, H, cases, hides, mask_of
 
 

@@ -50,7 +50,7 @@ class Made(NamedTuple):
 
 
 class Quantizing(Protocol):
-    """What makes the input of linear layers: see `quaver.torch.linear.projections.Prologue`, whose method this is."""
+    """What makes the input of linear layers: see `quaver.torch.linear.entrance.Prologue`, whose method this is."""
 
     def quantized(
         self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool

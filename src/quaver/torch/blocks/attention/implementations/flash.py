@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.core.reference.masks import MASKS
 from quaver.torch.blocks.attention.inputs.call import Call
-from quaver.torch.blocks.attention.inputs.masks import MASKS
 
 #: True if flash-attn can be imported.
 INSTALLED = find_spec("flash_attn") is not None

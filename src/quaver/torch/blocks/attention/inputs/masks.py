@@ -6,19 +6,9 @@ Everything is tensor arithmetic on positions: no branch looks at a value, so tha
 import torch
 from torch import Tensor
 
+from quaver.core.reference.masks import MASKS
 from quaver.core.text.spelling import suggest
 from quaver.torch.blocks.attention.inputs.layout import Ragged
-
-#: The masks by name, and whether each takes a `mask` and hides later keys.
-MASKS = {
-    "none": (False, False),
-    "causal": (False, True),
-    "causal_bottom_right": (False, True),
-    "padding": (True, False),
-    "padding_causal": (True, True),
-    "padding_causal_bottom_right": (True, True),
-    "arbitrary": (True, False),
-}
 
 Mask = Tensor | tuple[Tensor, Tensor]
 Window = tuple[int, int]
