@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -339,6 +339,15 @@ def wait_for_steps(process: "subprocess.Popen[bytes]", config: TrainConfig, step
         time.sleep(0.02)
 
 
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """A suite that runs under nohup has SIGHUP ignored, and so would every process that it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name)
 def test_a_signal_loses_nothing(make_config: MakeConfig, tmp_path: Path, number: signal.Signals) -> None:
     # The rate does not depend on the number of steps where the cosine ends at its beginning.
@@ -360,6 +369,7 @@ def test_a_signal_loses_nothing(make_config: MakeConfig, tmp_path: Path, number:
     assert run_training(fewer, resume=True).losses == run_training(replace(fewer, out=str(tmp_path / "whole"))).losses
 
 
+@pytest.mark.usefixtures("hangs_up")
 def test_a_terminal_that_hangs_up_loses_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
     """The terminal's end sends SIGHUP, and whatever is written to it from then on fails."""
     config = make_config("stopped", steps=4000, checkpoint_every=0, validate_every=0)
