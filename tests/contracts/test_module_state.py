@@ -60,7 +60,7 @@ SAFE = {
     "torch.backends.gpu.launching.launch:_recorded": "only tests and the gate record, in one thread",
     "torch.backends.gpu.launching.launch:_recorded_arch": "only tests and the gate record, in one thread",
     "torch.backends.gpu.launching.launch:_rooms": LOCKED,
-    "torch.backends.gpu.launching.launch:_tables": LAUNCHES,
+    "torch.backends.gpu.launching.launch:tables": LAUNCHES,
     "torch.backends.gpu.launching.launch:_workspaces": LOCKED,
     "torch.backends.gpu.launching.launch:multiprocessors": CACHED,
     "torch.backends.gpu.gemms.operands:_ones": ONCE,

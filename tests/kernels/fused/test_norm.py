@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quaver import E4M3, E5M2, QuantSpec
+from quaver.torch.backends.gpu.fused import column_sums
 from quaver.torch.backends.gpu.fused import norm as gpu
 from quaver.torch.backends.gpu.launching.launch import workspace
 from quaver.torch.blocks import norm
@@ -135,7 +136,7 @@ def test_rows_that_lie_apart_and_askew_give_the_bits_of_rows_that_lie_together()
 @pytest.mark.parametrize("rows", [1, 33, 100])
 def test_sums_over_rows_keep_their_bound(rows: int) -> None:
     x = torch.randn(rows, 70, device=DEVICE)
-    assert relative(gpu.sum_rows(x), x.double().sum(0)) < 1e-6
+    assert relative(column_sums.sum_rows(x), x.double().sum(0)) < 1e-6
 
 
 def test_parameters_that_lie_apart_are_read_where_they_lie() -> None:

@@ -13,10 +13,11 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.fused import formulas
 from quaver.kernels.fused.activation import activate, activate_backward, activate_blocks
-from quaver.torch.backends.gpu.fused.norm import mode, room
-from quaver.torch.backends.gpu.launching.launch import Launches, launcher, workspace
-from quaver.torch.backends.gpu.quantizing.codes import DTYPES, empty_codes, format_constants, in_words
-from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.backends.gpu.fused.norm import MEETING, extent, mode, rooms_for
+from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
+from quaver.torch.backends.gpu.launching.launch import workspace
+from quaver.torch.backends.gpu.quantizing.codes import DTYPES, format_constants, padded
+from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
 
 class Kind(NamedTuple):
@@ -99,27 +100,13 @@ def activated(
     kind = "none" if spec is None else mode(spec, factor is not None, _width(name, x))
     assert kind, f"no kernel activates and quantizes by {spec}"
     gate, value = _halves(name, x)
-    rows, columns = gate.shape
-    y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device) if want_output or kind == "amax" else None
-    q = qt = scale = top = None
-    if kind in ("amax", "tensor"):
-        top = torch.empty((1, 1), dtype=torch.float32, device=gate.device)
-    if kind == "tensor":
-        assert spec is not None
-        scale = torch.empty((1, 1), dtype=torch.float32, device=gate.device)
-        q = empty_codes(rows, columns, spec, gate.device) if rows_wanted else None
-        qt = empty_codes(columns, rows, spec, gate.device) if turned_wanted else None
-    elif kind not in ("none", "amax"):
-        assert spec is not None
-        q, scale = room(kind, spec, rows, columns, gate.device)
-    tensors: tuple[Any, ...] = (gate, value, y, q)
-    if kind in ("none", "amax", "tensor"):
-        tensors = (*tensors, in_words(qt), scale, top, factor, workspace(gate.device))
-        _tiles(tensors, (gate, value), name, tuple(options), kind, spec)
-    else:
-        _blocks((*tensors, scale), (gate, value), name, tuple(options), kind, spec)
-    output = None if y is None else y.view(*x[0].shape[:-1], columns)
-    return Activated(output, _operand(q, qt, scale, top, spec, rows, columns, kind), top)
+    rows, columns, _ = extent(gate)
+    also = factor, workspace(gate.device) if kind in MEETING else None
+    wanted = want_output or kind == "amax", rows_wanted, turned_wanted
+    y, q, qt, scale, top = _forwards((gate, value), name, tuple(options), kind, spec, wanted, own=also)
+    if y is not None and y.shape[:-1] != x[0].shape[:-1]:
+        y = y.view(*x[0].shape[:-1], columns)
+    return Activated(y, _operand(q, qt, scale, top, spec, rows, columns, kind), top)
 
 
 def _operand(
@@ -145,41 +132,64 @@ def _operand(
     return operand
 
 
-def _tile_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float], kind: str, spec: Any) -> Any:
-    gate, value, _, q, qt = tensors[:5]
-    rows, columns = gate.shape
+def _forward_pass(
+    given: Sequence[Any], name: str, options: Sequence[float], kind: str, spec: Any, wanted: tuple[bool, bool, bool]
+) -> Pass:
+    gate, value, factor, work = given
+    rows, columns, stride = extent(gate)
+    apart = stride, 0 if value is None else extent(value)[2]
+    y = whole(gate.shape, gate.dtype) if wanted[0] else None
+    q, scale, zeroed = rooms_for(kind, spec, rows, columns)
+    if kind not in ("none", *MEETING):
+        launch = _in_blocks((gate, value, y, q, scale), (rows, columns), apart, name, options, kind, spec)
+        return Pass(given, (y, q, None, scale, None), [launch], 3 if zeroed else None)
+    top = whole((1, 1), torch.float32) if kind in MEETING else None
+    q = q if wanted[1] else None
+    turned = None
+    if kind == "tensor" and wanted[2]:
+        turned = whole((columns, padded(rows)), FLOAT8[spec.format.name])._replace(told=_in_words)
     bm, bn, warps = TILE
     # Blocks reach over the zeros that end the rows of both results.
-    across, down = (columns if q is None else q.shape[1]), (rows if qt is None else qt.shape[1] * 4)
+    across, down = (columns if q is None else q.shape[1]), (rows if turned is None else turned.shape[1])
     grid = -(-down // bm), -(-across // bn)
-    strides = gate.stride(0), 0 if value is None else value.stride(0), across, 0 if qt is None else qt.shape[1] // 4
-    numbers = (rows, columns, *strides, grid[0] * grid[1], *_limits(options))
+    lines = 0 if turned is None else turned.shape[1] // 16
+    numbers = (rows, columns, *apart, across, lines, grid[0] * grid[1], *_limits(options))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, "MODE": kind}
     constants |= _formula(name, False) | _codes(spec, gate.device, ("POWER_OF_TWO", "INTEGERS"))
-    return launcher(activate, grid, tensors, numbers, constants, warps)
+    tensors = (gate, value, y, q, turned, scale, top, factor, work)
+    return Pass(given, (y, q, turned, scale, top), [Launch(activate, grid, tensors, numbers, constants, warps)])
 
 
-_tiles = Launches(_tile_launch)
+def _in_words(codes: Tensor) -> Tensor:
+    return codes.view(torch.int32)
 
 
-def _block_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float], kind: str, spec: Any) -> Any:
-    gate, value, _, q, _ = tensors
-    rows, columns = gate.shape
+def _in_blocks(
+    tensors: tuple[Any, ...],
+    shape: tuple[int, int],
+    apart: tuple[int, int],
+    name: str,
+    options: Sequence[float],
+    kind: str,
+    spec: QuantSpec,
+) -> Launch:
+    gate, _, _, q, _ = tensors
+    rows, columns = shape
     bm, bn, warps = BLOCK_TILE
     if kind == "row":
         bn = max(256, 1 << (columns - 1).bit_length())
         bm, warps = max(1, 2048 // bn), min(max(bn // 512, 4), 32)
     grid = -(-rows // bm), -(-q.shape[1] // bn)
     scale_stride = -(-columns // 128) * 4 if kind == "e8m0" else rows
-    numbers = (rows, columns, gate.stride(0), 0 if value is None else value.stride(0), q.shape[1], scale_stride)
     even = rows % bm == 0 and columns % bn == 0
     constants = {"BM": bm, "BN": bn, "EVEN": even, "MODE": kind, "BLOCK": 32 if kind == "e8m0" else 128}
     form = ("POWER_OF_TWO", "EMAX", "TOP_MANTISSA", "MAX", "INTEGERS")
     constants |= _formula(name, False) | _codes(spec, gate.device, form)
-    return launcher(activate_blocks, grid, tensors, (*numbers, *_limits(options)), constants, warps)
+    numbers = (rows, columns, *apart, q.shape[1], scale_stride, *_limits(options))
+    return Launch(activate_blocks, grid, tensors, numbers, constants, warps)
 
 
-_blocks = Launches(_block_launch)
+_forwards = Passes(_forward_pass)
 
 
 def _formula(name: str, backward: bool) -> dict[str, Any]:
@@ -205,26 +215,22 @@ def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]
 
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """
-    gate, value = _halves(name, x)
-    along = _rows(g)
-    of_inputs = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in x]
-    of_gate, of_value = _halves(name, of_inputs)
-    _backwards((along, gate, value, of_gate, of_value), (along, gate, value, of_gate), name, tuple(options))
+    read = (_rows(g), *_halves(name, x))
+    of_inputs = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in x]
+    _backwards(read, name, tuple(options), own=_halves(name, of_inputs))
     return of_inputs
 
 
-def _backward_launch(tensors: tuple[Any, ...], name: str, options: Sequence[float]) -> Any:
-    g, gate, value, of_gate, of_value = tensors
-    rows, columns = gate.shape
+def _backward_pass(given: Sequence[Any], name: str, options: Sequence[float]) -> Pass:
+    rows, columns, _ = extent(given[0])
     bm, bn, warps = BACKWARD_TILE
     grid = -(-rows // bm), -(-columns // bn)
-    strides = [0 if x is None else x.stride(0) for x in (g, gate, value, of_gate, of_value)]
-    numbers = (rows, columns, *strides, *_limits(options))
+    numbers = (rows, columns, *(0 if x is None else extent(x)[2] for x in given), *_limits(options))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, **_formula(name, True)}
-    return launcher(activate_backward, grid, tensors, numbers, constants, warps)
+    return Pass(given, (), [Launch(activate_backward, grid, given, numbers, constants, warps)])
 
 
-_backwards = Launches(_backward_launch)
+_backwards = Passes(_backward_pass)
 
 
 def _width(name: str, x: Sequence[Tensor]) -> int:
@@ -238,10 +244,14 @@ def _halves(name: str, x: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         return first, None
     if len(x) == 2:
         return first, _rows(x[1])
+    first = first.view(-1, first.shape[-1])
     width = first.shape[1] // 2
     return first[:, :width], first[:, width:]
 
 
 def _rows(x: Tensor) -> Tensor:
+    """[..., d] as it is, or as a matrix whose last axis is contiguous."""
+    if x.is_contiguous():
+        return x
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()

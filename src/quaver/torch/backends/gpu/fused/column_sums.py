@@ -1,10 +1,15 @@
 """Sums over the rows of a matrix on a GPU, in a fixed order: the gradient of a bias, and of partial sums."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from quaver.kernels.fused.column_sum import column_sums
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, aligned, launcher, multiprocessors
+from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
+from quaver.torch.backends.gpu.launching.launch import aligned, multiprocessors
+from quaver.torch.backends.gpu.quantizing.both_ways import Room
 
 #: Rows, columns and warps of a block that reads a matrix, and of one that adds partial sums up.
 BLOCK, LAST_BLOCK = (32, 128, 4), (32, 32, 4)
@@ -32,26 +37,13 @@ def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     # The bits must not depend on an address.
     x = x if x.stride(1) == 1 and aligned(x) else x.clone(memory_format=torch.contiguous_format)
-    rows, columns = x.shape
-    bm, bn, _ = BLOCK
-    blocks, across = -(-rows // bm), -(-columns // bn)
-    programs = max(1, min(blocks // 2, PROGRAMS * multiprocessors(x.device) // across))
-    each = -(-blocks // programs) * bm
-    down = -(-rows // each)
-    out = torch.empty((columns,), dtype=dtype, device=x.device)
-    if down == 1:
-        _sum(x, out, each, BLOCK)
-        return out
-    partial = torch.empty((down, columns), dtype=torch.float32, device=x.device)
-    _sum(x, partial, each, BLOCK)
-    _sum(partial, out, -(-down // LAST_BLOCK[0]) * LAST_BLOCK[0], LAST_BLOCK)
+    out: Tensor = _sums((x,), dtype, False)[0]
     return out
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """As `column_sum`, for few rows and in one launch; x lies row by row, aligned."""
-    out = torch.empty((x.shape[1],), dtype=dtype, device=x.device)
-    _sum(x, out, -(-x.shape[0] // LAST_BLOCK[0]) * LAST_BLOCK[0], LAST_BLOCK)
+    out: Tensor = _sums((x,), dtype, True)[0]
     return out
 
 
@@ -63,20 +55,43 @@ def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
     return sum_rows(partial, dtype) if partial.shape[0] <= FEW else column_sum(partial, dtype)
 
 
-def _sum(x: Tensor, out: Tensor, each: int, block: tuple[int, int, int]) -> None:
-    """Rows of x [rows, columns], `each` of them at a time, to out [columns], or [down, columns]."""
-    _sums((x, out), (x, out), each, block)
-
-
-def _launch(tensors: tuple[Tensor, Tensor], each: int, block: tuple[int, int, int]) -> Run:
-    x, out = tensors
+def _pass(given: Sequence[Any], dtype: torch.dtype, few: bool) -> Pass:
+    (x,) = given
     rows, columns = x.shape
+    bm, bn, _ = BLOCK
+    out = whole((columns,), dtype)
+    if few:
+        return Pass(given, (out,), [sum_launch(x, out, rows, columns)])
+    blocks, across = -(-rows // bm), -(-columns // bn)
+    programs = max(1, min(blocks // 2, PROGRAMS * multiprocessors(x.device) // across))
+    each = -(-blocks // programs) * bm
+    down = -(-rows // each)
+    if down == 1:
+        return Pass(given, (out,), [_launch(x, out, (rows, columns, x.stride(0)), each, BLOCK)])
+    partial = whole((down, columns), torch.float32)
+    first = _launch(x, partial, (rows, columns, x.stride(0)), each, BLOCK)
+    return Pass(given, (out, partial), [first, sum_launch(partial, out, down, columns)])
+
+
+_sums = Passes(_pass)
+
+
+def sum_launch(partial: Tensor | Room, out: Room, rows: int, columns: int) -> Launch:
+    """The launch that adds up partial sums [rows, columns], which lie row by row."""
+    return _launch(partial, out, (rows, columns, columns), -(-rows // LAST_BLOCK[0]) * LAST_BLOCK[0], LAST_BLOCK)
+
+
+def _launch(
+    x: Tensor | Room, out: Room, extent: tuple[int, int, int], each: int, block: tuple[int, int, int]
+) -> Launch:
+    """Rows of x, `each` of them at a time, to out [columns], or [down, columns].
+
+    Args:
+        extent: rows, columns, and how far rows lie apart.
+    """
+    rows, columns, _ = extent
     bm, bn, warps = block
-    down = out.numel() // columns
+    down = -(-rows // each)
     # Whole blocks: the last program too has rows to the end of its share.
     constants = {"BM": bm, "BN": bn, "EVEN": rows == each * down and columns % bn == 0}
-    numbers = (rows, columns, x.stride(0), each)
-    return launcher(column_sums, (-(-columns // bn), down), tensors, numbers, constants, warps)
-
-
-_sums = Launches(_launch)
+    return Launch(column_sums, (-(-columns // bn), down), (x, out), (*extent, each), constants, warps)

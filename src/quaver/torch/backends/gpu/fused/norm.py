@@ -5,6 +5,7 @@ quantized.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.fused.norm import norm, norm_backward
 from quaver.kernels.fused.wide_norm import wide_norm, wide_norm_backward
-from quaver.torch.backends.gpu.fused.column_sums import sum_rows as sum_rows
-from quaver.torch.backends.gpu.launching.launch import Launches, aligned, launcher, multiprocessors, workspace
-from quaver.torch.backends.gpu.quantizing.codes import empty_codes, format_constants
+from quaver.torch.backends.gpu.fused.column_sums import sum_launch
+from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
+from quaver.torch.backends.gpu.launching.launch import aligned, multiprocessors, workspace
+from quaver.torch.backends.gpu.quantizing.both_ways import Room, row_major
+from quaver.torch.backends.gpu.quantizing.codes import format_constants, padded
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
 #: The widest row that lies in registers, forward and backward, and the block of wider ones.
@@ -72,9 +75,7 @@ def forward(
 
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """
-    result = normalized(x, gamma, beta, normalization, eps)
-    assert result.y is not None
-    return result.y, result.mean, result.inverse
+    return normalized(x, gamma, beta, normalization, eps)[:3]  # type: ignore[return-value]
 
 
 def normalized(
@@ -97,63 +98,74 @@ def normalized(
     Exact: what is quantized, and the amax, given y.
     """
     columns = x.shape[-1]
-    flat = _rows(x)
-    rows = flat.shape[0]
-    gamma, beta = None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous()
     kind = "none" if spec is None else mode(spec, factor is not None, columns)
     assert kind, f"no kernel normalizes and quantizes by {spec}"
-    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if want_output or kind == "amax" else None
-    centred = CENTRED[normalization]
-    mean = torch.empty((rows if centred else 0,), dtype=torch.float32, device=x.device)
-    inverse = torch.empty((rows,), dtype=torch.float32, device=x.device)
-    top = torch.empty((1, 1), dtype=torch.float32, device=x.device) if kind in ("amax", "tensor") else None
-    q, scale = (None, None) if spec is None or kind == "amax" else room(kind, spec, rows, columns, x.device)
-    tensors = (flat, gamma, beta, y, q, mean, inverse, scale, top, factor, workspace(x.device))
-    _forwards(tensors, (flat, gamma, beta), normalization, eps, kind, spec)
-    shape = (*x.shape[:-1], 1)
+    read = _rows(x), None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous()
+    also = factor, workspace(x.device) if kind in MEETING else None
+    y, mean, inverse, q, scale, top = _forwards(
+        read, normalization, eps, kind, spec, want_output or kind == "amax", own=also
+    )
+    if read[0] is not x:
+        shape = (*x.shape[:-1], 1)
+        y, inverse = None if y is None else y.view(x.shape), inverse.view(shape)
+        mean = mean.view(shape) if mean.numel() else mean
     operand = None
     if q is not None:
-        assert spec is not None and scale is not None
-        operand = Quantized(q[:, :columns], scale, spec, (rows, columns), amax=top, swizzled=kind == "e8m0")
-    return Normalized(
-        None if y is None else y.view(x.shape), mean.view(shape) if centred else mean, inverse.view(shape), operand, top
-    )
+        assert spec is not None
+        codes = q if q.shape[1] == columns else q[:, :columns]
+        operand = Quantized(codes, scale, spec, (q.shape[0], columns), amax=top, swizzled=kind == "e8m0")
+    return Normalized(y, mean, inverse, operand, top)
 
 
-def room(kind: str, spec: QuantSpec, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    q = empty_codes(rows, columns, spec, device)
+#: Where the programs of a launch meet, to find the amax of the tensor.
+MEETING = ("amax", "tensor")
+
+
+def rooms_for(kind: str, spec: QuantSpec | None, rows: int, columns: int) -> tuple[Room | None, Room | None, bool]:
+    """Room for the codes and the scales of a matrix, and whether scales must be zero at first."""
+    if spec is None or kind == "amax":
+        return None, None, False
+    q = whole((rows, padded(columns)), FLOAT8[spec.format.name])
     if kind == "e8m0":
-        blocks = -(-columns // 128) * 4
-        whole = rows % 128 == 0 and columns % 128 == 0
-        scale = torch.empty((-(-rows // 128) * 128 * blocks,), dtype=torch.uint8, device=device)
         # What no block has is zero.
-        return q, scale if whole else scale.zero_()
+        ragged = rows % 128 != 0 or columns % 128 != 0
+        return q, whole((-(-rows // 128) * 128 * (-(-columns // 128) * 4),), torch.uint8), ragged
     if kind == "blocks":
-        return q, torch.empty((-(-columns // 128), rows), dtype=torch.float32, device=device).t()
-    return q, torch.empty((rows if kind == "row" else 1, 1), dtype=torch.float32, device=device)
+        return q, row_major((-(-columns // 128), rows), torch.float32, turned=True), False
+    return q, whole((rows if kind == "row" else 1, 1), torch.float32), False
 
 
-def _forward_launch(tensors: tuple[Any, ...], normalization: str, eps: float, kind: str, spec: QuantSpec | None) -> Any:
-    x, q = tensors[0], tensors[4]
-    rows, columns = x.shape
+def _forward_pass(
+    given: Sequence[Any], normalization: str, eps: float, kind: str, spec: QuantSpec | None, want_output: bool
+) -> Pass:
+    x, gamma, beta, factor, work = given
+    rows, columns, stride = extent(x)
+    centred, float32 = CENTRED[normalization], torch.float32
+    mean = whole((*x.shape[:-1], 1) if centred else (0,), float32)
+    inverse, y = whole((*x.shape[:-1], 1), float32), whole(x.shape, x.dtype) if want_output else None
+    top = whole((1, 1), float32) if kind in MEETING else None
+    q, scale, zeroed = rooms_for(kind, spec, rows, columns)
+    tensors = (x, gamma, beta, y, q, mean, inverse, scale, top, factor, work)
     q_stride = columns if q is None else q.shape[1]
     programs = min(rows, FORWARD_PROGRAMS * multiprocessors(x.device))
     form = _NO_FORMAT if spec is None else format_constants(spec, x.device)
-    constants = {"CENTRED": CENTRED[normalization], "MODE": kind, "VECTOR": vector(x)}
+    constants: dict[str, Any] = {"CENTRED": centred, "MODE": kind, "VECTOR": vector(x)}
     share = 1.0 / columns
     if columns > WIDEST:
         constants |= {"POWER_OF_TWO": form["POWER_OF_TWO"], "INTEGERS": form["INTEGERS"]}
         constants |= {"BN": WIDE_BLOCK, "EVEN": q_stride == columns and columns % WIDE_BLOCK == 0}
-        wide = (rows, columns, x.stride(0), q_stride, programs, float(eps), share)
-        return launcher(wide_norm, (programs,), tensors, wide, constants, 16)
-    bn, warps = row_block(columns)
-    constants |= {"BN": bn, "EVEN": bn == columns, "HELD": bn <= 8192, "BLOCK": 32 if kind == "e8m0" else 128, **form}
-    scale_stride = -(-columns // 128) * 4 if kind == "e8m0" else rows
-    numbers = (rows, columns, x.stride(0), q_stride, scale_stride, programs, float(eps), share)
-    return launcher(norm, (programs,), tensors, numbers, constants, warps)
+        wide = (rows, columns, stride, q_stride, programs, float(eps), share)
+        launch = Launch(wide_norm, (programs,), tensors, wide, constants, 16)
+    else:
+        bn, warps = row_block(columns)
+        constants |= {"BN": bn, "EVEN": bn == columns, "HELD": bn <= 8192, "BLOCK": 32 if kind == "e8m0" else 128}
+        scale_stride = -(-columns // 128) * 4 if kind == "e8m0" else rows
+        numbers = (rows, columns, stride, q_stride, scale_stride, programs, float(eps), share)
+        launch = Launch(norm, (programs,), tensors, numbers, {**constants, **form}, warps)
+    return Pass(given, (y, mean, inverse, q, scale, top), [launch], 4 if zeroed else None)
 
 
-_forwards = Launches(_forward_launch)
+_forwards = Passes(_forward_pass)
 
 
 def row_block(columns: int) -> tuple[int, int]:
@@ -175,59 +187,70 @@ def backward(
 
     Bounded: relative RMS 1e-6 of float64 in float32. Deterministic.
     """
-    flat, along = _rows(x), _rows(g)
-    rows, columns = flat.shape
-    dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    gamma = None if gamma is None else gamma.contiguous()
+    flat = _rows(x)
+    read = _rows(g), flat, None if gamma is None else gamma.contiguous()
+    dx, _, sums = _backwards(read, normalization, None if beta is None else beta.dtype, own=(mean, inverse))
+    if flat is not x:
+        dx = dx.view(x.shape)
+    if sums is None:
+        return dx, inverse.new_empty(0), inverse.new_empty(0)
+    return dx, *((sums, inverse.new_empty(0)) if beta is None else sums.unbind())
+
+
+def _backward_pass(given: Sequence[Any], normalization: str, of_beta: torch.dtype | None) -> Pass:
+    g, x, gamma, mean, inverse = given
+    rows, columns, stride = extent(x)
     programs = min(rows, BACKWARD_PROGRAMS * multiprocessors(x.device))
-    partial = None
+    dx, width = whole(x.shape, x.dtype), 0
+    partial: Room | None = None
+    sums: Room | None = None
     if gamma is not None:
-        width = columns if beta is None else 2 * columns
-        partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
-        if columns > WIDEST_BACKWARD:
-            # Rows in registers are summed there; wider ones add to memory.
-            partial.zero_()
-    tensors = (along, flat, gamma, mean, inverse, dx, partial)
-    _backwards(tensors, (along, flat, gamma), normalization, beta is not None, programs)
-    nothing = inverse.new_empty(0)
-    if partial is None:
-        return dx.view(x.shape), nothing, nothing
-    assert gamma is not None
-    # Rounded once, to what they are the gradients of.
-    sums = sum_rows(partial, gamma.dtype if beta is None or beta.dtype is gamma.dtype else torch.float32)
-    return dx.view(x.shape), sums[:columns], nothing if beta is None else sums[columns:]
-
-
-def _backward_launch(tensors: tuple[Any, ...], normalization: str, has_beta: bool, programs: int) -> Any:
-    g, x, partial = tensors[0], tensors[1], tensors[6]
-    rows, columns = x.shape
-    share = 1.0 / columns
-    width = 0 if partial is None else partial.shape[1]
-    numbers = (rows, columns, g.stride(0), x.stride(0), width, programs, share)
-    constants: dict[str, Any] = {"CENTRED": CENTRED[normalization], "BETA": has_beta, "VECTOR": vector(x, g)}
+        width = columns if of_beta is None else 2 * columns
+        partial = whole((programs, width), torch.float32)
+        # Rounded once, to what they are the gradients of.
+        dtype = gamma.dtype if of_beta in (None, gamma.dtype) else torch.float32
+        sums = whole((columns,) if of_beta is None else (2, columns), dtype)
+    tensors = (g, x, gamma, mean, inverse, dx, partial)
+    numbers = (rows, columns, extent(g)[2], stride, width, programs, 1.0 / columns)
+    constants: dict[str, Any] = {"CENTRED": CENTRED[normalization], "BETA": of_beta is not None, "VECTOR": vector(x, g)}
+    zeroed = None
     if columns > WIDEST_BACKWARD:
+        # Rows in registers are summed there; wider ones add to memory.
+        zeroed = None if partial is None else 1
         constants |= {"BN": WIDE_BLOCK, "EVEN": columns % WIDE_BLOCK == 0}
-        return launcher(wide_norm_backward, (programs,), tensors, numbers, constants, 16)
-    bn, warps = row_block(columns)
-    constants |= {"BN": bn, "EVEN": bn == columns}
-    return launcher(norm_backward, (programs,), tensors, numbers, constants, warps)
+        launches = [Launch(wide_norm_backward, (programs,), tensors, numbers, constants, 16)]
+    else:
+        bn, warps = row_block(columns)
+        constants |= {"BN": bn, "EVEN": bn == columns}
+        launches = [Launch(norm_backward, (programs,), tensors, numbers, constants, warps)]
+    if partial is not None and sums is not None:
+        launches.append(sum_launch(partial, sums, programs, width))
+    return Pass(given, (dx, partial, sums), launches, zeroed)
 
 
-_backwards = Launches(_backward_launch)
+_backwards = Passes(_backward_pass)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., d] as a matrix whose last axis is contiguous."""
+    """[..., d] as it is, or as a matrix whose last axis is contiguous."""
+    # The order of a sum, and so its bits, must not depend on an address, nor on how far rows lie apart.
+    if x.is_contiguous() and aligned(x):
+        return x
     flat = x.reshape(-1, x.shape[-1])
     if flat.stride(1) != 1:
         return flat.contiguous()
-    # The order of a sum, and so its bits, must not depend on an address, nor on how far rows lie apart.
     columns = flat.shape[1]
     as_alone = math.gcd(MOST, columns, flat.stride(0)) == math.gcd(MOST, columns)
     return flat if aligned(flat) and as_alone else flat.clone(memory_format=torch.contiguous_format)
 
 
+def extent(x: Tensor) -> tuple[int, int, int]:
+    """Rows, columns, and how far rows lie apart, of what `_rows` gives."""
+    columns = x.shape[-1]
+    return x.numel() // columns, columns, columns if x.is_contiguous() else x.stride(0)
+
+
 def vector(*matrices: Tensor) -> int:
     """Neighbours in a thread: 16 bytes of the first, or what rows and their distances are multiples of."""
     most = 16 // matrices[0].element_size()
-    return math.gcd(most, *(n for x in matrices for n in (x.shape[1], x.stride(0))))
+    return math.gcd(most, *(n for x in matrices for n in extent(x)[1:]))

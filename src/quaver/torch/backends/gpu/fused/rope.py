@@ -1,12 +1,13 @@
 """Rotary positions on a GPU: which tensors the kernel takes, over which grid it runs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quaver.kernels.fused.rope import rope as kernel
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
+from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
 
 #: Most elements of a program's block, and its warps.
 BLOCK, WARPS = 2048, 4
@@ -38,16 +39,12 @@ def turn(
 
     Exact: the bits of the plain formula in `quaver.torch.blocks.attention.rope.rotary`.
     """
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    tensors = (q, k, q_out, k_out, cos, sin)
-    _launches(tensors, (q, k, cos, sin), interleaved, back)
+    q_out, k_out = _passes((q, k, cos, sin), interleaved, back)
     return q_out, k_out
 
 
-def _launch(tensors: Sequence[Tensor | None], interleaved: bool, back: bool) -> Run:
-    q, k, _, _, cos, _ = tensors
-    assert q is not None and cos is not None
+def _pass(given: Sequence[Any], interleaved: bool, back: bool) -> Pass:
+    q, k, cos, sin = given
     half = cos.shape[-1] // 2
     wide = _power(half)
     heads, k_heads = q.shape[-2], 0 if k is None else k.shape[-2]
@@ -67,10 +64,12 @@ def _launch(tensors: Sequence[Tensor | None], interleaved: bool, back: bool) -> 
         "FAR": max(n * _strides(x)[2] for n, x in ((heads + block, q), (k_heads + block, k))) >= 2**31,
     }
     numbers = (inner, heads, k_heads, q_blocks, *_strides(q), *_strides(k), *_strides(cos)[:2])
-    return launcher(kernel, (outer * inner, q_blocks + k_blocks), tensors, numbers, constants, WARPS, fused=False)
+    rooms = whole(q.shape, q.dtype), None if k is None else whole(k.shape, k.dtype)
+    grid = outer * inner, q_blocks + k_blocks
+    return Pass(given, rooms, [Launch(kernel, grid, (q, k, *rooms, cos, sin), numbers, constants, WARPS)])
 
 
-_launches = Launches(_launch)
+_passes = Passes(_pass)
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:

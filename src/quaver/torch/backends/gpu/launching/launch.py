@@ -78,8 +78,8 @@ class Launch:
         return ASTSource(fn=self.fn, signature=self.signature, constexprs=constants, attrs=attrs)
 
 
-#: What each of the `Launches` keeps.
-_tables: list[dict[Any, Run]] = []
+#: What each of the `Launches` and `quaver.torch.backends.gpu.fused.passes.Passes` keeps.
+tables: list[dict[Any, Any]] = []
 _recorded: list[Launch] | None = None
 _recorded_arch: int | None = None
 
@@ -94,7 +94,7 @@ class Launches:
     def __init__(self, make: Callable[..., Run]) -> None:
         self.make = make
         self.kept: dict[Any, Run] = {}
-        _tables.append(self.kept)
+        tables.append(self.kept)
 
     def __call__(self, tensors: Sequence[Tensor | None], read: Sequence[Any], *decided: Hashable) -> None:
         """Run it.
@@ -142,7 +142,7 @@ def recorded_arch() -> int | None:
 
 
 def _forget() -> None:
-    for kept in _tables:
+    for kept in tables:
         kept.clear()
 
 

@@ -30,7 +30,12 @@ def grid(down: int, across: int) -> tuple[tuple[int, int], bool]:
 
 def empty_codes(rows: int, k: int, spec: QuantSpec, device: torch.device) -> Tensor:
     """Room for eight-bit codes [rows, k], rows rounded up to 16 bytes: the whole buffer, which a kernel fills."""
-    return torch.empty((rows, -(-k // 16) * 16), dtype=FLOAT8[spec.format.name], device=device)
+    return torch.empty((rows, padded(k)), dtype=FLOAT8[spec.format.name], device=device)
+
+
+def padded(k: int) -> int:
+    """Codes of a row of k, with those that fill it up."""
+    return -(-k // 16) * 16
 
 
 def format_constants(spec: QuantSpec, device: torch.device) -> dict[str, Any]:

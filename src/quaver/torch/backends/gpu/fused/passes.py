@@ -1,0 +1,134 @@
+"""A pass over tensors with everything decided: which kernels are launched, with which numbers, and what they write.
+
+Found out once for tensors that lie alike: a call then makes room for the results, and launches with addresses.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.torch.backends.gpu.launching import launch
+from quaver.torch.backends.gpu.quantizing.both_ways import Room, pattern
+
+
+def whole(shape: tuple[int, ...], dtype: torch.dtype) -> Room:
+    """Room for a tensor whose rows lie one after the other."""
+    return Room(shape, torch.empty(shape, dtype=dtype, device="meta").stride(), dtype)
+
+
+class Launch(NamedTuple):
+    """One launch of a pass; what it says is what `launch.launcher` takes."""
+
+    kernel: Any
+    grid: Sequence[int]
+    #: Of the pass's own, in the kernel's order; None where it takes nothing.
+    tensors: Sequence[Tensor | Room | None]
+    numbers: Sequence[int | float]
+    constants: dict[str, Any]
+    warps: int
+
+
+class Pass:
+    """What is launched on tensors like those given.
+
+    Args:
+        given: tensors like those that a call gives, each an object of its own, the first not None.
+        rooms: what is written; None is what no kernel writes.
+        launches: in their order.
+        zeroed: index of the room that must hold zeros at first, or None.
+    """
+
+    __slots__ = ("card", "parts", "patterns", "rooms", "runs", "zeroed")
+
+    def __init__(
+        self,
+        given: Sequence[Tensor | None],
+        rooms: Sequence[Room | None],
+        launches: Sequence[Launch],
+        zeroed: int | None = None,
+    ) -> None:
+        device = next(x.device for x in given if x is not None)
+        self.card, self.rooms, self.zeroed = launch.card(device)[:3], rooms, zeroed
+        self.patterns = [None if room is None else pattern(room, device) for room in rooms]
+        places = {id(x): i for i, x in enumerate((*given, *rooms)) if x is not None}
+        told = (*given, *self._told(self._new_rooms()), None)
+        #: Functions of tensors, and what picks those that they take.
+        self.runs: list[tuple[launch.Run, Callable[..., Any]]] = []
+        for kernel, grid, tensors, numbers, constants, warps in launches:
+            taken = itemgetter(*(-1 if x is None else places[id(x)] for x in tensors))
+            self.runs.append((launch.launcher(kernel, grid, taken(told), numbers, constants, warps), taken))
+        #: What starts them with addresses; None where they are interpreted.
+        self.parts: Any = None
+        if all(hasattr(run, "parts") for run, _ in self.runs):
+            self.parts = [(*run.parts, taken) for run, taken in self.runs]  # type: ignore[attr-defined]
+
+    def __call__(self, given: Sequence[Tensor | None], addresses: list[int | None]) -> list[Any]:
+        """The rooms, written; None where there is none."""
+        results = self._new_rooms()
+        index, current, stream_of = self.card
+        if self.parts is None or current() != index:
+            for run, taken in self.runs:
+                run(*taken((*given, *self._told(results), None)))
+            return results
+        addresses += [None if x is None else x.data_ptr() for x in results]
+        addresses.append(None)
+        stream = stream_of(index)
+        for start, grid, middle, tail, taken in self.parts:
+            start(*grid, stream, *middle, *taken(addresses), *tail)
+        return results
+
+    def _new_rooms(self) -> list[Any]:
+        results = [None if like is None else torch.empty_like(like) for like in self.patterns]
+        if self.zeroed is not None:
+            results[self.zeroed].zero_()  # type: ignore[union-attr]
+        return results
+
+    def _told(self, results: list[Any]) -> list[Any]:
+        return [None if room is None else room.told(x) for x, room in zip(results, self.rooms, strict=True)]
+
+
+class Passes:
+    """Passes of one kind: called with tensors, it decides the pass for such tensors once and runs it.
+
+    Args:
+        decide: (tensors like those given, *decided) to the pass, which follows from the key below alone.
+    """
+
+    def __init__(self, decide: Callable[..., Pass]) -> None:
+        self.decide = decide
+        self.kept: dict[Any, Pass] = {}
+        launch.tables.append(self.kept)
+
+    def __call__(self, given: Sequence[Tensor | None], *decided: Hashable, own: Sequence[Tensor | None] = ()) -> Any:
+        """The rooms of the pass.
+
+        Args:
+            given: what it reads, which may lie anywhere.
+            decided: what else it follows from.
+            own: what it reads besides: tensors whose shapes and dtypes follow from the others, and that lie as new
+                ones do.
+        """
+        facts: list[Any] = [decided, given[0].device]  # type: ignore[union-attr]
+        addresses: list[int | None] = []
+        for x in given:
+            if x is None:
+                facts.append(None)
+                addresses.append(None)
+            else:
+                address = x.data_ptr()
+                facts += x.shape, x.stride(), x.dtype, address & 15
+                addresses.append(address)
+        key = tuple(facts)
+        known = self.kept.get(key) or self._keep(key, (*given, *own), decided)
+        addresses += [None if x is None else x.data_ptr() for x in own]
+        return known((*given, *own), addresses)
+
+    def _keep(self, key: Any, tensors: Sequence[Tensor | None], decided: tuple[Hashable, ...]) -> Pass:
+        if len(self.kept) >= launch.MOST_KEPT:
+            self.kept.clear()
+        like = [None if x is None else x.detach() for x in tensors]
+        known = self.kept[key] = self.decide(like, *decided)
+        return known
