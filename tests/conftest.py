@@ -21,8 +21,8 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Where cuBLAS keeps its work in deterministic mode, which every test runs in; it is read when the first GEMM runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-#: Megabytes of a worker from which on it gives back, between two files of tests, what compilers keep.
-LARGEST = 1200
+#: Megabytes that a worker may grow by before it gives back, between two files of tests, what compilers keep.
+GROWTH = 600
 
 ROOT = Path(__file__).parents[1]
 #: Tests of kernels: on a machine with a GPU they run there, and `pytest -m gpu` takes them.
@@ -58,6 +58,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         place_on_a_machine(item, torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and cases stay until the end: a collector that walks over millions of them each time takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 def place_on_a_machine(item: pytest.Item, gpu: bool, interpreting: bool) -> None:
@@ -104,12 +110,19 @@ def _optimized_where_that_is_the_claim(request: pytest.FixtureRequest) -> Iterat
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.fixture(scope="session")
+def _held() -> list[float]:
+    """Megabytes that this process held when its first test began, or after it last gave back."""
+    return [resident()]
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _compiled_code_goes() -> Iterator[None]:
+def _compiled_code_goes(_held: list[float]) -> Iterator[None]:
     """What JAX and Dynamo compiled for one file of tests serves no other, and a worker kept it: gigabytes."""
     yield
-    if resident() > LARGEST:
+    if resident() > _held[0] + GROWTH:
         give_back()
+        _held[0] = resident()
 
 
 def resident() -> float:
