@@ -52,6 +52,10 @@ TORCHS_OWN = "ignore:.torch.jit.script.*. is deprecated:DeprecationWarning"
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", TORCHS_OWN)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.interpreting import exchange_once
+
+        exchange_once()
 
 
 @pytest.hookimpl(tryfirst=True)

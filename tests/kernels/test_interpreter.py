@@ -7,7 +7,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter as tritons
 
+from quaver import E2M1, QuantSpec
 from quaver.torch.backends.gpu.launching import interpreter
+from quaver.torch.backends.gpu.quantizing.block_scaled import by_two_levels
+from quaver.torch.numerics import reference
 
 FP8 = {"e4m3": (tl.float8e4nv, torch.float8_e4m3fn, 448.0), "e5m2": (tl.float8e5, torch.float8_e5m2, 57344.0)}
 NARROW = {"bf16": (tl.bfloat16, torch.bfloat16), "fp16": (tl.float16, torch.float16)}
@@ -116,3 +119,21 @@ def test_mending_twice_is_mending_once() -> None:
     mended = tritons._convert_float
     interpreter.mend()
     assert tritons._convert_float is mended
+
+
+def test_the_language_is_searched_once_a_launch_and_is_itself_again_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See tests/interpreting.py: a kernel that calls others is interpreted as one that calls none."""
+    searched: list[object] = []
+    search = tritons._patch_builtin
+    monkeypatch.setattr(
+        tritons, "_patch_builtin", lambda package, *rest: (searched.append(package), search(package, *rest))
+    )
+    launches = []
+    for rows in (16, 64):
+        x = torch.randn(rows, 64)
+        q = by_two_levels(x, QuantSpec(E2M1, (1, 16), "two_level"))
+        assert torch.equal(q.codes(), reference.quantize(x, q.spec).codes())
+        launches.append(searched.count(tl))
+        assert tl.core.is_builtin(tl.load)
+    # The measurement of the largest magnitude, and the quantization.
+    assert launches == [2, 4] and len(searched) <= 5 * launches[-1]
