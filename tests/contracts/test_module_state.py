@@ -68,7 +68,6 @@ SAFE = {
     "torch.state.history.on_gpu:_captured": "a thread adds the layers that it captures",
     "torch.backends.gpu.gemms.scaled_mm:_transposes": SAME,
     "torch.backends.gpu.gemms.scaled_mm:_ways": "two threads find out the same; an entry holds its specs",
-    "torch.backends.gpu.quantizing.tensor_cast:_places": OWN,
     "torch.linear.layer:_warned": WARNS,
     "torch.operations.operation:OPERATIONS": "filled while modules are imported",
     "torch.operations.ops:_resolved": "an entry holds the recipe whose identity it has; `only` is the process's",

@@ -17,7 +17,9 @@ from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu import families
 from quaver.torch.backends.gpu.fused import activation, column_sums, cross_entropy, norm, rope
 from quaver.torch.backends.gpu.gemms import decoding
+from quaver.torch.backends.gpu.launching.launch import launcher
 from quaver.torch.backends.gpu.quantizing import block_scaled
+from quaver.torch.backends.gpu.quantizing.ways import Launch, Wanted, shared_launches
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.history import on_gpu
 from quaver.torch.state.history.amax import column_specs
@@ -78,6 +80,9 @@ def _per_tensor() -> list[Case]:
         known = number() if factor else None
         return lambda: families.per_tensor(matrix(height), POWER, None, known, factor, True, sums=True)
 
+    def with_a_weight(height: int = ROWS, spec: QuantSpec = POWER, sums: bool = False) -> list[Launch]:
+        return two(matrix(height), spec, matrix(COLUMNS), POWER, sums)
+
     return [
         Case(name="amax bf16", launch=lambda: families.measure(matrix()), exceptions=ONE_NUMBER),
         Case(name="amax float32", launch=lambda: families.measure(wide()), exceptions=ONE_NUMBER),
@@ -98,7 +103,36 @@ def _per_tensor() -> list[Case]:
         Case(name="cast+transpose+sums bf16", launch=summed()),
         Case(name="cast+transpose+sums ragged tokens", launch=summed(8175)),
         Case(name="cast+transpose+amax+sums delayed", launch=summed(factor=True)),
+        Case(name="amax of two", launch=lambda: run(with_a_weight()[:1]), exceptions=ONE_NUMBER),
+        Case(name="amax of two ragged tokens", launch=lambda: run(with_a_weight(8176)[:1]), exceptions=ONE_NUMBER),
+        Case(name="cast+transpose of two", launch=lambda: run(with_a_weight())),
+        Case(name="cast+transpose of two ragged tokens", launch=lambda: run(with_a_weight(8176))),
+        Case(name="cast+transpose of two and sums", launch=lambda: run(with_a_weight(ROWS, QuantSpec(E5M2), True))),
+        Case(
+            name="cast+transpose+amax of two delayed",
+            launch=lambda: run(two(matrix(), POWER, matrix(COLUMNS), POWER, known=True)),
+        ),
     ]
+
+
+def two(
+    x: Tensor, spec: QuantSpec, w: Tensor, other: QuantSpec, sums: bool = False, known: bool | None = None
+) -> list[Launch]:
+    """The launches that an input, or a grad_output to be summed, shares with a weight."""
+    by_way = []
+    for one, of_one, wanted in ((x, spec, Wanted(sums=sums)), (w, other, Wanted(transpose=True, codes=True))):
+        family = families.family_of(of_one, of_one)
+        way = None if family is None or family.decided is None else family.decided(one, of_one, of_one, wanted)
+        assert way is not None
+        by_way.append(way.launches(known, known))
+    shared = shared_launches(by_way)
+    assert shared is not None
+    return shared
+
+
+def run(launches: list[Launch]) -> None:
+    for one in launches:
+        launcher(*one.job)
 
 
 def _by_rows_and_blocks() -> list[Case]:
@@ -124,6 +158,7 @@ def _by_rows_and_blocks() -> list[Case]:
         Case(name="rows+columns 4096", launch=both(rows)),
         Case(name="rows+columns ragged tokens", launch=both(rows, lambda: matrix(8175))),
         Case(name="rows+columns 14336", launch=both(rows, lambda: matrix(columns=14336))),
+        Case(name="rows+columns of two", launch=lambda: run(two(matrix(), rows, matrix(COLUMNS), rows))),
         Case(name="1x128", launch=one(runs)),
         Case(name="1x128 columns", launch=one(runs, lambda: matrix().t())),
         Case(name="1x128 dual", launch=both(runs)),

@@ -76,26 +76,15 @@ def keep_newest(newest, bits):
 
 
 @triton.jit
-def cast(
-    x, q, qt, scale, top, factor, given, newest, work, partial,
+def cast_block(
+    pm, pn, x, q, qt, scale, top, factor, given, newest, work, partial,
     rows, columns, stride, q_stride, qt_lines, programs,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr, NEWEST: tl.constexpr, TALL: tl.constexpr,
+    MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr, NEWEST: tl.constexpr,
     SUMS: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] to q of the same shape (ROWS), its transpose qt as int32 (COLUMNS), and scale float32 [1].
-
-    MEASURED: top float32 [1] is the amax. Otherwise the amax `given` goes before it (GIVEN), or factor is set; top is
-    written: the amax of x, taken on the way. factor (if FACTOR) goes before what an amax implies unless it is 0.
-    newest (if NEWEST): the newest entry of a history, which notes the amax where that is finite.
-    partial (if SUMS): float32 [blocks of BM rows, columns], the sums of x, unscaled, over the rows of each block.
-    q_stride, qt_lines: bytes of a row of q, 16 of them in a row of qt; the ends of rows beyond x are zeros.
-    work: int32 [2] of zeros, left as zeros; programs: how many share it. TALL: rows are the grid's first axis.
-    Exact; sums Bounded: of float32 in a fixed order.
-    """
-    pm = tl.program_id(0 if TALL else 1)
-    pn = tl.program_id(1 if TALL else 0)
+    """What the program of block (pm, pn) does for `cast`."""
     r = pm * BM + 4 * tl.arange(0, BM // 4)
     c = pn * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
@@ -145,3 +134,65 @@ def cast(
         r4 = pm * (BM // 4) + tl.arange(0, BM // 4)
         packed = packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
         store_turned(qt, r4, c, columns, 4 * qt_lines, packed, EVEN)
+
+
+@triton.jit
+def cast(
+    x, q, qt, scale, top, factor, given, newest, work, partial,
+    rows, columns, stride, q_stride, qt_lines, programs,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr, NEWEST: tl.constexpr, TALL: tl.constexpr,
+    SUMS: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+    INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] to q of the same shape (ROWS), its transpose qt as int32 (COLUMNS), and scale float32 [1].
+
+    MEASURED: top float32 [1] is the amax. Otherwise the amax `given` goes before it (GIVEN), or factor is set; top is
+    written: the amax of x, taken on the way. factor (if FACTOR) goes before what an amax implies unless it is 0.
+    newest (if NEWEST): the newest entry of a history, which notes the amax where that is finite.
+    partial (if SUMS): float32 [blocks of BM rows, columns], the sums of x, unscaled, over the rows of each block.
+    q_stride, qt_lines: bytes of a row of q, 16 of them in a row of qt; the ends of rows beyond x are zeros.
+    work: int32 [2] of zeros, left as zeros; programs: how many share it. TALL: rows are the grid's first axis.
+    Exact; sums Bounded: of float32 in a fixed order.
+    """
+    cast_block(
+        tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),
+        x, q, qt, scale, top, factor, given, newest, work, partial, rows, columns, stride, q_stride, qt_lines, programs,
+        BM, BN, EVEN, ROWS, COLUMNS, MEASURED, FACTOR, GIVEN, NEWEST,
+        SUMS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+    )  # fmt: skip
+
+
+@triton.jit
+def cast_two(
+    x, q, qt, scale, top, factor, given, newest, work, partial,
+    x_2, q_2, qt_2, scale_2, top_2, factor_2, given_2, newest_2, work_2, partial_2,
+    rows, columns, stride, q_stride, qt_lines, programs,
+    rows_2, columns_2, stride_2, q_stride_2, qt_lines_2, programs_2, first,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, EVEN_2: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr,
+    NEWEST: tl.constexpr, SUMS: tl.constexpr, SUMS_2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, EMAX_2: tl.constexpr,
+    TOP_MANTISSA_2: tl.constexpr, MAX_2: tl.constexpr, INTEGERS: tl.constexpr,
+    dtype: tl.constexpr, dtype_2: tl.constexpr,
+):  # fmt: skip
+    """`cast` of two matrices: the `first` programs take x, the others x_2. Exact; sums as `cast`'s."""
+    p = tl.program_id(0)
+    if p < first:
+        across = tl.cdiv(columns, BN)
+        cast_block(
+            p // across, p % across, x, q, qt, scale, top, factor, given, newest, work, partial,
+            rows, columns, stride, q_stride, qt_lines, programs,
+            BM, BN, EVEN, ROWS, COLUMNS, MEASURED, FACTOR, GIVEN, NEWEST,
+            SUMS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip
+    else:
+        other = p - first
+        across_2 = tl.cdiv(columns_2, BN)
+        cast_block(
+            other // across_2, other % across_2,
+            x_2, q_2, qt_2, scale_2, top_2, factor_2, given_2, newest_2, work_2, partial_2,
+            rows_2, columns_2, stride_2, q_stride_2, qt_lines_2, programs_2,
+            BM, BN, EVEN_2, ROWS, COLUMNS, MEASURED, FACTOR, GIVEN, NEWEST,
+            SUMS_2, POWER_OF_TWO, EMAX_2, TOP_MANTISSA_2, MAX_2, INTEGERS, dtype_2,
+        )  # fmt: skip

@@ -24,23 +24,17 @@ def load_rows(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
 
 
 @triton.jit
-def rowwise(
-    x, q, scale, tops, given,
-    rows, columns, stride, q_stride,
+def rows_at(
+    p, x, q, scale, tops, given, rows, columns, stride, q_stride,
     BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, TOPS: tl.constexpr,
     GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns], a row in registers, to q and scale float32 [rows]; one read. BN holds q_stride columns.
-
-    tops (if TOPS): int32 [columns], zero before, the bits of the columns' amaxes after; a maximum does not depend on
-    the order. given (if GIVEN): float32 [rows], amaxes that go before those measured. A program takes BM rows, STEPS
-    times. Exact.
-    """
+    """What program p does for `rowwise`."""
     c = tl.arange(0, BN)
     largest = tl.zeros([BN], tl.int32)
     for step in range(STEPS):
-        r = (tl.program_id(0) * STEPS + step) * BM + tl.arange(0, BM)
+        r = (p * STEPS + step) * BM + tl.arange(0, BM)
         v = load_rows(x, r, c, rows, columns, stride, EVEN)
         if TOPS:
             m = magnitude_bits(v)
@@ -58,6 +52,49 @@ def rowwise(
             tl.store(at, codes, mask=(r[:, None] < rows) & (c[None, :] < q_stride))
     if TOPS:
         tl.atomic_max(tops + c, largest, mask=c < columns, sem="relaxed")
+
+
+@triton.jit
+def rowwise(
+    x, q, scale, tops, given,
+    rows, columns, stride, q_stride,
+    BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, TOPS: tl.constexpr,
+    GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns], a row in registers, to q and scale float32 [rows]; one read. BN holds q_stride columns.
+
+    tops (if TOPS): int32 [columns], zero before, the bits of the columns' amaxes after; a maximum does not depend on
+    the order. given (if GIVEN): float32 [rows], amaxes that go before those measured. A program takes BM rows, STEPS
+    times. Exact.
+    """
+    rows_at(
+        tl.program_id(0), x, q, scale, tops, given, rows, columns, stride, q_stride,
+        BM, BN, STEPS, EVEN, TOPS, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+    )  # fmt: skip
+
+
+@triton.jit
+def rowwise_two(
+    x, q, scale, tops, given, x_2, q_2, scale_2, tops_2, given_2,
+    rows, columns, stride, q_stride, rows_2, columns_2, stride_2, q_stride_2, first,
+    BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    BM_2: tl.constexpr, BN_2: tl.constexpr, STEPS_2: tl.constexpr, EVEN_2: tl.constexpr, TOPS: tl.constexpr,
+    GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """`rowwise` of two matrices: the `first` programs take x, the others x_2. Exact."""
+    p = tl.program_id(0)
+    if p < first:
+        rows_at(
+            p, x, q, scale, tops, given, rows, columns, stride, q_stride,
+            BM, BN, STEPS, EVEN, TOPS, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip
+    else:
+        rows_at(
+            p - first, x_2, q_2, scale_2, tops_2, given_2, rows_2, columns_2, stride_2, q_stride_2,
+            BM_2, BN_2, STEPS_2, EVEN_2, TOPS, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -103,19 +140,13 @@ def column_amax(
 
 
 @triton.jit
-def columnwise(
-    x, qt, scale, tops, given,
-    rows, columns, stride, qt_lines,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr,
+def columns_at(
+    pm, pn, x, qt, scale, tops, given, rows, columns, stride, qt_lines, down,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] with a scale for each column to its transpose qt as int32, and scale float32 [columns].
-
-    tops: int32 [columns], the bits of the columns' amaxes; given (if GIVEN): float32 [columns] that go before them.
-    """
-    pm = tl.program_id(0 if TALL else 1)
-    pn = tl.program_id(1 if TALL else 0)
+    """What the program of block (pm, pn) does for `columnwise`."""
     r = pm * BM + 4 * tl.arange(0, BM // 4)
     c = pn * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
@@ -124,5 +155,57 @@ def columnwise(
     e, s = factor_and_scale(bits, given, c, inside, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
     if pm == 0:
         tl.store(scale + c, s, mask=inside)
+    # Once each program of these columns has read their amaxes, the last one leaves zeros to the next launch.
+    tl.debug_barrier()
+    readers = tops + columns + pn
+    if tl.atomic_add(readers, 1, sem="acq_rel") == down - 1:
+        tl.store(tops + c, tl.zeros([BN], tl.int32), mask=inside)
+        tl.store(readers, 0)
     packed = packed_four(x0, x1, x2, x3, e[None, :], dtype, INTEGERS)
     store_turned(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, 4 * qt_lines, packed, EVEN)
+
+
+@triton.jit
+def columnwise(
+    x, qt, scale, tops, given,
+    rows, columns, stride, qt_lines, down,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+    INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] with a scale for each column to its transpose qt as int32, and scale float32 [columns].
+
+    tops: int32 [columns], the bits of the columns' amaxes, and behind them a zero for each program across; zeros after.
+    given (if GIVEN): float32 [columns] that go before those amaxes. down: programs that read the same columns. Exact.
+    """
+    columns_at(
+        tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),
+        x, qt, scale, tops, given, rows, columns, stride, qt_lines, down,
+        BM, BN, EVEN, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+    )  # fmt: skip
+
+
+@triton.jit
+def columnwise_two(
+    x, qt, scale, tops, given, x_2, qt_2, scale_2, tops_2, given_2,
+    rows, columns, stride, qt_lines, down, rows_2, columns_2, stride_2, qt_lines_2, down_2, first,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, EVEN_2: tl.constexpr, GIVEN: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+    INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """`columnwise` of two matrices: the `first` programs take x, the others x_2. Exact."""
+    p = tl.program_id(0)
+    if p < first:
+        across = tl.cdiv(columns, BN)
+        columns_at(
+            p // across, p % across, x, qt, scale, tops, given, rows, columns, stride, qt_lines, down,
+            BM, BN, EVEN, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip
+    else:
+        other = p - first
+        across_2 = tl.cdiv(columns_2, BN)
+        columns_at(
+            other // across_2, other % across_2, x_2, qt_2, scale_2, tops_2, given_2,
+            rows_2, columns_2, stride_2, qt_lines_2, down_2,
+            BM, BN, EVEN_2, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip

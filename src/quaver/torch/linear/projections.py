@@ -243,15 +243,17 @@ def _forward_decided(
     keeps: bool,
 ) -> tuple[Tensor, ...]:
     output, saved = given
-    y, outputs, entries = matrix(output), [], []
-    q, scale, xt, of_xt, _ = decided[0].rows.input(y, None)
+    first, outputs, entries = setup.layers[0], [], []
+    operands, entry, w = decided[0].operands(matrix(output), weights[0], first, None)
+    q, scale, xt, of_xt, _ = operands
     for layer, weight, bias, step in zip(setup.layers, weights, biases, decided, strict=True):
-        entry, w = step.weight(weight, layer, None)
+        if layer is not first:
+            entry, w = step.weight(weight, layer, None)
         z = step.rows.fprop(q, scale, w.fprop, w.fprop_scale, bias)
         outputs.append(z.resize_(*output.shape[:-1], weight.shape[0]))
         entries.append(entry)
     on_host = of_xt.__class__ is float
-    kept = (y if xt is None else xt, None if on_host else of_xt) if keeps else (None, None)
+    kept = (matrix(output) if xt is None else xt, None if on_host else of_xt) if keeps else (None, None)
     tensors, layouts = _pack(saved)
     ctx.save_for_backward(*weights, *kept, *tensors)
     dtypes = [None if bias is None else bias.dtype for bias in biases]

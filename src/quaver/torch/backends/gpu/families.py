@@ -14,7 +14,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.gemms.scaled_mm import reads_transposes
 from quaver.torch.backends.gpu.launching.device import out_of_memory
-from quaver.torch.backends.gpu.quantizing import block_scaled, blockwise, rowwise
+from quaver.torch.backends.gpu.quantizing import block_scaled, blockwise, rowwise, tensorwise
 from quaver.torch.backends.gpu.quantizing.block_scaled import (
     by_exponents,
     by_two_levels,
@@ -22,7 +22,6 @@ from quaver.torch.backends.gpu.quantizing.block_scaled import (
     with_two_levels,
 )
 from quaver.torch.backends.gpu.quantizing.blockwise import BLOCK, by_blocks
-from quaver.torch.backends.gpu.quantizing.both_ways import BothWays
 from quaver.torch.backends.gpu.quantizing.codes import empty_codes as empty_codes
 from quaver.torch.backends.gpu.quantizing.codes import format_constants as format_constants
 from quaver.torch.backends.gpu.quantizing.rowwise import by_rows
@@ -30,6 +29,7 @@ from quaver.torch.backends.gpu.quantizing.tensorwise import measure as measure
 from quaver.torch.backends.gpu.quantizing.tensorwise import per_tensor as per_tensor
 from quaver.torch.backends.gpu.quantizing.transposing import transpose as transpose
 from quaver.torch.backends.gpu.quantizing.transposing import transposed as transposed
+from quaver.torch.backends.gpu.quantizing.ways import Wanted, Way
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
@@ -69,7 +69,7 @@ class Family(NamedTuple):
     serves: Callable[[QuantSpec | None, QuantSpec | None], bool]
     run: Callable[[Call], Pair]
     #: Both operands of a matrix decided beforehand, or the first alone, for a Linear's step; or None.
-    decided: Callable[[Tensor, QuantSpec, QuantSpec | None, bool], BothWays | None] | None = None
+    decided: Callable[[Tensor, QuantSpec, QuantSpec | None, Wanted], Way | None] | None = None
 
 
 def _by_tensor(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
@@ -139,7 +139,7 @@ def _run_with_two_levels(call: Call) -> Pair:
 
 #: In order of preference.
 FAMILIES = [
-    Family(_by_tensor, _run_by_tensor),
+    Family(_by_tensor, _run_by_tensor, tensorwise.decided),
     Family(_in_blocks, _run_in_blocks, blockwise.decided),
     Family(_in_rows, _run_in_rows, rowwise.decided),
     Family(with_exponents, _run_with_exponents, block_scaled.decided),

@@ -52,7 +52,7 @@ def decide(x: Tensor, weight: Tensor, recipe: Recipe) -> Step | None:
         return entry, entry.ready
 
     forward, gradient = _product(x.dtype), _product(weight.dtype)
-    return Step(recipe, x, Rows(of_input, of_grad_output, of_weight, _factors, forward, forward, gradient, False))
+    return Step(recipe, x, Rows(of_input, of_grad_output, of_weight, None, _factors, forward, forward, gradient, False))
 
 
 class HostFactors(NamedTuple):

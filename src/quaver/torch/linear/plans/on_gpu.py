@@ -16,7 +16,8 @@ from quaver.torch.backends.gpu.gemms.operands import any_matrix, matrix, scales
 from quaver.torch.backends.gpu.gemms.scaled_mm import FAST, SCALING, SWIZZLE, Kind, reads_transposes, role, way
 from quaver.torch.backends.gpu.quantizing.both_ways import BothWays
 from quaver.torch.backends.gpu.quantizing.codes import empty_codes
-from quaver.torch.backends.gpu.quantizing.tensor_cast import TensorCast
+from quaver.torch.backends.gpu.quantizing.ways import Decided, Wanted, Way, of_matrix, share
+from quaver.torch.backends.gpu.quantizing.ways import Delayed as OfMatrix
 from quaver.torch.linear.gemms import Call, quantized_weight
 from quaver.torch.linear.plans.step import Multiply, Operands, Rows, Step, Weight
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
@@ -47,6 +48,8 @@ class Delayed(NamedTuple):
     known: list[bool]
     #: `amax.newest` of each column.
     newest: list[Tensor | None]
+    #: Both for each column, as kernels are told.
+    by_column: list[OfMatrix]
     rolled: Tensor | None
     factor: Tensor
     version: int
@@ -56,8 +59,15 @@ class Delayed(NamedTuple):
     def in_backward(self, layer: nn.Module, g: Tensor) -> "Delayed":
         history, newest = layer._buffers["history"], self.newest
         if history is not self.history or history.data_ptr() != self.address:
-            return self._replace(newest=[*newest[:2], amax.newest(layer, amax.GRAD_OUTPUT, g)])
+            return _with_newest(self, [*newest[:2], amax.newest(layer, amax.GRAD_OUTPUT, g)])
         return self
+
+
+def _with_newest(delayed: Delayed, newest: list[Tensor | None]) -> Delayed:
+    by_column = [
+        of_matrix(delayed.factors, i, *given) for i, given in enumerate(zip(delayed.known, newest, strict=True))
+    ]
+    return delayed._replace(newest=newest, by_column=by_column)
 
 
 def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
@@ -86,7 +96,8 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
     known = [amax.is_set(layer, column, factors) for column in range(3)]
     newest = [amax.newest(layer, column, x) for column in range(3)]
     rolled = None if stacked is None else stacked[0].rolled
-    delayed = Delayed(factors, known, newest, rolled, factor, factor._version, history, history.data_ptr())
+    delayed = Delayed(factors, known, [], [], rolled, factor, factor._version, history, history.data_ptr())
+    delayed = _with_newest(delayed, newest)
     # Without a roll behind them factors are a copy of their own, to be made anew.
     state.factors = delayed if rolled is not None and hasattr(factors, "known_set") else None
     return delayed
@@ -115,10 +126,10 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
     plain = recipe.wgrad.a is None and recipe.wgrad.b is None
     if any(gemm is None and not (plain and name == "wgrad") for name, gemm in gemms.items()):
         return None
-    of_input = _cast(like, recipe.fprop.a, recipe.wgrad.b, views, True)
+    input_way = _way(like, recipe.fprop.a, recipe.wgrad.b, Wanted(transpose=True, views=views))
     g = like.new_empty((tokens, n))
-    of_grad_output = _cast(g, recipe.dgrad.a, recipe.wgrad.a, views, False, bias is not None)
-    if of_input is None or of_grad_output is None:
+    of_grad_output = _way(g, recipe.dgrad.a, recipe.wgrad.a, Wanted(sums=bias is not None, views=views))
+    if input_way is None or of_grad_output is None:
         return None
     fprop, dgrad = gemms["fprop"], gemms["dgrad"]
     assert fprop is not None and dgrad is not None
@@ -126,13 +137,19 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
     def of_weight(weight: Tensor, layer: nn.Module, delayed: Delayed | None, forward: bool) -> Any:
         return _weight(weight, layer, recipe, (fprop, dgrad), delayed, forward)
 
+    of_input = BothWays(x.device, input_way)
+    shared = None
+    weight_way = _way(like.new_empty((n, k)), recipe.fprop.b, recipe.dgrad.b, Wanted(True, True, views=views))
+    if weight.dtype is x.dtype and weight_way is not None and share(input_way, weight_way):
+        shared = _shared(BothWays(x.device, input_way, weight_way), of_input, recipe, (fprop, dgrad), views)
     return Step(
         recipe,
         x,
         Rows(
             _by_factors(of_input, recipe, amax.INPUT),
-            _by_factors(of_grad_output, recipe, amax.GRAD_OUTPUT),
+            _by_factors(BothWays(x.device, of_grad_output), recipe, amax.GRAD_OUTPUT),
             of_weight,
+            shared,
             _delayed,
             _product(fprop, x.dtype),
             _product(dgrad, x.dtype),
@@ -148,7 +165,7 @@ def _by_factors(cast: Any, recipe: Recipe, column: int) -> Callable[[Tensor, Any
         return cast
 
     def delayed_cast(x: Tensor, given: Delayed) -> Operands:
-        return cast(x, given.factors, column, given.known[column], given.newest[column])
+        return cast(x, given.by_column[column])
 
     return delayed_cast
 
@@ -167,18 +184,14 @@ def _product(gemm: Gemm, dtype: torch.dtype) -> Multiply:
     return multiply
 
 
-def _cast(
-    like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, views: bool, kept: bool, sums: bool = False
-) -> TensorCast | BothWays | None:
-    """What makes a matrix an operand, and its transpose too if `other` is not None; None where nothing does."""
+def _way(like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: Wanted) -> Way | None:
+    """How a matrix becomes an operand, and its transpose too if `other` is not None; None where nothing does."""
     if spec is None or ops.no_kernels(like) or families.reason(like, spec):
         return None
     family = family_of(spec, other)
-    if family is None or spec.rounding != "nearest" or spec.hadamard:
+    if family is None or family.decided is None or spec.rounding != "nearest" or spec.hadamard:
         return None
-    if spec.per_tensor:
-        return None if other is None else TensorCast(like, spec, kept, sums, views)
-    return None if family.decided is None else family.decided(like, spec, other, kept)
+    return family.decided(like, spec, other, wanted)
 
 
 def _gemm(
@@ -218,6 +231,48 @@ def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor, turned: bool) -> 
     return Quantized(empty_codes(*layout, spec, like.device), scale, spec, (rows, k), turned)
 
 
+def _shared(
+    both: BothWays, of_input: BothWays, recipe: Recipe, gemms: tuple[Gemm, Gemm], views: bool
+) -> Callable[[Tensor, Tensor, nn.Module, Delayed | None], tuple[Operands, kept_weights.Entry, Weight]]:
+    """What makes the operands of an input and of a weight that is not kept, by launches that they share."""
+
+    def shared(
+        x: Tensor, weight: Tensor, layer: nn.Module, delayed: Delayed | None
+    ) -> tuple[Operands, kept_weights.Entry, Weight]:
+        of_x = None if delayed is None else delayed.by_column[amax.INPUT]
+        operands: list[Operands] = []
+
+        def quantize_both(
+            w: Tensor, spec: QuantSpec, other: QuantSpec, _: None, factor: Tensor | None, *given: Any
+        ) -> tuple[Quantized, Quantized]:
+            of_w = None if factor is None else of_matrix(factor.view(1), 0, *given[2:4])
+            written = both(x, of_x, w, of_w)
+            operands.append(written[:5])
+            return _quantized(written[5:], spec, other, views, of_w is not None and of_w.notes)
+
+        entry, ready = _weight(weight, layer, recipe, gemms, delayed, True, quantize_both)
+        return operands[0] if operands else of_input(x, of_x), entry, ready
+
+    return shared
+
+
+def _quantized(
+    written: Decided, spec: QuantSpec, other: QuantSpec, views: bool, noted: bool
+) -> tuple[Quantized, Quantized]:
+    """A matrix whose codes are kept, and its transpose; where one scale serves both, with their amax."""
+    codes, scale, turned, of_turned, top = written
+    assert turned is not None and of_turned is not None
+    rows, k = codes.shape
+    q = Quantized(codes, scale, spec, (rows, k), amax=top, noted=noted)
+    if views:
+        qt, q.twin = q.T, None
+        # Neither refers to the other: of one that is dropped the memory is free.
+        qt.twin = None
+        return q, qt
+    of_turned = of_turned if spec.per_tensor else of_turned.t()
+    return q, Quantized(turned.t(), of_turned, other, (k, rows), amax=top, noted=noted)
+
+
 def _weight(
     weight: Tensor,
     layer: nn.Module,
@@ -225,11 +280,17 @@ def _weight(
     gemms: tuple[Gemm, Gemm],
     delayed: Delayed | None,
     forward: bool,
+    both: Callable[..., tuple[Quantized, Quantized]] | None = None,
 ) -> tuple[kept_weights.Entry, Weight]:
-    """The weight's operands, for a forward to keep, or for one backward after they were dropped."""
+    """The weight's operands, for a forward to keep, or for one backward after they were dropped.
+
+    Args:
+        both: what quantizes the weight and its transpose, in the place of `ops.QUANTIZE_BOTH`.
+    """
     spec, other = recipe.fprop.b, recipe.dgrad.b
     assert spec is not None and other is not None
     call = Call(recipe, weight, weight.dtype, True, forward, None if delayed is None else delayed.factors)
+    call.both = both or call.both
     q = quantized_weight(layer, weight, "fprop", spec, recipe, call)
     turned = q.T if recipe.plan.weight else quantized_weight(layer, weight, "dgrad", other, recipe, call)
     ready = Weight(*_right(q, gemms[0]), *_right(turned, gemms[1]), delayed, recipe)

@@ -69,6 +69,9 @@ class Rows(NamedTuple):
     grad_output: Callable[[Tensor, Any], Operands]
     #: (weight, layer, factors, whether it is a forward) to what is kept of the weight and its operands.
     weight: Callable[[Tensor, nn.Module, Any, bool], tuple[kept_weights.Entry, Weight]]
+    #: (input, weight, layer, factors) to the input's operands and what `weight` gives in a forward, for a weight that
+    #: is not kept: by launches that both share; None where they share none.
+    shared: Callable[[Tensor, Tensor, nn.Module, Any], tuple[Operands, kept_weights.Entry, Weight]] | None
     #: (layer, x) to the factors of delayed scaling; None where the general way must read them.
     factors: Callable[[nn.Module, Tensor], Any]
     fprop: Multiply
@@ -104,14 +107,29 @@ class Step:
             raise device.out_of_memory(x, 2) from error
         return y
 
+    def operands(
+        self, x: Tensor, weight: Tensor, layer: nn.Module, factors: Any
+    ) -> tuple[Operands, kept_weights.Entry, Weight]:
+        """The operands of an input [..., k] and of the weight."""
+        rows, kept = self.rows, self._kept(weight, layer, factors)
+        if kept is not None:
+            return rows.input(x, factors), *kept
+        if rows.shared is not None and not weight.data_ptr() & 15:
+            return rows.shared(x, weight, layer, factors)
+        kept = rows.weight(weight, layer, factors, True)
+        return rows.input(x, factors), *kept
+
     def weight(self, weight: Tensor, layer: nn.Module, factors: Any) -> tuple[kept_weights.Entry, Weight]:
         """The weight's operands, kept until it, or its factor, changes."""
+        return self._kept(weight, layer, factors) or self.rows.weight(weight, layer, factors, True)
+
+    def _kept(self, weight: Tensor, layer: nn.Module, factors: Any) -> tuple[kept_weights.Entry, Weight] | None:
         recipe = self.recipe
         version = 0.0 if factors is None else factors.version
         entry = kept_weights.lookup(layer, "fprop", weight, recipe.fprop.b, version)  # type: ignore[arg-type]
         ready: Weight | None = None if entry is None else entry.ready
         if entry is None or ready is None or ready.recipe is not recipe:
-            return self.rows.weight(weight, layer, factors, True)
+            return None
         if ready.noted is not factors:
             assert entry.quantized is not None
             amax.record(layer, amax.WEIGHT, entry.quantized.amax)
@@ -124,8 +142,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, constants: Any) -> Tensor:
         layer, step, factors = constants
         rows = step.rows
-        entry, w = step.weight(weight, layer, factors)
-        q, scale, xt, of_xt, _ = rows.input(x, factors)
+        (q, scale, xt, of_xt, _), entry, w = step.operands(x, weight, layer, factors)
         on_host = of_xt.__class__ is float
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, x if xt is None else xt, None if on_host else of_xt)

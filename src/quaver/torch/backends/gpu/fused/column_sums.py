@@ -9,7 +9,7 @@ from torch import Tensor
 from quaver.kernels.fused.column_sum import column_sums
 from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
 from quaver.torch.backends.gpu.launching.launch import aligned, multiprocessors
-from quaver.torch.backends.gpu.quantizing.both_ways import Room
+from quaver.torch.backends.gpu.quantizing.ways import Room
 
 #: Rows, columns and warps of a block that reads a matrix, and of one that adds partial sums up.
 BLOCK, LAST_BLOCK = (32, 128, 4), (32, 32, 4)

@@ -17,8 +17,8 @@ from quaver.kernels.fused.wide_norm import wide_norm, wide_norm_backward
 from quaver.torch.backends.gpu.fused.column_sums import sum_launch
 from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
 from quaver.torch.backends.gpu.launching.launch import aligned, multiprocessors, workspace
-from quaver.torch.backends.gpu.quantizing.both_ways import Room, row_major
 from quaver.torch.backends.gpu.quantizing.codes import format_constants, padded
+from quaver.torch.backends.gpu.quantizing.ways import Room, row_major
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
 #: The widest row that lies in registers, forward and backward, and the block of wider ones.

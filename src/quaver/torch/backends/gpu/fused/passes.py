@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import launch
-from quaver.torch.backends.gpu.quantizing.both_ways import Room, pattern
+from quaver.torch.backends.gpu.quantizing.ways import Room, pattern
 
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype) -> Room:

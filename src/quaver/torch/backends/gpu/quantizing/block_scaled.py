@@ -14,10 +14,21 @@ from quaver.kernels.quantizing.mxfp8 import mxfp8_columns, mxfp8_rows
 from quaver.kernels.quantizing.nvfp4 import nvfp4_along, nvfp4_down, rotated_amax
 from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher, workspace
-from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, Room, empty_like_told, row_major
 from quaver.torch.backends.gpu.quantizing.codes import empty_codes
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
 from quaver.torch.backends.gpu.quantizing.tensorwise import measure
+from quaver.torch.backends.gpu.quantizing.ways import (
+    SMALL,
+    Job,
+    Launch,
+    Room,
+    Wanted,
+    Way,
+    codes_in_words,
+    row_major,
+    told_of,
+    without_memory,
+)
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.numerics.swizzling import BLOCKS, ROWS
@@ -87,7 +98,7 @@ def across(k: int, width: int) -> int:
     return -(-k // (width * BLOCKS))
 
 
-def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec, straight: bool) -> Run:
+def _mx_job(tensors: tuple[Any, ...], spec: QuantSpec, straight: bool) -> Job:
     x = tensors[0]
     rows, k = x.shape
     columns = len(tensors) > 3
@@ -106,36 +117,35 @@ def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec, straight: bool) -> Run
     }
     if columns:
         numbers = rows, k, x.stride(0), q_stride, -(-rows // 16) * 4, across(k, 32), across(rows, 32)
-        return launcher(mxfp8_columns, grid, tensors, numbers, constants | {"ROWS": straight}, warps)
+        return Job(mxfp8_columns, grid, tensors, numbers, constants | {"ROWS": straight}, warps)
     constants["NEAR"] = (bm + 1) * max(x.stride(0), q_stride) < 2**31
-    return launcher(mxfp8_rows, grid, tensors, (rows, k, x.stride(0), q_stride, across(k, 32)), constants, warps)
+    return Job(mxfp8_rows, grid, tensors, (rows, k, x.stride(0), q_stride, across(k, 32)), constants, warps)
 
 
-_mx = Launches(_mx_launch)
+_mx = Launches(lambda *decided: launcher(*_mx_job(*decided)))
 
 
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
     """`by_exponents` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
     if other is None:
         return None
-    rows, k = x.shape
-    codes = FLOAT8[spec.format.name]
+    x = without_memory(x)
+    (rows, k), codes, large, kept = x.shape, FLOAT8[spec.format.name], x.numel() > SMALL, wanted.transpose
+    fresh = large or wanted.codes
     scales = [-(-down // ROWS) * ROWS * across(wide, 32) * BLOCKS for down, wide in ((rows, k), (k, rows))]
-    of_scales = [Room((n,), (1,), torch.float8_e8m0fnu, _as_bytes) for n in scales]
-    turned = row_major((k, rows), codes, kept)._replace(told=_in_words)
-    rooms = (row_major((rows, k), codes), of_scales[0], turned, of_scales[1])
-    q, s, qt, st = (empty_like_told(room, x.device) for room in rooms)
-    run = _mx_launch((x, q, s, qt, st), spec, True)
-    return BothWays(x, rooms, kept, None, [Launch(run, (0, 1, 2, 3))])
+    s_room, st_room = (
+        Room((n,), (1,), torch.float8_e8m0fnu, _as_bytes, each)
+        for n, each in zip(scales, (fresh, large or kept), strict=True)
+    )
+    turned = codes_in_words((k, rows), codes, kept, large or kept)
+    rooms = (row_major((rows, k), codes, fresh=fresh), s_room, turned, st_room, None)
+    q, s, qt, st = (told_of(room, x.device) for room in rooms[:4])
+    launches = [Launch(_mx_job((x, q, s, qt, st), spec, True), (0, 1, 2, 3, 4))]
+    return Way(x.shape, rooms, lambda *_: launches)
 
 
 def _as_bytes(scales: Tensor) -> Tensor:
     return scales.view(torch.uint8)
-
-
-def _in_words(codes: Tensor) -> Tensor:
-    """Codes that lie row by row, or their transpose, as they lie: four to an int32."""
-    return (codes if codes.is_contiguous() else codes.t()).view(torch.int32)
 
 
 def by_two_levels(

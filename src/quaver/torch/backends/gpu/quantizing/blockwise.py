@@ -14,7 +14,6 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.blockwise import blockwise as blockwise_kernel
 from quaver.kernels.quantizing.blockwise import squares as squares_kernel
 from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
-from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, empty_like_told, row_major
 from quaver.torch.backends.gpu.quantizing.codes import (
     DTYPES,
     empty_codes,
@@ -22,8 +21,19 @@ from quaver.torch.backends.gpu.quantizing.codes import (
     grid,
     in_words,
     of,
-    strides,
     taking_words,
+)
+from quaver.torch.backends.gpu.quantizing.ways import (
+    NOTHING,
+    SMALL,
+    Job,
+    Launch,
+    Wanted,
+    Way,
+    codes_in_words,
+    row_major,
+    told_of,
+    without_memory,
 )
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
@@ -83,7 +93,8 @@ def _as_scales(amax: Tensor, scale: Tensor | None, square: bool) -> Tensor:
     return torch.nn.functional.pad(amax, (0, scale.shape[1] - amax.shape[1])).contiguous()
 
 
-def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
+def _job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
+    """Of x, its codes, its transpose's as int32, the scales of both, and amaxes given; None where they are not."""
     x, q, qt, scale, turned_scale, given = tensors
     rows, k = x.shape
     programs, tall = grid(-(-rows // BLOCK), -(-k // BLOCK))
@@ -99,25 +110,35 @@ def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
         **format_constants(spec, x.device),
     }
     apart = [0 if s is None else s.stride(0) for s in (scale, turned_scale)]
-    numbers = (rows, k, x.stride(0), *strides(q, qt), *apart)
+    lines = 0 if qt is None else qt.shape[1] // 4
+    numbers = (rows, k, x.stride(0), 0 if q is None else q.shape[1], lines, *apart)
     kernel = squares_kernel if spec.block[0] == BLOCK else blockwise_kernel
     warps = ROW_WARPS if qt is None else WARPS
-    told = (x, q, in_words(qt), *tensors[3:])
-    return taking_words(launcher(kernel, programs, told, numbers, constants, warps), kernel, 2)
+    return Job(kernel, programs, tensors, numbers, constants, warps)
+
+
+def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
+    job = _job((*tensors[:2], in_words(tensors[2]), *tensors[3:]), spec)
+    return taking_words(launcher(*job), job.fn, 2)
 
 
 _launches = Launches(_launch)
 
 
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
     """`by_blocks` of matrices like x, contiguous, whose sides are multiples of 16; both operands, in runs, or None."""
     rows, k = x.shape
     if other is None or spec.block[0] == BLOCK:
         return None
+    x = without_memory(x)
     codes, f32, down, across = FLOAT8[spec.format.name], torch.float32, -(-rows // BLOCK), -(-k // BLOCK)
+    large, kept = x.numel() > SMALL, wanted.transpose
+    fresh = large or wanted.codes
     # Scales of either side lie block by block, and are read the other way round.
-    scale, turned_scale = row_major((across, rows), f32, turned=True), row_major((down, k), f32, turned=True)
-    rooms = (row_major((rows, k), codes), scale, row_major((k, rows), codes, kept), turned_scale)
-    q, s, qt, st = (empty_like_told(room, x.device) for room in rooms)
-    run = _launch((x, q, qt, s, st, None), spec)
-    return BothWays(x, rooms, kept, None, [Launch(run, (0, 2, 1, 3, -1))])
+    scale = row_major((across, rows), f32, turned=True, fresh=fresh)
+    turned_scale = row_major((down, k), f32, turned=True, fresh=large or kept)
+    turned = codes_in_words((k, rows), codes, kept, large or kept)
+    rooms = (row_major((rows, k), codes, fresh=fresh), scale, turned, turned_scale, None)
+    q, s, qt, st = (told_of(room, x.device) for room in rooms[:4])
+    launches = [Launch(_job((x, q, qt, s, st, None), spec), (0, 1, 3, 2, 4, NOTHING))]
+    return Way(x.shape, rooms, lambda *_: launches)

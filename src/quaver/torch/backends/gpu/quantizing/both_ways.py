@@ -5,136 +5,148 @@ launches; codes that the next GEMMs read and no layer keeps are written to a pla
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import launch
-
-#: Up to so many elements codes that no layer keeps are written to a place of their own; larger ones take memory for as
-#: long as they are needed, and their launches wait for the GPU anyway.
-SMALL = 1 << 16
-
-#: What a matrix [rows, columns] became, as scaled GEMMs take it: codes [rows, columns] and their scales; codes of the
-#: transpose and their scales, of the right side of a GEMM where they are kept: [rows, columns], lying as [columns,
-#: rows], or None and None where no GEMM takes them; and float32 sums of blocks of rows, to be added up before anything
-#: else is quantized, or None.
-Decided = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-class Room(NamedTuple):
-    """What a launch writes, as a GEMM reads it."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    #: As a kernel is told of it: one that is interpreted looks at more than an address.
-    told: Callable[[Tensor], Tensor] = torch.Tensor.detach
-
-
-def row_major(shape: tuple[int, int], dtype: torch.dtype, turned: bool = False) -> Room:
-    """Room for a matrix whose rows lie one after the other; `turned` gives its transpose, lying so."""
-    if turned:
-        return Room(shape[::-1], (1, shape[1]), dtype, torch.Tensor.t)
-    return Room(shape, (shape[1], 1), dtype)
-
-
-def empty_like_told(room: Room, device: torch.device) -> Tensor:
-    """What a kernel is told of a room: to compile its launch by."""
-    return room.told(_empty(room, device))
-
-
-def _empty(room: Room, device: torch.device) -> Tensor:
-    return torch.empty_strided(room.shape, room.strides, dtype=room.dtype, device=device)
-
-
-def pattern(room: Room, device: torch.device) -> Tensor:
-    """What `torch.empty_like` makes such rooms of, in two thirds of the time that their shape and dtype take: a tensor
-    without memory."""
-    with torch.inference_mode(False):
-        tensor = _empty(room, device)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-class Launch(NamedTuple):
-    """One launch on the matrix and some of the rooms."""
-
-    run: launch.Run
-    #: Which rooms it takes after the matrix; -1 where it takes None.
-    takes: tuple[int, ...]
+from quaver.torch.backends.gpu.quantizing.ways import (
+    FACTOR,
+    NEWEST,
+    Delayed,
+    Job,
+    Launch,
+    Room,
+    Way,
+    empty,
+    pattern,
+    shared_launches,
+)
 
 
 class BothWays:
-    """What writes both operands of a matrix like x.
+    """What writes both operands of a matrix, or of each of two by launches that they share.
 
     Args:
-        x: [rows, columns], contiguous.
-        rooms: for codes, scales, codes of the transpose, its scales (None where nothing writes them), and for what
-            launches need among themselves.
-        kept: whether the transpose and its scales are kept, so that each call must write new ones.
-        zeroed: index of the room that must hold zeros at first, or None.
-        launches: in their order.
+        device: theirs.
+        ways: one a matrix; of two, such as `share`.
     """
 
-    __slots__ = ("card", "device", "fresh", "launches", "parts", "places", "rooms", "shape", "zeroed")
+    __slots__ = ("card", "device", "fresh", "parts", "places", "results", "rooms", "second", "turned", "ways")
 
-    def __init__(
-        self, x: Tensor, rooms: Sequence[Room | None], kept: bool, zeroed: int | None, launches: Sequence[Launch]
-    ) -> None:
-        self.shape, self.device, self.rooms, self.zeroed = x.shape, x.device, tuple(rooms), zeroed
-        self.card = launch.card(x.device)[:3]
-        small = x.numel() <= SMALL
-        fresh = [(i < 4 and not small) or (i in (2, 3) and kept) for i in range(len(rooms))]
-        #: Rooms that each call makes, and their patterns.
-        self.fresh = [(i, pattern(room, x.device)) for i, room in enumerate(rooms) if room is not None and fresh[i]]
-        self.launches = tuple(launches)
-        #: What starts them with addresses; None where one is interpreted.
-        self.parts: Any = None
-        if all(hasattr(run, "parts") for run, _ in launches):
-            self.parts = [(*run.parts, takes) for run, takes in launches]  # type: ignore[attr-defined]
+    def __init__(self, device: torch.device, *ways: Way) -> None:
+        self.device, self.ways = device, ways
+        self.card = launch.card(device)[:3]
+        #: By matrix: itself, its rooms, its factor, its newest amax, and nothing.
+        self.rooms: list[Room | None] = []
+        results: list[int] = []
+        #: Which results become their transposes, as views.
+        self.turned: list[int] = []
+        for way in ways:
+            #: Where the last one begins.
+            self.second = len(self.rooms)
+            self.turned += [len(results) + 2] if way.turned else []
+            results += [self.second + i for i in way.results]
+            self.rooms += [None, *way.rooms, None, None, None]
+        self.results: Callable[[list[Any]], Any] = itemgetter(*results)
+        #: What each call makes, and patterns of it.
+        self.fresh = [(i, pattern(room, device)) for i, room in enumerate(self.rooms) if room and room.fresh]
+        #: The launches, by what delayed scaling gives.
+        self.parts: dict[Any, list[Part]] = {}
         #: Tensors and addresses of the other rooms by thread and stream.
         self.places: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
-    def __call__(self, x: Tensor, _: None = None) -> Decided:
+    def __call__(self, x: Tensor, given: Delayed | None = None, *second: Any) -> Any:
+        """`Decided` of a matrix like that of the first way; and, one after the other, of the `second` (matrix, what
+        delayed scaling gives for it or None)."""
         index, current, stream_of = self.card
         stream = stream_of(index)
         tensors, addresses = self.places.get((get_ident(), stream)) or self._place(stream)
         if self.fresh:
-            tensors, addresses = tensors.copy(), addresses.copy()
+            tensors = tensors.copy()
             for i, like in self.fresh:
                 tensor = tensors[i] = torch.empty_like(like)
                 addresses[i] = tensor.data_ptr()
-        if self.zeroed is not None:
-            tensors[self.zeroed].zero_()
-        if self.parts is None or current() != index:
-            self._run(x, tensors)
-        else:
-            at = x.data_ptr()
-            for start, grid, middle, tail, takes in self.parts:
-                start(*grid, stream, *middle, at, *[addresses[i] for i in takes], *tail)
-        return tensors[0], tensors[1], tensors[2], tensors[3], None
+        addresses[0] = x.data_ptr()
+        key: Any = None
+        if given is not None:
+            known, notes, *_, addresses[self.second - 3], addresses[self.second - 2] = given
+            key = known, notes
+        if second:
+            key = key, self._address_second(addresses, *second)
+        parts = self.parts.get(key) or self._decide(key)
+        try:
+            if parts[0][0] is None or current() != index:
+                self._run(tensors, parts, (x, given, *second))
+            else:
+                for start, grid, middle, take, tail, _ in parts:
+                    start(*grid, stream, *middle, *take(addresses), *tail)
+        except BaseException:
+            # Another matrix would meet what one launch has left for the next.
+            for room, tensor in zip(self.rooms, tensors, strict=True):
+                if room is not None and room.zeros:
+                    tensor.zero_()
+            raise
+        written = self.results(tensors)
+        return self._as_views(written) if self.turned else written
 
-    def _run(self, x: Tensor, tensors: list[Any]) -> None:
-        told = [None if room is None else room.told(t) for room, t in zip((*self.rooms, None), tensors, strict=True)]
-        for run, takes in self.launches:
-            run(x.detach().view(self.shape), *[told[i] for i in takes])
+    def _address_second(self, addresses: list[Any], x: Tensor, given: Delayed | None) -> Any:
+        addresses[self.second] = x.data_ptr()
+        if given is None:
+            return None
+        addresses[FACTOR], addresses[NEWEST] = given.factor_at, given.newest_at
+        return given.known, given.notes
+
+    def _as_views(self, written: Sequence[Any]) -> Sequence[Any]:
+        return [tensor.t() if i in self.turned else tensor for i, tensor in enumerate(written)]
+
+    def _decide(self, key: Any) -> "list[Part]":
+        by_way, at = [], 0
+        for way, one in zip(self.ways, (key,) if len(self.ways) == 1 else key, strict=True):
+            size = len(way.rooms) + 4
+            launches = way.launches(*(one or (None, None)))
+            by_way.append([Launch(job, tuple(at + i % size for i in takes)) for job, takes in launches])
+            at += size
+        shared = shared_launches(by_way) if len(by_way) == 2 else None
+        parts = self.parts[key] = [_part(*one) for one in shared or [one for each in by_way for one in each]]
+        return parts
+
+    def _run(self, tensors: list[Any], parts: "list[Part]", taken: Sequence[Any]) -> None:
+        """Launches that take tensors and no addresses."""
+        told = [None if room is None else room.told(t) for room, t in zip(self.rooms, tensors, strict=True)]
+        ends = (self.second, len(told)) if len(self.ways) == 2 else (len(told),)
+        for number, (way, end) in enumerate(zip(self.ways, ends, strict=True)):
+            x, given = taken[2 * number : 2 * number + 2]
+            told[number * self.second] = x.detach().view(way.shape)
+            if given is not None:
+                told[end + FACTOR], told[end + NEWEST] = given.factors[given.column], given.newest
+        for part in parts:
+            part[-1](*part[3](told))
 
     def _place(self, stream: int) -> tuple[list[Any], list[Any]]:
         thread_and_stream = get_ident(), stream
-        fresh = {i for i, *_ in self.fresh}
-        rooms = tuple(None if i in fresh else room for i, room in enumerate(self.rooms))
+        rooms = tuple(None if room is None or room.fresh else room for room in self.rooms)
         shared = *thread_and_stream, self.device, rooms
         if shared not in _places:
             with torch.inference_mode(False):
-                tensors = [None if room is None else _empty(room, self.device) for room in rooms]
-            # The last one stands for what a kernel does not take.
-            _places[shared] = [*tensors, None], [*[None if t is None else t.data_ptr() for t in tensors], None]
+                tensors = [None if room is None else empty(room, self.device) for room in rooms]
+            _places[shared] = tensors, [None if t is None else t.data_ptr() for t in tensors]
         place = self.places[thread_and_stream] = _places[shared]
         return place
 
 
 #: By thread, stream, device and rooms: layers share them.
 _places: dict[Any, tuple[list[Any], list[Any]]] = {}
+
+#: A launch as it is started: Triton's launcher (None where the kernel is interpreted), its grid, what goes between that
+#: and the addresses, what picks those, what comes after them, and the launch as a function of tensors.
+Part = tuple[Any, Any, Any, Callable[[Sequence[Any]], tuple[Any, ...]], Any, launch.Run]
+
+
+def _part(job: Job, takes: tuple[int, ...]) -> Part:
+    run: Any = launch.launcher(*job)
+    start, grid, middle, tail = getattr(run, "parts", (None,) * 4)
+    return start, grid, middle, itemgetter(*takes), tail, run

@@ -68,8 +68,3 @@ def taking_words(run: Run, kernel: Any, which: int) -> Run:
 def of(codes: Tensor, k: int) -> Tensor:
     """The k columns of a buffer that are codes."""
     return codes if codes.shape[1] == k else codes[:, :k]
-
-
-def strides(codes: Tensor | None, turned: Tensor | None) -> tuple[int, int]:
-    """Bytes of a row of one buffer and lines of 16 bytes of another's; 0 where there is none."""
-    return 0 if codes is None else codes.shape[1], 0 if turned is None else turned.shape[1] // 16

@@ -9,7 +9,6 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing import rowwise as kernels
 from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher, multiprocessors
-from quaver.torch.backends.gpu.quantizing.both_ways import BothWays, Launch, Room, empty_like_told, row_major
 from quaver.torch.backends.gpu.quantizing.codes import (
     DTYPES,
     empty_codes,
@@ -18,6 +17,19 @@ from quaver.torch.backends.gpu.quantizing.codes import (
     in_words,
     of,
     taking_words,
+)
+from quaver.torch.backends.gpu.quantizing.ways import (
+    NOTHING,
+    SMALL,
+    Job,
+    Launch,
+    Wanted,
+    Way,
+    codes_in_words,
+    row_major,
+    told_of,
+    without_memory,
+    zeros,
 )
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
@@ -43,7 +55,7 @@ def by_rows(
     rows, k = x.shape
     q = tops = None
     if other is not None:
-        tops = torch.zeros(k, dtype=torch.int32, device=x.device)
+        tops = torch.zeros(room_for_tops(k), dtype=torch.int32, device=x.device)
     if spec is not None:
         q = _straight(x, spec, tops, None if amax is None else amax.expand(rows, 1).contiguous())
     if other is None or tops is None:
@@ -64,7 +76,7 @@ def _straight(x: Tensor, spec: QuantSpec, tops: Tensor | None, given: Tensor | N
     return Quantized(of(q, k), scale, spec, (rows, k))
 
 
-def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
+def _rows_job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
     x, q, _, tops, given = tensors
     rows, k = x.shape
     bn = max(triton.next_power_of_2(q.shape[1]), 16)
@@ -85,10 +97,10 @@ def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
     }
     warps = 8 if bn < LONGEST else 16
     numbers = (rows, k, x.stride(0), q.shape[1])
-    return launcher(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
+    return Job(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
 
 
-_rows = Launches(_launch)
+_rows = Launches(lambda tensors, spec: launcher(*_rows_job(tensors, spec)))
 
 
 def _heights(x: Tensor, bn: int, held: int, tops: bool) -> tuple[int, int]:
@@ -145,11 +157,13 @@ def _turned(x: Tensor, spec: QuantSpec, tops: Tensor, given: Tensor | None) -> Q
     return Quantized(of(qt, rows), scale, spec, (k, rows))
 
 
-def _turned_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
-    x, qt, scale, tops, given = tensors
+def _columns_job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
+    """What writes the transpose: of x, its codes as int32, their scales, the columns' amaxes and amaxes given."""
+    x, qt, _, _, given = tensors
     rows, k = x.shape
     bm, bn, warps = COLUMN_BLOCK
-    programs, tall = grid(-(-qt.shape[1] // bm), -(-k // bn))
+    down, across = -(-4 * qt.shape[1] // bm), -(-k // bn)
+    programs, tall = grid(down, across)
     constants = {
         "BM": bm,
         "BN": bn,
@@ -159,28 +173,44 @@ def _turned_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    numbers = (rows, k, x.stride(0), qt.shape[1] // 16)
-    told = (x, in_words(qt), scale, tops, given)
-    launch = launcher(kernels.columnwise, programs, told, numbers, constants, warps)
-    return taking_words(launch, kernels.columnwise, 1)
+    numbers = (rows, k, x.stride(0), qt.shape[1] // 4, down)
+    return Job(kernels.columnwise, programs, tensors, numbers, constants, warps)
 
 
-_columns = Launches(_turned_launch)
+def _columns_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
+    run = launcher(*_columns_job((tensors[0], in_words(tensors[1]), *tensors[2:]), spec))
+    return taking_words(run, kernels.columnwise, 1)
 
 
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, kept: bool) -> BothWays | None:
+_columns = Launches(_columns_launch)
+
+
+def room_for_tops(k: int) -> int:
+    """Numbers where the amaxes of k columns are collected, and those who read them counted."""
+    return k + -(-k // COLUMN_BLOCK[1])
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
     """`by_rows` of matrices like x, contiguous, whose sides are multiples of 16; without the transpose, or None."""
     rows, k = x.shape
     if k > LONGEST:
         return None
-    straight = row_major((rows, k), FLOAT8[spec.format.name]), row_major((rows, 1), torch.float32)
-    q, s = (empty_like_told(room, x.device) for room in straight)
+    x = without_memory(x)
+    large, kept, f32, device = x.numel() > SMALL, wanted.transpose, torch.float32, x.device
+    fresh = large or wanted.codes
+    straight = row_major((rows, k), FLOAT8[spec.format.name], fresh=fresh), row_major((rows, 1), f32, fresh=fresh)
+    q, s = (told_of(room, device) for room in straight)
     if other is None:
-        run = _launch((x, q, s, None, None), spec)
-        return BothWays(x, (*straight, None, None), kept, None, [Launch(run, (0, 1, -1, -1))])
-    turned = row_major((k, rows), FLOAT8[other.format.name], kept), row_major((k, 1), torch.float32, turned=kept)
-    tops = Room((k,), (1,), torch.int32)
-    qt, st, t = (empty_like_told(room, x.device) for room in (*turned, tops))
-    first, second = _launch((x, q, s, t, None), spec), _turned_launch((x, qt, st, t, None), other)
-    launches = [Launch(first, (0, 1, 4, -1)), Launch(second, (2, 3, 4, -1))]
-    return BothWays(x, (*straight, *turned, tops), kept, 4, launches)
+        alone = Launch(_rows_job((x, q, s, None, None), spec), (0, 1, 2, NOTHING, NOTHING))
+        return Way(x.shape, (*straight, None, None, None), lambda *_: [alone])
+    turned = (
+        codes_in_words((k, rows), FLOAT8[other.format.name], kept, large or kept),
+        row_major((k, 1), f32, kept, large or kept),
+    )
+    tops = zeros(room_for_tops(k))
+    qt, st, t = (told_of(room, device) for room in (*turned, tops))
+    launches = [
+        Launch(_rows_job((x, q, s, t, None), spec), (0, 1, 2, 6, NOTHING)),
+        Launch(_columns_job((x, qt, st, t, None), other), (0, 3, 4, 6, NOTHING)),
+    ]
+    return Way(x.shape, (*straight, *turned, None, tops), lambda *_: launches)

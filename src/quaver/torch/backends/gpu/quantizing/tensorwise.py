@@ -16,10 +16,25 @@ from quaver.torch.backends.gpu.quantizing.codes import (
     grid,
     in_words,
     of,
-    strides,
     taking_words,
 )
-from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.backends.gpu.quantizing.ways import (
+    FACTOR,
+    NEWEST,
+    NOTHING,
+    SMALL,
+    Job,
+    Launch,
+    Room,
+    Wanted,
+    Way,
+    codes_in_words,
+    row_major,
+    told_of,
+    without_memory,
+    zeros,
+)
+from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
 #: Rows and columns of a program's block, and its warps.
 AMAX_BLOCK = 32, 512, 4
@@ -33,9 +48,10 @@ def measure(x: Tensor) -> Tensor:
     return out
 
 
-def amax_launch(tensors: tuple[Tensor, Tensor, Tensor]) -> Run:
-    """The launch that measures a matrix: a function of it, what is written and the meeting place."""
+def _amax_job(tensors: tuple[Tensor | None, ...]) -> Job:
+    """What measures a matrix, of it, what is written and the meeting place."""
     x = tensors[0]
+    assert x is not None
     rows, columns = x.shape
     bm, bn, warps = AMAX_BLOCK
     even = rows % bm == 0 and columns % bn == 0
@@ -44,10 +60,10 @@ def amax_launch(tensors: tuple[Tensor, Tensor, Tensor]) -> Run:
     programs, tall = grid(-(-rows // bm), -(-columns // bn))
     numbers = (rows, columns, x.stride(0), programs[0] * programs[1])
     constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall}
-    return launcher(amax_kernel, programs, tensors, numbers, constants, warps)
+    return Job(amax_kernel, programs, tensors, numbers, constants, warps)
 
 
-_amaxes = Launches(amax_launch)
+_amaxes = Launches(lambda tensors: launcher(*_amax_job(tensors)))
 
 
 def per_tensor(
@@ -110,15 +126,15 @@ def room_for_sums(rows: int, k: int, device: torch.device) -> Tensor:
     return torch.empty((-(-rows // CAST_BLOCK[0]), k), dtype=torch.float32, device=device)
 
 
-def cast_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
-    """The launch that casts a matrix like x: a function of x, its codes, its transpose's, their scale, the amax, the
-    factor, an amax that is given, a history's newest, the meeting place and the sums of blocks of rows, which are None
-    where they are here."""
+def _cast_job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
+    """What casts a matrix: of x, its codes, its transpose's as int32, their scale, the amax, the factor, an amax that
+    is given, a history's newest, the meeting place and the sums of blocks of rows, which are None where they are not
+    taken."""
     x, q, qt, _, _, factor, amax, newest, work, partial = tensors
     rows, k = x.shape
     bm, bn, warps = CAST_BLOCK
-    # Blocks reach over the zeros that end the rows of both results.
-    down, across = rows if qt is None else qt.shape[1], k if q is None else q.shape[1]
+    # Blocks reach over the zeros that end the rows of both results; four codes of the transpose are a word.
+    down, across = rows if qt is None else 4 * qt.shape[1], k if q is None else q.shape[1]
     programs, tall = grid(-(-down // bm), -(-across // bn))
     constants = {
         "BM": bm,
@@ -135,9 +151,42 @@ def cast_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    numbers = (rows, k, x.stride(0), *strides(q, qt), programs[0] * programs[1])
-    told = (x, q, in_words(qt), *tensors[3:])
-    return taking_words(launcher(cast_kernel, programs, told, numbers, constants, warps), cast_kernel, 2)
+    lines = 0 if qt is None else qt.shape[1] // 4
+    numbers = (rows, k, x.stride(0), 0 if q is None else q.shape[1], lines, programs[0] * programs[1])
+    return Job(cast_kernel, programs, tensors, numbers, constants, warps)
 
 
-_casts = Launches(cast_launch)
+def _cast_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
+    run = launcher(*_cast_job((*tensors[:2], in_words(tensors[2]), *tensors[3:]), spec))
+    return taking_words(run, cast_kernel, 2)
+
+
+_casts = Launches(_cast_launch)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
+    """`per_tensor` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
+    if other is None:
+        return None
+    x = without_memory(x)
+    (rows, k), codes, device, large = x.shape, FLOAT8[spec.format.name], x.device, x.numel() > SMALL
+    kept, views = wanted.transpose, wanted.views
+    q = row_major((rows, k), codes, fresh=large or wanted.codes or (kept and views))
+    scale = row_major((1, 1), torch.float32, fresh=large or kept)
+    qt = None if views else codes_in_words((k, rows), codes, kept, large or kept)
+    partial = Room((-(-rows // CAST_BLOCK[0]), k), (k, 1), torch.float32, fresh=large) if wanted.sums else None
+    top, work = row_major((1, 1), torch.float32, fresh=wanted.codes), zeros(4)
+    of_q, of_scale, of_qt, of_partial, of_top, of_work = (
+        told_of(room, device) for room in (q, scale, qt, partial, top, work)
+    )
+
+    def launches(known: bool | None, notes: bool | None) -> list[Launch]:
+        factor, newest = None if known is None else of_top, of_top if notes else None
+        meets, takes = (of_work, 7) if known else (None, NOTHING)
+        tensors = (x, of_q, of_qt, of_scale, of_top, factor, None, newest, meets, of_partial)
+        places = (0, 1, 3, 2, 6, FACTOR, NOTHING, NEWEST, takes, 5)
+        cast = Launch(_cast_job(tensors, spec), places)
+        return [cast] if known else [Launch(_amax_job((x, of_top, of_work)), (0, 6, 7)), cast]
+
+    rooms = (q, scale, qt, None, partial, top, work)
+    return Way(x.shape, rooms, launches, (1, 2, 1 if views else 3, 2, 6 if wanted.codes else 5), views and not kept)

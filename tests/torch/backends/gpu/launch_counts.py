@@ -1,0 +1,172 @@
+"""What a training step launches on a GPU, counted: `python -m tests.torch.backends.gpu.launch_counts` writes the table
+of docs/kernels.md anew.
+
+A CPU passes for a GPU (`pretend`): kernels are noted where the driver would launch them, GEMMs where torch is asked for
+one, and of torch's own operations each one that computes or copies counts as a launch. Attention, which another package
+computes, counts as one launch forward and one backward.
+"""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+# Decided when a kernel is defined.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quaver.torch as qt
+from quaver import recipes
+from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
+
+#: Recipes where their GEMMs are native and their steps decided beforehand, by architecture.
+NATIVE = {90: ("tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise"), 100: ("tensorwise", "mxfp8")}
+#: Operations of torch that launch nothing: they make room, or look at what is there in another way.
+FREE = {
+    *("_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "expand", "permute", "reshape", "resize_"),
+    *(
+        "lift_fresh",
+        "select",
+        "set_",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+        "view",
+    ),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    # Of delayed scaling's factors, as the host has them.
+    "ne",
+}
+STEPS = 4
+PAGE = Path(__file__).parents[4] / "docs" / "kernels.md"
+BEGIN, END = "<!-- python -m tests.torch.backends.gpu.launch_counts writes from here -->", "<!-- to here -->"
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what torch computes itself."""
+
+    def __init__(self, launched: list[str]) -> None:
+        super().__init__()
+        self.launched = launched
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name not in FREE:
+            self.launched.append("attention" if "scaled_dot_product" in name else f"torch.{name}")
+        return function(*args, **(kwargs or {}))
+
+
+def linear(bias: bool = False) -> tuple[nn.Module, torch.Tensor]:
+    return qt.Linear(512, 512, bias=bias, dtype=torch.bfloat16), torch.randn(32, 512)
+
+
+def llama_layer() -> tuple[nn.Module, torch.Tensor]:
+    options = {"groups": 2, "bias": False, "activation": "swiglu", "normalization": "RMSNorm", "mask_type": "causal"}
+    layer = qt.TransformerLayer(64, 4, 96, rope=qt.RotaryEmbedding(16), dtype=torch.bfloat16, **options)
+    return layer, torch.randn(1, 32, 64)
+
+
+def launches(arch: int, name: str, module: nn.Module, x: torch.Tensor, changing: bool = True) -> list[str]:
+    """What the last of some steps launches, forward and backward, in order: kernels, "GEMM" and torch's operations.
+
+    Args:
+        changing: whether the weight changes before it; else it is that of the step before, whose gradients are there.
+    """
+    launched: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
+        become(arch, patch)
+        recipe = recipes.delayed(history=4) if name == "delayed" else recipes.get(name)
+        driver = Driver(patch, runs=recipe.delayed is not None)
+        multiply, counting = torch._scaled_mm_v2, False
+
+        def gemm(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+            if not counting:
+                return multiply(a, b, *rest)
+            launched.append("GEMM")
+            return torch.empty(a.shape[0], b.shape[1], dtype=rest[7])
+
+        patch.setattr(torch, "_scaled_mm_v2", gemm)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        for number in range(STEPS):
+            counting = number == STEPS - 1
+            given = x.bfloat16().requires_grad_()
+            if counting:
+                driver.launched, driver.runs = _Kernels(launched), False
+            noted = launched if counting else []
+            with _Operations(noted), qt.autocast(recipe):
+                y = module(given)
+            g = torch.ones_like(y)
+            with _Operations(noted):
+                y.backward(g)
+            # A copy of delayed scaling's factors arrives at the host.
+            driver._wait()
+            if changing:
+                optimizer.step()
+                optimizer.zero_grad()
+    return launched
+
+
+class _Kernels(list[Any]):
+    """Takes what a `Driver` notes to the names of all launches."""
+
+    def __init__(self, launched: list[str]) -> None:
+        self.launched = launched
+
+    def append(self, kernel: Any) -> None:
+        self.launched.append(kernel[0].__name__)
+
+
+def counted(arch: int, name: str) -> tuple[int, ...]:
+    """Of a Linear, of one with a bias, and of one whose weight is kept from the step before."""
+    counts = [len(launches(arch, name, *linear(bias))) for bias in (False, True)]
+    # Gradients of the step before are there: torch adds to them, whatever made them.
+    kept = [one for one in launches(arch, name, *linear(), changing=False) if one != "torch.add_"]
+    return (*counts, len(kept))
+
+
+def rows() -> dict[str, tuple[str, ...]]:
+    """The cells of the table as the page has them, by recipe and architecture."""
+    lines = PAGE.read_text().split(BEGIN)[1].split(END)[0].splitlines()
+    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if " sm_" in line]
+    return {f"{row[0]} {row[1]}": row[2:] for row in cells}
+
+
+def table() -> str:
+    """In markdown: how many launches each recipe takes, and what those of a Llama layer are."""
+    lines = ["| launches, forward and backward | GPU | Linear | with a bias | weight kept | Llama layer |"]
+    lines += ["| --- | --- | ---: | ---: | ---: | ---: |"]
+    of_layers = {}
+    for arch, names in NATIVE.items():
+        for name in names:
+            layer = of_layers[name, arch] = Counter(launches(arch, name, *llama_layer()))
+            cells = (*counted(arch, name), layer.total())
+            lines.append(f"| {name} | sm_{arch} | {' | '.join(map(str, cells))} |")
+    lines += [
+        "",
+        "Those of the Llama layer on sm_90:",
+        "",
+        "| launches | tensorwise | rowwise |",
+        "| --- | ---: | ---: |",
+    ]
+    tensorwise, rowwise = (of_layers[name, 90] for name in ("tensorwise", "rowwise"))
+    lines += [f"| {kind} | {tensorwise[kind]} | {rowwise[kind]} |" for kind in sorted(tensorwise | rowwise)]
+    return "\n".join(lines)
+
+
+def written(text: str) -> str:
+    """The page with the table made anew."""
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))

@@ -1,0 +1,149 @@
+"""Two matrices that share their launches become what each becomes alone, and what the reference makes of it."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quaver import E4M3, E5M2, QuantSpec
+from quaver.torch.backends.gpu import families
+from quaver.torch.backends.gpu.quantizing import ways
+from quaver.torch.backends.gpu.quantizing.both_ways import BothWays
+from quaver.torch.backends.gpu.quantizing.ways import Wanted, Way, of_matrix, share
+from quaver.torch.numerics import reference
+from tests.operands import nasty
+from tests.torch.backends.gpu.pretend import as_on_a_gpu
+
+TENSOR, TENSOR_E5M2 = QuantSpec(E4M3), QuantSpec(E5M2)
+ROWS = QuantSpec(E4M3, (1, None))
+#: Two specs of each kind of scale, and shapes: whole blocks, and sides that are multiples of 16 alone.
+PAIRS = [(TENSOR, TENSOR), (TENSOR_E5M2, TENSOR), (ROWS, ROWS)]
+SHAPES = [((128, 64), (64, 64)), ((48, 80), (144, 80)), ((16, 16), (272, 48))]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with as_on_a_gpu(monkeypatch):
+        yield
+
+
+def way(x: Tensor, spec: QuantSpec, wanted: Wanted) -> Way:
+    family = families.family_of(spec, spec)
+    assert family is not None and family.decided is not None
+    decided = family.decided(x, spec, spec, wanted)
+    assert decided is not None
+    return decided
+
+
+def assert_is_reference(written: Any, x: Tensor, spec: QuantSpec, kept: bool) -> None:
+    """Codes and scales of a matrix and of its transpose, which lies as it is kept, or as it is."""
+    codes, scale, turned, of_turned, _ = written
+    if kept:
+        turned, of_turned = turned.t(), of_turned if spec.per_tensor else of_turned.t()
+    for got, of_got, matrix in ((codes, scale, x), (turned, of_turned, x.t())):
+        expected = reference.quantize(matrix, spec)
+        known = got.float().isnan()
+        assert torch.equal(known, expected.data.float().isnan())
+        assert torch.equal(got.view(torch.uint8)[~known], expected.data.view(torch.uint8)[~known])
+        torch.testing.assert_close(of_got, expected.scale, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("specs", PAIRS, ids=str)
+def test_two_matrices_in_shared_launches_equal_the_reference(
+    specs: tuple[QuantSpec, QuantSpec], shapes: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    wanted = Wanted(), Wanted(transpose=True, codes=True)
+    both = None
+    values = [[torch.from_numpy(x).bfloat16() for x in nasty(shape).values()] for shape in shapes]
+    # Each kind of the one beside another kind of the other.
+    for x, w in zip(values[0], values[1][3:] + values[1][:3], strict=True):
+        if both is None:
+            decided = [way(one, spec, each) for one, spec, each in zip((x, w), specs, wanted, strict=True)]
+            assert share(*decided)
+            both = BothWays(x.device, *decided)
+        written = both(x, None, w, None)
+        assert_is_reference(written[:5], x, specs[0], False)
+        assert_is_reference(written[5:], w, specs[1], True)
+        if specs[1].per_tensor:
+            assert torch.equal(written[9].view(torch.int32), reference.quantize(w, specs[1]).amax.view(torch.int32))
+    assert both is not None
+    assert not any(t.any() for t in meeting(both)), "what launches meet in is left as it was found"
+
+
+def meeting(both: BothWays) -> list[Tensor]:
+    rooms = [i for i, room in enumerate(both.rooms) if room is not None and room.zeros]
+    assert rooms
+    return [tensors[i] for tensors, _ in both.places.values() for i in rooms]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_factors_and_histories_are_each_matrixs_own(known: bool) -> None:
+    x, w = (
+        torch.linspace(-3, 2, 32 * 48).view(32, 48).bfloat16(),
+        torch.linspace(5, -7, 64 * 48).view(64, 48).bfloat16(),
+    )
+    factors, history = torch.tensor([4.0, 0.5, 9.0]), torch.tensor([1.0, 1.0, 8.0])
+    both = BothWays(x.device, way(x, TENSOR, Wanted()), way(w, TENSOR, Wanted(True, True)))
+    of_x, of_w = (of_matrix(factors, i, known, history[i + 1 : i + 2]) for i in (0, 1))
+    written = both(x, of_x, w, of_w)
+    for codes, scale, matrix, factor in ((*written[:2], x, 4.0), (*written[5:7], w, 0.5)):
+        expected = reference.quantize(matrix, TENSOR, None, factor)
+        assert torch.equal(codes.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(scale.flatten(), torch.as_tensor(expected.scale).flatten())
+    assert history.tolist() == [1.0, 3.0, 8.0]
+
+
+def test_matrices_share_where_one_kernel_does_for_both_and_both_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(64, 128)
+    kept = Wanted(True, True)
+    assert share(way(x, TENSOR, Wanted()), way(x, TENSOR, kept))
+    assert not share(way(x, TENSOR, Wanted()), way(x, ROWS, kept))
+    assert not share(way(x, TENSOR, Wanted(views=True)), way(x, TENSOR, kept)), "one of them writes no transpose"
+    assert not share(way(x, QuantSpec(E4M3, scale="fp32"), Wanted()), way(x, TENSOR, kept))
+    monkeypatch.setattr(ways, "TOGETHER", 2 * x.numel() - 1)
+    assert not share(way(x, TENSOR, Wanted()), way(x, TENSOR, kept))
+
+
+def test_launches_that_fail_leave_nothing_behind_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The amaxes of columns go from one launch to the next: those of a matrix that was given up are no other's."""
+    x = torch.full((32, 48), 3.0).bfloat16()
+    rows = BothWays(x.device, way(x, ROWS, Wanted()))
+    rows(x)
+    first, second = rows.parts[None]
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    rows.parts[None] = [first, (*second[:-1], fail)]
+    with pytest.raises(KeyboardInterrupt):
+        rows(x * 100)
+    rows.parts[None] = [first, second]
+    assert_is_reference(rows(x), x, ROWS, False)
+
+
+def test_each_thread_and_each_stream_writes_to_a_place_of_its_own() -> None:
+    """What one launch leaves to the next must not be met by those of another stream, or of another thread on it."""
+    x = torch.ones(32, 48).bfloat16()
+    both, stream = BothWays(x.device, way(x, ROWS, Wanted())), [0]
+    both.card = 0, lambda: 0, lambda _: stream[0]
+    for stream[0] in (0, 1):
+        both(x)
+    thread = threading.Thread(target=both, args=(x,))
+    thread.start()
+    thread.join()
+    places = meeting(both)
+    assert len(places) == len({place.data_ptr() for place in places}) == 3
+
+
+@pytest.mark.parametrize("spec", [TENSOR, ROWS, QuantSpec(E4M3, (1, 128)), QuantSpec(E4M3, (1, 32), "e8m0")], ids=str)
+def test_what_was_decided_holds_no_memory(spec: QuantSpec) -> None:
+    """Neither the matrix that it was decided for nor room that was made to find out."""
+    x = torch.empty(512, 512)
+    decided = way(x, spec, Wanted())
+    tensors = [t for one in decided.launches(None, None) for t in one.job.tensors if t is not None]
+    assert tensors
+    assert all(t.untyped_storage().nbytes() == 0 for t in tensors)

@@ -1,0 +1,30 @@
+"""A training step takes as many launches as docs/kernels.md says, and no recipe more than its ceiling."""
+
+import pytest
+
+from tests.torch.backends.gpu.launch_counts import NATIVE, counted, launches, llama_layer, rows
+
+#: Of a Linear without a bias whose weight changes in each step, forward and backward, its three GEMMs included.
+CEILINGS = {
+    "tensorwise": 7,
+    # One of them the roll of the history, which all layers share.
+    "delayed": 6,
+    "rowwise": 7,
+    "rowwise_bf16_wgrad": 9,
+    "blockwise": 6,
+    "mxfp8": 6,
+}
+
+
+@pytest.mark.parametrize(("arch", "name"), [(arch, name) for arch, names in NATIVE.items() for name in names])
+def test_a_linear_takes_as_many_launches_as_the_page_says(arch: int, name: str) -> None:
+    *linear, _ = rows()[f"{name} sm_{arch}"]
+    assert tuple(map(str, counted(arch, name))) == tuple(linear)
+    assert int(linear[0]) <= CEILINGS[name]
+
+
+@pytest.mark.parametrize(("arch", "name"), [(90, "tensorwise"), (90, "rowwise")])
+def test_a_llama_layer_takes_as_many_launches_as_the_page_says(arch: int, name: str) -> None:
+    names = launches(arch, name, *llama_layer())
+    assert len(names) == int(rows()[f"{name} sm_{arch}"][-1])
+    assert not {"torch.zero_", "torch.zeros", "torch.copy_", "torch._to_copy"} & set(names), names
