@@ -192,7 +192,7 @@ def _of_a_step() -> list[Case]:
         logits = cross_entropy.padded_rows(2048, vocabulary, BF16, torch.device("meta"))
         targets = torch.empty(2048, dtype=torch.int64, device="meta")
         options = (rule.get("smoothing", 0.0), rule.get("z_loss", 0.0), rule.get("cap", 0.0))
-        return lambda: cross_entropy.rows(logits, targets, None, gradient, -100, *options, padded=True)
+        return lambda: cross_entropy.rows(logits, targets, None, gradient, (-100, *options), padded=True)
 
     return [
         Case(name="roll", launch=rolled(delayed), exceptions={"wide loads": history, "wide stores": history}),

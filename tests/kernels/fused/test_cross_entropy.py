@@ -51,12 +51,12 @@ def test_losses_and_gradients_are_those_of_float64(rule: Rule, dtype: torch.dtyp
     logits = (torch.randn(5, columns + 3, device=DEVICE) * 8).to(dtype)[:, :columns]
     for weights in (None, torch.randn(5, device=DEVICE)):
         losses, grad = exact(logits, targets, weights, rule)
-        for run in (gpu.rows, lambda *given: rows(*given[:4], Rule(*given[4:]))):
+        for run in (gpu.rows, rows):
             in_place = logits.clone()
-            assert_close("losses", run(in_place, targets, weights, True, *rule), losses, 1e-5)
+            assert_close("losses", run(in_place, targets, weights, True, rule), losses, 1e-5)
             assert_close("gradient", in_place, grad, DTYPES[dtype])
     kept = logits.clone()
-    assert_close("losses alone", gpu.rows(kept, targets, None, False, *rule), losses, 1e-5)
+    assert_close("losses alone", gpu.rows(kept, targets, None, False, rule), losses, 1e-5)
     assert_bitwise(kept, logits)
 
 
@@ -73,7 +73,7 @@ def test_infinities_and_nan_are_those_of_torch() -> None:
     targets = torch.tensor([50, 0, 3, 1, 2, 2, 5], device=DEVICE)
     expected = F.cross_entropy(logits, targets, reduction="none")
     in_place = logits.clone()
-    assert_close("losses", gpu.rows(in_place, targets, None, True, *Rule()), expected, 1e-6)
+    assert_close("losses", gpu.rows(in_place, targets, None, True, Rule()), expected, 1e-6)
     given = logits.clone().requires_grad_()
     F.cross_entropy(given, targets, reduction="sum").backward()
     assert_close("gradient", in_place, given.grad, 1e-6)
@@ -84,7 +84,7 @@ def test_an_ignored_row_has_no_gradient_whatever_it_holds_and_an_unknown_target_
     logits[1:] = 1.0
     targets = torch.tensor([-100, 50, -1, 2**40], device=DEVICE)
     in_place = logits.clone()
-    losses = gpu.rows(in_place, targets, None, True, *Rule())
+    losses = gpu.rows(in_place, targets, None, True, Rule())
     assert losses[0] == 0 and not in_place[0].any()
     assert losses[1:].isnan().all() and in_place[1:].isnan().all()
     plain = logits.clone()
@@ -97,6 +97,6 @@ def test_targets_and_weights_that_lie_apart_are_read_where_they_lie() -> None:
     targets = torch.randint(40, (6, 3), device=DEVICE)[:, 1]
     weights = torch.randn(1, device=DEVICE).expand(6)
     near, apart = logits.clone(), logits.clone()
-    expected = gpu.rows(near, targets.clone(), weights.clone(), True, *Rule())
-    assert_bitwise(gpu.rows(apart, targets, weights, True, *Rule()), expected)
+    expected = gpu.rows(near, targets.clone(), weights.clone(), True, Rule())
+    assert_bitwise(gpu.rows(apart, targets, weights, True, Rule()), expected)
     assert_bitwise(apart, near)

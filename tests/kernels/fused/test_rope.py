@@ -10,7 +10,7 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver.torch import RotaryEmbedding
 from quaver.torch.backends.gpu.fused import rope as gpu
-from quaver.torch.blocks.attention.rope.rotary import _launched, _turn, apply_rotary_to_both
+from quaver.torch.blocks.attention.rope.rotary import TURN, _turn, apply_rotary_to_both
 from tests.close import assert_bitwise, assert_close
 from tests.kernels.compare import DEVICE
 
@@ -85,7 +85,7 @@ def test_gradients_of_both_and_their_gradients_are_those_of_the_plain_formula(in
         q, k = (torch.randn(1, 2, h, 8, device=DEVICE, requires_grad=True) for h in (2, 1))
         cos, sin = rope.tables(q)
         with qt.only(name):
-            assert _launched(q, cos, sin) == (name == "triton" or DEVICE.type == "cuda")
+            assert next(n for n, why in TURN.explain(q, k, cos, sin) if not why) == name
             turned = apply_rotary_to_both(q, k, cos, sin, interleaved)
             loss = sum((t * torch.randn_like(t)).sum() for t in turned)
             first = torch.autograd.grad(loss, (q, k))
@@ -111,8 +111,11 @@ def test_what_the_kernel_does_not_take_goes_the_plain_way() -> None:
         "two axes": (x[0, 0], cos[0]),
     }
     for name, (given, table) in (taken | refused).items():
-        why = gpu.reason(given, table, sin if table is cos else table)
+        tables = table, sin if table is cos else table
+        why = gpu.reason(given, None, *tables)
         assert bool(why) == (name in refused), (name, why)
+        if table is cos:
+            assert gpu.reason(x, given, *tables) == why, "keys are asked for as queries are"
 
 
 @INTERLEAVED

@@ -19,15 +19,14 @@ from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch.backends.gpu.launching.device import why_no_fp8
 from quaver.torch.linear.gemms import high_precision
 from quaver.torch.linear.grouped_operands import (
-    Groups,
     Noise,
-    Offsets,
     empty,
     quantize_experts,
     quantize_features,
     quantize_tokens,
     transposed,
 )
+from quaver.torch.numerics.groups import Groups, Offsets
 from quaver.torch.numerics.quantized import put_together, take_apart
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import no_second_derivative, refuse_transforms
@@ -35,22 +34,8 @@ from quaver.torch.operations.operation import Impl, Operation
 from quaver.torch.state.context import recipe_in_force
 
 
-def _why_not_native(
-    a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dtype, fast_accum: bool = False
-) -> str:
-    why = why_no_fp8(offsets.ends.device, "native")
-    if why:
-        return why
-    from quaver.torch.backends.gpu.gemms import grouped_mm
-
-    return grouped_mm.reason(a.whole, b.whole, n, dtype, fast_accum)
-
-
-def _native(a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    from quaver.torch.backends.gpu.gemms import grouped_mm
-
-    assert a.whole is not None and b.whole is not None
-    return grouped_mm.matmul(a.whole, b.whole, n, offsets.ends, fast_accum)
+def _no_gemms(a: Groups, b: Groups, offsets: Offsets, *_: Any) -> str:
+    return why_no_fp8(offsets.ends.device, "native")
 
 
 def _one_by_one(a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
@@ -65,7 +50,10 @@ def _one_by_one(a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dty
 #: Tokens of all groups by each group's matrix: (tokens, matrices, offsets, n, dtype, fast_accum) to [T, n].
 GROUPED_MATMUL = Operation(
     "grouped_matmul",
-    [Impl("native", _native, _why_not_native), Impl("group by group", _one_by_one)],
+    [
+        Impl("native", f"{ops.GPU}.gemms.grouped_mm:matmul", f"{ops.GPU}.gemms.grouped_mm:reason", _no_gemms),
+        Impl("group by group", _one_by_one),
+    ],
     parts=ops.MATMUL,
 )
 

@@ -17,8 +17,9 @@ from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.blocks.attention import AttentionExplanation, DotProductAttention, explain_attention
 from quaver.torch.blocks.attention.explanation import why_not
 from quaver.torch.linear.grouped import GROUPED_MATMUL, check, grouped_matmul
-from quaver.torch.linear.grouped_operands import Groups, Offsets, together
+from quaver.torch.linear.grouped_operands import together
 from quaver.torch.linear.layer import Linear
+from quaver.torch.numerics.groups import Groups, Offsets
 from quaver.torch.numerics.quantized import Quantized, storage
 from quaver.torch.operations import ops
 from quaver.torch.state.context import recipe_in_force

@@ -110,9 +110,9 @@ def test_of_rope_and_sums_and_cross_entropy(driver: Driver) -> None:
                 wise(matrix().view(1, ROWS, 4, 16)),
                 wise(torch.stack([angles, angles])),
             )
-            if not rope.reason(q, cos, sin):
+            if not rope.reason(q, k, cos, sin):
                 rope.turn(q, k, cos, sin, False, False)
             column_sums.column_sum(lie(matrix()), torch.float32)
             targets, weights = wise(torch.zeros(ROWS, dtype=torch.int64)), lie(torch.ones(ROWS))
-            cross_entropy.rows(lie(matrix()), targets, weights, True, -100, 0.0, 0.0, 0.0)
+            cross_entropy.rows(lie(matrix()), targets, weights, True, (-100, 0.0, 0.0, 0.0))
     assert driver.launched

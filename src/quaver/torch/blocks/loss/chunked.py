@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.torch.backends.gpu.launching import device as gpu
 from quaver.torch.operations import ops
-from quaver.torch.operations.operation import Operation
+from quaver.torch.operations.operation import Impl, Operation
 
 #: The logits of a chunk take at most this many bytes, unless its size is given.
 CHUNK_BYTES = 2**29
@@ -23,24 +22,6 @@ class Rule(NamedTuple):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     soft_cap: float = 0.0
-
-
-def chunks(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    row_weights: Tensor | None,
-    dtype: torch.dtype,
-    rule: Rule,
-    chunk: int,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(losses [T], gradients of x, weight and bias); those that are not needed are empty."""
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = LINEAR_CROSS_ENTROPY(
-        x, weight, bias, targets, row_weights, dtype, *rule, chunk, *needs
-    )
-    return results
 
 
 def _impl(
@@ -65,7 +46,7 @@ def _impl(
         for start, end in _spans(tokens, chunk or _chunk_of(tokens, weight.shape[0], dtype)):
             xc = x[start:end].to(dtype)
             scale = None if row_weights is None else row_weights[start:end]
-            logits, losses[start:end] = _losses(xc, w, b, targets[start:end], scale, of_x or of_weight or of_bias, rule)
+            logits, losses[start:end] = LOSSES(xc, w, b, targets[start:end], scale, of_x or of_weight or of_bias, rule)
             if of_x:
                 torch.mm(logits, w, out=grad_x[start:end])
             if of_weight:
@@ -87,19 +68,9 @@ def _added(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     return _added(total, grad.float(), x.float())
 
 
-def _losses(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor | None, gradient: bool, rule: Rule
-) -> tuple[Tensor, Tensor]:
-    """(the gradient of a chunk's logits if asked for, losses [rows])."""
-    if (x.is_cuda or "triton" in gpu.asked) and not x.is_meta and not gpu.why_no_kernels(x.device):
-        from quaver.torch.backends.gpu.fused import cross_entropy as kernels
-
-        logits = kernels.padded_rows(x.shape[0], weight.shape[0], x.dtype, x.device)
-        if not kernels.reason(logits):
-            torch.mm(x, weight.t(), out=logits) if bias is None else torch.addmm(bias, x, weight.t(), out=logits)
-            return logits, kernels.rows(logits, targets, weights, gradient, *rule, padded=True)
+def _losses(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     logits = F.linear(x, weight, bias)
-    return logits, rows(logits, targets, weights, gradient, rule)
+    return logits, rows(logits, *options)
 
 
 def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool, rule: Rule) -> Tensor:
@@ -156,16 +127,8 @@ def _check_targets(targets: Tensor, count: int, ignore_index: int) -> None:
         )
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    row_weights: Tensor | None,
-    dtype: torch.dtype,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_x, of_weight, of_bias = options[-3:]
+def _fake(x: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype, (of_x, of_weight, of_bias) = options[3], options[-3:]
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     return (
         x.new_empty(x.shape[:1], dtype=wide),
@@ -175,6 +138,21 @@ def _fake(
     )
 
 
+def _no_kernel(x: Tensor, *_: Any) -> str:
+    return "the tensor is not on a GPU" if x.is_meta else ops.no_kernels(x)
+
+
+#: (x [rows, k], weight, bias, targets, row_weights, whether the gradient is wanted, the `Rule`) to the logits, or to
+#: their gradient if it is wanted, and the losses [rows].
+LOSSES = Operation(
+    "cross_entropy_rows",
+    [
+        Impl("triton", f"{ops.GPU}.fused.cross_entropy:losses", f"{ops.GPU}.fused.cross_entropy:reason", _no_kernel),
+        Impl("reference", _losses),
+    ],
+)
+#: To the losses [T], and the gradients of x, weight and bias; those that are not needed are empty. The options between
+#: dtype and chunk are those of a `Rule`.
 LINEAR_CROSS_ENTROPY = Operation(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_weights, ScalarType dtype,"
     " int ignore_index, float label_smoothing, float z_loss, float soft_cap, SymInt chunk, bool of_x, bool of_weight,"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.text.spelling import suggest
-from quaver.torch.blocks.loss.chunked import Rule, chunks
+from quaver.torch.blocks.loss.chunked import LINEAR_CROSS_ENTROPY, Rule
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored import stored
 from quaver.torch.operations import ops
@@ -80,20 +80,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
-        ctx.constants = (
-            needs,
-            dtype,
-            rule,
-            reduction,
-            chunk,
-            x.dtype,
-            weight.dtype,
-            None if bias is None else bias.dtype,
-        )
+        dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.constants = needs, dtype, rule, reduction, chunk, *dtypes
         if reduction == "none":
             ctx.save_for_backward(x, weight, bias, targets)
-            return chunks(x, weight, bias, targets, None, dtype, rule, chunk, (False, False, False))[0]
-        losses, *grads = chunks(x, weight, bias, targets, None, dtype, rule, chunk, needs)
+            needs = (False, False, False)
+        losses, *grads = LINEAR_CROSS_ENTROPY(x, weight, bias, targets, None, dtype, *rule, chunk, *needs)
+        if reduction == "none":
+            return losses
         total, count = losses.sum(), None
         if reduction == "mean":
             count = (targets != rule.ignore_index).sum()
@@ -108,7 +102,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs, dtype, rule, reduction, chunk, *dtypes = ctx.constants
         if reduction == "none":
             x, weight, bias, targets = ctx.saved_tensors
-            _, *grads = chunks(x, weight, bias, targets, g.contiguous(), dtype, rule, chunk, needs)
+            scales = g.contiguous()
+            _, *grads = LINEAR_CROSS_ENTROPY(x, weight, bias, targets, scales, dtype, *rule, chunk, *needs)
             scale = None
         else:
             count, *grads = ctx.saved_tensors

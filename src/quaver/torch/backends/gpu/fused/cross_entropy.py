@@ -1,5 +1,7 @@
 """Cross entropy of a chunk of logits on a GPU: the kernel's launch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,38 +12,46 @@ from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
 BLOCK, WARPS = 4096, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+#: ignore_index, label_smoothing, z_loss, soft_cap; 0 switches a term off.
+Rule = tuple[int, float, float, float]
 
-def reason(logits: Tensor) -> str:
-    """Why the kernel does not take these logits, or ""; the device has been asked before."""
-    if logits.dtype not in DTYPES or logits.stride(-1) != 1:
+
+def reason(x: Tensor, weight: Tensor, *_: Any) -> str:
+    """Why the kernel does not take the logits x @ weight.T, or ""; the device has been asked before."""
+    if x.dtype not in DTYPES:
         return "it takes rows of float32, bfloat16 or float16"
-    return "" if max(logits.shape) < 2**31 else "a side is beyond 2^31 - 1"
+    return "" if max(x.shape[0], weight.shape[0]) < 2**31 else "a side is beyond 2^31 - 1"
+
+
+def losses(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    """(logits x @ weight.T + bias, or their gradient if it is asked for, and losses [rows]): see `rows`."""
+    logits = padded_rows(x.shape[0], weight.shape[0], x.dtype, x.device)
+    torch.mm(x, weight.t(), out=logits) if bias is None else torch.addmm(bias, x, weight.t(), out=logits)
+    return logits, rows(logits, *options, padded=True)
 
 
 def rows(
-    logits: Tensor,
-    targets: Tensor,
-    weights: Tensor | None,
-    gradient: bool,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    soft_cap: float,
-    padded: bool = False,
+    logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool, rule: Rule, *, padded: bool = False
 ) -> Tensor:
     """Losses float32 [rows] of logits [rows, columns], which the gradient replaces if asked for.
 
     Args:
         targets: int64 [rows].
         weights: float32 [rows] that the gradient is multiplied by, or None.
-        soft_cap: 0 for none.
         padded: whether what lies between the rows may be overwritten: see `padded_rows`.
     """
     # A column of a batch's labels has its rows apart.
     targets, weights = targets.contiguous(), None if weights is None else weights.contiguous()
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    options = (gradient, ignore_index, float(label_smoothing), float(z_loss), float(soft_cap), padded)
-    _launches((logits, targets, losses, weights), (logits, targets, weights), *options)
+    ignore_index, *terms = rule
+    _launches(
+        (logits, targets, losses, weights),
+        (logits, targets, weights),
+        gradient,
+        ignore_index,
+        *map(float, terms),
+        padded,
+    )
     return losses
 
 

@@ -16,8 +16,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 1024
 
 
-def reason(x: Tensor, cos: Tensor, sin: Tensor) -> str:
-    """Why the kernel does not turn this, or ""; the device has been asked before."""
+def reason(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: bool) -> str:
+    """Why the kernel does not turn these, or ""; the device has been asked before."""
+    return _reason(q, cos, sin) or ("" if k is None else _reason(k, cos, sin))
+
+
+def _reason(x: Tensor, cos: Tensor, sin: Tensor) -> str:
     if x.dtype not in DTYPES or cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
         return "it turns float32, bfloat16 and float16 by tables in float32"
     if x.dim() not in (3, 4) or x.numel() == 0 or x.shape[-1] > WIDEST or x.shape[:-2].numel() >= 2**31:

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
+from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.gemms.operands import matrix, scales
 from quaver.torch.backends.gpu.gemms.scaled_mm import TOLERANCE, role
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.groups import Groups, Offsets
 
 #: Compute capabilities that have it.
 ARCHITECTURES = (90, 100)
@@ -26,27 +27,28 @@ ARCHITECTURES = (90, 100)
 _probes: dict[tuple[torch.device, bool], str] = {}
 
 
-def reason(a: Quantized | None, b: Quantized | None, n: int, dtype: torch.dtype, fast_accum: bool = False) -> str:
+def reason(a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dtype, fast_accum: bool = False) -> str:
     """Why these operands of all groups are not multiplied natively, or ""; the device has been asked before."""
     if not hasattr(F, "scaled_grouped_mm"):
         return f"torch {torch.__version__} has no scaled_grouped_mm"
-    if a is None or b is None:
+    left, right = a.whole, b.whole
+    if left is None or right is None:
         return "its operands have a scale for each row, and these have one for rows of a group together"
-    why = _why_not(a.spec, b.spec)
+    why = _why_not(left.spec, right.spec)
     if why:
         return why
-    arch = architecture(a.device)
+    arch = architecture(left.device)
     if arch not in ARCHITECTURES:
         return f"torch multiplies groups on sm_90 and sm_100, and this GPU is sm_{arch}"
     if dtype is not torch.bfloat16:
         return f"it writes bfloat16, and the result is to be {dtype}"
     if n % 16:
         return f"the output has {n} columns; it takes multiples of 16"
-    if 0 in (*a.shape, *b.shape):
+    if 0 in (*left.shape, *right.shape):
         return "there is nothing to add up"
-    if (a.device, fast_accum) not in _probes and capture.capturing(a.device):
+    if (left.device, fast_accum) not in _probes and capture.capturing(left.device):
         return "a CUDA graph is being captured before any call has tried it: run a step first"
-    return probe(a.device, fast_accum)
+    return probe(left.device, fast_accum)
 
 
 def _why_not(a: QuantSpec, b: QuantSpec) -> str:
@@ -57,26 +59,27 @@ def _why_not(a: QuantSpec, b: QuantSpec) -> str:
     return f"torch has no grouped GEMM for {a} by {b}"
 
 
-def matmul(a: Quantized, b: Quantized, n: int, ends: Tensor, fast_accum: bool = False) -> Tensor:
+def matmul(a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """a [T, k] by each group's matrix of b [groups · n, k], transposed: bf16 [T, n]; zeros for tokens of no group.
 
     Bounded: fast accumulation on Hopper keeps 13 bits of a sum.
     """
-    left, right = matrix(a), matrix(b)
-    groups = ends.shape[0]
+    assert a.whole is not None and b.whole is not None
+    left, right = matrix(a.whole), matrix(b.whole)
+    ends, groups = offsets.ends, offsets.groups
     run: Any = vars(F)["scaled_grouped_mm"]
     y: Tensor = run(
         left,
         right.view(groups, n, -1).transpose(1, 2),
-        scales(a, "row", False)[0].view(-1),
+        scales(a.whole, "row", False)[0].view(-1),
         ScalingType.RowWise,
-        scales(b, "row", False)[0].view(groups, n),
+        scales(b.whole, "row", False)[0].view(groups, n),
         ScalingType.RowWise,
         offs=ends,
         output_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
     )
-    of_none = torch.arange(a.shape[0], dtype=torch.int64, device=ends.device) >= ends[-1]
+    of_none = torch.arange(left.shape[0], dtype=torch.int64, device=ends.device) >= ends[-1]
     # What was not written may be anything, NaN too.
     return y.masked_fill_(of_none[:, None], 0.0)
 
@@ -90,8 +93,6 @@ def probe(device: torch.device, fast_accum: bool) -> str:
 
 
 def _probe(device: torch.device, fast_accum: bool) -> str:
-    from quaver.core.numbers.formats import E4M3
-
     generator, spec = torch.Generator("cpu").manual_seed(0), QuantSpec(E4M3, (1, None))
     x, w = (
         torch.randn(rows, 272, generator=generator, dtype=torch.float32, device="cpu").mul_(
@@ -105,7 +106,7 @@ def _probe(device: torch.device, fast_accum: bool) -> str:
     left, right = a.dequantize(), b.dequantize().view(3, 32, 272)
     expected[:21], expected[21:40] = left[:21] @ right[0].t(), left[21:40] @ right[2].t()
     try:
-        y = matmul(a, b, 32, ends, fast_accum).float()
+        y = matmul(Groups(a, ()), Groups(b, (), 32), Offsets(ends, 48), 32, torch.bfloat16, fast_accum).float()
         off = ((y - expected).norm() / expected.norm()).item()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.gpu.launching import device
 from quaver.torch.blocks.attention.rope import stretching
 from quaver.torch.internals import forward_mode_active, transforms_active
-from quaver.torch.operations.operation import Operation
+from quaver.torch.operations import ops
+from quaver.torch.operations.operation import Impl, Operation
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -32,23 +32,18 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
         [..., D] in x's dtype, contiguous, computed in float32 and rounded once, gradients too.
     Exact: the bits of eager mode, compiled too.
     """
-    if torch.compiler.is_compiling():
-        turned: Tensor = _Turn.apply(x, cos, sin, interleaved, False)
-        return turned
-    if _launched(x, cos, sin):
-        return _Launched.apply(x, None, cos, sin, interleaved, False)[0]
-    return _turn(x, cos, sin, interleaved, False)
+    turned: Tensor = TURN(x, None, cos, sin, interleaved, False)[0]
+    return turned
 
 
 def apply_rotary_to_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`apply_rotary` of queries and keys that stand at the same positions: one launch on a GPU. Exact: its bits."""
-    together = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1] and q.device == k.device
-    if not torch.compiler.is_compiling() and together and _launched(q, cos, sin) and _launched(k, cos, sin):
-        turned: tuple[Tensor, Tensor] = _Launched.apply(q, k, cos, sin, interleaved, False)
-        return turned
-    return apply_rotary(q, cos, sin, interleaved), apply_rotary(k, cos, sin, interleaved)
+    if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+        return apply_rotary(q, cos, sin, interleaved), apply_rotary(k, cos, sin, interleaved)
+    turned: tuple[Tensor, Tensor] = TURN(q, k, cos, sin, interleaved, False)
+    return turned
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
@@ -69,17 +64,17 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
     return turned.contiguous()
 
 
-def _launched(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """True if the kernel turns x: on a GPU, or under `only("triton")` on a CPU."""
-    if (x.is_cpu and "triton" not in device.asked) or x.is_meta or type(x) is not Tensor or cos.device != x.device:
-        return False
-    if device.why_no_kernels(x.device) or cos.requires_grad or sin.requires_grad:
-        return False
-    if transforms_active() or forward_mode_active():
-        return False
-    from quaver.torch.backends.gpu.fused import rope
-
-    return not rope.reason(x, cos, sin)
+def _not_launched(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: Any) -> str:
+    """Why no kernel turns these, whatever their shapes, or ""."""
+    for x in (q,) if k is None else (q, k):
+        if x.is_meta or type(x) is not Tensor or cos.device != x.device:
+            return "the kernel takes plain tensors on one GPU"
+    why = ops.no_kernels(q)
+    if why:
+        return why
+    if cos.requires_grad or sin.requires_grad:
+        return "the kernel gives cosines and sines no gradient"
+    return "torch.func and forward mode see no kernel" if transforms_active() or forward_mode_active() else ""
 
 
 class _Launched(torch.autograd.Function):
@@ -89,12 +84,11 @@ class _Launched(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
     ) -> tuple[Tensor, Tensor | None]:
-        from quaver.torch.backends.gpu.fused import rope
-
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
         ctx.constants = interleaved, back
-        return rope.turn(q, k, cos, sin, interleaved, back)
+        turned: tuple[Tensor, Tensor | None] = _KERNEL.run(q, k, cos, sin, interleaved, back)
+        return turned
 
     @staticmethod
     def backward(ctx: Any, of_q: Tensor | None, of_k: Tensor | None) -> Any:
@@ -114,14 +108,14 @@ class _Turn(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.constants = interleaved, back
-        turned: Tensor = TURN(x, cos, sin, interleaved, back)
+        turned: Tensor = TURN.operator(x, cos, sin, interleaved, back)
         return turned
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         interleaved, back = ctx.constants
-        return TURN(g, cos, sin, interleaved, not back), None, None, None, None
+        return TURN.operator(g, cos, sin, interleaved, not back), None, None, None, None
 
 
 def rotary_tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -155,18 +149,22 @@ def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bo
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-# The opaque operators of compiled code.
+def _plain(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+) -> tuple[Tensor, Tensor | None]:
+    return _turn(q, cos, sin, interleaved, back), None if k is None else _turn(k, cos, sin, interleaved, back)
 
 
-def _turn_impl(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    if _launched(x, cos, sin):
-        from quaver.torch.backends.gpu.fused import rope
-
-        return rope.turn(x, None, cos, sin, interleaved, back)[0]
-    return _turn(x, cos, sin, interleaved, back)
+def _traced(q: Tensor, k: Tensor | None, *options: Any) -> tuple[Tensor, Tensor | None]:
+    return _Turn.apply(q, *options), None if k is None else _Turn.apply(k, *options)
 
 
-def _turn_fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+def _kernel(x: Tensor, *options: Any) -> Tensor:
+    turned: Tensor = TURN.eager(x, None, *options)[0]
+    return turned
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -175,8 +173,14 @@ def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleave
     return where.new_empty(shape, dtype=torch.float32), where.new_empty(shape, dtype=torch.float32)
 
 
+_KERNEL = Impl("triton", f"{ops.GPU}.fused.rope:turn")
+#: (q, k of the same tokens or None, cos, sin, interleaved, whether to turn back) to both, turned.
 TURN = Operation(
-    "turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor", _turn_impl, fake=_turn_fake
+    "turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
+    [Impl("triton", _Launched.apply, f"{ops.GPU}.fused.rope:reason", _not_launched), Impl("reference", _plain)],
+    fake=_fake,
+    kernel=_kernel,
+    traced=_traced,
 )
 TABLES = Operation(
     "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)",
