@@ -202,8 +202,7 @@ class _Activate(torch.autograd.Function):
     def forward(ctx: Any, name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
         ctx.save_for_backward(*x)
         ctx.constants = name, options
-        y: Tensor = ACTIVATE(name, options, x)
-        return y
+        return ACTIVATE(name, options, x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -282,7 +281,7 @@ def _no_kernel(*args: Any) -> str:
 
 
 #: (name, options, inputs) to the result: `activate` without its checks, outside autograd.
-ACTIVATE = Operation(
+ACTIVATE: Operation[Tensor] = Operation(
     "activate(str name, float[] options, Tensor[] x) -> Tensor",
     [
         Impl("triton", f"{ops.GPU}.fused.activation:forward", place=_no_kernel),
@@ -291,7 +290,7 @@ ACTIVATE = Operation(
     fake=_fake_forward,
 )
 #: (name, options, grad_output, inputs) to the gradients of the inputs, as those came: one tensor or two.
-ACTIVATE_BACKWARD = Operation(
+ACTIVATE_BACKWARD: Operation[list[Tensor]] = Operation(
     "activate_backward(str name, float[] options, Tensor g, Tensor[] x) -> Tensor[]",
     [
         Impl("triton", f"{ops.GPU}.fused.activation:backward", place=_no_kernel),

@@ -62,8 +62,7 @@ class Activated:
         return producers.Made(result.y, result.quantized, result.amax, tuple(x))
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
-        y: Tensor = activations.ACTIVATE(self.name, self.options, saved)
-        return y
+        return activations.ACTIVATE(self.name, self.options, saved)
 
     def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor, ...]:
         if self.eight_bits:

@@ -349,7 +349,7 @@ def _fake_backward(
 
 #: (x [..., d], gamma and beta float32 [d] or None, the name, eps) to the output in x's dtype, and the statistics: the
 #: rows' means (empty unless they are subtracted) and the factors that normalize, float32 [..., 1].
-NORMALIZE = Operation(
+NORMALIZE: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
     "normalize(Tensor x, Tensor? gamma, Tensor? beta, str normalization, float eps) -> (Tensor, Tensor, Tensor)",
     [
         Impl("triton", f"{ops.GPU}.fused.norm:forward", place=producers.why_not),
@@ -359,7 +359,7 @@ NORMALIZE = Operation(
 )
 #: (grad_output, x, gamma, beta, mean, factor, the name) to the gradients of x, gamma and beta, empty where there is no
 #: such parameter.
-NORMALIZE_BACKWARD = Operation(
+NORMALIZE_BACKWARD: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
     "normalize_backward(Tensor g, Tensor x, Tensor? gamma, Tensor? beta, Tensor mean, Tensor factor, str normalization)"
     " -> (Tensor, Tensor, Tensor)",
     [

@@ -48,7 +48,7 @@ def _one_by_one(a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dty
 
 
 #: Tokens of all groups by each group's matrix: (tokens, matrices, offsets, n, dtype, fast_accum) to [T, n].
-GROUPED_MATMUL = Operation(
+GROUPED_MATMUL: Operation[Tensor] = Operation(
     "grouped_matmul",
     [
         Impl("native", f"{ops.GPU}.gemms.grouped_mm:matmul", f"{ops.GPU}.gemms.grouped_mm:reason", _no_gemms),
@@ -215,8 +215,7 @@ def _by_rows(
 ) -> Tensor:
     """[T, n]: tokens, quantized or x [T, k], by each group's matrix, quantized or w [groups, n, k]."""
     if a is not None and b is not None:
-        y: Tensor = GROUPED_MATMUL(a, b, setup.offsets, n, setup.dtype, gemm.fast_accum)
-        return y
+        return GROUPED_MATMUL(a, b, setup.offsets, n, setup.dtype, gemm.fast_accum)
     assert w is not None
     y = empty(x.shape[0], n, None, x, setup.dtype)
     for group, (start, end) in enumerate(setup.offsets.bounds()):

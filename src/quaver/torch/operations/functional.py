@@ -45,8 +45,7 @@ def quantize(
         raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {tuple(x.shape)}: reshape it first")
     if x.dtype not in ops.DTYPES:
         raise ValueError(f"an operand is float32, bfloat16 or float16, not {x.dtype}; convert it first")
-    q: Quantized = ops.QUANTIZE(x.detach(), spec, amax, factor, (seed, tensor_id, count))
-    return q
+    return ops.QUANTIZE(x.detach(), spec, amax, factor, (seed, tensor_id, count))
 
 
 def dequantize(q: Quantized) -> Tensor:
@@ -78,5 +77,4 @@ def matmul(
     if dtype not in ops.DTYPES:
         raise ValueError(f"the output is float32, bfloat16 or float16, not {dtype}")
     with ops.without_autocast(a.device.type):
-        y: Tensor = ops.MATMUL(a, b, dtype, bias, fast_accum)
-        return y
+        return ops.MATMUL(a, b, dtype, bias, fast_accum)

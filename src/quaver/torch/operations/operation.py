@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch.compiler import is_compiling
 
 from quaver.core.text.spelling import suggest
 
+R = TypeVar("R")
 #: A function, or "module:function", which is imported when it is first wanted.
 Function = Callable[..., Any] | str
 #: All that there are: `only` chooses among their implementations.
-OPERATIONS: list["Operation"] = []
+OPERATIONS: list["Operation[Any]"] = []
 _library = torch.library.Library("quaver", "DEF")
 
 
@@ -73,8 +74,8 @@ class Impl:
         return _imported(self.refusal)
 
 
-class Operation:
-    """A named operation with its implementations, the preferred one first.
+class Operation(Generic[R]):
+    """A named operation with its implementations, the preferred one first; R is what a call of it returns.
 
     Args:
         schema: its name; or, for one that compilers see, "NAME(Tensor x, ...) -> Tensor", as torch.library takes it.
@@ -89,12 +90,12 @@ class Operation:
     def __init__(
         self,
         schema: str,
-        implementations: Sequence[Impl] | Callable[..., Any],
+        implementations: Sequence[Impl] | Callable[..., R],
         *,
         fake: Callable[..., Any] | None = None,
         kernel: Callable[..., Any] | None = None,
         traced: Callable[..., Any] | None = None,
-        parts: "Operation | None" = None,
+        parts: "Operation[Any] | None" = None,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.impls = [Impl("reference", implementations)] if callable(implementations) else list(implementations)
@@ -108,10 +109,10 @@ class Operation:
             _library.impl(self.name, kernel or self.eager, "CompositeExplicitAutograd")
             torch.library.register_fake(f"quaver::{self.name}", fake, lib=_library)
             self.operator = getattr(torch.ops.quaver, self.name)
-        self.traced: Callable[..., Any] = traced or self.operator
+        self.traced: Callable[..., R] = traced or self.operator
         OPERATIONS.append(self)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> R:
         """Run the first implementation that takes the call, or hand the operator to a compiler that traces."""
         if is_compiling():
             return self.traced(*args)
@@ -119,21 +120,22 @@ class Operation:
         for impl in self.active:
             reason = impl.reason
             if reason is never or not reason(*args):
-                return impl.run(*args)
+                result: R = impl.run(*args)
+                return result
         return self._refuse(*args)
 
-    def eager(self, *args: Any) -> Any:
+    def eager(self, *args: Any) -> R:
         """Run the first implementation that takes the call."""
         return self.pick(*args)(*args)
 
-    def pick(self, *args: Any) -> Callable[..., Any]:
+    def pick(self, *args: Any) -> Callable[..., R]:
         """The function that a call with these arguments would run; one that says why none would, if none would."""
         for impl in self.active:
             if not impl.reason(*args):
                 return impl.run
         return self._refuse
 
-    def _refuse(self, *args: Any) -> Any:
+    def _refuse(self, *args: Any) -> NoReturn:
         reasons = "; ".join(f"{name}: {why}" for name, why in self.explain(*args))
         raise Unsupported(f"no implementation of {self.name} takes this call. {reasons}")
 

@@ -96,7 +96,7 @@ def _quantize_fake(x: Tensor, turned: bool, text: str, *_: Any) -> tuple[Tensor,
     return empty_parts(x, QuantSpec.parse(text), turned)
 
 
-QUANTIZE = Operation(
+QUANTIZE: Operation[Quantized] = Operation(
     "quantize(Tensor x, bool turned, str spec, Tensor? amax, Tensor? factor, int seed, Tensor? tensor_id,"
     " Tensor? count, Tensor? number)"
     " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax)",
@@ -135,8 +135,7 @@ def _matmul_traced(
 def _matmul_kernel(*args: Any) -> Tensor:
     ambient.compiled = True
     with without_autocast(args[0].device.type):
-        y: Tensor = MATMUL.eager(restored(*args[:7]), restored(*args[7:14]), *args[14:])
-        return y
+        return MATMUL.eager(restored(*args[:7]), restored(*args[7:14]), *args[14:])
 
 
 def _matmul_fake(*args: Any) -> Tensor:
@@ -146,7 +145,7 @@ def _matmul_fake(*args: Any) -> Tensor:
     return a.new_empty((m, n), dtype=args[14])
 
 
-MATMUL = Operation(
+MATMUL: Operation[Tensor] = Operation(
     "matmul(Tensor a, Tensor a_scale, Tensor a_factor, str a_spec, bool a_turned, SymInt a_k,"
     " bool a_swizzled, Tensor b, Tensor b_scale, Tensor b_factor, str b_spec, bool b_turned, SymInt b_k,"
     " bool b_swizzled, ScalarType dtype, Tensor? bias, bool fast_accum=False) -> Tensor",
@@ -223,7 +222,7 @@ def _both_fake(x: Tensor, text: str, other: str, *_: Any) -> tuple[Tensor, ...]:
 #: x [rows, k] by one spec and its transpose by another, from one read of x where an implementation can do that:
 #: (x, spec, spec of the transpose, amax, factor, noise, noise of the transpose, whether factor is known not to be 0,
 #: where a kernel may note the amax, whether it may sum x over its rows).
-QUANTIZE_BOTH = Operation(
+QUANTIZE_BOTH: Operation[tuple[Quantized, Quantized]] = Operation(
     "quantize_both(Tensor x, str spec, str other, Tensor? amax, Tensor? factor, Tensor? number)"
     " -> (Tensor data, Tensor scale, Tensor tensor_factor, Tensor amax,"
     " Tensor turned_data, Tensor turned_scale, Tensor turned_factor)",
@@ -247,7 +246,7 @@ def _code_bytes_fake(codes: Tensor) -> Tensor:
 
 
 #: Packed codes of four bits as bytes: Inductor knows no float4 on a CPU.
-CODE_BYTES = Operation("code_bytes(Tensor codes) -> Tensor", _code_bytes, fake=_code_bytes_fake)
+CODE_BYTES: Operation[Tensor] = Operation("code_bytes(Tensor codes) -> Tensor", _code_bytes, fake=_code_bytes_fake)
 
 
 def _plain_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
@@ -255,7 +254,7 @@ def _plain_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 #: The gradient [features] of a bias, of the gradient [tokens, features] of what it was added to.
-BIAS_GRADIENT = Operation(
+BIAS_GRADIENT: Operation[Tensor] = Operation(
     "bias_gradient",
     [
         Impl("triton", f"{GPU}.fused.column_sums:column_sum", f"{GPU}.fused.column_sums:reason", no_kernels),
@@ -342,8 +341,7 @@ def bias_gradient(g: Tensor, dtype: torch.dtype, partial: Tensor | None = None) 
     if partial is not None:
         total: Tensor = _ADD_UP.run(partial, dtype)
         return total
-    gradient: Tensor = BIAS_GRADIENT(g, dtype)
-    return gradient
+    return BIAS_GRADIENT(g, dtype)
 
 
 def autocast_device(x: Tensor) -> str:

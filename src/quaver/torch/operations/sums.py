@@ -14,8 +14,7 @@ from quaver.torch.operations.operation import Operation
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b of one shape and dtype, for backward functions; not differentiable."""
-    total: Tensor = ADD(a, b)
-    return total
+    return ADD(a, b)
 
 
 def fork(x: Tensor, uses: int = 2) -> tuple[Tensor, ...]:
@@ -50,8 +49,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: float) -> Tensor:
         ctx.constants = scale, x.dtype, y.dtype
-        total: Tensor = JOIN(x, y, scale)
-        return total
+        return JOIN(x, y, scale)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -64,5 +62,5 @@ def _join(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return x + y if scale == 1.0 else x + y * scale
 
 
-ADD = Operation("add(Tensor a, Tensor b) -> Tensor", torch.add, fake=torch.add)
-JOIN = Operation("join(Tensor x, Tensor y, float scale) -> Tensor", _join, fake=_join)
+ADD: Operation[Tensor] = Operation("add(Tensor a, Tensor b) -> Tensor", torch.add, fake=torch.add)
+JOIN: Operation[Tensor] = Operation("join(Tensor x, Tensor y, float scale) -> Tensor", _join, fake=_join)

@@ -17,7 +17,7 @@ from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_fits,
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation
 
-ATTENTION = Operation(
+ATTENTION: Operation[Tensor] = Operation(
     "attention",
     [
         Impl("flash", flash.attend, flash.reason),
@@ -212,8 +212,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def _run(q: Tensor, k: Tensor, v: Tensor, call: Call, spec: AttentionSpec | None) -> Tensor:
     if spec is None:
-        y: Tensor = ATTENTION(q, k, v, call)
-        return y
+        return ATTENTION(q, k, v, call)
     return attention_fp8(
         q,
         k,

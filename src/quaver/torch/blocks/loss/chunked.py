@@ -144,7 +144,7 @@ def _no_kernel(x: Tensor, *_: Any) -> str:
 
 #: (x [rows, k], weight, bias, targets, row_weights, whether the gradient is wanted, the `Rule`) to the logits, or to
 #: their gradient if it is wanted, and the losses [rows].
-LOSSES = Operation(
+LOSSES: Operation[tuple[Tensor, Tensor]] = Operation(
     "cross_entropy_rows",
     [
         Impl("triton", f"{ops.GPU}.fused.cross_entropy:losses", f"{ops.GPU}.fused.cross_entropy:reason", _no_kernel),
@@ -153,7 +153,7 @@ LOSSES = Operation(
 )
 #: To the losses [T], and the gradients of x, weight and bias; those that are not needed are empty. The options between
 #: dtype and chunk are those of a `Rule`.
-LINEAR_CROSS_ENTROPY = Operation(
+LINEAR_CROSS_ENTROPY: Operation[tuple[Tensor, Tensor, Tensor, Tensor]] = Operation(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_weights, ScalarType dtype,"
     " int ignore_index, float label_smoothing, float z_loss, float soft_cap, SymInt chunk, bool of_x, bool of_weight,"
     " bool of_bias) -> (Tensor losses, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",

@@ -209,12 +209,12 @@ def _restore(codes: Sequence[Tensor], spec: QuantSpec) -> Kept:
 _OPTIONS = "Tensor? hidden, Tensor? draw, float scale, float? soft_cap, float dropout, str input, str grad_output"
 
 
-FORWARD = Operation(
+FORWARD: Operation[list[Tensor]] = Operation(
     f"attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, {_OPTIONS}, bool training) -> Tensor[]",
     _forward,
     fake=_forward_fake,
 )
-BACKWARD = Operation(
+BACKWARD: Operation[list[Tensor]] = Operation(
     "attention_fp8_backward(Tensor grad, Tensor[] kept, Tensor? bias, Tensor? sinks,"
     f" {_OPTIONS}, bool[] needs) -> Tensor[]",
     _backward,

@@ -32,8 +32,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
         [..., D] in x's dtype, contiguous, computed in float32 and rounded once, gradients too.
     Exact: the bits of eager mode, compiled too.
     """
-    turned: Tensor = TURN(x, None, cos, sin, interleaved, False)[0]
-    return turned
+    return TURN(x, None, cos, sin, interleaved, False)[0]
 
 
 def apply_rotary_to_both(
@@ -42,8 +41,8 @@ def apply_rotary_to_both(
     """`apply_rotary` of queries and keys that stand at the same positions: one launch on a GPU. Exact: its bits."""
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         return apply_rotary(q, cos, sin, interleaved), apply_rotary(k, cos, sin, interleaved)
-    turned: tuple[Tensor, Tensor] = TURN(q, k, cos, sin, interleaved, False)
-    return turned
+    q, k = TURN(q, k, cos, sin, interleaved, False)
+    return q, k
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
@@ -131,8 +130,7 @@ def rotary_tables(where: Tensor, rows: Tensor, length: int, text: str, interleav
         (cos, sin) float32 [..., 1, turning], the 1 for the heads.
     Exact: eager's bits, compiled too.
     """
-    cos, sin = TABLES(where, rows, length, text, interleaved)
-    return cos, sin
+    return TABLES(where, rows, length, text, interleaved)
 
 
 def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -160,8 +158,7 @@ def _traced(q: Tensor, k: Tensor | None, *options: Any) -> tuple[Tensor, Tensor 
 
 
 def _kernel(x: Tensor, *options: Any) -> Tensor:
-    turned: Tensor = TURN.eager(x, None, *options)[0]
-    return turned
+    return TURN.eager(x, None, *options)[0]
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
@@ -175,14 +172,14 @@ def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleave
 
 _KERNEL = Impl("triton", f"{ops.GPU}.fused.rope:turn")
 #: (q, k of the same tokens or None, cos, sin, interleaved, whether to turn back) to both, turned.
-TURN = Operation(
+TURN: Operation[tuple[Tensor, ...]] = Operation(
     "turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
     [Impl("triton", _Launched.apply, f"{ops.GPU}.fused.rope:reason", _not_launched), Impl("reference", _plain)],
     fake=_fake,
     kernel=_kernel,
     traced=_traced,
 )
-TABLES = Operation(
+TABLES: Operation[tuple[Tensor, Tensor]] = Operation(
     "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)",
     _tables,
     fake=_tables_fake,
