@@ -5,8 +5,7 @@ under another recipe and never reuses it.
 """
 
 from contextlib import AbstractContextManager, ContextDecorator
-from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -52,10 +51,8 @@ class autocast(ContextDecorator):
         self._entered.append(context)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def recipe_in_force(own: str | Recipe | None = None) -> Recipe | None:

@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import ContextDecorator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,9 +60,7 @@ class frozen(ContextDecorator):
             self._entered.append(layers)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if torch.compiler.is_compiling():
             return
         with _lock:

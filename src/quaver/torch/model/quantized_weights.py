@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ContextDecorator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -47,9 +46,7 @@ class quantized_init(ContextDecorator):
         storing.construction.now = self.spec, self.keep_initial
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         storing.construction.now = self._before.pop()
 
 

@@ -6,7 +6,6 @@ histories have rolled and after autocast has ended.
 """
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,8 +60,6 @@ class _Again:
         ambient.now = self.ambient
         self.replay.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.replay.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self.replay.__exit__(*error)
         ambient.now = self.before.pop()

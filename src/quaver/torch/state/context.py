@@ -3,7 +3,6 @@
 import threading
 import warnings
 from contextlib import ContextDecorator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -76,9 +75,7 @@ class autocast(ContextDecorator):
         ambient.now = (self.recipe if self.enabled else None, not self.enabled, before[2] + 1)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         ambient.now, entered = self._before.pop()
         if entered is not None:
             step, before = entered

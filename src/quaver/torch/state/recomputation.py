@@ -7,7 +7,6 @@ inside the replay of one goes into those that are being written.
 
 import threading
 from collections import defaultdict
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -57,9 +56,7 @@ class Log:
     def __enter__(self) -> None:
         state.writing = (*state.writing, self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         state.writing = state.writing[:-1]
 
 
@@ -82,7 +79,5 @@ class Replay:
         self.before.append((state.writing, state.replay, self.done))
         state.writing, state.replay, self.done = (), self, {}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         state.writing, state.replay, self.done = self.before.pop()

@@ -7,7 +7,6 @@ validation_loss and seconds. Floats are written in full, so that two runs can be
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from quaver.train.files import whole_file
@@ -94,7 +93,5 @@ class Metrics:
     def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()

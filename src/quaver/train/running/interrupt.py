@@ -5,7 +5,7 @@ A second Ctrl-C stops at once. Under nohup, which has SIGHUP ignored, it stays i
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 class Interrupted(Exception):
@@ -35,9 +35,7 @@ class Interrupt:
         self.number = number
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
