@@ -29,9 +29,10 @@ def quantize(
     amax: Tensor | float | None = None,
     factor: Tensor | float | None = None,
     noise: tuple[int, int, Tensor | int] = (0, 0, 0),
+    *_: object,
 ) -> Quantized:
     """One GEMM operand [rows, k]; see `quaver.core.reference.quantize`. `noise` is (seed, tensor id, count); a factor
-    of 0 is an unset one.
+    of 0 is an unset one. What a kernel is told besides changes no bit.
     """
     x = x.to(torch.float32)
     if spec.hadamard:

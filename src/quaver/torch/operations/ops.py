@@ -40,17 +40,6 @@ def no_kernels(x: Tensor, *_: Any) -> str:
 # what was done.
 
 
-def _by_reference(
-    x: Tensor,
-    spec: QuantSpec,
-    amax: Tensor | float | None = None,
-    factor: Tensor | float | None = None,
-    noise: Any = QUIET,
-    *_hints: object,
-) -> Quantized:
-    return reference.quantize(x, spec, amax, factor, noise)
-
-
 def _quantize_traced(
     x: Tensor,
     spec: QuantSpec,
@@ -104,7 +93,7 @@ QUANTIZE: Operation[Quantized] = Operation(
         Impl("cpu", fp8.quantize, fp8.reason),
         Impl("cpu_fp4", fp4.quantize, fp4.reason),
         Impl("triton", f"{GPU}.families:quantize", f"{GPU}.families:reason", no_kernels),
-        Impl("reference", _by_reference),
+        Impl("reference", reference.quantize),
     ],
     fake=_quantize_fake,
     kernel=_quantize_kernel,
