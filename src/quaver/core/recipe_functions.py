@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
 
-from quaver.core.spec import AttentionSpec, QuantSpec, Recipe
+from quaver.core.spec import AttentionSpec, QuantSpec, Recipe, ScaleKind
 from quaver.core.text.spelling import suggest
 
 P = ParamSpec("P")
@@ -36,15 +36,22 @@ def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
     return build
 
 
-def flag(name: str, value: object) -> None:
+def flags(**values: object) -> None:
     """Refuse what is not True or False, such as the string "false" from a command line."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; give True or False")
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; give True or False")
+
+
+def float32_scale(power_of_two: bool) -> ScaleKind:
+    """The kind of a scale that is stored as a float32, by a recipe's option."""
+    flags(power_of_two=power_of_two)
+    return "power_of_two" if power_of_two else "fp32"
 
 
 def attention_spec(wanted: bool, input: QuantSpec | None, grad_output: QuantSpec | None) -> AttentionSpec | None:
     """Attention quantized as a recipe's GEMMs quantize their input and grad_output, if it is wanted."""
-    flag("attention", wanted)
+    flags(attention=wanted)
     if not wanted:
         return None
     assert input is not None and grad_output is not None

@@ -4,8 +4,8 @@ Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.
 """
 
 from quaver.core.numbers.formats import E4M3
-from quaver.core.recipe_functions import attention_spec, flag, recipe
-from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
+from quaver.core.recipe_functions import attention_spec, float32_scale, recipe
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 
 
 @recipe
@@ -16,8 +16,7 @@ def blockwise(*, power_of_two: bool = True, attention: bool = False) -> Recipe:
         power_of_two: False scales by 448 / amax.
         attention: quantize attention too, q, k, v and the gradients in 1×128 blocks along the axis that is summed.
     """
-    flag("power_of_two", power_of_two)
-    kind: ScaleKind = "power_of_two" if power_of_two else "fp32"
+    kind = float32_scale(power_of_two)
     line = QuantSpec(E4M3, (1, 128), kind)
     square = QuantSpec(E4M3, (128, 128), kind)
     fprop, wgrad = GemmSpec(line, square), GemmSpec(line, line)

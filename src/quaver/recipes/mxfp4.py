@@ -10,7 +10,7 @@ arXiv:2502.20586.
 from dataclasses import replace
 
 from quaver.core.numbers.formats import E2M1
-from quaver.core.recipe_functions import attention_spec, flag, recipe
+from quaver.core.recipe_functions import attention_spec, flags, recipe
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 from quaver.recipes.mxfp8 import LINE as MXFP8_LINE
 
@@ -24,8 +24,7 @@ def mxfp4(*, stochastic_rounding: bool = False, hadamard: bool = False, attentio
         hadamard: rotate groups of 16 along k of all operands of dgrad and wgrad, which spreads outliers.
         attention: quantize attention too, in eight bits as `mxfp8` does it.
     """
-    flag("stochastic_rounding", stochastic_rounding)
-    flag("hadamard", hadamard)
+    flags(stochastic_rounding=stochastic_rounding, hadamard=hadamard)
     line = QuantSpec(E2M1, (1, 32), "e8m0")
     rotated = replace(line, hadamard=hadamard)
     gradient = replace(rotated, rounding="stochastic" if stochastic_rounding else "nearest")

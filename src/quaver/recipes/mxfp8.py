@@ -4,7 +4,7 @@ Source: OCP Microscaling Formats 1.0; scales are rounded up so that nothing satu
 """
 
 from quaver.core.numbers.formats import E4M3
-from quaver.core.recipe_functions import attention_spec, flag, recipe
+from quaver.core.recipe_functions import attention_spec, flags, recipe
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 
 #: 32 elements along k share an exponent byte.
@@ -19,7 +19,7 @@ def mxfp8(*, weight_2d: bool = False, attention: bool = False) -> Recipe:
         weight_2d: scale weights in 32×32 blocks, so that one copy serves fprop and dgrad.
         attention: quantize attention too, in 1×32 blocks along the axis that is summed.
     """
-    flag("weight_2d", weight_2d)
+    flags(weight_2d=weight_2d)
     weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else LINE
     fprop, wgrad = GemmSpec(LINE, weight), GemmSpec(LINE, LINE)
     return Recipe("mxfp8", fprop, fprop, wgrad, attention=attention_spec(attention, LINE, LINE))

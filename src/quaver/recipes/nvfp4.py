@@ -4,7 +4,7 @@ Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149
 """
 
 from quaver.core.numbers.formats import E2M1
-from quaver.core.recipe_functions import attention_spec, flag, recipe
+from quaver.core.recipe_functions import attention_spec, flags, recipe
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
 from quaver.recipes.mxfp8 import LINE as MXFP8_LINE
 
@@ -28,13 +28,7 @@ def nvfp4(
         attention: quantize attention too, in eight bits as `mxfp8` does it: E4M3 in 1×32 blocks, rounded to nearest.
             Four bits, noise and rotation stay with the linear layers.
     """
-    for name, value in (
-        ("stochastic_rounding", stochastic_rounding),
-        ("hadamard", hadamard),
-        ("weight_2d", weight_2d),
-        ("power_of_two", power_of_two),
-    ):
-        flag(name, value)
+    flags(stochastic_rounding=stochastic_rounding, hadamard=hadamard, weight_2d=weight_2d, power_of_two=power_of_two)
     kind: ScaleKind = "two_level" if power_of_two else "two_level_fp32"
     line = QuantSpec(E2M1, (1, 16), kind)
     weight = QuantSpec(E2M1, (16, 16), kind) if weight_2d else line

@@ -4,8 +4,8 @@ Source: torchao.float8's recipes "rowwise" and "rowwise_with_gw_hp" (github.com/
 """
 
 from quaver.core.numbers.formats import E4M3
-from quaver.core.recipe_functions import attention_spec, flag, recipe
-from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
+from quaver.core.recipe_functions import attention_spec, flags, float32_scale, recipe
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 
 
 @recipe
@@ -17,8 +17,8 @@ def rowwise(*, power_of_two: bool = True, fast_accum: bool = True, attention: bo
         fast_accum: let fprop accumulate faster where the hardware offers it.
         attention: quantize attention too, with a scale for each row of each operand.
     """
-    row = QuantSpec(E4M3, (1, None), _kind(power_of_two))
-    flag("fast_accum", fast_accum)
+    row = QuantSpec(E4M3, (1, None), float32_scale(power_of_two))
+    flags(fast_accum=fast_accum)
     plain = GemmSpec(row, row)
     fprop = GemmSpec(row, row, fast_accum)
     return Recipe("rowwise", fprop, plain, plain, attention=attention_spec(attention, row, row))
@@ -33,13 +33,8 @@ def rowwise_bf16_wgrad(*, power_of_two: bool = True, fast_accum: bool = True, at
         fast_accum: let fprop accumulate faster where the hardware offers it.
         attention: quantize attention too, with a scale for each row of each operand.
     """
-    row = QuantSpec(E4M3, (1, None), _kind(power_of_two))
-    tensor = QuantSpec(E4M3, (None, None), _kind(power_of_two))
-    flag("fast_accum", fast_accum)
+    row = QuantSpec(E4M3, (1, None), float32_scale(power_of_two))
+    tensor = QuantSpec(E4M3, (None, None), float32_scale(power_of_two))
+    flags(fast_accum=fast_accum)
     fprop, dgrad, wgrad = GemmSpec(row, row, fast_accum), GemmSpec(row, tensor), GemmSpec(None, None)
     return Recipe("rowwise_bf16_wgrad", fprop, dgrad, wgrad, attention=attention_spec(attention, row, row))
-
-
-def _kind(power_of_two: bool) -> ScaleKind:
-    flag("power_of_two", power_of_two)
-    return "power_of_two" if power_of_two else "fp32"

@@ -1,17 +1,16 @@
 """One scale a tensor, measured as the tensor comes (current scaling)."""
 
 from quaver.core.numbers.formats import E4M3, E5M2
-from quaver.core.recipe_functions import attention_spec, flag, recipe
-from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
+from quaver.core.recipe_functions import attention_spec, flags, float32_scale, recipe
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 
 
 def per_tensor_gemms(format: str, power_of_two: bool, fast_accum: bool) -> tuple[GemmSpec, GemmSpec, GemmSpec]:
     """fprop, dgrad and wgrad with one scale a tensor, gradients in E5M2 (hybrid) or E4M3."""
     if format not in ("hybrid", "e4m3"):
         raise ValueError(f"format is {format!r}; give 'hybrid' (gradients in E5M2) or 'e4m3' (everything in E4M3)")
-    flag("power_of_two", power_of_two)
-    flag("fast_accum", fast_accum)
-    scale: ScaleKind = "power_of_two" if power_of_two else "fp32"
+    scale = float32_scale(power_of_two)
+    flags(fast_accum=fast_accum)
     value = QuantSpec(E4M3, scale=scale)
     gradient = QuantSpec(E5M2 if format == "hybrid" else E4M3, scale=scale)
     return GemmSpec(value, value, fast_accum), GemmSpec(gradient, value), GemmSpec(gradient, value)
