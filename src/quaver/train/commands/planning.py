@@ -31,6 +31,8 @@ KINDS = {
 }
 #: Tokens of a micro-batch, and micro-batches, that are still meant.
 MOST = 10**12
+#: What the JSON says of a matrix.
+OF_A_MATRIX = ("in_features", "out_features", "flops", "bf16_seconds", "seconds", "bytes", "speedup")
 #: "more MB" is what the layer moves beyond a bf16 one.
 COLUMNS = ("layer", "K", "N", "bf16, ms", "predicted", "more MB", "speed-up", "gains")
 
@@ -198,12 +200,7 @@ def as_json(planned: Plan) -> dict[str, Any]:
         "fused": planned.fused,
         "layers": planned.config.layers,
         "matrices": [_matrix(row) for row in planned.rows],
-        "layer": {
-            "bf16_seconds": planned.bf16_seconds,
-            "seconds": planned.seconds,
-            "bytes": planned.bytes,
-            "speedup": planned.speedup,
-        },
+        "layer": {name: getattr(planned, name) for name in ("bf16_seconds", "seconds", "bytes", "speedup")},
         "rates": {
             name: {"value": f.value, "unit": "TB/s" if name == "copy" else "TFLOP/s", "how": f.how, "source": f.source}
             for name, f in rates.items()
@@ -215,13 +212,7 @@ def _matrix(row: Row) -> dict[str, Any]:
     cost = row.cost
     return {
         "names": row.names,
-        "in_features": cost.in_features,
-        "out_features": cost.out_features,
-        "flops": cost.flops,
-        "bf16_seconds": cost.bf16_seconds,
-        "seconds": cost.seconds,
-        "bytes": cost.bytes,
-        "speedup": cost.speedup,
+        **{name: getattr(cost, name) for name in OF_A_MATRIX},
         "gains": row.gains,
         "gemms": {name: {"kind": g.kind, "native": g.native, "seconds": g.seconds} for name, g in cost.gemms.items()},
         "quantization": {name: {"bytes": c.bytes, "seconds": c.seconds} for name, c in cost.tensors.items()},
