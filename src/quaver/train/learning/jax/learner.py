@@ -1,12 +1,13 @@
 """A model in training under JAX: the methods that the loop calls, written with JAX."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from quaver.core.converting.conversion import Report
 from quaver.core.spec import Recipe
 from quaver.jax.state import buffers
 from quaver.train.configuration.config import TrainConfig
@@ -29,21 +30,6 @@ class Model:
     state: State
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """What the recipe was applied to, and what not."""
-
-    # Name of each quantized layer, and its recipe.
-    converted: dict[str, Recipe]
-    # Name of each layer left alone, and the reason.
-    skipped: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        recipe = next(iter(self.converted.values()))
-        lines = [f"converted {len(self.converted)} to {recipe}"]
-        return "\n".join([*lines, *(f"  left alone: {name} ({why})" for name, why in self.skipped.items())])
-
-
 class JaxLearner:
     """A decoder's arrays and its AdamW."""
 
@@ -58,7 +44,7 @@ class JaxLearner:
         layers = projections(sizes)
         self.fresh = {name: own for name in layers if (own := buffers.init(recipe))}
         skipped = {} if sizes.tied else {"head": "as the embedding, it stays in high precision"}
-        self.conversion = Conversion(converted=dict.fromkeys(layers, recipe), skipped=skipped)
+        self.conversion = Report(converted=dict.fromkeys(layers, recipe), skipped=skipped)
         self.params = self._put(dict(initial(sizes, vocab, config.seed)))
         self.state = self._put(self.fresh)
         self.moments = start(self.params)
