@@ -130,7 +130,7 @@ def settle(layer: qt.Linear, recipe: Recipe) -> None:
     amax.saved_factors = lambda layer: amax._on_device(layer, layer._buffers["factor"])
     amax.is_set = lambda layer, column, factors=None: factors.known_set[column]
     assert recipe.delayed is not None
-    on_gpu.roll([layer], recipe.delayed, amax.column_specs(recipe))
+    on_gpu.roll([layer], recipe.delayed, recipe.history_specs)
     state_of(layer).stacked[0].known = [[True] * 3]
 
 

@@ -22,7 +22,6 @@ from quaver.torch.backends.gpu.quantizing import block_scaled
 from quaver.torch.backends.gpu.quantizing.ways import Launch, Wanted, shared_launches
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.history import on_gpu
-from quaver.torch.state.history.amax import column_specs
 
 ROWS, COLUMNS = 8192, 4096
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -180,7 +179,7 @@ def _of_a_step() -> list[Case]:
     def rolled(recipe: Recipe) -> Callable[[], object]:
         assert recipe.delayed is not None
         window = torch.empty(3, recipe.delayed.length, device="meta").t()
-        addresses, specs = matrix(224, 2, torch.int64), column_specs(recipe)
+        addresses, specs = matrix(224, 2, torch.int64), recipe.history_specs
         return lambda: on_gpu.launch(addresses, matrix(224, 3, FLOAT32), window, recipe.delayed, specs)
 
     def turned(interleaved: bool, back: bool, fraction: float = 1.0, keys: bool = True) -> Callable[[], object]:

@@ -289,6 +289,12 @@ class Recipe:
     def gemms(self) -> dict[str, GemmSpec]:
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
+    @property
+    def history_specs(self) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
+        """The specs behind the three columns of a delayed recipe's history: input, weight, grad_output."""
+        assert self.fprop.a is not None and self.fprop.b is not None and self.dgrad.a is not None
+        return self.fprop.a, self.fprop.b, self.dgrad.a
+
     def operands(self) -> dict[str, QuantSpec | None]:
         """The table of six, by "gemm.operand"."""
         return {f"{name}.{side}": getattr(gemm, side) for name, gemm in self.gemms.items() for side in "ab"}

@@ -50,7 +50,7 @@ def windows(length: int, rng: np.random.Generator) -> np.ndarray:
 def rolled(window: np.ndarray, factor: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     assert recipe.delayed is not None
     window, factor = window.copy(), factor.copy()
-    for i, spec in enumerate(amax.column_specs(recipe)):
+    for i, spec in enumerate(recipe.history_specs):
         window[:, i], factor[i] = history.roll(window[:, i], factor[i], recipe.delayed, spec.format, spec.power_of_two)
     return window, factor
 
@@ -71,7 +71,7 @@ def test_one_launch_rolls_every_layer_as_the_specification_does(options: dict[st
         for layer, (window, factor) in zip(layers, given, strict=True):
             layer.history.copy_(torch.from_numpy(window))
             layer.factor.copy_(torch.from_numpy(factor))
-        assert gpu.roll(layers, recipe.delayed, amax.column_specs(recipe))
+        assert gpu.roll(layers, recipe.delayed, recipe.history_specs)
         stack = state_of(layers[0]).stacked[0]
         for i, (layer, (window, factor)) in enumerate(zip(layers, given, strict=True)):
             window, factor = rolled(window, factor, recipe)

@@ -59,8 +59,7 @@ def init(recipe: str | Recipe | None) -> State:
 
 def columns(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
     """The specs behind the three columns of a delayed recipe's history."""
-    assert recipe.fprop.a is not None and recipe.fprop.b is not None and recipe.dgrad.a is not None
-    return recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
+    return recipe.history_specs
 
 
 def roll(state: State, recipe: Recipe) -> State:

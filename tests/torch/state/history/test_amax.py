@@ -49,7 +49,7 @@ class Mirror:
 
     def roll(self) -> None:
         assert self.recipe.delayed is not None
-        for i, spec in enumerate(amax.column_specs(self.recipe)):
+        for i, spec in enumerate(self.recipe.history_specs):
             self.history[:, i], self.factor[i] = history.roll(
                 self.history[:, i], self.factor[i], self.recipe.delayed, spec.format, spec.power_of_two
             )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.core.spec import QuantSpec, Recipe
+from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import device
 from quaver.torch.internals import graph_task_id
 from quaver.torch.state import recomputation
@@ -102,12 +102,6 @@ def layers() -> list[nn.Module]:
         return []
     alive = [ref() for ref in list(_layers.values())]
     return [layer for layer in alive if layer is not None and layer._buffers.get("history") is not None]
-
-
-def column_specs(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
-    """The specs behind the three columns."""
-    assert recipe.fprop.a is not None and recipe.fprop.b is not None and recipe.dgrad.a is not None
-    return recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
 
 
 def saved_factors(layer: nn.Module) -> Tensor | list[float]:

@@ -87,9 +87,7 @@ def _roll_together(layers: list[nn.Module], rule: Recipe) -> None:
     for layer in layers:
         # What is remembered of its buffers on a CPU is true no longer.
         state_of(layer).views = None
-    if kernels.reason(first["history"], first["factor"]) or not kernels.roll(
-        layers, rule.delayed, amax.column_specs(rule)
-    ):
+    if kernels.reason(first["history"], first["factor"]) or not kernels.roll(layers, rule.delayed, rule.history_specs):
         for layer in layers:
             _roll_tensors(layer, rule)
 
@@ -137,7 +135,7 @@ def _roll_floats(seen: amax._Views, recipe: Recipe) -> None:
                 columns[i, :-1] = columns[i, 1:].copy()
                 columns[i, -1] = value
                 columns[i, 0] = 0.0
-    for i, spec in enumerate(amax.column_specs(recipe)):
+    for i, spec in enumerate(recipe.history_specs):
         if newest[i] > 0.0:
             largest = max(seen.tops[i], newest[i])
             top = largest if recipe.delayed.algorithm == "max" else newest[i]
@@ -162,7 +160,7 @@ def _roll_tensors(layer: nn.Module, recipe: Recipe) -> None:
     top = history.amax(0) if recipe.delayed.algorithm == "max" else newest
     rolled = history.roll(-1, 0)
     rolled[0] = 0.0
-    e = torch.stack([_factor_tensor(top[i], s, recipe.delayed.margin) for i, s in enumerate(amax.column_specs(recipe))])
+    e = torch.stack([_factor_tensor(top[i], s, recipe.delayed.margin) for i, s in enumerate(recipe.history_specs)])
     history.copy_(torch.where(newest > 0, rolled, history))
     factor.copy_(torch.where(newest > 0, e, factor))
 

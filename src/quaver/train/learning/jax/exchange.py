@@ -74,12 +74,12 @@ def read_state(
 
 def rolled(window: np.ndarray, factor: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """history [length, 3] and factor [3] with what the last step recorded in row 0 taken in."""
-    specs = recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
-    columns = []
-    for column, spec in enumerate(specs):
-        assert recipe.delayed is not None and spec is not None
-        columns.append(history.roll(window[:, column], factor[column], recipe.delayed, spec.format, spec.power_of_two))
-    return np.stack([own for own, _ in columns], axis=1), np.array([e for _, e in columns], np.float32)
+    assert recipe.delayed is not None
+    after = [
+        history.roll(window[:, i], factor[i], recipe.delayed, spec.format, spec.power_of_two)
+        for i, spec in enumerate(recipe.history_specs)
+    ]
+    return np.stack([own for own, _ in after], axis=1), np.array([e for _, e in after], np.float32)
 
 
 def write_moments(first: Tensors, second: Tensors, updates: int) -> dict[str, np.ndarray]:
