@@ -1,4 +1,8 @@
-"""The masks of attention, by the names that both front ends take."""
+"""The masks of attention, by the names that both front ends take, and what may be given with each."""
+
+import numpy as np
+
+from quaver.core.text.spelling import suggest
 
 #: The masks by name, and whether each takes a `mask` and hides later keys.
 MASKS = {
@@ -10,3 +14,25 @@ MASKS = {
     "padding_causal_bottom_right": (True, True),
     "arbitrary": (True, False),
 }
+
+
+def check_type(mask_type: str, given: bool) -> None:
+    """Raise a ValueError unless there is a mask of this name, and one was given where it takes one."""
+    if mask_type not in MASKS:
+        raise ValueError(f"no mask type {mask_type!r}; {suggest(str(mask_type), MASKS)}")
+    takes_mask, _ = MASKS[mask_type]
+    if takes_mask and not given:
+        raise ValueError(f"mask_type {mask_type!r} needs a mask, True where masked out")
+    if not takes_mask and given:
+        raise ValueError(f"mask_type {mask_type!r} takes no mask; give 'arbitrary', or 'padding' for one of tokens")
+
+
+def check_window(mask_type: str, window: tuple[int, int] | None) -> None:
+    """Raise a ValueError unless the window is a pair of numbers of keys, none ahead of a causal query."""
+    if window is None:
+        return
+    pair = isinstance(window, tuple | list) and len(window) == 2
+    if not pair or any(not isinstance(w, int | np.integer) or w < -1 for w in window):
+        raise ValueError(f"window is {window}; give (left, right), numbers of keys, -1 for no bound")
+    if MASKS[mask_type][1] and window[1] > 0:
+        raise ValueError(f"window {window} looks ahead, and {mask_type!r} hides what is ahead; give ({window[0]}, 0)")

@@ -4,14 +4,15 @@ Plain array code: XLA fuses it. Scores and softmax are float32 whatever q, k and
 """
 
 import math
+from functools import reduce
+from operator import or_
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from quaver.core.reference.masks import MASKS
+from quaver.core.reference.masks import MASKS, check_type, check_window
 from quaver.core.spec import Recipe
-from quaver.core.text.spelling import suggest
 from quaver.jax.numerics.given import array
 from quaver.jax.state.context import recipe_in_force
 
@@ -122,10 +123,7 @@ def hidden(mask_type: str, mask: Mask | None, window: tuple[int, int] | None, sh
         parts.append(ahead > right)
     if left >= 0:
         parts.append(ahead < -left)
-    whole = None
-    for part in parts:
-        whole = part if whole is None else whole | part
-    return whole
+    return reduce(or_, parts) if parts else None
 
 
 def _softmax(scores: Array, where_hidden: Array | None) -> Array:
@@ -148,8 +146,8 @@ def _fit(name: str, x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _check(q: Array, k: Array, v: Array, mask_type: str, mask: Mask | None, window: tuple[int, int] | None) -> None:
-    if mask_type not in MASKS:
-        raise ValueError(f"no mask type {mask_type!r}; {suggest(str(mask_type), MASKS)}")
+    check_type(mask_type, mask is not None)
+    check_window(mask_type, window)
     if any(x.ndim != 4 for x in (q, k, v)):
         raise ValueError(f"attention takes [batch, tokens, heads, features]; got {q.shape}, {k.shape} and {v.shape}")
     if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
@@ -159,17 +157,8 @@ def _check(q: Array, k: Array, v: Array, mask_type: str, mask: Mask | None, wind
             f"{q.shape[2]} query heads cannot share {k.shape[2]} heads of keys and values evenly; "
             f"make {q.shape[2]} a multiple of {k.shape[2]}"
         )
-    takes_mask, _ = MASKS[mask_type]
-    if takes_mask and mask is None:
-        raise ValueError(f"mask_type {mask_type!r} needs a mask, True where masked out")
-    if not takes_mask and mask is not None:
-        raise ValueError(f"mask_type {mask_type!r} takes no mask; give 'arbitrary', or 'padding' for one of tokens")
     parts = mask if isinstance(mask, tuple) else (mask,)
     if mask_type == "arbitrary" and isinstance(mask, tuple):
         raise ValueError("an arbitrary mask is one array, broadcastable to [B, H, Sq, Sk]; a pair is for padding")
     if any(m is not None and m.dtype != jnp.bool_ for m in parts):
         raise ValueError("a mask is boolean, True where masked out; an additive one is given as `bias`")
-    if window is not None and (len(window) != 2 or any(w < -1 for w in window)):
-        raise ValueError(f"window is {window}; give (left, right), numbers of keys, -1 for no bound")
-    if window is not None and MASKS[mask_type][1] and window[1] > 0:
-        raise ValueError(f"window {window} looks ahead, and {mask_type!r} hides what is ahead; give ({window[0]}, 0)")

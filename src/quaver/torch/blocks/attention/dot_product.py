@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.core.options import takes
-from quaver.core.reference.masks import MASKS
+from quaver.core.reference.masks import MASKS, check_window
 from quaver.core.spec import Recipe
 from quaver.core.text.spelling import suggest
 from quaver.torch.blocks.attention.inputs.layout import LAYOUTS, CuSeqlens, ragged_of
-from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_fits, check_mask, check_window
+from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_fits, check_mask
 from quaver.torch.blocks.attention.op import OFF_BY_ONE, attention
 from quaver.torch.state.context import in_force, recipe_in_force
 

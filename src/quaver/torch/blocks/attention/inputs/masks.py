@@ -6,8 +6,7 @@ Everything is tensor arithmetic on positions: no branch looks at a value, so tha
 import torch
 from torch import Tensor
 
-from quaver.core.reference.masks import MASKS
-from quaver.core.text.spelling import suggest
+from quaver.core.reference.masks import MASKS, check_type, check_window
 from quaver.torch.blocks.attention.inputs.layout import Ragged
 
 Mask = Tensor | tuple[Tensor, Tensor]
@@ -134,17 +133,11 @@ def check_mask(
     mask_type: str, mask: Mask | None, window: Window | None, shape: tuple[int, int, int, int], ragged: bool
 ) -> None:
     """Raise a ValueError that says what does not fit."""
-    if mask_type not in MASKS:
-        raise ValueError(f"no mask type {mask_type!r}; {suggest(str(mask_type), MASKS)}")
-    takes_mask, _ = MASKS[mask_type]
-    check_window(mask_type, window)
-    if ragged and mask_type.startswith("padding"):
+    if ragged and mask_type in MASKS and mask_type.startswith("padding"):
         plain = mask_type.removeprefix("padding").removeprefix("_") or "none"
         raise ValueError(f"ragged tokens have no padding: cu_seqlens says where sequences end; give {plain!r}")
-    if takes_mask and mask is None:
-        raise ValueError(f"mask_type {mask_type!r} needs a mask, True where masked out")
-    if not takes_mask and mask is not None:
-        raise ValueError(f"mask_type {mask_type!r} takes no mask; give 'arbitrary', or 'padding' for one of tokens")
+    check_type(mask_type, mask is not None)
+    check_window(mask_type, window)
     for part in mask if isinstance(mask, tuple) else () if mask is None else (mask,):
         if not isinstance(part, Tensor) or part.dtype is not torch.bool:
             kind = part.dtype if isinstance(part, Tensor) else f"a {type(part).__name__}"
@@ -183,17 +176,6 @@ def _check_padding(mask: Mask, shape: tuple[int, int, int, int]) -> None:
                 f"the padding mask of the {name} has shape {list(tokens.shape)}, expected [batch, {name}] = "
                 f"{[batch, length]}; give (mask of queries, mask of keys) where they differ"
             )
-
-
-def check_window(mask_type: str, window: Window | None) -> None:
-    """Raise unless the window is a pair of numbers of keys, none ahead of a causal query."""
-    if window is None:
-        return
-    pair = isinstance(window, tuple | list) and len(window) == 2
-    if not pair or any(not isinstance(w, int) or w < -1 for w in window):
-        raise ValueError(f"window is {window}; give (left, right), numbers of keys, -1 for no bound")
-    if MASKS[mask_type][1] and window[1] > 0:
-        raise ValueError(f"window {window} looks ahead, and {mask_type!r} hides what is ahead; give ({window[0]}, 0)")
 
 
 def _four(x: Tensor) -> Tensor:
