@@ -19,7 +19,7 @@ from quaver.jax.numerics.quantized import Quantized
 from quaver.jax.operations.gather import Along, cut_by, whole
 from quaver.jax.operations.ops import matmul
 from quaver.jax.operations.sharding import Axes, quantize_piece
-from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, unless_overrun
+from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of, unless_overrun
 from quaver.jax.state.uses import Uses
 
 
@@ -68,8 +68,8 @@ def fprop(
         high = whole(_unquantized(call, x), call.input), whole(_unquantized(call, w), call.weight).T
         return product(*high, call.dtype, bias), None, None
     tokens, (rows, k) = cut_by(call.input, axes.tokens, axes.inputs)[0], cut_by(turned, axes.outputs, axes.inputs)
-    xq = quantize_piece(x, gemm.a, tokens, axes.inputs, factor=_factor(state, INPUT))
-    wq = quantize_piece(w if isinstance(w, Quantized) else w.T, gemm.b, rows, k, factor=_factor(state, WEIGHT))
+    xq = quantize_piece(x, gemm.a, tokens, axes.inputs, factor=factor_of(state, INPUT))
+    wq = quantize_piece(w if isinstance(w, Quantized) else w.T, gemm.b, rows, k, factor=factor_of(state, WEIGHT))
     y = matmul(whole(xq, call.input), whole(wq, turned), call.dtype, bias, fast_accum=gemm.fast_accum)
     return y, xq, wq
 
@@ -85,7 +85,7 @@ def kept_input(call: Call, x: Array | Quantized, xq: Quantized | None, state: St
     if spec is None:
         return x
     tokens, inputs = cut_by(call.input, axes.tokens, axes.inputs)
-    return quantize_piece(x.T, spec, inputs, tokens, factor=_factor(state, INPUT))
+    return quantize_piece(x.T, spec, inputs, tokens, factor=factor_of(state, INPUT))
 
 
 def kept_weight(call: Call, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
@@ -118,11 +118,11 @@ def _gradient(
     call: Call, g: Array, operand: str, spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, ...], state: State
 ) -> Quantized:
     if spec.rounding == "nearest":
-        return quantize_piece(g, spec, rows, k, factor=_factor(state, GRAD_OUTPUT))
+        return quantize_piece(g, spec, rows, k, factor=factor_of(state, GRAD_OUTPUT))
     stream = {"seed": call.seed, "tensor_id": call.tensor_id(operand)}
     count = state["count"][int(operand.endswith(".T"))]
     g = unless_overrun(g, count)
-    return quantize_piece(g, spec, rows, k, factor=_factor(state, GRAD_OUTPUT), count=count, **stream)
+    return quantize_piece(g, spec, rows, k, factor=factor_of(state, GRAD_OUTPUT), count=count, **stream)
 
 
 def dgrad(
@@ -137,7 +137,7 @@ def dgrad(
         operand = whole(weight, None if call.weight is None else call.weight.T).T
     else:
         inputs, outputs = cut_by(call.weight, axes.inputs, axes.outputs)
-        operand = whole(quantize_piece(weight, gemm.b, inputs, outputs, factor=_factor(state, WEIGHT)), call.weight)
+        operand = whole(quantize_piece(weight, gemm.b, inputs, outputs, factor=factor_of(state, WEIGHT)), call.weight)
     return matmul(gq, operand, dtype, fast_accum=gemm.fast_accum)
 
 
@@ -160,10 +160,6 @@ def product(a: Array, b: Array, dtype: Any, bias: Array | None = None) -> Array:
     contract = (((1,), (1,)), ((), ()))
     y = lax.dot_general(a.astype(wide), b.astype(wide), contract, preferred_element_type=jnp.float32)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
-
-
-def _factor(state: State, column: int) -> Array | None:
-    return state["factor"][column] if "factor" in state else None
 
 
 def _unquantized(call: Call, x: Array | Quantized) -> Array:

@@ -31,7 +31,7 @@ from quaver.jax.operations.native import decoded, scaled
 from quaver.jax.operations.ops import DTYPES, quantize, static
 from quaver.jax.operations.sharding import sum_like
 from quaver.jax.state import buffers
-from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State
+from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of
 from quaver.jax.state.context import recipe_in_force
 from quaver.jax.state.uses import uses_of
 
@@ -97,8 +97,8 @@ def _grouped(call: Call, x: Array, w: Array, sizes: Array, state: State) -> Arra
 def _fprop(call: Call, x: Array, w: Array, lay: "Layout", state: State) -> tuple[Array, Any, Any]:
     """The output [T, N], and the operands input [T, K] and weights [experts, N, K]."""
     gemm = call.recipe.fprop
-    xq = x if gemm.a is None else quantize(x, gemm.a, factor=_factor(state, INPUT))
-    wq = _experts(jnp.swapaxes(w, 1, 2), gemm.b, _factor(state, WEIGHT))
+    xq = x if gemm.a is None else quantize(x, gemm.a, factor=factor_of(state, INPUT))
+    wq = _experts(jnp.swapaxes(w, 1, 2), gemm.b, factor_of(state, WEIGHT))
     return _by_rows(xq, wq, lay).astype(call.dtype), xq, wq
 
 
@@ -109,7 +109,7 @@ def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array,
     recipe, state = call.recipe, buffers.ready(state, call.recipe)
     lay = _layout(recipe, x, sizes)
     y, xq, wq = _fprop(call, x, w, lay, state)
-    kept_x = xq if recipe.plan.input else _along_tokens(x, recipe.wgrad.b, lay, factor=_factor(state, INPUT))
+    kept_x = xq if recipe.plan.input else _along_tokens(x, recipe.wgrad.b, lay, factor=factor_of(state, INPUT))
     # What is kept as it was given JAX neither copies nor stacks.
     kept_w = wq if recipe.plan.weight else given_w
     amaxes = None if recipe.delayed is None else (xq.amax, wq.amax.max())
@@ -118,14 +118,14 @@ def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array,
 
 def _backward(call: Call, kept: Any, g: Array) -> tuple[Any, ...]:
     kept_x, kept_w, lay, amaxes, state, like_x, like_w = kept
-    recipe, plan, factor = call.recipe, call.recipe.plan, _factor(state, GRAD_OUTPUT)
+    recipe, plan, factor = call.recipe, call.recipe.plan, factor_of(state, GRAD_OUTPUT)
     g, kept_x, kept_w = without_derivative(call.where, (g, kept_x, kept_w))
     kept_x, kept_w = as_codes(kept_x), as_codes(kept_w)
     if "count" in state:
         g = buffers.unless_overrun(g, state["count"].max())
     gq: Any = g if recipe.dgrad.a is None else quantize(g, recipe.dgrad.a, **_noise(call, state, 0), factor=factor)
     weights = (
-        jax.vmap(lambda q: q.T)(kept_w) if plan.weight else _experts(kept_w, recipe.dgrad.b, _factor(state, WEIGHT))
+        jax.vmap(lambda q: q.T)(kept_w) if plan.weight else _experts(kept_w, recipe.dgrad.b, factor_of(state, WEIGHT))
     )
     grad_x = sum_like(_by_rows(gq, weights, lay), like_x).astype(like_x.dtype)
     gt = gq if plan.grad_output else _along_tokens(g, recipe.wgrad.a, lay, factor=factor, **_noise(call, state, 1))
@@ -136,10 +136,6 @@ def _backward(call: Call, kept: Any, g: Array) -> tuple[Any, ...]:
 
 
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-def _factor(state: State, column: int) -> Array | None:
-    return state["factor"][column] if "factor" in state else None
 
 
 def _noise(call: Call, state: State, which: int) -> dict[str, Any]:

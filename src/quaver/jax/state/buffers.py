@@ -62,6 +62,11 @@ def columns(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
     return recipe.history_specs
 
 
+def factor_of(state: State, column: int) -> Array | None:
+    """The encode factor of a column; None where the state has no history."""
+    return state["factor"][column] if "factor" in state else None
+
+
 def roll(state: State, recipe: Recipe) -> State:
     """End a step: what row 0 recorded joins each window, and the factors follow; a column with 0 there stays.
 
