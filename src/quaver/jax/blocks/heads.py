@@ -1,26 +1,15 @@
 """What attention with heads is made of, in either flavour of Flax: projections, and what comes between and after."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from jax import Array
 
+from quaver.core.options import pick
 from quaver.jax.blocks.dot_product import Mask, attention
+from quaver.jax.blocks.options import CoreOptions, Rope
 from quaver.jax.blocks.rotary import rope
 from quaver.jax.linears.general import Matrix
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """The options of `rope` that a layer keeps."""
-
-    # Base of the frequencies.
-    theta: float = 10_000.0
-    # Of each head's features that turn, the first ones.
-    fraction: float = 1.0
-    # Pairs are neighbours; else feature i goes with i + half.
-    interleaved: bool = False
 
 
 def prepare(
@@ -80,20 +69,10 @@ def attend(
     layer: Any, q: Array, k: Array, v: Array, mask: Mask | None, bias: Array | None, dropout_key: Array | None
 ) -> Array:
     """`attention` with a layer's options; it drops nothing without a key."""
-    return attention(
-        q,
-        k,
-        v,
-        mask_type=layer.mask_type,
-        mask=mask,
-        window=layer.window,
-        bias=bias,
-        scale=layer.scale,
-        soft_cap=layer.soft_cap,
-        dropout=0.0 if dropout_key is None else layer.dropout,
-        dropout_key=dropout_key,
-        recipe=layer.recipe,
-    )
+    options = pick(CoreOptions, layer)
+    if dropout_key is None:
+        options["dropout"] = 0.0
+    return attention(q, k, v, mask=mask, bias=bias, dropout_key=dropout_key, **options)
 
 
 def count_heads(features: int, heads: int, groups: int | None, head_dim: int | None) -> tuple[int, int, int]:

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 from quaver.core.options import pick
 from quaver.core.spec import Recipe
-from quaver.jax.blocks.heads import Rope
 
 Initializer = Callable[..., Any]
 
@@ -78,6 +77,18 @@ class CoreOptions:
     # Of the probabilities.
     dropout: float = 0.0
     recipe: str | Recipe | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """The options of `rope` that a layer keeps."""
+
+    # Base of the frequencies.
+    theta: float = 10_000.0
+    # Of each head's features that turn, the first ones.
+    fraction: float = 1.0
+    # Pairs are neighbours; else feature i goes with i + half.
+    interleaved: bool = False
 
 
 @dataclass(kw_only=True)

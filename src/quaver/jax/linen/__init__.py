@@ -6,7 +6,7 @@ if find_spec("flax") is None:
     sentence = "quaver.jax.linen needs Flax, which is not installed: pip install 'quaver[flax]'"
     raise ModuleNotFoundError(sentence, name="flax")
 
-from quaver.jax.blocks.heads import Rope
+from quaver.jax.blocks.options import Rope
 from quaver.jax.linen.attention import DotProductAttention, MultiHeadAttention, RelativePositionBias
 from quaver.jax.linen.dense import DenseGeneral
 from quaver.jax.linen.inject import DotGeneral, Einsum, dot_general_cls, einsum_cls

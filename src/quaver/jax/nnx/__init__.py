@@ -7,7 +7,7 @@ if find_spec("flax") is None:
     raise ModuleNotFoundError(sentence, name="flax")
 
 from quaver.core.converting.conversion import Report
-from quaver.jax.blocks.heads import Rope
+from quaver.jax.blocks.options import Rope
 from quaver.jax.nnx.attention import DotProductAttention, MultiHeadAttention, RelativePositionBias
 from quaver.jax.nnx.conversion import convert, revert
 from quaver.jax.nnx.dense import DenseGeneral

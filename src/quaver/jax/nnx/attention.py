@@ -35,12 +35,8 @@ class DotProductAttention(nnx.Module):
 
     @takes(CoreArguments)
     def __init__(self, options: CoreArguments) -> None:
-        self.mask_type = options.mask_type
-        self.window = options.window
-        self.scale = options.scale
-        self.soft_cap = options.soft_cap
-        self.dropout = options.dropout
-        self.recipe = options.recipe
+        for name, value in pick(CoreOptions, options).items():
+            setattr(self, name, value)
         self.deterministic = False
         self.rngs = dropout_stream(options.rngs, options.dropout)
 
