@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quaver.core.numbers.rounding import NAN_CODE
 from quaver.core.numbers.scaling import FLT_MAX, TWO_LEVEL_MAX
 from quaver.core.spec import QuantSpec
 from quaver.torch.numerics.hadamard import rotate
@@ -19,8 +20,6 @@ from quaver.torch.numerics.rounding import (
     ratio,
     tensor_exponent,
 )
-
-NAN_SCALE_BYTE = {"e8m0": 255, "two_level": 0x7F, "two_level_fp32": 0x7F}
 
 
 def quantize(
@@ -53,13 +52,18 @@ def quantize(
     if factor is not None:
         given = torch.as_tensor(factor, dtype=torch.float32, device=x.device)
         e = torch.where(given == 0, e, given)
-    finite = (top < INFINITY_BITS) & (measured < INFINITY_BITS)
-    scale = torch.where(finite, 1.0 / e, torch.nan)
+    scale = stored_scale(top, (top < INFINITY_BITS) & (measured < INFINITY_BITS), e, spec)
     if spec.scale == "e8m0":
         e = torch.where(top == 0, 0.0, e)
-        code = torch.where(top == 0, 0, 127 - exponent(top, spec.format))
-        scale = torch.where(finite, code, 255).to(torch.uint8)
     return _finish(x, spec, u, e, scale, None, measured)
+
+
+def stored_scale(bits: Tensor, finite: Tensor, e: Tensor, spec: QuantSpec) -> Tensor:
+    """Decode scales as they are stored, of blocks with encode factors e, from the bits of their amaxes."""
+    if spec.scale == "e8m0":
+        code = torch.where(bits == 0, 0, 127 - exponent(bits, spec.format))
+        return torch.where(finite, code, 255).to(torch.uint8)
+    return torch.where(finite, 1.0 / e.to(torch.float32), torch.nan)
 
 
 def factors(bits: Tensor, spec: QuantSpec) -> Tensor:
@@ -69,17 +73,19 @@ def factors(bits: Tensor, spec: QuantSpec) -> Tensor:
 
 def _two_level(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, blocks: Tensor, u: Tensor | None) -> Quantized:
     top = blocks.max().view(1, 1) if blocks.numel() else blocks.new_zeros((1, 1))
-    tensor = top if amax is None else given_bits(amax, top)
+    e, stored, tensor_factor = two_levels(blocks, top if amax is None else given_bits(amax, top), spec)
+    return _finish(x, spec, u, e, stored, tensor_factor, top)
+
+
+def two_levels(blocks: Tensor, tensor: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode factors of blocks, their scales as stored, and the tensor's factor, from the bits of their amaxes."""
     big = power_of_two(tensor_exponent(tensor)) if spec.scale == "two_level" else ratio(TWO_LEVEL_MAX, tensor)
-    sixth = big * torch.tensor(1 / 6, dtype=torch.float32, device=x.device)
-    small = (blocks.view(torch.float32) * sixth).clamp(max=448.0).to(torch.float8_e4m3fn)
+    sixth = big * torch.tensor(1 / 6, dtype=torch.float32, device=blocks.device)
+    small = (blocks.view(torch.float32) * sixth).clamp_(max=448.0).to(torch.float8_e4m3fn)
     wide = small.to(torch.float32)
     e = (1.0 / (torch.where(wide == 0, 1.0, wide) * (1.0 / big))).clamp(max=float(FLT_MAX))
-    e = torch.where(wide == 0, 0.0, e)
-    finite = blocks < INFINITY_BITS
-    stored = torch.where(finite, small.view(torch.uint8), NAN_SCALE_BYTE[spec.scale])
-    tensor_factor = torch.where(tensor < INFINITY_BITS, big, torch.nan)
-    return _finish(x, spec, u, e, stored, tensor_factor, top)
+    stored = torch.where(blocks < INFINITY_BITS, small.view(torch.uint8), NAN_CODE)
+    return torch.where(wide == 0, 0.0, e), stored, torch.where(tensor < INFINITY_BITS, big, torch.nan)
 
 
 def _finish(

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from quaver.core.numbers import rounding
 from quaver.core.numbers.formats import E2M1
-from quaver.core.numbers.scaling import FLT_MAX, TWO_LEVEL_MAX
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.cpu.fp8 import blocked, largest_bits
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.hadamard import rotate, turned_rotate
 from quaver.torch.numerics.philox import turned_uniform, uniform
 from quaver.torch.numerics.quantized import Quantized, spread
-from quaver.torch.numerics.reference import given_bits
-from quaver.torch.numerics.rounding import INFINITY_BITS, encode_e2m1, flush, power_of_two, ratio, tensor_exponent
+from quaver.torch.numerics.rounding import encode_e2m1, flush
 
 #: (seed, tensor id, count).
 Noise = tuple[int, int, Tensor | int]
@@ -57,17 +55,11 @@ def quantize(
     block = spec.block[::-1] if turned else spec.block
     blocks = torch.cat([_largest(piece, block) for piece in _pieces(x, spec)])
     top = blocks.max().view(1, 1)
-    tensor = top if amax is None else given_bits(amax, top)
-    big = power_of_two(tensor_exponent(tensor)) if spec.scale == "two_level" else ratio(TWO_LEVEL_MAX, tensor)
-    sixth = torch.tensor(1 / 6, dtype=torch.float32, device="cpu")
-    small = (blocks.view(torch.float32) * (big * sixth)).clamp_(max=448.0).to(torch.float8_e4m3fn)
-    wide = small.to(torch.float32)
-    e = torch.where(wide == 0, 0.0, (1.0 / (wide * (1.0 / big))).clamp(max=float(FLT_MAX)))
+    tensor = top if amax is None else reference.given_bits(amax, top)
+    e, stored, tensor_factor = reference.two_levels(blocks, tensor, spec)
     packed = _codes(x, e, spec, block, shape, noise, turned)
-    stored = torch.where(blocks < INFINITY_BITS, small.view(torch.uint8), rounding.NAN_CODE)
     if turned:
         packed, stored = packed.t().contiguous(), stored.t().contiguous()
-    tensor_factor = torch.where(tensor < INFINITY_BITS, big, torch.nan)
     return Quantized(packed, stored, spec, shape, False, tensor_factor, top.view(torch.float32))
 
 

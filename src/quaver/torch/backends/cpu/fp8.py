@@ -17,7 +17,7 @@ from quaver.core.spec import QuantSpec
 from quaver.torch.backends.cpu import scratch
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
-from quaver.torch.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, exponent, usable
+from quaver.torch.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, usable
 
 SMALLEST_NORMAL = 2.0**-126
 #: The bits of float32 1.0, and of NaN.
@@ -131,7 +131,7 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: boo
     else:
         bits, e = _given(bits, amax, spec, turned)
         of_blocks = (bits < INFINITY_BITS) & (measured < INFINITY_BITS)
-        scale, finite = _stored_scale(bits, of_blocks, e, spec), amax is None and bool(of_blocks.all().item())
+        scale, finite = reference.stored_scale(bits, of_blocks, e, spec), amax is None and bool(of_blocks.all().item())
     for dim in dims:
         e = e.unsqueeze(dim)
     y = torch.mul(view, e.to(view.dtype), out=scratch.room("temporary", view.shape, view.dtype))
@@ -208,17 +208,6 @@ def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
     return torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
 
 
-def _stored_scale(bits: Tensor, finite: Tensor, e: Tensor, spec: QuantSpec) -> Tensor:
-    if spec.scale == "e8m0":
-        code = torch.where(bits == 0, 0, 127 - exponent(bits, spec.format))
-        return torch.where(finite, code, 255).to(torch.uint8)
-    return torch.where(finite, 1.0 / e.to(torch.float32), torch.nan)
-
-
 def _padded_shape(view: Tensor, dims: list[int]) -> tuple[int, int]:
     s = view.shape
-    if dims == [2]:
-        return s[0], s[1] * s[2]
-    if dims == [1]:
-        return s[0] * s[1], s[2]
-    return s[0] * s[1], s[2] * s[3]
+    return (s[0], s[1] * s[2]) if dims == [2] else (s[0] * s[1], math.prod(s[2:]))
