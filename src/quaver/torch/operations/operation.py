@@ -61,13 +61,10 @@ class Impl:
     @cached_property
     def reason(self) -> Callable[..., str]:
         """ "" to take a call with these arguments, else why not."""
-        if self.place is None:
-            return _imported(self.refusal)
-        return self.place if self.refusal is never else self._reason
-
-    def _reason(self, *args: Any) -> str:
-        assert self.place is not None
-        return self.place(*args) or self._refusal(*args)
+        place = self.place
+        if place is None or self.refusal is never:
+            return place or _imported(self.refusal)
+        return lambda *args: place(*args) or self._refusal(*args)
 
     @cached_property
     def _refusal(self) -> Callable[..., str]:

@@ -64,16 +64,15 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
 
 
 def _not_launched(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: Any) -> str:
-    """Why no kernel turns these, whatever their shapes, or ""."""
+    """Why no kernel turns these where kernels run, or ""."""
     for x in (q,) if k is None else (q, k):
         if x.is_meta or type(x) is not Tensor or cos.device != x.device:
             return "the kernel takes plain tensors on one GPU"
-    why = ops.no_kernels(q)
-    if why:
-        return why
     if cos.requires_grad or sin.requires_grad:
         return "the kernel gives cosines and sines no gradient"
-    return "torch.func and forward mode see no kernel" if transforms_active() or forward_mode_active() else ""
+    if transforms_active() or forward_mode_active():
+        return "torch.func and forward mode see no kernel"
+    return _KERNEL.reason(q, k, cos, sin)
 
 
 class _Launched(torch.autograd.Function):
@@ -170,11 +169,11 @@ def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleave
     return where.new_empty(shape, dtype=torch.float32), where.new_empty(shape, dtype=torch.float32)
 
 
-_KERNEL = Impl("triton", f"{ops.GPU}.fused.rope:turn")
+_KERNEL = Impl("triton", f"{ops.GPU}.fused.rope:turn", f"{ops.GPU}.fused.rope:reason")
 #: (q, k of the same tokens or None, cos, sin, interleaved, whether to turn back) to both, turned.
 TURN: Operation[tuple[Tensor, ...]] = Operation(
     "turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
-    [Impl("triton", _Launched.apply, f"{ops.GPU}.fused.rope:reason", _not_launched), Impl("reference", _plain)],
+    [Impl("triton", _Launched.apply, _not_launched, ops.no_kernels), Impl("reference", _plain)],
     fake=_fake,
     kernel=_kernel,
     traced=_traced,
