@@ -1,7 +1,7 @@
 """Arrays that no derivative may go through: where rounding would pass for a constant, or for the identity."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -15,6 +15,9 @@ SECOND_DERIVATIVE = (
     "jax.lax.stop_gradient around the arguments of the inner gradient, if it is to count as a constant"
 )
 
+#: Sentences whose guard is kept: a layer's name is in them.
+LAYERS = 4096
+
 
 def constant(sentence: str, tree: Any) -> Any:
     """The same arrays. A derivative with respect to one, in either mode, is a NotImplementedError of this sentence."""
@@ -26,7 +29,7 @@ def without_derivative(where: str, tree: Any) -> Any:
     return constant(SECOND_DERIVATIVE.format(where), tree)
 
 
-@cache
+@lru_cache(LAYERS)
 def _same(sentence: str) -> Callable[[Array], Array]:
     """The identity with that rule.
 
