@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import pytest
 
-from quaver.core.options import pick, suggests, takes
+from quaver.core.options import checks, pick, suggests, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,38 +39,69 @@ class Own:
     bias: bool = True
 
 
+@suggests
+@dataclass
+class OfFlax(Own):
+    parent: object = None
+    name: str | None = None
+    _: KW_ONLY
+    eps: float = 1e-5
+
+
+class Written:
+    @checks
+    def __init__(self, dim: int, bias: bool = True, *, eps: float = 1e-5) -> None:
+        self.options = dim, bias, eps
+
+
 def test_a_constructor_is_called_with_the_records_arguments() -> None:
     assert Layer(8, bias=False, eps=1.0).options == Options(8, bias=False, eps=1.0)
     assert Wider(8, eps=1.0).options == Options(16, eps=1.0)
     assert Own(8, False).bias is False
+    assert OfFlax(8, False, name="mlp", eps=1.0).name == "mlp"
+    assert Written(8, eps=1.0).options == (8, True, 1.0)
 
 
-@pytest.mark.parametrize("kind", [Layer, Own])
-def test_help_shows_the_records_arguments(kind: type) -> None:
-    names = ["dim", "eps", "bias"] if kind is Layer else ["dim", "bias"]
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Layer, ["dim", "eps", "bias"]),
+        (Own, ["dim", "bias"]),
+        (OfFlax, ["dim", "bias", "parent", "name", "eps"]),
+        (Written, ["dim", "bias", "eps"]),
+    ],
+)
+def test_help_shows_the_records_arguments(kind: type, names: list[str]) -> None:
     assert list(inspect.signature(kind).parameters) == names
     assert list(inspect.signature(kind.__init__).parameters) == ["self", *names]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("kind", "hints"), [(Layer, {"dim": int, "eps": float, "bias": bool}), (Own, {"dim": int, "bias": bool})]
+    ("kind", "hints"),
+    [
+        (Layer, {"dim": int, "eps": float, "bias": bool}),
+        (Own, {"dim": int, "bias": bool}),
+        (Written, {"dim": int, "bias": bool, "eps": float}),
+    ],
 )
 def test_type_hints_are_those_of_the_records_arguments(kind: type, hints: dict[str, type]) -> None:
     assert get_type_hints(kind.__init__) == hints | {"return": type(None)}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("kind", [Layer, Wider, Own])
+@pytest.mark.parametrize("kind", [Layer, Wider, Own, OfFlax, Written])
 def test_a_misspelt_option_suggests_the_nearest(kind: type) -> None:
     with pytest.raises(TypeError, match=f"^{kind.__name__} has no option 'biass'; did you mean 'bias'\\?$"):
         kind(8, biass=False)
 
 
-@pytest.mark.parametrize("kind", [Layer, Own])
+@pytest.mark.parametrize("kind", [Layer, Own, OfFlax, Written])
 def test_arguments_that_are_missing_or_too_many_are_told_with_the_layers_name(kind: type) -> None:
     with pytest.raises(TypeError, match=f"^{kind.__name__}: missing a required argument: 'dim'$"):
         kind()
-    with pytest.raises(TypeError, match=f"^{kind.__name__}: too many positional arguments$"):
-        kind(8, True, 1.0, 2.0)
+    first = "dim" if kind is Layer else "dim, bias"
+    sentence = f"^{kind.__name__}: too many positional arguments; give all but {first} by name$"
+    with pytest.raises(TypeError, match=sentence):
+        kind(8, True, 1.0)
 
 
 def test_a_parts_options_are_picked_from_the_wholes() -> None:

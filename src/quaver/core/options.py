@@ -25,7 +25,11 @@ from quaver.core.text.spelling import suggest
 
 P = ParamSpec("P")
 R = TypeVar("R")
-C = TypeVar("C")
+M = TypeVar("M")
+C = TypeVar("C", bound=Callable[..., None])
+
+#: What Flax gives every linen module as arguments.
+FLAX = ("parent", "name")
 
 
 def takes(record: Callable[P, R]) -> Callable[[Callable[[Any, R], None]], Callable[Concatenate[Any, P], None]]:
@@ -45,11 +49,22 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[Any, R], None]], Callab
     return decorate
 
 
-def suggests(module: type[C]) -> type[C]:
-    """Decorate a class that is its own record, as Flax's linen modules are: a wrong argument is told as by `takes`."""
+def suggests(module: type[M]) -> type[M]:
+    """Decorate a class that is its own record, as Flax's linen modules are: a wrong argument is told as by `takes`.
+
+    What Flax adds behind the class's own, `parent` and `name`, is given by name: a value too many lands in neither.
+    """
     construct: Any = module
-    construct.__init__ = _checked(construct.__init__, inspect.signature(module))
+    last = inspect.Parameter.KEYWORD_ONLY
+    given = [p.replace(kind=last) if p.name in FLAX else p for p in inspect.signature(module).parameters.values()]
+    construct.__init__ = _checked(construct.__init__, inspect.Signature(sorted(given, key=lambda p: p.kind)))
     return module
+
+
+def checks(init: C) -> C:
+    """Decorate an `__init__` whose arguments are written out: a wrong argument is told as by `takes`."""
+    checked: C = _checked(init, inspect.Signature(list(inspect.signature(init).parameters.values())[1:]))
+    return checked
 
 
 def pick(record: type, source: Any) -> dict[str, Any]:
@@ -78,4 +93,6 @@ def _check(where: str, known: inspect.Signature, args: tuple[Any, ...], options:
     try:
         known.bind(*args, **options)
     except TypeError as error:
-        raise TypeError(f"{where}: {error}") from None
+        first = [p.name for p in known.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        others = f"all but {', '.join(first)}" if first else "all"
+        raise TypeError(f"{where}: {error}" + f"; give {others} by name" * (len(args) > len(first))) from None

@@ -43,3 +43,18 @@ def test_a_misspelt_option_suggests_the_nearest(name: str) -> None:
         getattr(ql, name)(**of_linen, recip="mxfp8")
     with pytest.raises(TypeError, match=f"^{name} has no option 'recip'; did you mean 'recipe'"):
         getattr(qn, name)(**of_nnx, recip="mxfp8", rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_norms_suggest_the_nearest_too(name: str) -> None:
+    for kind, sizes in ((getattr(ql, name), ()), (getattr(qn, name), (8,))):
+        with pytest.raises(TypeError, match=f"^{name} has no option 'epz'; did you mean 'eps'"):
+            kind(*sizes, epz=1e-5)
+
+
+def test_an_option_by_position_does_not_become_flax_parent() -> None:
+    with pytest.raises(
+        TypeError, match=r"^MLP: too many positional arguments; give all but hidden, activation by name$"
+    ):
+        ql.MLP(8, "gelu", True)  # type: ignore[arg-type]
+    assert ql.MLP(8, "gelu", name="mlp", parent=None).name == "mlp"

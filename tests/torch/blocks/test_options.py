@@ -22,6 +22,14 @@ def test_a_misspelt_option_suggests_the_nearest(name: str) -> None:
         getattr(qt, name)(*LAYERS[name], recip="mxfp8")
 
 
+@pytest.mark.parametrize(("name", "sizes"), [("LayerNorm", (8,)), ("RMSNorm", (8,)), ("LayerNormLinear", (8, 8))])
+def test_norms_suggest_the_nearest_too_and_show_what_is_written_out(name: str, sizes: tuple[int, ...]) -> None:
+    layer = getattr(qt, name)
+    with pytest.raises(TypeError, match=f"^{name} has no option 'zero_centred'; did you mean 'zero_centered'"):
+        layer(*sizes, zero_centred=True)
+    assert layer(*sizes, zero_centered=True) and inspect.signature(layer).parameters["eps"].default == 1e-5
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_constructor_shows_its_options_and_their_defaults(name: str) -> None:
     shown = inspect.signature(getattr(qt, name)).parameters

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.core.options import pick, takes
+from quaver.core.options import checks, pick, takes
 from quaver.jax.blocks.norm import layer_norm, named, rms_norm
 from quaver.jax.blocks.options import NormOptions
 from quaver.jax.nnx.dense import DenseArguments, DenseGeneral, of_part
@@ -17,6 +17,7 @@ from quaver.jax.nnx.dense import DenseArguments, DenseGeneral, of_part
 class LayerNorm(nnx.Module):
     """`quaver.jax.blocks.norm.layer_norm` with parameters `scale` and `bias`; the result has x's dtype."""
 
+    @checks
     def __init__(
         self,
         features: int,
@@ -39,6 +40,7 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
     """`quaver.jax.blocks.norm.rms_norm` with a parameter `scale`; the result has x's dtype."""
 
+    @checks
     def __init__(
         self,
         features: int,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quaver.core.options import checks
 from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import suggest
 from quaver.torch.backends.gpu.fused import producers
@@ -85,6 +86,7 @@ class Norm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
+    @checks
     def __init__(
         self,
         normalization: str,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quaver.core.options import checks
 from quaver.core.spec import Recipe
 from quaver.torch.blocks.norm import Norm, NormOptions, named
 from quaver.torch.linear.layer import Linear
@@ -89,6 +90,7 @@ class LayerNormLinear(nn.Module):
     Submodules: `norm` and `linear`; the same bits as calling one after the other.
     """
 
+    @checks
     def __init__(
         self,
         in_features: int,
