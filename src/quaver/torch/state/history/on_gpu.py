@@ -16,7 +16,7 @@ from quaver.core.spec import Delayed, QuantSpec
 from quaver.kernels.quantizing.roll import note as note_kernel
 from quaver.kernels.quantizing.roll import roll as roll_kernel
 from quaver.torch.backends.gpu.launching import capture
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
+from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher, power_above
 from quaver.torch.state.layer import state_of
 
 #: The longest history that one program reads at once.
@@ -162,7 +162,7 @@ def _roll_launch(
     tensors: tuple[Tensor, Tensor], layout: tuple[int, int, int], delayed: Delayed, specs: tuple[QuantSpec, ...]
 ) -> Run:
     """layout: a history's length and strides."""
-    constants: dict[str, Any] = {"BLOCK": _power(layout[0]), "LARGEST": delayed.algorithm == "max"}
+    constants: dict[str, Any] = {"BLOCK": power_above(layout[0]), "LARGEST": delayed.algorithm == "max"}
     for i, spec in enumerate(specs):
         fmt = spec.format
         constants |= {f"POWER{i}": spec.power_of_two, f"EMAX{i}": fmt.emax}
@@ -192,7 +192,3 @@ def _versions(factors: Sequence[Tensor | None]) -> list[int]:
 
 def _addresses(histories: Sequence[Tensor | None], factors: Sequence[Tensor | None]) -> list[int]:
     return [t.data_ptr() for pair in zip(histories, factors, strict=True) for t in pair if t is not None]
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quaver.kernels.fused.rope import rope as kernel
 from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
+from quaver.torch.backends.gpu.launching.launch import power_above
 
 #: Most elements of a program's block, and its warps.
 BLOCK, WARPS = 2048, 4
@@ -50,9 +51,9 @@ def turn(
 def _pass(given: Sequence[Any], interleaved: bool, back: bool) -> Pass:
     q, k, cos, sin = given
     half = cos.shape[-1] // 2
-    wide = _power(half)
+    wide = power_above(half)
     heads, k_heads = q.shape[-2], 0 if k is None else k.shape[-2]
-    block = max(1, min(BLOCK // (2 * wide), _power(max(heads, k_heads))))
+    block = max(1, min(BLOCK // (2 * wide), power_above(max(heads, k_heads))))
     q_blocks, k_blocks = -(-heads // block), -(-k_heads // block)
     outer, inner = (1, *q.shape[:-2])[-2:]
     constants = {
@@ -60,7 +61,7 @@ def _pass(given: Sequence[Any], interleaved: bool, back: bool) -> Pass:
         "REST": q.shape[-1] - 2 * half,
         "BH": block,
         "BD": wide,
-        "BR": _power(q.shape[-1] - 2 * half),
+        "BR": power_above(q.shape[-1] - 2 * half),
         "INTERLEAVED": interleaved,
         "BACK": back,
         "EVEN_Q": heads % block == 0 and wide == half,
@@ -83,7 +84,3 @@ def _strides(x: Tensor | None) -> tuple[int, int, int]:
     strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
     outer, inner, head = (0, 0, *strides[:-1])[-3:]
     return outer, inner, head
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

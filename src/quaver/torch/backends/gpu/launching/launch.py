@@ -354,3 +354,8 @@ def multiprocessors(device: torch.device) -> int:
         return 132
     number: int = torch.cuda.get_device_properties(device).multi_processor_count
     return number
+
+
+def power_above(n: int) -> int:
+    """The smallest power of two that is not below n, and 1 for none."""
+    return 1 << max(0, n - 1).bit_length()
