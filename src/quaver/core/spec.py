@@ -21,6 +21,8 @@ from quaver.core.text.tables import html_lines, html_table
 #: the tensor (two_level_fp32: a correctly rounded tensor factor). unit: always 1, nothing is measured.
 ScaleKind = Literal["fp32", "power_of_two", "e8m0", "two_level", "two_level_fp32", "unit"]
 Rounding = Literal["nearest", "stochastic"]
+#: Elements that share a scale, (rows, k); None is the whole axis. A last, partial block is a block of its own.
+Block = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,7 @@ class QuantSpec:
     """How one GEMM operand [rows, k] is quantized, k being the axis that the GEMM sums over."""
 
     format: Format
-    #: Elements that share a scale, (rows, k); None is the whole axis. A last, partial block is a block of its own.
-    block: tuple[int | None, int | None] = (None, None)
+    block: Block = (None, None)
     scale: ScaleKind = "power_of_two"
     rounding: Rounding = "nearest"
     #: Rotate groups of 16 along k before anything else (k is padded with zeros to a multiple of 16).

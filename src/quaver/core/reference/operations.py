@@ -9,7 +9,7 @@ from quaver.core.numbers.philox import uniform
 from quaver.core.numbers.rounding import decode, encode, round_to
 from quaver.core.numbers.scaling import amax as block_amax
 from quaver.core.numbers.scaling import block_factor, block_scale, encode_factor, tensor_factor
-from quaver.core.spec import QuantSpec
+from quaver.core.spec import Block, QuantSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +143,7 @@ def matmul(a: Quantized | np.ndarray, b: Quantized | np.ndarray, bias: np.ndarra
     return y if bias is None else y + np.asarray(bias, np.float64)
 
 
-def spread(blocks: np.ndarray, block: tuple[int | None, int | None], shape: tuple[int, ...]) -> np.ndarray:
+def spread(blocks: np.ndarray, block: Block, shape: tuple[int, ...]) -> np.ndarray:
     """One value a block to one value an element of `shape`."""
     rows, k = shape
     height, width = (min(b or max(n, 1), max(n, 1)) for b, n in zip(block, shape, strict=True))

@@ -11,7 +11,7 @@ from jax import Array, lax
 from quaver.core.numbers import rounding
 from quaver.core.numbers.formats import Format
 from quaver.core.numbers.rounding import NAN_CODE
-from quaver.core.spec import QuantSpec
+from quaver.core.spec import Block, QuantSpec
 
 #: Formats that codes are cast to. Those of others are bytes; two E2M1 codes share one, the lower nibble being the even
 #: index of k.
@@ -127,7 +127,7 @@ def as_codes(kept: Any) -> Any:
 _FLOAT8 = tuple(FLOAT8.values())
 
 
-def over_blocks(x: Array, factor: Array, block: tuple[int | None, int | None]) -> Array:
+def over_blocks(x: Array, factor: Array, block: Block) -> Array:
     """x [rows, k] with the elements of each block multiplied by the block's factor."""
     rows, k = x.shape
     if x.size == 0:
@@ -139,7 +139,7 @@ def over_blocks(x: Array, factor: Array, block: tuple[int | None, int | None]) -
     return y.reshape(view.shape[0] * view.shape[1], -1)[:rows, :k]
 
 
-def blocked(x: Array, block: tuple[int | None, int | None]) -> Array:
+def blocked(x: Array, block: Block) -> Array:
     """A matrix that is not empty as [blocks of rows, rows, blocks of k, k], ragged edges padded with zeros."""
     rows, k = x.shape
     br, bk = min(block[0] or rows, rows), min(block[1] or k, k)

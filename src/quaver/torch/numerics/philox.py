@@ -9,9 +9,11 @@ from quaver.core.numbers.philox import MULTIPLIERS, ROUNDS, WEYL
 
 #: (seed, tensor id, count) of stochastic rounding; count may be an int64 tensor of one element.
 Noise = tuple[int, Tensor | int, Tensor | int]
+#: The same outside of compiled code.
+EagerNoise = tuple[int, int, Tensor | int]
 
 
-QUIET: Noise = (0, 0, 0)
+QUIET: EagerNoise = (0, 0, 0)
 
 
 _LOW = 0xFFFFFFFF

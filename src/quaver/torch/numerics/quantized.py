@@ -9,9 +9,11 @@ from torch import Tensor
 
 from quaver.core.numbers.formats import Format
 from quaver.core.numbers.rounding import NAN_CODE
-from quaver.core.spec import QuantSpec
+from quaver.core.spec import Block, QuantSpec
 from quaver.torch.numerics.swizzling import unswizzle
 
+#: An amax or an encode factor that is given: on a device, on the host, or None where it is measured.
+Given = Tensor | float | None
 #: Formats that torch casts to.
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -46,7 +48,7 @@ class Quantized:
     #: quotient is one rounding, a stored reciprocal would make it two.
     tensor_factor: Tensor | None = None
     #: Largest magnitude measured, for a history; None where nothing was measured.
-    amax: Tensor | float | None = None
+    amax: Given = None
     #: The data as a float32 matrix as they lie, remembered where that is small.
     decoded: Tensor | None = None
     #: The transpose, once it was asked for, or what was written as such beside the data.
@@ -71,7 +73,7 @@ class Quantized:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     @property
-    def lying_block(self) -> tuple[int | None, int | None]:
+    def lying_block(self) -> Block:
         """The block as data lie in memory."""
         return self.spec.block[::-1] if self.turned else self.spec.block
 
@@ -163,7 +165,7 @@ def decode_scales(scale: Tensor, spec: QuantSpec, tensor_factor: Tensor | None) 
     return scale
 
 
-def spread(blocks: Tensor, block: tuple[int | None, int | None], shape: tuple[int, int]) -> Tensor:
+def spread(blocks: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
     """One value a block to one an element; an axis with a single block stays 1 wide and broadcasts."""
     for dim in (0, 1):
         width = block[dim]

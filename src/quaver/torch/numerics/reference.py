@@ -7,8 +7,8 @@ from quaver.core.numbers.rounding import NAN_CODE
 from quaver.core.numbers.scaling import FLT_MAX, TWO_LEVEL_MAX
 from quaver.core.spec import QuantSpec
 from quaver.torch.numerics.hadamard import rotate
-from quaver.torch.numerics.philox import uniform
-from quaver.torch.numerics.quantized import Quantized, pack, spread
+from quaver.torch.numerics.philox import QUIET, EagerNoise, uniform
+from quaver.torch.numerics.quantized import Given, Quantized, pack, spread
 from quaver.torch.numerics.rounding import (
     INFINITY_BITS,
     SMALLEST_NORMAL_BITS,
@@ -23,12 +23,7 @@ from quaver.torch.numerics.rounding import (
 
 
 def quantize(
-    x: Tensor,
-    spec: QuantSpec,
-    amax: Tensor | float | None = None,
-    factor: Tensor | float | None = None,
-    noise: tuple[int, int, Tensor | int] = (0, 0, 0),
-    *_: object,
+    x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: EagerNoise = QUIET, *_: object
 ) -> Quantized:
     """One GEMM operand [rows, k]; see `quaver.core.reference.quantize`. `noise` is (seed, tensor id, count); a factor
     of 0 is an unset one. What a kernel is told besides changes no bit.
@@ -71,7 +66,7 @@ def factors(bits: Tensor, spec: QuantSpec) -> Tensor:
     return power_of_two(exponent(bits, spec.format)) if spec.power_of_two else ratio(spec.format.max, bits)
 
 
-def _two_level(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, blocks: Tensor, u: Tensor | None) -> Quantized:
+def _two_level(x: Tensor, spec: QuantSpec, amax: Given, blocks: Tensor, u: Tensor | None) -> Quantized:
     top = blocks.max().view(1, 1) if blocks.numel() else blocks.new_zeros((1, 1))
     e, stored, tensor_factor = two_levels(blocks, top if amax is None else given_bits(amax, top), spec)
     return _finish(x, spec, u, e, stored, tensor_factor, top)

@@ -13,7 +13,7 @@ from quaver.torch.backends.gpu import announcing
 from quaver.torch.backends.gpu.launching import device
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.philox import QUIET, Noise
-from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.quantized import Given, Quantized
 from quaver.torch.operations.flattening import empty_parts, flat, joined, parts, restored
 from quaver.torch.operations.operation import Impl, Operation, narrowed
 from quaver.torch.state.context import ambient
@@ -43,8 +43,8 @@ def no_kernels(x: Tensor, *_: Any) -> str:
 def _quantize_traced(
     x: Tensor,
     spec: QuantSpec,
-    amax: Tensor | float | None = None,
-    factor: Tensor | float | None = None,
+    amax: Given = None,
+    factor: Given = None,
     noise: Noise = QUIET,
     number: Tensor | None = None,
 ) -> Quantized:
@@ -58,7 +58,7 @@ def _quantize_traced(
     return joined(x, spec, turned, *QUANTIZE.operator(x.t() if turned else x, turned, *given))
 
 
-def _float(v: Tensor | float | None) -> Tensor | None:
+def _float(v: Given) -> Tensor | None:
     return torch.tensor(v, dtype=torch.float32, device="cpu") if isinstance(v, int | float) else v
 
 
@@ -157,8 +157,8 @@ def _two_calls(
     x: Tensor,
     spec: QuantSpec,
     other: QuantSpec,
-    amax: Tensor | float | None = None,
-    factor: Tensor | float | None = None,
+    amax: Given = None,
+    factor: Given = None,
     noise: Noise = QUIET,
     other_noise: Noise = QUIET,
     *_hints: object,
@@ -174,7 +174,7 @@ def _both_traced(
     spec: QuantSpec,
     other: QuantSpec,
     amax: Tensor | None = None,
-    factor: Tensor | float | None = None,
+    factor: Given = None,
     noise: Noise = QUIET,
     other_noise: Noise = QUIET,
     number: Tensor | None = None,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quaver.core.numbers import rounding
 from quaver.core.numbers.formats import E2M1, Format
+from quaver.core.spec import Block
 from quaver.torch.backends.cpu import scratch
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
@@ -77,7 +78,7 @@ def folds_exactly(q: Quantized) -> bool:
     return q.spec.power_of_two or q.spec.two_level or q.spec.block[1] is None
 
 
-def fold(values: Tensor, factor: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+def fold(values: Tensor, factor: Tensor, block: Block) -> Tensor:
     """Multiply the blocks of a matrix by a factor each, in place where the blocks divide it."""
     rows, columns = values.shape
     br, bc = min(block[0] or rows, rows), min(block[1] or columns, columns)

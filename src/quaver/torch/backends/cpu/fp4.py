@@ -12,16 +12,14 @@ from torch import Tensor
 
 from quaver.core.numbers import rounding
 from quaver.core.numbers.formats import E2M1
-from quaver.core.spec import QuantSpec
+from quaver.core.spec import Block, QuantSpec
 from quaver.torch.backends.cpu.fp8 import blocked, largest_bits
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.hadamard import rotate, turned_rotate
-from quaver.torch.numerics.philox import turned_uniform, uniform
-from quaver.torch.numerics.quantized import Quantized, spread
+from quaver.torch.numerics.philox import QUIET, EagerNoise, turned_uniform, uniform
+from quaver.torch.numerics.quantized import Given, Quantized, spread
 from quaver.torch.numerics.rounding import encode_e2m1, flush
 
-#: (seed, tensor id, count).
-Noise = tuple[int, int, Tensor | int]
 #: Elements worked on at once.
 PIECE = 1 << 17
 
@@ -36,11 +34,7 @@ def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
 
 
 def quantize(
-    x: Tensor,
-    spec: QuantSpec,
-    amax: Tensor | float | None = None,
-    factor: object = None,
-    noise: Noise = (0, 0, 0),
+    x: Tensor, spec: QuantSpec, amax: Given = None, factor: object = None, noise: EagerNoise = QUIET
 ) -> Quantized:
     """As `quaver.torch.numerics.reference.quantize`, bit for bit."""
     if x.numel() == 0:
@@ -69,19 +63,13 @@ def _pieces(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:
     return x.split(max(1, PIECE // max(x.shape[1], 1) // step) * step)
 
 
-def _largest(piece: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+def _largest(piece: Tensor, block: Block) -> Tensor:
     view, dims = blocked(piece if piece.dtype is not torch.float16 else piece.float(), block)
     return largest_bits(view, dims)
 
 
 def _codes(
-    x: Tensor,
-    e: Tensor,
-    spec: QuantSpec,
-    block: tuple[int | None, int | None],
-    shape: tuple[int, int],
-    noise: Noise,
-    turned: bool,
+    x: Tensor, e: Tensor, spec: QuantSpec, block: Block, shape: tuple[int, int], noise: EagerNoise, turned: bool
 ) -> Tensor:
     """Packed codes as x lies: two neighbours along k to a byte, k being the first axis if turned."""
     lines, columns = x.shape

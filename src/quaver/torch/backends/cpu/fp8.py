@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quaver.core.numbers.formats import Format
 from quaver.core.numbers.scaling import FACTOR_EXPONENTS, FLT_MAX
-from quaver.core.spec import QuantSpec
+from quaver.core.spec import Block, QuantSpec
 from quaver.torch.backends.cpu import scratch
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.quantized import FLOAT8, Quantized
+from quaver.torch.numerics.quantized import FLOAT8, Given, Quantized
 from quaver.torch.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, usable
 
 SMALLEST_NORMAL = 2.0**-126
@@ -33,13 +33,7 @@ def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
     return "it holds one scale a tensor as a float32" if spec.per_tensor and spec.scale == "e8m0" else ""
 
 
-def quantize(
-    x: Tensor,
-    spec: QuantSpec,
-    amax: Tensor | float | None = None,
-    factor: Tensor | float | None = None,
-    noise: object = None,
-) -> Quantized:
+def quantize(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: object = None) -> Quantized:
     """As `quaver.torch.numerics.reference.quantize`, bit for bit."""
     turned = not x.is_contiguous() and x.stride(1) != 1 and x.stride(0) == 1
     if not spec.per_tensor:
@@ -48,9 +42,7 @@ def quantize(
     return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), turned, None, top)
 
 
-def per_tensor(
-    x: Tensor, spec: QuantSpec, amax: Tensor | float | None = None, factor: Tensor | float | None = None
-) -> tuple[Tensor, float, float]:
+def per_tensor(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None) -> tuple[Tensor, float, float]:
     """(codes as x lies, decode scale, amax of x) for a spec with one scale."""
     fmt, exact = spec.format, spec.power_of_two
     top = wanted = host_amax(x)
@@ -116,7 +108,7 @@ def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
     return float(np.float32(min(max(fmt.max / amax, SMALLEST_NORMAL), float(FLT_MAX))))
 
 
-def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: bool) -> Quantized:
+def _blocks(x: Tensor, spec: QuantSpec, amax: Given, turned: bool) -> Quantized:
     if x.numel() == 0:
         return reference.quantize(x, spec, amax)
     x = x.detach()
@@ -145,7 +137,7 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Tensor | float | None, turned: boo
     return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), turned, None, measured.view(torch.float32))
 
 
-def _given(bits: Tensor, amax: Tensor | float | None, spec: QuantSpec, turned: bool) -> tuple[Tensor, Tensor]:
+def _given(bits: Tensor, amax: Given, spec: QuantSpec, turned: bool) -> tuple[Tensor, Tensor]:
     """The bits of the amaxes that count, as blocks lie, and the encode factors that follow from them."""
     if amax is None:
         return bits, reference.factors(bits, spec)
@@ -177,7 +169,7 @@ def _powers_of_two(bits: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]
     return e.view(torch.float32), scale, high < INFINITY_BITS
 
 
-def blocked(base: Tensor, block: tuple[int | None, int | None]) -> tuple[Tensor, list[int]]:
+def blocked(base: Tensor, block: Block) -> tuple[Tensor, list[int]]:
     """A matrix as blocks, and the dimensions of the view that lie within a block. Ragged edges are padded with
     zeros."""
     rows, columns = base.shape
