@@ -54,8 +54,7 @@ class Report:
         skipped = [f"  left alone: {name or '(root)'} ({why})" for name, why in self.skipped.items()]
         return "\n".join([*self._done(), *skipped, *self._rest()])
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         layers = {name or "(root)": recipe for name, recipe in self.converted.items()}

@@ -20,7 +20,6 @@ from quaver.torch.backends.gpu.launching.device import why_no_fp8
 from quaver.torch.linear.gemms import high_precision
 from quaver.torch.linear.grouped_operands import (
     Noise,
-    empty,
     quantize_experts,
     quantize_features,
     quantize_tokens,
@@ -39,7 +38,8 @@ def _no_gemms(a: Groups, b: Groups, offsets: Offsets, *_: Any) -> str:
 
 
 def _one_by_one(a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    y = empty(offsets.rows, n, None, offsets.ends, dtype)
+    # Zeros for tokens that have no group.
+    y = torch.zeros((offsets.rows, n), dtype=dtype, device=offsets.ends.device)
     for group, (start, end) in enumerate(offsets.bounds()):
         left, right = a.of(group, (start, end)), b.of(group)
         if end > start and left is not None and right is not None:
@@ -217,7 +217,7 @@ def _by_rows(
     if a is not None and b is not None:
         return GROUPED_MATMUL(a, b, setup.offsets, n, setup.dtype, gemm.fast_accum)
     assert w is not None
-    y = empty(x.shape[0], n, None, x, setup.dtype)
+    y = x.new_zeros((x.shape[0], n), dtype=setup.dtype)
     for group, (start, end) in enumerate(setup.offsets.bounds()):
         if end > start:
             y[start:end] = high_precision(x[start:end], w[group], setup.dtype)
@@ -228,8 +228,8 @@ def _by_tokens(
     a: Groups | Tensor, b: Groups | Tensor, gemm: GemmSpec, setup: _Setup, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """[groups, n, k], summed over each group's tokens: grad_output.T [n, tokens] by input.T [k, tokens]."""
-    device = setup.offsets.ends
-    y = empty(shape[1], shape[2], shape[0], device, dtype)
+    # Zeros for groups that have no tokens.
+    y = torch.zeros(tuple(shape), dtype=dtype, device=setup.offsets.ends.device)
     for group, (start, end) in enumerate(setup.offsets.bounds()):
         if end == start:
             continue

@@ -5,7 +5,6 @@ Where no scale reaches over two rows all groups are one operand, quantized at on
 
 from collections.abc import Callable, Iterable, Iterator
 
-import torch
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec
@@ -27,7 +26,8 @@ def together(spec: QuantSpec, height: int) -> bool:
 def quantize_tokens(x: Tensor, spec: QuantSpec, offsets: Offsets, noise: Noise | None = None) -> Groups:
     """x [T, k], the tokens of group 0 first."""
     if together(spec, 1):
-        return Groups(ops.QUANTIZE(contiguous(x), spec), ())
+        # Rows that can be taken apart.
+        return Groups(ops.QUANTIZE(x if x.stride(1) == 1 else x.contiguous(), spec), ())
     return Groups(None, list(_one_by_one((x[s:e] for s, e in offsets.bounds()), spec, noise)))
 
 
@@ -50,11 +50,6 @@ def transposed(groups: Groups, count: int) -> Groups:
     return Groups(None, [None if q is None else q.T for q in parts])
 
 
-def contiguous(x: Tensor) -> Tensor:
-    """Rows that can be taken apart."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def _one_by_one(xs: Iterable[Tensor], spec: QuantSpec, noise: Noise | None) -> Iterator[Quantized | None]:
     for group, x in enumerate(xs):
         if not x.numel():
@@ -63,9 +58,3 @@ def _one_by_one(xs: Iterable[Tensor], spec: QuantSpec, noise: Noise | None) -> I
             yield ops.QUANTIZE(x, spec)
         else:
             yield ops.QUANTIZE(x, spec, None, None, noise(group))
-
-
-def empty(rows: int, columns: int, groups: int | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros for what groups that have no tokens, and tokens that have no group, give."""
-    shape = (rows, columns) if groups is None else (groups, rows, columns)
-    return torch.zeros(shape, dtype=dtype, device=like.device)

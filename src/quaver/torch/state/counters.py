@@ -73,8 +73,7 @@ class Counters:
         lines = [_line(row) for row in (HEADER, *self._rows())]
         return "\n".join(lines) if self.table else NOTHING
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return html_table(HEADER, self._rows()) if self.table else html_lines([NOTHING])

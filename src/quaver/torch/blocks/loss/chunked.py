@@ -43,7 +43,8 @@ def _impl(
     grad_bias = weight.new_zeros(weight.shape[0] if of_bias else 0, dtype=wide)
     with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-        for start, end in _spans(tokens, chunk or _chunk_of(tokens, weight.shape[0], dtype)):
+        chunk = chunk or _chunk_of(tokens, weight.shape[0], dtype)
+        for start, end in ((at, min(at + chunk, tokens)) for at in range(0, tokens, chunk)):
             xc = x[start:end].to(dtype)
             scale = None if row_weights is None else row_weights[start:end]
             logits, losses[start:end] = LOSSES(xc, w, b, targets[start:end], scale, of_x or of_weight or of_bias, rule)
@@ -103,10 +104,6 @@ def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool
         scale = torch.where(known, 1.0 if weights is None else weights, torch.nan)
         logits.copy_(torch.where(kept[:, None], d * scale[:, None], 0.0))
     return losses
-
-
-def _spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
-    return [(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
 def _chunk_of(tokens: int, count: int, dtype: torch.dtype) -> int:
