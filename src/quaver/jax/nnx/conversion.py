@@ -144,10 +144,6 @@ class _Own:
         return True
 
 
-def _general_features(layer: Any) -> tuple[int, int]:
-    return math.prod(layer.in_features), math.prod(layer.out_features)
-
-
 def _einsum_features(layer: Any) -> tuple[int, int]:
     """Labels of the kernel that the result lacks are summed over."""
     operands, result = layer.einsum_str.split("->")
@@ -171,7 +167,7 @@ _KINDS: dict[type, Any] = {
         "dot_general",
         DotGeneral,
         None,
-        _general_features,
+        lambda m: (math.prod(m.in_features), math.prod(m.out_features)),
         lambda m: len(m.batch_axis) + len(m.in_features) + len(m.out_features),
         nnx.LinearGeneral,
     ),

@@ -215,9 +215,8 @@ def _merge(a: State, b: State) -> State:
         merged["count"] = jnp.maximum(a["count"], b["count"])
     if "history" in a:
         ra, rb = _recorded(a), _recorded(b)
-        both, alone = (
-            c[..., None, :] for c in (ra & rb, rb)
-        )  # of every row, and of every layer where they are stacked
+        # Of every row, and of every layer where they are stacked.
+        both, alone = (c[..., None, :] for c in (ra & rb, rb))
         # Windows that rolled differ in the newest value alone, and the factor falls as that rises.
         history = jnp.where(both, jnp.maximum(a["history"], b["history"]), jnp.where(alone, b["history"], a["history"]))
         factor = jnp.where(ra & rb, jnp.minimum(a["factor"], b["factor"]), jnp.where(rb, b["factor"], a["factor"]))

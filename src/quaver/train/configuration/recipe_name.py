@@ -21,9 +21,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     if len(text) <= LONGEST:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", SyntaxWarning
-                )  # of odd escapes; they are an option's value all the same
+                # Of odd escapes, which are an option's value all the same.
+                warnings.simplefilter("ignore", SyntaxWarning)
                 tree = ast.parse(text.strip(), mode="eval").body
             if isinstance(tree, ast.Name):
                 return tree.id, {}

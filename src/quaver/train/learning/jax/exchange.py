@@ -33,11 +33,7 @@ def weights(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 def write_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """Every layer's state under its name."""
     arrays = {f"{layer}.{key}": np.asarray(value) for layer, own in state.items() for key, value in own.items()}
-    return {name: _count(array) if name.endswith(".count") else array for name, array in arrays.items()}
-
-
-def _count(count: np.ndarray) -> np.ndarray:
-    return np.array([*count, -1], np.int64)
+    return {name: np.array([*a, -1], np.int64) if name.endswith(".count") else a for name, a in arrays.items()}
 
 
 def read_state(
