@@ -1,16 +1,22 @@
-"""One recipe on eight virtual devices against one device: `python -m tests.jax.eight_devices mxfp8`, or `mxfp8 some`.
+"""Recipes on eight virtual devices against one: `python -m tests.jax.eight_devices mxfp8`, or `mxfp8:some explicit`.
 
-A process of its own, for the number of devices is fixed when JAX begins.
+A process of its own, for the number of devices is fixed when JAX begins. Its last line says of each case what failed.
 """
 
+import json
 import os
 import re
 import sys
+import traceback
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Eight devices, and XLA's options of tests/conftest.py.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
 
 import jax
 import jax.numpy as jnp
@@ -224,12 +230,25 @@ def check_explicit(recipe: Recipe) -> None:
         assert_close(part, a, b, 1e-6)
 
 
-if __name__ == "__main__":
-    chosen = sys.argv[1]
-    if chosen == "sentences":
+def check(case: str) -> None:
+    name, _, some = case.partition(":")
+    if name == "sentences":
         check_sentences(recipes.get("mxfp8"))
-    elif chosen == "explicit":
+    elif name == "explicit":
         check_explicit(recipes.get("delayed"))
     else:
-        check_operands(recipes.get(chosen))
-        check_layer(recipes.get(chosen), some="some" in sys.argv)
+        check_operands(recipes.get(name))
+        check_layer(recipes.get(name), some=some == "some")
+
+
+def failure(case: str) -> str:
+    """Why a case fails; "" if it does not."""
+    try:
+        check(case)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    print(json.dumps({case: failure(case) for case in sys.argv[1:]}))
