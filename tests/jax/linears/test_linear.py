@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,16 @@ from tests.operands import variants
 
 #: Fast accumulation changes nothing here, and attention is no business of a linear layer.
 DIFFERENT = {name: r for name, r in variants().items() if "fast_accum" not in name and r.attention is None}
-EVERY = pytest.mark.parametrize("recipe", DIFFERENT.values(), ids=DIFFERENT)
+#: Slow, for these switches change scales and a rotation, not what a layer does with operands: their bits are those of
+#: tests/contracts/test_frameworks_agree.py, their products those of test_matmul.py.
+BELOW = ("power_of_two", "hadamard")
+EVERY = pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=name, marks=[pytest.mark.slow] if any(f"({s}=" in name for s in BELOW) else [])
+        for name, recipe in DIFFERENT.items()
+    ],
+)
 QUANTIZED = pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().quantizes])
 #: Recipes that remember something, each of its kind.
 REMEMBERING = pytest.mark.parametrize("name", ["delayed", "nvfp4"])
@@ -80,10 +90,16 @@ def test_empty_operands_give_zeros(name: str, shape: Any) -> None:
     assert not grad_w.any() and not grad_x.any()
 
 
-@pytest.mark.parametrize(
-    "name, dtype",
-    [(name, jnp.bfloat16) for name in recipes.RECIPES] + [("delayed", jnp.float16), ("mxfp8", jnp.float16)],
-)
+def _narrow() -> Iterator[Any]:
+    """Every recipe in bf16; quick is one of each kind of block, and of high precision beside eight bits."""
+    for name in recipes.RECIPES:
+        quick = name in ("bf16", "delayed", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4")
+        yield pytest.param(name, jnp.bfloat16, marks=[] if quick else [pytest.mark.slow])
+    yield "mxfp8", jnp.float16
+    yield pytest.param("delayed", jnp.float16, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name, dtype", list(_narrow()))
 def test_narrow_activations_and_wide_parameters_round_once(name: str, dtype: Any) -> None:
     recipe = recipes.get(name)
     x, w, bias, g = operands((48,), 96, 64)

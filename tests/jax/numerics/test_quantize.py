@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,11 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
+@cache
+def operand(spec: QuantSpec) -> qj.Quantized:
+    return qj.quantize(normal(20, 70), spec)
+
+
 def same(a: qj.Quantized, b: qj.Quantized) -> None:
     assert (a.spec, a.shape) == (b.spec, b.shape)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -35,7 +41,7 @@ def same(a: qj.Quantized, b: qj.Quantized) -> None:
 
 @every_spec
 def test_a_quantized_operand_goes_through_jit_and_back(spec: QuantSpec) -> None:
-    q = qj.quantize(normal(20, 70), spec)
+    q = operand(spec)
     same(jax.jit(lambda q: q)(q), q)
     leaves, structure = jax.tree.flatten(q)
     same(jax.tree.unflatten(structure, leaves), q)
@@ -43,7 +49,7 @@ def test_a_quantized_operand_goes_through_jit_and_back(spec: QuantSpec) -> None:
 
 @every_spec
 def test_quantizing_what_is_quantized_returns_it(spec: QuantSpec) -> None:
-    q = qj.quantize(normal(4, 32), spec)
+    q = operand(spec)
     assert qj.quantize(q, spec) is q
 
 
