@@ -136,7 +136,7 @@ def counted(arch: int, name: str) -> tuple[int, ...]:
 def rows() -> dict[str, tuple[str, ...]]:
     """The cells of the table as the page has them, by recipe and architecture."""
     lines = PAGE.read_text().split(BEGIN)[1].split(END)[0].splitlines()
-    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if " sm_" in line]
+    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if "| sm_" in line]
     return {f"{row[0]} {row[1]}": row[2:] for row in cells}
 
 
