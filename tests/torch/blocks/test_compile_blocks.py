@@ -11,10 +11,10 @@ from torch import Tensor
 from quaver import recipes
 from tests.torch.blocks.test_transformer import make, run
 from tests.torch.blocks.twins import Run, assert_same_training
-from tests.torch.test_compile import TO_THE_END, WITHOUT_CODE
+from tests.torch.test_compile import KINDS, TO_THE_END, WITHOUT_CODE
 
-#: FP8 attention beside the eight recipes.
-EVERY = [*recipes.RECIPES, recipes.mxfp8(attention=True)]
+#: FP8 attention beside a recipe of each kind; the slow test below has every recipe.
+EVERY = [*KINDS, recipes.mxfp8(attention=True)]
 
 
 @pytest.fixture(autouse=True)
@@ -76,14 +76,20 @@ def test_float32_has_eagers_bits() -> None:
     assert_same_training(make("Llama"), [eager, Compiled()], "tensorwise", inputs(torch.float32))
 
 
-def test_eight_bit_activations_and_recomputation_compile() -> None:
+def test_eight_bit_activations_compile() -> None:
     layer = make("Llama", dtype=torch.bfloat16, eight_bit_activations=True)
     assert_same_training(layer, [eager, Compiled()], "mxfp8", inputs(torch.bfloat16))
+
+
+# To the end ten seconds of compiling, of the graph above.
+@pytest.mark.parametrize("backend", [WITHOUT_CODE, pytest.param("inductor", marks=pytest.mark.slow)])
+def test_recomputation_compiles(backend: str) -> None:
+    layer = make("Llama", dtype=torch.bfloat16, recompute="mlp")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of its own checkpoint's random state under compile
-        layer = make("Llama", dtype=torch.bfloat16, recompute="mlp")
         # Within a checkpoint a compiler lets nobody make buffers: convert makes them before, or a first step does.
-        assert_same_training(layer, [eager, Compiled(after=1)], "delayed", inputs(torch.bfloat16))
+        compiled = Compiled(after=1, backend=backend)
+        assert_same_training(layer, [eager, compiled], "delayed", inputs(torch.bfloat16))
 
 
 @pytest.mark.slow
