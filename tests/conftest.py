@@ -59,9 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # What nobody reads is not printed; pytest's own handler is left out, since it visits every logger six times a case.
     logging.getLogger().addHandler(logging.NullHandler())
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.interpreting import exchange_once
+        from tests.interpreting import spare
 
-        exchange_once()
+        spare()
 
 
 @pytest.hookimpl(tryfirst=True)
