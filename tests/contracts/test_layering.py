@@ -75,7 +75,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "grouped_operands",
         "grouped",
     ),
-    "quaver.torch.blocks": ("activation", "norm", "norm_linear", "mlp", "attention", "loss", "transformer"),
+    "quaver.torch.blocks": ("prologue", "activation", "norm", "norm_linear", "mlp", "attention", "loss", "transformer"),
     "quaver.torch.blocks.attention": (
         *("inputs", "implementations", "op", "dot_product", "explanation", "rope", "cache", "multihead"),
     ),

@@ -58,7 +58,6 @@ SAFE = {
     "torch.backends.gpu.launching.interpreter:_mended": "tests interpret kernels, where one thread comes first",
     "torch.backends.gpu.launching.launch:_kernels": LOCKED,
     "torch.backends.gpu.launching.launch:_recorded": "only tests and the gate record, in one thread",
-    "torch.backends.gpu.launching.launch:_recorded_arch": "only tests and the gate record, in one thread",
     "torch.backends.gpu.launching.launch:_rooms": LOCKED,
     "torch.backends.gpu.launching.launch:tables": LAUNCHES,
     "torch.backends.gpu.launching.launch:_workspaces": LOCKED,

@@ -7,18 +7,20 @@ Source of the gated ones: Shazeer 2020, arXiv:2002.05202.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quaver.core.numbers.formats import E4M3
+from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import suggest
 from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.internals import transforms_active
+from quaver.torch.blocks.prologue import alone
+from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
-from quaver.torch.operations.derivatives import no_second_derivative
 from quaver.torch.operations.operation import Impl, Operation
 
 _aten = torch.ops.aten
@@ -177,18 +179,7 @@ def activate(name: str, *x: Tensor, **options: float) -> Tensor:
         )
     if row.gated and len(x) == 1 and x[0].shape[-1] % 2:
         raise ValueError(f"activation {name!r} takes gate and value side by side, an even width; got {x[0].shape[-1]}")
-    return apply(name, option_values(name, options), *x)
-
-
-def apply(name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
-    """`activate` without its checks."""
-    row = ACTIVATIONS[name]
-    if row.native and not torch.compiler.is_compiling():
-        return row.forward(*x)
-    if transforms_active():
-        raise NotImplementedError(SENTENCE)
-    y: Tensor = _Activate.apply(name, options, *x)
-    return y
+    return Activated(name, option_values(name, options))(*x)
 
 
 SENTENCE = (
@@ -197,21 +188,52 @@ SENTENCE = (
 )
 
 
-class _Activate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str, options: tuple[float, ...], *x: Tensor) -> Tensor:
-        ctx.save_for_backward(*x)
-        ctx.constants = name, options
-        return ACTIVATE(name, options, x)
+#: How `eight_bit_activations` keeps what goes into the activation: 1.03 bytes an element, 28 dB.
+KEPT = QuantSpec(E4M3, (1, 32), "e8m0")
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        name, options = ctx.constants
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                grads = tuple(ACTIVATE_BACKWARD(name, options, g, ctx.saved_tensors))
-            return None, None, *no_second_derivative(grads, SENTENCE, g, *ctx.saved_tensors)
-        return None, None, *ACTIVATE_BACKWARD(name, options, g, ctx.saved_tensors)
+
+@dataclass(frozen=True)
+class Activated:
+    """The prologue that takes what goes into an activation: one tensor, or gate and value."""
+
+    name: str
+    options: tuple[float, ...]
+    #: Keep the inputs in eight bits, for backward alone, and what wgrad consumes beside them.
+    eight_bits: bool = False
+
+    @property
+    def remakes(self) -> bool:
+        return not self.eight_bits
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        row = ACTIVATIONS[self.name]
+        if row.native and not torch.compiler.is_compiling():
+            return row.forward(*x)
+        return alone(replace(self, eight_bits=False) if self.eight_bits else self, SENTENCE, *x)
+
+    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
+        y = ACTIVATE(self.name, self.options, x)
+        if not self.eight_bits:
+            return y, x
+        return y, tuple(ops.QUANTIZE(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
+
+    def quantized(
+        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
+    ) -> producers.Made | None:
+        from quaver.torch.backends.gpu.fused import activation as kernels
+
+        if self.eight_bits:
+            return None
+        result = kernels.activated(self.name, self.options, x, spec, factor, want_output, not turned, turned)
+        return producers.Made(result.y, result.quantized, result.amax, tuple(x))
+
+    def remake(self, saved: Sequence[Any]) -> Tensor:
+        return ACTIVATE(self.name, self.options, saved)
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor, ...]:
+        if self.eight_bits:
+            saved = [q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1]) for q in saved]
+        return tuple(ACTIVATE_BACKWARD(self.name, self.options, g, saved))
 
 
 #: Elements of a result that a CPU works on at a time: float32 copies of so many stay in its cache.

@@ -6,68 +6,18 @@ Kept for backward of a quantized one: x and the norm's statistics, norm(x) in ei
 activation; its result is made again, and quantized again to the same bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quaver.core.numbers.formats import E4M3
 from quaver.core.options import takes
-from quaver.core.spec import QuantSpec
-from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.blocks import activation as activations
-from quaver.torch.blocks.activation import get_activation, option_values
+from quaver.torch.blocks.activation import Activated, get_activation, option_values
 from quaver.torch.blocks.norm_linear import PartOptions, normalized_projections
 from quaver.torch.linear.projections import project
-from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations.ops import QUANTIZE
 from quaver.torch.state.checkpointing import checkpoint
-
-#: How `eight_bit_activations` keeps what goes into the activation: 1.03 bytes an element, 28 dB.
-KEPT = QuantSpec(E4M3, (1, 32), "e8m0")
-
-
-@dataclass(frozen=True)
-class Activated:
-    """The prologue that takes what goes into an activation: one tensor, or gate and value."""
-
-    name: str
-    options: tuple[float, ...]
-    #: Keep the inputs in eight bits, for backward alone, and what wgrad consumes beside them.
-    eight_bits: bool = False
-
-    @property
-    def remakes(self) -> bool:
-        return not self.eight_bits
-
-    def __call__(self, *x: Tensor | None) -> Tensor:
-        return activations.apply(self.name, self.options, *x)  # type: ignore[arg-type]
-
-    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
-        y = activations.ACTIVATE(self.name, self.options, x)
-        if not self.eight_bits:
-            return y, x
-        return y, tuple(QUANTIZE(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
-
-    def quantized(
-        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
-    ) -> producers.Made | None:
-        from quaver.torch.backends.gpu.fused import activation as kernels
-
-        if self.eight_bits:
-            return None
-        result = kernels.activated(self.name, self.options, x, spec, factor, want_output, not turned, turned)
-        return producers.Made(result.y, result.quantized, result.amax, tuple(x))
-
-    def remake(self, saved: Sequence[Any]) -> Tensor:
-        return activations.ACTIVATE(self.name, self.options, saved)
-
-    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor, ...]:
-        if self.eight_bits:
-            saved = [q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1]) for q in saved]
-        return tuple(activations.ACTIVATE_BACKWARD(self.name, self.options, g, saved))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,8 @@ from quaver.core.options import checks
 from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import suggest
 from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.internals import transforms_active
+from quaver.torch.blocks.prologue import alone
 from quaver.torch.operations import ops
-from quaver.torch.operations.derivatives import no_second_derivative
 from quaver.torch.operations.operation import Impl, Operation
 
 #: The kinds by name: whether the mean is subtracted, and whether there is a gamma.
@@ -37,9 +36,7 @@ class Normalization:
     remakes: bool = False
 
     def __call__(self, *x: Tensor | None) -> Tensor:
-        value, weight, bias = x
-        assert value is not None
-        return normalize(value, weight, bias, self.normalization, self.eps, self.zero_centered)
+        return alone(self, SENTENCE, *x)
 
     def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         value, weight, bias = x
@@ -212,10 +209,7 @@ def normalize(
     zero_centered: bool = False,
 ) -> Tensor:
     """The normalization of this name over x [..., d], differentiably; weight and bias are [d] or None. See `Norm`."""
-    if transforms_active():
-        raise NotImplementedError(SENTENCE)
-    y: Tensor = _Normalize.apply(x, weight, bias, normalization, eps, zero_centered)
-    return y
+    return Normalization(normalization, eps, zero_centered)(x, weight, bias)
 
 
 SENTENCE = (
@@ -226,33 +220,6 @@ SENTENCE = (
 
 #: What a CPU's LayerNorm takes beside float32 parameters.
 NARROW = (torch.bfloat16, torch.float16)
-
-
-class _Normalize(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        normalization: str,
-        eps: float,
-        zero_centered: bool,
-    ) -> Tensor:
-        gamma, beta = gamma_and_beta(x, weight, bias, zero_centered)
-        y, mean, factor = NORMALIZE(x, gamma, beta, normalization, eps)
-        ctx.save_for_backward(x, gamma, beta, mean, factor)
-        ctx.normalization = normalization
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, gamma, beta, mean, factor = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                grads = backward(g, x, gamma, beta, mean, factor, ctx.normalization)
-            return *no_second_derivative(grads, SENTENCE, g, x, gamma), None, None, None
-        return *backward(g, x, gamma, beta, mean, factor, ctx.normalization), None, None, None
 
 
 def gamma_and_beta(

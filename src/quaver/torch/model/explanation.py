@@ -194,10 +194,8 @@ def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
     """Of attention of x's tokens to themselves, with a mask that hides nothing where it takes one."""
     thd = core.layout == "thd"
     tokens = (x.shape[:-1].numel(),) if thd else (1, 1, *x.shape[:-1])[-2:]
-    dim, width = core.head_dim
-    sizes = (core.heads, dim), (core.groups, dim), (core.groups, width)
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    qkv = [x.new_empty(*tokens, *size, dtype=dtype) for size in sizes]
+    qkv = [x.new_empty(*tokens, *size, dtype=dtype) for size in core.sizes]
     given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, tokens[0]], dtype=torch.int64, device="cpu")} if thd else {}
     if MASKS[core.mask_type][0]:
         batch, length = (1, tokens[0]) if thd else tokens[::-1] if core.layout == "sbhd" else tokens

@@ -91,6 +91,12 @@ class DotProductAttention(nn.Module):
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heads of queries, keys and values, and the features of each."""
+        wide, narrow = self.head_dim
+        return (self.heads, wide), (self.groups, wide), (self.groups, narrow)
+
     def forward(
         self,
         q: Tensor,
@@ -167,17 +173,12 @@ class DotProductAttention(nn.Module):
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; give a probability in [0, 1)")
 
-    def _check_heads(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        wide, narrow = self.head_dim
-        for name, x, heads, dim in (
-            ("q", q, self.heads, wide),
-            ("k", k, self.groups, wide),
-            ("v", v, self.groups, narrow),
-        ):
-            if x.shape[-2:] != (heads, dim):
+    def _check_heads(self, *qkv: Tensor) -> None:
+        for name, x, size in zip("qkv", qkv, self.sizes, strict=True):
+            if x.shape[-2:] != size:
                 raise ValueError(
                     f"{name} has shape {list(x.shape)}; this attention in layout {self.layout!r} takes "
-                    f"{LAYOUTS[self.layout]} with {heads} heads of {dim} features"
+                    f"{LAYOUTS[self.layout]} with {size[0]} heads of {size[1]} features"
                 )
 
 

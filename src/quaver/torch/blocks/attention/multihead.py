@@ -1,5 +1,6 @@
 """Multi-head attention with everything around it: norm, projections, rotary positions, and the projection out."""
 
+import itertools
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -151,6 +152,7 @@ class MultiheadAttention(nn.Module):
             batch = 1 if self.layout == "thd" else x.shape[1 - where]
             keys = (x if memory is None else memory).shape[where]
             self.core.check(batch, x.shape[where], keys, mask, bias, cu_seqlens)
+        parts: Any = self._modules
         q, k, v = self._project(x, memory)
         offset = 0 if cache is None or positions is not None else cache.offset
         q, k = self._turned(q, k, positions, cu_seqlens, offset)
@@ -158,8 +160,8 @@ class MultiheadAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(layer, k, v)
             mask, mask_type = cache.mask(mask, self.core.mask_type, q.shape[1])
-        y = self.core(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, mask_type=mask_type)
-        projected: Tensor = self.o_proj(y.flatten(-2))
+        y = parts["core"](q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, mask_type=mask_type)
+        projected: Tensor = parts["o_proj"](y.flatten(-2))
         return projected
 
     def _check_cached(self, x: Tensor, mask: Any, cache: KVCache | PagedKVCache) -> None:
@@ -183,16 +185,12 @@ class MultiheadAttention(nn.Module):
         else:
             outputs = normalized_projections(parts["norm"], x, [parts[names[0]]])
             outputs += normalized_projections(None, memory, [parts[name] for name in names[1:]])
-        split = [
-            part
-            for y, name in zip(outputs, names, strict=True)
-            for part in (y.split(self._parts[name], -1) if len(self._parts[name]) > 1 else (y,))
-        ]
-        wide, narrow = self.core.head_dim
-        heads, groups = self.core.heads, self.core.groups
-        sizes = ((heads, wide), (groups, wide), (groups, narrow))
-        q, k, v = (a.view(*a.shape[:-1], *size) for a, size in zip(split, sizes, strict=True))
-        if len(names) < 3 and self.rope is not None and parts["q_norm"] is None and torch.is_grad_enabled():
+        if len(names) < 3:
+            widths = (self._parts[name] for name in names)
+            split = (y.split(of, -1) if len(of) > 1 else (y,) for y, of in zip(outputs, widths, strict=True))
+            outputs = tuple(itertools.chain.from_iterable(split))
+        q, k, v = (y.unflatten(-1, size) for y, size in zip(outputs, parts["core"].sizes, strict=True))
+        if len(names) < 3 and parts["rope"] is not None and parts["q_norm"] is None and torch.is_grad_enabled():
             # Of a fused projection backward will need v alone: a copy lets the rest go.
             v = v.contiguous()
         return q, k, v

@@ -12,7 +12,7 @@ import quaver
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.blocks import mlp as mlp_module
+from quaver.torch.blocks import activation as activation_module
 from quaver.torch.blocks import norm as norm_module
 
 TOKENS, DIM, HIDDEN = 6, 48, 64
@@ -39,7 +39,7 @@ RECIPES = {
 @contextmanager
 def unfused() -> Iterator[None]:
     """Every prologue makes its result, which is then quantized."""
-    kinds: list[Any] = [norm_module.Normalization, mlp_module.Activated]
+    kinds: list[Any] = [norm_module.Normalization, activation_module.Activated]
     before = [kind.quantized for kind in kinds]
     for kind in kinds:
         kind.quantized = lambda *_: None

@@ -101,9 +101,9 @@ def activated(
     assert kind, f"no kernel activates and quantizes by {spec}"
     gate, value = _halves(name, x)
     rows, columns, _ = extent(gate)
-    also = factor, workspace(gate.device) if kind in MEETING else None
+    own = factor, workspace(gate.device) if kind in MEETING else None
     wanted = want_output or kind == "amax", rows_wanted, turned_wanted
-    y, q, qt, scale, top = _forwards((gate, value), name, tuple(options), kind, spec, wanted, own=also)
+    y, q, qt, scale, top = _forwards((gate, value), name, tuple(options), kind, spec, wanted, own=own)
     if y is not None and y.shape[:-1] != x[0].shape[:-1]:
         y = y.view(*x[0].shape[:-1], columns)
     return Activated(y, _operand(q, qt, scale, top, spec, rows, columns, kind), top)

@@ -100,12 +100,12 @@ def normalized(
     columns = x.shape[-1]
     kind = "none" if spec is None else mode(spec, factor is not None, columns)
     assert kind, f"no kernel normalizes and quantizes by {spec}"
-    read = _rows(x), None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous()
-    also = factor, workspace(x.device) if kind in MEETING else None
-    y, mean, inverse, q, scale, top = _forwards(
-        read, normalization, eps, kind, spec, want_output or kind == "amax", own=also
-    )
-    if read[0] is not x:
+    flat = _rows(x)
+    gamma, beta = None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous()
+    own = gamma, beta, factor, workspace(x.device) if kind in MEETING else None
+    wanted = want_output or kind == "amax"
+    y, mean, inverse, q, scale, top = _forwards((flat,), normalization, eps, kind, spec, wanted, own=own)
+    if flat is not x:
         shape = (*x.shape[:-1], 1)
         y, inverse = None if y is None else y.view(x.shape), inverse.view(shape)
         mean = mean.view(shape) if mean.numel() else mean
@@ -188,8 +188,8 @@ def backward(
     Bounded: relative RMS 1e-6 of float64 in float32. Deterministic.
     """
     flat = _rows(x)
-    read = _rows(g), flat, None if gamma is None else gamma.contiguous()
-    dx, _, sums = _backwards(read, normalization, None if beta is None else beta.dtype, own=(mean, inverse))
+    own = None if gamma is None else gamma.contiguous(), mean, inverse
+    dx, _, sums = _backwards((_rows(g), flat), normalization, None if beta is None else beta.dtype, own=own)
     if flat is not x:
         dx = dx.view(x.shape)
     if sums is None:

@@ -50,7 +50,7 @@ class Pass:
         launches: Sequence[Launch],
         zeroed: int | None = None,
     ) -> None:
-        device = next(x.device for x in given if x is not None)
+        device = given[0].device  # type: ignore[union-attr]
         self.card, self.rooms, self.zeroed = launch.card(device)[:3], rooms, zeroed
         self.patterns = [None if room is None else pattern(room, device) for room in rooms]
         places = {id(x): i for i, x in enumerate((*given, *rooms)) if x is not None}
@@ -106,25 +106,26 @@ class Passes:
         """The rooms of the pass.
 
         Args:
-            given: what it reads, which may lie anywhere.
+            given: what it reads, which may lie anywhere; the first not None.
             decided: what else it follows from.
-            own: what it reads besides: tensors whose shapes and dtypes follow from the others, and that lie as new
-                ones do.
+            own: what it reads besides: tensors that are contiguous and whose shapes follow from the others.
         """
         facts: list[Any] = [decided, given[0].device]  # type: ignore[union-attr]
         addresses: list[int | None] = []
-        for x in given:
+        tensors, anywhere = (*given, *own), len(given)
+        for i, x in enumerate(tensors):
             if x is None:
                 facts.append(None)
                 addresses.append(None)
-            else:
-                address = x.data_ptr()
-                facts += x.shape, x.stride(), x.dtype, address & 15
-                addresses.append(address)
+                continue
+            address = x.data_ptr()
+            if i < anywhere:
+                facts += x.shape, x.stride()
+            facts += x.dtype, address & 15
+            addresses.append(address)
         key = tuple(facts)
-        known = self.kept.get(key) or self._keep(key, (*given, *own), decided)
-        addresses += [None if x is None else x.data_ptr() for x in own]
-        return known((*given, *own), addresses)
+        known = self.kept.get(key) or self._keep(key, tensors, decided)
+        return known(tensors, addresses)
 
     def _keep(self, key: Any, tensors: Sequence[Tensor | None], decided: tuple[Hashable, ...]) -> Pass:
         if len(self.kept) >= launch.MOST_KEPT:

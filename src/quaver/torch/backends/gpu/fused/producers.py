@@ -32,9 +32,10 @@ def why_not(x: Tensor, *_: Any) -> str:
         return why
     if x.dtype not in DTYPES:
         return f"the kernels take float32, bfloat16 and float16, not {x.dtype}"
-    if x.shape[-1] > WIDEST or x.numel() // max(x.shape[-1], 1) > 2**31 - 1:
+    elements, columns = x.numel(), x.shape[-1]
+    if columns > WIDEST or elements > columns * (2**31 - 1):
         return f"no grid of a GPU covers a tensor of shape {tuple(x.shape)}"
-    return "" if x.numel() else "the tensor is empty"
+    return "" if elements else "the tensor is empty"
 
 
 class Made(NamedTuple):

@@ -18,6 +18,8 @@ OLDEST = 89
 TRITON = (3, 6), (3, 9)
 #: What `quaver.torch.only` asks for: an implementation that runs on a CPU where it is named, and never else.
 asked: set[str] = set()
+#: What launches are recorded for, the innermost last: see `quaver.torch.backends.gpu.launching.launch.recording`.
+recorded: list[int | None] = [None]
 
 
 @contextmanager
@@ -33,16 +35,13 @@ def asking(name: str) -> Iterator[None]:
 
 def architecture(device: torch.device) -> int:
     """89, 90, 100, 120: the compute capability times ten; of the recording where there is one; 90 off a GPU."""
-    recorded = recorded_arch()
-    return recorded if recorded is not None else _architecture(device)
+    arch = recorded[-1]
+    return _architecture(device) if arch is None else arch
 
 
 def recorded_arch() -> int | None:
     """The architecture that launches are recorded for, or None."""
-    # Nothing is recorded before Triton is imported, which takes a while.
-    launch = sys.modules.get("quaver.torch.backends.gpu.launching.launch")
-    recorded: int | None = None if launch is None else launch.recorded_arch()
-    return recorded
+    return recorded[-1]
 
 
 @cache
@@ -74,7 +73,7 @@ def _why_no_fp8(device: torch.device, arch: int) -> str:
 
 def why_no_kernels(device: torch.device) -> str:
     """Why the Triton kernels do not run on a device, or ""."""
-    if recorded_arch() is not None:
+    if recorded[-1] is not None:
         return ""
     why = why_no_fp8(device, "triton") or why_no_triton()
     if not why and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

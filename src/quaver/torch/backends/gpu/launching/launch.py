@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction
 
-from quaver.torch.backends.gpu.launching import capture, interpreter
+from quaver.torch.backends.gpu.launching import capture, device, interpreter
 from quaver.torch.internals import current_gpu, raw_stream
 
 #: What Triton calls the dtypes.
@@ -81,7 +81,6 @@ class Launch:
 #: What each of the `Launches` and `quaver.torch.backends.gpu.fused.passes.Passes` keeps.
 tables: list[dict[Any, Any]] = []
 _recorded: list[Launch] | None = None
-_recorded_arch: int | None = None
 
 
 class Launches:
@@ -124,21 +123,18 @@ class Launches:
 @contextmanager
 def recording(arch: int) -> Iterator[list[Launch]]:
     """Note what would be launched on a GPU of this architecture (89, 90, 100, 120), and launch nothing."""
-    global _recorded, _recorded_arch
-    before = _recorded, _recorded_arch
+    global _recorded
+    before = _recorded
     launches: list[Launch] = []
     _forget()
-    _recorded, _recorded_arch = launches, arch
+    _recorded = launches
+    device.recorded.append(arch)
     try:
         yield launches
     finally:
-        _recorded, _recorded_arch = before
+        _recorded = before
+        device.recorded.pop()
         _forget()
-
-
-def recorded_arch() -> int | None:
-    """The architecture that is being recorded for, or None."""
-    return _recorded_arch
 
 
 def _forget() -> None:
