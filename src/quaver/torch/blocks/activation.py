@@ -212,7 +212,8 @@ class Activated:
         return alone(replace(self, eight_bits=False) if self.eight_bits else self, SENTENCE, *x)
 
     def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
-        y = ACTIVATE(self.name, self.options, x)
+        assert x[0] is not None
+        y = ops.chosen(ACTIVATE, x[0])(self.name, self.options, x)
         if not self.eight_bits:
             return y, x
         return y, tuple(ops.QUANTIZE(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)

@@ -42,7 +42,7 @@ class Normalization:
         value, weight, bias = x
         assert value is not None
         gamma, beta = gamma_and_beta(value, weight, bias, self.zero_centered)
-        y, mean, factor = NORMALIZE(value, gamma, beta, self.normalization, self.eps)
+        y, mean, factor = ops.chosen(NORMALIZE, value)(value, gamma, beta, self.normalization, self.eps)
         return y, (value, gamma, beta, mean, factor)
 
     def quantized(
@@ -226,7 +226,7 @@ def gamma_and_beta(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, zero_centered: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """gamma and beta as `forward` takes them: kernels read them as they are, others in float32 or float64."""
-    if producers.wanted(x) and not zero_centered and not torch.compiler.is_compiling():
+    if not (zero_centered or ops.on_host(x) or torch.compiler.is_compiling()):
         return weight, bias
     gamma = None if weight is None else ops.widened(weight)
     return gamma + 1 if gamma is not None and zero_centered else gamma, None if bias is None else ops.widened(bias)

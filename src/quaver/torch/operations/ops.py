@@ -36,6 +36,16 @@ def no_kernels(x: Tensor, *_: Any) -> str:
     return device.why_no_kernels(x.device)
 
 
+def on_host(x: Tensor) -> bool:
+    """True where plain torch is all that runs on x: on a CPU, in eager mode, unless a kernel is asked for by name."""
+    return x.is_cpu and not device.asked and not torch.compiler.is_compiling()
+
+
+def chosen(operation: Operation, x: Tensor) -> Callable[..., Any]:
+    """What runs an operation on x: where that is plain torch, the function itself."""
+    return operation.impls[-1].run if on_host(x) else operation
+
+
 # Quantizing an operand. What a kernel is told besides, such as where to note the amax, changes no bit: the caller looks
 # what was done.
 
