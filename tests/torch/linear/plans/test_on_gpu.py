@@ -347,6 +347,16 @@ def test_what_a_large_step_writes_is_not_held_for_its_shape() -> None:
     assert all(tensor is None or tensor.numel() <= 4 for tensors, _ in places for tensor in tensors)
 
 
+def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    for most, shares in ((T * K + N * K, True), (T * K + N * K - 1, False)):
+        monkeypatch.setattr(on_gpu, "TOGETHER", most)
+        layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+        assert is_direct(layer(x))
+        (plan,) = state_of(layer).plans.values()
+        assert (plan.step.rows.shared is not None) is shares
+
+
 def test_what_is_kept_of_a_weight_goes_with_it() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()

@@ -16,7 +16,7 @@ from quaver.torch.backends.gpu.gemms.operands import any_matrix, matrix, scales
 from quaver.torch.backends.gpu.gemms.scaled_mm import FAST, SCALING, SWIZZLE, Kind, reads_transposes, role, way
 from quaver.torch.backends.gpu.quantizing.both_ways import BothWays
 from quaver.torch.backends.gpu.quantizing.codes import empty_codes
-from quaver.torch.backends.gpu.quantizing.ways import Decided, Wanted, Way, of_matrix, share
+from quaver.torch.backends.gpu.quantizing.ways import TOGETHER, Decided, Wanted, Way, of_matrix, share
 from quaver.torch.backends.gpu.quantizing.ways import Delayed as OfMatrix
 from quaver.torch.linear.gemms import Call, quantized_weight
 from quaver.torch.linear.plans.step import Multiply, Operands, Rows, Step, Weight
@@ -139,9 +139,10 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
 
     of_input = BothWays(x.device, input_way)
     shared = None
-    weight_way = _way(like.new_empty((n, k)), recipe.fprop.b, recipe.dgrad.b, Wanted(True, True, views=views))
-    if weight.dtype is x.dtype and weight_way is not None and share(input_way, weight_way):
-        shared = _shared(BothWays(x.device, input_way, weight_way), of_input, recipe, (fprop, dgrad), views)
+    if weight.dtype is x.dtype and x.numel() + weight.numel() <= TOGETHER:
+        weight_way = _way(weight.detach(), recipe.fprop.b, recipe.dgrad.b, Wanted(True, True, views=views))
+        if weight_way is not None and share(input_way, weight_way):
+            shared = _shared(BothWays(x.device, input_way, weight_way), of_input, recipe, (fprop, dgrad), views)
     return Step(
         recipe,
         x,

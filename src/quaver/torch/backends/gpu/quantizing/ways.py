@@ -189,9 +189,7 @@ class Way(NamedTuple):
 
 
 def share(a: Way, b: Way) -> bool:
-    """True if one launch does for two matrices what one does for each, throughout, and both are small enough."""
-    if a.shape.numel() + b.shape.numel() > TOGETHER:
-        return False
+    """True if one launch does for two matrices what one does for each, throughout."""
     return shared_launches([way.launches(None, None) for way in (a, b)]) is not None
 
 
