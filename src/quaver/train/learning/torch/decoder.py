@@ -4,6 +4,8 @@ Embedding and head stay in high precision; the layers' matrices are `quaver.torc
 gate and value apart, so that JAX's decoder has the same names and quantizes the same operands.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +22,11 @@ from quaver.train.configuration.parameter_table import initial, padded
 from quaver.train.configuration.sizes import ModelConfig
 
 Cache = KVCache | PagedKVCache
+#: What a configuration and a Transformer layer call alike.
+SAME = (
+    *("groups", "head_dim", "activation", "normalization", "eps", "zero_centered", "norm_position", "parallel"),
+    *("scale", "soft_cap", "qk_norm", "bias"),
+)
 
 
 class Decoder(nn.Module):
@@ -65,28 +72,18 @@ class Decoder(nn.Module):
 
 def layer_of(config: ModelConfig, number: int, rope: RotaryEmbedding, recompute: str) -> TransformerLayer:
     """The layer of this number."""
+    same: dict[str, Any] = {name: getattr(config, name) for name in SAME}
     return TransformerLayer(
         config.dim,
         config.heads,
         config.hidden,
-        groups=config.groups,
-        head_dim=config.head_dim,
-        activation=config.activation,
-        normalization=config.normalization,
-        eps=config.eps,
-        zero_centered=config.zero_centered,
-        norm_position=config.norm_position,
-        parallel=config.parallel,
         mask_type="causal",
         window=config.window(number),
-        scale=config.scale,
-        soft_cap=config.soft_cap,
         fused=False,
         rope=rope,
-        qk_norm=config.qk_norm,
-        bias=config.bias,
         recompute=None if recompute == "none" else recompute,
         dtype=torch.float32,
+        **same,
     )
 
 
