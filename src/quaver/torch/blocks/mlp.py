@@ -11,11 +11,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quaver.core.options import takes
 from quaver.torch.blocks.activation import Activated, get_activation, option_values
-from quaver.torch.blocks.norm_linear import PartOptions, normalized_projections
+from quaver.torch.blocks.norm_linear import PartOptions, Parts, normalized_projections
 from quaver.torch.linear.projections import project
 from quaver.torch.state.checkpointing import checkpoint
 
@@ -42,7 +42,7 @@ class MLPArguments(MLPOptions):
     recompute: bool = False
 
 
-class MLP(nn.Module):
+class MLP(Parts):
     """down(activation(up(x))), with a gate where the activation has one, and perhaps a normalization before.
 
     Args:
@@ -80,11 +80,6 @@ class MLP(nn.Module):
             self.up_proj = options.linear(dim, hidden)
         self.down_proj = options.linear(hidden, dim)
         self._entrance = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in self._modules]
-
-    def reset_parameters(self) -> None:
-        """Each part as it begins by itself."""
-        for part in self.children():
-            part.reset_parameters()  # type: ignore[operator]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., dim] to [..., dim]."""

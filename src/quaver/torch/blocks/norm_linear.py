@@ -79,7 +79,16 @@ class PartOptions(NormOptions):
         return Linear(in_features, out_features, bias, recipe=self.recipe, seed=self.seed, **self.like)
 
 
-class LayerNormLinear(nn.Module):
+class Parts(nn.Module):
+    """A block that is made of modules and has no parameter of its own."""
+
+    def reset_parameters(self) -> None:
+        """Each part as it begins by itself."""
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+
+
+class LayerNormLinear(Parts):
     """Linear(norm(x)), of whose normalized input only what the GEMM consumed is kept for backward.
 
     Args:
@@ -112,11 +121,6 @@ class LayerNormLinear(nn.Module):
         self.norm = named(normalization, in_features, eps, zero_centered=zero_centered, bias=norm_bias, **like)
         self.linear = Linear(in_features, out_features, bias, recipe=recipe, seed=seed, **like)
         self.return_normalized = return_normalized
-
-    def reset_parameters(self) -> None:
-        """Norm to one, linear layer as `nn.Linear` begins."""
-        self.norm.reset_parameters()
-        self.linear.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         outputs = normalized_projections(self.norm, x, (self.linear,), self.return_normalized)

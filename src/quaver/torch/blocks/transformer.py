@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from quaver.core.options import pick, takes
 from quaver.core.text.spelling import suggest
@@ -14,6 +14,7 @@ from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.multihead import AttentionOptions, MultiheadAttention
 from quaver.torch.blocks.mlp import MLP, MLPOptions
 from quaver.torch.blocks.norm import check_normalization
+from quaver.torch.blocks.norm_linear import Parts
 from quaver.torch.operations.sums import fork, join
 from quaver.torch.state.checkpointing import checkpoint
 
@@ -80,7 +81,7 @@ class TransformerArguments(AttentionOptions, MLPOptions):
         return pick(MLPOptions, self) | own
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Parts):
     """Encoder (mask_type "none" or "padding"), decoder ("causal"), or decoder with cross attention.
 
     Args:
@@ -126,11 +127,6 @@ class TransformerLayer(nn.Module):
         for part in ("attention", "cross_attention", "mlp"):
             there = options.norm_position != "pre" and self._modules[part] is not None
             self.register_module(f"{part}_post_norm", options.norm(dim) if there else None)
-
-    def reset_parameters(self) -> None:
-        """Each part as it begins by itself."""
-        for part in self.children():
-            part.reset_parameters()  # type: ignore[operator]
 
     def forward(
         self,

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quaver.core.options import pick, takes
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
@@ -13,7 +13,7 @@ from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.dot_product import CoreOptions, DotProductAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary, apply_rotary_to_both
-from quaver.torch.blocks.norm_linear import PartOptions, normalized_projections
+from quaver.torch.blocks.norm_linear import PartOptions, Parts, normalized_projections
 
 #: What x is in each layout.
 SHAPES = {"bshd": "[batch, tokens, features]", "sbhd": "[tokens, batch, features]", "thd": "[tokens, features]"}
@@ -48,7 +48,7 @@ class AttentionArguments(AttentionOptions):
     memory_dim: int | None = None
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Parts):
     """out(attention(q, k, v)), q, k and v being projections of x, or k and v of a memory.
 
     Args:
@@ -99,11 +99,6 @@ class MultiheadAttention(nn.Module):
         self.register_module("q_norm", of_heads.norm(wide))
         self.register_module("k_norm", of_heads.norm(wide))
         self.o_proj = options.linear(heads * narrow, dim if options.out is None else options.out, options.out_bias)
-
-    def reset_parameters(self) -> None:
-        """Each part as it begins by itself."""
-        for part in self.children():
-            part.reset_parameters()  # type: ignore[operator]
 
     def forward(
         self,
