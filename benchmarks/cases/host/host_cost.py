@@ -38,7 +38,7 @@ def measure(quick: bool) -> list[Figure]:
         raise NotMeasurable(f"not measurable with triton {triton.__version__}: the stub is of the driver of 3.6")
     figures = []
     for arch, gpu in GPUS.items():
-        options = {"rounds": 3, "steps": 50, "dtypes": QUICK_DTYPES[arch]} if quick else {"rounds": 15, "steps": 200}
+        options = {"rounds": 2, "steps": 10, "dtypes": QUICK_DTYPES[arch]} if quick else {"rounds": 15, "steps": 200}
         for dtype, rows in run(arch, options).items():
             for name, (ratio, microseconds) in rows.items():
                 judged = dtype == JUDGED and name not in PLAIN and not quick
