@@ -60,11 +60,11 @@ def test_every_dtype_and_more_heads_than_a_block(dtype: torch.dtype, interleaved
     rope = RotaryEmbedding(8, interleaved=interleaved, device=DEVICE)
     q, k = nasty((1, 2, 11, 8), dtype), nasty((1, 2, 8, 8), dtype)
     cos, sin = rope.tables(q)
-    gpu._launches.kept.clear()
+    gpu._passes.kept.clear()
     for ours, given in zip(gpu.turn(q, k, cos, sin, interleaved, False), (q, k), strict=True):
         assert ours is not None
         assert_bitwise(ours, _turn(given, cos, sin, interleaved, False))
-    gpu._launches.kept.clear()
+    gpu._passes.kept.clear()
 
 
 def test_parts_of_a_fused_projection_are_turned_where_they_lie() -> None:
@@ -140,7 +140,12 @@ def test_heads_far_apart_are_found(monkeypatch: pytest.MonkeyPatch, tokens: int,
     x = torch.empty((1, 32, tokens, 128), dtype=torch.bfloat16, device="meta").transpose(1, 2)
     table = torch.empty((tokens, 1, 128), device="meta")
     launched: list[dict[str, Any]] = []
-    monkeypatch.setattr(gpu._launches, "kept", {})
-    monkeypatch.setattr(gpu, "launcher", lambda *args, **_: launched.append(args[4]) or (lambda *_: None))
+    monkeypatch.setattr(gpu._passes, "kept", {})
+
+    def decided(given: Any, rooms: Any, launches: Any) -> Any:
+        launched.extend(launch.constants for launch in launches)
+        return lambda *_: rooms
+
+    monkeypatch.setattr(gpu, "Pass", decided)
     gpu.turn(x, None, table, table, False, False)
-    assert launched[0]["FAR"] is far
+    assert [constants["FAR"] for constants in launched] == [far]
