@@ -43,12 +43,12 @@ class BothWays:
         #: By matrix: itself, its rooms, its factor, its newest amax, and nothing.
         self.rooms: list[Room | None] = []
         results: list[int] = []
-        #: Which results become their transposes, as views.
+        #: Where those begin whose transposes are views of their codes.
         self.turned: list[int] = []
         for way in ways:
             #: Where the last one begins.
             self.second = len(self.rooms)
-            self.turned += [len(results) + 2] if way.turned else []
+            self.turned += [self.second] if way.turned else []
             results += [self.second + i for i in way.results]
             self.rooms += [None, *way.rooms, None, None, None]
         self.results: Callable[[list[Any]], Any] = itemgetter(*results)
@@ -70,6 +70,8 @@ class BothWays:
             for i, like in self.fresh:
                 tensor = tensors[i] = torch.empty_like(like)
                 addresses[i] = tensor.data_ptr()
+            if self.turned:
+                self._turn(tensors)
         addresses[0] = x.data_ptr()
         key: Any = None
         if given is not None:
@@ -90,8 +92,7 @@ class BothWays:
                 if room is not None and room.zeros:
                     tensor.zero_()
             raise
-        written = self.results(tensors)
-        return self._as_views(written) if self.turned else written
+        return self.results(tensors)
 
     def _address_second(self, addresses: list[Any], x: Tensor, given: Delayed | None) -> Any:
         addresses[self.second] = x.data_ptr()
@@ -100,8 +101,10 @@ class BothWays:
         addresses[FACTOR], addresses[NEWEST] = given.factor_at, given.newest_at
         return given.known, given.notes
 
-    def _as_views(self, written: Sequence[Any]) -> Sequence[Any]:
-        return [tensor.t() if i in self.turned else tensor for i, tensor in enumerate(written)]
+    def _turn(self, tensors: list[Any]) -> None:
+        for at in self.turned:
+            codes = tensors[at + 1]
+            tensors[at + 3] = None if codes is None else codes.t()
 
     def _decide(self, key: Any) -> "list[Part]":
         by_way, at = [], 0
@@ -129,10 +132,11 @@ class BothWays:
     def _place(self, stream: int) -> tuple[list[Any], list[Any]]:
         thread_and_stream = get_ident(), stream
         rooms = tuple(None if room is None or room.fresh else room for room in self.rooms)
-        shared = *thread_and_stream, self.device, rooms
+        shared = *thread_and_stream, self.device, rooms, *self.turned
         if shared not in _places:
             with torch.inference_mode(False):
                 tensors = [None if room is None else empty(room, self.device) for room in rooms]
+                self._turn(tensors)
             _places[shared] = tensors, [None if t is None else t.data_ptr() for t in tensors]
         place = self.places[thread_and_stream] = _places[shared]
         return place

@@ -189,4 +189,6 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted)
         return [cast] if known else [Launch(_amax_job((x, of_top, of_work)), (0, 6, 7)), cast]
 
     rooms = (q, scale, qt, None, partial, top, work)
-    return Way(x.shape, rooms, launches, (1, 2, 1 if views else 3, 2, 6 if wanted.codes else 5), views and not kept)
+    # What is kept of a view is the right side of a GEMM: the codes as they are.
+    results = (1, 2, 1 if views and kept else 3, 2, 6 if wanted.codes else 5)
+    return Way(x.shape, rooms, launches, results, views and not kept)

@@ -184,7 +184,7 @@ class Way(NamedTuple):
     launches: Callable[[bool | None, bool | None], Sequence[Launch]]
     #: Rooms, counted from 1 on, that become `Decided`; where nothing writes them, those that serve.
     results: tuple[int, ...] = (1, 2, 3, 4, 5)
-    #: Whether the transpose is to be taken of the third of them, a view.
+    #: Whether the transpose is a view of the codes, in the place of the third room.
     turned: bool = False
 
 
