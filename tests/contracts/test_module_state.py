@@ -48,7 +48,7 @@ SAFE = {
     "torch.model.freezing:_held": "filled under a lock",
     "torch.model.freezing:_hooked": "filled under a lock",
     "torch.backends.gpu.quantizing.both_ways:_places": OWN,
-    "torch.backends.gpu.launching.capture:_rehearsed": "one thread rehearses a stream, and sets change in one step",
+    "torch.backends.gpu.launching.capture:rehearsed": "one thread rehearses a stream, and sets change in one step",
     "torch.backends.gpu.announcing:_announced": WARNS,
     "torch.backends.gpu.launching.device:asked": "`only` is the process's, entered in one thread at a time",
     "torch.backends.gpu.launching.device:_architecture": CACHED,

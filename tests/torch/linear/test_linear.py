@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import quaver.torch as qt
 from quaver import recipes
 from quaver.core.costs.kept import saved_bytes
-from quaver.torch.linear import gemms
+from quaver.torch.linear import entrance, gemms
 from quaver.torch.linear import layer as linear_module
 from quaver.torch.linear.layer import Linear
 from quaver.torch.state.history import rolling
@@ -268,11 +269,12 @@ def test_without_gradients_nothing_is_kept_or_noted(name: str, mode: type, monke
     calls: list[str] = []
     real = gemms.quantize
 
-    def spy(layer: nn.Module, column: int, operand: str, *rest: object) -> object:
+    def spy(call: gemms.Call, column: int, operand: str, *rest: Any) -> object:
         calls.append(operand)
-        return real(layer, column, operand, *rest)  # type: ignore[arg-type]
+        return real(call, column, operand, *rest)
 
     monkeypatch.setattr(gemms, "quantize", spy)
+    monkeypatch.setattr(entrance, "quantize", spy)
     x = torch.randn(16, 32)
     with qt.autocast(name), mode():
         y = layer(x)

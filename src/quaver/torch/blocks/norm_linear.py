@@ -10,35 +10,9 @@ from torch import Tensor, nn
 from quaver.core.options import checks
 from quaver.core.spec import Recipe
 from quaver.torch.blocks.norm import Norm, NormOptions, named
+from quaver.torch.linear.entrance import GIVEN
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.projections import is_bare, project
-
-
-@dataclass(frozen=True)
-class Given:
-    """The prologue of an input that is there already: nothing is made, and nothing kept but what wgrad consumes."""
-
-    remakes: bool = False
-
-    def __call__(self, *x: Tensor | None) -> Tensor:
-        (value,) = x
-        assert value is not None
-        return value
-
-    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        return self(*x), ()
-
-    def quantized(self, *_: Any) -> None:
-        return None
-
-    def remake(self, saved: Sequence[Any]) -> Tensor:
-        raise AssertionError("what is given is kept")
-
-    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        return (g,)
-
-
-GIVEN = Given()
 
 
 def normalized_projections(

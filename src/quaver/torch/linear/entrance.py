@@ -1,15 +1,17 @@
 """The input that several linear layers share: made, quantized on the way or after it, made again for backward."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.linear.gemms import Call, both_at_once, quantize, quantize_both
-from quaver.torch.linear.layer import Linear, matrix
+from quaver.torch.backends.gpu.launching.device import out_of_memory
+from quaver.torch.linear.gemms import Call, Gradients, both_at_once, matrix, quantize, quantize_both
+from quaver.torch.linear.plans.step import Step
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state import counters
@@ -51,57 +53,156 @@ class Prologue(Protocol):
         """The gradients of what it took."""
 
 
+@dataclass(frozen=True)
+class Given:
+    """The prologue of an input that is there already: nothing is made, and nothing kept but what wgrad consumes."""
+
+    remakes: bool = False
+
+    def __call__(self, *x: Tensor | None) -> Tensor:
+        (value,) = x
+        assert value is not None
+        return value
+
+    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        return self(*x), ()
+
+    def quantized(self, *_: Any) -> None:
+        return None
+
+    def remake(self, saved: Sequence[Any]) -> Tensor:
+        raise AssertionError("what is given is kept")
+
+    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        return (g,)
+
+
+GIVEN = Given()
+
+
 class Setup(NamedTuple):
     """Everything in one call that is no tensor."""
 
     prologue: Prologue
-    layers: tuple[Linear, ...]
+    layers: tuple[nn.Linear, ...]
     recipe: Recipe
     #: The dtype of the GEMMs' inputs and outputs.
     dtype: torch.dtype
     training: bool
-    return_input: bool
     #: Tensors that the prologue takes.
-    taken: int
+    taken: int = 1
+    return_input: bool = False
+    #: The decided step of each layer, where all have one.
+    steps: Sequence[Step] = ()
+
+
+class Run(Protocol):
+    """What runs the GEMMs of one layer in one call: a `gemms.Call`, or a decided step's `plans.step.Run`."""
+
+    #: Whether kernels that make the input may quantize it on the way.
+    fuses: bool
+
+    def output(self, operand: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[T, N], of the input as `enter` made it."""
+
+    def turned(self, x: Any, operand: Any) -> tuple[Any, Any]:
+        """What wgrad consumes, of an input [T, K] and of what fprop read of it."""
+
+    def remade(self, x: Tensor) -> tuple[Any, Any]:
+        """What wgrad consumes, of an input [T, K] that backward has made again: no state sees it twice."""
+
+    def gradients(
+        self,
+        g: Tensor,
+        weight: Any,
+        kept: Any,
+        needs: Sequence[bool],
+        weight_dtype: torch.dtype,
+        bias_dtype: Any,
+    ) -> Gradients:
+        """Those that are needed of input [T, K], weight and bias, of grad_output [..., N] and what `turned` gave."""
 
 
 class Entrance(NamedTuple):
     """The layers' input, in the forms that GEMMs and backward read."""
 
-    calls: list[Call]
+    #: One for each layer.
+    runs: Sequence[Run]
     #: As the prologue made it, or None where it wrote nothing but codes.
     output: Tensor | None
     #: That as a matrix in the dtype of the GEMMs.
     matrix: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    quantized: Quantized
-    #: What wgrad consumes of it, where that was written too.
+    #: What fprop reads.
+    operand: Any
+    #: What wgrad will, where the kernel that quantized the input has written that too.
     turned: Quantized | None
     #: What the prologue's backward needs.
     saved: Sequence[Any]
 
 
-def enter(setup: Setup, x: Sequence[Tensor | None], keeps: bool, given: Any = None) -> Entrance:
-    """Make the layers' input, unless it is given, and quantize it, by one kernel where there is one."""
-    first, recipe = setup.layers[0], setup.recipe
-    a, c = recipe.fprop.a, recipe.wgrad.b
-    assert a is not None and x[0] is not None
+def enter(setup: Setup, x: Sequence[Tensor | None], weight: Tensor, keeps: bool) -> Entrance:
+    """Make the layers' input and quantize it: as was decided, or by one kernel where there is one, or after it.
+
+    Args:
+        weight: the first layer's, which may be quantized by the same launches.
+        keeps: whether backward will read the input as it is made here.
+    """
     calls: list[Call] = []
-    if given is None and may_fuse(setup.dtype, x[0]):
-        calls = [_call(setup, layer, x[0]) for layer in setup.layers]
+    if not setup.steps and setup.prologue is not GIVEN and may_fuse(setup.dtype, x[0]):  # type: ignore[arg-type]
+        calls = [_call(setup, layer, x[0]) for layer in setup.layers]  # type: ignore[arg-type]
         entrance = _fused(setup, x, keeps, calls)
         if entrance is not None:
             return entrance
-    output, saved = given or setup.prologue.forward(*x)
-    y = matrix(output.to(setup.dtype))
+    output, saved = setup.prologue.forward(*x)
+    shape, dtype, y = (
+        output.shape,
+        output.dtype,
+        matrix(output if output.dtype is setup.dtype else output.to(setup.dtype)),
+    )
+    decided = _decided(setup, y, weight) if setup.steps else None
+    if decided is not None:
+        runs, operand = decided
+        return Entrance(runs, output, y, shape, dtype, operand, None, saved)
     calls = calls or [_call(setup, layer, y) for layer in setup.layers]
+    call, a, c = calls[0], setup.recipe.fprop.a, setup.recipe.wgrad.b
+    q: Tensor | Quantized = y
     turned = None
-    if keeps and c is not None and calls[0].both is not None and both_at_once(a, c, calls[0]):
-        yq, turned = quantize_both(first, amax.INPUT, "input", y, a, c, recipe, calls[0])
-    else:
-        yq = quantize(first, amax.INPUT, "input", y, a, recipe, calls[0])
-    return Entrance(calls, output, y, output.shape, output.dtype, yq, turned, saved)
+    if a is not None and keeps and c is not None and call.both is not None and both_at_once(call, a, c):
+        q, turned = quantize_both(call, amax.INPUT, "input", y, a, c)
+    elif a is not None:
+        q = quantize(call, amax.INPUT, "input", y, a)
+    _note(calls, q)
+    return Entrance(calls, output, y, shape, dtype, q, turned, saved)
+
+
+def _note(calls: Sequence[Call], q: Tensor | Quantized) -> None:
+    """The amax of the first layer's input, which has it, is that of the others' too."""
+    for call in calls[1:]:
+        if call.record and call.factors is not None:
+            assert isinstance(q, Quantized)
+            amax.record(call.layer, amax.INPUT, q.amax)
+
+
+def _decided(setup: Setup, y: Tensor, weight: Tensor) -> tuple[list[Any], Any] | None:
+    """What runs the layers, and what they read of y; None where this y, or what a layer remembers, is for the general
+    way."""
+    if not y.is_contiguous() or y.data_ptr() & 15:
+        return None
+    runs: list[Any] = []
+    for step, layer in zip(setup.steps, setup.layers, strict=True):
+        run = step.run(y, layer)
+        if run is None:
+            return None
+        runs.append(run)
+    try:
+        operand = runs[0].entered(y, weight)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(y, 2) from error
+    for run in runs[1:]:
+        run.note(operand)
+    return runs, operand
 
 
 def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
@@ -115,45 +216,43 @@ def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
 def _fused(setup: Setup, x: Sequence[Tensor | None], keeps: bool, calls: list[Call]) -> Entrance | None:
     first, call, a = setup.layers[0], calls[0], setup.recipe.fprop.a
     assert a is not None and x[0] is not None
-    factor, is_set = _known(first, call)
+    factor, is_set = _known(call)
     want_output = setup.return_input or (keeps and not call.plan.input)
     turn = keeps and call.plan.input
     operand = producers.operand(setup.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
     if operand is None:
         return None
+    q, y = operand.quantized, operand.y
     if call.record and call.factors is not None:
-        amax.record(first, amax.INPUT, operand.quantized.amax)
-    shape = (*x[0].shape[:-1], operand.quantized.shape[1])
-    y = None if operand.y is None else matrix(operand.y)
-    return Entrance(calls, operand.y, y, shape, x[0].dtype, operand.quantized, operand.turned, operand.saved)
+        amax.record(first, amax.INPUT, q.amax)
+        _note(calls, q)
+    shape = (*x[0].shape[:-1], q.shape[1])
+    of_gemms = None if y is None else matrix(y)
+    return Entrance(calls, y, of_gemms, shape, x[0].dtype, q, operand.turned, operand.saved)
 
 
-def _known(layer: Linear, call: Call) -> tuple[Tensor | float | None, bool]:
+def _known(call: Call) -> tuple[Tensor | float | None, bool]:
     """The encode factor of a layer's input, and whether it is known not to be 0."""
     if call.factors is None:
         return None, False
-    return call.factors[amax.INPUT], amax.is_set(layer, amax.INPUT, call.factors)
+    return call.factors[amax.INPUT], amax.is_set(call.layer, amax.INPUT, call.factors)
 
 
-def _call(setup: Setup, layer: Linear, y: Tensor) -> Call:
+def _call(setup: Setup, layer: nn.Linear, y: Tensor) -> Call:
     factors = None if setup.recipe.delayed is None else steps.factors(layer, setup.training)
-    call = Call(setup.recipe, y, setup.dtype, False, setup.training, factors)
-    call.owe(layer)
+    call = Call(layer, setup.recipe, y, setup.dtype, setup.training, factors)
+    if factors is not None and setup.training and not call.traced:
+        # The forward will note its grad_output.
+        call.owed = steps.owed(layer)
     return call
 
 
-def remade(setup: Setup, saved: Sequence[Any], call: Call) -> Tensor | Quantized:
-    """The input that wgrad consumes, from what the prologue kept; no history and no counter sees codes twice."""
-    recipe, first = setup.recipe, setup.layers[0]
-    c, (factor, is_set) = recipe.wgrad.b, _known(first, call)
-    if c is not None and call.plan.input and may_fuse(setup.dtype, saved[0]):
-        q = producers.remade(setup.prologue, saved, c, factor, is_set)
+def remade(setup: Setup, saved: Sequence[Any], run: Any) -> tuple[Any, Any]:
+    """The input that wgrad consumes, from what the prologue kept."""
+    c = setup.recipe.wgrad.b
+    if run.fuses and c is not None and run.plan.input and may_fuse(setup.dtype, saved[0]):
+        q = producers.remade(setup.prologue, saved, c, *_known(run))
         if q is not None:
-            return q
-    y = matrix(setup.prologue.remake(saved).to(setup.dtype))
-    if c is None:
-        return y
-    if call.plan.input:
-        assert recipe.fprop.a is not None
-        return call.quantize(y, recipe.fprop.a, None, factor).T
-    return quantize(first, amax.INPUT, "input.T", y.t(), c, recipe, call)
+            return q, None
+    remade: tuple[Any, Any] = run.remade(matrix(setup.prologue.remake(saved).to(setup.dtype)))
+    return remade

@@ -9,7 +9,7 @@ element or half of one, never the input in high precision unless the recipe asks
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,38 +29,6 @@ from quaver.torch.state.noise import draw, drawn
 Factors = Tensor | list[float] | None
 
 
-def fprop(
-    x: Tensor | Quantized, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe, call: "Call"
-) -> Tensor:
-    """x [T, K], perhaps quantized already, to [T, N]; what backward will need is left in `call`."""
-    a, b = recipe.fprop.a, recipe.fprop.b
-    xq: Tensor | Quantized = x
-    kept: Quantized | None = None
-    if a is None or b is None:
-        assert isinstance(x, Tensor)
-        w = stored.dequantized(layer, weight, x.dtype) if weight.dtype in stored.CODES else weight
-        y = high_precision(x, w, x.dtype, bias)
-        if call.record and not call.traced:
-            # Nothing else looks at the weight here: the gradient could go and come back, and dgrad's codes stay.
-            kept_weights.look(layer, weight)
-    else:
-        c = recipe.wgrad.b
-        if isinstance(x, Quantized):
-            xq = codes = x
-        elif call.both is not None and call.keep_input and c is not None and both_at_once(a, c, call):
-            codes, kept = quantize_both(layer, amax.INPUT, "input", x, a, c, recipe, call)
-        else:
-            xq = codes = quantize(layer, amax.INPUT, "input", x, a, recipe, call)
-        if weight.is_cuda and (weight.shape[0] | weight.shape[1]) & 15:
-            announce_features(layer, weight)
-        wq = quantized_weight(layer, weight, "fprop", b, recipe, call)
-        y = call.matmul(codes, wq, call.dtype, bias, recipe.fprop.fast_accum)
-    if call.keep_input:
-        assert isinstance(x, Tensor)
-        call.kept = kept_input(x, xq, layer, recipe, call) if kept is None else kept
-    return y
-
-
 def announce_features(layer: nn.Module, weight: Tensor) -> None:
     """Warn once of a layer whose features no native GEMM takes; tokens are padded, features are not."""
     state = state_of(layer)
@@ -77,115 +45,28 @@ def announce_features(layer: nn.Module, weight: Tensor) -> None:
     )
 
 
-def kept_input(x: Tensor, xq: Tensor | Quantized, layer: nn.Module, recipe: Recipe, call: "Call") -> Tensor | Quantized:
-    """The operand of wgrad, input.T [K, T]: of x [T, K], and of what fprop consumed of it; x itself unquantized."""
-    c = recipe.wgrad.b
-    if c is None:
-        return x
-    if call.plan.input:
-        assert isinstance(xq, Quantized)
-        return xq.T
-    return quantize(layer, amax.INPUT, "input.T", x.t(), c, recipe, call)
-
-
-def backward(
-    g: Tensor,
-    weight: Tensor,
-    kept: Tensor | Quantized,
-    layer: nn.Module,
-    recipe: Recipe,
-    call: "Call",
-    need_input: bool,
-    need_weight: bool,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """grad_output [T, N] to grad_input [T, K], grad_weight [N, K] and, of this dtype, grad_bias [N], as needed."""
-    if call.owed is not None:
-        call.owed.settle()
-    gq: Tensor | Quantized = g
-    turned: Quantized | None = None
-    grad_input = grad_weight = grad_bias = None
-    a, c = recipe.dgrad.a, recipe.wgrad.a
-    if a is not None and (need_input or (need_weight and call.plan.grad_output)):
-        if call.both is not None and need_input and need_weight and c is not None and both_at_once(a, c, call):
-            sums = bias_dtype in ops.DTYPES
-            gq, turned = quantize_both(layer, amax.GRAD_OUTPUT, "grad_output", g, a, c, recipe, call, sums)
-        else:
-            gq = quantize(layer, amax.GRAD_OUTPUT, "grad_output", g, a, recipe, call)
-    if bias_dtype is not None:
-        grad_bias = ops.bias_gradient(g, bias_dtype, gq.partial_sums if isinstance(gq, Quantized) else None)
-    if need_input:
-        grad_input = dgrad(gq, weight, layer, recipe, call)
-    if need_weight:
-        gt: Tensor | Quantized
-        if turned is not None:
-            gt = turned
-        elif c is None:
-            gt = g.t()
-        elif call.plan.grad_output:
-            gt = gq.T
-        else:
-            gt = quantize(layer, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, recipe, call)
-        grad_weight = wgrad(gt, kept, recipe, call, weight_dtype)
-        if not call.traced:
-            kept_weights.used(layer)
-    return grad_input, grad_weight, grad_bias
-
-
-def dgrad(g: Tensor | Quantized, weight: Tensor, layer: nn.Module, recipe: Recipe, call: "Call") -> Tensor:
-    """grad_output [T, N], quantized already if the recipe says so, to grad_input [T, K]."""
-    spec = recipe.dgrad.b
-    if spec is None:
-        assert isinstance(g, Tensor)
-        w = stored.dequantized(layer, weight, g.dtype) if weight.dtype in stored.CODES else weight
-        return high_precision(g, w.t(), call.dtype)
-    assert isinstance(g, Quantized)
-    wq = quantized_weight(layer, weight, "dgrad", spec, recipe, call)
-    return call.matmul(g, wq, call.dtype, None, recipe.dgrad.fast_accum)
-
-
-def wgrad(g: Tensor | Quantized, kept: Tensor | Quantized, recipe: Recipe, call: "Call", dtype: torch.dtype) -> Tensor:
-    """grad_output.T [N, T] and what fprop kept, input.T [K, T], to grad_weight [N, K] in the parameter's dtype.
-
-    A parameter that is codes takes float32.
-    """
-    if dtype in stored.CODES:
-        dtype = torch.float32
-    if isinstance(kept, Tensor):
-        assert isinstance(g, Tensor)
-        return high_precision(g, kept.t(), dtype)
-    assert isinstance(g, Quantized)
-    return call.matmul(g, kept, dtype, None, recipe.wgrad.fast_accum)
+#: Of the input, the weight and the bias of one layer.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Call:
-    """The decisions of one forward of one layer, and what its backward needs besides tensors."""
+    """One call of one layer: what its forward decides, and what its backward needs of that."""
 
     __slots__ = (
-        "both",
-        "dtype",
-        "factors",
-        "keep_input",
-        "kept",
-        "matmul",
-        "owed",
-        "plan",
-        "quantize",
-        "record",
-        "traced",
-        "turned_weight",
-        "version",
-        "weight",
+        *("both", "dtype", "factors", "layer", "matmul", "owed", "plan", "quantize", "recipe", "record", "traced"),
+        *("turned_weight", "version", "weight"),
     )
 
+    #: Kernels that make a layer's input may quantize it on the way.
+    fuses = True
+
     def __init__(
-        self, recipe: Recipe, x: Tensor, dtype: torch.dtype, keep_input: bool, record: bool, factors: Factors
+        self, layer: nn.Module, recipe: Recipe, x: Tensor, dtype: torch.dtype, record: bool, factors: Factors
     ) -> None:
+        self.layer, self.recipe = layer, recipe
         #: The dtype of the activations.
         self.dtype = dtype
-        self.keep_input = keep_input
-        #: True if delayed scaling notes the amaxes of this call.
+        #: True if the forward runs with gradients: then delayed scaling notes the amaxes of this call.
         self.record = record
         #: Encode factors of input, weight and grad_output as the forward saw them; None without delayed scaling.
         self.factors = factors
@@ -203,8 +84,6 @@ class Call:
             _, self.quantize, self.matmul, self.both = ops.resolve(recipe, x)
         #: Of factors on a device, which writing of theirs the forward saw.
         self.version: int | None = None
-        #: The operand that wgrad will consume.
-        self.kept: Tensor | Quantized | None = None
         #: fprop's weight where dgrad will consume it too and the layer keeps it anyway.
         self.weight: kept_weights.Entry | None = None
         #: dgrad's weight where the read that wrote fprop's wrote it too and the layer does not keep it.
@@ -212,16 +91,119 @@ class Call:
         #: What keeps a step of delayed scaling from being over until its backward has run.
         self.owed: steps.Owed | None = None
 
-    def owe(self, layer: nn.Module) -> None:
-        """A forward of this layer will note its grad_output."""
-        if self.factors is not None and self.record and not self.traced:
-            self.owed = steps.owed(layer)
+    def output(self, x: Tensor | Quantized, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, K], quantized already if the recipe says so, to [T, N]."""
+        b = self.recipe.fprop.b
+        if isinstance(x, Tensor):
+            w = stored.dequantized(self.layer, weight, x.dtype) if weight.dtype in stored.CODES else weight
+            if self.record and not self.traced:
+                # Nothing else looks at the weight here: the gradient could go and come back, and dgrad's codes stay.
+                kept_weights.look(self.layer, weight)
+            return high_precision(x, w, x.dtype, bias)
+        assert b is not None
+        if weight.is_cuda and (weight.shape[0] | weight.shape[1]) & 15:
+            announce_features(self.layer, weight)
+        wq = quantized_weight(self, weight, "fprop", b)
+        return self.matmul(x, wq, self.dtype, bias, self.recipe.fprop.fast_accum)
+
+    def turned(self, x: Tensor | None, xq: Tensor | Quantized) -> tuple[Tensor | Quantized, None]:
+        """The operand of wgrad, input.T [K, T]: of what fprop consumed, or of x [T, K]; x itself unquantized."""
+        c = self.recipe.wgrad.b
+        if self.plan.input:
+            assert isinstance(xq, Quantized)
+            return xq.T, None
+        assert x is not None
+        return x if c is None else quantize(self, amax.INPUT, "input.T", x.t(), c), None
+
+    def remade(self, x: Tensor) -> tuple[Tensor | Quantized, None]:
+        """`turned` of an x that backward has made again: no history and no counter sees codes twice."""
+        if not self.plan.input:
+            return self.turned(x, x)
+        factor = None if self.factors is None else self.factors[amax.INPUT]
+        return self.turned(None, self.quantize(x, self.recipe.fprop.a, None, factor))
+
+    def gradients(
+        self,
+        g: Tensor,
+        weight: Tensor,
+        kept: tuple[Tensor | Quantized, None],
+        needs: Sequence[bool],
+        weight_dtype: torch.dtype,
+        bias_dtype: torch.dtype,
+    ) -> Gradients:
+        """grad_output [..., N] to grad_input [T, K], grad_weight [N, K] and grad_bias [N], as needed.
+
+        Args:
+            kept: what `turned` gave.
+        """
+        if self.owed is not None:
+            self.owed.settle()
+        g = matrix(g)
+        need_input, need_weight, need_bias = needs
+        gq: Tensor | Quantized = g
+        turned: Quantized | None = None
+        grad_input = grad_weight = grad_bias = None
+        a, c = self.recipe.dgrad.a, self.recipe.wgrad.a
+        if a is not None and (need_input or (need_weight and self.plan.grad_output)):
+            if self.both is not None and need_input and need_weight and c is not None and both_at_once(self, a, c):
+                sums = need_bias and bias_dtype in ops.DTYPES
+                gq, turned = quantize_both(self, amax.GRAD_OUTPUT, "grad_output", g, a, c, sums)
+            else:
+                gq = quantize(self, amax.GRAD_OUTPUT, "grad_output", g, a)
+        if need_bias:
+            grad_bias = ops.bias_gradient(g, bias_dtype, gq.partial_sums if isinstance(gq, Quantized) else None)
+        if need_input:
+            grad_input = self._dgrad(gq, weight)
+        if need_weight:
+            gt: Tensor | Quantized
+            if turned is not None:
+                gt = turned
+            elif c is None:
+                gt = g.t()
+            elif self.plan.grad_output:
+                gt = gq.T
+            else:
+                gt = quantize(self, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c)
+            grad_weight = self._wgrad(gt, kept[0], weight_dtype)
+            if not self.traced:
+                kept_weights.used(self.layer)
+        return grad_input, grad_weight, grad_bias
+
+    def _dgrad(self, g: Tensor | Quantized, weight: Tensor) -> Tensor:
+        """grad_output [T, N], quantized already if the recipe says so, to grad_input [T, K]."""
+        spec = self.recipe.dgrad.b
+        if spec is None:
+            assert isinstance(g, Tensor)
+            w = stored.dequantized(self.layer, weight, g.dtype) if weight.dtype in stored.CODES else weight
+            return high_precision(g, w.t(), self.dtype)
+        assert isinstance(g, Quantized)
+        wq = quantized_weight(self, weight, "dgrad", spec)
+        return self.matmul(g, wq, self.dtype, None, self.recipe.dgrad.fast_accum)
+
+    def _wgrad(self, g: Tensor | Quantized, kept: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+        """grad_output.T [N, T] and input.T [K, T] to grad_weight [N, K] in the parameter's dtype.
+
+        A parameter that is codes takes float32.
+        """
+        if dtype in stored.CODES:
+            dtype = torch.float32
+        if isinstance(kept, Tensor):
+            assert isinstance(g, Tensor)
+            return high_precision(g, kept.t(), dtype)
+        assert isinstance(g, Quantized)
+        return self.matmul(g, kept, dtype, None, self.recipe.wgrad.fast_accum)
 
 
-def quantize(
-    layer: nn.Module, column: int, operand: str, x: Tensor, spec: QuantSpec, recipe: Recipe, call: Call
-) -> Quantized:
+def matrix(x: Tensor) -> Tensor:
+    """[..., k] to [tokens, k]."""
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
+def quantize(call: Call, column: int, operand: str, x: Tensor, spec: QuantSpec) -> Quantized:
     """Quantize one operand of a layer, with its history or its noise where the recipe has them."""
+    layer = call.layer
     if call.factors is not None:
         factor, noise = call.factors[column], _noise(layer, operand, spec)
         if call.traced and call.record and column == amax.GRAD_OUTPUT:
@@ -231,7 +213,7 @@ def quantize(
         if call.both is None or call.traced:
             q = call.quantize(x, spec, None, factor, noise)
         else:
-            known, newest = amax.is_set(layer, column, call.factors), _newest(layer, column, x, call)
+            known, newest = amax.is_set(layer, column, call.factors), _newest(call, column, x)
             q = call.quantize(x, spec, None, factor, noise, known, newest)
         _drawn(layer, operand, spec)
         if call.record:
@@ -261,12 +243,12 @@ def quantize_with_noise(layer: nn.Module, operand: str, x: Tensor, spec: QuantSp
     return q
 
 
-def _newest(layer: nn.Module, column: int, x: Tensor, call: Call) -> Tensor | None:
+def _newest(call: Call, column: int, x: Tensor) -> Tensor | None:
     """The place where a kernel notes an operand's amax, if this call records it."""
-    return amax.newest(layer, column, x) if call.record and not call.traced else None
+    return amax.newest(call.layer, column, x) if call.record and not call.traced else None
 
 
-def both_at_once(spec: QuantSpec, other: QuantSpec, call: Call) -> bool:
+def both_at_once(call: Call, spec: QuantSpec, other: QuantSpec) -> bool:
     """True if an operand and its transpose come from one call of `quantize_both`."""
     if counters.active.counters is not None:
         return False
@@ -274,15 +256,7 @@ def both_at_once(spec: QuantSpec, other: QuantSpec, call: Call) -> bool:
 
 
 def quantize_both(
-    layer: nn.Module,
-    column: int,
-    operand: str,
-    x: Tensor,
-    spec: QuantSpec,
-    other: QuantSpec,
-    recipe: Recipe,
-    call: Call,
-    sums: bool = False,
+    call: Call, column: int, operand: str, x: Tensor, spec: QuantSpec, other: QuantSpec, sums: bool = False
 ) -> tuple[Quantized, Quantized]:
     """x by one spec and its transpose by another; see `quantize`. They share nothing but what their kernel shares.
 
@@ -290,6 +264,7 @@ def quantize_both(
         sums: True sums x over its rows too, where the same read gives that: `partial_sums` of the first.
     """
     assert call.both is not None
+    layer = call.layer
     noise = turned_noise = _noise(layer, operand, spec)
     shared = spec == other and spec.transposable
     if not shared:
@@ -301,7 +276,7 @@ def quantize_both(
             q, turned = ops.QUANTIZE_BOTH.traced(x, spec, other, None, factor, number=number)
             record = record and number is None
         else:
-            known, newest = amax.is_set(layer, column, call.factors), _newest(layer, column, x, call)
+            known, newest = amax.is_set(layer, column, call.factors), _newest(call, column, x)
             q, turned = call.both(x, spec, other, None, factor, noise, turned_noise, known, newest, sums)
         if record:
             amax.record(layer, column, q.amax, q.noted)
@@ -315,27 +290,27 @@ def quantize_both(
     return q, turned
 
 
-def _version(layer: nn.Module, call: Call) -> int:
+def _version(call: Call) -> int:
     """Which writing of its factors on a device a forward saw: what stands for their value in a key."""
     if call.version is None:
-        factor = layer._buffers["factor"]
+        factor = call.layer._buffers["factor"]
         assert factor is not None
         call.version = factor._version
         if recomputation.state.replay is not None or recomputation.state.writing:
-            call.version = recomputation.noted(layer, "version of factors", call.version)
+            call.version = recomputation.noted(call.layer, "version of factors", call.version)
     return call.version
 
 
 def capturing(x: Tensor) -> bool:
     """True while a CUDA graph is captured or that is rehearsed: no kept weight is read, and none is kept."""
-    return capture.as_captured(x.device)
+    # Off a GPU nothing is captured but what stands in for it.
+    return bool(not x.is_cpu or device.asked or capture.rehearsed) and capture.as_captured(x.device)
 
 
-def quantized_weight(
-    layer: nn.Module, weight: Tensor, side: str, spec: QuantSpec, recipe: Recipe, call: Call
-) -> Quantized:
+def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> Quantized:
     """The weight [N, K] for fprop, or its transpose [K, N] for dgrad; kept as `quaver.torch.state.kept_weights`
     says."""
+    layer = call.layer
     shared = side == "dgrad" and call.plan.weight
     q = None if call.weight is None else call.weight.quantized
     if shared and q is not None:
@@ -349,18 +324,18 @@ def quantized_weight(
         if shared:
             return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT]).T
         w, operand = (weight, "weight") if side == "fprop" else (weight.t(), "weight.T")
-        return quantize(layer, amax.WEIGHT, operand, w, spec, recipe, call)
+        return quantize(call, amax.WEIGHT, operand, w, spec)
     if call.factors is None:
         written = 0.0
     else:
-        written = _version(layer, call) if isinstance(call.factors, Tensor) else call.factors[amax.WEIGHT]
+        written = _version(call) if isinstance(call.factors, Tensor) else call.factors[amax.WEIGHT]
     kept_as = "fprop" if shared else side
     keeps = not capturing(weight)
     entry = kept_weights.lookup(layer, kept_as, weight, spec, written, call.record) if keeps else None
     q = None if entry is None else entry.quantized
     if q is None:
         window = kept_weights.begin(layer, weight, call.record) if keeps else None
-        q, other = _quantize_weight(layer, weight, side, spec, recipe, call)
+        q, other = _quantize_weight(call, weight, side, spec)
         if other is not None and call.plan.weight:
             q.twin = other
         entry = kept_weights.keep(layer, kept_as, weight, spec, written, q, window) if keeps else kept_weights.Entry(q)
@@ -376,24 +351,22 @@ def quantized_weight(
     return q.T if shared else q
 
 
-def _quantize_weight(
-    layer: nn.Module, weight: Tensor, side: str, spec: QuantSpec, recipe: Recipe, call: Call
-) -> tuple[Quantized, Quantized | None]:
+def _quantize_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> tuple[Quantized, Quantized | None]:
     """The weight, and what dgrad will ask for if the same read gives it; or for a dgrad that reuses nothing that."""
-    if torch.is_inference_mode_enabled() and kept_weights.can_keep(layer, weight):
+    if torch.is_inference_mode_enabled() and kept_weights.can_keep(call.layer, weight):
         # What is kept serves other modes too.
         with torch.inference_mode(False), torch.no_grad():
-            return _quantize_weight(layer, weight, side, spec, recipe, call)
+            return _quantize_weight(call, weight, side, spec)
     if side == "dgrad" and call.plan.weight:
         return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT]), None
     if side == "dgrad":
-        return quantize(layer, amax.WEIGHT, "weight.T", weight.t(), spec, recipe, call), None
-    other = recipe.dgrad.b
-    wanted = call.both is not None and call.record and other is not None and both_at_once(spec, other, call)
+        return quantize(call, amax.WEIGHT, "weight.T", weight.t(), spec), None
+    other = call.recipe.dgrad.b
+    wanted = call.both is not None and call.record and other is not None and both_at_once(call, spec, other)
     if not wanted:
-        return quantize(layer, amax.WEIGHT, "weight", weight, spec, recipe, call), None
+        return quantize(call, amax.WEIGHT, "weight", weight, spec), None
     assert other is not None
-    return quantize_both(layer, amax.WEIGHT, "weight", weight, spec, other, recipe, call)
+    return quantize_both(call, amax.WEIGHT, "weight", weight, spec, other)
 
 
 def high_precision(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -1,11 +1,10 @@
 """y = x @ weight.T + bias, every operand of its three GEMMs quantized as a recipe says.
 
-`quaver.torch.linear.gemms`, tied to autograd and dressed as nn.Linear.
+`quaver.torch.linear.function`, dressed as nn.Linear.
 """
 
 import copy
 import itertools
-import math
 import warnings
 from typing import Any
 
@@ -16,101 +15,27 @@ from torch import Tensor, nn
 from quaver import recipes
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.internals import graph_task_id
-from quaver.torch.linear.gemms import Call, backward, fprop
+from quaver.torch.linear.entrance import GIVEN, Setup
+from quaver.torch.linear.function import outputs
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.stored import stored, storing
-from quaver.torch.numerics.quantized import put_together, take_apart
 from quaver.torch.operations import ops
-from quaver.torch.operations.derivatives import first_derivative, refuse_transforms
+from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state import kept_weights, recomputation
 from quaver.torch.state.buffers import STATE, match_state, outlast, prepare
 from quaver.torch.state.context import recipe_in_force
-from quaver.torch.state.history import amax, steps
+from quaver.torch.state.history import amax
 from quaver.torch.state.layer import NEVER, LayerState, state_of
 from quaver.torch.state.noise import fresh_count, name_streams
 
 _serials = itertools.count()
 
 
-class _Linear(torch.autograd.Function):
-    """Saves plain tensors only: no wrapper subclass is on the way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, recipe: Recipe, record: bool
-    ) -> Tensor:
-        need_input, need_weight, *_ = ctx.needs_input_grad
-        factors = None if recipe.delayed is None else steps.factors(layer, record)
-        call = Call(recipe, x, x.dtype, need_weight and record, record, factors)
-        call.owe(layer)
-        y = fprop(matrix(x), weight, bias, layer, recipe, call)
-        kept = _save(ctx, call, weight if need_input else None)
-        # A compiler carries tensors and plain values from forward to backward, no objects.
-        reused = None if call.traced else call
-        bias_dtype = None if bias is None else bias.dtype
-        ctx.constants = layer, recipe, reused, x.shape, x.dtype, weight.dtype, bias_dtype, record, kept
-        return y if x.dim() == 2 else shaped(y, (*x.shape[:-1], weight.shape[0]), call)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        device = ops.autocast_device(g)
-        if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
-            with ops.without_autocast(device):
-                return _Linear.backward(ctx, g)
-        return first_derivative(_backward, ctx, g)
-
-
-def shaped(y: Tensor, shape: tuple[int, ...], call: Call) -> Tensor:
-    """A Function's fresh output in another shape, which may be written to: autograd refuses writes, such as those of
-    nn.ReLU(inplace=True), to a view that a Function returned."""
-    return y.view(shape) if call.traced or not y.is_contiguous() else y.resize_(shape)
-
-
-def matrix(x: Tensor) -> Tensor:
-    """[..., k] to [tokens, k]."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _save(ctx: Any, call: Call, weight: Tensor | None) -> tuple[Any, ...] | None:
-    """Give the tensors to autograd; returns the rest."""
-    kept, factors = call.kept, call.factors
-    on_device = factors if isinstance(factors, Tensor) else None
-    if not call.traced:
-        call.kept = None
-        if on_device is not None:
-            call.factors = None
-    tensors, layout = take_apart(kept)
-    ctx.save_for_backward(weight, on_device, *tensors)
-    return layout
-
-
-def _backward(ctx: Any, g: Tensor) -> Any:
-    need_input, need_weight, need_bias, *_ = ctx.needs_input_grad
-    weight, factors, *tensors = ctx.saved_tensors
-    layer, recipe, call, shape, dtype, weight_dtype, bias_dtype, record, kept = ctx.constants
-    if call is None:
-        call = Call(recipe, g, dtype, need_weight, record, factors)
-    elif factors is not None:
-        call.factors = factors
-    g2 = matrix(g)
-    kept = put_together(kept, tensors)
-    bias_dtype = bias_dtype if need_bias else None
-    needs = need_input, need_weight
-    of_input, *grads = backward(g2, weight, kept, layer, recipe, call, *needs, weight_dtype, bias_dtype)
-    grad_input = of_input if of_input is None or g.dim() == 2 else of_input.view(shape)
-    return grad_input, *grads, None, None, None
-
-
-#: `Function.apply` without its checks for torch.func, which the layer has made itself; they take as long as a small
-#: GEMM.
-_apply: Any = super(torch.autograd.Function, _Linear).apply
-
-
-def recipe_of(layer: nn.Module) -> Recipe | None:
+def recipe_of(layer: "Linear") -> Recipe | None:
     """The recipe that a forward of this layer follows; inside backward the one of its last forward."""
-    recipe = recipe_in_force(layer.recipe)  # type: ignore[arg-type]
+    recipe = recipe_in_force(layer.recipe)
     if not torch.compiler.is_compiling():
-        state = state_of(layer)
+        state = layer._state
         # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
         if graph_task_id() != -1:
             if recomputation.state.replay is not None:
@@ -148,6 +73,8 @@ class Linear(nn.Linear):
     #: The layer's own recipe; None takes the ambient one.
     recipe: Recipe | None = None
     seed: int = 0
+    #: As `state_of` gives it, without a call.
+    _state: LayerState
     #: How the weight is quantized where it exists only in eight bits (`quaver.torch.quantized_init`), else None.
     weight_spec: QuantSpec | None = None
     #: The dtype that such a weight dequantizes to.
@@ -187,7 +114,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
         training = torch.is_grad_enabled()
-        state = state_of(self)
+        state = self._state
         recipe = recipe_of(self)
         weight, bias = weight_and_bias(self)
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
@@ -222,8 +149,9 @@ class Linear(nn.Linear):
             )
         if x.dtype not in ops.DTYPES:
             return _unquantized(self, x, weight, bias)
+        setup = Setup(GIVEN, (self,), recipe, x.dtype, training)
         if compiling:
-            return _Linear.apply(x, weight, bias, self, recipe, training)
+            return outputs(setup, x, weight, bias)[0]
         refuse_transforms(x, weight, bias)
         # Neither what is cast nor a weight that is codes has a plan.
         if training and plan is None and not casting and x.dtype is weight.dtype:
@@ -234,9 +162,9 @@ class Linear(nn.Linear):
                 if y is not None:
                     return y
         if not casting:
-            return _apply(x, weight, bias, self, recipe, training)
+            return outputs(setup, x, weight, bias)[0]
         with ops.without_autocast(device):
-            return _apply(x, weight, bias, self, recipe, training)
+            return outputs(setup, x, weight, bias)[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

@@ -28,16 +28,16 @@ def no_second_derivative(grads: tuple[Any, ...], sentence: str, *sources: Any) -
     return tuple(_Refuse.apply(g, sentence, *tied) if isinstance(g, Tensor) else g for g in grads)
 
 
-def first_derivative(run: Callable[[Any, Tensor], tuple[Any, ...]], ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    """run(ctx, g), the backward of a linear layer whose weight was saved first.
+def first_derivative(run: Callable[..., tuple[Any, ...]], ctx: Any, *gs: Tensor) -> tuple[Any, ...]:
+    """run(ctx, *gs), the backward of linear layers.
 
     Under create_graph=True the gradients exist, only their own derivative does not.
     """
     if not torch.is_grad_enabled():
-        return run(ctx, g)
+        return run(ctx, *gs)
     with torch.no_grad():
-        grads = run(ctx, g)
-    return no_second_derivative(grads, NO_DOUBLE_BACKWARD, g, ctx.saved_tensors[0])
+        grads = run(ctx, *gs)
+    return no_second_derivative(grads, NO_DOUBLE_BACKWARD, gs[0], *ctx.saved_tensors)
 
 
 class _Refuse(torch.autograd.Function):

@@ -153,7 +153,8 @@ def lookup(
     Args:
         training: whether the forward that asks runs, or ran, in gradient mode.
     """
-    kept: _Kept | None = state_of(layer).weights
+    # Without a call: each forward asks.
+    kept: _Kept | None = layer._state.weights  # type: ignore[union-attr, assignment]
     if kept is None or not (training or kept.frozen):
         return None
     if kept.frozen and training:

@@ -14,7 +14,7 @@ from quaver import recipes
 from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch.backends.gpu.gemms import operands, scaled_mm
 from quaver.torch.backends.gpu.quantizing.ways import SMALL
-from quaver.torch.linear import projections
+from quaver.torch.linear import entrance
 from quaver.torch.linear.plans import direct, on_gpu
 from quaver.torch.state.layer import state_of
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
@@ -104,15 +104,25 @@ def test_bits_and_state_are_those_of_the_general_way(
 
 @pytest.mark.parametrize(
     ("recipe", "arch"),
-    [("tensorwise", 90), ("rowwise", 90), ("rowwise_bf16_wgrad", 90), ("blockwise", 90), ("mxfp8", 100)],
+    [
+        *(("tensorwise", 90), ("delayed", 90), ("delayed", 120), ("rowwise", 90)),
+        *(("rowwise_bf16_wgrad", 90), ("blockwise", 90), ("mxfp8", 100)),
+    ],
 )
 def test_layers_of_one_input_have_the_bits_of_the_general_way(
     recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A normalization before two layers, and an activation, which backward makes again, before one."""
     become(arch, monkeypatch)
-    forward, decided = projections._forward_decided, []
-    monkeypatch.setattr(projections, "_forward_decided", lambda *a: decided.append(len(a[2])) or forward(*a))
+    enter, decided = entrance._decided, []
+
+    def entered(*given: Any) -> Any:
+        result = enter(*given)
+        if result is not None:
+            decided.append(len(result[0]))
+        return result
+
+    monkeypatch.setattr(entrance, "_decided", entered)
     first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
     second = copy.deepcopy(first)
     ours = trained(first)
@@ -125,12 +135,13 @@ def test_layers_of_one_input_have_the_bits_of_the_general_way(
         torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text, n=number: f"{n}: {text}")
 
 
-def trained(block: torch.nn.Module) -> list[Tensor]:
-    """Outputs and gradients of some steps; the weights change after the second."""
+def trained(block: qt.LayerNormMLP) -> list[Tensor]:
+    """Outputs, gradients and state of some steps; the weights change after the second."""
     results = []
     for number in range(3):
         x = torch.linspace(-3, 2, T * K).roll(number).view(2, T // 2, K).bfloat16().requires_grad_()
-        y = block(x)
+        with qt.autocast(block.down_proj.recipe):
+            y = block(x)
         y.float().square().mean().backward()
         assert x.grad is not None
         results += [y.detach(), x.grad, *(p.grad.clone() for p in block.parameters() if p.grad is not None)]
@@ -138,7 +149,7 @@ def trained(block: torch.nn.Module) -> list[Tensor]:
             with torch.no_grad():
                 for p in block.parameters():
                     p.mul_(0.75)
-    return results
+    return [*results, *(b.clone() for b in block.buffers())]
 
 
 @pytest.mark.parametrize("arch", [100, 120])
@@ -406,7 +417,7 @@ def test_want_of_memory_is_a_sentence_after_a_norm(monkeypatch: pytest.MonkeyPat
     block = qt.LayerNormLinear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     block(x)
-    decided = projections._forward_decided
+    decided = entrance._decided
 
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -415,7 +426,7 @@ def test_want_of_memory_is_a_sentence_after_a_norm(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch, "empty_like", full)
         return decided(*arguments)
 
-    monkeypatch.setattr(projections, "_forward_decided", in_want)
+    monkeypatch.setattr(entrance, "_decided", in_want)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
         block(x)
 

@@ -18,7 +18,6 @@ from quaver.torch.linear.plans import on_cpu
 from quaver.torch.linear.plans.step import Step
 from quaver.torch.operations import ops
 from quaver.torch.state import counters, recomputation
-from quaver.torch.state.layer import state_of
 
 #: What a decision reads of a call, the recipe by its identity.
 Facts = tuple[int, torch.Size, torch.dtype, torch.device, torch.Size, torch.dtype, torch.dtype | None]
@@ -61,14 +60,15 @@ def decided(
 ) -> Step | None:
     """The step of a layer on what is made of this shape, of dtype and device of a tensor; None for the general way."""
     key = facts(shape, like, weight, bias, recipe)
-    plans = state_of(layer).plans
+    plans: dict[Any, Plan] = layer._state.plans  # type: ignore[union-attr, assignment]
     known: Plan | None = plans.get(key)
     if known is None:
         known = plan(like.new_empty(shape), weight, bias, recipe)
         if known is None:
             return None
         keep(plans, key, known)
-    return None if capture.as_captured(like.device) else known.step
+    step = known.step
+    return None if step is None or (step.rows.aligned and capture.as_captured(like.device)) else step
 
 
 def disturbed() -> bool:

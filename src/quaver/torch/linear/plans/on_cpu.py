@@ -29,11 +29,11 @@ def decide(x: Tensor, weight: Tensor, recipe: Recipe) -> Step | None:
     assert a is not None and b is not None and c is not None
 
     def of_input(x: Tensor, delayed: HostFactors | None) -> Operands:
-        codes, scale = _codes(x if x.dim() == 2 else x.view(-1, x.shape[-1]), a, delayed, amax.INPUT)
-        return codes.float(), scale, codes, scale, None
+        codes, scale, top = _codes(x if x.dim() == 2 else x.view(-1, x.shape[-1]), a, delayed, amax.INPUT)
+        return codes.float(), scale, codes, scale, top
 
     def of_grad_output(g: Tensor, delayed: HostFactors | None) -> Operands:
-        codes, scale = _codes(g if g.dim() == 2 else g.view(-1, g.shape[-1]), c, delayed, amax.GRAD_OUTPUT)
+        codes, scale, _ = _codes(g if g.dim() == 2 else g.view(-1, g.shape[-1]), c, delayed, amax.GRAD_OUTPUT)
         values = codes.float()
         return values, scale, values.t(), scale, None
 
@@ -60,10 +60,14 @@ class HostFactors(NamedTuple):
 
     factors: list[float]
     version: float
-    layer: nn.Module
+    #: Whose history notes the amaxes; None where none does.
+    layer: nn.Module | None
 
     def in_backward(self, layer: nn.Module, g: Tensor) -> "HostFactors":
         return self
+
+    def unnoted(self) -> "HostFactors":
+        return self._replace(layer=None)
 
 
 def _factors(layer: nn.Module, x: Tensor) -> HostFactors | None:
@@ -71,12 +75,14 @@ def _factors(layer: nn.Module, x: Tensor) -> HostFactors | None:
     return None if isinstance(factors, Tensor) else HostFactors(factors, factors[amax.WEIGHT], layer)
 
 
-def _codes(x: Tensor, spec: QuantSpec, delayed: HostFactors | None, column: int) -> tuple[Tensor, float]:
+def _codes(x: Tensor, spec: QuantSpec, delayed: HostFactors | None, column: int) -> tuple[Tensor, float, float]:
+    """As `fp8.per_tensor`, by the factor of a column and noted there where scaling is delayed."""
     if delayed is None:
-        return fp8.per_tensor(x, spec)[:2]
+        return fp8.per_tensor(x, spec)
     codes, scale, top = fp8.per_tensor(x, spec, factor=delayed.factors[column])
-    amax.record(delayed.layer, column, top)
-    return codes, scale
+    if delayed.layer is not None:
+        amax.record(delayed.layer, column, top)
+    return codes, scale, top
 
 
 def _product(dtype: torch.dtype) -> Multiply:

@@ -62,6 +62,9 @@ class Delayed(NamedTuple):
             return _with_newest(self, [*newest[:2], amax.newest(layer, amax.GRAD_OUTPUT, g)])
         return self
 
+    def unnoted(self) -> "Delayed":
+        return _with_newest(self, [None] * 3)
+
 
 def _with_newest(delayed: Delayed, newest: list[Tensor | None]) -> Delayed:
     by_column = [
@@ -290,10 +293,10 @@ def _weight(
     """
     spec, other = recipe.fprop.b, recipe.dgrad.b
     assert spec is not None and other is not None
-    call = Call(recipe, weight, weight.dtype, True, forward, None if delayed is None else delayed.factors)
+    call = Call(layer, recipe, weight, weight.dtype, forward, None if delayed is None else delayed.factors)
     call.both = both or call.both
-    q = quantized_weight(layer, weight, "fprop", spec, recipe, call)
-    turned = q.T if recipe.plan.weight else quantized_weight(layer, weight, "dgrad", other, recipe, call)
+    q = quantized_weight(call, weight, "fprop", spec)
+    turned = q.T if recipe.plan.weight else quantized_weight(call, weight, "dgrad", other)
     ready = Weight(*_right(q, gemms[0]), *_right(turned, gemms[1]), delayed, recipe)
     written: float = 0.0 if delayed is None else delayed.version
     entry = kept_weights.lookup(layer, "fprop", weight, spec, written, forward) or kept_weights.Entry(q)

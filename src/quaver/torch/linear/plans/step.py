@@ -23,8 +23,9 @@ from quaver.torch.state.layer import state_of
 #: A scale as a GEMM takes it: a number of the host's or a tensor on a GPU.
 Scale = Any
 #: What a matrix [rows, columns] became: an operand and its scale, the transpose's and its scale, of the right side of a
-#: GEMM where they are kept (None and None where no GEMM takes them), and float32 sums of blocks of rows or None.
-Operands = tuple[Tensor, Scale, Tensor | None, Scale, Tensor | None]
+#: GEMM where they are kept (None and None where no GEMM takes them), and what was found on the way: of an input the
+#: amax where a history wants it, of a grad_output float32 sums of blocks of rows or None.
+Operands = tuple[Tensor, Scale, Tensor | None, Scale, Any]
 
 
 class Factors(Protocol):
@@ -40,6 +41,9 @@ class Factors(Protocol):
 
     def in_backward(self, layer: nn.Module, g: Tensor) -> "Factors":
         """The same for a backward: the layer's buffers may be others by now."""
+
+    def unnoted(self) -> "Factors":
+        """The same for an input that is quantized again: no amax is noted."""
 
 
 class Weight:
@@ -93,38 +97,79 @@ class Step:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
         """y [..., n], or None where this x, weight or state is for the general way."""
-        rows = self.rows
-        if not weight.is_contiguous() or (rows.aligned and x.data_ptr() & 15) or capture.as_captured(self.device):
+        if not weight.is_contiguous():
             return None
-        factors = None
-        if self.delayed:
-            factors = rows.factors(layer, x) if state_of(layer).prepared is self.recipe else None
-            if factors is None:
-                return None
+        if self.rows.aligned and (x.data_ptr() & 15 or capture.as_captured(self.device)):
+            return None
+        run = self.run(x, layer) if self.delayed else Run(self, layer, None)
+        if run is None:
+            return None
         try:
-            y: Tensor = _apply(x, weight, bias, (layer, self, factors))
+            y: Tensor = _apply(x, weight, bias, run)
         except torch.OutOfMemoryError as error:
             raise device.out_of_memory(x, 2) from error
         return y
 
-    def operands(
-        self, x: Tensor, weight: Tensor, layer: nn.Module, factors: Any
-    ) -> tuple[Operands, kept_weights.Entry, Weight]:
-        """The operands of an input [..., k] and of the weight."""
-        rows, kept = self.rows, self._kept(weight, layer, factors)
-        if kept is not None:
-            return rows.input(x, factors), *kept
-        if rows.shared is not None and not weight.data_ptr() & 15:
-            return rows.shared(x, weight, layer, factors)
-        kept = rows.weight(weight, layer, factors, True)
-        return rows.input(x, factors), *kept
+    def run(self, x: Tensor, layer: nn.Module) -> "Run | None":
+        """This step in one call, or None where what the layer remembers is for the general way."""
+        if not self.delayed:
+            return Run(self, layer, None)
+        factors = self.rows.factors(layer, x) if state_of(layer).prepared is self.recipe else None
+        return None if factors is None else Run(self, layer, factors)
 
-    def weight(self, weight: Tensor, layer: nn.Module, factors: Any) -> tuple[kept_weights.Entry, Weight]:
-        """The weight's operands, kept until it, or its factor, changes."""
-        return self._kept(weight, layer, factors) or self.rows.weight(weight, layer, factors, True)
 
-    def _kept(self, weight: Tensor, layer: nn.Module, factors: Any) -> tuple[kept_weights.Entry, Weight] | None:
-        recipe = self.recipe
+class Run:
+    """A decided step in one call of its layer: what `linear.gemms.Call` is to the general way."""
+
+    __slots__ = ("entry", "factors", "layer", "owed", "ready", "step")
+
+    #: The input is quantized after it is made.
+    fuses = False
+    #: What is kept of the weight, or was for this call.
+    entry: kept_weights.Entry
+    #: Under delayed scaling, what keeps its step from being over until the backward has run.
+    owed: steps.Owed | None
+
+    def __init__(self, step: Step, layer: nn.Module, factors: Any) -> None:
+        self.step, self.layer, self.factors = step, layer, factors
+        #: The weight's operands, between `entered` and `output`.
+        self.ready: Weight | None = None
+        if factors is not None:
+            self.owed = steps.owed(layer)
+
+    def entered(self, x: Tensor, weight: Tensor) -> Operands:
+        """What x [..., features] is to fprop and wgrad; what the weight is too, by launches that both share if it is
+        not kept."""
+        rows, layer, factors, kept = self.step.rows, self.layer, self.factors, self._kept(weight)
+        if kept is None and rows.shared is not None and not weight.data_ptr() & 15:
+            operands, self.entry, self.ready = rows.shared(x, weight, layer, factors)
+            return operands
+        self.entry, self.ready = kept or rows.weight(weight, layer, factors, True)
+        return rows.input(x, factors)
+
+    def turned(self, x: Tensor, operands: Operands) -> tuple[Tensor, Scale]:
+        """What wgrad consumes: the transpose, or x where it is not quantized, and a scale."""
+        xt = operands[2]
+        return x if xt is None else xt, operands[3]
+
+    def note(self, operands: Operands) -> None:
+        """Note the amax of an input that another layer's run has quantized."""
+        if self.factors is not None:
+            amax.record(self.layer, amax.INPUT, operands[4])
+
+    def output(self, operands: Operands, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[tokens, n]."""
+        rows, w = self.step.rows, self.ready
+        if w is None:
+            # The input is another layer's.
+            self.entry, w = self._kept(weight) or rows.weight(weight, self.layer, self.factors, True)
+        # What is kept of the weight may be freed before backward.
+        self.ready = None
+        return rows.fprop(operands[0], operands[1], w.fprop, w.fprop_scale, bias)
+
+    def _kept(self, weight: Tensor) -> tuple[kept_weights.Entry, Weight] | None:
+        """What is kept of the weight until it, or its factor, changes."""
+        recipe, layer, factors = self.step.recipe, self.layer, self.factors
         version = 0.0 if factors is None else factors.version
         entry = kept_weights.lookup(layer, "fprop", weight, recipe.fprop.b, version)  # type: ignore[arg-type]
         ready: Weight | None = None if entry is None else entry.ready
@@ -136,20 +181,67 @@ class Step:
             ready.noted = factors
         return entry, ready
 
+    def remade(self, x: Tensor) -> tuple[Tensor, Scale]:
+        """What wgrad consumes, of an input that backward has made again."""
+        factors = None if self.factors is None else self.factors.unnoted()
+        return self.turned(x, self.step.rows.input(x, factors))
+
+    def gradients(
+        self,
+        g: Tensor,
+        weight: Tensor | None,
+        kept: tuple[Tensor | None, Scale],
+        needs: Sequence[bool],
+        weight_dtype: torch.dtype,
+        bias_dtype: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Those that are needed of input, weight and bias, of grad_output [..., n] and what `turned` gave."""
+        step, layer, factors, given = self.step, self.layer, self.factors, g
+        rows = step.rows
+        if factors is not None and self.owed is not None:
+            self.owed.settle()
+        if not g.is_contiguous() or (rows.aligned and g.data_ptr() & 15):
+            g = g.clone(memory_format=torch.contiguous_format)
+        if factors is not None:
+            factors = factors.in_backward(layer, g)
+        q, scale, qt, of_qt, sums = rows.grad_output(g, factors)
+        if counters.active.counters is not None:
+            _count(layer, step.recipe, g.view(-1, g.shape[-1]), factors)
+        of_input = of_weight = of_bias = None
+        if needs[2]:
+            assert bias_dtype is not None
+            of_bias = ops.bias_gradient(given.reshape(-1, given.shape[-1]), bias_dtype, sums)
+        if needs[0]:
+            w = self.entry.ready
+            if w is None or w.recipe is not step.recipe:
+                assert weight is not None
+                w = rows.weight(weight, layer, factors, False)[1]
+            of_input = rows.dgrad(q, scale, w.dgrad, w.dgrad_scale, None)
+            if len(step.shape) != 2:
+                of_input = of_input.view(step.shape)
+        if needs[1]:
+            xt, of_xt = kept
+            assert xt is not None
+            self.entry.window.used = graph_task_id()
+            if rows.wgrad is None:
+                of_weight = F.linear(g.view(-1, g.shape[-1]).t(), xt.view(-1, xt.shape[-1]).t())
+            else:
+                assert qt is not None
+                of_weight = rows.wgrad(qt, of_qt, xt, of_xt, None)
+        return of_input, of_weight, of_bias
+
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, constants: Any) -> Tensor:
-        layer, step, factors = constants
-        rows = step.rows
-        (q, scale, xt, of_xt, _), entry, w = step.operands(x, weight, layer, factors)
-        on_host = of_xt.__class__ is float
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
+        operands = run.entered(x, weight)
+        kept, scale = operands[2], operands[3]
+        on_host = scale.__class__ is float
         # The weight itself, so that autograd sees a change of it before backward.
-        ctx.save_for_backward(weight, x if xt is None else xt, None if on_host else of_xt)
-        owed = None if factors is None else steps.owed(layer)
-        ctx.constants = layer, step, factors, owed, entry, of_xt if on_host else None, bias is not None and bias.dtype
-        y = rows.fprop(q, scale, w.fprop, w.fprop_scale, bias)
-        # A view could not be written to: see `linear.layer.shaped`.
+        ctx.save_for_backward(weight, x if kept is None else kept, None if on_host else scale)
+        ctx.constants = run, scale if on_host else None, bias is not None and bias.dtype
+        y = run.output(operands, weight, bias)
+        # A view could not be written to: see `linear.function`.
         return y if x.dim() == 2 else y.resize_(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -165,61 +257,10 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
 def _backward(ctx: Any, g: Tensor) -> Any:
-    layer, step, factors, owed, entry, of_xt, bias = ctx.constants
-    if owed is not None:
-        owed.settle()
-    weight, xt, saved_scale = ctx.saved_tensors
-    of_xt = saved_scale if of_xt is None else of_xt
-    return *gradients(g, weight, xt, of_xt, layer, step, entry, ctx.needs_input_grad, bias, factors), None
-
-
-def gradients(
-    g: Tensor,
-    weight: Tensor | None,
-    xt: Tensor | None,
-    of_xt: Scale,
-    layer: nn.Module,
-    step: Step,
-    entry: kept_weights.Entry,
-    needs: Sequence[bool],
-    bias: torch.dtype | None,
-    factors: Any = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of input, weight and bias, as needed, of grad_output [..., n] and what the forward left.
-
-    Args:
-        xt, of_xt: the input's transpose and its scale; or the input itself where wgrad is not quantized.
-        bias: the dtype of its gradient.
-    """
-    rows, given = step.rows, g
-    if not g.is_contiguous() or (rows.aligned and g.data_ptr() & 15):
-        g = g.clone(memory_format=torch.contiguous_format)
-    if factors is not None:
-        factors = factors.in_backward(layer, g)
-    q, scale, qt, of_qt, sums = rows.grad_output(g, factors)
-    if counters.active.counters is not None:
-        _count(layer, step.recipe, g.view(-1, g.shape[-1]), factors)
-    of_input = of_weight = of_bias = None
-    if needs[2]:
-        assert bias is not None
-        of_bias = ops.bias_gradient(given.reshape(-1, given.shape[-1]), bias, sums)
-    if needs[0]:
-        w = entry.ready
-        if w is None or w.recipe is not step.recipe:
-            assert weight is not None
-            w = rows.weight(weight, layer, factors, False)[1]
-        of_input = rows.dgrad(q, scale, w.dgrad, w.dgrad_scale, None)
-        if len(step.shape) != 2:
-            of_input = of_input.view(step.shape)
-    if needs[1]:
-        assert xt is not None
-        entry.window.used = graph_task_id()
-        if rows.wgrad is None:
-            of_weight = F.linear(g.view(-1, g.shape[-1]).t(), xt.view(-1, xt.shape[-1]).t())
-        else:
-            assert qt is not None
-            of_weight = rows.wgrad(qt, of_qt, xt, of_xt, None)
-    return of_input, of_weight, of_bias
+    run, of_xt, bias_dtype = ctx.constants
+    weight, kept, scale = ctx.saved_tensors
+    kept = kept, scale if of_xt is None else of_xt
+    return *run.gradients(g, weight, kept, ctx.needs_input_grad, weight.dtype, bias_dtype), None
 
 
 def _count(layer: nn.Module, recipe: Recipe, g: Tensor, factors: Any) -> None:

@@ -18,7 +18,7 @@ from quaver.torch.internals import raw_stream
 
 #: The streams on which a capture is rehearsed: device and handle. Backward runs in a thread of autograd's, but on the
 #: stream of its forward.
-_rehearsed: set[tuple[torch.device, int]] = set()
+rehearsed: set[tuple[torch.device, int]] = set()
 
 
 def capturing(device: torch.device) -> bool:
@@ -34,7 +34,7 @@ def capturing(device: torch.device) -> bool:
 def as_captured(device: torch.device) -> bool:
     """True while a CUDA graph is captured on the current stream, and while that is rehearsed: what is kept from one
     call to the next is neither read nor left, and no step decided beforehand runs."""
-    if _rehearsed and (device, stream_of(device)) in _rehearsed:
+    if rehearsed and (device, stream_of(device)) in rehearsed:
         return True
     return capturing(device)
 
@@ -49,12 +49,12 @@ def rehearsing(device: torch.device) -> Iterator[None]:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     known = device, stream_of(device)
-    added = {known} - _rehearsed
-    _rehearsed.update(added)
+    added = {known} - rehearsed
+    rehearsed.update(added)
     try:
         yield
     finally:
-        _rehearsed.difference_update(added)
+        rehearsed.difference_update(added)
 
 
 def stream_of(device: torch.device) -> int:

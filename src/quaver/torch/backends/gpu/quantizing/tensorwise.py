@@ -190,5 +190,5 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted)
 
     rooms = (q, scale, qt, None, partial, top, work)
     # What is kept of a view is the right side of a GEMM: the codes as they are.
-    results = (1, 2, 1 if views and kept else 3, 2, 6 if wanted.codes else 5)
+    results = (1, 2, 1 if views and kept else 3, 2, 6 if wanted.transpose else 5)
     return Way(x.shape, rooms, launches, results, views and not kept)

@@ -1,0 +1,151 @@
+"""The autograd function of linear layers: one, or several of one input that is given or made on the way.
+
+    y = prologue(x)        output_i = y @ weight_i.T + bias_i
+
+y is quantized once for all of them and goes to their GEMMs as it is; of it backward keeps eight bits, or nothing where
+the prologue makes it again from what it keeps anyway. The same bits as the prologue followed by each layer alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.torch.linear.entrance import Run, Setup, enter, remade
+from quaver.torch.linear.gemms import Call
+from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
+from quaver.torch.operations import ops
+from quaver.torch.operations.derivatives import first_derivative
+from quaver.torch.operations.sums import add
+
+
+class _Projections(torch.autograd.Function):
+    """Saves plain tensors only: no wrapper subclass is on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Any:
+        n, taken, needs, c = len(setup.layers), setup.taken, ctx.needs_input_grad, setup.recipe.wgrad.b
+        weights, biases = tensors[taken : taken + n], tensors[taken + n :]
+        # Noise is not drawn a second time; and a prologue keeps nothing if none of its own gradients is needed.
+        differentiated = any(needs[1 : 1 + taken])
+        remakes = setup.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
+        keeps = setup.training and not remakes and any(needs[1 + taken : 1 + taken + n])
+        entrance = enter(setup, tensors[:taken], tensors[taken], keeps)  # type: ignore[arg-type]
+        runs, lead, outputs = entrance.runs, entrance.shape[:-1], []
+        for run, weight, bias in zip(runs, weights, biases, strict=True):
+            assert weight is not None
+            outputs.append(_shaped(run.output(entrance.operand, weight, bias), (*lead, weight.shape[0])))
+        kept: tuple[Any, Any] = entrance.turned, None
+        if keeps and entrance.turned is None:
+            kept = runs[0].turned(entrance.matrix, entrance.operand)
+        # dgrad alone reads the weights: where it does not run, they may be written before backward.
+        of_dgrad = weights if differentiated else (None,) * n
+        # A compiler carries tensors and plain values from forward to backward, no objects.
+        traced = torch.compiler.is_compiling()
+        factors = [run.factors for run in runs] if traced else []  # type: ignore[attr-defined]
+        saved, layouts = _pack([*kept, *factors, *(entrance.saved if differentiated else ())])
+        ctx.save_for_backward(*of_dgrad, *saved)
+        dtypes = [weight.dtype for weight in weights if weight is not None], [b is not None and b.dtype for b in biases]
+        ctx.constants = setup, None if traced else runs, entrance.shape, entrance.dtype, layouts, *dtypes
+        return (entrance.output, *outputs) if setup.return_input else tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor) -> Any:
+        device = ops.autocast_device(gs[0])
+        if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
+            with ops.without_autocast(device):
+                return first_derivative(_backward, ctx, *gs)
+        return first_derivative(_backward, ctx, *gs)
+
+
+#: `Function.apply` without its checks for torch.func, which the layers have made.
+_apply: Any = super(torch.autograd.Function, _Projections).apply
+
+
+def outputs(setup: Setup, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The output [..., n] of each layer, and before them their input if it is asked for.
+
+    Args:
+        tensors: what the prologue takes, the weights, and the biases or None.
+    """
+    apply = _Projections.apply if torch.compiler.is_compiling() else _apply
+    results: tuple[Tensor, ...] = apply(setup, *tensors)
+    return results
+
+
+def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A Function's fresh output in another shape, which may be written to: autograd refuses writes, such as those of
+    nn.ReLU(inplace=True), to a view that a Function returned."""
+    if len(shape) == 2:
+        return y
+    return y.view(shape) if torch.compiler.is_compiling() or not y.is_contiguous() else y.resize_(shape)
+
+
+#: In `_pack`'s layouts a tensor or None.
+PLAIN = 1, None
+
+
+def _pack(values: Sequence[Any]) -> tuple[list[Tensor | None], list[tuple[int, Any]]]:
+    """The tensors of operands, for autograd, and what `_unpack` needs besides; a number needs no tensor."""
+    tensors: list[Tensor | None] = []
+    layouts: list[tuple[int, Any]] = []
+    for value in values:
+        if isinstance(value, Quantized):
+            parts, layout = take_apart(value)
+            layouts.append((len(parts), layout))
+            tensors += parts
+        elif value.__class__ is float:
+            layouts.append((0, value))
+        else:
+            layouts.append(PLAIN)
+            tensors.append(value)
+    return tensors, layouts
+
+
+def _unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> list[Any]:
+    """The operands that `_pack` took apart."""
+    values, at = [], 0
+    for size, layout in layouts:
+        values.append(put_together(layout, tensors[at : at + size]) if size else layout)
+        at += size
+    return values
+
+
+def _backward(ctx: Any, *gs: Tensor) -> tuple[Any, ...]:
+    setup, runs, shape, dtype, layouts, weight_dtypes, bias_dtypes = ctx.constants
+    n, taken, needs = len(setup.layers), setup.taken, ctx.needs_input_grad[1:]
+    # Asked for once: under checkpointing each time unpacks them.
+    tensors, of_layers = ctx.saved_tensors, gs[-n:]
+    weights, values = tensors[:n], _unpack(tensors[n:], layouts)
+    kept, saved = tuple(values[:2]), values[2:]
+    if runs is None:
+        runs, saved = _again(setup, of_layers, saved[:n]), saved[n:]
+    if kept[0] is None and any(needs[taken : taken + n]):
+        kept = remade(setup, saved, runs[0])
+    of_input = any(needs[:taken])
+    of_y = gs[0].reshape(-1, shape[-1]) if setup.return_input else None
+    of_weights: list[Tensor | None] = [None] * n
+    of_biases: list[Tensor | None] = [None] * n
+    # As autograd adds them up: what was computed last comes first.
+    for i in reversed(range(n)):
+        needed = of_input, needs[taken + i], needs[taken + n + i]
+        part, of_weights[i], of_biases[i] = runs[i].gradients(
+            of_layers[i], weights[i], kept, needed, weight_dtypes[i], bias_dtypes[i]
+        )
+        if part is not None:
+            part = part if part.dtype is dtype else part.to(dtype)
+            of_y = part if of_y is None else add(of_y, part)
+    of_x: tuple[Tensor | None, ...] = (None,) * taken
+    if of_input:
+        assert of_y is not None
+        of_x = setup.prologue.backward(of_y.view(shape), saved)
+    return None, *of_x, *of_weights, *of_biases
+
+
+def _again(setup: Setup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[Run]:
+    """What ran the layers, in a backward that a compiler traces."""
+    return [
+        Call(layer, setup.recipe, g, setup.dtype, setup.training, of_layer)
+        for layer, g, of_layer in zip(setup.layers, gs, factors, strict=True)
+    ]
