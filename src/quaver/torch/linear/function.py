@@ -20,8 +20,10 @@ from quaver.torch.operations.derivatives import first_derivative
 from quaver.torch.operations.sums import add
 
 
-class _Projections(torch.autograd.Function):
-    """Saves plain tensors only: no wrapper subclass is on the way."""
+class Projections(torch.autograd.Function):
+    """Of a `Setup`, what its prologue takes, the weights, and the biases or None: the output [..., n] of each layer,
+    and before them their input if it is asked for. Saves plain tensors only: no wrapper subclass is on the way.
+    """
 
     @staticmethod
     def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Any:
@@ -59,19 +61,10 @@ class _Projections(torch.autograd.Function):
         return first_derivative(_backward, ctx, *gs)
 
 
-#: `Function.apply` without its checks for torch.func, which the layers have made.
-_apply: Any = super(torch.autograd.Function, _Projections).apply
-
-
-def outputs(setup: Setup, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The output [..., n] of each layer, and before them their input if it is asked for.
-
-    Args:
-        tensors: what the prologue takes, the weights, and the biases or None.
-    """
-    apply = _Projections.apply if torch.compiler.is_compiling() else _apply
-    results: tuple[Tensor, ...] = apply(setup, *tensors)
-    return results
+#: `Function.apply` without its checks for torch.func, which the layers have made. Layers call it, and a compiler
+#: `Projections.apply`, themselves: a function between would be compiled by itself where the layer that calls it runs
+#: eagerly because a compiler would round the gradient of its weight.
+apply: Any = super(torch.autograd.Function, Projections).apply
 
 
 def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -16,7 +16,7 @@ from quaver import recipes
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.internals import graph_task_id
 from quaver.torch.linear.entrance import GIVEN, Setup
-from quaver.torch.linear.function import outputs
+from quaver.torch.linear.function import Projections, apply
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.stored import stored, storing
 from quaver.torch.operations import ops
@@ -151,7 +151,7 @@ class Linear(nn.Linear):
             return _unquantized(self, x, weight, bias)
         setup = Setup(GIVEN, (self,), recipe, x.dtype, training)
         if compiling:
-            return outputs(setup, x, weight, bias)[0]
+            return Projections.apply(setup, x, weight, bias)[0]
         refuse_transforms(x, weight, bias)
         # Neither what is cast nor a weight that is codes has a plan.
         if training and plan is None and not casting and x.dtype is weight.dtype:
@@ -162,9 +162,9 @@ class Linear(nn.Linear):
                 if y is not None:
                     return y
         if not casting:
-            return outputs(setup, x, weight, bias)[0]
+            return apply(setup, x, weight, bias)[0]
         with ops.without_autocast(device):
-            return outputs(setup, x, weight, bias)[0]
+            return apply(setup, x, weight, bias)[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

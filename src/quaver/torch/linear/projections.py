@@ -6,13 +6,14 @@ Which layers share their input, and which of them have a step that was decided b
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.linear.entrance import Prologue, Setup, may_fuse
-from quaver.torch.linear.function import outputs
+from quaver.torch.linear.function import Projections, apply
 from quaver.torch.linear.layer import Linear, dtype_sentence, recipe_of, weight_and_bias
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.plans.step import Step
@@ -52,10 +53,14 @@ def project(
             prepare(layer, recipe)
     decided = _decided(x, weights, biases, layers, recipe, prologue) if training and not casting else []
     setup = Setup(prologue, tuple(layers), recipe, dtype, training, len(x), return_input, decided)
+    run: Any = Projections.apply if torch.compiler.is_compiling() else apply
+    outputs: tuple[Tensor, ...]
     if not casting:
-        return outputs(setup, *x, *weights, *biases)
-    with ops.without_autocast(device):
-        return outputs(setup, *x, *weights, *biases)
+        outputs = run(setup, *x, *weights, *biases)
+    else:
+        with ops.without_autocast(device):
+            outputs = run(setup, *x, *weights, *biases)
+    return outputs
 
 
 def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
