@@ -144,6 +144,9 @@ def _held() -> list[float]:
 def _compiled_code_goes(_held: list[float]) -> Iterator[None]:
     """What JAX and Dynamo compiled for one file of tests serves no other, and a worker kept it: gigabytes."""
     yield
+    if "torch._dynamo" in sys.modules:
+        # It counts the compilations of a function over all files, and gives up after eight.
+        torch._dynamo.reset()
     if resident() > _held[0] + GROWTH:
         give_back()
         _held[0] = resident()
