@@ -105,11 +105,10 @@ def _unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> list[
     return values
 
 
-def _backward(ctx: Any, *gs: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     setup, runs, shape, dtype, layouts, weight_dtypes, bias_dtypes = ctx.constants
     n, taken, needs = len(setup.layers), setup.taken, ctx.needs_input_grad[1:]
-    # Asked for once: under checkpointing each time unpacks them.
-    tensors, of_layers = ctx.saved_tensors, gs[-n:]
+    of_layers = gs[-n:]
     weights, values = tensors[:n], _unpack(tensors[n:], layouts)
     kept, saved = tuple(values[:2]), values[2:]
     if runs is None:

@@ -190,6 +190,8 @@ class Linear(nn.Linear):
             self._buffers.update(held)
             # Casting there and back may bring other values to the same address.
             kept_weights.drop(self)
+            # They say nothing of where a weight lies.
+            self._state.plans.clear()
         for name, buffer in held.items():
             assert buffer is not None
             device = self.weight.device

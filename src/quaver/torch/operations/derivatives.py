@@ -29,15 +29,17 @@ def no_second_derivative(grads: tuple[Any, ...], sentence: str, *sources: Any) -
 
 
 def first_derivative(run: Callable[..., tuple[Any, ...]], ctx: Any, *gs: Tensor) -> tuple[Any, ...]:
-    """run(ctx, *gs), the backward of linear layers.
+    """run(ctx, saved tensors, *gs), the backward of linear layers.
 
-    Under create_graph=True the gradients exist, only their own derivative does not.
+    They are asked for once: under checkpointing each time unpacks them, and torch refuses a second. Under
+    create_graph=True the gradients exist, only their own derivative does not.
     """
+    saved = ctx.saved_tensors
     if not torch.is_grad_enabled():
-        return run(ctx, *gs)
+        return run(ctx, saved, *gs)
     with torch.no_grad():
-        grads = run(ctx, *gs)
-    return no_second_derivative(grads, NO_DOUBLE_BACKWARD, gs[0], *ctx.saved_tensors)
+        grads = run(ctx, saved, *gs)
+    return no_second_derivative(grads, NO_DOUBLE_BACKWARD, *gs, *saved)
 
 
 class _Refuse(torch.autograd.Function):

@@ -440,3 +440,13 @@ def test_factors_on_another_device_take_the_general_way(name: str) -> None:
     assert on_gpu._delayed(layer, x) is not None
     layer.register_buffer(name, layer.get_buffer(name).to("meta"))
     assert on_gpu._delayed(layer, x) is None
+
+
+def test_a_weight_on_another_device_has_no_decided_step_and_a_move_forgets_those_there_are() -> None:
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    assert is_direct(layer(x)) and layer._state.plans
+    layer.to("cpu")
+    assert not layer._state.plans
+    elsewhere = direct.plan(x, layer.weight.to("meta"), None, recipes.get("tensorwise"))
+    assert elsewhere is not None and elsewhere.step is None

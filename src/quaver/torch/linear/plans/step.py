@@ -181,9 +181,16 @@ class Run:
             ready.noted = factors
         return entry, ready
 
+    def _readable(self, x: Tensor) -> Tensor:
+        """x as the rows read it: row by row, and where they ask for it from an address that is a multiple of 16."""
+        if x.is_contiguous() and not (self.step.rows.aligned and x.data_ptr() & 15):
+            return x
+        return x.clone(memory_format=torch.contiguous_format)
+
     def remade(self, x: Tensor) -> tuple[Tensor, Scale]:
         """What wgrad consumes, of an input that backward has made again."""
         factors = None if self.factors is None else self.factors.unnoted()
+        x = self._readable(x)
         return self.turned(x, self.step.rows.input(x, factors))
 
     def gradients(
@@ -200,8 +207,7 @@ class Run:
         rows = step.rows
         if factors is not None and self.owed is not None:
             self.owed.settle()
-        if not g.is_contiguous() or (rows.aligned and g.data_ptr() & 15):
-            g = g.clone(memory_format=torch.contiguous_format)
+        g = self._readable(g)
         if factors is not None:
             factors = factors.in_backward(layer, g)
         q, scale, qt, of_qt, sums = rows.grad_output(g, factors)
@@ -256,9 +262,9 @@ class _Step(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
-def _backward(ctx: Any, g: Tensor) -> Any:
+def _backward(ctx: Any, saved: Sequence[Any], g: Tensor) -> Any:
     run, of_xt, bias_dtype = ctx.constants
-    weight, kept, scale = ctx.saved_tensors
+    weight, kept, scale = saved
     kept = kept, scale if of_xt is None else of_xt
     return *run.gradients(g, weight, kept, ctx.needs_input_grad, weight.dtype, bias_dtype), None
 

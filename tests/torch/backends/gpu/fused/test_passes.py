@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.fused.column_sum import column_sums
-from quaver.torch.backends.gpu.fused import norm
+from quaver.torch.backends.gpu.fused import activation, norm
 from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
 from quaver.torch.backends.gpu.launching import launch
 
@@ -82,3 +82,18 @@ def test_a_pass_that_was_decided_by_one_tensor_twice_takes_two() -> None:
     along = g.double() * gamma[0].double()
     expected = (along - wide * (along * wide).mean(-1, keepdim=True)) * inverse.double()
     torch.testing.assert_close(of_x.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("apart_first", [False, True])
+def test_gradients_of_gate_and_value_lie_as_their_inputs_do(apart_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of one tensor, given as it or as two, lie alike; what is written does not."""
+    monkeypatch.setattr(activation._backwards, "kept", {})
+    h, g = torch.randn(6, 128), torch.randn(6, 64)
+    read = [(h,), h.chunk(2, -1)]
+    results = [activation.backward("swiglu", (), g, x) for x in (read[::-1] if apart_first else read)]
+    (whole_one,), halves = results[::-1] if apart_first else results
+    assert torch.equal(whole_one, torch.cat(halves, -1))
+    x = h.clone().requires_grad_()
+    gate, value = x.chunk(2, -1)
+    (torch.nn.functional.silu(gate) * value).backward(g)
+    torch.testing.assert_close(whole_one, x.grad)

@@ -217,11 +217,12 @@ def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]
     """
     read = (_rows(g), *_halves(name, x))
     of_inputs = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in x]
-    _backwards(read, name, tuple(options), own=_halves(name, of_inputs))
+    # Of one input gate and value lie side by side, of two apart, and so do their gradients.
+    _backwards(read, name, tuple(options), len(x), own=_halves(name, of_inputs))
     return of_inputs
 
 
-def _backward_pass(given: Sequence[Any], name: str, options: Sequence[float]) -> Pass:
+def _backward_pass(given: Sequence[Any], name: str, options: Sequence[float], inputs: int) -> Pass:
     rows, columns, _ = extent(given[0])
     bm, bn, warps = BACKWARD_TILE
     grid = -(-rows // bm), -(-columns // bn)

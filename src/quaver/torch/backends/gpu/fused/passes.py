@@ -108,7 +108,7 @@ class Passes:
         Args:
             given: what it reads, which may lie anywhere; the first not None.
             decided: what else it follows from.
-            own: what it reads besides: tensors that are contiguous and whose shapes follow from the others.
+            own: what it reads or writes besides: new tensors, whose shapes and strides follow from the others.
         """
         facts: list[Any] = [decided, given[0].device]  # type: ignore[union-attr]
         addresses: list[int | None] = []
@@ -120,7 +120,7 @@ class Passes:
                 continue
             address = x.data_ptr()
             if i < anywhere:
-                facts += x.shape, x.stride()
+                facts += x.shape, x.stride(), x.get_device()
             facts += x.dtype, address & 15
             addresses.append(address)
         key = tuple(facts)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.gpu.launching import launch
+from quaver.torch.backends.gpu.launching import capture, launch
 from quaver.torch.backends.gpu.quantizing.ways import (
     FACTOR,
     NEWEST,
@@ -137,7 +137,11 @@ class BothWays:
             with torch.inference_mode(False):
                 tensors = [None if room is None else empty(room, self.device) for room in rooms]
                 self._turn(tensors)
-            _places[shared] = tensors, [None if t is None else t.data_ptr() for t in tensors]
+            place = tensors, [None if t is None else t.data_ptr() for t in tensors]
+            if capture.capturing(self.device):
+                # Memory of the graph, filled at each replay: of no use to anything else.
+                return place
+            _places[shared] = place
         place = self.places[thread_and_stream] = _places[shared]
         return place
 
