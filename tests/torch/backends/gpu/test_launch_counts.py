@@ -23,7 +23,7 @@ def test_a_linear_takes_as_many_launches_as_the_page_says(arch: int, name: str) 
     assert int(linear[0]) <= CEILINGS[name]
 
 
-@pytest.mark.parametrize(("arch", "name"), [(90, "tensorwise"), (90, "rowwise")])
+@pytest.mark.parametrize(("arch", "name"), [(90, "tensorwise"), (90, "rowwise"), (90, "delayed")])
 def test_a_llama_layer_takes_as_many_launches_as_the_page_says(arch: int, name: str) -> None:
     names = launches(arch, name, *llama_layer())
     assert len(names) == int(rows()[f"{name} sm_{arch}"][-1])

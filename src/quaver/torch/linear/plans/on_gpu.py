@@ -146,6 +146,15 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
         weight_way = _way(weight.detach(), recipe.fprop.b, recipe.dgrad.b, Wanted(True, True, views=views))
         if weight_way is not None and share(input_way, weight_way):
             shared = _shared(BothWays(x.device, input_way, weight_way), of_input, recipe, (fprop, dgrad), views)
+    again = None
+    if not plain and x.numel() + g.numel() <= TOGETHER and share(of_grad_output, input_way):
+        of_both = BothWays(x.device, of_grad_output, input_way)
+
+        def again(g: Tensor, x: Tensor, delayed: Delayed | None) -> Any:
+            if delayed is None:
+                return of_both(g, None, x, None)
+            return of_both(g, delayed.by_column[amax.GRAD_OUTPUT], x, delayed.unnoted().by_column[amax.INPUT])
+
     return Step(
         recipe,
         x,
@@ -159,6 +168,7 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
             _product(dgrad, x.dtype),
             None if gemms["wgrad"] is None else _product(gemms["wgrad"], x.dtype),
             True,
+            again,
         ),
     )
 

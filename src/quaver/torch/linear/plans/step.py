@@ -84,6 +84,9 @@ class Rows(NamedTuple):
     wgrad: Multiply | None
     #: Whether kernels read addresses that are multiples of 16.
     aligned: bool
+    #: (grad_output, an input that backward has made again, factors) to the operands of one and of the other, by
+    #: launches that both share; None where they share none.
+    again: Callable[[Tensor, Tensor, Any], Any] | None = None
 
 
 class Step:
@@ -188,9 +191,12 @@ class Run:
         return x.clone(memory_format=torch.contiguous_format)
 
     def remade(self, x: Tensor) -> tuple[Tensor, Scale]:
-        """What wgrad consumes, of an input that backward has made again."""
+        """What wgrad consumes, of an input that backward has made again; it and no scale where that shares the launches
+        of grad_output."""
         factors = None if self.factors is None else self.factors.unnoted()
         x = self._readable(x)
+        if self.step.rows.again is not None:
+            return x, None
         return self.turned(x, self.step.rows.input(x, factors))
 
     def gradients(
@@ -210,7 +216,12 @@ class Run:
         g = self._readable(g)
         if factors is not None:
             factors = factors.in_backward(layer, g)
-        q, scale, qt, of_qt, sums = rows.grad_output(g, factors)
+        if rows.again is not None and needs[1] and kept[1] is None:
+            assert kept[0] is not None
+            both = rows.again(g, kept[0], factors)
+            (q, scale, qt, of_qt, sums), kept = both[:5], both[7:9]
+        else:
+            q, scale, qt, of_qt, sums = rows.grad_output(g, factors)
         if counters.active.counters is not None:
             _count(layer, step.recipe, g.view(-1, g.shape[-1]), factors)
         of_input = of_weight = of_bias = None
