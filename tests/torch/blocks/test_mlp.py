@@ -100,8 +100,10 @@ def test_what_is_kept() -> None:
         run()
         kept[str(option)] = kept_bytes(mlp, run)
     alone = 2 * tokens * dim
-    default = alone + tokens * dim + 4 * tokens + 4 * dim + 2 * tokens * 2 * hidden
-    narrow = alone + tokens * dim + 4 * tokens + 4 * dim + (1 + 1 / 32) * tokens * 2 * hidden + tokens * hidden
+    # Codes of the input, a number a token and a gain a feature; the scale of one tensor's codes takes eight bytes.
+    normed = tokens * dim + 4 * tokens + 4 * dim + 8
+    default = alone + normed + 2 * tokens * 2 * hidden
+    narrow = alone + normed + (1 + 1 / 32) * tokens * 2 * hidden + tokens * hidden + 8
     assert list(kept.values()) == [default, narrow, alone]
 
 

@@ -8,7 +8,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.blocks.attention.implementations.fp8 import attention_fp8
 from quaver.torch.linear.entrance import GIVEN
+from quaver.torch.linear.grouped import grouped_matmul
 from quaver.torch.linear.projections import project
 
 
@@ -37,3 +40,30 @@ def test_under_checkpointing_a_gradient_may_be_kept_in_the_graph(recomputed: Cal
             assert torch.equal(of_x, expected)
         with pytest.raises(NotImplementedError, match="no second derivative"):
             of_x.sum().backward()
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return qt.RMSNorm(64)(x)
+
+
+def _attention(x: torch.Tensor) -> torch.Tensor:
+    spec = recipes.mxfp8(attention=True).attention
+    assert spec is not None
+    heads = x.view(1, 1, *x.shape)
+    return attention_fp8(heads, heads, heads, spec=spec)
+
+
+def _grouped(x: torch.Tensor) -> torch.Tensor:
+    weight = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(1))
+    return grouped_matmul(x, weight, torch.tensor([16, 32], dtype=torch.int32), recipe="tensorwise")
+
+
+@pytest.mark.parametrize("function", [_norm, _attention, _grouped])
+def test_functions_that_hold_no_layer_too(function: Callable[..., Any]) -> None:
+    x = torch.randn(32, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(function(x).square().sum(), x)
+    y = checkpoint(function, x, use_reentrant=False)
+    (of_x,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert torch.equal(of_x, expected)
+    with pytest.raises(NotImplementedError, match="derivative"):
+        of_x.sum().backward()

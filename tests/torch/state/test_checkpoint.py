@@ -1,6 +1,7 @@
 """Activation checkpointing recomputes in backward what the first pass did, and notes nothing twice."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -156,3 +157,43 @@ def test_micro_batches_accumulate_alike(name: str, use_reentrant: bool) -> None:
             lambda net, x: run(net, x, lambda child, part: checkpoint(child, part, use_reentrant=use_reentrant)),
         ],
     )
+
+
+@pytest.mark.parametrize("tokens", [16, 1024], ids=["decided", "general"])
+def test_codes_that_are_made_again_come_with_their_scale(tokens: int) -> None:
+    """Forwards without gradients roll the histories between a forward and its backward: ones are 1 by any factor."""
+    recipe = recipes.delayed()
+    layer = qt.Linear(64, 64, bias=False)
+    x = torch.ones(tokens, 64, requires_grad=True)
+
+    def step(value: float, gradients: bool) -> None:
+        with torch.set_grad_enabled(gradients), qt.autocast(recipe):
+            layer(torch.full((tokens, 64), value))
+
+    step(1.0, True)
+    step(1.0, True)
+    with qt.autocast(recipe):
+        y = checkpoint(layer, x, use_reentrant=False)
+    for _ in range(3):
+        step(1000.0, True)
+        step(1000.0, False)
+    y.sum().backward()
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, torch.full((64, 64), float(tokens)))
+
+
+def test_an_input_that_is_made_again_is_noted_once_where_each_gemm_quantizes_it_its_own_way() -> None:
+    """A history that was cleared between forward and backward stays so."""
+    delayed = recipes.delayed()
+    assert delayed.fprop.a is not None
+    other = dataclasses.replace(delayed.fprop.a, rounding="stochastic")
+    recipe = dataclasses.replace(delayed, fprop=dataclasses.replace(delayed.fprop, a=other))
+    block = qt.LayerNormMLP(64, 64, "swiglu", recipe=recipe)
+    history = block.down_proj.history
+    with qt.autocast(recipe):
+        y = block(torch.randn(32, 64, requires_grad=True))
+    noted = history[0, 0].clone()
+    assert noted > 0
+    history[:, 0] = 0
+    y.sum().backward()
+    assert history[0, 0] == 0

@@ -1,5 +1,6 @@
 """What makes the input of linear layers, by itself: a differentiable function of its tensors, with no layer behind."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from quaver.torch.internals import transforms_active
 from quaver.torch.linear.entrance import Prologue
-from quaver.torch.operations.derivatives import no_second_derivative
+from quaver.torch.operations.derivatives import first_derivative
 
 
 def alone(prologue: Prologue, sentence: str, *x: Tensor | None) -> Tensor:
@@ -33,12 +34,11 @@ class _Alone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        (prologue, sentence), saved = ctx.constants, ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return None, None, *prologue.backward(g, saved)
-        with torch.no_grad():
-            grads = prologue.backward(g, saved)
-        return None, None, *no_second_derivative(grads, sentence, g, *saved)
+        return first_derivative(_backward, ctx, ctx.constants[1], g)
+
+
+def _backward(ctx: Any, saved: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
+    return None, None, *ctx.constants[0].backward(g, saved)
 
 
 #: `Function.apply` without its checks for torch.func, which `alone` has made.

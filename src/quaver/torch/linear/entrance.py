@@ -156,11 +156,8 @@ def enter(setup: Setup, x: Sequence[Tensor | None], weight: Tensor, keeps: bool)
         if entrance is not None:
             return entrance
     output, saved = setup.prologue.forward(*x)
-    shape, dtype, y = (
-        output.shape,
-        output.dtype,
-        matrix(output if output.dtype is setup.dtype else output.to(setup.dtype)),
-    )
+    shape, dtype = output.shape, output.dtype
+    y = matrix(output if dtype is setup.dtype else output.to(setup.dtype))
     decided = _decided(setup, y, weight) if setup.steps else None
     if decided is not None:
         runs, operand = decided

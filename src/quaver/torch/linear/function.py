@@ -16,7 +16,7 @@ from quaver.torch.linear.entrance import Run, Setup, enter, remade
 from quaver.torch.linear.gemms import Call
 from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
 from quaver.torch.operations import ops
-from quaver.torch.operations.derivatives import first_derivative
+from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.operations.sums import add
 
 
@@ -57,8 +57,8 @@ class Projections(torch.autograd.Function):
         device = ops.autocast_device(gs[0])
         if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
             with ops.without_autocast(device):
-                return first_derivative(_backward, ctx, *gs)
-        return first_derivative(_backward, ctx, *gs)
+                return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, *gs)
+        return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, *gs)
 
 
 #: `Function.apply` without its checks for torch.func, which the layers have made. Layers call it, and a compiler
@@ -80,16 +80,14 @@ PLAIN = 1, None
 
 
 def _pack(values: Sequence[Any]) -> tuple[list[Tensor | None], list[tuple[int, Any]]]:
-    """The tensors of operands, for autograd, and what `_unpack` needs besides; a number needs no tensor."""
+    """The tensors of operands, for autograd, and what `_unpack` needs besides."""
     tensors: list[Tensor | None] = []
     layouts: list[tuple[int, Any]] = []
     for value in values:
-        if isinstance(value, Quantized):
+        if isinstance(value, (Quantized, float)):
             parts, layout = take_apart(value)
             layouts.append((len(parts), layout))
             tensors += parts
-        elif value.__class__ is float:
-            layouts.append((0, value))
         else:
             layouts.append(PLAIN)
             tensors.append(value)
@@ -100,7 +98,7 @@ def _unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> list[
     """The operands that `_pack` took apart."""
     values, at = [], 0
     for size, layout in layouts:
-        values.append(put_together(layout, tensors[at : at + size]) if size else layout)
+        values.append(put_together(layout, tensors[at : at + size]))
         at += size
     return values
 

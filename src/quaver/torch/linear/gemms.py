@@ -117,10 +117,13 @@ class Call:
 
     def remade(self, x: Tensor) -> tuple[Tensor | Quantized, None]:
         """`turned` of an x that backward has made again: no history and no counter sees codes twice."""
-        if not self.plan.input:
-            return self.turned(x, x)
+        a, c = self.recipe.fprop.a, self.recipe.wgrad.b
         factor = None if self.factors is None else self.factors[amax.INPUT]
-        return self.turned(None, self.quantize(x, self.recipe.fprop.a, None, factor))
+        if self.plan.input:
+            return self.turned(None, self.quantize(x, a, None, factor))
+        if c is None or factor is None:
+            return self.turned(x, x)
+        return self.quantize(x.t(), c, None, factor), None
 
     def gradients(
         self,

@@ -28,7 +28,7 @@ from quaver.torch.linear.grouped_operands import (
 from quaver.torch.numerics.groups import Groups, Offsets
 from quaver.torch.numerics.quantized import put_together, take_apart
 from quaver.torch.operations import ops
-from quaver.torch.operations.derivatives import no_second_derivative, refuse_transforms
+from quaver.torch.operations.derivatives import first_derivative, refuse_transforms
 from quaver.torch.operations.operation import Impl, Operation
 from quaver.torch.state.context import recipe_in_force
 
@@ -171,12 +171,8 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        device = ops.autocast_device(g)
-        with ops.without_autocast(device), torch.no_grad():
-            grads = _backward(ctx, g)
-        if torch.is_grad_enabled():
-            return no_second_derivative(grads, NO_DOUBLE_BACKWARD, g, *ctx.saved_tensors)
-        return grads
+        with ops.without_autocast(ops.autocast_device(g)):
+            return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, g)
 
 
 NO_DOUBLE_BACKWARD = (
@@ -185,9 +181,9 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-def _backward(ctx: Any, g: Tensor) -> Any:
+def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> Any:
     setup: _Setup = ctx.setup
-    kept_input, kept_weight = _restore(ctx)
+    kept_input, kept_weight = _restore(ctx, tensors)
     dgrad, wgrad, offsets, plan = setup.recipe.dgrad, setup.recipe.wgrad, setup.offsets, setup.recipe.plan
     need_input, need_weight, _ = ctx.needs_input_grad
     of_input = of_weight = gq = None
@@ -257,8 +253,8 @@ def _save(ctx: Any, *kept: Groups | Tensor | None) -> list[Any]:
     return layouts
 
 
-def _restore(ctx: Any) -> list[Any]:
-    tensors, operands = list(ctx.saved_tensors), []
+def _restore(ctx: Any, tensors: Sequence[Any]) -> list[Any]:
+    operands = []
     for of_groups, layouts in ctx.constants:
         values = []
         for parts, constants in layouts:

@@ -198,21 +198,28 @@ def values_of(codes: Tensor, fmt: Format) -> Tensor:
     return torch.where(codes >> fmt.bits - 1 == 1, -value, value)
 
 
-def take_apart(value: Tensor | Quantized | None) -> tuple[list[Tensor | None], tuple[Any, ...] | None]:
-    """The tensors of an operand, which autograd may keep, and what `put_together` needs besides."""
+def of_host(scale: float) -> Tensor:
+    """A scale of the host's as autograd may keep it beside the codes: a checkpoint that makes them again, by factors
+    that may be others by then, makes it again with them."""
+    return torch.scalar_tensor(scale, dtype=torch.float64, device="cpu")
+
+
+def take_apart(value: Tensor | Quantized | float | None) -> tuple[list[Tensor | None], tuple[Any, ...] | None]:
+    """The tensors of an operand or a scale, which autograd may keep, and what `put_together` needs besides."""
+    if isinstance(value, float):
+        return [of_host(value)], ()
     if not isinstance(value, Quantized):
         return [value], None
-    if isinstance(value.scale, Tensor):
-        layout = value.spec, value.shape, value.turned, None, value.swizzled
-        return [value.data, value.scale, value.tensor_factor], layout
-    return [value.data], (value.spec, value.shape, value.turned, value.scale, False)
+    on_host = isinstance(value.scale, float)
+    scale = of_host(value.scale) if isinstance(value.scale, float) else value.scale
+    layout = value.spec, value.shape, value.turned, on_host, value.swizzled
+    return [value.data, scale, value.tensor_factor], layout
 
 
 def put_together(layout: tuple[Any, ...] | None, tensors: Sequence[Any]) -> Any:
-    """The operand that `take_apart` took apart."""
-    if layout is None:
-        return tensors[0]
-    spec, shape, turned, host_scale, swizzled = layout
-    if host_scale is not None:
-        return Quantized(tensors[0], host_scale, spec, shape, turned)
-    return Quantized(tensors[0], tensors[1], spec, shape, turned, tensors[2], swizzled=swizzled)
+    """What `take_apart` took apart."""
+    if not layout:
+        return tensors[0] if layout is None else tensors[0].item()
+    spec, shape, turned, on_host, swizzled = layout
+    scale = tensors[1].item() if on_host else tensors[1]
+    return Quantized(tensors[0], scale, spec, shape, turned, tensors[2], swizzled=swizzled)

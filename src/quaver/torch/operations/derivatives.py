@@ -16,30 +16,23 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-def no_second_derivative(grads: tuple[Any, ...], sentence: str, *sources: Any) -> tuple[Any, ...]:
-    """The gradients, tied to what they depend on: differentiating one raises a NotImplementedError of this sentence.
+def first_derivative(run: Callable[..., tuple[Any, ...]], ctx: Any, sentence: str, *gs: Tensor) -> tuple[Any, ...]:
+    """run(ctx, saved tensors, *gs), a backward whose gradients have no derivative.
+
+    The saved tensors are asked for once: under checkpointing each time unpacks them, and torch refuses a second. Under
+    create_graph=True the gradients exist and are tied to the saved tensors and to gs: differentiating one raises a
+    NotImplementedError.
 
     Args:
-        grads: what a backward found, tensors and whatever else.
-        sentence: why there is none, and what to do.
-        sources: what the gradients depend on, tensors or None.
-    """
-    tied = *sources, torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
-    return tuple(_Refuse.apply(g, sentence, *tied) if isinstance(g, Tensor) else g for g in grads)
-
-
-def first_derivative(run: Callable[..., tuple[Any, ...]], ctx: Any, *gs: Tensor) -> tuple[Any, ...]:
-    """run(ctx, saved tensors, *gs), the backward of linear layers.
-
-    They are asked for once: under checkpointing each time unpacks them, and torch refuses a second. Under
-    create_graph=True the gradients exist, only their own derivative does not.
+        sentence: why there is no derivative, and what to do.
     """
     saved = ctx.saved_tensors
     if not torch.is_grad_enabled():
         return run(ctx, saved, *gs)
     with torch.no_grad():
         grads = run(ctx, saved, *gs)
-    return no_second_derivative(grads, NO_DOUBLE_BACKWARD, *gs, *saved)
+    tied = *gs, *saved, torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+    return tuple(_Refuse.apply(g, sentence, *tied) if isinstance(g, Tensor) else g for g in grads)
 
 
 class _Refuse(torch.autograd.Function):

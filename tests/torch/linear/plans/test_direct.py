@@ -319,7 +319,8 @@ def test_kept_for_backward_is_one_byte_an_element(shape: tuple[int, int, int]) -
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = layer(x)
     assert is_direct(y)
-    assert sum(t.nbytes for t in kept if t is not layer.weight) == tokens * k
+    # The codes and their scale.
+    assert sum(t.nbytes for t in kept if t is not layer.weight) == tokens * k + 8
     # Nor does the node hold a decoded weight of more than a few elements.
     entry = kept_weights.lookup(layer, "fprop", layer.weight, layer.recipe.fprop.b, 0.0)  # type: ignore[union-attr, arg-type]
     assert entry is not None and entry.quantized is not None

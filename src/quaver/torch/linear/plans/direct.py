@@ -89,11 +89,11 @@ def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan
     """The plan for an x [..., k] that the layer has checked; None where no plan can be made now."""
     if disturbed() or capture.as_captured(x.device):
         return None
-    step: Step | None = None
     if x.device != weight.device:
         # A launch by addresses would read what lies there; torch's own GEMM says so.
-        pass
-    elif x.is_cuda or device.asked:
+        return Plan(recipe, None)
+    step: Step | None = None
+    if x.is_cuda or device.asked:
         if not device.why_no_fp8(x.device, "native"):
             # Triton, and all that runs on a GPU, is imported when a GPU is there.
             from quaver.torch.linear.plans import on_gpu

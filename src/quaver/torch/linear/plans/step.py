@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.internals import any_autocast_enabled, graph_task_id
+from quaver.torch.numerics.quantized import of_host
 from quaver.torch.operations import ops
-from quaver.torch.operations.derivatives import first_derivative
+from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.state import counters, kept_weights
 from quaver.torch.state.history import amax, steps
 from quaver.torch.state.layer import state_of
@@ -255,8 +256,8 @@ class _Step(torch.autograd.Function):
         kept, scale = operands[2], operands[3]
         on_host = scale.__class__ is float
         # The weight itself, so that autograd sees a change of it before backward.
-        ctx.save_for_backward(weight, x if kept is None else kept, None if on_host else scale)
-        ctx.constants = run, scale if on_host else None, bias is not None and bias.dtype
+        ctx.save_for_backward(weight, x if kept is None else kept, of_host(scale) if on_host else scale)
+        ctx.constants = run, on_host, bias is not None and bias.dtype
         y = run.output(operands, weight, bias)
         # A view could not be written to: see `linear.function`.
         return y if x.dim() == 2 else y.resize_(*x.shape[:-1], weight.shape[0])
@@ -265,8 +266,8 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         if any_autocast_enabled():
             with ops.without_autocast(ops.autocast_device(g)):
-                return first_derivative(_backward, ctx, g)
-        return first_derivative(_backward, ctx, g)
+                return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, g)
+        return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, g)
 
 
 #: `Function.apply` without its checks for torch.func, which the layer has made itself.
@@ -274,9 +275,9 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 
 def _backward(ctx: Any, saved: Sequence[Any], g: Tensor) -> Any:
-    run, of_xt, bias_dtype = ctx.constants
+    run, on_host, bias_dtype = ctx.constants
     weight, kept, scale = saved
-    kept = kept, scale if of_xt is None else of_xt
+    kept = kept, scale.item() if on_host else scale
     return *run.gradients(g, weight, kept, ctx.needs_input_grad, weight.dtype, bias_dtype), None
 
 

@@ -15,7 +15,7 @@ from quaver.torch.blocks.attention.implementations import fp8_passes
 from quaver.torch.blocks.attention.implementations.fp8_passes import Kept, Options, empty_tokens
 from quaver.torch.blocks.attention.implementations.operands import Heads, empty_heads
 from quaver.torch.operations import ops
-from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, no_second_derivative, refuse_transforms
+from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative, refuse_transforms
 from quaver.torch.operations.operation import Operation
 
 #: Dropout's masks are told apart by this many bits.
@@ -94,16 +94,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            # create_graph=True: the gradients exist, only their own derivative does not.
-            with torch.no_grad():
-                grads = _gradients(ctx, grad)
-            return no_second_derivative(grads, NO_DOUBLE_BACKWARD, grad, *ctx.saved_tensors)
-        return _gradients(ctx, grad)
+        return first_derivative(_gradients, ctx, NO_DOUBLE_BACKWARD, grad)
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    bias, sinks, hidden, draw, *kept = ctx.saved_tensors
+def _gradients(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
+    bias, sinks, hidden, draw, *kept = saved
     numbers, texts = ctx.constants
     needs = list(ctx.needs_input_grad[:5])
     gradients = iter(BACKWARD(grad, kept, bias, sinks, hidden, draw, *numbers, *texts, needs))
