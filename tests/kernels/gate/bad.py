@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quaver.torch.backends.gpu.launching.launch import Launch, describe
-from tests.kernels.gate.machine_code import read
+from tests.kernels.gate.machine_code import compiled, read
 from tests.kernels.gate.rules import RULES
 
 ARCHITECTURES = 89, 90
@@ -82,11 +82,17 @@ def launches() -> dict[str, Launch]:
     }
 
 
-def broken(launch: Launch, arch: int) -> list[str]:
-    code = read(launch, arch)
-    return [name for name, rule in RULES.items() if rule(code, launch)]
+def broken(named: dict[str, Launch], arch: int) -> dict[str, list[str]]:
+    """By the name of a launch, the rules that it breaks."""
+    codes = read([compiled(launch, arch) for launch in named.values()], arch)
+    return {
+        name: [rule for rule, offence in RULES.items() if offence(code, launch)]
+        for (name, launch), code in zip(named.items(), codes, strict=True)
+    }
 
 
 if __name__ == "__main__":
-    by_name = {name: {arch: broken(launch, arch) for arch in ARCHITECTURES} for name, launch in launches().items()}
+    named = launches()
+    by_arch = {arch: broken(named, arch) for arch in ARCHITECTURES}
+    by_name = {name: {arch: rules[name] for arch, rules in by_arch.items()} for name in named}
     print(json.dumps({"triton": triton.__version__, "broken": by_name}))

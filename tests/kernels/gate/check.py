@@ -8,7 +8,7 @@ import triton
 from tests.kernels.cases import Case
 from tests.kernels.gate.best import ARCHITECTURE, BEHIND, BEST
 from tests.kernels.gate.ceilings import Ceilings, Row, above, figures
-from tests.kernels.gate.machine_code import Code, read
+from tests.kernels.gate.machine_code import Code, compiled, read
 from tests.kernels.gate.record import ARCHITECTURES, Recorded, record
 from tests.kernels.gate.rules import RULES
 
@@ -26,19 +26,22 @@ class Checked:
 
 def measure(cases: Sequence[Case], arch: int, chosen: Sequence[Case] | None = None) -> list[Checked]:
     """Compile what these rows launch on sm_`arch`, or the chosen ones of them, and read it."""
-    checked = []
+    launches, kernels, dead = [], [], []
     for recorded in record(cases, arch):
         if chosen is not None and recorded.case not in chosen:
             continue
         try:
-            code = read(recorded.launch, arch)
+            kernels.append(compiled(recorded.launch, arch))
+            launches.append(recorded)
         except Exception as error:
             # Whatever a compiler dies of; the others are still read.
             said = f"does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            checked.append(Checked(recorded.name, {}, (said,)))
-            continue
-        checked.append(Checked(recorded.name, figures(recorded, code), tuple(broken_rules(recorded, code))))
-    return checked
+            dead.append(Checked(recorded.name, {}, (said,)))
+    codes = read(kernels, arch)
+    return dead + [
+        Checked(recorded.name, figures(recorded, code), tuple(broken_rules(recorded, code)))
+        for recorded, code in zip(launches, codes, strict=True)
+    ]
 
 
 def broken_rules(recorded: Recorded, code: Code) -> list[str]:

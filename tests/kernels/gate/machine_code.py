@@ -5,12 +5,15 @@ Nothing here needs a driver: `triton.compile` with an explicit target stops at t
 
 import json
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from quaver.torch.backends.gpu.launching.launch import Launch
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 #: Raised when what is read changes: kept figures of other readers are not believed.
 READER = 3
+#: Bytes of an instruction.
+WIDTH = 16
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 USAGE = re.compile(r"REG:(\d+)\s+STACK:(\d+)\s+SHARED:\d+\s+LOCAL:(\d+)")
 #: Eight-bit data that threads exchange, in Triton's own language.
@@ -55,27 +60,31 @@ class Code:
     exchanged_bytes: int
 
 
-def read(launch: Launch, arch: int) -> Code:
-    """Compile one launch for sm_`arch` and read it; kept in Triton's own cache beside what it is read from."""
-    kernel = triton.compile(launch.source, target=GPUTarget("cuda", arch, 32), options=launch.options)
-    kept = get_cache_manager(sha256(f"{kernel.hash} read by {READER}".encode()).hexdigest())
-    file = kept.get_file("code.json")
-    if file is None:
-        code = _read(kernel)
-        kept.put(json.dumps(code), "code.json", binary=False)
-    else:
-        code = json.loads(Path(file).read_text())
-    widths = {name: {int(w): n for w, n in value.items()} for name, value in code.items() if isinstance(value, dict)}
-    return Code(**{**code, **widths})
+def compiled(launch: Launch, arch: int) -> Any:
+    """What Triton makes of one launch for sm_`arch`."""
+    return triton.compile(launch.source, target=GPUTarget("cuda", arch, 32), options=launch.options)
 
 
-def _read(kernel: Any) -> dict[str, Any]:
-    listing = _listing(kernel.asm["cubin"])
-    usage = USAGE.search(listing)
-    assert usage is not None, f"cuobjdump says nothing of the registers:\n{listing[:500]}"
+def read(kernels: Sequence[Any], arch: int) -> list[Code]:
+    """Read compiled kernels of one architecture; kept in Triton's own cache beside what they are read from."""
+    places = [get_cache_manager(sha256(f"{k.hash} read by {READER}".encode()).hexdigest()) for k in kernels]
+    fresh = [(kernel, place) for kernel, place in zip(kernels, places, strict=True) if not place.get_file("code.json")]
+    listings = _listings([kernel.asm["cubin"] for kernel, _ in fresh], arch)
+    for (kernel, place), listing in zip(fresh, listings, strict=True):
+        place.put(json.dumps(_read(kernel, listing)), "code.json", binary=False)
+    return [_code(json.loads(Path(place.get_file("code.json")).read_text())) for place in places]
+
+
+def _code(kept: dict[str, Any]) -> Code:
+    widths = {name: {int(w): n for w, n in value.items()} for name, value in kept.items() if isinstance(value, dict)}
+    return Code(**{**kept, **widths})
+
+
+def _read(kernel: Any, instructions: Counter[str]) -> dict[str, Any]:
+    said = _usage(kernel.asm["cubin"])
+    usage = USAGE.search(said)
+    assert usage is not None, f"cuobjdump says nothing of the registers:\n{said[:500]}"
     registers, stack, local = map(int, usage.groups())
-    instructions = Counter(INSTRUCTION.findall(listing))
-    assert instructions, f"cuobjdump lists no instruction:\n{listing[:500]}"
     return {
         "registers": registers,
         "stack": stack + local,
@@ -91,15 +100,43 @@ def _read(kernel: Any) -> dict[str, Any]:
     }
 
 
-def _listing(cubin: bytes) -> str:
+def _usage(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        # cuobjdump -sass would start nvdisasm too, and let it follow the flow of data, which nobody reads here.
-        commands = [TOOLS / "cuobjdump", "-res-usage", file.name], [TOOLS / "nvdisasm", "-ndf", "-c", file.name]
-        done = [subprocess.run(command, capture_output=True, text=True, check=True) for command in commands]
-    # The usage comes on either stream, depending on the version.
-    return "".join(one.stdout + one.stderr for one in done)
+        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # It comes on either stream, depending on the version.
+    return done.stdout + done.stderr
+
+
+def _listings(cubins: Sequence[bytes], arch: int) -> list[Counter[str]]:
+    """How often each instruction occurs in each of these, by one nvdisasm: starting it takes as long as 40 kernels."""
+    if not cubins:
+        return []
+    texts = [_instructions(cubin) for cubin in cubins]
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(texts))
+        file.flush()
+        # Triton's targets from Hopper on are those that run on no later architecture. Nobody reads the flow of data.
+        command = [TOOLS / "nvdisasm", "-ndf", "-b", f"SM{arch}{'a' * (arch >= 90)}", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = INSTRUCTION.findall(listing)
+    assert len(names) == sum(map(len, texts)) // WIDTH, f"nvdisasm lists {len(names)} instructions:\n{listing[:500]}"
+    ends = accumulate(len(text) // WIDTH for text in texts)
+    return [Counter(names[end - len(text) // WIDTH : end]) for text, end in zip(texts, ends, strict=True)]
+
+
+def _instructions(cubin: bytes) -> bytes:
+    """The one section of code in an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + at * size) for at in range(count)]
+    names = sections[of_names][4]
+    codes = [s for s in sections if cubin.startswith(b".text.", names + s[0])]
+    assert len(codes) == 1, f"a cubin of {len(codes)} sections of code"
+    _, _, _, _, start, length = codes[0]
+    return cubin[start : start + length]
 
 
 def _widths(instructions: Counter[str], kinds: tuple[str, ...]) -> dict[int, int]:
