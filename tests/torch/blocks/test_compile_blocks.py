@@ -11,7 +11,7 @@ from torch import Tensor
 from quaver import recipes
 from tests.torch.blocks.test_transformer import make, run
 from tests.torch.blocks.twins import Run, assert_same_training
-from tests.torch.test_compile import KINDS, TO_THE_END, WITHOUT_CODE
+from tests.torch.test_compile import KINDS, TO_THE_END, WITHOUT_CODE, ByGraph
 
 #: FP8 attention beside a recipe of each kind; the slow test below has every recipe.
 EVERY = [*KINDS, recipes.mxfp8(attention=True)]
@@ -31,7 +31,7 @@ def eager(layer: Any, x: Tensor) -> Tensor:
 class Compiled:
     """A run of a layer, compiled in one graph after so many steps: to the end, or up to where Inductor writes C++."""
 
-    def __init__(self, run: Run = eager, after: int = 0, backend: str = "inductor") -> None:
+    def __init__(self, run: Run = eager, after: int = 0, backend: Any = "inductor") -> None:
         self.plain, self.after = run, after
         self.compiled = torch.compile(run, fullgraph=True, backend=backend)
 
@@ -47,7 +47,8 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("recipe", EVERY, ids=str)
 def test_a_llama_layer_has_eagers_bits(recipe: Any) -> None:
     layer = make("Llama", qk_norm="RMSNorm", dtype=torch.bfloat16)
-    compiled = Compiled(backend="inductor" if recipe in (*TO_THE_END, EVERY[-1]) else WITHOUT_CODE)
+    backend = ByGraph() if recipe in TO_THE_END else "inductor" if recipe is EVERY[-1] else WITHOUT_CODE
+    compiled = Compiled(backend=backend)
     assert_same_training(layer, [eager, compiled], recipe, inputs(torch.bfloat16))
 
 

@@ -21,6 +21,9 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
     if recomputation.replaying():
         # The first run has prepared it; since then another recipe may have.
         return
+    if recipe.delayed is None and not recipe.stochastic and torch.compiler.is_compiling():
+        # It has none to give, and a compiled step that noted so would be compiled again for the second.
+        return
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return prepare(layer, recipe)
