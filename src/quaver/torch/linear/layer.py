@@ -128,7 +128,7 @@ class Linear(nn.Linear):
         plan: direct.Plan | None = None
         if training and not compiling:
             key = direct.facts(input.shape, input, weight, bias, recipe)
-            plan = state.plans.get(key)
+            plan = direct.plans.get(key)
             y = None if plan is None else plan.again(input, weight, bias, self)
             if y is not None:
                 return y
@@ -157,7 +157,7 @@ class Linear(nn.Linear):
         if training and plan is None and not casting and x.dtype is weight.dtype:
             plan = direct.plan(x, weight, bias, recipe)
             if plan is not None:
-                direct.keep(state.plans, key, plan)
+                direct.keep(key, plan)
                 y = plan.again(x, weight, bias, self)
                 if y is not None:
                     return y
@@ -190,8 +190,6 @@ class Linear(nn.Linear):
             self._buffers.update(held)
             # Casting there and back may bring other values to the same address.
             kept_weights.drop(self)
-            # They say nothing of where a weight lies.
-            self._state.plans.clear()
         for name, buffer in held.items():
             assert buffer is not None
             device = self.weight.device

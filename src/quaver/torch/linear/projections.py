@@ -125,10 +125,10 @@ def _decided(
             return []
     shape = torch.Size((math.prod(first.shape[:-1]), layers[0].in_features))
     steps = []
-    for layer, weight, bias in zip(layers, weights, biases, strict=True):
+    for weight, bias in zip(weights, biases, strict=True):
         if not weight.requires_grad or weight.dtype is not first.dtype or not weight.is_contiguous():
             return []
-        step = direct.decided(layer, shape, first, weight, bias, recipe)
+        step = direct.decided(shape, first, weight, bias, recipe)
         if step is None:
             return []
         steps.append(step)

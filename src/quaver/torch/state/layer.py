@@ -20,7 +20,7 @@ class LayerState:
 
     __slots__ = (
         *("__weakref__", "announced", "copied", "delayed", "factors", "initial", "last", "newest", "number"),
-        *("plans", "prepared", "serial", "stacked", "step", "streams", "views", "weights"),
+        *("prepared", "serial", "stacked", "step", "streams", "views", "weights"),
     )
 
     def __init__(self, serial: int = 0, delayed: Recipe | None = None, copied: bool = False) -> None:
@@ -36,8 +36,6 @@ class LayerState:
         self.prepared: Recipe | None = None
         #: What the layer keeps of its weight: `quaver.torch.state.kept_weights`.
         self.weights: Any = None
-        #: How it runs on inputs of some shapes: `quaver.torch.linear.plans.direct`.
-        self.plans: dict[Any, Any] = {}
         #: Of delayed scaling (`quaver.torch.state.history`): the number by which compiled code finds the layer, its
         #: buffers as the host reads them, views of the places where kernels note an amax, the stack that one launch
         #: rolls with the place in it, and the factors that a decided step was given.

@@ -13,6 +13,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu import families
 from quaver.torch.backends.gpu.gemms import scaled_mm
 from quaver.torch.backends.gpu.launching import capture, device, interpreter, launch
+from quaver.torch.linear.plans import direct
 from quaver.torch.operations import ops
 from quaver.torch.state.history import amax, on_gpu
 from tests.torch.backends.gpu.cublaslt import stand_in
@@ -59,6 +60,7 @@ def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> 
     patch.setattr(scaled_mm, "scaled_mm", run)
     patch.setattr(device, "_architecture", lambda _: arch)
     scaled_mm._ways.clear()
+    direct.plans.clear()
     scaled_mm._transposes.clear()
     return calls
 

@@ -16,7 +16,6 @@ from quaver.core.spec import Recipe
 from quaver.torch.backends.cpu import gemm
 from quaver.torch.linear.plans import direct
 from quaver.torch.state import kept_weights
-from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
 from tests.operands import nasty
 
@@ -41,6 +40,7 @@ def is_direct(y: Tensor) -> bool:
 def generally() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "plan", lambda *_: None)
+        patch.setattr(direct, "plans", {})
         yield
 
 
@@ -96,8 +96,11 @@ def test_every_shape_of_input_has_its_step() -> None:
             assert_bitwise(ours[what], theirs[what], f"{what} of {shape}")
 
 
-def test_lengths_that_come_by_turns_are_decided_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, decided, decide = qt.Linear(K, N, recipe="tensorwise"), [], direct.on_cpu.decide
+def test_lengths_that_come_by_turns_are_decided_once_for_all_layers_and_few_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers, decided, decide = [qt.Linear(K, N, recipe="tensorwise") for _ in range(2)], [], direct.on_cpu.decide
+    monkeypatch.setattr(direct, "MOST", 16)
 
     def counted(x: Tensor, *rest: Any) -> Any:
         decided.append(len(x))
@@ -105,11 +108,12 @@ def test_lengths_that_come_by_turns_are_decided_once_and_few_are_kept(monkeypatc
 
     monkeypatch.setattr(direct.on_cpu, "decide", counted)
     for tokens in [T, T + 1, T, T + 1, T]:
-        assert is_direct(layer(torch.randn(tokens, K, requires_grad=True)))
+        for layer in layers:
+            assert is_direct(layer(torch.randn(tokens, K, requires_grad=True)))
     assert decided == [T, T + 1]
     for tokens in range(1, 3 * direct.MOST):
-        assert is_direct(layer(torch.randn(tokens, K, requires_grad=True)))
-        assert len(state_of(layer).plans) <= direct.MOST
+        assert is_direct(layers[0](torch.randn(tokens, K, requires_grad=True)))
+        assert len(direct.plans) <= direct.MOST
 
 
 def layer_and_input() -> tuple[qt.Linear, Tensor]:
@@ -135,7 +139,7 @@ def test_a_plan_is_not_made_while_somebody_looks() -> None:
     x = torch.randn(T, K, requires_grad=True)
     with qt.only("reference"):
         assert not is_direct(layer(x))
-    assert not state_of(layer).plans
+    assert not direct.plans
     assert is_direct(layer(x))
 
 
@@ -219,7 +223,6 @@ def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
     with torch.no_grad():
         layer.parametrizations.weight.original.mul_(2.0)
     with generally():
-        state_of(layer).plans.clear()
         expected = layer(x)
     assert_bitwise(layer(x).detach(), expected.detach())
 
@@ -242,7 +245,6 @@ def test_an_output_may_be_written_to(way: str) -> None:
         x = torch.randn(shape, requires_grad=True)
         expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
         with generally() if way == "general" else nullcontext():
-            state_of(layer).plans.clear()
             y = layer(x)
         assert is_direct(y) == (way == "direct")
         grads = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))

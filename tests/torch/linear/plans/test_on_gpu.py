@@ -50,7 +50,11 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def generally() -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(direct, "plan", lambda *_: None)
+    def decide_nothing(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(direct, "plan", lambda *_: None)
+        patch.setattr(direct, "plans", {})
+
+    return decide_nothing
 
 
 def is_direct(y: Tensor) -> bool:
@@ -128,7 +132,7 @@ def test_layers_of_one_input_have_the_bits_of_the_general_way(
     second = copy.deepcopy(first)
     ours = trained(first)
     assert decided == [2, 1] * 4
-    (plan,) = state_of(first.down_proj).plans.values()
+    plan = next(plan for key, plan in direct.plans.items() if first.down_proj.weight.shape in key)
     assert (plan.step.rows.again is not None) is (recipe in ("tensorwise", "delayed", "rowwise"))
     with pytest.MonkeyPatch.context() as patch:
         generally(patch)
@@ -319,7 +323,6 @@ def test_a_weight_of_another_shape_has_a_plan_of_its_own(
     grads = torch.autograd.grad(y.float().square().sum(), (x, layer.weight))
     with pytest.MonkeyPatch.context() as patch:
         generally(patch)
-        state_of(layer).plans.clear()
         expected = layer(x)
         others = torch.autograd.grad(expected.float().square().sum(), (x, layer.weight))
     assert torch.equal(y, expected)
@@ -345,7 +348,6 @@ def test_recipes_that_share_a_weights_operand_read_it_each_in_its_way(
 
     grads = [gradient(recipe) for recipe in (first, second, first)]
     generally(monkeypatch)
-    state_of(layer).plans.clear()
     expected = [gradient(recipe) for recipe in (first, second, first)]
     assert not torch.equal(expected[0], expected[1])
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
@@ -359,7 +361,7 @@ def test_what_a_large_step_writes_is_not_held_for_its_shape() -> None:
     y.sum().backward()
     # The first forward quantizes its input beside the weight.
     layer(x)
-    (plan,) = state_of(layer).plans.values()
+    (plan,) = direct.plans.values()
     places = [place for cast in (plan.step.rows.input, plan.step.rows.grad_output) for place in cast.places.values()]
     assert len(places) == 2
     assert all(tensor is None or tensor.numel() <= 4 for tensors, _ in places for tensor in tensors)
@@ -369,9 +371,10 @@ def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch
     x = torch.randn(T, K).bfloat16().requires_grad_()
     for most, shares in ((T * K + N * K, True), (T * K + N * K - 1, False)):
         monkeypatch.setattr(on_gpu, "TOGETHER", most)
+        direct.plans.clear()
         layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
         assert is_direct(layer(x))
-        (plan,) = state_of(layer).plans.values()
+        (plan,) = direct.plans.values()
         assert (plan.step.rows.shared is not None) is shares
 
 
@@ -449,11 +452,12 @@ def test_factors_on_another_device_take_the_general_way(name: str) -> None:
     assert on_gpu._delayed(layer, x) is None
 
 
-def test_a_weight_on_another_device_has_no_decided_step_and_a_move_forgets_those_there_are() -> None:
+def test_a_weight_on_another_device_has_no_decided_step() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert is_direct(layer(x)) and layer._state.plans
-    layer.to("cpu")
-    assert not layer._state.plans
-    elsewhere = direct.plan(x, layer.weight.to("meta"), None, recipes.get("tensorwise"))
-    assert elsewhere is not None and elsewhere.step is None
+    assert is_direct(layer(x))
+    recipe, elsewhere = recipes.get("tensorwise"), layer.weight.to("meta")
+    assert direct.facts(x.shape, x, layer.weight, None, recipe) in direct.plans
+    assert direct.facts(x.shape, x, elsewhere, None, recipe) not in direct.plans
+    plan = direct.plan(x, elsewhere, None, recipe)
+    assert plan is not None and plan.step is None

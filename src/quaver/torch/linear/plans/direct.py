@@ -1,12 +1,12 @@
 """A linear layer's step with everything decided beforehand, where a machine has rows for it: see `step.Rows`.
 
-A small layer's time goes into choosing the implementation, the kernel and the layout. A `Plan` chooses them once for a
-layer and a shape; its step then only computes. The general way, `quaver.torch.linear.gemms`, takes every call that has
-no plan, and every call while counters, recomputation, `only` or torch.autocast is active. A step gives the same bits,
-gradients and state.
+A small layer's time goes into choosing the implementation, the kernel and the layout. A `Plan` chooses them once for
+all layers of a shape and inputs of a shape; its step then only computes. The general way, `quaver.torch.linear.gemms`,
+takes every call that has no plan, and every call while counters, recomputation, `only` or torch.autocast is active. A
+step gives the same bits, gradients and state.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,11 @@ from quaver.torch.operations import ops
 from quaver.torch.state import counters, recomputation
 
 #: What a decision reads of a call, the recipe by its identity.
-Facts = tuple[int, torch.Size, torch.dtype, torch.device, torch.Size, torch.dtype, torch.dtype | None]
-#: So many plans of a layer are kept: lengths that come by turns keep theirs, ever new ones drop the oldest.
-MOST = 16
+Facts = tuple[int, torch.Size, torch.dtype, torch.device, torch.Size, torch.dtype, torch.device, torch.dtype | None]
 
 
 class Plan(NamedTuple):
-    """How one layer runs on inputs of one shape."""
+    """How layers of one shape run on inputs of one shape."""
 
     #: Held, so that no other recipe gets its identity.
     recipe: Recipe
@@ -41,32 +39,37 @@ class Plan(NamedTuple):
         return step(x, weight, bias, layer)
 
 
+#: So many are kept: lengths that come by turns keep theirs, ever new ones drop the oldest.
+MOST = 1024
+#: A model's layers share them: of a new length each shape of weight is decided once, not each layer.
+plans: dict[Facts, Plan] = {}
+device.tables.append(plans)
+
+
 def facts(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Facts:
     """The key of a plan for inputs of this shape, with a tensor's dtype and device; a replaced weight has another."""
     of_bias = None if bias is None else bias.dtype
-    return id(recipe), shape, like.dtype, like.device, weight.shape, weight.dtype, of_bias
+    return id(recipe), shape, like.dtype, like.device, weight.shape, weight.dtype, weight.device, of_bias
 
 
-def keep(plans: dict[Any, Plan], key: Facts, plan: Plan) -> None:
-    """Put a plan among a layer's."""
-    if len(plans) >= MOST:
+def keep(key: Facts, plan: Plan) -> None:
+    """Put a plan among those that are kept."""
+    for oldest in list(plans)[: len(plans) + 1 - MOST]:
         # Another thread may have dropped it.
-        plans.pop(next(iter(plans)), None)
+        plans.pop(oldest, None)
     plans[key] = plan
 
 
-def decided(
-    layer: nn.Module, shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe
-) -> Step | None:
-    """The step of a layer on what is made of this shape, of dtype and device of a tensor; None for the general way."""
+def decided(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Step | None:
+    """The step of a layer with this weight on what is made of this shape, of dtype and device of a tensor; None for the
+    general way."""
     key = facts(shape, like, weight, bias, recipe)
-    plans: dict[Any, Plan] = layer._state.plans  # type: ignore[union-attr, assignment]
-    known: Plan | None = plans.get(key)
+    known = plans.get(key)
     if known is None:
         known = plan(like.new_empty(shape), weight, bias, recipe)
         if known is None:
             return None
-        keep(plans, key, known)
+        keep(key, known)
     step = known.step
     return None if step is None or (step.rows.aligned and capture.as_captured(like.device)) else step
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import launch
+from quaver.torch.backends.gpu.launching.device import tables
 from quaver.torch.backends.gpu.quantizing.ways import Room, pattern
 
 
@@ -100,7 +101,7 @@ class Passes:
     def __init__(self, decide: Callable[..., Pass]) -> None:
         self.decide = decide
         self.kept: dict[Any, Pass] = {}
-        launch.tables.append(self.kept)
+        tables.append(self.kept)
 
     def __call__(self, given: Sequence[Tensor | None], *decided: Hashable, own: Sequence[Tensor | None] = ()) -> Any:
         """The rooms of the pass.

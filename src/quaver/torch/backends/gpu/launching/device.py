@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ TRITON = (3, 6), (3, 9)
 asked: set[str] = set()
 #: What launches are recorded for, the innermost last: see `quaver.torch.backends.gpu.launching.launch.recording`.
 recorded: list[int | None] = [None]
+#: What this process keeps of launches and of what runs on such tensors; a recording begins and ends with none.
+tables: list[dict[Any, Any]] = []
 
 
 @contextmanager

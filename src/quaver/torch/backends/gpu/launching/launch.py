@@ -78,8 +78,6 @@ class Launch:
         return ASTSource(fn=self.fn, signature=self.signature, constexprs=constants, attrs=attrs)
 
 
-#: What each of the `Launches` and `quaver.torch.backends.gpu.fused.passes.Passes` keeps.
-tables: list[dict[Any, Any]] = []
 _recorded: list[Launch] | None = None
 
 
@@ -93,7 +91,7 @@ class Launches:
     def __init__(self, make: Callable[..., Run]) -> None:
         self.make = make
         self.kept: dict[Any, Run] = {}
-        tables.append(self.kept)
+        device.tables.append(self.kept)
 
     def __call__(self, tensors: Sequence[Tensor | None], read: Sequence[Any], *decided: Hashable) -> None:
         """Run it.
@@ -138,7 +136,7 @@ def recording(arch: int) -> Iterator[list[Launch]]:
 
 
 def _forget() -> None:
-    for kept in tables:
+    for kept in device.tables:
         kept.clear()
 
 

@@ -141,6 +141,8 @@ class BothWays:
             if capture.capturing(self.device):
                 # Memory of the graph, filled at each replay: of no use to anything else.
                 return place
+            if len(_places) >= launch.MOST_KEPT:
+                _places.clear()
             _places[shared] = place
         place = self.places[thread_and_stream] = _places[shared]
         return place
