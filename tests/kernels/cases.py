@@ -198,6 +198,11 @@ def _of_a_step() -> list[Case]:
         angles = torch.empty(4096, 1, int(128 * fraction), device="meta")
         return lambda: rope.turn(q, k if keys else None, angles, angles, interleaved, back)
 
+    def parts(interleaved: bool, back: bool) -> Callable[[], object]:
+        x = [torch.empty(2, 4096, heads, 128, dtype=BF16, device="meta") for heads in ((32, 8, 8) if back else (48,))]
+        angles = torch.empty(4096, 1, 128, device="meta")
+        return lambda: rope.turn_parts(x, 32, angles, angles, interleaved)
+
     def losses(vocabulary: int, gradient: bool = True, **rule: float) -> Callable[[], object]:
         logits = cross_entropy.padded_rows(2048, vocabulary, BF16, torch.device("meta"))
         targets = torch.empty(2048, dtype=torch.int64, device="meta")
@@ -213,6 +218,9 @@ def _of_a_step() -> list[Case]:
         Case(name="rope interleaved", launch=turned(True, False), elements=2048, exceptions=pairs),
         Case(name="rope half", launch=turned(False, False, 0.5), elements=4096),
         Case(name="rope queries", launch=turned(False, False, keys=False), elements=2048),
+        Case(name="rope of a projection", launch=parts(False, False), elements=2048),
+        Case(name="rope of a projection back", launch=parts(False, True), elements=2048),
+        Case(name="rope of a projection interleaved", launch=parts(True, False), elements=2048, exceptions=pairs),
         Case(name="cross entropy", launch=losses(131072)),
         Case(name="cross entropy without gradient", launch=losses(131072, False), exceptions=ONE_NUMBER),
         Case(name="cross entropy ragged", launch=losses(50257)),

@@ -10,7 +10,13 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver.torch import RotaryEmbedding
 from quaver.torch.backends.gpu.fused import rope as gpu
-from quaver.torch.blocks.attention.rope.rotary import TURN, _turn, apply_rotary_to_both
+from quaver.torch.blocks.attention.rope.rotary import (
+    TURN,
+    TURN_PARTS,
+    _turn,
+    apply_rotary_to_both,
+    apply_rotary_to_parts,
+)
 from tests.close import assert_bitwise, assert_close
 from tests.kernels.compare import DEVICE
 
@@ -74,6 +80,39 @@ def test_parts_of_a_fused_projection_are_turned_where_they_lie() -> None:
     for ours, given in zip(gpu.turn(q, k, cos, sin, False, False), (q, k), strict=True):
         assert ours is not None and ours.is_contiguous()
         assert_bitwise(ours, _turn(given, cos, sin, False, False))
+
+
+@INTERLEAVED
+@pytest.mark.parametrize("where, head_dim, fraction", [("bshd", 16, 1.0), ("sbhd", 20, 0.4), ("thd", 24, 1.0)])
+def test_heads_of_one_projection_are_parted_and_put_together_by_a_launch(
+    where: str, head_dim: int, fraction: float, interleaved: bool, monkeypatch: Any
+) -> None:
+    """The bits of splitting, turning and joining, and those of the values as they are; there, back, and there again."""
+    layout, tokens, options = WHERE[where]
+    monkeypatch.setattr(gpu, "BLOCK", 64)
+    gpu._passes.kept.clear()
+    rope = RotaryEmbedding(head_dim, fraction=fraction, interleaved=interleaved, device=DEVICE)
+    runs = []
+    for name in ("triton", "reference"):
+        torch.manual_seed(0)
+        x = nasty((*tokens, 3 + 2 + 2, head_dim), torch.bfloat16).requires_grad_()
+        cos, sin = rope.tables(x, layout=layout, **options)
+        with qt.only(name):
+            assert next(n for n, why in TURN_PARTS.explain(x, 3, cos, sin, interleaved) if not why) == name
+            parts = apply_rotary_to_parts(x, 3, cos, sin, interleaved)
+            # As attention's own gradients lie.
+            gs = [nasty((*tokens, heads, head_dim), torch.bfloat16).transpose(-2, -3) for heads in (3, 2, 2)]
+            gs = [g.contiguous().transpose(-2, -3).requires_grad_() for g in gs]
+            (whole,) = torch.autograd.grad(parts, x, gs, create_graph=True)
+            again = torch.autograd.grad(whole, gs, x.detach())
+            (alone,) = torch.autograd.grad(apply_rotary_to_parts(x, 3, cos, sin, interleaved)[2], x, gs[2].detach())
+        assert all(part.is_contiguous() for part in (*parts, whole))
+        # Where autograd adds up parts of the plain one, zeros have lost their signs.
+        runs.append((*parts, whole + 0.0, *again, alone + 0.0))
+        assert torch.equal(parts[2].view(torch.int16), x[..., 5:, :].reshape(parts[2].shape).view(torch.int16))
+    for ours, plain in zip(*runs, strict=True):
+        assert_bitwise(ours.detach(), plain.detach())
+    gpu._passes.kept.clear()
 
 
 @INTERLEAVED

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys turned by one launch, there or back.
+"""Rotary positions: queries and keys turned by one launch, there or back, and values that stand beside them copied.
 
 A pair of features (a, b) becomes (a cos - b sin, b cos + a sin). Launched with products and sums kept apart, it gives
 the bits of the plain formula. Source: Su et al. 2021, arXiv:2104.09864.
@@ -20,9 +20,9 @@ def _pair(a, b, c, s, BACK: tl.constexpr):
 def _turn(
     x, y, c, s, first, heads, head_stride,
     HALF: tl.constexpr, REST: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr, COPY: tl.constexpr = False,
 ):  # fmt: skip
-    """BH heads of one token: x, its heads `head_stride` apart, to y, contiguous; c, s float32 [1, BD]."""
+    """BH heads of one token: x, its heads `head_stride` apart, to y, contiguous; c, s float32 [1, BD]; COPY: as is."""
     WIDTH: tl.constexpr = 2 * HALF + REST
     h = first + tl.arange(0, BH)
     row = x + (h[:, None].to(tl.int64) if FAR else h[:, None]) * head_stride
@@ -33,9 +33,10 @@ def _turn(
         d = tl.arange(0, 2 * BD)
         mask = inside & (d[None, :] < 2 * HALF)
         v = tl.load(row + d[None, :]) if EVEN else tl.load(row + d[None, :], mask=mask, other=0.0)
-        a, b = tl.split(tl.reshape(v.to(tl.float32), (BH, BD, 2)))
-        a, b = _pair(a, b, c, s, BACK)
-        v = tl.reshape(tl.join(a, b), (BH, 2 * BD)).to(dtype)
+        if not COPY:
+            a, b = tl.split(tl.reshape(v.to(tl.float32), (BH, BD, 2)))
+            a, b = _pair(a, b, c, s, BACK)
+            v = tl.reshape(tl.join(a, b), (BH, 2 * BD)).to(dtype)
         if EVEN:
             tl.store(out + d[None, :], v)
         else:
@@ -44,12 +45,13 @@ def _turn(
         i = tl.arange(0, BD)
         mask = inside & (i[None, :] < HALF)
         if EVEN:
-            a = tl.load(row + i[None, :]).to(tl.float32)
-            b = tl.load(row + HALF + i[None, :]).to(tl.float32)
+            a = tl.load(row + i[None, :])
+            b = tl.load(row + HALF + i[None, :])
         else:
-            a = tl.load(row + i[None, :], mask=mask, other=0.0).to(tl.float32)
-            b = tl.load(row + HALF + i[None, :], mask=mask, other=0.0).to(tl.float32)
-        a, b = _pair(a, b, c, s, BACK)
+            a = tl.load(row + i[None, :], mask=mask, other=0.0)
+            b = tl.load(row + HALF + i[None, :], mask=mask, other=0.0)
+        if not COPY:
+            a, b = _pair(a.to(tl.float32), b.to(tl.float32), c, s, BACK)
         if EVEN:
             tl.store(out + i[None, :], a.to(dtype))
             tl.store(out + HALF + i[None, :], b.to(dtype))
@@ -64,19 +66,20 @@ def _turn(
 
 @triton.jit
 def rope(
-    q, k, q_out, k_out, cos, sin,
-    inner, q_heads, k_heads, q_blocks,
-    q_outer, q_inner, q_head, k_outer, k_inner, k_head, cos_outer, cos_inner,
+    q, k, v, q_out, k_out, v_out, cos, sin,
+    inner, q_heads, k_heads, q_blocks, k_blocks, q_row, k_row,
+    q_outer, q_inner, q_head, k_outer, k_inner, k_head, v_outer, v_inner, v_head, cos_outer, cos_inner,
     HALF: tl.constexpr, REST: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """One token (axis 0) and BH of its heads (axis 1), those of q [outer, inner, q_heads, D] first, then those of k.
+    """One token (axis 0) and BH of its heads (axis 1), those of q [outer, inner, q_heads, D] first, then those of k,
+    then as many of v, which do not turn; k and v may be None.
 
     cos, sin: float32, 2 HALF values a token, as `quaver.torch.blocks.attention.rope.rotary` makes them: each angle at
     both places of its pair, a sine negative at the first. *_outer, *_inner, *_head: strides, 0 where tokens share;
-    results are contiguous. D = 2 HALF + REST; BD, BR: powers of two not below HALF and REST; EVEN: whole blocks of
-    heads, and BD = HALF.
+    *_row: of a result's tokens, whose heads are contiguous. D = 2 HALF + REST; BD, BR: powers of two not below HALF and
+    REST; EVEN: whole blocks of heads, and BD = HALF.
     FAR: the last head begins 2**31 elements after the first, or more. Exact.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -93,13 +96,18 @@ def rope(
     else:
         c = tl.load(cos + angle + i * STEP, mask=i < HALF, other=0.0)[None, :]
         s = tl.load(sin + angle + SECOND + i * STEP, mask=i < HALF, other=0.0)[None, :]
-    WIDTH: tl.constexpr = 2 * HALF + REST
     if block < q_blocks:
         x = q + o * q_outer + n * q_inner
-        y = q_out + token * q_heads * WIDTH
+        y = q_out + token * q_row
         _turn(x, y, c, s, block * BH, q_heads, q_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_Q, FAR)
     elif k is not None:
-        x = k + o * k_outer + n * k_inner
-        y = k_out + token * k_heads * WIDTH
         first = (block - q_blocks) * BH
-        _turn(x, y, c, s, first, k_heads, k_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_K, FAR)
+        if block < q_blocks + k_blocks:
+            x = k + o * k_outer + n * k_inner
+            y = k_out + token * k_row
+            _turn(x, y, c, s, first, k_heads, k_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_K, FAR)
+        elif v is not None:
+            first -= k_blocks * BH
+            x = v + o * v_outer + n * v_inner
+            y = v_out + token * k_row
+            _turn(x, y, c, s, first, k_heads, v_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_K, FAR, True)

@@ -12,7 +12,7 @@ from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.dot_product import CoreOptions, DotProductAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
-from quaver.torch.blocks.attention.rope.rotary import apply_rotary, apply_rotary_to_both
+from quaver.torch.blocks.attention.rope.rotary import apply_rotary, apply_rotary_to_both, apply_rotary_to_parts
 from quaver.torch.blocks.norm_linear import PartOptions, Parts, normalized_projections
 
 #: What x is in each layout.
@@ -148,9 +148,8 @@ class MultiheadAttention(Parts):
             keys = (x if memory is None else memory).shape[where]
             self.core.check(batch, x.shape[where], keys, mask, bias, cu_seqlens)
         parts: Any = self._modules
-        q, k, v = self._project(x, memory)
         offset = 0 if cache is None or positions is not None else cache.offset
-        q, k = self._turned(q, k, positions, cu_seqlens, offset)
+        q, k, v = self._turned(self._project(x, memory, cu_seqlens), positions, cu_seqlens, offset)
         mask_type = None
         if cache is not None:
             k, v = cache.update(layer, k, v)
@@ -171,36 +170,42 @@ class MultiheadAttention(Parts):
             )
         cache.check_mask(mask, core.mask_type, (x.shape[0], x.shape[1]))
 
-    def _project(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, each [..., its heads, its features of a head]."""
+    def _project(self, x: Tensor, memory: Tensor | None, cu_seqlens: Any) -> tuple[Tensor, ...]:
+        """q, k and v, each [..., its heads, its features of a head]; or one tensor of all heads, which `rope` parts."""
         parts: Any = self._modules
-        names = list(self._parts)
+        names, sizes = list(self._parts), parts["core"].sizes
         if memory is None:
             outputs = normalized_projections(parts["norm"], x, [parts[name] for name in names])
         else:
             outputs = normalized_projections(parts["norm"], x, [parts[names[0]]])
             outputs += normalized_projections(None, memory, [parts[name] for name in names[1:]])
+        turned = len(names) < 3 and parts["rope"] is not None and parts["q_norm"] is None
+        if turned and len(names) == 1 and sizes[0][1] == sizes[2][1] and not isinstance(cu_seqlens, tuple):
+            return (outputs[0].unflatten(-1, (-1, sizes[0][1])),)
         if len(names) < 3:
             widths = (self._parts[name] for name in names)
             split = (y.split(of, -1) if len(of) > 1 else (y,) for y, of in zip(outputs, widths, strict=True))
             outputs = tuple(itertools.chain.from_iterable(split))
-        q, k, v = (y.unflatten(-1, size) for y, size in zip(outputs, parts["core"].sizes, strict=True))
-        if len(names) < 3 and parts["rope"] is not None and parts["q_norm"] is None and torch.is_grad_enabled():
+        q, k, v = (y.unflatten(-1, size) for y, size in zip(outputs, sizes, strict=True))
+        if turned and torch.is_grad_enabled():
             # Of a fused projection backward will need v alone: a copy lets the rest go.
             v = v.contiguous()
         return q, k, v
 
     def _turned(
-        self, q: Tensor, k: Tensor, positions: Tensor | None, cu_seqlens: Any, offset: int | Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, projected: tuple[Tensor, ...], positions: Tensor | None, cu_seqlens: Any, offset: int | Tensor
+    ) -> tuple[Tensor, ...]:
         parts: Any = self._modules
-        normalize = parts["q_norm"] is not None
+        rope, normalize = parts["rope"], parts["q_norm"] is not None
+        of_queries, of_keys = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+        where = {"positions": positions, "offset": offset, "layout": self.layout}
+        if len(projected) == 1:
+            cos, sin = rope.tables(projected[0], cu_seqlens=cu_seqlens, **where)
+            return apply_rotary_to_parts(projected[0], self.core.heads, cos, sin, rope.interleaved)
+        q, k, v = projected
         if normalize and not self.qk_norm_after_rope:
             q, k = parts["q_norm"](q), parts["k_norm"](k)
-        rope = parts["rope"]
         if rope is not None:
-            of_queries, of_keys = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-            where = {"positions": positions, "offset": offset, "layout": self.layout}
             cos, sin = rope.tables(q, cu_seqlens=of_queries, **where)
             if of_keys is of_queries and k.shape[:-2] == q.shape[:-2]:
                 q, k = apply_rotary_to_both(q, k, cos, sin, rope.interleaved)
@@ -210,7 +215,7 @@ class MultiheadAttention(Parts):
                 k = apply_rotary(k, cos, sin, rope.interleaved)
         if normalize and self.qk_norm_after_rope:
             q, k = parts["q_norm"](q), parts["k_norm"](k)
-        return q, k
+        return q, k, v
 
 
 def head_sizes(dim: int, heads: int, head_dim: int | tuple[int, int] | None) -> tuple[int, int]:

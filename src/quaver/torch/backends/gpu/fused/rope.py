@@ -44,12 +44,28 @@ def turn(
 
     Exact: the bits of the plain formula in `quaver.torch.blocks.attention.rope.rotary`.
     """
-    q_out, k_out = _passes((q, k, cos, sin), interleaved, back)
+    q_out, k_out, _ = _passes((q, k, None, cos, sin), interleaved, back)
     return q_out, k_out
 
 
+def turn_parts(x: Sequence[Tensor], heads: int, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    """q, of so many heads, and k turned, and v copied, out of one tensor that holds all their heads; or those three, as
+    gradients go, turned back and copied into one. Exact, as `turn`."""
+    whole = x[0]
+    together: tuple[Tensor, ...] = ()
+    groups = (whole.shape[-2] - heads) // 2 if len(x) == 1 else x[1].shape[-2]
+    sizes = heads, groups, groups
+    if len(x) == 1:
+        x = whole.split(sizes, -2)
+    else:
+        whole = whole.new_empty((*whole.shape[:-2], sum(sizes), whole.shape[-1]))
+        together = whole.split(sizes, -2)
+    parts = _passes((*x, cos, sin), interleaved, bool(together), own=together)
+    return (whole,) if together else tuple(parts)
+
+
 def _pass(given: Sequence[Any], interleaved: bool, back: bool) -> Pass:
-    q, k, cos, sin = given
+    q, k, v, cos, sin, *outs = given
     half = cos.shape[-1] // 2
     wide = power_above(half)
     heads, k_heads = q.shape[-2], 0 if k is None else k.shape[-2]
@@ -66,12 +82,16 @@ def _pass(given: Sequence[Any], interleaved: bool, back: bool) -> Pass:
         "BACK": back,
         "EVEN_Q": heads % block == 0 and wide == half,
         "EVEN_K": k_heads % block == 0 and wide == half,
-        "FAR": max(n * _strides(x)[2] for n, x in ((heads + block, q), (k_heads + block, k))) >= 2**31,
+        "FAR": max(n * _strides(x)[2] for n, x in ((heads + block, q), (k_heads + block, k), (k_heads + block, v)))
+        >= 2**31,
     }
-    numbers = (inner, heads, k_heads, q_blocks, *_strides(q), *_strides(k), *_strides(cos)[:2])
-    rooms = whole(q.shape, q.dtype), None if k is None else whole(k.shape, k.dtype)
-    grid = outer * inner, q_blocks + k_blocks
-    return Pass(given, rooms, [Launch(kernel, grid, (q, k, *rooms, cos, sin), numbers, constants, WARPS)])
+    rooms = () if outs else tuple(None if x is None else whole(x.shape, x.dtype) for x in (q, k, v))
+    rows = [outs[0].stride(-3)] * 2 if outs else [n * q.shape[-1] for n in (heads, k_heads)]
+    strides = [stride for x in (q, k, v) for stride in _strides(x)]
+    numbers = (inner, heads, k_heads, q_blocks, k_blocks, *rows, *strides, *_strides(cos)[:2])
+    grid = outer * inner, q_blocks + (k_blocks if v is None else 2 * k_blocks)
+    tensors = (q, k, v, *(outs or rooms), cos, sin)
+    return Pass(given, rooms, [Launch(kernel, grid, tensors, numbers, constants, WARPS)])
 
 
 _passes = Passes(_pass)

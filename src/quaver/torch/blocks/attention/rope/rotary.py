@@ -45,6 +45,15 @@ def apply_rotary_to_both(
     return q, k
 
 
+def apply_rotary_to_parts(x: Tensor, heads: int, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    """q and k, turned as by `apply_rotary`, and v, of x [..., all their heads, D]: one launch on a GPU, there and back.
+
+    Args:
+        heads: those of q, which come first; k and v have half of the others each.
+    """
+    return TURN_PARTS(x, heads, cos, sin, interleaved)
+
+
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     """One way or back. Plain operations: autograd, torch.func and double backward follow them."""
     turning = cos.shape[-1]
@@ -76,27 +85,34 @@ def _not_launched(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: Any
 
 
 class _Launched(torch.autograd.Function):
-    """Queries, and keys if there are any, turned by the kernel; their gradients are turned back by it, and so on."""
+    """Heads turned by the kernel, whose gradients are turned back by it, and so on: queries, and keys if there are any;
+    or, if it is said how many heads are q's, one tensor to q, k and v, or those back to it."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)
+        ctx: Any, heads: int | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, *x: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.constants = interleaved, back
-        turned: tuple[Tensor, Tensor | None] = _KERNEL.run(q, k, cos, sin, interleaved, back)
+        ctx.constants = heads, interleaved, not back
+        x = tuple(one if one is None or one.stride(-1) == 1 else one.contiguous() for one in x)
+        turned: tuple[Tensor | None, ...]
+        if heads is None:
+            turned = _KERNEL.run(*x, cos, sin, interleaved, back)
+        else:
+            turned = _PARTS.run(x, heads, cos, sin, interleaved)
         return turned
 
     @staticmethod
-    def backward(ctx: Any, of_q: Tensor | None, of_k: Tensor | None) -> Any:
-        cos, sin = ctx.saved_tensors
-        interleaved, back = ctx.constants
-        given = [g for g in (of_q, of_k) if g is not None]
-        dense = [g if g.stride(-1) == 1 else g.contiguous() for g in given]
-        turned = _Launched.apply(*(*dense, None)[:2], cos, sin, interleaved, not back) if dense else (None, None)
-        of_q, of_k = turned if of_q is not None else (None, turned[0])
-        return of_q, of_k, None, None, None, None
+    def backward(ctx: Any, *gs: Tensor | None) -> Any:
+        heads, *how = ctx.constants
+        return *(None,) * 5, *_Launched.apply(heads, *ctx.saved_tensors, *how, *gs)
+
+
+def _plain_parts(x: Tensor, heads: int, *tables: Any) -> tuple[Tensor, ...]:
+    groups = (x.shape[-2] - heads) // 2
+    q, k, v = x.split((heads, groups, groups), -2)
+    # Of x backward will need v alone: a copy lets the rest go.
+    return *TURN(q, k, *tables, False), v.contiguous() if torch.is_grad_enabled() else v
 
 
 class _Turn(torch.autograd.Function):
@@ -170,13 +186,31 @@ def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleave
 
 
 _KERNEL = Impl("triton", f"{ops.GPU}.fused.rope:turn", f"{ops.GPU}.fused.rope:reason")
+_PARTS = Impl("triton", f"{ops.GPU}.fused.rope:turn_parts")
 #: (q, k of the same tokens or None, cos, sin, interleaved, whether to turn back) to both, turned.
 TURN: Operation[tuple[Tensor, ...]] = Operation(
     "turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
-    [Impl("triton", _Launched.apply, _not_launched, ops.no_kernels), Impl("reference", _plain)],
+    [
+        Impl("triton", lambda q, k, *tables: _Launched.apply(None, *tables, q, k), _not_launched, ops.no_kernels),
+        Impl("reference", _plain),
+    ],
     fake=_fake,
     kernel=_kernel,
     traced=_traced,
+)
+#: (all heads of q, k and v, how many are q's, cos, sin, interleaved) to q and k, turned, and v.
+TURN_PARTS: Operation[tuple[Tensor, ...]] = Operation(
+    "turn_parts",
+    [
+        Impl(
+            "triton",
+            lambda x, heads, *tables: _Launched.apply(heads, *tables, False, x),
+            lambda x, _, *tables: _not_launched(x, None, *tables),
+            ops.no_kernels,
+        ),
+        Impl("reference", _plain_parts),
+    ],
+    traced=_plain_parts,
 )
 TABLES: Operation[tuple[Tensor, Tensor]] = Operation(
     "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)",
