@@ -211,9 +211,9 @@ class Activated:
             return row.forward(*x)
         return alone(replace(self, eight_bits=False) if self.eight_bits else self, SENTENCE, *x)
 
-    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
+    def forward(self, *x: Tensor | None, decided: bool = False) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
         assert x[0] is not None
-        y = ops.chosen(ACTIVATE, x[0])(self.name, self.options, x)
+        y = ops.chosen(ACTIVATE, x[0], decided)(self.name, self.options, x)
         if not self.eight_bits:
             return y, x
         return y, tuple(ops.QUANTIZE(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
@@ -231,10 +231,10 @@ class Activated:
     def remake(self, saved: Sequence[Any]) -> Tensor:
         return ACTIVATE(self.name, self.options, saved)
 
-    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor, ...]:
+    def backward(self, g: Tensor, saved: Sequence[Any], decided: bool = False) -> tuple[Tensor, ...]:
         if self.eight_bits:
             saved = [q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1]) for q in saved]
-        return tuple(ACTIVATE_BACKWARD(self.name, self.options, g, saved))
+        return tuple(ops.chosen(ACTIVATE_BACKWARD, g, decided)(self.name, self.options, g, saved))
 
 
 #: Elements of a result that a CPU works on at a time: float32 copies of so many stay in its cache.

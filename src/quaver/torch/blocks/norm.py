@@ -38,11 +38,12 @@ class Normalization:
     def __call__(self, *x: Tensor | None) -> Tensor:
         return alone(self, SENTENCE, *x)
 
-    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        value, weight, bias = x
+    def forward(self, *x: Tensor | None, decided: bool = False) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        value, gamma, beta = x
         assert value is not None
-        gamma, beta = gamma_and_beta(value, weight, bias, self.zero_centered)
-        y, mean, factor = ops.chosen(NORMALIZE, value)(value, gamma, beta, self.normalization, self.eps)
+        if self.zero_centered or not decided:
+            gamma, beta = gamma_and_beta(value, gamma, beta, self.zero_centered)
+        y, mean, factor = ops.chosen(NORMALIZE, value, decided)(value, gamma, beta, self.normalization, self.eps)
         return y, (value, gamma, beta, mean, factor)
 
     def quantized(
@@ -60,9 +61,11 @@ class Normalization:
     def remake(self, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("what a norm made is kept")
 
-    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    def backward(self, g: Tensor, saved: Sequence[Any], decided: bool = False) -> tuple[Tensor | None, ...]:
         x, gamma, beta, mean, factor = saved
-        return backward(g, x, gamma, beta, mean, factor, self.normalization)
+        run = ops.chosen(NORMALIZE_BACKWARD, x, decided)
+        of_x, of_gamma, of_beta = run(g, x, gamma, beta, mean, factor, self.normalization)
+        return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta
 
 
 class Norm(nn.Module):
@@ -230,20 +233,6 @@ def gamma_and_beta(
         return weight, bias
     gamma = None if weight is None else ops.widened(weight)
     return gamma + 1 if gamma is not None and zero_centered else gamma, None if bias is None else ops.widened(bias)
-
-
-def backward(
-    g: Tensor,
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mean: Tensor,
-    factor: Tensor,
-    normalization: str,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x in its dtype, and of gamma and beta in theirs or in float32; None where there are none."""
-    of_x, of_gamma, of_beta = NORMALIZE_BACKWARD(g, x, gamma, beta, mean, factor, normalization)
-    return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta
 
 
 def _plain_forward(

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.backends.gpu.launching.device import out_of_memory
 from quaver.torch.linear.gemms import Call, Gradients, both_at_once, matrix, quantize, quantize_both
-from quaver.torch.linear.plans.step import Step
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state import counters
@@ -28,8 +26,12 @@ class Prologue(Protocol):
     def __call__(self, *x: Tensor | None) -> Tensor:
         """Differentiably, for layers that are not quantized."""
 
-    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
-        """Outside autograd: the input, and what backward needs."""
+    def forward(self, *x: Tensor | None, decided: bool = False) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
+        """Outside autograd: the input, and what backward needs.
+
+        Args:
+            decided: whether layers decided beforehand on a GPU follow, whose kernels take tensors like x.
+        """
 
     def quantized(
         self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
@@ -49,8 +51,8 @@ class Prologue(Protocol):
     def remake(self, saved: Sequence[Any]) -> Tensor:
         """The input once more, bit for bit."""
 
-    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        """The gradients of what it took."""
+    def backward(self, g: Tensor, saved: Sequence[Any], decided: bool = False) -> tuple[Tensor | None, ...]:
+        """The gradients of what it took; decided as in `forward`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Given:
         assert value is not None
         return value
 
-    def forward(self, *x: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, *x: Tensor | None, decided: bool = False) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         return self(*x), ()
 
     def quantized(self, *_: Any) -> None:
@@ -73,7 +75,7 @@ class Given:
     def remake(self, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("what is given is kept")
 
-    def backward(self, g: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    def backward(self, g: Tensor, saved: Sequence[Any], decided: bool = False) -> tuple[Tensor | None, ...]:
         return (g,)
 
 
@@ -92,24 +94,18 @@ class Setup(NamedTuple):
     #: Tensors that the prologue takes.
     taken: int = 1
     return_input: bool = False
-    #: The decided step of each layer, where all have one.
-    steps: Sequence[Step] = ()
+    #: The decided step of each layer in this call, where all have one.
+    runs: Sequence[Any] = ()
 
 
 class Run(Protocol):
     """What runs the GEMMs of one layer in one call: a `gemms.Call`, or a decided step's `plans.step.Run`."""
-
-    #: Whether kernels that make the input may quantize it on the way.
-    fuses: bool
 
     def output(self, operand: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[T, N], of the input as `enter` made it."""
 
     def turned(self, x: Any, operand: Any) -> tuple[Any, Any]:
         """What wgrad consumes, of an input [T, K] and of what fprop read of it."""
-
-    def remade(self, x: Tensor) -> tuple[Any, Any]:
-        """What wgrad consumes, of an input [T, K] that backward has made again: no state sees it twice."""
 
     def gradients(
         self,
@@ -127,7 +123,7 @@ class Entrance(NamedTuple):
     """The layers' input, in the forms that GEMMs and backward read."""
 
     #: One for each layer.
-    runs: Sequence[Run]
+    runs: Sequence[Call]
     #: As the prologue made it, or None where it wrote nothing but codes.
     output: Tensor | None
     #: That as a matrix in the dtype of the GEMMs.
@@ -142,15 +138,14 @@ class Entrance(NamedTuple):
     saved: Sequence[Any]
 
 
-def enter(setup: Setup, x: Sequence[Tensor | None], weight: Tensor, keeps: bool) -> Entrance:
-    """Make the layers' input and quantize it: as was decided, or by one kernel where there is one, or after it.
+def enter(setup: Setup, x: Sequence[Tensor | None], keeps: bool) -> Entrance:
+    """Make the layers' input and quantize it: by one kernel where there is one, or after it.
 
     Args:
-        weight: the first layer's, which may be quantized by the same launches.
         keeps: whether backward will read the input as it is made here.
     """
     calls: list[Call] = []
-    if not setup.steps and setup.prologue is not GIVEN and may_fuse(setup.dtype, x[0]):  # type: ignore[arg-type]
+    if setup.prologue is not GIVEN and may_fuse(setup.dtype, x[0]):  # type: ignore[arg-type]
         calls = [_call(setup, layer, x[0]) for layer in setup.layers]  # type: ignore[arg-type]
         entrance = _fused(setup, x, keeps, calls)
         if entrance is not None:
@@ -158,10 +153,6 @@ def enter(setup: Setup, x: Sequence[Tensor | None], weight: Tensor, keeps: bool)
     output, saved = setup.prologue.forward(*x)
     shape, dtype = output.shape, output.dtype
     y = matrix(output if dtype is setup.dtype else output.to(setup.dtype))
-    decided = _decided(setup, y, weight) if setup.steps else None
-    if decided is not None:
-        runs, operand = decided
-        return Entrance(runs, output, y, shape, dtype, operand, None, saved)
     calls = calls or [_call(setup, layer, y) for layer in setup.layers]
     call, a, c = calls[0], setup.recipe.fprop.a, setup.recipe.wgrad.b
     q: Tensor | Quantized = y
@@ -180,26 +171,6 @@ def _note(calls: Sequence[Call], q: Tensor | Quantized) -> None:
         if call.record and call.factors is not None:
             assert isinstance(q, Quantized)
             amax.record(call.layer, amax.INPUT, q.amax)
-
-
-def _decided(setup: Setup, y: Tensor, weight: Tensor) -> tuple[list[Any], Any] | None:
-    """What runs the layers, and what they read of y; None where this y, or what a layer remembers, is for the general
-    way."""
-    if not y.is_contiguous() or y.data_ptr() & 15:
-        return None
-    runs: list[Any] = []
-    for step, layer in zip(setup.steps, setup.layers, strict=True):
-        run = step.run(y, layer)
-        if run is None:
-            return None
-        runs.append(run)
-    try:
-        operand = runs[0].entered(y, weight)
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(y, 2) from error
-    for run in runs[1:]:
-        run.note(operand)
-    return runs, operand
 
 
 def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
@@ -244,12 +215,11 @@ def _call(setup: Setup, layer: nn.Linear, y: Tensor) -> Call:
     return call
 
 
-def remade(setup: Setup, saved: Sequence[Any], run: Any) -> tuple[Any, Any]:
+def remade(setup: Setup, saved: Sequence[Any], run: Call) -> tuple[Any, Any]:
     """The input that wgrad consumes, from what the prologue kept."""
     c = setup.recipe.wgrad.b
-    if run.fuses and c is not None and run.plan.input and may_fuse(setup.dtype, saved[0]):
+    if c is not None and run.plan.input and may_fuse(setup.dtype, saved[0]):
         q = producers.remade(setup.prologue, saved, c, *_known(run))
         if q is not None:
             return q, None
-    remade: tuple[Any, Any] = run.remade(matrix(setup.prologue.remake(saved).to(setup.dtype)))
-    return remade
+    return run.remade(matrix(setup.prologue.remake(saved).to(setup.dtype)))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.torch.backends.gpu.launching.device import out_of_memory
+from quaver.torch.internals import any_autocast_enabled
 from quaver.torch.linear.entrance import Run, Setup, enter, remade
 from quaver.torch.linear.gemms import Call
 from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
@@ -27,13 +29,15 @@ class Projections(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Any:
+        if setup.runs:
+            return _as_decided(ctx, setup, tensors)
         n, taken, needs, c = len(setup.layers), setup.taken, ctx.needs_input_grad, setup.recipe.wgrad.b
         weights, biases = tensors[taken : taken + n], tensors[taken + n :]
         # Noise is not drawn a second time; and a prologue keeps nothing if none of its own gradients is needed.
         differentiated = any(needs[1 : 1 + taken])
         remakes = setup.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
         keeps = setup.training and not remakes and any(needs[1 + taken : 1 + taken + n])
-        entrance = enter(setup, tensors[:taken], tensors[taken], keeps)  # type: ignore[arg-type]
+        entrance = enter(setup, tensors[:taken], keeps)
         runs, lead, outputs = entrance.runs, entrance.shape[:-1], []
         for run, weight, bias in zip(runs, weights, biases, strict=True):
             assert weight is not None
@@ -45,7 +49,7 @@ class Projections(torch.autograd.Function):
         of_dgrad = weights if differentiated else (None,) * n
         # A compiler carries tensors and plain values from forward to backward, no objects.
         traced = torch.compiler.is_compiling()
-        factors = [run.factors for run in runs] if traced else []  # type: ignore[attr-defined]
+        factors = [run.factors for run in runs] if traced else []
         saved, layouts = _pack([*kept, *factors, *(entrance.saved if differentiated else ())])
         ctx.save_for_backward(*of_dgrad, *saved)
         dtypes = [weight.dtype for weight in weights if weight is not None], [b is not None and b.dtype for b in biases]
@@ -54,9 +58,8 @@ class Projections(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> Any:
-        device = ops.autocast_device(gs[0])
-        if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
-            with ops.without_autocast(device):
+        if not torch.compiler.is_compiling() and any_autocast_enabled():
+            with ops.without_autocast(ops.autocast_device(gs[0])):
                 return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, *gs)
         return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, *gs)
 
@@ -67,20 +70,51 @@ class Projections(torch.autograd.Function):
 apply: Any = super(torch.autograd.Function, Projections).apply
 
 
+def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+    """`Projections.forward` by steps that were decided beforehand.
+
+    What wgrad consumes is kept though the prologue could make it again: it is small, and that takes launches.
+    """
+    runs, taken, n = setup.runs, setup.taken, len(setup.runs)
+    first, weights, biases = runs[0], tensors[taken : taken + n], tensors[taken + n :]
+    y, saved = setup.prologue.forward(*tensors[:taken], decided=first.step.rows.aligned)
+    shape, x = y.shape, first.readable(y)
+    try:
+        operands = first.entered(x, weights[0])
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(y, 2) from error
+    for run in runs[1:]:
+        run.note(operands)
+    outputs = [
+        _shaped(run.output(operands, weight, bias), (*shape[:-1], weight.shape[0]))
+        for run, weight, bias in zip(runs, weights, biases, strict=True)
+    ]
+    kept, layouts = _pack([*first.turned(x, operands), *saved])
+    ctx.save_for_backward(*weights, *kept)
+    dtypes = [setup.dtype] * n, [b is not None and b.dtype for b in biases]
+    ctx.constants = setup, runs, shape, setup.dtype, layouts, *dtypes
+    return (y, *outputs) if setup.return_input else tuple(outputs)
+
+
 def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A Function's fresh output in another shape, which may be written to: autograd refuses writes, such as those of
     nn.ReLU(inplace=True), to a view that a Function returned."""
     if len(shape) == 2:
         return y
-    return y.view(shape) if torch.compiler.is_compiling() or not y.is_contiguous() else y.resize_(shape)
+    # torch reads numbers in half of the time of a shape.
+    return y.view(*shape) if torch.compiler.is_compiling() or not y.is_contiguous() else y.resize_(*shape)
 
 
 #: In `_pack`'s layouts a tensor or None.
 PLAIN = 1, None
+#: What it takes apart.
+PACKED = frozenset((Quantized, float))
 
 
-def _pack(values: Sequence[Any]) -> tuple[list[Tensor | None], list[tuple[int, Any]]]:
+def _pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[int, Any]]]:
     """The tensors of operands, for autograd, and what `_unpack` needs besides."""
+    if not torch.compiler.is_compiling() and PACKED.isdisjoint(map(type, values)):
+        return values, []
     tensors: list[Tensor | None] = []
     layouts: list[tuple[int, Any]] = []
     for value in values:
@@ -96,6 +130,8 @@ def _pack(values: Sequence[Any]) -> tuple[list[Tensor | None], list[tuple[int, A
 
 def _unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> list[Any]:
     """The operands that `_pack` took apart."""
+    if not layouts:
+        return list(tensors)
     values, at = [], 0
     for size, layout in layouts:
         values.append(put_together(layout, tensors[at : at + size]))
@@ -129,7 +165,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     of_x: tuple[Tensor | None, ...] = (None,) * taken
     if of_input:
         assert of_y is not None
-        of_x = setup.prologue.backward(of_y.view(shape), saved)
+        of_x = setup.prologue.backward(of_y.view(*shape), saved, bool(setup.runs) and runs[0].step.rows.aligned)
     return None, *of_x, *of_weights, *of_biases
 
 

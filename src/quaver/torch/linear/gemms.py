@@ -57,9 +57,6 @@ class Call:
         *("turned_weight", "version", "weight"),
     )
 
-    #: Kernels that make a layer's input may quantize it on the way.
-    fuses = True
-
     def __init__(
         self, layer: nn.Module, recipe: Recipe, x: Tensor, dtype: torch.dtype, record: bool, factors: Factors
     ) -> None:

@@ -4,7 +4,6 @@ Which layers share their input, and which of them have a step that was decided b
 `quaver.torch.linear.function`.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
+from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.linear.entrance import Prologue, Setup, may_fuse
 from quaver.torch.linear.function import Projections, apply
 from quaver.torch.linear.layer import Linear, dtype_sentence, recipe_of, weight_and_bias
 from quaver.torch.linear.plans import direct
-from quaver.torch.linear.plans.step import Step
+from quaver.torch.linear.plans.step import Run
 from quaver.torch.linear.stored import stored
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
@@ -40,6 +40,14 @@ def project(
     training = torch.is_grad_enabled()
     own = [weight_and_bias(layer) for layer in layers]
     weights, biases = [weight for weight, _ in own], [bias for _, bias in own]
+    for layer in layers:
+        if training and layer._state.prepared is not recipe:
+            prepare(layer, recipe)
+    runs = _decided(x, weights, biases, layers, recipe, prologue) if training else []
+    if runs:
+        setup = Setup(prologue, tuple(layers), recipe, x[0].dtype, True, len(x), return_input, runs)
+        decided: tuple[Tensor, ...] = apply(setup, *x, *weights, *biases)
+        return decided
     device = ops.autocast_device(x[0])
     casting = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if casting else x[0].dtype
@@ -49,10 +57,7 @@ def project(
             stored.check_gradient(weight)
         elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))
-        if training and layer._state.prepared is not recipe:
-            prepare(layer, recipe)
-    decided = _decided(x, weights, biases, layers, recipe, prologue) if training and not casting else []
-    setup = Setup(prologue, tuple(layers), recipe, dtype, training, len(x), return_input, decided)
+    setup = Setup(prologue, tuple(layers), recipe, dtype, training, len(x), return_input)
     run: Any = Projections.apply if torch.compiler.is_compiling() else apply
     outputs: tuple[Tensor, ...]
     if not casting:
@@ -100,7 +105,8 @@ def is_bare(module: nn.Module) -> bool:
     )
 
 
-#: The largest input that is written and read again where a kernel could quantize it on the way: launches take longer.
+#: The largest input that is written and read again where a kernel could quantize it on the way, and of which codes are
+#: kept where they could be made again: launches take longer.
 LAUNCHES = 1 << 20
 
 
@@ -111,25 +117,31 @@ def _decided(
     layers: Sequence[Linear],
     recipe: Recipe,
     prologue: Prologue,
-) -> list[Step]:
-    """The step of each layer in a training forward; none where one has none, or a fused kernel saves a large pass."""
+) -> list[Run]:
+    """The decided step of each layer in a training forward, as this call's; none where one has none, where what a layer
+    remembers is for the general way, or where a fused kernel saves a large pass."""
     first, a, c = x[0], recipe.fprop.a, recipe.wgrad.b
     assert a is not None and first is not None
-    if torch.compiler.is_compiling() or direct.disturbed():
+    if torch.compiler.is_compiling():
         return []
-    if not any(t is not None and t.requires_grad for t in x):
+    if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
         return []
     if first.numel() > LAUNCHES and may_fuse(first.dtype, first):
         remakes = prologue.remakes and (c is None or c.rounding == "nearest")
         if a.per_tensor or remakes:
             return []
-    shape = torch.Size((math.prod(first.shape[:-1]), layers[0].in_features))
-    steps = []
-    for weight, bias in zip(weights, biases, strict=True):
+    shape, features = first.shape, weights[0].shape[-1]
+    if shape[-1] != features:
+        shape = torch.Size((*shape[:-1], features))
+    if direct.disturbed() or capture.as_captured(first.device):
+        return []
+    runs = []
+    for layer, weight, bias in zip(layers, weights, biases, strict=True):
         if not weight.requires_grad or weight.dtype is not first.dtype or not weight.is_contiguous():
             return []
         step = direct.decided(shape, first, weight, bias, recipe)
-        if step is None:
+        run = None if step is None else step.run(first, layer)
+        if run is None:
             return []
-        steps.append(step)
-    return steps
+        runs.append(run)
+    return runs

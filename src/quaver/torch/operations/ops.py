@@ -41,8 +41,11 @@ def on_host(x: Tensor) -> bool:
     return x.is_cpu and not device.asked and not torch.compiler.is_compiling()
 
 
-def chosen(operation: Operation, x: Tensor) -> Callable[..., Any]:
-    """What runs an operation on x: where that is plain torch, the function itself."""
+def chosen(operation: Operation, x: Tensor, decided: bool = False) -> Callable[..., Any]:
+    """What runs an operation on x: where that is plain torch, the function itself; where a decided step says that
+    kernels take tensors like x, the first implementation."""
+    if decided:
+        return operation.impls[0].run
     return operation.impls[-1].run if on_host(x) else operation
 
 

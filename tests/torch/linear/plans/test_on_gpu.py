@@ -14,8 +14,9 @@ from quaver import recipes
 from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch.backends.gpu.gemms import operands, scaled_mm
 from quaver.torch.backends.gpu.quantizing.ways import SMALL
-from quaver.torch.linear import entrance
+from quaver.torch.linear import function
 from quaver.torch.linear.plans import direct, on_gpu
+from quaver.torch.linear.plans.step import Run
 from quaver.torch.state.layer import state_of
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
 
@@ -116,24 +117,19 @@ def test_bits_and_state_are_those_of_the_general_way(
 def test_layers_of_one_input_have_the_bits_of_the_general_way(
     recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A normalization before two layers, and an activation before one, which backward makes again and quantizes beside
-    grad_output where one launch does for both."""
+    """A normalization before two layers, and an activation before one, of which the codes are kept."""
     become(arch, monkeypatch)
-    enter, decided = entrance._decided, []
+    run, decided = function._as_decided, []
 
-    def entered(*given: Any) -> Any:
-        result = enter(*given)
-        if result is not None:
-            decided.append(len(result[0]))
-        return result
+    def noted(ctx: Any, setup: Any, tensors: Any) -> Any:
+        decided.append(len(setup.runs))
+        return run(ctx, setup, tensors)
 
-    monkeypatch.setattr(entrance, "_decided", entered)
+    monkeypatch.setattr(function, "_as_decided", noted)
     first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
     second = copy.deepcopy(first)
     ours = trained(first)
     assert decided == [2, 1] * 4
-    plan = next(plan for key, plan in direct.plans.items() if first.down_proj.weight.shape in key)
-    assert (plan.step.rows.again is not None) is (recipe in ("tensorwise", "delayed", "rowwise"))
     with pytest.MonkeyPatch.context() as patch:
         generally(patch)
         theirs = trained(second)
@@ -427,16 +423,16 @@ def test_want_of_memory_is_a_sentence_after_a_norm(monkeypatch: pytest.MonkeyPat
     block = qt.LayerNormLinear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     block(x)
-    decided = entrance._decided
+    entered = Run.entered
 
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     def in_want(*arguments: Any) -> Any:
         monkeypatch.setattr(torch, "empty_like", full)
-        return decided(*arguments)
+        return entered(*arguments)
 
-    monkeypatch.setattr(entrance, "_decided", in_want)
+    monkeypatch.setattr(Run, "entered", in_want)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
         block(x)
 

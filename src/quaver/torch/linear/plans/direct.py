@@ -20,7 +20,9 @@ from quaver.torch.operations import ops
 from quaver.torch.state import counters, recomputation
 
 #: What a decision reads of a call, the recipe by its identity.
-Facts = tuple[int, torch.Size, torch.dtype, torch.device, torch.Size, torch.dtype, torch.device, torch.dtype | None]
+Facts = tuple[
+    int, torch.Size, torch.dtype, torch.device, torch.Size, torch.dtype, torch.device, tuple[torch.dtype, bool] | None
+]
 
 
 class Plan(NamedTuple):
@@ -48,7 +50,7 @@ device.tables.append(plans)
 
 def facts(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Facts:
     """The key of a plan for inputs of this shape, with a tensor's dtype and device; a replaced weight has another."""
-    of_bias = None if bias is None else bias.dtype
+    of_bias = None if bias is None else (bias.dtype, bias.requires_grad)
     return id(recipe), shape, like.dtype, like.device, weight.shape, weight.dtype, weight.device, of_bias
 
 
@@ -70,16 +72,16 @@ def decided(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None
         if known is None:
             return None
         keep(key, known)
-    step = known.step
-    return None if step is None or (step.rows.aligned and capture.as_captured(like.device)) else step
+    return known.step
 
 
 def disturbed() -> bool:
     """True if counters, recomputation, `only`, torch.autocast, torch.func or forward mode is active."""
+    logs = recomputation.state
     return (
         counters.active.counters is not None
-        or recomputation.state.replay is not None
-        or bool(recomputation.state.writing)
+        or logs.replay is not None
+        or bool(logs.writing)
         or ops.QUANTIZE.active is not ops.QUANTIZE.impls
         or ops.MATMUL.active is not ops.MATMUL.impls
         or any_autocast_enabled()

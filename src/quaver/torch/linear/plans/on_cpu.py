@@ -60,14 +60,11 @@ class HostFactors(NamedTuple):
 
     factors: list[float]
     version: float
-    #: Whose history notes the amaxes; None where none does.
-    layer: nn.Module | None
+    #: Whose history notes the amaxes.
+    layer: nn.Module
 
     def in_backward(self, layer: nn.Module, g: Tensor) -> "HostFactors":
         return self
-
-    def unnoted(self) -> "HostFactors":
-        return self._replace(layer=None)
 
 
 def _factors(layer: nn.Module, x: Tensor) -> HostFactors | None:
@@ -80,8 +77,7 @@ def _codes(x: Tensor, spec: QuantSpec, delayed: HostFactors | None, column: int)
     if delayed is None:
         return fp8.per_tensor(x, spec)
     codes, scale, top = fp8.per_tensor(x, spec, factor=delayed.factors[column])
-    if delayed.layer is not None:
-        amax.record(delayed.layer, column, top)
+    amax.record(delayed.layer, column, top)
     return codes, scale, top
 
 

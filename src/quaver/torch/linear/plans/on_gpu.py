@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu import families
 from quaver.torch.backends.gpu.families import family_of
+from quaver.torch.backends.gpu.fused import column_sums, producers
 from quaver.torch.backends.gpu.gemms.operands import any_matrix, matrix, scales
 from quaver.torch.backends.gpu.gemms.scaled_mm import FAST, SCALING, SWIZZLE, Kind, reads_transposes, role, way
 from quaver.torch.backends.gpu.quantizing.both_ways import BothWays
@@ -62,9 +63,6 @@ class Delayed(NamedTuple):
             return _with_newest(self, [*newest[:2], amax.newest(layer, amax.GRAD_OUTPUT, g)])
         return self
 
-    def unnoted(self) -> "Delayed":
-        return _with_newest(self, [None] * 3)
-
 
 def _with_newest(delayed: Delayed, newest: list[Tensor | None]) -> Delayed:
     by_column = [
@@ -112,8 +110,8 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
         # A private name: the general way calls the public one.
         return None
     tokens, (n, k) = x.numel() // max(x.shape[-1], 1), weight.shape
-    if x.numel() == 0 or any(side & 15 for side in (tokens, n, k)):
-        # Sides that need to be filled up.
+    if x.numel() == 0 or any(side & 15 for side in (tokens, n, k)) or 2 * k > producers.WIDEST:
+        # Sides that need to be filled up, or rows of gate and value that no kernel before the layer takes.
         return None
     like = x.detach().view(tokens, k)
     specs = [spec for gemm in recipe.gemms.values() for spec in (gemm.a, gemm.b)]
@@ -131,9 +129,12 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
         return None
     input_way = _way(like, recipe.fprop.a, recipe.wgrad.b, Wanted(transpose=True, views=views))
     g = like.new_empty((tokens, n))
-    of_grad_output = _way(g, recipe.dgrad.a, recipe.wgrad.a, Wanted(sums=bias is not None, views=views))
+    sums = bias is not None and bias.requires_grad and not column_sums.reason(g, bias.dtype)
+    of_grad_output = _way(g, recipe.dgrad.a, recipe.wgrad.a, Wanted(sums=sums, views=views))
     if input_way is None or of_grad_output is None:
         return None
+    if bias is not None and sums:
+        of_grad_output = column_sums.summed(of_grad_output, g, bias.dtype)
     fprop, dgrad = gemms["fprop"], gemms["dgrad"]
     assert fprop is not None and dgrad is not None
 
@@ -146,15 +147,6 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
         weight_way = _way(weight.detach(), recipe.fprop.b, recipe.dgrad.b, Wanted(True, True, views=views))
         if weight_way is not None and share(input_way, weight_way):
             shared = _shared(BothWays(x.device, input_way, weight_way), of_input, recipe, (fprop, dgrad), views)
-    again = None
-    if not plain and x.numel() + g.numel() <= TOGETHER and share(of_grad_output, input_way):
-        of_both = BothWays(x.device, of_grad_output, input_way)
-
-        def again(g: Tensor, x: Tensor, delayed: Delayed | None) -> Any:
-            if delayed is None:
-                return of_both(g, None, x, None)
-            return of_both(g, delayed.by_column[amax.GRAD_OUTPUT], x, delayed.unnoted().by_column[amax.INPUT])
-
     return Step(
         recipe,
         x,
@@ -168,7 +160,6 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
             _product(dgrad, x.dtype),
             None if gemms["wgrad"] is None else _product(gemms["wgrad"], x.dtype),
             True,
-            again,
         ),
     )
 

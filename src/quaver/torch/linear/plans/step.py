@@ -25,7 +25,7 @@ from quaver.torch.state.layer import state_of
 Scale = Any
 #: What a matrix [rows, columns] became: an operand and its scale, the transpose's and its scale, of the right side of a
 #: GEMM where they are kept (None and None where no GEMM takes them), and what was found on the way: of an input the
-#: amax where a history wants it, of a grad_output float32 sums of blocks of rows or None.
+#: amax where a history wants it, of a grad_output the gradient of the bias, or None where that is to be summed yet.
 Operands = tuple[Tensor, Scale, Tensor | None, Scale, Any]
 
 
@@ -42,9 +42,6 @@ class Factors(Protocol):
 
     def in_backward(self, layer: nn.Module, g: Tensor) -> "Factors":
         """The same for a backward: the layer's buffers may be others by now."""
-
-    def unnoted(self) -> "Factors":
-        """The same for an input that is quantized again: no amax is noted."""
 
 
 class Weight:
@@ -85,9 +82,6 @@ class Rows(NamedTuple):
     wgrad: Multiply | None
     #: Whether kernels read addresses that are multiples of 16.
     aligned: bool
-    #: (grad_output, an input that backward has made again, factors) to the operands of one and of the other, by
-    #: launches that both share; None where they share none.
-    again: Callable[[Tensor, Tensor, Any], Any] | None = None
 
 
 class Step:
@@ -127,8 +121,6 @@ class Run:
 
     __slots__ = ("entry", "factors", "layer", "owed", "ready", "step")
 
-    #: The input is quantized after it is made.
-    fuses = False
     #: What is kept of the weight, or was for this call.
     entry: kept_weights.Entry
     #: Under delayed scaling, what keeps its step from being over until the backward has run.
@@ -185,20 +177,11 @@ class Run:
             ready.noted = factors
         return entry, ready
 
-    def _readable(self, x: Tensor) -> Tensor:
+    def readable(self, x: Tensor) -> Tensor:
         """x as the rows read it: row by row, and where they ask for it from an address that is a multiple of 16."""
         if x.is_contiguous() and not (self.step.rows.aligned and x.data_ptr() & 15):
             return x
         return x.clone(memory_format=torch.contiguous_format)
-
-    def remade(self, x: Tensor) -> tuple[Tensor, Scale]:
-        """What wgrad consumes, of an input that backward has made again; it and no scale where that shares the launches
-        of grad_output."""
-        factors = None if self.factors is None else self.factors.unnoted()
-        x = self._readable(x)
-        if self.step.rows.again is not None:
-            return x, None
-        return self.turned(x, self.step.rows.input(x, factors))
 
     def gradients(
         self,
@@ -209,34 +192,27 @@ class Run:
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Those that are needed of input, weight and bias, of grad_output [..., n] and what `turned` gave."""
+        """Those that are needed of input [T, K], weight and bias, of grad_output [..., n] and what `turned` gave."""
         step, layer, factors, given = self.step, self.layer, self.factors, g
         rows = step.rows
         if factors is not None and self.owed is not None:
             self.owed.settle()
-        g = self._readable(g)
+        g = self.readable(g)
         if factors is not None:
             factors = factors.in_backward(layer, g)
-        if rows.again is not None and needs[1] and kept[1] is None:
-            assert kept[0] is not None
-            both = rows.again(g, kept[0], factors)
-            (q, scale, qt, of_qt, sums), kept = both[:5], both[7:9]
-        else:
-            q, scale, qt, of_qt, sums = rows.grad_output(g, factors)
+        q, scale, qt, of_qt, of_bias = rows.grad_output(g, factors)
         if counters.active.counters is not None:
             _count(layer, step.recipe, g.view(-1, g.shape[-1]), factors)
-        of_input = of_weight = of_bias = None
-        if needs[2]:
+        of_input = of_weight = None
+        if needs[2] and of_bias is None:
             assert bias_dtype is not None
-            of_bias = ops.bias_gradient(given.reshape(-1, given.shape[-1]), bias_dtype, sums)
+            of_bias = ops.bias_gradient(given.reshape(-1, given.shape[-1]), bias_dtype)
         if needs[0]:
             w = self.entry.ready
             if w is None or w.recipe is not step.recipe:
                 assert weight is not None
                 w = rows.weight(weight, layer, factors, False)[1]
             of_input = rows.dgrad(q, scale, w.dgrad, w.dgrad_scale, None)
-            if len(step.shape) != 2:
-                of_input = of_input.view(step.shape)
         if needs[1]:
             xt, of_xt = kept
             assert xt is not None
@@ -277,8 +253,9 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 def _backward(ctx: Any, saved: Sequence[Any], g: Tensor) -> Any:
     run, on_host, bias_dtype = ctx.constants
     weight, kept, scale = saved
-    kept = kept, scale.item() if on_host else scale
-    return *run.gradients(g, weight, kept, ctx.needs_input_grad, weight.dtype, bias_dtype), None
+    kept, shape = (kept, scale.item() if on_host else scale), run.step.shape
+    of_x, *others = run.gradients(g, weight, kept, ctx.needs_input_grad, weight.dtype, bias_dtype)
+    return of_x if of_x is None or len(shape) == 2 else of_x.view(*shape), *others, None
 
 
 def _count(layer: nn.Module, recipe: Recipe, g: Tensor, factors: Any) -> None:

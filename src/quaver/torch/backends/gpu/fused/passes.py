@@ -74,7 +74,8 @@ class Pass:
             for run, taken in self.runs:
                 run(*taken((*given, *self._told(results), None)))
             return results
-        addresses += [None if x is None else x.data_ptr() for x in results]
+        for x in results:
+            addresses.append(None if x is None else x.data_ptr())
         addresses.append(None)
         stream = stream_of(index)
         for start, grid, middle, tail, taken in self.parts:
@@ -114,15 +115,17 @@ class Passes:
         facts: list[Any] = [decided, given[0].device]  # type: ignore[union-attr]
         addresses: list[int | None] = []
         tensors, anywhere = (*given, *own), len(given)
-        for i, x in enumerate(tensors):
+        for x in tensors:
+            anywhere -= 1
             if x is None:
                 facts.append(None)
                 addresses.append(None)
                 continue
             address = x.data_ptr()
-            if i < anywhere:
-                facts += x.shape, x.stride(), x.get_device()
-            facts += x.dtype, address & 15
+            if anywhere < 0:
+                facts += x.dtype, address & 15
+            else:
+                facts += x.shape, x.is_contiguous() or x.stride(), x.get_device(), x.dtype, address & 15
             addresses.append(address)
         key = tuple(facts)
         known = self.kept.get(key) or self._keep(key, tensors, decided)

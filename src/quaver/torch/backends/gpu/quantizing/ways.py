@@ -22,8 +22,8 @@ TOGETHER = 1 << 23
 
 #: What a matrix [rows, columns] became, as scaled GEMMs take it: codes [rows, columns] and their scales; codes of the
 #: transpose and their scales, of the right side of a GEMM where they are kept: [rows, columns], lying as [columns,
-#: rows], or None and None where no GEMM takes them; and float32 sums of blocks of rows, to be added up before anything
-#: else is quantized, or the amax of what is kept, or None.
+#: rows], or None and None where no GEMM takes them; and sums over the rows (float32 of blocks of them, unless launches
+#: of the way have added them up), or the amax of what is kept, or None.
 Decided = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
