@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.linear.gemms import Call, Gradients, both_at_once, matrix, quantize, quantize_both
+from quaver.torch.linear.gemms import Call, both_at_once, matrix, quantize, quantize_both
+from quaver.torch.linear.plans.step import Run
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state import counters
@@ -95,28 +96,7 @@ class Setup(NamedTuple):
     taken: int = 1
     return_input: bool = False
     #: The decided step of each layer in this call, where all have one.
-    runs: Sequence[Any] = ()
-
-
-class Run(Protocol):
-    """What runs the GEMMs of one layer in one call: a `gemms.Call`, or a decided step's `plans.step.Run`."""
-
-    def output(self, operand: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[T, N], of the input as `enter` made it."""
-
-    def turned(self, x: Any, operand: Any) -> tuple[Any, Any]:
-        """What wgrad consumes, of an input [T, K] and of what fprop read of it."""
-
-    def gradients(
-        self,
-        g: Tensor,
-        weight: Any,
-        kept: Any,
-        needs: Sequence[bool],
-        weight_dtype: torch.dtype,
-        bias_dtype: Any,
-    ) -> Gradients:
-        """Those that are needed of input [T, K], weight and bias, of grad_output [..., N] and what `turned` gave."""
+    runs: Sequence[Run] = ()
 
 
 class Entrance(NamedTuple):

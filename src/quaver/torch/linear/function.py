@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quaver.torch.backends.gpu.launching.device import out_of_memory
 from quaver.torch.internals import any_autocast_enabled
-from quaver.torch.linear.entrance import Run, Setup, enter, remade
+from quaver.torch.linear.entrance import Setup, enter, remade
 from quaver.torch.linear.gemms import Call
 from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
 from quaver.torch.operations import ops
@@ -169,7 +169,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     return None, *of_x, *of_weights, *of_biases
 
 
-def _again(setup: Setup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[Run]:
+def _again(setup: Setup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[Call]:
     """What ran the layers, in a backward that a compiler traces."""
     return [
         Call(layer, setup.recipe, g, setup.dtype, setup.training, of_layer)
