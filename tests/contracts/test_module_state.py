@@ -27,7 +27,6 @@ LOCKED = "filled under a lock, and looked up again there"
 ONCE = "setdefault: the first one stays"
 OWN = "the key holds the thread and the stream: nobody else writes there"
 WARNS = "two threads may warn twice"
-LAUNCHES = "filled at import; a launch in one refers to what is in _kernels, which stays: either thread's may be kept"
 #: functools.cache and lru_cache are safe in threads; what they hold must be, too.
 CACHED = "functools keeps it consistent; two threads may compute the same twice"
 #: By module and name.
@@ -59,7 +58,6 @@ SAFE = {
     "torch.backends.gpu.launching.launch:_kernels": LOCKED,
     "torch.backends.gpu.launching.launch:_recorded": "only tests and the gate record, in one thread",
     "torch.backends.gpu.launching.launch:_rooms": LOCKED,
-    "torch.backends.gpu.launching.launch:tables": LAUNCHES,
     "torch.backends.gpu.launching.launch:_workspaces": LOCKED,
     "torch.backends.gpu.launching.launch:multiprocessors": CACHED,
     "torch.backends.gpu.gemms.operands:_ones": ONCE,
@@ -68,6 +66,7 @@ SAFE = {
     "torch.backends.gpu.gemms.scaled_mm:_transposes": SAME,
     "torch.backends.gpu.gemms.scaled_mm:_ways": "two threads find out the same; an entry holds its specs",
     "torch.linear.layer:_warned": WARNS,
+    "torch.linear.plans.direct:plans": SAME,
     "torch.operations.operation:OPERATIONS": "filled while modules are imported",
     "torch.operations.ops:_resolved": "an entry holds the recipe whose identity it has; `only` is the process's",
     "torch.numerics.philox:_keys": "functools keeps it consistent, and a copy from the host is waited for",
