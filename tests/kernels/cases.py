@@ -111,21 +111,11 @@ def _per_tensor() -> list[Case]:
             name="cast+transpose+amax of two delayed",
             launch=lambda: run(two(matrix(), POWER, matrix(COLUMNS), POWER, known=True)),
         ),
-        Case(
-            name="cast+transpose+amax of two delayed, one noted",
-            launch=lambda: run(two(matrix(), QuantSpec(E5M2), matrix(), POWER, known=True, notes=False)),
-        ),
     ]
 
 
 def two(
-    x: Tensor,
-    spec: QuantSpec,
-    w: Tensor,
-    other: QuantSpec,
-    sums: bool = False,
-    known: bool | None = None,
-    notes: bool | None = None,
+    x: Tensor, spec: QuantSpec, w: Tensor, other: QuantSpec, sums: bool = False, known: bool | None = None
 ) -> list[Launch]:
     """The launches that an input, or a grad_output to be summed, shares with a weight."""
     by_way = []
@@ -133,8 +123,7 @@ def two(
         family = families.family_of(of_one, of_one)
         way = None if family is None or family.decided is None else family.decided(one, of_one, of_one, wanted)
         assert way is not None
-        # The amax of the first is noted; of an input made again it is not once more.
-        by_way.append(way.launches(known, notes if by_way and notes is not None else known))
+        by_way.append(way.launches(known, known))
     shared = shared_launches(by_way)
     assert shared is not None
     return shared

@@ -171,7 +171,7 @@ def cast_two(
     rows_2, columns_2, stride_2, q_stride_2, qt_lines_2, programs_2, first,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, EVEN_2: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr,
-    NEWEST: tl.constexpr, NEWEST_2: tl.constexpr, SUMS: tl.constexpr, SUMS_2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    NEWEST: tl.constexpr, SUMS: tl.constexpr, SUMS_2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, EMAX_2: tl.constexpr,
     TOP_MANTISSA_2: tl.constexpr, MAX_2: tl.constexpr, INTEGERS: tl.constexpr,
     dtype: tl.constexpr, dtype_2: tl.constexpr,
@@ -193,6 +193,6 @@ def cast_two(
             other // across_2, other % across_2,
             x_2, q_2, qt_2, scale_2, top_2, factor_2, given_2, newest_2, work_2, partial_2,
             rows_2, columns_2, stride_2, q_stride_2, qt_lines_2, programs_2,
-            BM, BN, EVEN_2, ROWS, COLUMNS, MEASURED, FACTOR, GIVEN, NEWEST_2,
+            BM, BN, EVEN_2, ROWS, COLUMNS, MEASURED, FACTOR, GIVEN, NEWEST,
             SUMS_2, POWER_OF_TWO, EMAX_2, TOP_MANTISSA_2, MAX_2, INTEGERS, dtype_2,
         )  # fmt: skip
