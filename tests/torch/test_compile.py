@@ -476,8 +476,7 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
             lies = turned and not one.format.packed
             q = Quantized(data, scale, one, (rows, 48), lies, factor if one.two_level else None)
             operands.append(flat(q))
-    for a in operands[:2]:
-        for b in operands[2:]:
-            last = torch.randn(16) if bias else None
-            arguments = (*a, *b, torch.bfloat16, last)
-            torch.library.opcheck(torch.ops.quaver.matmul.default, arguments, test_utils=CHECKS)
+    # Without a bias both operands are turned or neither is, with one one of them.
+    for a, b in zip(operands[:2], operands[3:1:-1] if bias else operands[2:], strict=True):
+        arguments = (*a, *b, torch.bfloat16, torch.randn(16) if bias else None)
+        torch.library.opcheck(torch.ops.quaver.matmul.default, arguments, test_utils=CHECKS)
