@@ -17,9 +17,9 @@ from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu import families
 from quaver.torch.backends.gpu.fused import activation, column_sums, cross_entropy, norm, rope
 from quaver.torch.backends.gpu.gemms import decoding
-from quaver.torch.backends.gpu.launching.launch import launcher
+from quaver.torch.backends.gpu.launching.passes import Launch
 from quaver.torch.backends.gpu.quantizing import block_scaled
-from quaver.torch.backends.gpu.quantizing.ways import Launch, Wanted, shared_launches
+from quaver.torch.backends.gpu.quantizing.ways import Wanted, shared_launches
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.history import on_gpu
 
@@ -131,7 +131,7 @@ def two(
 
 def run(launches: list[Launch]) -> None:
     for one in launches:
-        launcher(*one.job)
+        one.compiled(torch.device("meta"))
 
 
 def _by_rows_and_blocks() -> list[Case]:
@@ -180,7 +180,7 @@ def _of_a_step() -> list[Case]:
         assert recipe.delayed is not None
         window = torch.empty(3, recipe.delayed.length, device="meta").t()
         addresses, specs = matrix(224, 2, torch.int64), recipe.history_specs
-        return lambda: on_gpu.launch(addresses, matrix(224, 3, FLOAT32), window, recipe.delayed, specs)
+        return lambda: on_gpu.launch(addresses, window, recipe.delayed, specs)
 
     def turned(interleaved: bool, back: bool, fraction: float = 1.0, keys: bool = True) -> Callable[[], object]:
         q, k = (torch.empty(2, 4096, heads, 128, dtype=BF16, device="meta") for heads in (32, 8))

@@ -153,7 +153,7 @@ def test_amaxes_given_from_anywhere_are_read_as_they_lie(block: tuple[int, int |
         given = room.t() if block == (1, 128) else room
         q = families.quantize(x, spec, given)
         assert_bitwise(q.dequantize(), reference.quantize(x, spec, given).dequantize())
-        kept.append(len(rowwise._rows.kept) + len(blockwise._launches.kept))
+        kept.append(len(rowwise._passes.kept) + len(blockwise._passes.kept))
     # Squares are copied to where their scales will lie.
     assert kept[1] - kept[0] == (block != (128, 128))
 

@@ -27,7 +27,7 @@ COLUMNS = [2, 7, 64, 150]
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: Any) -> None:
     monkeypatch.setattr(gpu, "BLOCK", 32)
-    gpu._launches.kept.clear()
+    gpu._passes.kept.clear()
 
 
 def exact(logits: Tensor, targets: Tensor, weights: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:

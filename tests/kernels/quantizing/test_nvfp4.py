@@ -105,7 +105,7 @@ def test_layers_and_seeds_share_one_compiled_kernel(monkeypatch: pytest.MonkeyPa
         launch._loaded(launch.describe(fn, (*grid, 1), tensors, numbers, constants, warps), 0)
         return lambda *_: None
 
-    monkeypatch.setattr(block_scaled, "launcher", compiled)
+    monkeypatch.setattr(launch, "launcher", compiled)
     spec = QuantSpec(E2M1, (1, 16), "two_level", "stochastic")
     amax, count = torch.ones((1, 1), device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for seed, tensor_id in itertools.product((0, 2**31 + 1, 2**63 - 1), (0, 3, 2**32 - 1)):

@@ -118,6 +118,14 @@ def encode(y, dtype: tl.constexpr, INTEGERS: tl.constexpr):
 
 
 @triton.jit
+def encode4(y0, y1, y2, y3, dtype: tl.constexpr, INTEGERS: tl.constexpr):
+    """`encode` of four rows."""
+    c0, c1 = encode(y0, dtype, INTEGERS), encode(y1, dtype, INTEGERS)
+    c2, c3 = encode(y2, dtype, INTEGERS), encode(y3, dtype, INTEGERS)
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def _to_odd_half(y):
     """float16 of y, rounded to odd: what was cut off shows in the last bit, so that a second rounding, to E4M3, is the
     only one. Below 2**-14, where float16 has fewer bits, E4M3 is 0; beyond its largest value, saturated.
@@ -143,6 +151,14 @@ def _encode_on_bits(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.
     code = tl.where(a < ((128 - BIAS) << 23), small, tl.minimum(normal, MAX_CODE))
     code = tl.where(a > 0x7F800000, NAN_CODE, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def largest_bits4(x0, x1, x2, x3):
+    """The larger `magnitude_bits` of four rows, element by element."""
+    return tl.maximum(
+        tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
+    )
 
 
 @triton.jit
@@ -181,3 +197,14 @@ def meet(work, bits, programs):
         tl.store(work, 0)
         tl.store(work + 1, 0)
     return last, top
+
+
+@triton.jit
+def note_amax(work, bits, programs, top, scale, e, SCALES: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The last program of a launch writes the largest of all their amaxes, given by its bits; SCALES: the decode scale
+    of factor e too. work: as `meet` takes it."""
+    last, largest = meet(work, bits, programs)
+    if last:
+        tl.store(top, largest.to(tl.float32, bitcast=True))
+        if SCALES:
+            tl.store(scale, decode_scale(largest, e, POWER_OF_TWO))

@@ -7,7 +7,15 @@ that fill a tile.
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.numbers import encode, largest_of_runs, magnitude_bits, pack4, shared_exponent, widened
+from quaver.kernels.bits.numbers import (
+    encode,
+    encode4,
+    largest_of_runs,
+    magnitude_bits,
+    pack4,
+    shared_exponent,
+    widened,
+)
 from quaver.kernels.bits.swizzle import swizzled
 from quaver.kernels.quantizing.cast import load4, store4, store_turned
 
@@ -106,18 +114,16 @@ def mxfp8_columns(
     rows, columns, stride, q_stride, qt_stride4, across, across_t,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
     ROWS: tl.constexpr, SQUARE: tl.constexpr,
-    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The transpose of x [rows, columns] to qt as int32 and st, in blocks of 32 rows of x; x itself too if ROWS.
 
-    SQUARE: blocks are of 32 × 32, so that both have the same codes. q, across: as in `mxfp8_rows`; without ROWS q is
-    there for its dtype. s: swizzled bytes; st, across_t: the same of the transpose. qt_stride4: int32 of a row of qt.
-    Exact.
+    SQUARE: blocks are of 32 × 32, so that both have the same codes. q, across: as in `mxfp8_rows`. s: swizzled bytes;
+    st, across_t: the same of the transpose. qt_stride4: int32 of a row of qt. dtype: of the codes. Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     BR: tl.constexpr = BM // 4
     BK: tl.constexpr = BN // 32
-    dtype: tl.constexpr = q.dtype.element_ty
     r = down * BM + 4 * tl.arange(0, BR)
     r4 = down * BR + tl.arange(0, BR)
     c = right * BN + tl.arange(0, BN)
@@ -135,10 +141,7 @@ def mxfp8_columns(
         turned_code = tl.where(c[None, :] < columns, turned_code, 0)
     tl.store(st + swizzled(c, blocks_down, across_t), tl.trans(turned_code.to(tl.uint8)))
     e = each_row(e, BR, BN)
-    c0 = encode(x0 * e, dtype, INTEGERS)
-    c1 = encode(x1 * e, dtype, INTEGERS)
-    c2 = encode(x2 * e, dtype, INTEGERS)
-    c3 = encode(x3 * e, dtype, INTEGERS)
+    c0, c1, c2, c3 = encode4(x0 * e, x1 * e, x2 * e, x3 * e, dtype, INTEGERS)
     store_turned(qt, r4, c, columns, qt_stride4, pack4(c0, c1, c2, c3), EVEN)
     if ROWS:
         if SQUARE:
@@ -154,8 +157,7 @@ def mxfp8_columns(
             y1, s1 = scaled_row(x1, m1, EMAX, TOP_MANTISSA, BR, BN)
             y2, s2 = scaled_row(x2, m2, EMAX, TOP_MANTISSA, BR, BN)
             y3, s3 = scaled_row(x3, m3, EMAX, TOP_MANTISSA, BR, BN)
-            c0, c1 = encode(y0, dtype, INTEGERS), encode(y1, dtype, INTEGERS)
-            c2, c3 = encode(y2, dtype, INTEGERS), encode(y3, dtype, INTEGERS)
+            c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
         store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
         tl.store(s + swizzled(r, blocks_right, across), s0.to(tl.uint8))
         tl.store(s + swizzled(r + 1, blocks_right, across), s1.to(tl.uint8))

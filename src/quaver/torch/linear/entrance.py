@@ -183,7 +183,7 @@ def _known(call: Call) -> tuple[Tensor | float | None, bool]:
     """The encode factor of a layer's input, and whether it is known not to be 0."""
     if call.factors is None:
         return None, False
-    return call.factors[amax.INPUT], amax.is_set(call.layer, amax.INPUT, call.factors)
+    return call.factors[amax.INPUT], amax.is_set(amax.INPUT, call.factors)
 
 
 def _call(setup: Setup, layer: nn.Linear, y: Tensor) -> Call:

@@ -213,7 +213,7 @@ def quantize(call: Call, column: int, operand: str, x: Tensor, spec: QuantSpec) 
         if call.both is None or call.traced:
             q = call.quantize(x, spec, None, factor, noise)
         else:
-            known, newest = amax.is_set(layer, column, call.factors), _newest(call, column, x)
+            known, newest = amax.is_set(column, call.factors), _newest(call, column, x)
             q = call.quantize(x, spec, None, factor, noise, known, newest)
         _drawn(layer, operand, spec)
         if call.record:
@@ -221,7 +221,9 @@ def quantize(call: Call, column: int, operand: str, x: Tensor, spec: QuantSpec) 
     elif spec.rounding == "nearest":
         q = call.quantize(x, spec)
     else:
-        q = quantize_with_noise(layer, operand, x, spec)
+        # The count moves on, so that the next micro-batch draws other noise.
+        q = call.quantize(x, spec, None, None, draw(layer, operand))
+        drawn(layer, operand)
     if counters.active.counters is not None and not recomputation.replaying():
         counters.active.counters.note(layer, operand, x, q)
     return q
@@ -234,13 +236,6 @@ def _noise(layer: nn.Module, operand: str, spec: QuantSpec) -> Noise:
 def _drawn(layer: nn.Module, operand: str, spec: QuantSpec) -> None:
     if spec.rounding != "nearest":
         drawn(layer, operand)
-
-
-def quantize_with_noise(layer: nn.Module, operand: str, x: Tensor, spec: QuantSpec) -> Quantized:
-    """Round at random; the count moves on, so that the next micro-batch draws other noise."""
-    q: Quantized = ops.QUANTIZE(x, spec, None, None, draw(layer, operand))
-    drawn(layer, operand)
-    return q
 
 
 def _newest(call: Call, column: int, x: Tensor) -> Tensor | None:
@@ -276,7 +271,7 @@ def quantize_both(
             q, turned = ops.QUANTIZE_BOTH.traced(x, spec, other, None, factor, number=number)
             record = record and number is None
         else:
-            known, newest = amax.is_set(layer, column, call.factors), _newest(call, column, x)
+            known, newest = amax.is_set(column, call.factors), _newest(call, column, x)
             q, turned = call.both(x, spec, other, None, factor, noise, turned_noise, known, newest, sums)
         if record:
             amax.record(layer, column, q.amax, q.noted)

@@ -114,20 +114,13 @@ def _in_blocks(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
     )
 
 
-def _run_in_blocks(call: Call) -> Pair:
-    return by_blocks(call.x, call.spec, call.other, call.amax)
-
-
 def _in_rows(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
     return _plain(spec, other) and {s.block for s in (spec, other) if s is not None} == {(1, None)}
 
 
-def _run_in_rows(call: Call) -> Pair:
-    return by_rows(call.x, call.spec, call.other, call.amax)
-
-
-def _run_with_exponents(call: Call) -> Pair:
-    return by_exponents(call.x, call.spec, call.other, call.amax)
+def _running(kernels: Callable[..., Pair]) -> Callable[[Call], Pair]:
+    """What calls kernels that need no more of a call."""
+    return lambda call: kernels(call.x, call.spec, call.other, call.amax)
 
 
 def _run_with_two_levels(call: Call) -> Pair:
@@ -140,9 +133,9 @@ def _run_with_two_levels(call: Call) -> Pair:
 #: In order of preference.
 FAMILIES = [
     Family(_by_tensor, _run_by_tensor, tensorwise.decided),
-    Family(_in_blocks, _run_in_blocks, blockwise.decided),
-    Family(_in_rows, _run_in_rows, rowwise.decided),
-    Family(with_exponents, _run_with_exponents, block_scaled.decided),
+    Family(_in_blocks, _running(by_blocks), blockwise.decided),
+    Family(_in_rows, _running(by_rows), rowwise.decided),
+    Family(with_exponents, _running(by_exponents), block_scaled.decided),
     Family(with_two_levels, _run_with_two_levels),
 ]
 

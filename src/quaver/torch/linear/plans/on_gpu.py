@@ -94,7 +94,7 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
     factors = amax.saved_factors(layer)
     if isinstance(factors, list) or factors.device != x.device or history.device != x.device:
         return None
-    known = [amax.is_set(layer, column, factors) for column in range(3)]
+    known = [amax.is_set(column, factors) for column in range(3)]
     newest = [amax.newest(layer, column, x) for column in range(3)]
     rolled = None if stacked is None else stacked[0].rolled
     delayed = Delayed(factors, known, [], [], rolled, factor, factor._version, history, history.data_ptr())
@@ -134,7 +134,7 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
     if input_way is None or of_grad_output is None:
         return None
     if bias is not None and sums:
-        of_grad_output = column_sums.summed(of_grad_output, g, bias.dtype)
+        of_grad_output = column_sums.summed(of_grad_output, bias.dtype)
     fprop, dgrad = gemms["fprop"], gemms["dgrad"]
     assert fprop is not None and dgrad is not None
 

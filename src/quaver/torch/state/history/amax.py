@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import device
-from quaver.torch.internals import graph_task_id
 from quaver.torch.state import recomputation
 from quaver.torch.state.layer import state_of
 
@@ -133,29 +132,18 @@ def _on_device(layer: nn.Module, factor: Tensor) -> Tensor:
     return copied
 
 
-def is_set(layer: nn.Module, column: int, factors: "Tensor | list[float] | None" = None) -> bool:
+def is_set(column: int, factors: Tensor | list[float]) -> bool:
     """True if a factor is known not to be 0, without a synchronization: one pass over the tensor is then enough.
 
     A GPU says so a step or two late, and anew after loading or another recipe; a write through `.data` goes unseen.
 
     Args:
-        factors: what `saved_factors` gave; without them the answer is for a forward that takes the present ones, and
-            never yes inside a backward, whose forward may have seen others.
+        factors: what `saved_factors` gave.
     """
     if isinstance(factors, list):
         return factors[column] != 0.0
-    if torch.compiler.is_compiling():
-        return False
-    if factors is not None:
-        known: list[bool] | None = getattr(factors, "known_set", None)
-        return known is not None and known[column]
-    factor = layer._buffers.get("factor")
-    if factor is None or factor.is_meta or graph_task_id() != -1:
-        return False
-    if factor.is_cpu:
-        return bool(views(layer).factors[column] != 0.0)
-    stacked = state_of(layer).stacked
-    return stacked is not None and bool(stacked[0].is_set(stacked[1], factor)[column])
+    known: list[bool] | None = None if torch.compiler.is_compiling() else getattr(factors, "known_set", None)
+    return known is not None and known[column]
 
 
 def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:

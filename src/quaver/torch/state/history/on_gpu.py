@@ -16,7 +16,9 @@ from quaver.core.spec import Delayed, QuantSpec
 from quaver.kernels.quantizing.roll import note as note_kernel
 from quaver.kernels.quantizing.roll import roll as roll_kernel
 from quaver.torch.backends.gpu.launching import capture
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher, power_above
+from quaver.torch.backends.gpu.launching.launch import power_above
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import whole
 from quaver.torch.state.layer import state_of
 
 #: The longest history that one program reads at once.
@@ -93,10 +95,9 @@ class Stack:
         capturing = capture.capturing(self.device)
         if not capturing:
             self._look()
-        rolled = torch.empty((len(self.histories), 3), dtype=torch.float32, device=self.device)
         history = self.histories[0]
         assert history is not None
-        launch(self.table, rolled, history, delayed, specs)
+        rolled = launch(self.table, history, delayed, specs)
         if _versions(self.factors) != self.versions:
             self.known, self._host, self._arrived = None, None, None
         # What goes by a factor's version, such as a weight that is kept in eight bits, must see that it was written.
@@ -142,48 +143,47 @@ def roll(layers: Sequence[nn.Module], delayed: Delayed, specs: tuple[QuantSpec, 
 
 
 def launch(
-    addresses: Tensor,
-    factors: Tensor,
-    history: Tensor,
-    delayed: Delayed,
-    specs: tuple[QuantSpec, QuantSpec, QuantSpec],
-) -> None:
-    """The kernel.
+    addresses: Tensor, history: Tensor, delayed: Delayed, specs: tuple[QuantSpec, QuantSpec, QuantSpec]
+) -> Tensor:
+    """The kernel; returns the factors, float32 [layers, 3].
 
     Args:
         addresses: int64 [layers, 2].
-        factors: float32 [layers, 3], to be written.
         history: one of them, [length, 3]: how they lie.
     """
-    _rolls((addresses, factors), (addresses,), (history.shape[0], *history.stride()), delayed, specs)
+    factors: Tensor = _rolls((addresses,), (history.shape[0], *history.stride()), delayed, specs)[0]
+    return factors
 
 
-def _roll_launch(
-    tensors: tuple[Tensor, Tensor], layout: tuple[int, int, int], delayed: Delayed, specs: tuple[QuantSpec, ...]
-) -> Run:
+def _roll_pass(
+    given: Sequence[Any], layout: tuple[int, int, int], delayed: Delayed, specs: tuple[QuantSpec, ...]
+) -> Pass:
     """layout: a history's length and strides."""
+    (addresses,) = given
+    factors = whole((addresses.shape[0], 3), torch.float32)
     constants: dict[str, Any] = {"BLOCK": power_above(layout[0]), "LARGEST": delayed.algorithm == "max"}
     for i, spec in enumerate(specs):
         fmt = spec.format
         constants |= {f"POWER{i}": spec.power_of_two, f"EMAX{i}": fmt.emax}
         constants |= {f"TOP{i}": fmt.max_mantissa, f"MAX{i}": float(fmt.max)}
     margin = max(-MARGIN, min(MARGIN, delayed.margin))
-    return launcher(roll_kernel, (tensors[0].shape[0], 3), tensors, (*layout, margin), constants, WARPS)
+    rolling = Launch(roll_kernel, factors.shape, (addresses, factors), (*layout, margin), constants, WARPS)
+    return Pass(given, (factors,), [rolling])
 
 
-_rolls = Launches(_roll_launch)
+_rolls = Passes(_roll_pass)
 
 
 def note(history: Tensor, column: int, top: Tensor) -> None:
     """history[0, column] = the larger of itself and top, float32 of one element; not finite ones are not noted."""
-    _notes((history, top), (history,), column)
+    _notes((history,), column, own=(top,))
 
 
-def _note_launch(tensors: tuple[Tensor, Tensor], column: int) -> Run:
-    return launcher(note_kernel, (1,), tensors, (column * tensors[0].stride(1),), warps=1)
+def _note_pass(given: Sequence[Any], column: int) -> Pass:
+    return Pass(given, (), [Launch(note_kernel, (1,), given, (column * given[0].stride(1),), {}, 1)])
 
 
-_notes = Launches(_note_launch)
+_notes = Passes(_note_pass)
 
 
 def _versions(factors: Sequence[Tensor | None]) -> list[int]:

@@ -72,7 +72,7 @@ class Owed:
 
     def settle(self) -> None:
         """Its backward runs now, and not again unless the graph is retained."""
-        if _is_retained is None or not _is_retained():
+        if not graph_is_retained():
             self.owed.discard(self.entry)
 
 

@@ -14,10 +14,11 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.fused import formulas
 from quaver.kernels.fused.activation import activate, activate_backward, activate_blocks
 from quaver.torch.backends.gpu.fused.norm import MEETING, extent, mode, rooms_for
-from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
 from quaver.torch.backends.gpu.launching.launch import workspace
-from quaver.torch.backends.gpu.quantizing.codes import DTYPES, format_constants, padded
-from quaver.torch.numerics.quantized import FLOAT8, Quantized
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import whole
+from quaver.torch.backends.gpu.quantizing.codes import DTYPES, codes_in_words, format_constants
+from quaver.torch.numerics.quantized import Quantized
 
 
 class Kind(NamedTuple):
@@ -139,15 +140,15 @@ def _forward_pass(
     rows, columns, stride = extent(gate)
     apart = stride, 0 if value is None else extent(value)[2]
     y = whole(gate.shape, gate.dtype) if wanted[0] else None
-    q, scale, zeroed = rooms_for(kind, spec, rows, columns)
+    q, scale = rooms_for(kind, spec, rows, columns)
     if kind not in ("none", *MEETING):
         launch = _in_blocks((gate, value, y, q, scale), (rows, columns), apart, name, options, kind, spec)
-        return Pass(given, (y, q, None, scale, None), [launch], 3 if zeroed else None)
+        return Pass(given, (y, q, None, scale, None), [launch])
     top = whole((1, 1), torch.float32) if kind in MEETING else None
     q = q if wanted[1] else None
     turned = None
     if kind == "tensor" and wanted[2]:
-        turned = whole((columns, padded(rows)), FLOAT8[spec.format.name])._replace(told=_in_words)
+        turned = codes_in_words(columns, rows, spec)
     bm, bn, warps = TILE
     # Blocks reach over the zeros that end the rows of both results.
     across, down = (columns if q is None else q.shape[1]), (rows if turned is None else turned.shape[1])
@@ -158,10 +159,6 @@ def _forward_pass(
     constants |= _formula(name, False) | _codes(spec, gate.device, ("POWER_OF_TWO", "INTEGERS"))
     tensors = (gate, value, y, q, turned, scale, top, factor, work)
     return Pass(given, (y, q, turned, scale, top), [Launch(activate, grid, tensors, numbers, constants, warps)])
-
-
-def _in_words(codes: Tensor) -> Tensor:
-    return codes.view(torch.int32)
 
 
 def _in_blocks(

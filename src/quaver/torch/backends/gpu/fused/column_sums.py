@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.fused.column_sum import column_sums
-from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
 from quaver.torch.backends.gpu.launching.launch import aligned, multiprocessors
-from quaver.torch.backends.gpu.quantizing.ways import Job, Room, Way, told_of, without_memory
-from quaver.torch.backends.gpu.quantizing.ways import Launch as OfMatrix
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import Room, whole
+from quaver.torch.backends.gpu.quantizing.ways import Way
 
 #: Rows, columns and warps of a block that reads a matrix, and of one that adds partial sums up.
 BLOCK, LAST_BLOCK = (32, 128, 4), (32, 32, 4)
@@ -57,49 +57,44 @@ def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _pass(given: Sequence[Any], dtype: torch.dtype, few: bool) -> Pass:
-    return Pass(given, *_launches(given[0], dtype, few))
+    return Pass(given, *_launches(given[0], given[0].device, dtype, few))
 
 
-def _launches(x: Tensor, dtype: torch.dtype, few: bool) -> tuple[tuple[Room, ...], list[Launch]]:
+def _launches(
+    x: Tensor | Room, device: torch.device, dtype: torch.dtype, few: bool
+) -> tuple[tuple[Room, ...], list[Launch]]:
     """What is written, the sums first, and by which launches."""
     rows, columns = x.shape
+    apart = x.strides[0] if isinstance(x, Room) else x.stride(0)
     bm, bn, _ = BLOCK
     out = whole((columns,), dtype)
     if few:
         return (out,), [sum_launch(x, out, rows, columns)]
     blocks, across = -(-rows // bm), -(-columns // bn)
-    programs = max(1, min(blocks // 2, PROGRAMS * multiprocessors(x.device) // across))
+    programs = max(1, min(blocks // 2, PROGRAMS * multiprocessors(device) // across))
     each = -(-blocks // programs) * bm
     down = -(-rows // each)
     if down == 1:
-        return (out,), [_launch(x, out, (rows, columns, x.stride(0)), each, BLOCK)]
+        return (out,), [_launch(x, out, (rows, columns, apart), each, BLOCK)]
     partial = whole((down, columns), torch.float32)
-    first = _launch(x, partial, (rows, columns, x.stride(0)), each, BLOCK)
+    first = _launch(x, partial, (rows, columns, apart), each, BLOCK)
     return (out, partial), [first, sum_launch(partial, out, down, columns)]
 
 
 _sums = Passes(_pass)
 
 
-def summed(way: Way, x: Tensor, dtype: torch.dtype) -> Way:
+def summed(way: Way, dtype: torch.dtype) -> Way:
     """A way that sums the matrix over its rows besides, as `column_sum` or `add_up`, in the place of sums of blocks."""
-    partial = told_of(way.rooms[4], x.device)
-    source = without_memory(x) if partial is None else partial
-    rooms, launches = _launches(source, dtype, partial is not None and partial.shape[0] <= FEW)
-    first = len(way.rooms) + 1
-    places = {id(source): 0 if partial is None else 5} | {id(room): first + i for i, room in enumerate(rooms)}
-    told = {id(source): source} | {id(room): told_of(room, x.device) for room in rooms}
-    jobs = [
-        OfMatrix(
-            Job(each.kernel, each.grid, tuple(told[id(t)] for t in each.tensors), *each[3:]),  # type: ignore[arg-type]
-            tuple(places[id(t)] for t in each.tensors),
-        )
-        for each in launches
-    ]
+    partial = way.rooms[4]
+    few = partial is not None and partial.shape[0] <= FEW
+    rooms, launches = _launches(way.x if partial is None else partial, way.x.device, dtype, few)
+    new = {id(room): room._replace(fresh=True) for room in rooms}
+    sums = [each._replace(tensors=[new.get(id(t), t) for t in each.tensors]) for each in launches]
     return way._replace(
-        rooms=(*way.rooms, *(room._replace(fresh=True) for room in rooms)),
-        launches=lambda known, notes: [*way.launches(known, notes), *jobs],
-        results=(*way.results[:4], first),
+        rooms=(*way.rooms, *new.values()),
+        launches=lambda known, notes: [*way.launches(known, notes), *sums],
+        results=(*way.results[:4], len(way.rooms) + 1),
     )
 
 

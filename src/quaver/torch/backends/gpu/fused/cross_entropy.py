@@ -1,12 +1,14 @@
 """Cross entropy of a chunk of logits on a GPU: the kernel's launch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quaver.kernels.fused.cross_entropy import cross_entropy as kernel
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import whole
 
 #: Columns of a block, and warps.
 BLOCK, WARPS = 4096, 8
@@ -42,16 +44,8 @@ def rows(
     """
     # A column of a batch's labels has its rows apart.
     targets, weights = targets.contiguous(), None if weights is None else weights.contiguous()
-    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     ignore_index, *terms = rule
-    _launches(
-        (logits, targets, losses, weights),
-        (logits, targets, weights),
-        gradient,
-        ignore_index,
-        *map(float, terms),
-        padded,
-    )
+    losses: Tensor = _passes((logits, targets, weights), gradient, ignore_index, *map(float, terms), padded)[0]
     return losses
 
 
@@ -60,16 +54,16 @@ def padded_rows(count: int, columns: int, dtype: torch.dtype, device: torch.devi
     return torch.empty((count, -(-columns // 16) * 16), dtype=dtype, device=device)[:, :columns]
 
 
-def _launch(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+def _pass(
+    given: Sequence[Any],
     gradient: bool,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
     soft_cap: float,
     padded: bool,
-) -> Run:
-    logits = tensors[0]
+) -> Pass:
+    logits, targets, weights = given
     count, columns = logits.shape
     constants = {
         "BLOCK": BLOCK,
@@ -81,7 +75,9 @@ def _launch(
     }
     room = logits.stride(0) if padded else columns
     numbers = (columns, room, logits.stride(0), ignore_index, label_smoothing, z_loss, soft_cap)
-    return launcher(kernel, (count,), tensors, numbers, constants, WARPS)
+    losses = whole((count,), torch.float32)
+    tensors = (logits, targets, losses, weights)
+    return Pass(given, (losses,), [Launch(kernel, (count,), tensors, numbers, constants, WARPS)])
 
 
-_launches = Launches(_launch)
+_passes = Passes(_pass)

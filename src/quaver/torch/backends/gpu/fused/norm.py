@@ -15,10 +15,10 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.fused.norm import norm, norm_backward
 from quaver.kernels.fused.wide_norm import wide_norm, wide_norm_backward
 from quaver.torch.backends.gpu.fused.column_sums import sum_launch
-from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
 from quaver.torch.backends.gpu.launching.launch import aligned, multiprocessors, workspace
-from quaver.torch.backends.gpu.quantizing.codes import format_constants, padded
-from quaver.torch.backends.gpu.quantizing.ways import Room, row_major
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import Room, row_major, whole
+from quaver.torch.backends.gpu.quantizing.codes import format_constants, room_for_codes
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
 #: The widest row that lies in registers, forward and backward, and the block of wider ones.
@@ -125,18 +125,19 @@ def normalized(
 MEETING = ("amax", "tensor")
 
 
-def rooms_for(kind: str, spec: QuantSpec | None, rows: int, columns: int) -> tuple[Room | None, Room | None, bool]:
-    """Room for the codes and the scales of a matrix, and whether scales must be zero at first."""
+def rooms_for(kind: str, spec: QuantSpec | None, rows: int, columns: int) -> tuple[Room | None, Room | None]:
+    """Room for the codes and the scales of a matrix."""
     if spec is None or kind == "amax":
-        return None, None, False
-    q = whole((rows, padded(columns)), FLOAT8[spec.format.name])
+        return None, None
+    q = room_for_codes(rows, columns, spec)
     if kind == "e8m0":
         # What no block has is zero.
         ragged = rows % 128 != 0 or columns % 128 != 0
-        return q, whole((-(-rows // 128) * 128 * (-(-columns // 128) * 4),), torch.uint8), ragged
+        tiles = whole((-(-rows // 128) * 128 * (-(-columns // 128) * 4),), torch.uint8)
+        return q, tiles._replace(zeros=ragged)
     if kind == "blocks":
-        return q, row_major((-(-columns // 128), rows), torch.float32, turned=True), False
-    return q, whole((rows if kind == "row" else 1, 1), torch.float32), False
+        return q, row_major((-(-columns // 128), rows), torch.float32, turned=True)
+    return q, whole((rows if kind == "row" else 1, 1), torch.float32)
 
 
 def _forward_pass(
@@ -148,7 +149,7 @@ def _forward_pass(
     mean = whole((*x.shape[:-1], 1) if centred else (0,), float32)
     inverse, y = whole((*x.shape[:-1], 1), float32), whole(x.shape, x.dtype) if want_output else None
     top = whole((1, 1), float32) if kind in MEETING else None
-    q, scale, zeroed = rooms_for(kind, spec, rows, columns)
+    q, scale = rooms_for(kind, spec, rows, columns)
     tensors = (x, gamma, beta, y, q, mean, inverse, scale, top, factor, work)
     q_stride = columns if q is None else q.shape[1]
     programs = min(rows, FORWARD_PROGRAMS * multiprocessors(x.device))
@@ -166,7 +167,7 @@ def _forward_pass(
         scale_stride = -(-columns // 128) * 4 if kind == "e8m0" else rows
         numbers = (rows, columns, stride, q_stride, scale_stride, programs, float(eps), share)
         launch = Launch(norm, (programs,), tensors, numbers, {**constants, **form}, warps)
-    return Pass(given, (y, mean, inverse, q, scale, top), [launch], 4 if zeroed else None)
+    return Pass(given, (y, mean, inverse, q, scale, top), [launch])
 
 
 _forwards = Passes(_forward_pass)
@@ -187,7 +188,7 @@ def backward(
     inverse: Tensor,
     normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quaver.torch.blocks.norm.backward`; gradients of parameters that are not there are empty.
+    """As `quaver.torch.blocks.norm.NORMALIZE_BACKWARD`; gradients of parameters that are not there are empty.
 
     Bounded: relative RMS 1e-6 of float64 in float32. Deterministic.
     """
@@ -210,17 +211,15 @@ def _backward_pass(given: Sequence[Any], normalization: str, of_beta: torch.dtyp
     sums: Room | None = None
     if gamma is not None:
         width = columns if of_beta is None else 2 * columns
-        partial = whole((programs, width), torch.float32)
+        # Rows in registers are summed there; wider ones add to memory.
+        partial = whole((programs, width), torch.float32)._replace(zeros=columns > WIDEST_BACKWARD)
         # Rounded once, to what they are the gradients of.
         dtype = gamma.dtype if of_beta in (None, gamma.dtype) else torch.float32
         sums = whole((columns,) if of_beta is None else (2, columns), dtype)
     tensors = (g, x, gamma, mean, inverse, dx, partial)
     numbers = (rows, columns, extent(g)[2], stride, width, programs, 1.0 / columns)
     constants: dict[str, Any] = {"CENTRED": CENTRED[normalization], "BETA": of_beta is not None, "VECTOR": vector(x, g)}
-    zeroed = None
     if columns > WIDEST_BACKWARD:
-        # Rows in registers are summed there; wider ones add to memory.
-        zeroed = None if partial is None else 1
         constants |= {"BN": WIDE_BLOCK, "EVEN": columns % WIDE_BLOCK == 0}
         launches = [Launch(wide_norm_backward, (programs,), tensors, numbers, constants, 16)]
     else:
@@ -229,7 +228,7 @@ def _backward_pass(given: Sequence[Any], normalization: str, of_beta: torch.dtyp
         launches = [Launch(norm_backward, (programs,), tensors, numbers, constants, warps)]
     if partial is not None and sums is not None:
         launches.append(sum_launch(partial, sums, programs, width))
-    return Pass(given, (dx, partial, sums), launches, zeroed)
+    return Pass(given, (dx, partial, sums), launches)
 
 
 _backwards = Passes(_backward_pass)

@@ -1,5 +1,6 @@
 """Quantized operands back to values on a GPU, from whatever layout: one read of the codes, one write of the values."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,8 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.decode import decode as decode_kernel
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import whole
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.numerics.swizzling import BLOCKS
@@ -60,8 +62,7 @@ def decode(q: Quantized, dtype: torch.dtype = torch.bfloat16, outer: bool = True
     data = q.data if q.data.stride(-1) == 1 else q.data.contiguous()
     scale = _scale(q, outer)
     factor = q.tensor_factor if outer else None
-    out = torch.empty(q.lying_shape, dtype=dtype, device=q.device)
-    _decodes((data, scale, factor, out), (data, scale, out), q.spec, q.lying_block, q.swizzled)
+    out: Tensor = _passes((data, scale), q.spec, q.lying_shape, q.lying_block, q.swizzled, dtype, own=(factor,))[0]
     return out.t() if q.turned else out
 
 
@@ -74,15 +75,23 @@ def _scale(q: Quantized, outer: bool) -> Tensor | None:
     return torch.full((1, 1), q.scale, dtype=torch.float32, device=q.device)
 
 
-def _launch(tensors: tuple[Any, ...], spec: QuantSpec, block: tuple[int | None, int | None], swizzled: bool) -> Run:
-    data, scale, _, out = tensors
-    rows, columns = out.shape
+def _pass(
+    given: Sequence[Any],
+    spec: QuantSpec,
+    shape: tuple[int, int],
+    block: tuple[int | None, int | None],
+    swizzled: bool,
+    dtype: torch.dtype,
+) -> Pass:
+    data, scale, factor = given
+    rows, columns = shape
+    out = whole(shape, dtype)
     bm, bn, warps = BLOCK
     grid, tall = over(-(-rows // bm), -(-columns // bn))
     height, width = block
     apart = (0, 0) if scale is None or swizzled else scale.stride()
     across = -(-columns // ((width or columns) * BLOCKS))
-    numbers = (rows, columns, data.stride(0), *apart, out.stride(0), across)
+    numbers = (rows, columns, data.stride(0), *apart, columns, across)
     kind = "e8m0" if spec.scale == "e8m0" else "two_level" if spec.two_level else "float32"
     constants = {
         "BM": bm,
@@ -95,7 +104,7 @@ def _launch(tensors: tuple[Any, ...], spec: QuantSpec, block: tuple[int | None, 
         "SWIZZLED": swizzled,
         "POWER_OF_TWO": spec.scale == "two_level",
     }
-    return launcher(decode_kernel, grid, tensors, numbers, constants, warps)
+    return Pass(given, (out,), [Launch(decode_kernel, grid, (data, scale, factor, out), numbers, constants, warps)])
 
 
-_decodes = Launches(_launch)
+_passes = Passes(_pass)

@@ -30,9 +30,9 @@ def matrix(q: Quantized) -> Tensor:
     rows, width = codes.shape
     length, whole = codes.stride(0), -(-width // LINE) * LINE
     if codes.stride(1) != 1 or length % LINE or codes.data_ptr() % LINE:
-        codes = _filled(codes, whole)
+        codes = filled(codes, whole)
     elif whole != width:
-        codes = codes.as_strided((rows, whole), (length, 1)) if _ends_in_zeros(codes, whole) else _filled(codes, whole)
+        codes = codes.as_strided((rows, whole), (length, 1)) if _ends_in_zeros(codes, whole) else filled(codes, whole)
     return codes.view(torch.float4_e2m1fn_x2) if q.spec.format.packed else codes
 
 
@@ -59,7 +59,7 @@ def transpose(codes: Tensor) -> Tensor:
 
         return kernel.transpose(codes)
     rows = codes.shape[0]
-    return _filled(codes.t(), -(-rows // LINE) * LINE)[:, :rows]
+    return filled(codes.t(), -(-rows // LINE) * LINE)[:, :rows]
 
 
 def _ends_in_zeros(codes: Tensor, whole: int) -> bool:
@@ -68,10 +68,11 @@ def _ends_in_zeros(codes: Tensor, whole: int) -> bool:
     return codes.stride(0) == whole and room >= codes.shape[0] * whole
 
 
-def _filled(codes: Tensor, width: int) -> Tensor:
-    filled = torch.zeros((codes.shape[0], width), dtype=torch.uint8, device=codes.device)
-    filled[:, : codes.shape[1]] = codes.view(torch.uint8)
-    return filled.view(codes.dtype)
+def filled(codes: Tensor, width: int) -> Tensor:
+    """Eight-bit codes [rows, k] in rows `width` long, their ends zeros."""
+    wide = torch.zeros((codes.shape[0], width), dtype=torch.uint8, device=codes.device)
+    wide[:, : codes.shape[1]] = codes.view(torch.uint8)
+    return wide.view(codes.dtype)
 
 
 def scales(q: Quantized, kind: str, right: bool) -> list[Tensor]:

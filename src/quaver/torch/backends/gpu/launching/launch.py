@@ -1,14 +1,14 @@
 """Launching a kernel at the cost of one call into C: compiled once, kept with its grid and its numbers.
 
 `launcher` compiles a kernel for tensors of given dtypes and alignments and for given numbers, and returns a function of
-the tensors alone. `Launches` keeps it under all that decides it. Triton's own `kernel[grid](...)` finds out anew at
-each call what it was called with, which takes as long as a small layer.
+the tensors alone. `quaver.torch.backends.gpu.launching.passes` keeps it under all that decides it. Triton's own
+`kernel[grid](...)` finds out anew at each call what it was called with, which takes as long as a small layer.
 
 Under `recording` nothing runs: what would be compiled is noted, so that a machine without a GPU compiles just what one
 with a GPU runs. With TRITON_INTERPRET=1 kernels run in Triton's interpreter, mended where it rounds wrongly.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +38,7 @@ TYPES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
-#: Launches of a kind before they start anew: a run with ever new shapes must not grow for ever.
+#: Passes of a kind before they start anew: a run with ever new shapes must not grow for ever.
 MOST_KEPT = 4096
 
 Run = Callable[..., None]
@@ -79,43 +79,6 @@ class Launch:
 
 
 _recorded: list[Launch] | None = None
-
-
-class Launches:
-    """Launches of one kind: called with tensors, it makes the launch for such tensors once and runs it.
-
-    Args:
-        make: (tensors, *decided) to the launch, of which it may read whatever follows from the key below.
-    """
-
-    def __init__(self, make: Callable[..., Run]) -> None:
-        self.make = make
-        self.kept: dict[Any, Run] = {}
-        device.tables.append(self.kept)
-
-    def __call__(self, tensors: Sequence[Tensor | None], read: Sequence[Any], *decided: Hashable) -> None:
-        """Run it.
-
-        Args:
-            tensors: what the launch takes.
-            read: those that were handed to the caller, which may lie anywhere. The others it has made itself for this
-                launch: their shapes and dtypes follow from these and from `decided`, and they lie as new ones do.
-            decided: what else the launch follows from.
-        """
-        key: tuple[Any, ...] = (decided, read[0].device, *map(type, tensors))
-        for x in read:
-            if x is not None:
-                key += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
-        run = self.kept.get(key)
-        if run is None:
-            run = self._keep(key, tensors, decided)
-        run(*tensors)
-
-    def _keep(self, key: Any, tensors: Sequence[Tensor | None], decided: tuple[Hashable, ...]) -> Run:
-        if len(self.kept) >= MOST_KEPT:
-            self.kept.clear()
-        run = self.kept[key] = self.make(tensors, *decided)
-        return run
 
 
 @contextmanager

@@ -4,6 +4,7 @@ The transpose of an operand is written as such, beside it or instead: neither fo
 can be read the other way round.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,22 +14,13 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.mxfp8 import mxfp8_columns, mxfp8_rows
 from quaver.kernels.quantizing.nvfp4 import nvfp4_along, nvfp4_down, rotated_amax
 from quaver.torch.backends.gpu.launching.device import architecture
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher, workspace
-from quaver.torch.backends.gpu.quantizing.codes import empty_codes
+from quaver.torch.backends.gpu.launching.launch import workspace
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import Room, in_words, whole
+from quaver.torch.backends.gpu.quantizing.codes import DTYPES, codes_in_words, room_for_codes
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
 from quaver.torch.backends.gpu.quantizing.tensorwise import measure
-from quaver.torch.backends.gpu.quantizing.ways import (
-    SMALL,
-    Job,
-    Launch,
-    Room,
-    Wanted,
-    Way,
-    codes_in_words,
-    row_major,
-    told_of,
-    without_memory,
-)
+from quaver.torch.backends.gpu.quantizing.ways import SMALL, Wanted, Way, without_memory
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.numerics.swizzling import BLOCKS, ROWS
@@ -69,28 +61,52 @@ def by_exponents(
         turned = None if other is None else reference.quantize(x.t(), other, amax.t() if spec else amax)
         return (None if spec is None else reference.quantize(x, spec, amax)), turned
     rows, k = x.shape
-    q, s = (None, None) if spec is None else _room(rows, k, one, x.device)
-    qt, st = (None, None) if other is None else _room(k, rows, one, x.device)
-    if qt is None:
-        assert s is not None
-        tensors: tuple[Any, ...] = (x, q, s.view(torch.int32))
-    else:
-        tensors = (x, qt if q is None else q, s, qt.view(torch.int32), st)
-    _mx(tensors, (x,), one, q is not None)
+    q, s, qt, st, _ = _mx((x,), one, spec is not None, other is not None)
     return _operand_of(q, s, rows, k, one), _operand_of(qt, st, k, rows, one)
 
 
+def _mx_pass(given: Sequence[Any], spec: QuantSpec, straight: bool, turned: bool) -> Pass:
+    way = _mx_way(given[0], spec, straight, turned, Wanted())
+    return Pass(given, way.rooms, way.launches(None, None))
+
+
+_mx = Passes(_mx_pass)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
+    """`by_exponents` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
+    return None if other is None else _mx_way(without_memory(x), spec, True, True, wanted)
+
+
+def _mx_way(x: Tensor, spec: QuantSpec, straight: bool, turned: bool, wanted: Wanted) -> Way:
+    (rows, k), large, kept = x.shape, x.numel() > SMALL, wanted.transpose
+    q = s = qt = st = None
+    if straight:
+        fresh = large or wanted.codes
+        q, s = room_for_codes(rows, k, spec, fresh), _room(rows, k, fresh)
+    if turned:
+        qt, st = codes_in_words(k, rows, spec, kept, large or kept), _room(k, rows, large or kept)
+    elif s is not None:
+        s = in_words(s)
+    launches = [_mx_launch((x, q, s, qt, st), spec)]
+    return Way(x, (q, s, qt, st, None), lambda *_: launches)
+
+
+def _room(rows: int, k: int, fresh: bool) -> Room:
+    return Room((_scales(rows, k, 32),), (1,), torch.float8_e8m0fnu, _as_bytes, fresh)
+
+
+def _as_bytes(scales: Tensor) -> Tensor:
+    return scales.view(torch.uint8)
+
+
 def _operand_of(q: Tensor | None, s: Tensor | None, rows: int, k: int, spec: QuantSpec) -> Quantized | None:
-    return None if q is None or s is None else Quantized(q[:, :k], s, spec, (rows, k), swizzled=True)
+    return None if q is None or s is None else Quantized(q[:, :k], _as_bytes(s), spec, (rows, k), swizzled=True)
 
 
-def _room(rows: int, k: int, spec: QuantSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    return empty_codes(rows, k, spec, device), _empty_scales(rows, k, 32, device)
-
-
-def _empty_scales(rows: int, k: int, width: int, device: torch.device) -> Tensor:
-    """Room for the swizzled scales of blocks of `width`: whole tiles, which a kernel fills."""
-    return torch.empty(-(-rows // ROWS) * ROWS * across(k, width) * BLOCKS, dtype=torch.uint8, device=device)
+def _scales(rows: int, k: int, width: int) -> int:
+    """How many swizzled scales blocks of `width` have: whole tiles, which a kernel fills."""
+    return -(-rows // ROWS) * ROWS * across(k, width) * BLOCKS
 
 
 def across(k: int, width: int) -> int:
@@ -98,11 +114,12 @@ def across(k: int, width: int) -> int:
     return -(-k // (width * BLOCKS))
 
 
-def _mx_job(tensors: tuple[Any, ...], spec: QuantSpec, straight: bool) -> Job:
-    x = tensors[0]
+def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Launch:
+    """Of x, its codes and their scales, its transpose's and theirs: as int32 the scales where they are alone, else the
+    transpose's codes."""
+    x, q, _, qt, _ = tensors
     rows, k = x.shape
-    columns = len(tensors) > 3
-    bm, bn, warps = MX_COLUMNS_BLOCK if columns else MX_ROWS_BLOCK
+    bm, bn, warps = MX_ROWS_BLOCK if qt is None else MX_COLUMNS_BLOCK
     grid, tall = over(-(-rows // bm), -(-k // bn))
     q_stride = -(-k // 16) * 16
     constants: dict[str, Any] = {
@@ -115,37 +132,13 @@ def _mx_job(tensors: tuple[Any, ...], spec: QuantSpec, straight: bool) -> Job:
         "TOP_MANTISSA": spec.format.max_mantissa,
         "INTEGERS": architecture(x.device) == 89,
     }
-    if columns:
-        numbers = rows, k, x.stride(0), q_stride, -(-rows // 16) * 4, across(k, 32), across(rows, 32)
-        return Job(mxfp8_columns, grid, tensors, numbers, constants | {"ROWS": straight}, warps)
-    constants["NEAR"] = (bm + 1) * max(x.stride(0), q_stride) < 2**31
-    return Job(mxfp8_rows, grid, tensors, (rows, k, x.stride(0), q_stride, across(k, 32)), constants, warps)
-
-
-_mx = Launches(lambda *decided: launcher(*_mx_job(*decided)))
-
-
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
-    """`by_exponents` of matrices like x, contiguous, whose sides are multiples of 16; both operands, or None."""
-    if other is None:
-        return None
-    x = without_memory(x)
-    (rows, k), codes, large, kept = x.shape, FLOAT8[spec.format.name], x.numel() > SMALL, wanted.transpose
-    fresh = large or wanted.codes
-    scales = [-(-down // ROWS) * ROWS * across(wide, 32) * BLOCKS for down, wide in ((rows, k), (k, rows))]
-    s_room, st_room = (
-        Room((n,), (1,), torch.float8_e8m0fnu, _as_bytes, each)
-        for n, each in zip(scales, (fresh, large or kept), strict=True)
-    )
-    turned = codes_in_words((k, rows), codes, kept, large or kept)
-    rooms = (row_major((rows, k), codes, fresh=fresh), s_room, turned, st_room, None)
-    q, s, qt, st = (told_of(room, x.device) for room in rooms[:4])
-    launches = [Launch(_mx_job((x, q, s, qt, st), spec, True), (0, 1, 2, 3, 4))]
-    return Way(x.shape, rooms, lambda *_: launches)
-
-
-def _as_bytes(scales: Tensor) -> Tensor:
-    return scales.view(torch.uint8)
+    if qt is None:
+        constants["NEAR"] = (bm + 1) * max(x.stride(0), q_stride) < 2**31
+        alone = rows, k, x.stride(0), q_stride, across(k, 32)
+        return Launch(mxfp8_rows, grid, tensors[:3], alone, constants, warps)
+    constants |= {"ROWS": q is not None, "dtype": DTYPES[spec.format.name]}
+    numbers = rows, k, x.stride(0), q_stride, -(-rows // 16) * 4, across(k, 32), across(rows, 32)
+    return Launch(mxfp8_columns, grid, tensors, numbers, constants, warps)
 
 
 def by_two_levels(
@@ -164,13 +157,9 @@ def by_two_levels(
         # Kernels draw words for four elements at once.
         return reference.quantize(x.t() if down else x, spec, amax, None, noise)
     measured = (rotated(x, down) if spec.hadamard else measure(x)) if amax is None else None
-    q = torch.empty((rows, -(-k // 32) * 16), dtype=torch.uint8, device=x.device)
-    s = _empty_scales(rows, k, 16, x.device)
-    factor = torch.empty((1, 1), dtype=torch.float32, device=x.device)
     count = _count(noise[2], x.device) if random else None
     key_words = (*_halves(noise[1]), *_halves(noise[0]), *_halves(noise[0] >> 32)) if random else (1,) * 6
-    tensors = (x, q.view(torch.int32), s, factor, measured if amax is None else amax, count)
-    _nv(tensors, (x,), spec, key_words, down)
+    q, s, factor = _nv((x,), spec, key_words, down, own=(measured if amax is None else amax, count))
     return Quantized(q[:, : -(-k // 2)], s, spec, (rows, k), tensor_factor=factor, amax=measured, swizzled=True)
 
 
@@ -187,10 +176,12 @@ def _halves(word: Tensor | int) -> tuple[int, int]:
     return 2 * (bits & 0xFFFF) + 1, 2 * (bits >> 16) + 1
 
 
-def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> Run:
-    x = tensors[0]
+def _nv_pass(given: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> Pass:
+    x, top, count = given
     rows, columns = x.shape
-    k = spec.padded(rows if down else columns)
+    height, k = (columns, spec.padded(rows)) if down else (rows, spec.padded(columns))
+    q = in_words(whole((height, -(-k // 32) * 16), torch.uint8))
+    s, factor = whole((_scales(height, k, 16),), torch.uint8), whole((1, 1), torch.float32)
     bm, bn, warps = NV_STOCHASTIC_BLOCKS[down] if spec.rounding == "stochastic" else NV_BLOCK
     grid, tall = over(-(-rows // bm), -(-columns // bn))
     constants = {
@@ -205,28 +196,30 @@ def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, 
         "INTEGERS": architecture(x.device) == 89,
     }
     numbers = (rows, columns, x.stride(0), k, -(-k // 32) * 4, across(k, 16), *key_words)
-    return launcher(nvfp4_down if down else nvfp4_along, grid, tensors, numbers, constants, warps)
+    tensors = (x, q, s, factor, top, count)
+    launch = Launch(nvfp4_down if down else nvfp4_along, grid, tensors, numbers, constants, warps)
+    return Pass(given, (q, s, factor), [launch])
 
 
-_nv = Launches(_nv_launch)
+_nv = Passes(_nv_pass)
 
 
 def rotated(x: Tensor, down: bool) -> Tensor:
     """The amax, float32 [1, 1], of x [rows, columns] after the rotation along its rows, or its columns if `down`."""
-    out = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    _rotated((x, out, workspace(x.device)), (x,), down)
-    return out
+    top: Tensor = _rotated((x,), down, own=(workspace(x.device),))[0]
+    return top
 
 
-def _rotated_launch(tensors: tuple[Tensor, Tensor, Tensor], down: bool) -> Run:
-    x = tensors[0]
+def _rotated_pass(given: Sequence[Any], down: bool) -> Pass:
+    x, work = given
     rows, columns = x.shape
     bm, bn, warps = NV_BLOCK
     grid, tall = over(-(-rows // bm), -(-columns // bn))
     numbers = (rows, columns, x.stride(0), grid[0] * grid[1])
     even = rows % bm == 0 and columns % bn == 0
     constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "DOWN": down}
-    return launcher(rotated_amax, grid, tensors, numbers, constants, warps)
+    top = whole((1, 1), torch.float32)
+    return Pass(given, (top,), [Launch(rotated_amax, grid, (x, top, work), numbers, constants, warps)])
 
 
-_rotated = Launches(_rotated_launch)
+_rotated = Passes(_rotated_pass)

@@ -5,6 +5,7 @@ row of them padded to a multiple of four.
 Source: torch's aten/src/ATen/native/cuda/ScaledBlas.cpp for the strides.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,29 +14,19 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.blockwise import blockwise as blockwise_kernel
 from quaver.kernels.quantizing.blockwise import squares as squares_kernel
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import Room, row_major
 from quaver.torch.backends.gpu.quantizing.codes import (
     DTYPES,
-    empty_codes,
+    codes_in_words,
     format_constants,
     grid,
-    in_words,
     of,
-    taking_words,
+    padded,
+    room_for_codes,
 )
-from quaver.torch.backends.gpu.quantizing.ways import (
-    NOTHING,
-    SMALL,
-    Job,
-    Launch,
-    Wanted,
-    Way,
-    codes_in_words,
-    row_major,
-    told_of,
-    without_memory,
-)
-from quaver.torch.numerics.quantized import FLOAT8, Quantized
+from quaver.torch.backends.gpu.quantizing.ways import SMALL, Wanted, Way, without_memory
+from quaver.torch.numerics.quantized import Quantized
 
 BLOCK = 128
 #: Warps of a program that writes the transpose, and of one that does not.
@@ -55,47 +46,71 @@ def by_blocks(
     known = spec or other
     assert known is not None
     square = known.block[0] == BLOCK
-    q = None if spec is None else empty_codes(rows, k, spec, x.device)
-    qt = None if other is None else empty_codes(k, rows, other, x.device)
-    scale = None if spec is None else _room(rows, k, square, x.device)
-    turned_scale = None if other is None else _room(k, rows, square, x.device)
-    given = None if amax is None else _as_scales(amax, scale if scale is not None else turned_scale, square)
-    tensors = (x, q, qt, scale, turned_scale, given)
-    _launches(tensors, (x, given), known)
-    return _operand_of(q, scale, spec, rows, k, square), _operand_of(qt, turned_scale, other, k, rows, square)
+    scales = _shape(*((k, rows) if spec is None else (rows, k)), square)
+    given = None if amax is None else _as_scales(amax, scales, square)
+    q, scale, qt, turned_scale, _ = _passes((x, given), spec, other)
+    return _operand_of(q, scale, spec, rows, k), _operand_of(qt, turned_scale, other, k, rows)
 
 
-def _operand_of(
-    q: Tensor | None, scale: Tensor | None, spec: QuantSpec | None, rows: int, k: int, square: bool
-) -> Quantized | None:
+def _pass(given: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> Pass:
+    way = _way(given[0], spec, other, Wanted(), given[1])
+    return Pass(given, way.rooms, way.launches(None, None))
+
+
+_passes = Passes(_pass)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
+    """`by_blocks` of matrices like x, contiguous, whose sides are multiples of 16; both operands, in runs, or None."""
+    return None if other is None or spec.block[0] == BLOCK else _way(without_memory(x), spec, other, wanted)
+
+
+def _way(x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: Wanted, amax: Tensor | None = None) -> Way:
+    (rows, k), large, kept = x.shape, x.numel() > SMALL, wanted.transpose
+    q = scale = qt = turned_scale = None
+    if spec is not None:
+        fresh = large or wanted.codes
+        q, scale = room_for_codes(rows, k, spec, fresh), _room(rows, k, spec, fresh)
+    if other is not None:
+        qt = codes_in_words(k, rows, other, kept, large or kept)
+        turned_scale = _room(k, rows, other, large or kept)
+    one = spec or other
+    assert one is not None
+    launches = [_launch((x, q, qt, scale, turned_scale, amax), one)]
+    return Way(x, (q, scale, qt, turned_scale, None), lambda *_: launches)
+
+
+def _operand_of(q: Tensor | None, scale: Tensor | None, spec: QuantSpec | None, rows: int, k: int) -> Quantized | None:
     if q is None or spec is None or scale is None:
         return None
-    scales = scale[:, : -(-k // BLOCK)] if square else scale.t()
-    return Quantized(of(q, k), scales, spec, (rows, k))
+    return Quantized(of(q, k), scale[:, : -(-k // BLOCK)], spec, (rows, k))
 
 
-def _room(rows: int, k: int, square: bool, device: torch.device) -> Tensor:
-    """Room for the scales of an operand [rows, k], as they lie."""
+def _shape(rows: int, k: int, square: bool) -> tuple[int, int]:
+    """Of the scales of an operand [rows, k], as they lie: those of runs are read the other way round."""
     blocks = -(-k // BLOCK)
-    if not square:
-        return torch.empty((blocks, rows), dtype=torch.float32, device=device)
-    scale = torch.empty((-(-rows // BLOCK), -(-blocks // 4) * 4), dtype=torch.float32, device=device)
-    return scale.zero_() if blocks % 4 else scale
+    return (-(-rows // BLOCK), -(-blocks // 4) * 4) if square else (blocks, rows)
 
 
-def _as_scales(amax: Tensor, scale: Tensor | None, square: bool) -> Tensor:
+def _room(rows: int, k: int, spec: QuantSpec, fresh: bool) -> Room:
+    """Room for those scales; zeros fill the rows of squares'."""
+    square = spec.block[0] == BLOCK
+    room = row_major(_shape(rows, k, square), torch.float32, not square, fresh)
+    return room._replace(zeros=square and -(-k // BLOCK) % 4 != 0)
+
+
+def _as_scales(amax: Tensor, shape: tuple[int, int], square: bool) -> Tensor:
     """An amax that was given as the scales lie."""
-    assert scale is not None
     if amax.numel() == 1:
-        return amax.reshape(1, 1).expand(scale.shape).contiguous()
+        return amax.reshape(1, 1).expand(shape).contiguous()
     if not square:
         return amax.t().contiguous()
-    return torch.nn.functional.pad(amax, (0, scale.shape[1] - amax.shape[1])).contiguous()
+    return torch.nn.functional.pad(amax, (0, shape[1] - amax.shape[1])).contiguous()
 
 
-def _job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
+def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Launch:
     """Of x, its codes, its transpose's as int32, the scales of both, and amaxes given; None where they are not."""
-    x, q, qt, scale, turned_scale, given = tensors
+    x, q, qt, _, _, given = tensors
     rows, k = x.shape
     programs, tall = grid(-(-rows // BLOCK), -(-k // BLOCK))
     constants = {
@@ -109,36 +124,9 @@ def _job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    apart = [0 if s is None else s.stride(0) for s in (scale, turned_scale)]
-    lines = 0 if qt is None else qt.shape[1] // 4
-    numbers = (rows, k, x.stride(0), 0 if q is None else q.shape[1], lines, *apart)
-    kernel = squares_kernel if spec.block[0] == BLOCK else blockwise_kernel
+    square = spec.block[0] == BLOCK
+    apart = 0 if q is None else _shape(rows, k, square)[1], 0 if qt is None else _shape(k, rows, square)[1]
+    numbers = (rows, k, x.stride(0), 0 if q is None else padded(k), 0 if qt is None else padded(rows) // 16, *apart)
+    kernel = squares_kernel if square else blockwise_kernel
     warps = ROW_WARPS if qt is None else WARPS
-    return Job(kernel, programs, tensors, numbers, constants, warps)
-
-
-def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
-    job = _job((*tensors[:2], in_words(tensors[2]), *tensors[3:]), spec)
-    return taking_words(launcher(*job), job.fn, 2)
-
-
-_launches = Launches(_launch)
-
-
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
-    """`by_blocks` of matrices like x, contiguous, whose sides are multiples of 16; both operands, in runs, or None."""
-    rows, k = x.shape
-    if other is None or spec.block[0] == BLOCK:
-        return None
-    x = without_memory(x)
-    codes, f32, down, across = FLOAT8[spec.format.name], torch.float32, -(-rows // BLOCK), -(-k // BLOCK)
-    large, kept = x.numel() > SMALL, wanted.transpose
-    fresh = large or wanted.codes
-    # Scales of either side lie block by block, and are read the other way round.
-    scale = row_major((across, rows), f32, turned=True, fresh=fresh)
-    turned_scale = row_major((down, k), f32, turned=True, fresh=large or kept)
-    turned = codes_in_words((k, rows), codes, kept, large or kept)
-    rooms = (row_major((rows, k), codes, fresh=fresh), scale, turned, turned_scale, None)
-    q, s, qt, st = (told_of(room, x.device) for room in rooms[:4])
-    launches = [Launch(_job((x, q, qt, s, st, None), spec), (0, 1, 3, 2, 4, NOTHING))]
-    return Way(x.shape, rooms, lambda *_: launches)
+    return Launch(kernel, programs, tensors, numbers, constants, warps)

@@ -5,6 +5,7 @@ launches; codes that the next GEMMs read and no layer keeps are written to a pla
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import itemgetter
 from threading import get_ident
 from typing import Any
@@ -13,18 +14,8 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import capture, launch
-from quaver.torch.backends.gpu.quantizing.ways import (
-    FACTOR,
-    NEWEST,
-    Delayed,
-    Job,
-    Launch,
-    Room,
-    Way,
-    empty,
-    pattern,
-    shared_launches,
-)
+from quaver.torch.backends.gpu.launching.rooms import Room, empty, pattern
+from quaver.torch.backends.gpu.quantizing.ways import FACTOR, NEWEST, Delayed, Way, shared_launches
 
 
 class BothWays:
@@ -98,7 +89,7 @@ class BothWays:
         addresses[self.second] = x.data_ptr()
         if given is None:
             return None
-        addresses[FACTOR], addresses[NEWEST] = given.factor_at, given.newest_at
+        addresses[-3], addresses[-2] = given.factor_at, given.newest_at
         return given.known, given.notes
 
     def _turn(self, tensors: list[Any]) -> None:
@@ -107,14 +98,21 @@ class BothWays:
             tensors[at + 3] = None if codes is None else codes.t()
 
     def _decide(self, key: Any) -> "list[Part]":
-        by_way, at = [], 0
+        by_way, takes, at = [], [], 0
         for way, one in zip(self.ways, (key,) if len(self.ways) == 1 else key, strict=True):
-            size = len(way.rooms) + 4
+            # What no kernel takes is found in the last place, where nothing is.
+            whose = (way.x, *way.rooms, FACTOR, NEWEST, None)
+            places = {id(x): at + i for i, x in enumerate(whose)}
             launches = way.launches(*(one or (None, None)))
-            by_way.append([Launch(job, tuple(at + i % size for i in takes)) for job, takes in launches])
-            at += size
+            by_way.append(launches)
+            takes.append([[places[id(x)] for x in launch.tensors] for launch in launches])
+            at += len(whose)
         shared = shared_launches(by_way) if len(by_way) == 2 else None
-        parts = self.parts[key] = [_part(*one) for one in shared or [one for each in by_way for one in each]]
+        if shared is None:
+            pairs = zip(chain(*by_way), chain(*takes), strict=True)
+        else:
+            pairs = zip(shared, ([*a, *b] for a, b in zip(*takes, strict=True)), strict=True)
+        parts = self.parts[key] = [_part(one.compiled(self.device), taken) for one, taken in pairs]
         return parts
 
     def _run(self, tensors: list[Any], parts: "list[Part]", taken: Sequence[Any]) -> None:
@@ -123,9 +121,9 @@ class BothWays:
         ends = (self.second, len(told)) if len(self.ways) == 2 else (len(told),)
         for number, (way, end) in enumerate(zip(self.ways, ends, strict=True)):
             x, given = taken[2 * number : 2 * number + 2]
-            told[number * self.second] = x.detach().view(way.shape)
+            told[number * self.second] = x.detach().view(way.x.shape)
             if given is not None:
-                told[end + FACTOR], told[end + NEWEST] = given.factors[given.column], given.newest
+                told[end - 3], told[end - 2] = given.factors[given.column], given.newest
         for part in parts:
             part[-1](*part[3](told))
 
@@ -156,7 +154,6 @@ _places: dict[Any, tuple[list[Any], list[Any]]] = {}
 Part = tuple[Any, Any, Any, Callable[[Sequence[Any]], tuple[Any, ...]], Any, launch.Run]
 
 
-def _part(job: Job, takes: tuple[int, ...]) -> Part:
-    run: Any = launch.launcher(*job)
+def _part(run: Any, takes: Sequence[int]) -> Part:
     start, grid, middle, tail = getattr(run, "parts", (None,) * 4)
     return start, grid, middle, itemgetter(*takes), tail, run

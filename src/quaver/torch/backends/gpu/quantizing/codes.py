@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.launching.device import architecture
-from quaver.torch.backends.gpu.launching.launch import Run, interpreted
+from quaver.torch.backends.gpu.launching.rooms import Room, in_words, row_major
 from quaver.torch.numerics.quantized import FLOAT8
 
 #: What Triton calls the formats.
@@ -33,6 +33,16 @@ def empty_codes(rows: int, k: int, spec: QuantSpec, device: torch.device) -> Ten
     return torch.empty((rows, padded(k)), dtype=FLOAT8[spec.format.name], device=device)
 
 
+def room_for_codes(rows: int, k: int, spec: QuantSpec, fresh: bool = False) -> Room:
+    """The same, before there is any."""
+    return row_major((rows, padded(k)), FLOAT8[spec.format.name], fresh=fresh)
+
+
+def codes_in_words(rows: int, k: int, spec: QuantSpec, turned: bool = False, fresh: bool = False) -> Room:
+    """The same, of codes that a kernel writes four to an int32; `turned` gives the transpose of what lies so."""
+    return in_words(row_major((rows, padded(k)), FLOAT8[spec.format.name], turned, fresh))
+
+
 def padded(k: int) -> int:
     """Codes of a row of k, with those that fill it up."""
     return -(-k // 16) * 16
@@ -48,21 +58,6 @@ def format_constants(spec: QuantSpec, device: torch.device) -> dict[str, Any]:
         "MAX": float(fmt.max),
         "INTEGERS": architecture(device) == 89,
     }
-
-
-def in_words(codes: Tensor | None) -> Tensor | None:
-    """A buffer of codes four to an int32."""
-    return None if codes is None else codes.view(torch.int32)
-
-
-def taking_words(run: Run, kernel: Any, which: int) -> Run:
-    """A launch as a function of tensors of which one, a buffer of codes, is written as int32.
-
-    A compiled kernel has that from its signature and takes the address; an interpreted one looks at the tensor.
-    """
-    if not interpreted(kernel):
-        return run
-    return lambda *tensors: run(*tensors[:which], in_words(tensors[which]), *tensors[which + 1 :])
 
 
 def of(codes: Tensor, k: int) -> Tensor:

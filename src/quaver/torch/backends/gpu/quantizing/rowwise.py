@@ -1,5 +1,6 @@
 """One scale for each row: launches for rows, for the rows of the transpose, and for both."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,30 +9,20 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing import rowwise as kernels
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher, multiprocessors
+from quaver.torch.backends.gpu.launching.launch import multiprocessors
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import Room, row_major
 from quaver.torch.backends.gpu.quantizing.codes import (
     DTYPES,
-    empty_codes,
+    codes_in_words,
     format_constants,
     grid,
-    in_words,
     of,
-    taking_words,
+    padded,
+    room_for_codes,
 )
-from quaver.torch.backends.gpu.quantizing.ways import (
-    NOTHING,
-    SMALL,
-    Job,
-    Launch,
-    Wanted,
-    Way,
-    codes_in_words,
-    row_major,
-    told_of,
-    without_memory,
-    zeros,
-)
-from quaver.torch.numerics.quantized import FLOAT8, Quantized
+from quaver.torch.backends.gpu.quantizing.ways import SMALL, Wanted, Way, without_memory, zeros
+from quaver.torch.numerics.quantized import Quantized
 
 #: The longest row that a program holds.
 LONGEST = 16384
@@ -53,33 +44,50 @@ def by_rows(
         amax: float32 in the shape of the scales of the one operand that is asked for, or of one element.
     """
     rows, k = x.shape
-    q = tops = None
+    given = None if amax is None else amax.expand(k if spec is None else rows, 1).contiguous()
+    q, scale, qt, turned_scale, *_ = _passes((x, given), spec, other)
+    straight = None if spec is None else Quantized(of(q, k), scale, spec, (rows, k))
+    return straight, None if other is None else Quantized(of(qt, rows), turned_scale, other, (k, rows))
+
+
+def _pass(given: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> Pass:
+    way = _way(given[0], spec, other, Wanted(), given[1])
+    return Pass(given, way.rooms, way.launches(None, None))
+
+
+_passes = Passes(_pass)
+
+
+def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
+    """`by_rows` of matrices like x, contiguous, whose sides are multiples of 16; without the transpose, or None."""
+    return None if x.shape[1] > LONGEST else _way(without_memory(x), spec, other, wanted)
+
+
+def _way(x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: Wanted, amax: Tensor | None = None) -> Way:
+    (rows, k), large, kept = x.shape, x.numel() > SMALL, wanted.transpose
+    q = scale = qt = turned_scale = tops = None
+    launches = []
     if other is not None:
-        tops = torch.zeros(room_for_tops(k), dtype=torch.int32, device=x.device)
+        qt = codes_in_words(k, rows, other, kept, large or kept)
+        turned_scale, tops = row_major((k, 1), torch.float32, kept, large or kept), zeros(room_for_tops(k))
     if spec is not None:
-        q = _straight(x, spec, tops, None if amax is None else amax.expand(rows, 1).contiguous())
-    if other is None or tops is None:
-        return q, None
-    if spec is None or k > LONGEST:
-        _amaxes((x, tops), (x,))
-    return q, _turned(x, other, tops, None if amax is None else amax.expand(k, 1).contiguous())
+        fresh = large or wanted.codes
+        q, scale = room_for_codes(rows, k, spec, fresh), row_major((rows, 1), torch.float32, fresh=fresh)
+        launches.append(_rows((x, q, scale, tops, amax), spec))
+    if other is not None:
+        if spec is None or k > LONGEST:
+            launches.append(_column_amaxes(x, tops))
+        launches.append(_columns((x, qt, turned_scale, tops, amax), other))
+    return Way(x, (q, scale, qt, turned_scale, None, tops), lambda *_: launches)
 
 
-def _straight(x: Tensor, spec: QuantSpec, tops: Tensor | None, given: Tensor | None) -> Quantized:
+def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> Launch:
+    """What writes the operand: of x, its codes, their scales, the columns' amaxes and amaxes given."""
+    x, q, scale, tops, given = tensors
     rows, k = x.shape
-    q = empty_codes(rows, k, spec, x.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if k > LONGEST:
-        _long_rows((x, q, scale, given), (x, given), spec)
-    else:
-        _rows((x, q, scale, tops, given), (x, given), spec)
-    return Quantized(of(q, k), scale, spec, (rows, k))
-
-
-def _rows_job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
-    x, q, _, tops, given = tensors
-    rows, k = x.shape
-    bn = max(triton.next_power_of_2(q.shape[1]), 16)
+        return _long_rows((x, q, scale, given), spec)
+    bn = max(triton.next_power_of_2(padded(k)), 16)
     bm, steps = _heights(x, bn, HELD if tops is None else HELD_BOTH, tops is not None)
     even = rows % (bm * steps) == 0 and k == bn
     if not even:
@@ -96,11 +104,8 @@ def _rows_job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
         **format_constants(spec, x.device),
     }
     warps = 8 if bn < LONGEST else 16
-    numbers = (rows, k, x.stride(0), q.shape[1])
-    return Job(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
-
-
-_rows = Launches(lambda tensors, spec: launcher(*_rows_job(tensors, spec)))
+    numbers = (rows, k, x.stride(0), padded(k))
+    return Launch(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
 
 
 def _heights(x: Tensor, bn: int, held: int, tops: bool) -> tuple[int, int]:
@@ -114,8 +119,8 @@ def _heights(x: Tensor, bn: int, held: int, tops: bool) -> tuple[int, int]:
     return bm, triton.next_power_of_2(max(x.shape[0] // (bm * 4 * multiprocessors(x.device)), 1))
 
 
-def _long_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
-    x, q, _, given = tensors
+def _long_rows(tensors: tuple[Any, ...], spec: QuantSpec) -> Launch:
+    x, _, _, given = tensors
     rows, k = x.shape
     bm, bn, warps = LONG_BLOCK
     constants = {
@@ -126,16 +131,12 @@ def _long_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    numbers = (rows, k, x.stride(0), q.shape[1])
-    return launcher(kernels.long_rowwise, (-(-rows // bm),), tensors, numbers, constants, warps)
+    numbers = (rows, k, x.stride(0), padded(k))
+    return Launch(kernels.long_rowwise, (-(-rows // bm),), tensors, numbers, constants, warps)
 
 
-_long_rows = Launches(_long_launch)
-
-
-def _amax_launch(tensors: tuple[Tensor, Tensor]) -> Run:
+def _column_amaxes(x: Tensor, tops: Room | None) -> Launch:
     """Of the bits of the amax of each column."""
-    x, _ = tensors
     rows, k = x.shape
     bm, bn, warps = AMAX_BLOCK
     across = -(-k // bn)
@@ -143,26 +144,15 @@ def _amax_launch(tensors: tuple[Tensor, Tensor]) -> Run:
     programs, tall = grid(-(-rows // (bm * steps)), across)
     even = rows % (bm * steps) == 0 and k % bn == 0
     constants = {"BM": bm, "BN": bn, "STEPS": steps, "EVEN": even, "TALL": tall}
-    return launcher(kernels.column_amax, programs, tensors, (rows, k, x.stride(0)), constants, warps)
+    return Launch(kernels.column_amax, programs, (x, tops), (rows, k, x.stride(0)), constants, warps)
 
 
-_amaxes = Launches(_amax_launch)
-
-
-def _turned(x: Tensor, spec: QuantSpec, tops: Tensor, given: Tensor | None) -> Quantized:
-    rows, k = x.shape
-    qt = empty_codes(k, rows, spec, x.device)
-    scale = torch.empty((k, 1), dtype=torch.float32, device=x.device)
-    _columns((x, qt, scale, tops, given), (x, given), spec)
-    return Quantized(of(qt, rows), scale, spec, (k, rows))
-
-
-def _columns_job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
+def _columns(tensors: tuple[Any, ...], spec: QuantSpec) -> Launch:
     """What writes the transpose: of x, its codes as int32, their scales, the columns' amaxes and amaxes given."""
-    x, qt, _, _, given = tensors
+    x, _, _, _, given = tensors
     rows, k = x.shape
     bm, bn, warps = COLUMN_BLOCK
-    down, across = -(-4 * qt.shape[1] // bm), -(-k // bn)
+    down, across = -(-padded(rows) // bm), -(-k // bn)
     programs, tall = grid(down, across)
     constants = {
         "BM": bm,
@@ -173,44 +163,10 @@ def _columns_job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    numbers = (rows, k, x.stride(0), qt.shape[1] // 4, down)
-    return Job(kernels.columnwise, programs, tensors, numbers, constants, warps)
-
-
-def _columns_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
-    run = launcher(*_columns_job((tensors[0], in_words(tensors[1]), *tensors[2:]), spec))
-    return taking_words(run, kernels.columnwise, 1)
-
-
-_columns = Launches(_columns_launch)
+    numbers = (rows, k, x.stride(0), padded(rows) // 16, down)
+    return Launch(kernels.columnwise, programs, tensors, numbers, constants, warps)
 
 
 def room_for_tops(k: int) -> int:
     """Numbers where the amaxes of k columns are collected, and those who read them counted."""
     return k + -(-k // COLUMN_BLOCK[1])
-
-
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
-    """`by_rows` of matrices like x, contiguous, whose sides are multiples of 16; without the transpose, or None."""
-    rows, k = x.shape
-    if k > LONGEST:
-        return None
-    x = without_memory(x)
-    large, kept, f32, device = x.numel() > SMALL, wanted.transpose, torch.float32, x.device
-    fresh = large or wanted.codes
-    straight = row_major((rows, k), FLOAT8[spec.format.name], fresh=fresh), row_major((rows, 1), f32, fresh=fresh)
-    q, s = (told_of(room, device) for room in straight)
-    if other is None:
-        alone = Launch(_rows_job((x, q, s, None, None), spec), (0, 1, 2, NOTHING, NOTHING))
-        return Way(x.shape, (*straight, None, None, None), lambda *_: [alone])
-    turned = (
-        codes_in_words((k, rows), FLOAT8[other.format.name], kept, large or kept),
-        row_major((k, 1), f32, kept, large or kept),
-    )
-    tops = zeros(room_for_tops(k))
-    qt, st, t = (told_of(room, device) for room in (*turned, tops))
-    launches = [
-        Launch(_rows_job((x, q, s, t, None), spec), (0, 1, 2, 6, NOTHING)),
-        Launch(_columns_job((x, qt, st, t, None), other), (0, 3, 4, 6, NOTHING)),
-    ]
-    return Way(x.shape, (*straight, *turned, None, tops), lambda *_: launches)

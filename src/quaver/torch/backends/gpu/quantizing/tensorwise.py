@@ -1,5 +1,6 @@
 """One scale for the tensor: which launches measure it, cast it and transpose it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,33 +9,28 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.amax import amax as amax_kernel
 from quaver.kernels.quantizing.cast import cast as cast_kernel
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, launcher, workspace
+from quaver.torch.backends.gpu.launching.launch import workspace
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import Room, row_major, whole
 from quaver.torch.backends.gpu.quantizing.codes import (
     DTYPES,
-    empty_codes,
+    codes_in_words,
     format_constants,
     grid,
-    in_words,
     of,
-    taking_words,
+    padded,
+    room_for_codes,
 )
 from quaver.torch.backends.gpu.quantizing.ways import (
     FACTOR,
     NEWEST,
-    NOTHING,
     SMALL,
-    Job,
-    Launch,
-    Room,
     Wanted,
     Way,
-    codes_in_words,
-    row_major,
-    told_of,
     without_memory,
     zeros,
 )
-from quaver.torch.numerics.quantized import FLOAT8, Quantized
+from quaver.torch.numerics.quantized import Quantized
 
 #: Rows and columns of a program's block, and its warps.
 AMAX_BLOCK = 32, 512, 4
@@ -43,15 +39,20 @@ CAST_BLOCK = 128, 64, 4
 
 def measure(x: Tensor) -> Tensor:
     """The amax of a matrix [rows, columns], float32 [1, 1], by one pass over it."""
-    out = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    _amaxes((x, out, workspace(x.device)), (x,))
-    return out
+    top: Tensor = _measures((x,), own=(workspace(x.device),))[0]
+    return top
 
 
-def _amax_job(tensors: tuple[Tensor | None, ...]) -> Job:
+def _measuring_pass(given: Sequence[Any]) -> Pass:
+    top = whole((1, 1), torch.float32)
+    return Pass(given, (top,), [_measuring(given[0], top, given[1])])
+
+
+_measures = Passes(_measuring_pass)
+
+
+def _measuring(x: Tensor, top: Room, work: Tensor | Room) -> Launch:
     """What measures a matrix, of it, what is written and the meeting place."""
-    x = tensors[0]
-    assert x is not None
     rows, columns = x.shape
     bm, bn, warps = AMAX_BLOCK
     even = rows % bm == 0 and columns % bn == 0
@@ -60,10 +61,7 @@ def _amax_job(tensors: tuple[Tensor | None, ...]) -> Job:
     programs, tall = grid(-(-rows // bm), -(-columns // bn))
     numbers = (rows, columns, x.stride(0), programs[0] * programs[1])
     constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall}
-    return Job(amax_kernel, programs, tensors, numbers, constants, warps)
-
-
-_amaxes = Launches(lambda tensors: launcher(*_amax_job(tensors)))
+    return Launch(amax_kernel, programs, (x, top, work), numbers, constants, warps)
 
 
 def per_tensor(
@@ -94,17 +92,11 @@ def per_tensor(
     """
     rows, k = x.shape
     measured = amax is None and not (is_set and factor is not None)
-    if measured:
-        top = measure(x) if measured_amax is None else measured_amax
-    else:
-        top = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    q = empty_codes(rows, k, spec, x.device) if as_it_lies else None
-    qt = empty_codes(k, rows, spec, x.device) if both or not as_it_lies else None
-    scale = torch.empty((1, 1), dtype=torch.float32, device=x.device)
-    work = None if measured else workspace(x.device)
-    partial = room_for_sums(rows, k, x.device) if sums else None
-    tensors = (x, q, qt, scale, top, factor, amax, newest, work, partial)
-    _casts(tensors, (x,), spec)
+    known = measured_amax if measured else None
+    wanted = as_it_lies, both or not as_it_lies, sums
+    own = known, factor, amax, newest, workspace(x.device)
+    q, qt, scale, top, partial = _casts((x,), spec, measured, wanted, own=own)
+    top = top if known is None else known
     operand = turned = None
     noted = newest is not None
     if q is not None:
@@ -121,12 +113,29 @@ def per_tensor(
     return operand
 
 
-def room_for_sums(rows: int, k: int, device: torch.device) -> Tensor:
+def _cast_pass(given: Sequence[Any], spec: QuantSpec, measured: bool, wanted: tuple[bool, bool, bool]) -> Pass:
+    x, known, factor, amax, newest, work = given
+    rows, k = x.shape
+    q = room_for_codes(rows, k, spec) if wanted[0] else None
+    qt = codes_in_words(k, rows, spec) if wanted[1] else None
+    scale, top = whole((1, 1), torch.float32), whole((1, 1), torch.float32) if known is None else None
+    partial = room_for_sums(rows, k) if wanted[2] else None
+    meets = None if measured else work
+    launches = [_cast((x, q, qt, scale, known if top is None else top, factor, amax, newest, meets, partial), spec)]
+    if measured and top is not None:
+        launches.insert(0, _measuring(x, top, work))
+    return Pass(given, (q, qt, scale, top, partial), launches)
+
+
+_casts = Passes(_cast_pass)
+
+
+def room_for_sums(rows: int, k: int) -> Room:
     """For what a cast of a matrix [rows, k] leaves of its sums: float32 [blocks of rows, k]."""
-    return torch.empty((-(-rows // CAST_BLOCK[0]), k), dtype=torch.float32, device=device)
+    return whole((-(-rows // CAST_BLOCK[0]), k), torch.float32)
 
 
-def _cast_job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
+def _cast(tensors: tuple[Any, ...], spec: QuantSpec) -> Launch:
     """What casts a matrix: of x, its codes, its transpose's as int32, their scale, the amax, the factor, an amax that
     is given, a history's newest, the meeting place and the sums of blocks of rows, which are None where they are not
     taken."""
@@ -134,7 +143,7 @@ def _cast_job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
     rows, k = x.shape
     bm, bn, warps = CAST_BLOCK
     # Blocks reach over the zeros that end the rows of both results; four codes of the transpose are a word.
-    down, across = rows if qt is None else 4 * qt.shape[1], k if q is None else q.shape[1]
+    down, across = rows if qt is None else padded(rows), k if q is None else padded(k)
     programs, tall = grid(-(-down // bm), -(-across // bn))
     constants = {
         "BM": bm,
@@ -151,17 +160,9 @@ def _cast_job(tensors: tuple[Any, ...], spec: QuantSpec) -> Job:
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    lines = 0 if qt is None else qt.shape[1] // 4
-    numbers = (rows, k, x.stride(0), 0 if q is None else q.shape[1], lines, programs[0] * programs[1])
-    return Job(cast_kernel, programs, tensors, numbers, constants, warps)
-
-
-def _cast_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Run:
-    run = launcher(*_cast_job((*tensors[:2], in_words(tensors[2]), *tensors[3:]), spec))
-    return taking_words(run, cast_kernel, 2)
-
-
-_casts = Launches(_cast_launch)
+    lines = 0 if qt is None else padded(rows) // 16
+    numbers = (rows, k, x.stride(0), 0 if q is None else padded(k), lines, programs[0] * programs[1])
+    return Launch(cast_kernel, programs, tensors, numbers, constants, warps)
 
 
 def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
@@ -169,26 +170,20 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted)
     if other is None:
         return None
     x = without_memory(x)
-    (rows, k), codes, device, large = x.shape, FLOAT8[spec.format.name], x.device, x.numel() > SMALL
+    (rows, k), large = x.shape, x.numel() > SMALL
     kept, views = wanted.transpose, wanted.views
-    q = row_major((rows, k), codes, fresh=large or wanted.codes or (kept and views))
+    q = room_for_codes(rows, k, spec, large or wanted.codes or (kept and views))
     scale = row_major((1, 1), torch.float32, fresh=large or kept)
-    qt = None if views else codes_in_words((k, rows), codes, kept, large or kept)
-    partial = Room((-(-rows // CAST_BLOCK[0]), k), (k, 1), torch.float32, fresh=large) if wanted.sums else None
+    qt = None if views else codes_in_words(k, rows, spec, kept, large or kept)
+    partial = room_for_sums(rows, k)._replace(fresh=large) if wanted.sums else None
     top, work = row_major((1, 1), torch.float32, fresh=wanted.codes), zeros(4)
-    of_q, of_scale, of_qt, of_partial, of_top, of_work = (
-        told_of(room, device) for room in (q, scale, qt, partial, top, work)
-    )
 
     def launches(known: bool | None, notes: bool | None) -> list[Launch]:
-        factor, newest = None if known is None else of_top, of_top if notes else None
-        meets, takes = (of_work, 7) if known else (None, NOTHING)
-        tensors = (x, of_q, of_qt, of_scale, of_top, factor, None, newest, meets, of_partial)
-        places = (0, 1, 3, 2, 6, FACTOR, NOTHING, NEWEST, takes, 5)
-        cast = Launch(_cast_job(tensors, spec), places)
-        return [cast] if known else [Launch(_amax_job((x, of_top, of_work)), (0, 6, 7)), cast]
+        factor, newest = None if known is None else FACTOR, NEWEST if notes else None
+        cast = _cast((x, q, qt, scale, top, factor, None, newest, work if known else None, partial), spec)
+        return [cast] if known else [_measuring(x, top, work), cast]
 
     rooms = (q, scale, qt, None, partial, top, work)
     # What is kept of a view is the right side of a GEMM: the codes as they are.
     results = (1, 2, 1 if views and kept else 3, 2, 6 if wanted.transpose else 5)
-    return Way(x.shape, rooms, launches, results, views and not kept)
+    return Way(x, rooms, launches, results, views and not kept)

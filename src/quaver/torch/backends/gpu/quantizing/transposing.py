@@ -1,17 +1,20 @@
 """The transpose of codes as bytes of its own, for GEMMs that read their operands row by row only."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from quaver.kernels.quantizing.transpose import transpose as kernel
-from quaver.torch.backends.gpu.launching.launch import Launches, Run, aligned, launcher
-from quaver.torch.backends.gpu.quantizing.codes import grid
+from quaver.torch.backends.gpu.gemms.operands import LINE, filled
+from quaver.torch.backends.gpu.launching.launch import aligned
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import in_words, whole
+from quaver.torch.backends.gpu.quantizing.codes import grid, padded
 from quaver.torch.numerics.quantized import Quantized
 
 #: Rows and columns of a program's block, and its warps.
 BLOCK = 128, 128, 4
-#: Bytes that rows are a multiple of.
-LINE = 16
 
 
 def transpose(codes: Tensor) -> Tensor:
@@ -20,16 +23,14 @@ def transpose(codes: Tensor) -> Tensor:
     Codes whose rows do not lie whole int32 apart are copied first.
     """
     rows, k = codes.shape
-    if k > 0 and codes.stride(0) == 1 and codes.stride(1) != 1:
-        # It is a transpose already, of memory that lies as it is wanted.
-        return _padded(codes.t())
-    transposed = torch.empty((k, -(-rows // LINE) * LINE), dtype=codes.dtype, device=codes.device)
     if codes.numel() == 0:
-        return transposed[:, :rows]
-    words = _in_words(codes if _lies_well(codes) else _padded(codes))
-    out = transposed.view(torch.int32)
-    _launches((words, out), (words,), k)
-    return transposed[:, :rows]
+        return codes.new_empty((k, rows))
+    if codes.stride(0) == 1 and codes.stride(1) != 1:
+        # It is a transpose already, of memory that lies as it is wanted.
+        return filled(codes.t(), padded(rows))[:, :rows]
+    words = _in_words(codes if _lies_well(codes) else filled(codes, padded(k)))
+    out: Tensor = _passes((words,), k, codes.dtype)[0]
+    return out[:, :rows]
 
 
 def transposed(q: Quantized) -> Quantized:
@@ -58,21 +59,15 @@ def _in_words(codes: Tensor) -> Tensor:
     return codes.as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1)).view(torch.int32)
 
 
-def _padded(codes: Tensor) -> Tensor:
-    rows, k = codes.shape
-    padded = torch.zeros((rows, -(-k // LINE) * LINE), dtype=torch.uint8, device=codes.device)
-    padded[:, :k] = codes.view(torch.uint8)
-    return padded.view(codes.dtype)[:, :k]
-
-
-def _launch(tensors: tuple[Tensor, Tensor], k: int) -> Run:
-    words, out = tensors
+def _pass(given: Sequence[Tensor], k: int, dtype: torch.dtype) -> Pass:
+    (words,) = given
     rows = words.shape[0]
+    out = in_words(whole((k, padded(rows)), dtype))
     bm, bn, warps = BLOCK
-    programs, tall = grid(-(-out.shape[1] * 4 // bm), -(-k // bn))
+    programs, tall = grid(-(-padded(rows) // bm), -(-k // bn))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and k % bn == 0, "TALL": tall}
-    numbers = (rows, k, words.stride(0) // 4, out.shape[1] // 4)
-    return launcher(kernel, programs, tensors, numbers, constants, warps)
+    numbers = (rows, k, words.stride(0) // 4, padded(rows) // 16)
+    return Pass(given, (out,), [Launch(kernel, programs, (words, out), numbers, constants, warps)])
 
 
-_launches = Launches(_launch)
+_passes = Passes(_pass)

@@ -12,12 +12,7 @@ from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import launch
 from quaver.torch.backends.gpu.launching.device import tables
-from quaver.torch.backends.gpu.quantizing.ways import Room, pattern
-
-
-def whole(shape: tuple[int, ...], dtype: torch.dtype) -> Room:
-    """Room for a tensor whose rows lie one after the other."""
-    return Room(shape, torch.empty(shape, dtype=dtype, device="meta").stride(), dtype)
+from quaver.torch.backends.gpu.launching.rooms import Room, pattern, told_of
 
 
 class Launch(NamedTuple):
@@ -31,6 +26,11 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     warps: int
 
+    def compiled(self, device: torch.device) -> launch.Run:
+        """The launch as a function of tensors like its own, rooms as their kernel is told of them."""
+        told = [told_of(x, device) if isinstance(x, Room) else x for x in self.tensors]
+        return launch.launcher(self.kernel, self.grid, told, *self[3:])
+
 
 class Pass:
     """What is launched on tensors like those given.
@@ -39,28 +39,24 @@ class Pass:
         given: tensors like those that a call gives, each an object of its own, the first not None.
         rooms: what is written; None is what no kernel writes.
         launches: in their order.
-        zeroed: index of the room that must hold zeros at first, or None.
     """
 
     __slots__ = ("card", "parts", "patterns", "rooms", "runs", "zeroed")
 
     def __init__(
-        self,
-        given: Sequence[Tensor | None],
-        rooms: Sequence[Room | None],
-        launches: Sequence[Launch],
-        zeroed: int | None = None,
+        self, given: Sequence[Tensor | None], rooms: Sequence[Room | None], launches: Sequence[Launch]
     ) -> None:
         device = given[0].device  # type: ignore[union-attr]
-        self.card, self.rooms, self.zeroed = launch.card(device)[:3], rooms, zeroed
+        self.card, self.rooms = launch.card(device)[:3], rooms
         self.patterns = [None if room is None else pattern(room, device) for room in rooms]
+        #: Which of the rooms must hold zeros at first.
+        self.zeroed = [i for i, room in enumerate(rooms) if room is not None and room.zeros]
         places = {id(x): i for i, x in enumerate((*given, *rooms)) if x is not None}
-        told = (*given, *self._told(self._new_rooms()), None)
         #: Functions of tensors, and what picks those that they take.
         self.runs: list[tuple[launch.Run, Callable[..., Any]]] = []
-        for kernel, grid, tensors, numbers, constants, warps in launches:
-            taken = itemgetter(*(-1 if x is None else places[id(x)] for x in tensors))
-            self.runs.append((launch.launcher(kernel, grid, taken(told), numbers, constants, warps), taken))
+        for one in launches:
+            taken = itemgetter(*(-1 if x is None else places[id(x)] for x in one.tensors))
+            self.runs.append((one.compiled(device), taken))
         #: What starts them with addresses; None where they are interpreted.
         self.parts: Any = None
         if all(hasattr(run, "parts") for run, _ in self.runs):
@@ -68,11 +64,14 @@ class Pass:
 
     def __call__(self, given: Sequence[Tensor | None], addresses: list[int | None]) -> list[Any]:
         """The rooms, written; None where there is none."""
-        results = self._new_rooms()
+        results: list[Any] = [None if like is None else torch.empty_like(like) for like in self.patterns]
+        for i in self.zeroed:
+            results[i].zero_()
         index, current, stream_of = self.card
         if self.parts is None or current() != index:
+            told = [None if room is None else room.told(x) for x, room in zip(results, self.rooms, strict=True)]
             for run, taken in self.runs:
-                run(*taken((*given, *self._told(results), None)))
+                run(*taken((*given, *told, None)))
             return results
         for x in results:
             addresses.append(None if x is None else x.data_ptr())
@@ -81,15 +80,6 @@ class Pass:
         for start, grid, middle, tail, taken in self.parts:
             start(*grid, stream, *middle, *taken(addresses), *tail)
         return results
-
-    def _new_rooms(self) -> list[Any]:
-        results = [None if like is None else torch.empty_like(like) for like in self.patterns]
-        if self.zeroed is not None:
-            results[self.zeroed].zero_()  # type: ignore[union-attr]
-        return results
-
-    def _told(self, results: list[Any]) -> list[Any]:
-        return [None if room is None else room.told(x) for x, room in zip(results, self.rooms, strict=True)]
 
 
 class Passes:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from quaver.kernels.fused.column_sum import column_sums
 from quaver.torch.backends.gpu.fused import activation, norm
-from quaver.torch.backends.gpu.fused.passes import Launch, Pass, Passes, whole
 from quaver.torch.backends.gpu.launching import launch
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.launching.rooms import whole
 
 X = torch.arange(8 * 16, dtype=torch.float32).view(8, 16)
 
@@ -39,7 +40,12 @@ def test_a_pass_is_decided_once_and_writes_a_new_room_each_time() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [X.view(2, 4, 16), X.repeat(1, 2)[:, :16], X.bfloat16(), torch.zeros(8 * 16 + 1)[1:].view(8, 16).copy_(X)],
+    [
+        X.view(2, 4, 16),
+        X.repeat(1, 2)[:, :16],
+        X.bfloat16(),
+        torch.zeros(8 * 16 + 1)[1:].view(8, 16).copy_(X),
+    ],
     ids=["shape", "strides", "dtype", "beyond a multiple of sixteen bytes"],
 )
 def test_another_pass_is_decided_for_what_lies_otherwise(other: Tensor) -> None:
@@ -50,6 +56,20 @@ def test_another_pass_is_decided_for_what_lies_otherwise(other: Tensor) -> None:
         else:
             counted.passes((x,))
     assert counted.decided == 2
+
+
+def test_another_pass_is_decided_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0))
+    decided: list[str] = []
+
+    def decide(given: Sequence[Any]) -> Pass:
+        decided.append(given[0].device.type)
+        return Pass(given, (), [])
+
+    passes = Passes(decide)
+    for x in (X, X.to("meta"), X):
+        passes((x,))
+    assert decided == ["cpu", "meta"]
 
 
 def test_another_pass_is_decided_where_a_tensor_is_missing_or_something_else_is() -> None:
