@@ -11,15 +11,17 @@ from quaver.kernels.bits.numbers import (
     INFINITY_BITS,
     decode_scale,
     encode,
+    encode4,
     encode_factor,
     exponent,
     flushed,
+    largest_bits4,
     magnitude_bits,
     meet,
     packed_codes,
     power_of_two,
-    widened,
 )
+from quaver.kernels.bits.tiles import load_tile, store_tile
 from quaver.kernels.fused.norm import swizzled
 from quaver.kernels.quantizing.cast import load4, store4, store_turned
 
@@ -73,9 +75,7 @@ def activate(
         store4(y, r, c, rows, columns, y0, y1, y2, y3, EVEN)
     if MODE != "none":
         x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
-        m = tl.maximum(
-            tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-        )
+        m = largest_bits4(x0, x1, x2, x3)
         last, largest = meet(work, flushed(tl.max(m, None)), programs)
         if last:
             tl.store(top, largest.to(tl.float32, bitcast=True))
@@ -84,32 +84,13 @@ def activate(
     if MODE == "tensor":
         e = tl.load(factor)
         x0, x1, x2, x3 = x0 * e, x1 * e, x2 * e, x3 * e
-        c0, c1 = encode(x0, CODES, INTEGERS), encode(x1, CODES, INTEGERS)
-        c2, c3 = encode(x2, CODES, INTEGERS), encode(x3, CODES, INTEGERS)
+        c0, c1, c2, c3 = encode4(x0, x1, x2, x3, CODES, INTEGERS)
         if q is not None:
             store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
         if qt is not None:
             r4 = tl.program_id(0) * (BM // 4) + tl.arange(0, BM // 4)
             packed = packed_codes(x0, x1, x2, x3, c0, c1, c2, c3, CODES, INTEGERS)
             store_turned(qt, r4, c, columns, 4 * qt_lines, packed, EVEN)
-
-
-@triton.jit
-def load_tile(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
-    """float32 [BM, BN], zero outside x."""
-    at = x + r[:, None].to(tl.int64) * stride + c[None, :]
-    if EVEN:
-        return widened(tl.load(at))
-    return widened(tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0))
-
-
-@triton.jit
-def store_tile(y, v, r, c, rows, columns, stride, EVEN: tl.constexpr):
-    at = y + r[:, None].to(tl.int64) * stride + c[None, :]
-    if EVEN:
-        tl.store(at, v)
-    else:
-        tl.store(at, v, mask=(r[:, None] < rows) & (c[None, :] < columns))
 
 
 @triton.jit

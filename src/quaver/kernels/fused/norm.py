@@ -15,7 +15,7 @@ from quaver.kernels.bits.numbers import (
     flushed,
     largest_of_runs,
     magnitude_bits,
-    meet,
+    note_amax,
     shared_exponent,
     widened,
 )
@@ -138,11 +138,7 @@ def norm(
             codes = encode(v, q.dtype.element_ty, INTEGERS).to(q.dtype.element_ty, bitcast=True)
             store_row(q, codes, row, c, q_stride, q_stride, EVEN)
     if MODE == "amax" or MODE == "tensor":
-        last, largest = meet(work, flushed(tl.max(m, 0)), programs)
-        if last:
-            tl.store(top, largest.to(tl.float32, bitcast=True))
-            if MODE == "tensor":
-                tl.store(scale, decode_scale(largest, e, POWER_OF_TWO))
+        note_amax(work, flushed(tl.max(m, 0)), programs, top, scale, e, MODE == "tensor", POWER_OF_TWO)
 
 
 @triton.jit

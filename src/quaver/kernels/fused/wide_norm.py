@@ -4,7 +4,7 @@ cache."""
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.numbers import decode_scale, encode, flushed, magnitude_bits, meet
+from quaver.kernels.bits.numbers import encode, flushed, magnitude_bits, note_amax
 from quaver.kernels.fused.norm import load_parameter, load_row, store_row
 
 
@@ -58,11 +58,7 @@ def wide_norm(
                 codes = encode(v * e, q.dtype.element_ty, INTEGERS).to(q.dtype.element_ty, bitcast=True)
                 store_row(q, codes, row, c, q_stride, q_stride, EVEN)
     if MODE != "none":
-        last, largest = meet(work, flushed(tl.max(m, 0)), programs)
-        if last:
-            tl.store(top, largest.to(tl.float32, bitcast=True))
-            if MODE == "tensor":
-                tl.store(scale, decode_scale(largest, e, POWER_OF_TWO))
+        note_amax(work, flushed(tl.max(m, 0)), programs, top, scale, e, MODE == "tensor", POWER_OF_TWO)
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.numbers import flushed, magnitude_bits, meet, widened
+from quaver.kernels.bits.numbers import flushed, magnitude_bits, note_amax
+from quaver.kernels.bits.tiles import load_tile
 
 
 @triton.jit
@@ -14,15 +15,8 @@ def block_amax(
     """What the program of block (pm, pn) does for `amax`."""
     r = pm * BM + tl.arange(0, BM)
     c = pn * BN + tl.arange(0, BN)
-    at = x + r[:, None].to(tl.int64) * stride + c[None, :]  # [BM, BN]
-    if EVEN:
-        v = tl.load(at)
-    else:
-        v = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0)
-    bits = flushed(tl.max(magnitude_bits(widened(v)), None))
-    last, top = meet(work, bits, programs)
-    if last:
-        tl.store(out, top.to(tl.float32, bitcast=True))
+    bits = flushed(tl.max(magnitude_bits(load_tile(x, r, c, rows, columns, stride, EVEN)), None))
+    note_amax(work, bits, programs, out, None, None, False, False)
 
 
 @triton.jit

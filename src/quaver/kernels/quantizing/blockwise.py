@@ -7,7 +7,15 @@ Source: DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3.
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.numbers import decode_scale, encode, encode_factor, flushed, magnitude_bits, packed_codes
+from quaver.kernels.bits.numbers import (
+    decode_scale,
+    encode4,
+    encode_factor,
+    flushed,
+    largest_bits4,
+    magnitude_bits,
+    packed_codes,
+)
 from quaver.kernels.quantizing.cast import load4, store4, store_turned
 
 
@@ -61,10 +69,8 @@ def blockwise(
         tl.store(scale + at + 1, s1, mask=r + 1 < rows)
         tl.store(scale + at + 2, s2, mask=r + 2 < rows)
         tl.store(scale + at + 3, s3, mask=r + 3 < rows)
-        c0 = encode(x0 * e0[:, None], dtype, INTEGERS)
-        c1 = encode(x1 * e1[:, None], dtype, INTEGERS)
-        c2 = encode(x2 * e2[:, None], dtype, INTEGERS)
-        c3 = encode(x3 * e3[:, None], dtype, INTEGERS)
+        y0, y1, y2, y3 = x0 * e0[:, None], x1 * e1[:, None], x2 * e2[:, None], x3 * e3[:, None]
+        c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
         store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
     if COLUMNS:
         m = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
@@ -79,10 +85,7 @@ def blockwise(
 def packed_four(x0, x1, x2, x3, e, dtype: tl.constexpr, INTEGERS: tl.constexpr):
     """The codes of four rows times e, packed to an int32."""
     y0, y1, y2, y3 = x0 * e, x1 * e, x2 * e, x3 * e
-    c0 = encode(y0, dtype, INTEGERS)
-    c1 = encode(y1, dtype, INTEGERS)
-    c2 = encode(y2, dtype, INTEGERS)
-    c3 = encode(y3, dtype, INTEGERS)
+    c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
     return packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
 
 
@@ -104,18 +107,13 @@ def squares(
     r = pm * BM + 4 * tl.arange(0, BM // 4)
     c = pn * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
-    m = tl.maximum(
-        tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-    )
+    m = largest_bits4(x0, x1, x2, x3)
     straight = pm.to(tl.int64) * scale_stride + pn
     turned = pn.to(tl.int64) * turned_stride + pm
     at = straight if ROWS else turned
     e, s = factor_and_scale(tl.max(m, None), given, at, True, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
     y0, y1, y2, y3 = x0 * e, x1 * e, x2 * e, x3 * e
-    c0 = encode(y0, dtype, INTEGERS)
-    c1 = encode(y1, dtype, INTEGERS)
-    c2 = encode(y2, dtype, INTEGERS)
-    c3 = encode(y3, dtype, INTEGERS)
+    c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
     if ROWS:
         tl.store(scale + straight, s)
         store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)

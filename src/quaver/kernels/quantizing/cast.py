@@ -6,19 +6,28 @@ import triton.language as tl
 from quaver.kernels.bits.numbers import (
     INFINITY_BITS,
     decode_scale,
-    encode,
+    encode4,
     encode_factor,
     flushed,
+    largest_bits4,
     magnitude_bits,
     meet,
     packed_codes,
     widened,
 )
+from quaver.kernels.bits.tiles import store_tile
 
 
 @triton.jit
 def load4(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
     """Four consecutive rows from each row of r [BM / 4], columns c: float32 [BM / 4, BN] each, zero outside x."""
+    x0, x1, x2, x3 = load4_as_is(x, r, c, rows, columns, stride, EVEN)
+    return widened(x0), widened(x1), widened(x2), widened(x3)
+
+
+@triton.jit
+def load4_as_is(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
+    """`load4` in x's own dtype."""
     at = x + r[:, None].to(tl.int64) * stride + c[None, :]
     if EVEN:
         x0 = tl.load(at)
@@ -27,11 +36,11 @@ def load4(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
         x3 = tl.load(at + 3 * stride)
     else:
         inside = c[None, :] < columns
-        x0 = tl.load(at, mask=inside & (r[:, None] < rows), other=0.0)
-        x1 = tl.load(at + stride, mask=inside & (r[:, None] + 1 < rows), other=0.0)
-        x2 = tl.load(at + 2 * stride, mask=inside & (r[:, None] + 2 < rows), other=0.0)
-        x3 = tl.load(at + 3 * stride, mask=inside & (r[:, None] + 3 < rows), other=0.0)
-    return widened(x0), widened(x1), widened(x2), widened(x3)
+        x0 = tl.load(at, mask=inside & (r[:, None] < rows), other=0)
+        x1 = tl.load(at + stride, mask=inside & (r[:, None] + 1 < rows), other=0)
+        x2 = tl.load(at + 2 * stride, mask=inside & (r[:, None] + 2 < rows), other=0)
+        x3 = tl.load(at + 3 * stride, mask=inside & (r[:, None] + 3 < rows), other=0)
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -59,11 +68,7 @@ def store_turned(qt, r4, c, columns, stride4, packed, EVEN: tl.constexpr):
     r4 [BM / 4]: the row of each packed one, by fours: derived from r, a compiler no longer sees that they lie together.
     """
     turned = tl.trans(packed)  # [BN, BM / 4]
-    at = qt + c[:, None].to(tl.int64) * stride4 + r4[None, :]
-    if EVEN:
-        tl.store(at, turned)
-    else:
-        tl.store(at, turned, mask=(c[:, None] < columns) & (r4[None, :] < stride4))
+    store_tile(qt, turned, c, r4, columns, stride4, stride4, EVEN)
 
 
 @triton.jit
@@ -113,9 +118,7 @@ def cast_block(
             if NEWEST:
                 keep_newest(newest, limit)
     else:
-        m = tl.maximum(
-            tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-        )
+        m = largest_bits4(x0, x1, x2, x3)
         bits = flushed(tl.max(m, None))
         last, largest = meet(work, bits, programs)
         if last:
@@ -124,10 +127,7 @@ def cast_block(
             if NEWEST:
                 keep_newest(newest, largest)
     y0, y1, y2, y3 = x0 * e, x1 * e, x2 * e, x3 * e
-    c0 = encode(y0, dtype, INTEGERS)
-    c1 = encode(y1, dtype, INTEGERS)
-    c2 = encode(y2, dtype, INTEGERS)
-    c3 = encode(y3, dtype, INTEGERS)
+    c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
     if ROWS:
         store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
     if COLUMNS:

@@ -16,7 +16,7 @@ from quaver.kernels.bits.numbers import (
     encode_factor,
     flushed,
     magnitude_bits,
-    meet,
+    note_amax,
     power_of_two,
 )
 from quaver.kernels.bits.philox import philox, whole_word
@@ -237,9 +237,7 @@ def rotated_amax(
         g = right * (BN // 16) + tl.arange(0, BN // 16)
         v = load_along(x, r, g, rows, columns, stride, BM, BN // 16, EVEN)
     bits = flushed(tl.max(largest(rotate(v)), None))
-    last, top = meet(work, bits, programs)
-    if last:
-        tl.store(out, top.to(tl.float32, bitcast=True))
+    note_amax(work, bits, programs, out, None, None, False, False)
 
 
 @triton.jit

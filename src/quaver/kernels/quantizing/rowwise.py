@@ -7,20 +7,10 @@ takes the columns' amaxes on the way, and a second one writes the transpose.
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.numbers import encode, largest_of_runs, magnitude_bits, widened
+from quaver.kernels.bits.numbers import encode, largest_of_runs, magnitude_bits
+from quaver.kernels.bits.tiles import load_tile, store_tile
 from quaver.kernels.quantizing.blockwise import factor_and_scale, packed_four
 from quaver.kernels.quantizing.cast import load4, store_turned
-
-
-@triton.jit
-def load_rows(x, r, c, rows, columns, stride, EVEN: tl.constexpr):
-    """float32 [BM, BN], zero outside x."""
-    at = x + r[:, None].to(tl.int64) * stride + c[None, :]
-    if EVEN:
-        v = tl.load(at)
-    else:
-        v = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0)
-    return widened(v)
 
 
 @triton.jit
@@ -35,7 +25,7 @@ def rows_at(
     largest = tl.zeros([BN], tl.int32)
     for step in range(STEPS):
         r = (p * STEPS + step) * BM + tl.arange(0, BM)
-        v = load_rows(x, r, c, rows, columns, stride, EVEN)
+        v = load_tile(x, r, c, rows, columns, stride, EVEN)
         if TOPS:
             m = magnitude_bits(v)
             largest = tl.maximum(largest, tl.max(m, 0))
@@ -45,11 +35,7 @@ def rows_at(
         e, s = factor_and_scale(tl.max(m, 1), given, r, r < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
         tl.store(scale + r, s, mask=r < rows)
         codes = encode(v * e[:, None], dtype, INTEGERS).to(dtype, bitcast=True)
-        at = q + r[:, None].to(tl.int64) * q_stride + c[None, :]
-        if EVEN:
-            tl.store(at, codes)
-        else:
-            tl.store(at, codes, mask=(r[:, None] < rows) & (c[None, :] < q_stride))
+        store_tile(q, codes, r, c, rows, q_stride, q_stride, EVEN)
     if TOPS:
         tl.atomic_max(tops + c, largest, mask=c < columns, sem="relaxed")
 
@@ -110,18 +96,14 @@ def long_rowwise(
     m = tl.zeros([BM, BN], tl.int32)
     for start in range(0, columns, BN):
         c = start + tl.arange(0, BN)
-        m = tl.maximum(m, magnitude_bits(load_rows(x, r, c, rows, columns, stride, EVEN)))
+        m = tl.maximum(m, magnitude_bits(load_tile(x, r, c, rows, columns, stride, EVEN)))
     e, s = factor_and_scale(tl.max(m, 1), given, r, inside, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
     tl.store(scale + r, s, mask=inside)
     for start in range(0, q_stride, BN):
         c = start + tl.arange(0, BN)
-        v = load_rows(x, r, c, rows, columns, stride, EVEN)
+        v = load_tile(x, r, c, rows, columns, stride, EVEN)
         codes = encode(v * e[:, None], dtype, INTEGERS).to(dtype, bitcast=True)
-        at = q + r[:, None].to(tl.int64) * q_stride + c[None, :]
-        if EVEN:
-            tl.store(at, codes)
-        else:
-            tl.store(at, codes, mask=inside[:, None] & (c[None, :] < q_stride))
+        store_tile(q, codes, r, c, rows, q_stride, q_stride, EVEN)
 
 
 @triton.jit
@@ -135,7 +117,7 @@ def column_amax(
     largest = tl.zeros([BM, BN], tl.int32)
     for step in range(STEPS):
         r = (pm * STEPS + step) * BM + tl.arange(0, BM)
-        largest = tl.maximum(largest, magnitude_bits(load_rows(x, r, c, rows, columns, stride, EVEN)))
+        largest = tl.maximum(largest, magnitude_bits(load_tile(x, r, c, rows, columns, stride, EVEN)))
     tl.atomic_max(tops + c, tl.max(largest, 0), mask=c < columns, sem="relaxed")
 
 

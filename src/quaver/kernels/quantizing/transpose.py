@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from quaver.kernels.quantizing.cast import store_turned
+from quaver.kernels.quantizing.cast import load4_as_is, store_turned
 
 
 @triton.jit
@@ -21,18 +21,7 @@ def transpose(
     r = pm * BM + 4 * tl.arange(0, BM // 4)
     c4 = pn * (BN // 4) + tl.arange(0, BN // 4)
     q_stride4 = 4 * q_lines
-    at = q + r[:, None].to(tl.int64) * q_stride4 + c4[None, :]
-    if EVEN:
-        v0 = tl.load(at)
-        v1 = tl.load(at + q_stride4)
-        v2 = tl.load(at + 2 * q_stride4)
-        v3 = tl.load(at + 3 * q_stride4)
-    else:
-        inside = c4[None, :] < q_stride4
-        v0 = tl.load(at, mask=inside & (r[:, None] < rows), other=0)
-        v1 = tl.load(at + q_stride4, mask=inside & (r[:, None] + 1 < rows), other=0)
-        v2 = tl.load(at + 2 * q_stride4, mask=inside & (r[:, None] + 2 < rows), other=0)
-        v3 = tl.load(at + 3 * q_stride4, mask=inside & (r[:, None] + 3 < rows), other=0)
+    v0, v1, v2, v3 = load4_as_is(q, r, c4, rows, q_stride4, q_stride4, EVEN)
     even01, odd01 = shuffled(v0, v1)
     even23, odd23 = shuffled(v2, v3)
     r4 = pm * (BM // 4) + tl.arange(0, BM // 4)
