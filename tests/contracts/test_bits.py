@@ -8,7 +8,7 @@ import torch
 
 import quaver.torch as qt
 from quaver.core import reference
-from quaver.core.costs.kept import saved_bytes
+from quaver.core.costs.ledger import saved_bytes
 from quaver.core.numbers import philox
 from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec, Recipe

@@ -16,7 +16,7 @@ import quaver.torch as qt
 from benchmarks.cases.linear.speed import QUANTIZING
 from benchmarks.measuring.figure import Case, Figure, Target, at_most
 from benchmarks.subjects import peer
-from quaver.core.costs.kept import saved_bytes
+from quaver.core.costs.ledger import saved_bytes
 from quaver.core.spec import Recipe
 from quaver.recipes import RECIPES
 

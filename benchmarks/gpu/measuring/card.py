@@ -50,7 +50,7 @@ def slug(card: str) -> str:
 def known() -> Gpu | None:
     """The ledger's row of this card, if it has one."""
     card = name()
-    return next((gpu for gpu in GPUS.values() if gpu.driver == card), None)
+    return next((gpu for gpu in GPUS.values() if card in (gpu.about, gpu.driver)), None)
 
 
 def nearest() -> Gpu:

@@ -46,7 +46,7 @@ def test_a_card_is_found_by_its_name_however_it_is_written() -> None:
 
 
 def test_no_two_cards_have_one_driver_name() -> None:
-    names = [gpu.driver for gpu in GPUS.values() if gpu.driver]
+    names = [gpu.driver or gpu.about for gpu in GPUS.values()]
     assert len(set(names)) == len(names)
 
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from quaver.core.costs.kept import Plan, plan, reusable, saved_bytes
+from quaver.core.costs.ledger import saved_bytes
+from quaver.core.numbers.formats import E4M3
 from quaver.core.reference import quantize
-from quaver.core.spec import QuantSpec, Recipe
+from quaver.core.spec import GemmSpec, Plan, QuantSpec, Recipe, reusable
 from quaver.recipes import RECIPES, get
 from tests.close import assert_bitwise
 from tests.operands import SPECS, nasty, variants
@@ -27,12 +28,12 @@ REUSED = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_each_recipe_reuses(name: str) -> None:
-    assert plan(get(name)) == REUSED[name]
+    assert get(name).plan == REUSED[name]
 
 
 def test_square_weights_let_one_copy_serve_both_gemms() -> None:
-    assert plan(get("mxfp8", weight_2d=True)).weight
-    assert not plan(get("nvfp4", weight_2d=False)).weight
+    assert get("mxfp8", weight_2d=True).plan.weight
+    assert not get("nvfp4", weight_2d=False).plan.weight
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -73,3 +74,11 @@ def test_saved_bytes_count_padding_and_partial_blocks() -> None:
     assert saved_bytes(get("mxfp8"), 33, 5) == 165 + 5 * 2
     assert saved_bytes(get("nvfp4"), 17, 5) == 5 * 32 // 2 + 5 * 2
     assert saved_bytes(get("bf16"), 3, 5, itemsize=4) == 60
+
+
+def test_a_scale_of_one_is_kept_in_four_bytes_as_it_is_stored() -> None:
+    spec = QuantSpec(E4M3, (1, 32), "unit")
+    gemm = GemmSpec(spec, spec)
+    recipe = Recipe(name="units", fprop=gemm, dgrad=gemm, wgrad=gemm)
+    stored = quantize(np.ones((5, 33), np.float32), spec)
+    assert saved_bytes(recipe, 33, 5) == stored.codes().nbytes + stored.scale.nbytes

@@ -30,7 +30,7 @@ class Gpu:
     name: str
     #: Its full name.
     about: str
-    #: Its driver's name for it (`torch.cuda.get_device_name()`), where that name belongs to this GPU alone.
+    #: Its driver's name for it (`torch.cuda.get_device_name()`), where that is not the full name and this GPU's alone.
     driver: str = ""
     #: Compute capability.
     capability: tuple[int, int]
@@ -108,7 +108,6 @@ GPUS = {
         Gpu(
             name="l4",
             about="NVIDIA L4",
-            driver="NVIDIA L4",
             capability=(8, 9),
             copy=_copy(0.3, "L4 data sheet"),
             rates=_sheet(121, 242.5, "the L4 data sheet"),
@@ -116,7 +115,6 @@ GPUS = {
         Gpu(
             name="l40s",
             about="NVIDIA L40S",
-            driver="NVIDIA L40S",
             capability=(8, 9),
             copy=_copy(0.864, "L40S data sheet"),
             rates=_sheet(362.05, 733, "the L40S data sheet"),
@@ -124,7 +122,6 @@ GPUS = {
         Gpu(
             name="rtx4090",
             about="NVIDIA GeForce RTX 4090",
-            driver="NVIDIA GeForce RTX 4090",
             capability=(8, 9),
             copy=_copy(1.008, "Ada architecture paper"),
             rates=_sheet(165.2, 330.3, "the Ada architecture paper (float32 accumulation)"),
@@ -155,7 +152,6 @@ GPUS = {
         Gpu(
             name="h200-nvl",
             about="NVIDIA H200 NVL",
-            driver="NVIDIA H200 NVL",
             capability=(9, 0),
             copy=H200_COPY.times(1.0, "as measured on the H200 SXM: the same memory"),
             rates=_hopper(NVL_BF16, NVL_TENSOR),
@@ -163,7 +159,6 @@ GPUS = {
         Gpu(
             name="b200",
             about="NVIDIA B200",
-            driver="NVIDIA B200",
             capability=(10, 0),
             copy=_copy(7.7, "NVIDIA's HGX page"),
             rates={
@@ -184,7 +179,6 @@ GPUS = {
         Gpu(
             name="rtx5090",
             about="NVIDIA GeForce RTX 5090",
-            driver="NVIDIA GeForce RTX 5090",
             capability=(12, 0),
             copy=_copy(1.792, "RTX Blackwell architecture paper"),
             rates=_sheet(209.5, 419, "the RTX Blackwell architecture paper (float32 accumulation)", nvfp4=1676),
@@ -205,7 +199,7 @@ def get(gpu: str | Gpu) -> Gpu:
         return gpu
     key = gpu.lower().replace(" ", "-") if isinstance(gpu, str) else ""
     if key not in GPUS:
-        key = next((card.name for card in GPUS.values() if card.driver and card.driver == gpu), key)
+        key = next((card.name for card in GPUS.values() if gpu and gpu in (card.about, card.driver)), key)
     if key not in GPUS:
         near = suggest(key, GPUS) if key else ""
         hint = f"{near} " if near.startswith("did you mean") else ""

@@ -159,12 +159,21 @@ def written(copy: Copy, rows: int, columns: int) -> float:
     rows, k = (columns, rows) if copy.turned else (rows, columns)
     spec, stored = copy.spec, copy.spec.padded(k)
     blocks = spec.blocks(rows, stored)
-    return rows * stored * spec.format.stored_bits / 8 + blocks[0] * blocks[1] * scale_bytes(spec)
+    scale = 4 if spec.scale in ("fp32", "power_of_two", "unit") else 1
+    return rows * stored * spec.format.stored_bits / 8 + blocks[0] * blocks[1] * scale
 
 
-def scale_bytes(spec: QuantSpec) -> int:
-    """Bytes that a scale takes."""
-    return 4 if spec.scale in ("fp32", "power_of_two", "unit") else 1
+def saved_bytes(recipe: Recipe, tokens: int, features: int, itemsize: int = 2) -> int:
+    """Bytes of an input [tokens, features] that a layer keeps for backward.
+
+    Args:
+        recipe: of the layer.
+        tokens: rows of the input.
+        features: columns of the input.
+        itemsize: bytes of one unquantized element.
+    """
+    spec = recipe.wgrad.b
+    return tokens * features * itemsize if spec is None else int(written(Copy(spec, True), tokens, features))
 
 
 def measured_first(copy: Copy, delayed: bool) -> bool:
