@@ -20,9 +20,9 @@ import quaver.jax.linen as ql
 import quaver.jax.nnx as qn
 from quaver import recipes
 from quaver.jax.blocks.dot_product import attention
-from quaver.jax.blocks.feed_forward import mlp
 from quaver.jax.blocks.norm import rms_norm
 from quaver.jax.linears.function import KEPT
+from tests.jax.functional_mlp import mlp
 
 #: Tokens and features; what a layer takes it gives.
 T, D = 8, 16

@@ -9,9 +9,10 @@ import pytest
 
 import quaver
 from quaver.jax import state as states
-from quaver.jax.blocks.feed_forward import hidden_features, layer_norm_mlp, mlp
+from quaver.jax.blocks.feed_forward import hidden_features
 from tests.close import assert_bitwise, assert_close
 from tests.jax import plain_layer
+from tests.jax.functional_mlp import layer_norm_mlp, mlp
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((3, 4, 32)).astype(np.float32)

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 import quaver.jax as qj
 from quaver import recipes
-from quaver.core.costs.kept import saved_bytes
+from quaver.core.costs.ledger import saved_bytes
 from quaver.core.spec import Recipe
 from quaver.jax import state as states
 from quaver.jax.linears.function import KEPT

@@ -15,9 +15,9 @@ import quaver.jax as qj
 import quaver.jax.linen as ql
 from quaver.core.reference.history import record, roll
 from quaver.jax import state as states
-from quaver.jax.blocks.feed_forward import layer_norm_mlp
 from tests.close import assert_bitwise, assert_close
 from tests.jax import plain_layer
+from tests.jax.functional_mlp import layer_norm_mlp
 
 # Threefry takes seconds to compile.
 KEY = jax.random.key(0, impl="unsafe_rbg")
