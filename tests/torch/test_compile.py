@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.costs.kept import saved_bytes
+from quaver.core.costs.ledger import saved_bytes
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.linear import layer as linear_module
 from quaver.torch.numerics.quantized import Quantized

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.costs.kept import saved_bytes
+from quaver.core.costs.ledger import saved_bytes
 from quaver.torch.linear import entrance, gemms
 from quaver.torch.linear import layer as linear_module
 from quaver.torch.linear.layer import Linear

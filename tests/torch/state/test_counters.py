@@ -9,7 +9,6 @@ from torch import nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.costs.kept import plan
 from quaver.torch.state import counters
 from quaver.torch.state.counters import Counts
 
@@ -29,7 +28,7 @@ def test_each_operand_is_counted_under_its_name(recipe: str) -> None:
     with qt.count(model) as counted:
         model(x).sum().backward()
     r = recipes.get(recipe)
-    reuse = plan(r)
+    reuse = r.plan
     expected = {"input": 8 * 32, "weight": 32 * 16, "grad_output": 8 * 16}
     if not reuse.weight:
         expected["weight.T"] = 32 * 16

@@ -17,7 +17,6 @@ from torch.optim import swa_utils
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.costs.kept import plan
 from quaver.torch.backends.cpu import fp8
 from quaver.torch.linear.plans import on_cpu
 from quaver.torch.operations import ops
@@ -63,7 +62,7 @@ def of_weight(shapes: list[tuple[int, ...]]) -> int:
 
 def per_step(recipe: str) -> int:
     """The weight and, where its codes do not serve dgrad, its transpose."""
-    return 1 if plan(recipes.get(recipe)).weight else 2
+    return 1 if recipes.get(recipe).plan.weight else 2
 
 
 def layer_with(recipe: str, **options: Any) -> qt.Linear:
@@ -109,7 +108,7 @@ def test_a_weight_is_quantized_once_per_optimizer_step_for_all_micro_batches(
         assert of_weight(quantized) == per_step(recipe)
 
 
-@pytest.mark.parametrize("recipe", [name for name in QUANTIZING if plan(recipes.get(name)).weight])
+@pytest.mark.parametrize("recipe", [name for name in QUANTIZING if recipes.get(name).plan.weight])
 def test_dgrad_uses_the_codes_of_fprop(recipe: str, quantized: list[tuple[int, ...]]) -> None:
     layer = layer_with(recipe)
     forward_backward(layer)

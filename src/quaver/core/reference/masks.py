@@ -1,8 +1,8 @@
-"""The masks of attention, by the names that both front ends take, and what may be given with each."""
+"""What both front ends ask of attention: masks by name, what may be given with each, and heads that share."""
 
 import numpy as np
 
-from quaver.core.text.spelling import suggest
+from quaver.core.text.spelling import check_name
 
 #: The masks by name, and whether each takes a `mask` and hides later keys.
 MASKS = {
@@ -18,13 +18,21 @@ MASKS = {
 
 def check_type(mask_type: str, given: bool) -> None:
     """Raise a ValueError unless there is a mask of this name, and one was given where it takes one."""
-    if mask_type not in MASKS:
-        raise ValueError(f"no mask type {mask_type!r}; {suggest(str(mask_type), MASKS)}")
+    check_name("mask type", mask_type, MASKS)
     takes_mask, _ = MASKS[mask_type]
     if takes_mask and not given:
         raise ValueError(f"mask_type {mask_type!r} needs a mask, True where masked out")
     if not takes_mask and given:
         raise ValueError(f"mask_type {mask_type!r} takes no mask; give 'arbitrary', or 'padding' for one of tokens")
+
+
+def check_heads(heads: int, groups: int) -> None:
+    """Raise a ValueError unless so many heads of keys and values serve equally many of the queries' each."""
+    if heads < 1 or groups < 1 or heads % groups:
+        raise ValueError(
+            f"{heads} query heads cannot share {groups} heads of keys and values evenly; "
+            "make the one a multiple of the other"
+        )
 
 
 def check_window(mask_type: str, window: tuple[int, int] | None) -> None:

@@ -1,7 +1,13 @@
-"""The nearest valid word for a misspelt one."""
+"""Names that are not known, and the nearest one that is."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+
+
+def check_name(kind: str, name: object, known: Collection[str]) -> None:
+    """Raise a ValueError that names the nearest unless there is one of this kind and name."""
+    if name not in known:
+        raise ValueError(f"no {kind} {name!r}; {suggest(str(name), known)}")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

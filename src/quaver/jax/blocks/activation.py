@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from quaver.core.text.spelling import suggest
+from quaver.core.text.spelling import check_name
 from quaver.jax.numerics.given import array
 
 
@@ -80,8 +80,7 @@ def get_activation(name: str) -> Activation:
     Raises:
         ValueError: there is none; the message names the nearest.
     """
-    if name not in ACTIVATIONS:
-        raise ValueError(f"no activation {name!r}; {suggest(str(name), ACTIVATIONS)}")
+    check_name("activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
 

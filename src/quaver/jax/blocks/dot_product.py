@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from quaver.core.reference.masks import MASKS, check_type, check_window
+from quaver.core.reference.masks import MASKS, check_heads, check_type, check_window
 from quaver.core.spec import Recipe
 from quaver.jax.numerics.given import array
 from quaver.jax.state.context import recipe_in_force
@@ -152,11 +152,7 @@ def _check(q: Array, k: Array, v: Array, mask_type: str, mask: Mask | None, wind
         raise ValueError(f"attention takes [batch, tokens, heads, features]; got {q.shape}, {k.shape} and {v.shape}")
     if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
         raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} do not fit: [B,Sq,H,D], [B,Sk,G,D], [B,Sk,G,Dv]")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{q.shape[2]} query heads cannot share {k.shape[2]} heads of keys and values evenly; "
-            f"make {q.shape[2]} a multiple of {k.shape[2]}"
-        )
+    check_heads(q.shape[2], k.shape[2])
     parts = mask if isinstance(mask, tuple) else (mask,)
     if mask_type == "arbitrary" and isinstance(mask, tuple):
         raise ValueError("an arbitrary mask is one array, broadcastable to [B, H, Sq, Sk]; a pair is for padding")

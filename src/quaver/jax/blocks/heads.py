@@ -6,6 +6,7 @@ from typing import Any
 from jax import Array
 
 from quaver.core.options import pick
+from quaver.core.reference.masks import check_heads
 from quaver.jax.blocks.dot_product import Mask, attention
 from quaver.jax.blocks.options import CoreOptions, Rope
 from quaver.jax.blocks.rotary import rope
@@ -82,11 +83,7 @@ def count_heads(features: int, heads: int, groups: int | None, head_dim: int | N
         ValueError: what does not divide.
     """
     groups = heads if groups is None else groups
-    if heads < 1 or groups < 1 or heads % groups:
-        raise ValueError(
-            f"{heads} query heads cannot share {groups} heads of keys and values evenly; make `heads` a multiple of "
-            "`groups`"
-        )
+    check_heads(heads, groups)
     if head_dim is None and features % heads:
         raise ValueError(f"{features} features do not divide among {heads} heads; give head_dim, or other heads")
     return heads, groups, features // heads if head_dim is None else head_dim

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec
-from quaver.core.text.spelling import suggest
+from quaver.core.text.spelling import check_name, suggest
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.blocks.prologue import alone
 from quaver.torch.numerics.quantized import Quantized
@@ -142,8 +142,7 @@ def get_activation(name: str) -> Activation:
     Raises:
         ValueError: there is none; the message names the nearest.
     """
-    if name not in ACTIVATIONS:
-        raise ValueError(f"no activation {name!r}; {suggest(str(name), ACTIVATIONS)}")
+    check_name("activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quaver.core.options import checks
 from quaver.core.spec import QuantSpec
-from quaver.core.text.spelling import suggest
+from quaver.core.text.spelling import check_name
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.blocks.prologue import alone
 from quaver.torch.operations import ops
@@ -199,8 +199,7 @@ class NormOptions:
 
 def check_normalization(name: str) -> None:
     """Raise a ValueError that names the nearest if there is no such normalization."""
-    if name not in NORMALIZATIONS:
-        raise ValueError(f"no normalization {name!r}; {suggest(str(name), NORMALIZATIONS)}")
+    check_name("normalization", name, NORMALIZATIONS)
 
 
 def normalize(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.core.options import pick, takes
-from quaver.core.text.spelling import suggest
+from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.multihead import AttentionOptions, MultiheadAttention
@@ -217,8 +217,7 @@ def drop_path(x: Tensor, rate: float, batch: int = 0) -> Tensor:
 
 def _check(options: TransformerArguments) -> None:
     norm_position, parallel, recompute = options.norm_position, options.parallel, options.recompute
-    if norm_position not in NORM_POSITIONS:
-        raise ValueError(f"norm_position is {norm_position!r}; {suggest(str(norm_position), NORM_POSITIONS)}")
+    check_name("norm_position", norm_position, NORM_POSITIONS)
     if parallel not in (False, True, "two_norms"):
         raise ValueError(f"parallel is {parallel!r}; give False, True (one norm) or 'two_norms'")
     if parallel and (norm_position != "pre" or options.cross_attention):

@@ -1,17 +1,20 @@
 """The attention of a model that `convert` gives recipes, and the attention that it cannot reach."""
 
 from collections import Counter
+from typing import TypeVar
 
 from torch import nn
 
 from quaver.torch.blocks.attention.dot_product import DotProductAttention
 
+Module = TypeVar("Module", bound=nn.Module)
 
-def attentions(model: nn.Module) -> list[tuple[DotProductAttention, list[str]]]:
-    """Each `DotProductAttention` once, with all its names."""
-    modules: dict[int, tuple[DotProductAttention, list[str]]] = {}
+
+def instances(model: nn.Module, kind: type[Module]) -> list[tuple[Module, list[str]]]:
+    """Each module of a class once, with all its names."""
+    modules: dict[int, tuple[Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, DotProductAttention):
+        if isinstance(module, kind):
             modules.setdefault(id(module), (module, []))[1].append(name)
     return list(modules.values())
 

@@ -19,6 +19,7 @@ from quaver import recipes
 from quaver.core.converting.conversion import Choice, Report
 from quaver.core.converting.rules import Rule, Rules, Skip
 from quaver.core.spec import Recipe
+from quaver.torch.blocks.attention.dot_product import DotProductAttention
 from quaver.torch.linear.layer import Linear, is_foreign
 from quaver.torch.linear.stored import storing
 from quaver.torch.model import attention_modules
@@ -63,7 +64,7 @@ def convert(
     report = Report(others=_others(model))
     in_attention = _unused_projections(model)
     left: set[nn.Module] = set()
-    for module, names in _linears(model):
+    for module, names in attention_modules.instances(model, nn.Linear):
         rule, why = choice.decide(names, module.in_features, module.out_features)
         wanted = None if rule is None else chosen[rule]
         by_choice = why
@@ -97,7 +98,7 @@ def revert(model: nn.Module) -> list[str]:
     Weights that exist only in eight bits are dequantized; attention has no recipe of its own any more.
     """
     names = []
-    for attention, _ in attention_modules.attentions(model):
+    for attention, _ in attention_modules.instances(model, DotProductAttention):
         attention.recipe = None
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.weight_spec is not None:
@@ -140,15 +141,6 @@ def _count_parameters(model: nn.Module, choice: Choice, left: set[nn.Module], re
                 report.chosen_parameters += p.numel()
             else:
                 report.unreached_parameters += p.numel()
-
-
-def _linears(model: nn.Module) -> list[tuple[nn.Linear, list[str]]]:
-    """Each nn.Linear once, with all its names."""
-    layers: dict[int, tuple[nn.Linear, list[str]]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
-            layers.setdefault(id(module), (module, []))[1].append(name)
-    return list(layers.values())
 
 
 def _others(model: nn.Module) -> dict[str, int]:
@@ -206,7 +198,7 @@ def _convert_layer(module: nn.Linear, recipe: Recipe, name: str, seed: int) -> N
 
 def _convert_attention(model: nn.Module, choice: Choice, chosen: Mapping[Rule, Recipe | None], report: Report) -> None:
     """Give attention the recipe of the rule that its name fits, and report what is quantized by it and what is not."""
-    for module, names in attention_modules.attentions(model):
+    for module, names in attention_modules.instances(model, DotProductAttention):
         features, of_values = (module.heads * size for size in module.head_dim)
         rule, _ = choice.decide(names, features, of_values)
         wanted = None if rule is None else chosen[rule]

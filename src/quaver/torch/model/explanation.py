@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from quaver import recipes
-from quaver.core.costs.kept import plan
 from quaver.core.reference.masks import MASKS
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.core.text.tables import html_lines, html_table
@@ -120,8 +119,7 @@ def _linear(layer: Linear, x: Tensor) -> Explanation:
     recipe = recipe_in_force(layer.recipe)
     rows: list[Row] = []
     if recipe is not None:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = _dtype(x)
         operands = _operands(layer, x, dtype)
         for name in OPERANDS:
             rows += _gemm(name, recipe, operands, _weight_dtype(layer) if name == "wgrad" else dtype, layer.weight_spec)
@@ -134,8 +132,7 @@ def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, *, recipe: Any = None, 
     check(x, weight, offsets, in_force)
     rows: list[Row] = []
     if in_force is not None:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = _dtype(x)
         n, k, each = weight.shape[1], weight.shape[2], -(-x.shape[0] // max(weight.shape[0], 1))
         one = {"input": x.new_empty(each, k), "weight": weight.new_empty(n, k), "grad_output": x.new_empty(each, n)}
         operands = one | {f"{name}.T": t.t() for name, t in one.items()}
@@ -194,7 +191,7 @@ def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
     """Of attention of x's tokens to themselves, with a mask that hides nothing where it takes one."""
     thd = core.layout == "thd"
     tokens = (x.shape[:-1].numel(),) if thd else (1, 1, *x.shape[:-1])[-2:]
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    dtype = _dtype(x)
     qkv = [x.new_empty(*tokens, *size, dtype=dtype) for size in core.sizes]
     given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, tokens[0]], dtype=torch.int64, device="cpu")} if thd else {}
     if MASKS[core.mask_type][0]:
@@ -203,6 +200,12 @@ def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
         given["mask"] = torch.zeros((rows, length), dtype=torch.bool, device=x.device)
     explanation: AttentionExplanation = _attention(core, *qkv, **given)
     return explanation
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """What x is computed in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _operands(layer: Linear, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -250,7 +253,7 @@ def _accumulation(fast: bool, reasons: list[tuple[str, str]], device: torch.devi
 
 def _reused(operand: str, recipe: Recipe) -> bool:
     """True if the transpose of an operand that an earlier GEMM quantized serves."""
-    reuse = plan(recipe)
+    reuse = recipe.plan
     return {"weight.T": reuse.weight, "grad_output.T": reuse.grad_output, "input.T": reuse.input}.get(operand, False)
 
 

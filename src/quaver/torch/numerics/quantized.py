@@ -174,6 +174,13 @@ def spread(blocks: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
     return blocks
 
 
+def filled(codes: Tensor, width: int) -> Tensor:
+    """Eight-bit codes [rows, k] in rows `width` long, their ends zeros."""
+    wide = torch.zeros((codes.shape[0], width), dtype=torch.uint8, device=codes.device)
+    wide[:, : codes.shape[1]] = codes.view(torch.uint8)
+    return wide.view(codes.dtype)
+
+
 def pack(codes: Tensor) -> Tensor:
     """Two four-bit codes to a byte: [rows, k] to uint8 [rows, ceil(k / 2)]."""
     rows, k = codes.shape

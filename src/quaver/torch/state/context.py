@@ -127,10 +127,7 @@ def recipe_in_force(own: Recipe | None) -> Recipe | None:
     """
     if not torch.compiler.is_compiling():
         ambient.asked = True
-    recipe, disabled, _ = ambient.now
-    if own is None:
-        return recipe
-    return None if disabled else own
+    return in_force(own)
 
 
 def in_force(own: Recipe | None) -> Recipe | None:

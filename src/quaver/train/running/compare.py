@@ -88,13 +88,17 @@ def check_same(config: TrainConfig, text: str) -> None:
     """Raise a ValueError if the run that is to go on was begun with other options or on other text."""
     path = Path(config.out) / "config.toml"
     for name, before in (read_toml(path) if path.exists() else {}).items():
-        if getattr(config, name) != before:
-            raise ValueError(
-                f"{path} has {name} = {shown(before)}, and now it is {shown(getattr(config, name))}; "
-                "resume with the same options, or give another --out"
-            )
+        check_option(f"{path} has {name}", before, getattr(config, name))
     if why := other_text(config, text):
         raise ValueError(f"{config.out} cannot go on: {why}; delete that folder, or give another --out")
+
+
+def check_option(what: str, before: object, now: object) -> None:
+    """Raise a ValueError if an option is not what it was."""
+    if now != before:
+        raise ValueError(
+            f"{what} = {shown(before)}, and now it is {shown(now)}; resume with the same options, or give another --out"
+        )
 
 
 def other_text(config: TrainConfig, text: str) -> str | None:
@@ -122,11 +126,7 @@ def share_text(config: TrainConfig, folder: Path, resume: bool) -> tuple[TrainCo
     if resume and path.exists():
         given = frozen.read(path)
         for name, now in asked.items():
-            if given.asked.get(name) != now:
-                raise ValueError(
-                    f"{path} was read with {name} = {given.asked.get(name)!r}, and now it is {now!r}; "
-                    "resume with the same options, or give another --out"
-                )
+            check_option(f"{path} was read with {name}", given.asked.get(name), now)
     else:
         read = tokens.load(config, learnt if resume and learnt.exists() else None, folder)
         if read.tokenizer is not None:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.core.options import takes
-from quaver.core.reference.masks import MASKS, check_window
+from quaver.core.reference.masks import MASKS, check_heads, check_window
 from quaver.core.spec import Recipe
-from quaver.core.text.spelling import suggest
+from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.attention.inputs.layout import LAYOUTS, CuSeqlens, ragged_of
 from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_fits, check_mask
-from quaver.torch.blocks.attention.op import OFF_BY_ONE, attention
+from quaver.torch.blocks.attention.op import OFF_BY_ONE, attention, check_numbers
 from quaver.torch.state.context import in_force, recipe_in_force
 
 
@@ -154,24 +154,15 @@ class DotProductAttention(nn.Module):
         return f"{self.heads}, {self.head_dim}, groups={self.groups}, mask_type={self.mask_type!r}{said}"
 
     def _check(self, sinks: str | None) -> None:
-        if self.heads < 1 or self.groups < 1 or self.heads % self.groups:
-            raise ValueError(
-                f"{self.heads} query heads cannot share {self.groups} heads of keys and values evenly; "
-                "make heads a multiple of groups"
-            )
-        if self.mask_type not in MASKS:
-            raise ValueError(f"no mask type {self.mask_type!r}; {suggest(str(self.mask_type), MASKS)}")
+        check_heads(self.heads, self.groups)
+        check_name("mask type", self.mask_type, MASKS)
         check_window(self.mask_type, self.window)
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"no layout {self.layout!r}; {suggest(str(self.layout), LAYOUTS)}")
+        check_name("layout", self.layout, LAYOUTS)
         if sinks not in (None, OFF_BY_ONE, "learnable"):
             raise ValueError(f"sinks is {sinks!r}; give None, 'off_by_one' or 'learnable'")
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise ValueError(f"soft_cap is {self.soft_cap}; give a positive number, or None for no cap")
         if len(self.head_dim) != 2 or min(self.head_dim) < 1:
             raise ValueError(f"head_dim is {self.head_dim}; give a number above 0, or (of q and k, of v)")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; give a probability in [0, 1)")
+        check_numbers(self.soft_cap, self.dropout)
 
     def _check_heads(self, *qkv: Tensor) -> None:
         for name, x, size in zip("qkv", qkv, self.sizes, strict=True):

@@ -180,6 +180,11 @@ def _check_options(
     if sinks is not None and _shape(sinks) != (heads,):
         given = f"of shape {list(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
         raise ValueError(f"sinks is {given}; give 'off_by_one', or a tensor of logits [heads] = [{heads}]")
+    check_numbers(soft_cap, dropout)
+
+
+def check_numbers(soft_cap: float | None, dropout: float) -> None:
+    """Raise the ValueError for these two, if they are not what attention takes."""
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}; give a positive number, or None for no cap")
     if not 0 <= dropout < 1:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.core.text.spelling import suggest
+from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.loss.chunked import LINEAR_CROSS_ENTROPY, Rule
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored import stored
@@ -134,8 +134,7 @@ def _check(
     chunk: int | None,
 ) -> torch.dtype:
     """Raise a ValueError for what does not fit; returns the dtype that the logits are computed in."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; {suggest(str(reduction), REDUCTIONS)}")
+    check_name("reduction", reduction, REDUCTIONS)
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or weight.shape[0] == 0:
         raise ValueError(
             f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: they are [..., dim] and [V, dim], V > 0"

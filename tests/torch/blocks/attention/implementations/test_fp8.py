@@ -17,6 +17,7 @@ from quaver.torch.blocks.attention.implementations import operands as operands_m
 from quaver.torch.blocks.attention.implementations.fp8 import attention_fp8
 from quaver.torch.blocks.attention.implementations.fp8_passes import Options, kept_by_dropout, parts
 from quaver.torch.blocks.attention.implementations.operands import Heads, quantize_heads
+from quaver.torch.blocks.attention.op import attention
 from tests.close import assert_bitwise, assert_close
 from tests.operands import nasty
 
@@ -262,20 +263,22 @@ def test_compiled_is_one_graph_with_eagers_bits(spec: AttentionSpec) -> None:
 
 
 def _call(**changes: Any) -> Callable[[], Tensor]:
-    q = torch.ones(1, 4, 3, 8)
-    options: dict[str, Any] = {"q": q, "k": q[:, :2], "v": q[:, :2], "spec": SPECS["mxfp8"]} | changes
-    return lambda: attention_fp8(**options)
+    q = torch.ones(1, 3, 4, 8)
+    options: dict[str, Any] = {"q": q, "k": q[:, :, :2], "v": q[:, :, :2], "recipe": RECIPE} | changes
+    return lambda: attention(options.pop("q"), options.pop("k"), options.pop("v"), **options)
 
 
+RECIPE = get("mxfp8", attention=True)
+WIDE = torch.ones(1, 3, 4, 8).double()
 REFUSED = {
-    "float64": (_call(q=torch.ones(1, 4, 3, 8).double()), "float32, bfloat16 or float16; q is torch.float64"),
-    "a mixture": (_call(k=torch.ones(1, 2, 3, 8).half()), "k torch.float16"),
+    "float64": (_call(q=WIDE, k=WIDE, v=WIDE), "float32, bfloat16 or float16, not torch.float64"),
+    "a mixture": (_call(k=torch.ones(1, 3, 2, 8).half()), "k torch.float16"),
     "three axes": (_call(q=torch.ones(4, 3, 8)), r"got q \[4, 3, 8\]"),
-    "lengths": (_call(v=torch.ones(1, 2, 5, 8)), r"v \[1, 2, 5, 8\]"),
+    "lengths": (_call(v=torch.ones(1, 5, 2, 8)), r"v \[1, 5, 2, 8\]"),
     "heads": (_call(k=torch.ones(1, 3, 3, 8), v=torch.ones(1, 3, 3, 8)), "4 query heads cannot share 3"),
-    "bias": (_call(bias=torch.ones(2, 3)), r"bias \[2, 3\] does not broadcast to the scores"),
-    "mask": (_call(hidden=torch.ones(3, 3)), "give a boolean mask"),
-    "sinks": (_call(sinks=torch.ones(2)), r"give logits \[heads\] = \[4\]"),
+    "bias": (_call(bias=torch.ones(2, 3)), r"bias has shape \[2, 3\], which does not broadcast"),
+    "mask": (_call(mask_type="arbitrary", mask=torch.ones(3, 3)), "a mask is a boolean tensor"),
+    "sinks": (_call(sinks=torch.ones(2)), r"a tensor of logits \[heads\] = \[4\]"),
     "dropout": (_call(dropout=1.0), "give a probability"),
 }
 

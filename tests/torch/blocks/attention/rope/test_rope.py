@@ -326,7 +326,7 @@ def test_the_plain_function_takes_any_tables() -> None:
     [
         ((5, 1, 6), {}, r"layout 'bshd' takes B, S, H, D with D = 6, and got a tensor of shape \(5, 1, 6\)"),
         ((2, 5, 1, 8), {}, r"with D = 6, and got a tensor of shape \(2, 5, 1, 8\)"),
-        ((2, 5, 1, 6), {"layout": "bsh"}, r"layout is 'bsh'; did you mean 'bshd'\?"),
+        ((2, 5, 1, 6), {"layout": "bsh"}, r"no layout 'bsh'; did you mean 'bshd'\?"),
         (
             (2, 5, 1, 6),
             {"positions": torch.arange(4)},

@@ -166,7 +166,7 @@ YARN, LLAMA3 = CASES["yarn"], CASES["llama3"]
 @pytest.mark.parametrize(
     "scaling, said",
     [
-        ({"rope_type": "yarm"}, r"rope_type is 'yarm'; did you mean 'yarn'\?"),
+        ({"rope_type": "yarm"}, r"no rope_type 'yarm'; did you mean 'yarn'\?"),
         ({"rope_type": "linear"}, r"rope_type 'linear' needs the key 'factor'"),
         ({"rope_type": "llama3", "factor": 8.0}, r"needs the key 'original_max_position_embeddings'"),
         ({k: v for k, v in YARN.items() if k != "factor"}, r"rope_type 'yarn' needs the key 'factor'"),

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.backends.gpu.launching.device import why_no_kernels
-from quaver.torch.numerics.quantized import Quantized, pack, spread
+from quaver.torch.numerics.quantized import Quantized, filled, pack, spread
 from quaver.torch.numerics.swizzling import swizzle
 
 #: Bytes that a row is a multiple of.
@@ -66,13 +66,6 @@ def _ends_in_zeros(codes: Tensor, whole: int) -> bool:
     """True if zeros fill the ends of rows, as `Quantized` describes it."""
     room = codes.untyped_storage().nbytes() - codes.storage_offset()
     return codes.stride(0) == whole and room >= codes.shape[0] * whole
-
-
-def filled(codes: Tensor, width: int) -> Tensor:
-    """Eight-bit codes [rows, k] in rows `width` long, their ends zeros."""
-    wide = torch.zeros((codes.shape[0], width), dtype=torch.uint8, device=codes.device)
-    wide[:, : codes.shape[1]] = codes.view(torch.uint8)
-    return wide.view(codes.dtype)
 
 
 def scales(q: Quantized, kind: str, right: bool) -> list[Tensor]:

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.quantizing.transpose import transpose as kernel
-from quaver.torch.backends.gpu.gemms.operands import LINE, filled
 from quaver.torch.backends.gpu.launching.launch import aligned
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import in_words, whole
 from quaver.torch.backends.gpu.quantizing.codes import grid, padded
-from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.quantized import Quantized, filled
 
 #: Rows and columns of a program's block, and its warps.
 BLOCK = 128, 128, 4
+#: Bytes that rows are a multiple of.
+LINE = 16
 
 
 def transpose(codes: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ def attention_fp8(
     """softmax(cap(q kᵀ scale) + bias) v with the operands of all products quantized, each head on its own.
 
     Args:
-        q: [B, H, Sq, D] in float32, bfloat16 or float16.
+        q: [B, H, Sq, D] in float32, bfloat16 or float16; `quaver.torch.blocks.attention.op.prepare` has checked the
+            rest of what is given.
         k: [B, G, Sk, D]; each of G heads serves H / G heads of q and is quantized once.
         v: [B, G, Sk, Dv].
         spec: how; `Recipe.attention`.
@@ -53,12 +54,16 @@ def attention_fp8(
         [B, H, Sq, Dv] in q's dtype; a query that sees nothing gets 0. A block of an operand that holds an infinity or
         NaN has the scale NaN. Differentiable in q, k, v, bias and sinks, once.
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: another dtype.
     Exact: the codes, those of `quaver.core.reference.dot_product`, eager and compiled. Bounded: the output and
         gradients,
         relative RMS 1e-6 of that reference in float32. Statistical: dropout.
     """
-    _check(q, k, v, bias, hidden, sinks, dropout)
+    if q.dtype not in ops.DTYPES:
+        raise ValueError(
+            f"quantized attention takes float32, bfloat16 or float16, not {q.dtype}: convert q, k and v, or use a "
+            "recipe without attention=True"
+        )
     refuse_transforms(q, k, v, bias, sinks)
     draw = torch.randint(_DRAWS, (1,), dtype=torch.int64, device=q.device) if dropout else None
     scale = max(q.shape[3], 1) ** -0.5 if scale is None else scale
@@ -103,42 +108,6 @@ def _gradients(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[:5])
     gradients = iter(BACKWARD(grad, kept, bias, sinks, hidden, draw, *numbers, *texts, needs))
     return (*(next(gradients) if need else None for need in needs), None, None, None, None, None)
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    hidden: Tensor | None,
-    sinks: Tensor | None,
-    dropout: float,
-) -> None:
-    """Raise a ValueError that says what does not fit."""
-    shapes = f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
-    if q.dtype not in ops.DTYPES or not q.dtype is k.dtype is v.dtype:
-        raise ValueError(
-            f"quantized attention takes float32, bfloat16 or float16; q is {q.dtype}, k {k.dtype} and v {v.dtype}: "
-            "convert them to one of these, or use a recipe without attention=True"
-        )
-    if any(x.dim() != 4 for x in (q, k, v)) or not (
-        q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
-    ):
-        raise ValueError(f"quantized attention takes [B, H, Sq, D], [B, G, Sk, D] and [B, G, Sk, Dv]; got {shapes}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} heads of keys and values; got {shapes}")
-    whole = *q.shape[:3], k.shape[2]
-    for name, x in (("bias", bias), ("hidden", hidden)):
-        if x is not None and (
-            x.dim() > 4 or any(a not in (1, b) for a, b in zip(x.shape[::-1], whole[::-1], strict=False))
-        ):
-            raise ValueError(f"{name} {list(x.shape)} does not broadcast to the scores [B, H, Sq, Sk] = {list(whole)}")
-    if hidden is not None and hidden.dtype is not torch.bool:
-        raise ValueError(f"hidden is {hidden.dtype}; give a boolean mask, True where masked out")
-    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
-        raise ValueError(f"sinks has shape {list(sinks.shape)}; give logits [heads] = [{q.shape[1]}]")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; give a probability in [0, 1)")
 
 
 # The operators: q, k, v and what is made of them as lists of plain tensors.

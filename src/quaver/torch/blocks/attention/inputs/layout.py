@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.core.text.spelling import suggest
+from quaver.core.reference.masks import check_heads
+from quaver.core.text.spelling import check_name
 
 #: What the axes of q, k and v are.
 LAYOUTS = {
@@ -76,8 +77,7 @@ def all_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     Raises:
         ValueError: the layout is none, or shapes, heads or dtypes do not go together.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"no layout {layout!r}; {suggest(str(layout), LAYOUTS)}")
+    check_name("layout", layout, LAYOUTS)
     axes = LAYOUTS[layout]
     dims = 3 if layout == "thd" else 4
     if q.dim() != dims or k.dim() != dims or v.dim() != dims:
@@ -89,11 +89,7 @@ def all_heads_first(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
             f"{_shapes(q, k, v)} do not fit {axes}: q and k share batch and features, "
             "k and v share batch, tokens and heads"
         )
-    if groups == 0 or heads % groups:
-        raise ValueError(
-            f"{heads} query heads cannot share {groups} heads of keys and values evenly; "
-            "make the one a multiple of the other"
-        )
+    check_heads(heads, groups)
     if not q.dtype is k.dtype is v.dtype or not q.is_floating_point():
         raise ValueError(
             f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; convert them to one floating-point dtype, "

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.core.text.spelling import suggest
+from quaver.core.text.spelling import check_name
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.blocks.attention.rope import stretching
 from quaver.torch.blocks.attention.rope.positions import LAYOUTS, positions_of
-from quaver.torch.blocks.attention.rope.rotary import apply_rotary, rotary_tables
+from quaver.torch.blocks.attention.rope.rotary import TABLES, apply_rotary
 
 __all__ = ["RotaryEmbedding", "apply_rotary"]
 
@@ -131,11 +131,10 @@ class RotaryEmbedding(nn.Module):
         if self.inverse_frequency.is_meta and not x.is_meta:
             # Nothing in a checkpoint fills them, and load_state_dict(assign=True) leaves them where they were.
             self.inverse_frequency = self.frequencies.rows(x.device)
-        return rotary_tables(where, self.inverse_frequency, length, self._text, self.interleaved)
+        return TABLES(where, self.inverse_frequency, length, self._text, self.interleaved)
 
     def _check(self, x: Tensor, layout: str) -> None:
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout is {layout!r}; {suggest(layout, LAYOUTS)}")
+        check_name("layout", layout, LAYOUTS)
         if x.dim() != LAYOUTS[layout] or x.shape[-1] != self.head_dim:
             raise ValueError(
                 f"rope with layout {layout!r} takes {', '.join(layout.upper())} with D = {self.head_dim}, "

@@ -132,22 +132,6 @@ class _Turn(torch.autograd.Function):
         return TURN.operator(g, cos, sin, interleaved, not back), None, None, None, None
 
 
-def rotary_tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """What `apply_rotary` takes.
-
-    Args:
-        where: positions [...].
-        rows: `Frequencies.rows`, [n, turning / 2].
-        length: of the longest sequence, for frequencies that go by it; -1 takes the largest position's.
-        text: `Frequencies.text`.
-        interleaved: as `apply_rotary`.
-    Returns:
-        (cos, sin) float32 [..., 1, turning], the 1 for the heads.
-    Exact: eager's bits, compiled too.
-    """
-    return TABLES(where, rows, length, text, interleaved)
-
-
 def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
     frequencies = stretching.parse(text)
     longest: int | Tensor = length
@@ -212,6 +196,9 @@ TURN_PARTS: Operation[tuple[Tensor, ...]] = Operation(
     ],
     traced=_plain_parts,
 )
+#: (positions [...], `Frequencies.rows` [n, turning / 2], the length of the longest sequence for frequencies that go by
+#: it or -1 to take the largest position's, `Frequencies.text`, interleaved as `apply_rotary`) to what that takes: cos
+#: and sin float32 [..., 1, turning], the 1 for the heads. Exact: eager's bits, compiled too.
 TABLES: Operation[tuple[Tensor, Tensor]] = Operation(
     "rotary_tables(Tensor where, Tensor rows, SymInt length, str text, bool interleaved) -> (Tensor cos, Tensor sin)",
     _tables,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.core.text.spelling import suggest
+from quaver.core.text.spelling import check_name, suggest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +113,7 @@ def frequencies(
     given = {k: v for k, v in (scaling or {}).items() if v is not None}
     rope_type = given.pop("rope_type", given.get("type", "default"))
     given.pop("type", None)
-    if rope_type not in KINDS:
-        raise ValueError(f"rope_type is {rope_type!r}; {suggest(str(rope_type), KINDS)}")
+    check_name("rope_type", rope_type, KINDS)
     kind = KINDS[rope_type]
     theta = given.pop("rope_theta", theta)
     fraction = given.pop("partial_rotary_factor", fraction)
