@@ -133,14 +133,16 @@ def _decided(
     shape, features = first.shape, weights[0].shape[-1]
     if shape[-1] != features:
         shape = torch.Size((*shape[:-1], features))
-    if direct.disturbed() or capture.as_captured(first.device):
+    if direct.disturbed():
         return []
     runs = []
     for layer, weight, bias in zip(layers, weights, biases, strict=True):
         if not weight.requires_grad or weight.dtype is not first.dtype or not weight.is_contiguous():
             return []
         step = direct.decided(shape, first, weight, bias, recipe)
-        run = None if step is None else step.run(first, layer)
+        if step is None or (step.rows.aligned and capture.as_captured(step.device)):
+            return []
+        run = step.run(first, layer)
         if run is None:
             return []
         runs.append(run)
