@@ -4,6 +4,7 @@ Names that one file needs stay in that file; docs/limits.md lists all of them an
 """
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -26,11 +27,9 @@ def _any_autocast() -> bool:
 any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", _any_autocast)
 
 
-def forward_mode_active() -> bool:
-    """True inside torch.autograd.forward_ad.dual_level. Without it torch refuses forward mode in its own words."""
-    return getattr(forward_ad, "_current_level", -1) >= 0
-
-
+#: () to the level of forward mode, -1 outside of torch.autograd.forward_ad.dual_level. Without it torch refuses forward
+#: mode in its own words.
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
 #: Of a storage: which object it is in C++, or without that its address.
 storage_id: Callable[[Any], int] = (
     attrgetter("_cdata") if hasattr(torch.UntypedStorage, "_cdata") else torch.UntypedStorage.data_ptr

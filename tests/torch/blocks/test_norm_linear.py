@@ -73,8 +73,8 @@ def test_several_layers_share_one_quantized_input(recipe: Any, dtype: torch.dtyp
 def test_the_input_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(entrance, "quantize", lambda *a: seen.append(a[2]) or gemms.quantize(*a))
-    codes = on_cpu._codes
-    monkeypatch.setattr(on_cpu, "_codes", lambda *a: seen.append("input") or codes(*a))
+    by_factor = on_cpu._by_factor
+    monkeypatch.setattr(on_cpu, "_by_factor", lambda *a: seen.append("input") or by_factor(*a))
     with qt.autocast(recipe):
         several(Several(), torch.randn(4, 48, requires_grad=True))
     assert seen == ["input"] * (recipes.get(recipe).fprop.a is not None)

@@ -155,7 +155,7 @@ def _note(calls: Sequence[Call], q: Tensor | Quantized) -> None:
 
 def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
     """True if kernels that quantize what they make may run: on operands of this dtype, made of x."""
-    if not producers.wanted(x) or x.dtype is not dtype or torch.compiler.is_compiling():
+    if ops.on_host(x) or x.dtype is not dtype or torch.compiler.is_compiling():
         return False
     allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.active)
     return allowed and counters.active.counters is None and not producers.why_not(x)

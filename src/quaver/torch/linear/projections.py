@@ -108,6 +108,8 @@ def is_bare(module: nn.Module) -> bool:
 #: The largest input that is written and read again where a kernel could quantize it on the way, and of which codes are
 #: kept where they could be made again: launches take longer.
 LAUNCHES = 1 << 20
+#: The largest of which codes are kept though they could be made again on a CPU, where nothing is launched.
+ON_HOST = 1 << 14
 
 
 def _decided(
@@ -126,9 +128,9 @@ def _decided(
         return []
     if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
         return []
-    if first.numel() > LAUNCHES and may_fuse(first.dtype, first):
+    if first.numel() > (ON_HOST if ops.on_host(first) else LAUNCHES):
         remakes = prologue.remakes and (c is None or c.rounding == "nearest")
-        if a.per_tensor or remakes:
+        if remakes or (a.per_tensor and may_fuse(first.dtype, first)):
             return []
     shape, features = first.shape, weights[0].shape[-1]
     if shape[-1] != features:

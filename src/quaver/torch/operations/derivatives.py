@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from quaver.torch.internals import forward_mode_active, transforms_active
+from quaver.torch.internals import forward_level, transforms_active
 
 #: The sentence for linear layers.
 NO_DOUBLE_BACKWARD = (
@@ -52,7 +52,7 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
     """Raise a NotImplementedError under vmap, torch.func.grad and forward mode."""
     if transforms_active():
         raise NotImplementedError(NO_FUNCTORCH)
-    if forward_mode_active() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors if t is not None):
+    if forward_level() >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors if t is not None):
         raise NotImplementedError(NO_FORWARD_MODE)
 
 

@@ -1,9 +1,12 @@
 """A small layer's step on a CPU, decided beforehand, has the bits, gradients and state of the general one."""
 
+import math
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +15,26 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.spec import Recipe
+from quaver.core.numbers.formats import E4M3, E5M2
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.backends.cpu import gemm
+from quaver.torch.linear.entrance import GIVEN
 from quaver.torch.linear.plans import direct
+from quaver.torch.linear.projections import project
 from quaver.torch.state import kept_weights
 from tests.close import assert_bitwise
 from tests.operands import nasty
 
 T, K, N = 12, 24, 40
+SQUARE, ROW = QuantSpec(E4M3, (8, 8), "e8m0"), QuantSpec(E4M3, (1, None), "fp32")
+TENSOR = QuantSpec(E5M2, (None, None), "power_of_two")
+
+
+def recipe_of_blocks(x: QuantSpec, weight: QuantSpec, g: QuantSpec) -> Recipe:
+    """A recipe that quantizes each operand and its transpose alike."""
+    return Recipe("blocks", GemmSpec(x, weight), GemmSpec(g, weight), GemmSpec(g, x))
+
+
 RECIPES = {
     "tensorwise": recipes.tensorwise(),
     "any scale": recipes.tensorwise(power_of_two=False),
@@ -27,6 +42,16 @@ RECIPES = {
     "delayed": recipes.delayed(),
     "short, with a margin": recipes.delayed(history=2, margin=1),
     "most recent, any scale": recipes.delayed(history=3, algorithm="most_recent", power_of_two=False),
+    "rowwise": recipes.rowwise(),
+    "rows of any scale": recipes.rowwise(power_of_two=False),
+    "rowwise_bf16_wgrad": recipes.rowwise_bf16_wgrad(),
+    "blockwise": recipes.blockwise(),
+    "mxfp8": recipes.mxfp8(),
+    "one operand serves two GEMMs": recipe_of_blocks(SQUARE, SQUARE, SQUARE),
+    "the input serves two GEMMs": recipe_of_blocks(SQUARE, ROW, ROW),
+    "the weight serves two GEMMs": recipe_of_blocks(ROW, TENSOR, ROW),
+    "the gradient serves two GEMMs": recipe_of_blocks(ROW, ROW, SQUARE),
+    "one scale, not shared": recipe_of_blocks(TENSOR, TENSOR, ROW),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -44,8 +69,8 @@ def generally() -> Iterator[None]:
         yield
 
 
-def pair(recipe: Recipe, dtype: torch.dtype, bias: bool = True) -> tuple[qt.Linear, qt.Linear]:
-    first, second = (qt.Linear(K, N, bias=bias, dtype=dtype, recipe=recipe) for _ in range(2))
+def pair(recipe: Recipe, dtype: torch.dtype, bias: bool = True, k: int = K, n: int = N) -> tuple[qt.Linear, qt.Linear]:
+    first, second = (qt.Linear(k, n, bias=bias, dtype=dtype, recipe=recipe) for _ in range(2))
     second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
     return first, second
 
@@ -74,15 +99,51 @@ def train(layer: qt.Linear, inputs: list[Tensor], gradients: list[Tensor], direc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 def test_bits_and_state_are_those_of_the_general_way(name: str, dtype: torch.dtype, bias: bool) -> None:
-    inputs = [torch.from_numpy(v).to(dtype).view(3, T // 3, K) for v in nasty((T, K)).values()]
-    gradients = [torch.from_numpy(v).to(dtype).view(3, T // 3, N) for v in reversed(nasty((T, N), 1).values())]
-    first, second = pair(RECIPES[name], dtype, bias)
+    _compare(RECIPES[name], dtype, bias, (3, T // 3), K, N)
+
+
+#: Products that are no small ones: of decoded blocks; few rows; and few columns, transposes of which lie as they are.
+SHAPES = [(3, 40, 96, 64), (1, 2, 600, 300), (1, 700, 600, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_larger_products_have_the_same_bits(name: str, shape: tuple[int, ...]) -> None:
+    *lead, k, n = shape
+    assert math.prod(shape) > gemm.SMALL
+    _compare(RECIPES[name], torch.bfloat16 if k % 64 else torch.float32, True, tuple(lead), k, n)
+
+
+def _compare(recipe: Recipe, dtype: torch.dtype, bias: bool, lead: tuple[int, ...], k: int, n: int) -> None:
+    tokens = math.prod(lead)
+    inputs = [torch.from_numpy(v).to(dtype).view(*lead, k) for v in nasty((tokens, k)).values()]
+    gradients = [torch.from_numpy(v).to(dtype).view(*lead, n) for v in reversed(nasty((tokens, n), 1).values())]
+    first, second = pair(recipe, dtype, bias, k, n)
     ours = train(first, inputs, gradients, True)
     with generally():
         theirs = train(second, inputs, gradients, False)
     assert ours.keys() == theirs.keys()
     for what in ours:
         assert_bitwise(ours[what], theirs[what], what)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_a_small_and_a_large_layer_of_one_input_read_the_same_codes(recipe: str) -> None:
+    """Of one input, though the steps of the two may have other rows."""
+    small, large = (qt.Linear(64, n, recipe=recipe) for n in (8, 1024))
+    assert 64 * 64 * 8 <= gemm.SMALL < 64 * 64 * 1024
+    for layers in ((small, large), (large, small)):
+        results = []
+        for way in (nullcontext(), generally()):
+            x = torch.linspace(-3, 2, 64 * 64).view(64, 64).requires_grad_()
+            with way:
+                outputs = project(GIVEN, (x,), layers)
+            torch.cat([y.square() for y in outputs], 1).sum().backward()
+            results.append([*outputs, x.grad, *(layer.weight.grad for layer in layers)])
+            small.zero_grad()
+            large.zero_grad()
+        for ours, theirs in zip(*results, strict=True):
+            assert_bitwise(ours.detach(), theirs.detach())
 
 
 def test_every_shape_of_input_has_its_step() -> None:
@@ -143,8 +204,8 @@ def test_a_plan_is_not_made_while_somebody_looks() -> None:
     assert is_direct(layer(x))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", "nvfp4", "rowwise_bf16_wgrad"])
-def test_recipes_of_more_than_one_scale_take_the_general_way(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp6"])
+def test_formats_that_torch_does_not_cast_to_take_the_general_way(recipe: str) -> None:
     layer = qt.Linear(K, N, recipe=recipe)
     assert not is_direct(layer(torch.randn(T, K, requires_grad=True)))
 
@@ -154,8 +215,6 @@ def test_what_a_step_is_not_for_takes_the_general_way() -> None:
     assert not is_direct(layer(x.detach()))
     assert not is_direct(layer(torch.randn(K, T).t().requires_grad_()))
     assert not is_direct(layer(torch.randn(0, K, requires_grad=True)))
-    large = torch.randn(gemm.SMALL // (K * N) + 1, K, requires_grad=True)
-    assert not is_direct(layer(large))
     assert is_direct(layer(x))
     layer.weight.requires_grad_(False)
     assert not is_direct(layer(x))
@@ -167,6 +226,23 @@ def test_what_a_step_is_not_for_takes_the_general_way() -> None:
         assert layer(x).grad_fn is None
 
 
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
+def test_a_recipe_that_leaves_a_gemm_of_the_input_alone_takes_the_general_way(gemm: str) -> None:
+    plain = GemmSpec(None, None)
+    recipe = replace(RECIPES["rowwise"], name="plain", wgrad=plain, **{gemm: plain})
+    assert not is_direct(qt.Linear(K, N, recipe=recipe)(torch.randn(T, K, requires_grad=True)))
+
+
+@pytest.mark.parametrize("tokens", [T, 200])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_what_was_decided_holds_neither_an_input_nor_a_weight(recipe: str, tokens: int) -> None:
+    layer, x = qt.Linear(64, 64, recipe=recipe), torch.randn(tokens, 64, requires_grad=True)
+    assert is_direct(layer(x))
+    weights = weakref.ref(layer.weight), weakref.ref(x)
+    del layer, x
+    assert direct.plans and not any(weight() for weight in weights)
+
+
 def test_a_weight_of_another_shape_has_a_plan_of_its_own() -> None:
     layer, x = qt.Linear(K, N, bias=False, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
     assert is_direct(layer(x))
@@ -176,7 +252,7 @@ def test_a_weight_of_another_shape_has_a_plan_of_its_own() -> None:
     large = gemm.SMALL // (T * K) + 1
     layer.weight = nn.Parameter(torch.randn(large, K))
     y = layer(x)
-    assert y.shape == (T, large) and not is_direct(y)
+    assert y.shape == (T, large) and is_direct(y)
 
 
 def test_on_meta_nothing_is_computed() -> None:

@@ -35,7 +35,7 @@ def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Ten
         values = q.lying_values()
         return values.to(torch.bfloat16) if half else values, 1.0
     if not isinstance(q.scale, Tensor):
-        return _values(q, half, tiny, slot), q.scale
+        return _values(q, half, slot), q.scale
     if q.spec.block[1] is not None:
         return _decode_blocks(q, half, tiny, slot)
     if q.spec.power_of_two:
@@ -47,7 +47,7 @@ def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Ten
     low, high = torch.aminmax(scale)
     if not (ROWS[0] <= low.item() and high.item() <= ROWS[1]):
         return None
-    return _values(q, half, tiny, slot), reference.spread(scale, q.spec.block, q.shape)
+    return _values(q, half, slot), reference.spread(scale, q.spec.block, q.shape)
 
 
 def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, float] | None:
@@ -119,10 +119,8 @@ def _e2m1_pairs(half: bool) -> Tensor:
     return _pairs[half]
 
 
-def _values(q: Quantized, half: bool, tiny: bool, slot: str) -> Tensor:
+def _values(q: Quantized, half: bool, slot: str) -> Tensor:
     """Codes to bf16 or float32 values, without scales; NaN codes are not kept: their scale is NaN."""
-    if tiny:
-        return q.lying_values()
     raw, lift = _raw(q, half, slot)
     return raw.mul_(2.0**lift) if lift else raw
 

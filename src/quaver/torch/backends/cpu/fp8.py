@@ -126,7 +126,7 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Given, turned: bool) -> Quantized:
         scale, finite = reference.stored_scale(bits, of_blocks, e, spec), amax is None and bool(of_blocks.all().item())
     for dim in dims:
         e = e.unsqueeze(dim)
-    y = torch.mul(view, e.to(view.dtype), out=scratch.room("temporary", view.shape, view.dtype))
+    y = torch.mul(view, e.to(view.dtype), out=_room(view))
     if not finite:
         # Or not by its own amax.
         y.clamp_(-limit, limit)
@@ -192,12 +192,17 @@ def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
         bits, mask = view.view(torch.int16), 0x7FFF
     else:
         bits, mask = view.view(torch.int32), 0x7FFFFFFF
-    top = torch.bitwise_and(bits, mask, out=scratch.room("temporary", bits.shape, bits.dtype))
+    top = torch.bitwise_and(bits, mask, out=_room(bits))
     for dim in reversed(dims):
         top = top.amax(dim)
     if view.dtype is torch.bfloat16:
         top = top.to(torch.int32) << 16
     return torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
+
+
+def _room(x: Tensor) -> Tensor | None:
+    """Where a result of this shape and dtype is written; None for a small one, a tensor of its own."""
+    return None if x.numel() * x.itemsize < scratch.SMALLEST else scratch.room("temporary", x.shape, x.dtype)
 
 
 def _padded_shape(view: Tensor, dims: list[int]) -> tuple[int, int]:

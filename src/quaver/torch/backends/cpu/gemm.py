@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.cpu import brgemm, narrow
-from quaver.torch.backends.cpu.decoding import decode, folds_exactly, rescales_exactly
+from quaver.torch.backends.cpu.decoding import ROWS, decode, folds_exactly, rescales_exactly
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 
@@ -45,22 +45,23 @@ def matmul(
     Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
     """
     (m, k), n = a.shape, b.shape[0]
-    size = m * n * k
-    if 0 < size <= SMALL and a.scale.__class__ is float and b.scale.__class__ is float:
+    size, few = m * n * k, min(m, n)
+    if 0 < size <= SMALL and (few > NARROW or (a.scale.__class__ is float and b.scale.__class__ is float)):
         x, y = decoded(a), decoded(b)
-        return scaled_product(x.t() if a.turned else x, y if b.turned else y.t(), a.scale, b.scale, dtype, bias)
+        if x is not None and y is not None:
+            x, y = x.t() if a.turned else x, y if b.turned else y.t()
+            return scaled_product(x, y, _of_rows(a), _of_rows(b), dtype, bias)
     if size == 0:
         return reference.matmul(a, b, dtype, bias)
     exact = folds_exactly(a) and folds_exactly(b)
     if not exact and _rounds():
         return reference.matmul(a, b, dtype, bias)
-    few = min(m, n)
     if few <= NARROW or (few <= NARROW_BESIDE[0] and max(m, n) * k >= NARROW_BESIDE[1]):
         y = narrow.product(a, b)
         return (y if bias is None else y + bias).float().to(dtype)
     tiny = size <= SMALL
     half = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
-    blocked = exact and not half and not tiny and brgemm.takes(m, n, k)
+    blocked = exact and not half and size >= brgemm.SMALLEST and brgemm.takes(m, n, k)
     left, right = decode(a, half or blocked, tiny, "left"), decode(b, half or blocked, tiny, "right")
     if left is None or right is None:
         # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
@@ -77,27 +78,40 @@ def matmul(
     return y if y.dtype is dtype else y.to(dtype)
 
 
-def decoded(q: Quantized) -> Tensor:
-    """The float32 values, as they lie, of an operand with one scale, without it; remembered where they are few."""
+def decoded(q: Quantized) -> Tensor | None:
+    """The float32 values, as they lie, of an operand without its scales; remembered where they are few.
+
+    None unless the product can take the scales: one, or one a row within `ROWS`, which also holds no NaN.
+    """
     values = q.decoded
     if values is None:
-        values = q.lying_values()
+        if isinstance(q.scale, Tensor):
+            if q.spec.block[1] is not None or q.scale.dtype is not torch.float32 or q.spec.two_level:
+                return None
+            low, high = torch.aminmax(q.scale)
+            if not (ROWS[0] <= low.item() and high.item() <= ROWS[1]):
+                return None
+        values = q.data.float() if q.data.is_floating_point() else q.lying_values()
         if values.numel() <= REMEMBERED:
             q.decoded = values
     return values
+
+
+def _of_rows(q: Quantized) -> Tensor | float:
+    """Its scales in a column, or its one."""
+    return q.scale.t() if q.turned and isinstance(q.scale, Tensor) else q.scale
 
 
 _nothing = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def scaled_product(
-    left: Tensor, right: Tensor, a: float, b: float, dtype: torch.dtype, bias: Tensor | None = None
+    left: Tensor, right: Tensor, a: Tensor | float, b: Tensor | float, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """left [m, k] @ right [k, n] × a × b + bias, of a few thousand elements, where every call counts."""
-    scale = a * b
-    if LIFTS[0] < scale < LIFTS[1] and math.frexp(scale)[0] == 0.5:
+    """left [m, k] @ right [k, n] × a × b + bias, of a few thousand elements, where every call counts; see `rescale`."""
+    if isinstance(a, float) and isinstance(b, float) and LIFTS[0] < a * b < LIFTS[1] and math.frexp(a * b)[0] == 0.5:
         # A power of two: each sum is what it would be without it.
-        y = torch.addmm(_nothing, left, right, beta=0, alpha=scale)
+        y = torch.addmm(_nothing, left, right, beta=0, alpha=a * b)
     else:
         y = rescale(torch.mm(left, right), a, b)
     if bias is not None:

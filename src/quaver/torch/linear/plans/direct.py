@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
-from quaver.torch.internals import any_autocast_enabled, forward_mode_active, transforms_active
+from quaver.torch.internals import any_autocast_enabled, forward_level, transforms_active
 from quaver.torch.linear.plans import on_cpu
 from quaver.torch.linear.plans.step import Step
 from quaver.torch.operations import ops
@@ -86,7 +86,7 @@ def disturbed() -> bool:
         or ops.MATMUL.active is not ops.MATMUL.impls
         or any_autocast_enabled()
         or transforms_active()
-        or forward_mode_active()
+        or forward_level() >= 0
     )
 
 

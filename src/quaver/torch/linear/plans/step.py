@@ -23,10 +23,12 @@ from quaver.torch.state.layer import state_of
 
 #: A scale as a GEMM takes it: a number of the host's or a tensor on a GPU.
 Scale = Any
+#: Codes as a GEMM takes them: a tensor, or a `Quantized`, which has its scale within.
+Operand = Any
 #: What a matrix [rows, columns] became: an operand and its scale, the transpose's and its scale, of the right side of a
 #: GEMM where they are kept (None and None where no GEMM takes them), and what was found on the way: of an input the
 #: amax where a history wants it, of a grad_output the gradient of the bias, or None where that is to be summed yet.
-Operands = tuple[Tensor, Scale, Tensor | None, Scale, Any]
+Operands = tuple[Operand, Scale, Operand, Scale, Any]
 
 
 class Factors(Protocol):
@@ -45,12 +47,13 @@ class Factors(Protocol):
 
 
 class Weight:
-    """Both operands of a kept weight, as the right sides of GEMMs, and their scales."""
+    """Both operands of a kept weight, as the right sides of GEMMs, and their scales; dgrad's is None until a backward
+    quantizes it."""
 
     __slots__ = ("dgrad", "dgrad_scale", "fprop", "fprop_scale", "noted", "recipe")
 
     def __init__(
-        self, fprop: Tensor, fprop_scale: Scale, dgrad: Tensor, dgrad_scale: Scale, noted: object, recipe: Recipe
+        self, fprop: Operand, fprop_scale: Scale, dgrad: Operand, dgrad_scale: Scale, noted: object, recipe: Recipe
     ) -> None:
         self.fprop, self.fprop_scale, self.dgrad, self.dgrad_scale = fprop, fprop_scale, dgrad, dgrad_scale
         #: The step in whose history its amax is noted: a kept weight's counts in each.
@@ -60,7 +63,7 @@ class Weight:
 
 
 #: a, its scale, b, its scale, bias.
-Multiply = Callable[[Tensor, Scale, Tensor, Scale, Tensor | None], Tensor]
+Multiply = Callable[[Operand, Scale, Operand, Scale, Tensor | None], Tensor]
 
 
 class Rows(NamedTuple):
@@ -82,6 +85,10 @@ class Rows(NamedTuple):
     wgrad: Multiply | None
     #: Whether kernels read addresses that are multiples of 16.
     aligned: bool
+    #: A matrix to what `input` and `grad_output` leave out, since it takes a pass of its own: its transpose's operand
+    #: and scale. None where they do not.
+    turned_input: Callable[[Tensor], tuple[Tensor, Scale]] | None = None
+    turned_grad_output: Callable[[Tensor], tuple[Operand, Scale]] | None = None
 
 
 class Step:
@@ -145,6 +152,8 @@ class Run:
 
     def turned(self, x: Tensor, operands: Operands) -> tuple[Tensor, Scale]:
         """What wgrad consumes: the transpose, or x where it is not quantized, and a scale."""
+        if self.step.rows.turned_input is not None:
+            return self.step.rows.turned_input(x)
         xt = operands[2]
         return x if xt is None else xt, operands[3]
 
@@ -178,8 +187,10 @@ class Run:
         return entry, ready
 
     def readable(self, x: Tensor) -> Tensor:
-        """x as the rows read it: row by row, and where they ask for it from an address that is a multiple of 16."""
-        if x.is_contiguous() and not (self.step.rows.aligned and x.data_ptr() & 15):
+        """x as the rows read it: a matrix, or where kernels read it row by row from a multiple of 16."""
+        if not self.step.rows.aligned:
+            return x.reshape(-1, x.shape[-1])
+        if x.is_contiguous() and not x.data_ptr() & 15:
             return x
         return x.clone(memory_format=torch.contiguous_format)
 
@@ -209,7 +220,7 @@ class Run:
             of_bias = ops.bias_gradient(given.reshape(-1, given.shape[-1]), bias_dtype)
         if needs[0]:
             w = self.entry.ready
-            if w is None or w.recipe is not step.recipe:
+            if w is None or w.recipe is not step.recipe or w.dgrad is None:
                 assert weight is not None
                 w = rows.weight(weight, layer, factors, False)[1]
             of_input = rows.dgrad(q, scale, w.dgrad, w.dgrad_scale, None)
@@ -220,6 +231,8 @@ class Run:
             if rows.wgrad is None:
                 of_weight = F.linear(g.view(-1, g.shape[-1]).t(), xt.view(-1, xt.shape[-1]).t())
             else:
+                if rows.turned_grad_output is not None:
+                    qt, of_qt = rows.turned_grad_output(g)
                 assert qt is not None
                 of_weight = rows.wgrad(qt, of_qt, xt, of_xt, None)
         return of_input, of_weight, of_bias
@@ -229,10 +242,10 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
         operands = run.entered(x, weight)
-        kept, scale = operands[2], operands[3]
+        kept, scale = run.turned(x, operands)
         on_host = scale.__class__ is float
         # The weight itself, so that autograd sees a change of it before backward.
-        ctx.save_for_backward(weight, x if kept is None else kept, of_host(scale) if on_host else scale)
+        ctx.save_for_backward(weight, kept, of_host(scale) if on_host else scale)
         ctx.constants = run, on_host, bias is not None and bias.dtype
         y = run.output(operands, weight, bias)
         # A view could not be written to: see `linear.function`.
@@ -264,5 +277,5 @@ def _count(layer: nn.Module, recipe: Recipe, g: Tensor, factors: Any) -> None:
     assert a is not None
     factor = None if factors is None else factors.factors[amax.GRAD_OUTPUT]
     note(layer, "grad_output", g, ops.QUANTIZE(g, a, None, factor))
-    if c is not None and not a.per_tensor:
+    if c is not None and not recipe.plan.grad_output:
         note(layer, "grad_output.T", g.t(), ops.QUANTIZE(g.t(), c))

@@ -18,11 +18,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 65535 * 64
 
 
-def wanted(x: Tensor) -> bool:
-    """True if kernels may run: on a GPU, or under `only("triton")` on a CPU, where they are interpreted."""
-    return not x.is_cpu or bool(device.asked)
-
-
 def why_not(x: Tensor, *_: Any) -> str:
     """Why no kernel normalizes or activates a tensor, whatever goes with it, or ""."""
     if x.is_cpu and not device.asked:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.blocks.attention.rope import stretching
-from quaver.torch.internals import forward_mode_active, transforms_active
+from quaver.torch.internals import forward_level, transforms_active
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation
 
@@ -79,7 +79,7 @@ def _not_launched(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: Any
             return "the kernel takes plain tensors on one GPU"
     if cos.requires_grad or sin.requires_grad:
         return "the kernel gives cosines and sines no gradient"
-    if transforms_active() or forward_mode_active():
+    if transforms_active() or forward_level() >= 0:
         return "torch.func and forward mode see no kernel"
     return _KERNEL.reason(q, k, cos, sin)
 
