@@ -109,9 +109,10 @@ def scaled_product(
     left: Tensor, right: Tensor, a: Tensor | float, b: Tensor | float, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """left [m, k] @ right [k, n] × a × b + bias, of a few thousand elements, where every call counts; see `rescale`."""
-    if isinstance(a, float) and isinstance(b, float) and LIFTS[0] < a * b < LIFTS[1] and math.frexp(a * b)[0] == 0.5:
+    scale = a * b if isinstance(a, float) and isinstance(b, float) else 0.0
+    if LIFTS[0] < scale < LIFTS[1] and math.frexp(scale)[0] == 0.5:
         # A power of two: each sum is what it would be without it.
-        y = torch.addmm(_nothing, left, right, beta=0, alpha=a * b)
+        y = torch.addmm(_nothing, left, right, beta=0, alpha=scale)
     else:
         y = rescale(torch.mm(left, right), a, b)
     if bias is not None:

@@ -189,7 +189,7 @@ class Run:
     def readable(self, x: Tensor) -> Tensor:
         """x as the rows read it: a matrix, or where kernels read it row by row from a multiple of 16."""
         if not self.step.rows.aligned:
-            return x.reshape(-1, x.shape[-1])
+            return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if x.is_contiguous() and not x.data_ptr() & 15:
             return x
         return x.clone(memory_format=torch.contiguous_format)
