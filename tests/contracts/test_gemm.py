@@ -10,6 +10,7 @@ import torch
 
 import quaver.torch as qt
 from quaver.core import reference
+from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import GemmSpec, QuantSpec
 from quaver.torch.backends.cpu.decoding import folds_exactly
 from quaver.torch.numerics.reference import double
@@ -182,3 +183,10 @@ def test_operands_that_do_not_share_k_and_odd_dtypes_are_refused() -> None:
         qt.matmul(a, a, torch.float64)
     with pytest.raises(ValueError, match=r"not torch\.float64"):
         qt.quantize(torch.zeros(2, 2, dtype=torch.float64), gemm.a)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block", [(2, None), (3, None), (5, 4), (None, 4)])
+def test_scales_of_several_rows_reach_their_rows_in_a_small_product(block: tuple[int | None, int | None]) -> None:
+    spec = QuantSpec(E4M3, block)
+    a, b = qt.quantize(torch.randn(24, 32), spec), qt.quantize(torch.randn(48, 32), spec)
+    assert_close(f"blocks of {block}", qt.matmul(a, b), exact(a, b).float(), 1e-6)

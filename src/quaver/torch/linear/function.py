@@ -78,7 +78,8 @@ def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor,
     runs, taken, n = setup.runs, setup.taken, len(setup.runs)
     first, weights, biases = runs[0], tensors[taken : taken + n], tensors[taken + n :]
     y, saved = setup.prologue.forward(*tensors[:taken], decided=first.step.rows.aligned)
-    shape, x = y.shape, first.readable(y)
+    # Rows read it row by row: codes of one that lies as its transpose would lie so too.
+    shape, x = y.shape, first.readable(y).contiguous()
     try:
         operands = first.entered(x, weights[0])
     except torch.OutOfMemoryError as error:

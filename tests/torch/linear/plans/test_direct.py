@@ -403,3 +403,65 @@ def test_kept_for_backward_is_one_byte_an_element(shape: tuple[int, int, int]) -
     entry = kept_weights.lookup(layer, "fprop", layer.weight, layer.recipe.fprop.b, 0.0)  # type: ignore[union-attr, arg-type]
     assert entry is not None and entry.quantized is not None
     assert (entry.quantized.decoded is None) == (n * k > gemm.REMEMBERED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "mxfp8"])
+def test_a_kept_weight_serves_lengths_whose_rows_read_it_otherwise(name: str, dtype: torch.dtype) -> None:
+    """Small and large products by turns, one after the other and both before their backwards."""
+    lengths = [4, 64, 4]
+    assert 4 * 64 * 96 < gemm.SMALL < 64 * 64 * 96
+    layers = pair(RECIPES.get(name) or recipes.get(name), dtype, True, 64, 96)
+    inputs = [torch.randn(tokens, 64).to(dtype).requires_grad_() for tokens in lengths]
+
+    def gradients(layer: qt.Linear, together: bool) -> list[Tensor]:
+        layer.zero_grad()
+        grads: list[Tensor] = []
+        outputs = []
+        for x in inputs:
+            with qt.autocast(layer.recipe):
+                outputs.append(layer(x))
+            if not together:
+                grads += torch.autograd.grad(outputs[-1].square().sum(), (x, layer.weight))
+        if together:
+            for x, y in zip(inputs, outputs, strict=True):
+                grads += torch.autograd.grad(y.square().sum(), (x, layer.weight))
+        return [*(y.detach() for y in outputs), *grads]
+
+    for together in (False, True):
+        ours = gradients(layers[0], together)
+        with generally():
+            theirs = gradients(layers[1], together)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_bitwise(one, other)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("tokens", [64, 160])
+def test_an_input_that_lies_as_its_transpose_is_read_row_by_row(name: str, tokens: int) -> None:
+    """Through RMSNorm, which leaves it so, and given."""
+    x, g = torch.randn(64, tokens, requires_grad=True), torch.randn(tokens, 64)
+    block = qt.LayerNormLinear(64, 64, normalization="RMSNorm", recipe=name)
+
+    def of_norm(x: Tensor) -> Tensor:
+        return block(x)  # type: ignore[no-any-return]
+
+    def of_given(x: Tensor) -> Tensor:
+        return project(GIVEN, (x,), (block.linear,))[0]
+
+    for run in (of_norm, of_given):
+        results = []
+        for lies in (lambda x: x.t(), lambda x: x.t().contiguous()):
+            with qt.autocast(name):
+                y = run(lies(x))
+            results.append([y.detach(), *torch.autograd.grad(y, (x, block.linear.weight), g)])
+        for one, other in zip(*results, strict=True):
+            assert_bitwise(one, other)
+
+
+def test_plans_are_dropped_only_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "MOST", 8)
+    layer = qt.Linear(K, N, recipe="tensorwise")
+    for tokens in range(1, 2 * direct.MOST):
+        layer(torch.randn(tokens, K, requires_grad=True))
+        assert len(direct.plans) == min(tokens, direct.MOST)

@@ -86,7 +86,7 @@ def decoded(q: Quantized) -> Tensor | None:
     values = q.decoded
     if values is None:
         if isinstance(q.scale, Tensor):
-            if q.spec.block[1] is not None or q.scale.dtype is not torch.float32 or q.spec.two_level:
+            if q.spec.block not in ((1, None), (None, None)) or q.scale.dtype is not torch.float32:
                 return None
             low, high = torch.aminmax(q.scale)
             if not (ROWS[0] <= low.item() and high.item() <= ROWS[1]):

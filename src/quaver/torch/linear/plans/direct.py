@@ -56,7 +56,7 @@ def facts(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, 
 
 def keep(key: Facts, plan: Plan) -> None:
     """Put a plan among those that are kept."""
-    for oldest in list(plans)[: len(plans) + 1 - MOST]:
+    for oldest in list(plans)[: max(0, len(plans) + 1 - MOST)]:
         # Another thread may have dropped it.
         plans.pop(oldest, None)
     plans[key] = plan

@@ -20,6 +20,9 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state import kept_weights
 from quaver.torch.state.history import amax, steps
 
+#: `Rows.form` of rows that take a weight as `Quantized`.
+WHOLE = "whole"
+
 
 class HostFactors(NamedTuple):
     """`step.Factors` as numbers."""
@@ -77,10 +80,10 @@ def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Row
         call = Call(layer, recipe, weight, weight.dtype, forward or not plan.weight, factors)
         if not forward:
             turned = quantized_weight(call, weight, "dgrad", d)
-            return kept_weights.Entry(turned), Weight(None, None, turned, None, delayed, recipe)
+            return kept_weights.Entry(turned), Weight(None, None, turned, None, factors, recipe, WHOLE)
         q = quantized_weight(call, weight, "fprop", b)
         entry = kept_weights.lookup(layer, "fprop", weight, b, version) or kept_weights.Entry(q)
-        entry.ready = Weight(q, None, q.T if plan.weight else None, None, delayed, recipe)
+        entry.ready = Weight(q, None, q.T if plan.weight else None, None, factors, recipe, WHOLE)
         return entry, entry.ready
 
     def of_output(data: Tensor, scale: Scale, right: Any, _: Scale, bias: Tensor | None) -> Tensor:
@@ -105,6 +108,7 @@ def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Row
         False,
         turned_input=None if f is None or plan.input else turned_input,
         turned_grad_output=None if e is None or plan.grad_output else turned_grad_output,
+        form=WHOLE,
     )
 
 
@@ -146,7 +150,8 @@ def _of_one_scale(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Rows
         # Few values are remembered, others are decoded by each product.
         values = decoded(q) if q.data.numel() <= REMEMBERED else q.data
         assert values is not None
-        entry.ready = Weight(values.t(), q.scale, values, q.scale, delayed, recipe)
+        factors = None if delayed is None else delayed.factors
+        entry.ready = Weight(values.t(), q.scale, values, q.scale, factors, recipe)
         return entry, entry.ready
 
     product = _product(dtype)

@@ -294,11 +294,12 @@ def _weight(
     """
     spec, other = recipe.fprop.b, recipe.dgrad.b
     assert spec is not None and other is not None
-    call = Call(layer, recipe, weight, weight.dtype, forward, None if delayed is None else delayed.factors)
+    factors = None if delayed is None else delayed.factors
+    call = Call(layer, recipe, weight, weight.dtype, forward, factors)
     call.both = both or call.both
     q = quantized_weight(call, weight, "fprop", spec)
     turned = q.T if recipe.plan.weight else quantized_weight(call, weight, "dgrad", other)
-    ready = Weight(*_right(q, gemms[0]), *_right(turned, gemms[1]), delayed, recipe)
+    ready = Weight(*_right(q, gemms[0]), *_right(turned, gemms[1]), factors, recipe)
     written: float = 0.0 if delayed is None else delayed.version
     entry = kept_weights.lookup(layer, "fprop", weight, spec, written, forward) or kept_weights.Entry(q)
     entry.ready = ready

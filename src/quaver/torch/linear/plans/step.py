@@ -50,16 +50,30 @@ class Weight:
     """Both operands of a kept weight, as the right sides of GEMMs, and their scales; dgrad's is None until a backward
     quantizes it."""
 
-    __slots__ = ("dgrad", "dgrad_scale", "fprop", "fprop_scale", "noted", "recipe")
+    __slots__ = ("dgrad", "dgrad_scale", "form", "fprop", "fprop_scale", "noted", "recipe")
 
     def __init__(
-        self, fprop: Operand, fprop_scale: Scale, dgrad: Operand, dgrad_scale: Scale, noted: object, recipe: Recipe
+        self,
+        fprop: Operand,
+        fprop_scale: Scale,
+        dgrad: Operand,
+        dgrad_scale: Scale,
+        noted: object,
+        recipe: Recipe,
+        form: str = "",
     ) -> None:
         self.fprop, self.fprop_scale, self.dgrad, self.dgrad_scale = fprop, fprop_scale, dgrad, dgrad_scale
-        #: The step in whose history its amax is noted: a kept weight's counts in each.
+        #: The `Factors.factors` of the call that noted its amax: a kept weight's counts in each step. `Factors`, which
+        #: may hold the layer, is not held.
         self.noted = noted
         #: Whose GEMMs read them; another may share the quantized weight.
         self.recipe = recipe
+        #: As `Rows.form`: rows of another read other operands.
+        self.form = form
+
+    def serves(self, step: "Step") -> bool:
+        """Whether the rows of a step read these operands."""
+        return self.recipe is step.recipe and self.form == step.rows.form
 
 
 #: a, its scale, b, its scale, bias.
@@ -89,6 +103,8 @@ class Rows(NamedTuple):
     #: and scale. None where they do not.
     turned_input: Callable[[Tensor], tuple[Tensor, Scale]] | None = None
     turned_grad_output: Callable[[Tensor], tuple[Operand, Scale]] | None = None
+    #: What operands of a weight are: rows for a shape may take others than those for another shape.
+    form: str = ""
 
 
 class Step:
@@ -175,15 +191,15 @@ class Run:
     def _kept(self, weight: Tensor) -> tuple[kept_weights.Entry, Weight] | None:
         """What is kept of the weight until it, or its factor, changes."""
         recipe, layer, factors = self.step.recipe, self.layer, self.factors
-        version = 0.0 if factors is None else factors.version
+        version, given = (0.0, None) if factors is None else (factors.version, factors.factors)
         entry = kept_weights.lookup(layer, "fprop", weight, recipe.fprop.b, version)  # type: ignore[arg-type]
         ready: Weight | None = None if entry is None else entry.ready
-        if entry is None or ready is None or ready.recipe is not recipe:
+        if entry is None or ready is None or not ready.serves(self.step):
             return None
-        if ready.noted is not factors:
+        if ready.noted is not given:
             assert entry.quantized is not None
             amax.record(layer, amax.WEIGHT, entry.quantized.amax)
-            ready.noted = factors
+            ready.noted = given
         return entry, ready
 
     def readable(self, x: Tensor) -> Tensor:
@@ -220,7 +236,7 @@ class Run:
             of_bias = ops.bias_gradient(given.reshape(-1, given.shape[-1]), bias_dtype)
         if needs[0]:
             w = self.entry.ready
-            if w is None or w.recipe is not step.recipe or w.dgrad is None:
+            if w is None or not w.serves(step) or w.dgrad is None:
                 assert weight is not None
                 w = rows.weight(weight, layer, factors, False)[1]
             of_input = rows.dgrad(q, scale, w.dgrad, w.dgrad_scale, None)
