@@ -112,7 +112,7 @@ def _alike() -> None:
     """What is random begins alike, and deterministic mode makes torch.empty return NaN (255 in bytes), so that an
     element nobody wrote is seen."""
     if "quaver.torch.linear.plans.direct" in sys.modules:
-        # A test may change what they were decided by.
+        # Plans outlive a test, which may change what decided them.
         sys.modules["quaver.torch.linear.plans.direct"].plans.clear()
     random.seed(0)
     np.random.seed(0)

@@ -476,7 +476,7 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
             lies = turned and not one.format.packed
             q = Quantized(data, scale, one, (rows, 48), lies, factor if one.two_level else None)
             operands.append(flat(q))
-    # Without a bias both operands are turned or neither is, with one one of them.
+    # Without a bias both operands are turned or neither is; with a bias one of them is.
     for a, b in zip(operands[:2], operands[3:1:-1] if bias else operands[2:], strict=True):
         arguments = (*a, *b, torch.bfloat16, torch.randn(16) if bias else None)
         torch.library.opcheck(torch.ops.quaver.matmul.default, arguments, test_utils=CHECKS)

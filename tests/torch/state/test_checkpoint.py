@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.linear.plans import direct
 from tests.close import assert_bitwise
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
@@ -159,10 +160,12 @@ def test_micro_batches_accumulate_alike(name: str, use_reentrant: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("tokens", [16, 1024], ids=["decided", "general"])
-def test_codes_that_are_made_again_come_with_their_scale(tokens: int) -> None:
+@pytest.mark.parametrize("name", ["_StepBackward", "ProjectionsBackward"], ids=["decided", "general"])
+def test_codes_that_are_made_again_come_with_their_scale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards without gradients roll the histories between a forward and its backward: ones are 1 by any factor."""
-    recipe = recipes.delayed()
+    if name == "ProjectionsBackward":
+        monkeypatch.setattr(direct, "plan", lambda *_: None)
+    tokens, recipe = 16, recipes.delayed()
     layer = qt.Linear(64, 64, bias=False)
     x = torch.ones(tokens, 64, requires_grad=True)
 
@@ -174,6 +177,7 @@ def test_codes_that_are_made_again_come_with_their_scale(tokens: int) -> None:
     step(1.0, True)
     with qt.autocast(recipe):
         y = checkpoint(layer, x, use_reentrant=False)
+    assert y.grad_fn is not None and y.grad_fn.name() == name
     for _ in range(3):
         step(1000.0, True)
         step(1000.0, False)

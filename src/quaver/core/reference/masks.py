@@ -27,11 +27,11 @@ def check_type(mask_type: str, given: bool) -> None:
 
 
 def check_heads(heads: int, groups: int) -> None:
-    """Raise a ValueError unless so many heads of keys and values serve equally many of the queries' each."""
+    """Raise a ValueError unless each of the `groups` heads of keys and values serves equally many query heads."""
     if heads < 1 or groups < 1 or heads % groups:
         raise ValueError(
             f"{heads} query heads cannot share {groups} heads of keys and values evenly; "
-            "make the one a multiple of the other"
+            "make the first number a multiple of the second"
         )
 
 

@@ -3,7 +3,7 @@
     down(activation(up(norm(x))))        or, gated,        down(f(gate(norm(x))) · up(norm(x)))
 
 Kept for backward of a quantized one: x and the norm's statistics, norm(x) in eight bits, and what goes into the
-activation; its result is made again, and quantized again to the same bits, unless it is so small that launches count.
+activation; its result is made again, and quantized again to the same bits, unless it is small.
 """
 
 from collections.abc import Mapping

@@ -93,11 +93,12 @@ def check_same(config: TrainConfig, text: str) -> None:
         raise ValueError(f"{config.out} cannot go on: {why}; delete that folder, or give another --out")
 
 
-def check_option(what: str, before: object, now: object) -> None:
+def check_option(option: str, before: object, now: object) -> None:
     """Raise a ValueError if an option is not what it was."""
     if now != before:
         raise ValueError(
-            f"{what} = {shown(before)}, and now it is {shown(now)}; resume with the same options, or give another --out"
+            f"{option} = {shown(before)}, and now it is {shown(now)}; resume with the same options, or give another "
+            "--out"
         )
 
 

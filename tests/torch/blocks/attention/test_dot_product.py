@@ -81,7 +81,7 @@ def test_the_recipe_is_its_own_or_the_ambient_one(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"groups": 3}, "4 query heads cannot share 3 heads.*make the one a multiple of the other"),
+        ({"groups": 3}, "4 query heads cannot share 3 heads.*make the first number a multiple of the second"),
         ({"groups": 0}, "cannot share 0 heads"),
         ({"mask_type": "casual"}, "did you mean 'causal'"),
         ({"mask_type": "causal", "window": (1, 1)}, "looks ahead"),

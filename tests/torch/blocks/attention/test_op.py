@@ -255,7 +255,7 @@ T = {"layout": "thd"}
         (Q[:1], K, V, {}, "q and k share batch and features"),
         (Q, K, V[:, :6], {}, "k and v share batch, tokens and heads"),
         (Q, K[..., :7], V, {}, "q and k share batch and features"),
-        (Q[:, :, :3], K, V, {}, "3 query heads cannot share 2 heads.*make the one a multiple of the other"),
+        (Q[:, :, :3], K, V, {}, "3 query heads cannot share 2 heads.*make the first number a multiple of the second"),
         (Q, K[:, :, :0], V[:, :, :0], {}, "4 query heads cannot share 0 heads"),
         (Q, K.half(), V, {}, "q is torch.float32, k torch.float16.*one floating-point dtype"),
         (Q.int(), K.int(), V.int(), {}, "one floating-point dtype"),

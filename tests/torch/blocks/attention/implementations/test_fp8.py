@@ -265,7 +265,8 @@ def test_compiled_is_one_graph_with_eagers_bits(spec: AttentionSpec) -> None:
 def _call(**changes: Any) -> Callable[[], Tensor]:
     q = torch.ones(1, 3, 4, 8)
     options: dict[str, Any] = {"q": q, "k": q[:, :, :2], "v": q[:, :, :2], "recipe": RECIPE} | changes
-    return lambda: attention(options.pop("q"), options.pop("k"), options.pop("v"), **options)
+    q, k, v = (options.pop(name) for name in "qkv")
+    return lambda: attention(q, k, v, **options)
 
 
 RECIPE = get("mxfp8", attention=True)

@@ -21,7 +21,8 @@ TRITON = (3, 6), (3, 9)
 asked: set[str] = set()
 #: What launches are recorded for, the innermost last: see `quaver.torch.backends.gpu.launching.launch.recording`.
 recorded: list[int | None] = [None]
-#: What this process keeps of launches and of what runs on such tensors; a recording begins and ends with none.
+#: What this process keeps of launches and of what runs on such tensors, filled at import; a recording begins and ends
+#: with none. Two threads may decide the same: either's may be kept.
 tables: list[dict[Any, Any]] = []
 
 
