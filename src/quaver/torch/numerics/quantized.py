@@ -217,9 +217,8 @@ def take_apart(value: Tensor | Quantized | float | None) -> tuple[list[Tensor | 
         return [of_host(value)], ()
     if not isinstance(value, Quantized):
         return [value], None
-    on_host = isinstance(value.scale, float)
-    scale = of_host(value.scale) if isinstance(value.scale, float) else value.scale
-    layout = value.spec, value.shape, value.turned, on_host, value.swizzled
+    scale = value.scale if isinstance(value.scale, Tensor) else of_host(value.scale)
+    layout = value.spec, value.shape, value.turned, scale is not value.scale, value.swizzled
     return [value.data, scale, value.tensor_factor], layout
 
 
