@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where no bytecode is kept, each process of the tests compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 CHECKED := tests/contracts/test_layering.py tests/contracts/test_bits.py tests/torch/linear/test_linear.py
 
