@@ -2,21 +2,27 @@
 
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.contracts.typed import ROOT, mypy
+
+
+def ruff(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ruff", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
 COMMANDS = {
-    "ruff check": ["ruff", "check", "--output-format", "concise"],
-    "ruff format": ["ruff", "format", "--check"],
-    "mypy": ["mypy"],
+    "ruff check": lambda: ruff("check", "--output-format", "concise"),
+    "ruff format": lambda: ruff("format", "--check"),
+    "mypy": mypy,
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_tree_is_clean(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *COMMANDS[name]], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_the_tree_is_clean(command: Callable[[], subprocess.CompletedProcess[str]]) -> None:
+    done = command()
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,17 +1,18 @@
 """What users see: dir() shows the public names, each is exported with its type, and a user's script passes --strict."""
 
 import importlib
-import os
+import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import quaver
+from tests.contracts.typed import GLOBAL, ROOT, STRICT, mypy, strict
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("user_script.py")
 #: What users import names from.
 PUBLIC = [
@@ -45,25 +46,32 @@ def test_submodules_stay_importable_and_front_ends_are_shown_once_imported() -> 
     assert done.stdout.split() == ["False", "True", "False", "Linear"]
 
 
-def mypy_strict(*scripts: Path) -> list[str]:
+def mypy_strict(folder: Path, *scripts: Path) -> list[str]:
     """What mypy says about a user's scripts, the library found as an installed package is: by its py.typed."""
-    cache = ROOT / ".mypy_cache" / "strict"  # beside the lint's; 15 seconds without it
-    options = ["--strict", "--config-file=", "--no-error-summary", "--hide-error-context", f"--cache-dir={cache}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, *map(str, scripts)],
-        cwd=scripts[0].parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    configuration = folder / "pyproject.toml"
+    configuration.write_text(strict([script.stem for script in scripts]), encoding="utf-8")
+    options = [f"--config-file={configuration}", "--no-error-summary", "--hide-error-context"]
+    environment = {"PYTHONPATH": str(ROOT / "src")}
+    done = mypy(*options, *map(str, scripts), environment=environment)
     return (done.stdout + done.stderr).splitlines()
+
+
+def test_strict_is_what_mypy_calls_so() -> None:
+    """But for a warning about sections of a configuration file, of which a user's script has none."""
+    done = subprocess.run([sys.executable, "-m", "mypy", "--help"], capture_output=True, text=True, check=True)
+    listed = re.search(r"enables the following flags:(.*?)\n  --", done.stdout, re.DOTALL)
+    assert listed is not None
+    flags = re.sub(r"-\s+", "-", listed[1]).replace("\n", " ")
+    names = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", flags)} - {"warn_unused_configs"}
+    assert names == {name if value else f"no_{name}" for name, value in STRICT.items()}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+    assert all(settings[name] == STRICT[name] for name in (*GLOBAL, "implicit_reexport"))
 
 
 def test_a_users_script_passes_mypy_strict_and_no_public_name_is_untyped(tmp_path: Path) -> None:
     names = tmp_path / "every_public_name.py"
     names.write_text(every_public_name())
-    said = mypy_strict(names, SCRIPT)
+    said = mypy_strict(tmp_path, names, SCRIPT)
     revealed = [line for line in said if "Revealed type" in line]
     assert set(said) == set(revealed), "\n".join(line for line in said if line not in revealed)
     assert len(revealed) == names.read_text().count("reveal_type")

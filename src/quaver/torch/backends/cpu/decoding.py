@@ -10,8 +10,7 @@ from quaver.core.numbers import rounding
 from quaver.core.numbers.formats import E2M1, Format
 from quaver.core.spec import Block
 from quaver.torch.backends.cpu import scratch
-from quaver.torch.numerics import reference
-from quaver.torch.numerics.quantized import FLOAT8, Quantized
+from quaver.torch.numerics.quantized import FLOAT8, Quantized, spread
 
 #: Exponents of block scales that may be folded into the operands: products and sums stay normal float32 numbers.
 FOLD = (-50, 6)
@@ -47,7 +46,7 @@ def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Ten
     low, high = torch.aminmax(scale)
     if not (ROWS[0] <= low.item() and high.item() <= ROWS[1]):
         return None
-    return _values(q, half, slot), reference.spread(scale, q.spec.block, q.shape)
+    return _values(q, half, slot), spread(scale, q.spec.block, q.shape)
 
 
 def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, float] | None:
@@ -83,7 +82,7 @@ def fold(values: Tensor, factor: Tensor, block: Block) -> Tensor:
     rows, columns = values.shape
     br, bc = min(block[0] or rows, rows), min(block[1] or columns, columns)
     if rows % br or columns % bc:
-        return values * reference.spread(factor, block, (rows, columns))
+        return values * spread(factor, block, (rows, columns))
     if br == 1:
         values.view(rows, columns // bc, bc).mul_(factor[:, :, None])
     elif bc == 1:
