@@ -20,6 +20,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # Compiling is what JAX's tests spend their time on, here and in processes that they start; see OPTIMIZED.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Inductor compiles in this process: its pool, one for each process that compiles, first imports torch once more.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Where cuBLAS keeps its work in deterministic mode, which every test runs in; it is read when the first GEMM runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -39,6 +41,17 @@ INTERPRETED = (
 )
 #: The static gate needs neither.
 ANYWHERE = ("tests/kernels/test_gate.py",)
+#: Files of single cases that take long: they begin first, for one that began last would leave the other worker idle.
+#: mypy's two stand side by side, since the second reads the cache of the first.
+LONGEST = (
+    "tests/kernels/test_gate.py",
+    "tests/contracts/test_lint.py",
+    "tests/contracts/test_user_types.py",
+    "tests/jax/operations/test_sharding.py",
+    "tests/torch/test_settings.py",
+    "tests/torch/test_compile.py",
+    "tests/train/running/",
+)
 #: Files whose claims an optimizer could break, the bits and bounds of both frameworks: XLA compiles as for a user.
 OPTIMIZED = (
     "tests/contracts/",
@@ -68,6 +81,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         place_on_a_machine(item, torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1")
+    items.sort(key=turn)
+
+
+def turn(item: pytest.Item) -> int:
+    """Where the file of a case stands in LONGEST, or after all of them; others stay in their order."""
+    path = item.path.relative_to(ROOT).as_posix()
+    return next((at for at, longest in enumerate(LONGEST) if path.startswith(longest)), len(LONGEST))
 
 
 def pytest_collection_finish() -> None:
@@ -151,8 +171,12 @@ def _compiled_code_goes(_held: list[float]) -> Iterator[None]:
         # It counts the compilations of a function over all files, and gives up after eight.
         torch._dynamo.reset()
     if resident() > _held[0] + GROWTH:
+        gc.unfreeze()
         give_back()
         _held[0] = resident()
+    # A collection walks over what has come since the last of these, not over gigabytes of cases and compiled code.
+    gc.collect()
+    gc.freeze()
 
 
 def resident() -> float:

@@ -72,14 +72,15 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage between rounds only, and then only what has come since."""
-    enabled = gc.isenabled()
+    """Collect garbage between rounds only, and then only what has come since; what was frozen before stays so."""
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if enabled:
             gc.enable()

@@ -1,6 +1,7 @@
 """The benchmarks run: every case when quick, the writer of results, and `accept` on a model that trains in a second."""
 
 import dataclasses
+import gc
 import json
 import math
 from pathlib import Path
@@ -28,7 +29,7 @@ from benchmarks.measuring.figure import (
     exactly,
     within,
 )
-from benchmarks.measuring.timing import interleave
+from benchmarks.measuring.timing import interleave, no_collection
 from quaver.train import TrainResult
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.torch.decoder import build
@@ -84,6 +85,14 @@ def test_interleaving_finds_what_takes_twice_as_long() -> None:
     timings = interleave({"once": once, "twice": twice}, rounds=9, steps=10)
     assert timings["once"].ratio == 1.0
     assert 1.3 < timings["twice"].ratio < 3.0
+
+
+def test_what_a_process_has_frozen_stays_so() -> None:
+    """A suite that froze its cases would walk over all of them in each later collection."""
+    gc.freeze()
+    with no_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() > 0
 
 
 def toy(name: str, value: float) -> Case:

@@ -612,12 +612,10 @@ def codes_alive(side: int) -> int:
 
 
 @pytest.fixture
-def few_objects() -> Iterator[None]:
+def few_objects() -> None:
     """Objects of other tests are left out where all are walked through."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.filterwarnings("default")
