@@ -6,12 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def column_sums(
-    x, out, rows, columns, stride, rows_each,
+    x, out, second, rows, columns, stride, rows_each, split,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns] to out [programs along 1, columns]: program j sums rows_each rows from j · rows_each on.
 
     rows_each: a multiple of BM. out is float32 where a second pass follows, else of any dtype, rounded once.
+    second: None; or of any dtype: columns from `split` on go there, and no second pass follows.
     Bounded: a float32 sum in a fixed order.
     """
     c = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -24,5 +25,10 @@ def column_sums(
             total += tl.load(at).to(tl.float32)
         else:
             total += tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0).to(tl.float32)
-    summed = tl.sum(total, 0).to(out.dtype.element_ty)
-    tl.store(out + tl.program_id(1).to(tl.int64) * columns + c, summed, mask=c < columns)
+    summed = tl.sum(total, 0)
+    at = out + tl.program_id(1).to(tl.int64) * columns + c
+    if second is None:
+        tl.store(at, summed.to(out.dtype.element_ty), mask=c < columns)
+    else:
+        tl.store(at, summed.to(out.dtype.element_ty), mask=c < split)
+        tl.store(second + c - split, summed.to(second.dtype.element_ty), mask=(c >= split) & (c < columns))

@@ -83,7 +83,7 @@ class MLP(Parts):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., dim] to [..., dim]."""
-        if x.shape[-1:] != (self.dim,):
+        if not x.dim() or x.shape[-1] != self.dim:
             raise ValueError(
                 f"MLP({self.dim}) got an input of shape {tuple(x.shape)}; its last axis must be {self.dim}"
             )

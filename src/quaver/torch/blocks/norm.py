@@ -128,7 +128,7 @@ class Norm(nn.Module):
 
     def check_input(self, x: Tensor) -> None:
         """Raise a ValueError unless x is [..., dim]."""
-        if x.shape[-1:] != (self.dim,):
+        if not x.dim() or x.shape[-1] != self.dim:
             raise ValueError(
                 f"{self.formula.normalization}({self.dim}) got an input of shape {tuple(x.shape)}; "
                 f"its last axis must be {self.dim}"

@@ -97,5 +97,6 @@ class LayerNormLinear(Parts):
         self.return_normalized = return_normalized
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        outputs = normalized_projections(self.norm, x, (self.linear,), self.return_normalized)
+        parts: Any = self._modules
+        outputs = normalized_projections(parts["norm"], x, (parts["linear"],), self.return_normalized)
         return (outputs[1], outputs[0]) if self.return_normalized else outputs[0]

@@ -76,25 +76,25 @@ def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor,
     What wgrad consumes is kept though the prologue could make it again: it is small, and that takes launches.
     """
     runs, taken, n = setup.runs, setup.taken, len(setup.runs)
-    first, weights, biases = runs[0], tensors[taken : taken + n], tensors[taken + n :]
+    first, weights = runs[0], tensors[taken : taken + n]
     y, saved = setup.prologue.forward(*tensors[:taken], decided=first.step.rows.aligned)
     # Rows read it row by row: codes of one that lies as its transpose would lie so too.
-    shape, x = y.shape, first.readable(y).contiguous()
+    x = first.readable(y).contiguous()
     try:
         operands = first.entered(x, weights[0])
     except torch.OutOfMemoryError as error:
         raise out_of_memory(y, 2) from error
-    for run in runs[1:]:
-        run.note(operands)
-    outputs = [
-        _shaped(run.output(operands, weight, bias), (*shape[:-1], weight.shape[0]))
-        for run, weight, bias in zip(runs, weights, biases, strict=True)
-    ]
-    kept, layouts = _pack([*first.turned(x, operands), *saved])
+    outputs, of_biases = [y] if setup.return_input else [], []
+    for run, weight, bias in zip(runs, weights, tensors[taken + n :], strict=True):
+        if run is not first:
+            run.note(operands)
+        outputs.append(run.output(operands, weight, bias))
+        of_biases.append(bias is not None and bias.dtype)
+    values: Sequence[Any] = (*first.turned(x, operands), *saved)
+    kept, layouts = (values, []) if PACKED.isdisjoint(map(type, values)) else _pack(values)
     ctx.save_for_backward(*weights, *kept)
-    dtypes = [setup.dtype] * n, [b is not None and b.dtype for b in biases]
-    ctx.constants = setup, runs, shape, setup.dtype, layouts, *dtypes
-    return (y, *outputs) if setup.return_input else tuple(outputs)
+    ctx.constants = setup, runs, y.shape, setup.dtype, layouts, [setup.dtype] * n, of_biases
+    return tuple(outputs)
 
 
 def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -113,7 +113,7 @@ PACKED = frozenset((Quantized, float))
 
 
 def _pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[int, Any]]]:
-    """The tensors of operands, for autograd, and what `_unpack` needs besides."""
+    """The tensors of operands, for autograd, and what `_unpack` needs besides: nothing where there are only tensors."""
     if not torch.compiler.is_compiling() and PACKED.isdisjoint(map(type, values)):
         return values, []
     tensors: list[Tensor | None] = []
@@ -129,10 +129,10 @@ def _pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[in
     return tensors, layouts
 
 
-def _unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> list[Any]:
+def _unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> Sequence[Any]:
     """The operands that `_pack` took apart."""
     if not layouts:
-        return list(tensors)
+        return tensors
     values, at = [], 0
     for size, layout in layouts:
         values.append(put_together(layout, tensors[at : at + size]))
@@ -145,7 +145,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     n, taken, needs = len(setup.layers), setup.taken, ctx.needs_input_grad[1:]
     of_layers = gs[-n:]
     weights, values = tensors[:n], _unpack(tensors[n:], layouts)
-    kept, saved = tuple(values[:2]), values[2:]
+    kept, saved = (values[0], values[1]), values[2:]
     if runs is None:
         runs, saved = _again(setup, of_layers, saved[:n]), saved[n:]
     if kept[0] is None and any(needs[taken : taken + n]):
@@ -155,7 +155,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     of_weights: list[Tensor | None] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
     # As autograd adds them up: what was computed last comes first.
-    for i in reversed(range(n)):
+    for i in range(n - 1, -1, -1):
         needed = of_input, needs[taken + i], needs[taken + n + i]
         part, of_weights[i], of_biases[i] = runs[i].gradients(
             of_layers[i], weights[i], kept, needed, weight_dtypes[i], bias_dtypes[i]
@@ -166,7 +166,9 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     of_x: tuple[Tensor | None, ...] = (None,) * taken
     if of_input:
         assert of_y is not None
-        of_x = setup.prologue.backward(of_y.view(*shape), saved, bool(setup.runs) and runs[0].step.rows.aligned)
+        # With the input's own gradient of_y may be that, whose shape is the caller's.
+        of_y = of_y.view(*shape) if setup.return_input else _shaped(of_y, shape)
+        of_x = setup.prologue.backward(of_y, saved, bool(setup.runs) and runs[0].step.rows.aligned)
     return None, *of_x, *of_weights, *of_biases
 
 

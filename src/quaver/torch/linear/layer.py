@@ -23,7 +23,7 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state import kept_weights, recomputation
 from quaver.torch.state.buffers import STATE, match_state, outlast, prepare
-from quaver.torch.state.context import recipe_in_force
+from quaver.torch.state.context import ambient, in_force
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer import NEVER, LayerState, state_of
 from quaver.torch.state.noise import fresh_count, name_streams
@@ -33,8 +33,9 @@ _serials = itertools.count()
 
 def recipe_of(layer: "Linear") -> Recipe | None:
     """The recipe that a forward of this layer follows; inside backward the one of its last forward."""
-    recipe = recipe_in_force(layer.recipe)
+    recipe = in_force(layer.recipe)
     if not torch.compiler.is_compiling():
+        ambient.asked = True
         state = layer._state
         # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
         if graph_task_id() != -1:

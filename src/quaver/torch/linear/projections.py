@@ -38,12 +38,15 @@ def project(
         each = [layer(y) for layer in layers]
         return (y, *each) if return_input else tuple(each)
     training = torch.is_grad_enabled()
-    own = [weight_and_bias(layer) for layer in layers]
-    weights, biases = [weight for weight, _ in own], [bias for _, bias in own]
+    compiling = torch.compiler.is_compiling()
+    weights, biases = [], []
     for layer in layers:
+        weight, bias = weight_and_bias(layer)
+        weights.append(weight)
+        biases.append(bias)
         if training and layer._state.prepared is not recipe:
             prepare(layer, recipe)
-    runs = _decided(x, weights, biases, layers, recipe, prologue) if training else []
+    runs = _decided(x, weights, biases, layers, recipe, prologue) if training and not compiling else []
     if runs:
         setup = Setup(prologue, tuple(layers), recipe, x[0].dtype, True, len(x), return_input, runs)
         decided: tuple[Tensor, ...] = apply(setup, *x, *weights, *biases)
@@ -58,7 +61,7 @@ def project(
         elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))
     setup = Setup(prologue, tuple(layers), recipe, dtype, training, len(x), return_input)
-    run: Any = Projections.apply if torch.compiler.is_compiling() else apply
+    run: Any = Projections.apply if compiling else apply
     outputs: tuple[Tensor, ...]
     if not casting:
         outputs = run(setup, *x, *weights, *biases)
@@ -73,9 +76,11 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
     recipe = ambient.now[0]
     if recipe is None and layers[0].__dict__.get("recipe") is None and not recomputing():
         return None
+    if not is_bare(*layers):
+        return None
     recipe = None
     for layer in layers:
-        if layer.__class__ is not Linear or not is_bare(layer):
+        if layer.__class__ is not Linear:
             return None
         own = recipe_of(layer)
         if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
@@ -84,16 +89,17 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
     return recipe
 
 
-def is_bare(module: nn.Module) -> bool:
-    """True if a call of the module runs its class's forward alone: no hook, no other forward."""
-    if (
-        "forward" in module.__dict__
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
-        return False
+def is_bare(*modules: nn.Module) -> bool:
+    """True if a call of each module runs its class's forward alone: no hook, no other forward."""
+    for module in modules:
+        if (
+            "forward" in module.__dict__
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+        ):
+            return False
     if torch.compiler.is_compiling():
         return True
     of_all = nn.modules.module
@@ -124,8 +130,6 @@ def _decided(
     remembers is for the general way, or where a fused kernel saves a large pass."""
     first, a, c = x[0], recipe.fprop.a, recipe.wgrad.b
     assert a is not None and first is not None
-    if torch.compiler.is_compiling():
-        return []
     if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
         return []
     if first.numel() > (ON_HOST if ops.on_host(first) else LAUNCHES):

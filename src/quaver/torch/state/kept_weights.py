@@ -155,10 +155,13 @@ def lookup(
     """
     # Without a call: each forward asks.
     kept: _Kept | None = layer._state.weights  # type: ignore[union-attr, assignment]
-    if kept is None or not (training or kept.frozen):
+    if kept is None:
         return None
-    if kept.frozen and training:
-        look(layer, weight)
+    if kept.frozen:
+        if training:
+            look(layer, weight)
+    elif not training:
+        return None
     entry = kept.now.get(side)
     if entry is None or entry.spec is not spec or entry.factor != factor or not entry.window.holds(weight):
         return None

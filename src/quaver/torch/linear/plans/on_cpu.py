@@ -48,7 +48,7 @@ def decide(x: Tensor, weight: Tensor, recipe: Recipe) -> Step | None:
     if size == 0 or recipe.fprop.a is None or recipe.dgrad.a is None or any(fp8.reason(x, spec) for spec in specs):
         return None
     one = size <= SMALL and all(recipe.plan) and all(spec.per_tensor for spec in specs)
-    return Step(recipe, x, (_of_one_scale if one else _of_any_scales)(recipe, x.shape, x.dtype))
+    return Step(recipe, x, weight.shape[0], (_of_one_scale if one else _of_any_scales)(recipe, x.shape, x.dtype))
 
 
 def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Rows:

@@ -25,7 +25,7 @@ from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state import kept_weights
 from quaver.torch.state.history import amax, steps
-from quaver.torch.state.layer import state_of
+from quaver.torch.state.layer import LayerState
 
 
 class Gemm(NamedTuple):
@@ -75,11 +75,10 @@ def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
     """The same as last time until a roll, a load or a move; None where factors are on the host, or on another device
     than x: a kernel is told an address, whatever lies there."""
     steps.join(layer, True)
-    buffers, state = layer._buffers, state_of(layer)
-    stacked = state.stacked
-    factor, history = buffers["factor"], buffers["history"]
-    assert factor is not None and history is not None
-    seen: Delayed | None = state.factors
+    state: LayerState = layer._state  # type: ignore[assignment]
+    stacked, seen = state.stacked, state.factors
+    factor: Tensor = layer._buffers["factor"]  # type: ignore[assignment]
+    history: Tensor = layer._buffers["history"]  # type: ignore[assignment]
     if (
         seen is not None
         and stacked is not None
@@ -150,6 +149,7 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
     return Step(
         recipe,
         x,
+        n,
         Rows(
             _by_factors(of_input, recipe, amax.INPUT),
             _by_factors(BothWays(x.device, of_grad_output), recipe, amax.GRAD_OUTPUT),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
@@ -19,7 +18,6 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.state import counters, kept_weights
 from quaver.torch.state.history import amax, steps
-from quaver.torch.state.layer import state_of
 
 #: A scale as a GEMM takes it: a number of the host's or a tensor on a GPU.
 Scale = Any
@@ -110,10 +108,12 @@ class Rows(NamedTuple):
 class Step:
     """How one layer runs on inputs of one shape."""
 
-    __slots__ = ("delayed", "device", "recipe", "rows", "shape")
+    __slots__ = ("delayed", "device", "of_output", "recipe", "rows", "shape")
 
-    def __init__(self, recipe: Recipe, x: Tensor, rows: Rows) -> None:
+    def __init__(self, recipe: Recipe, x: Tensor, features: int, rows: Rows) -> None:
         self.recipe, self.shape, self.device, self.rows = recipe, x.shape, x.device, rows
+        #: The shape of its output, of so many features.
+        self.of_output = (*x.shape[:-1], features)
         self.delayed = recipe.delayed is not None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
@@ -135,7 +135,7 @@ class Step:
         """This step in one call, or None where what the layer remembers is for the general way."""
         if not self.delayed:
             return Run(self, layer, None)
-        factors = self.rows.factors(layer, x) if state_of(layer).prepared is self.recipe else None
+        factors = self.rows.factors(layer, x) if layer._state.prepared is self.recipe else None  # type: ignore[union-attr]
         return None if factors is None else Run(self, layer, factors)
 
 
@@ -179,14 +179,17 @@ class Run:
             amax.record(self.layer, amax.INPUT, operands[4])
 
     def output(self, operands: Operands, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[tokens, n]."""
-        rows, w = self.step.rows, self.ready
+        """[..., n]."""
+        step, w = self.step, self.ready
+        rows, shape = step.rows, step.of_output
         if w is None:
             # The input is another layer's.
             self.entry, w = self._kept(weight) or rows.weight(weight, self.layer, self.factors, True)
         # What is kept of the weight may be freed before backward.
         self.ready = None
-        return rows.fprop(operands[0], operands[1], w.fprop, w.fprop_scale, bias)
+        y = rows.fprop(operands[0], operands[1], w.fprop, w.fprop_scale, bias)
+        # No view, which could not be written to: see `linear.function`. torch reads numbers faster than a shape.
+        return y if len(shape) == 2 else y.resize_(*shape)
 
     def _kept(self, weight: Tensor) -> tuple[kept_weights.Entry, Weight] | None:
         """What is kept of the weight until it, or its factor, changes."""
@@ -205,7 +208,7 @@ class Run:
     def readable(self, x: Tensor) -> Tensor:
         """x as the rows read it: a matrix, or where kernels read it row by row from a multiple of 16."""
         if not self.step.rows.aligned:
-            return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            return _matrix(x)
         if x.is_contiguous() and not x.data_ptr() & 15:
             return x
         return x.clone(memory_format=torch.contiguous_format)
@@ -245,13 +248,17 @@ class Run:
             assert xt is not None
             self.entry.window.used = graph_task_id()
             if rows.wgrad is None:
-                of_weight = F.linear(g.view(-1, g.shape[-1]).t(), xt.view(-1, xt.shape[-1]).t())
+                of_weight = torch.mm(_matrix(g).t(), _matrix(xt))
             else:
                 if rows.turned_grad_output is not None:
                     qt, of_qt = rows.turned_grad_output(g)
                 assert qt is not None
                 of_weight = rows.wgrad(qt, of_qt, xt, of_xt, None)
         return of_input, of_weight, of_bias
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 class _Step(torch.autograd.Function):
@@ -263,9 +270,7 @@ class _Step(torch.autograd.Function):
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, kept, of_host(scale) if on_host else scale)
         ctx.constants = run, on_host, bias is not None and bias.dtype
-        y = run.output(operands, weight, bias)
-        # A view could not be written to: see `linear.function`.
-        return y if x.dim() == 2 else y.resize_(*x.shape[:-1], weight.shape[0])
+        return run.output(operands, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -284,7 +289,7 @@ def _backward(ctx: Any, saved: Sequence[Any], g: Tensor) -> Any:
     weight, kept, scale = saved
     kept, shape = (kept, scale.item() if on_host else scale), run.step.shape
     of_x, *others = run.gradients(g, weight, kept, ctx.needs_input_grad, weight.dtype, bias_dtype)
-    return of_x if of_x is None or len(shape) == 2 else of_x.view(*shape), *others, None
+    return of_x if of_x is None or len(shape) == 2 else of_x.resize_(*shape), *others, None
 
 
 def _count(layer: nn.Module, recipe: Recipe, g: Tensor, factors: Any) -> None:

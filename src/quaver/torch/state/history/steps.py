@@ -12,7 +12,7 @@ Compiled layers belong to no step, since a compiler does not come by here: they 
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ from quaver.torch.state.recomputation import recomputing
 _numbers = itertools.count()
 #: Held while layers change steps and while they roll.
 _lock = threading.RLock()
-#: Whether the backward that runs was asked to retain its graph, where torch tells.
-_is_retained: Any = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+#: Whether the backward that runs was asked to retain its graph; False where torch does not tell.
+graph_is_retained: Callable[[], bool] = getattr(
+    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: False
+)
 
 
 class Step:
@@ -74,11 +76,6 @@ class Owed:
         """Its backward runs now, and not again unless the graph is retained."""
         if not graph_is_retained():
             self.owed.discard(self.entry)
-
-
-def graph_is_retained() -> bool:
-    """Whether the backward that runs was asked to retain its graph; False where torch does not tell."""
-    return _is_retained is not None and bool(_is_retained())
 
 
 def enter(rolls: bool, group: Any, recipe: Recipe | None) -> Step | None:
@@ -150,7 +147,7 @@ def factors(layer: nn.Module, record: bool) -> Tensor | list[float]:
 def join(layer: nn.Module, record: bool) -> None:
     """The layer runs in this thread's step; what it ran in an earlier one rolls first."""
     step = _thread.now
-    if step is None or state_of(layer).step is step:
+    if step is None or layer._state.step is step:  # type: ignore[union-attr]
         return
     # A forward without gradients rolls only inside an autocast that was entered with them, as reentrant checkpoints do.
     if not (record or step.inside) or recomputing():
@@ -171,7 +168,7 @@ def join(layer: nn.Module, record: bool) -> None:
 
 def owed(layer: nn.Module) -> Owed | None:
     """What the forward of a layer that has joined keeps until its backward."""
-    step: Step | None = state_of(layer).step
+    step: Step | None = layer._state.step  # type: ignore[union-attr, assignment]
     if step is None:
         return None
     forward = Owed()

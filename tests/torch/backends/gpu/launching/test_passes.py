@@ -28,7 +28,8 @@ class Counted:
         x, *_others = given
         out = whole((16,), torch.float32)
         constants = {"BM": 8, "BN": 16, "EVEN": True}
-        return Pass(given, (None, out), [Launch(column_sums, (1, 1), (x, out), (8, 16, x.stride(0), 8), constants, 1)])
+        numbers = (8, 16, x.stride(0), 8, 0)
+        return Pass(given, (None, out), [Launch(column_sums, (1, 1), (x, out, None), numbers, constants, 1)])
 
 
 def test_a_pass_is_decided_once_and_writes_a_new_room_each_time() -> None:

@@ -110,15 +110,15 @@ def test_launches_that_fail_leave_nothing_behind_for_the_next() -> None:
     x = torch.full((32, 48), 3.0).bfloat16()
     rows = BothWays(x.device, way(x, ROWS, Wanted()))
     rows(x)
-    first, second = rows.parts[None]
+    first, second = rows.parts[None, 0]
 
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    rows.parts[None] = [first, (*second[:-1], fail)]
+    rows.parts[None, 0] = [first, (*second[:-1], fail)]
     with pytest.raises(KeyboardInterrupt):
         rows(x * 100)
-    rows.parts[None] = [first, second]
+    rows.parts[None, 0] = [first, second]
     assert_is_reference(rows(x), x, ROWS, False)
 
 

@@ -74,7 +74,7 @@ def forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """
     read = _halves(name, x)
-    y: Tensor = _forwards(read, name, tuple(options), "none", None, (True, True, False), own=(None, None))[0]
+    y: Tensor = _forwards(read, name, tuple(options), "none", None, (True, True, False))[0]
     return y if y.dim() == x[0].dim() else y.view(*x[0].shape[:-1], y.shape[-1])
 
 
@@ -136,7 +136,8 @@ def _operand(
 def _forward_pass(
     given: Sequence[Any], name: str, options: Sequence[float], kind: str, spec: Any, wanted: tuple[bool, bool, bool]
 ) -> Pass:
-    gate, value, factor, work = given
+    gate, value, *others = given
+    factor, work = others or (None, None)
     rows, columns, stride = extent(gate)
     apart = stride, 0 if value is None else extent(value)[2]
     y = whole(gate.shape, gate.dtype) if wanted[0] else None
@@ -215,11 +216,13 @@ def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]
     read = (_rows(g), *_halves(name, x))
     of_inputs = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in x]
     # Of one input gate and value lie side by side, of two apart, and so do their gradients.
-    _backwards(read, name, tuple(options), len(x), own=_halves(name, of_inputs))
+    own = _halves(name, of_inputs) if KINDS[name].gated else of_inputs
+    _backwards(read, name, tuple(options), len(x), own=own)
     return of_inputs
 
 
 def _backward_pass(given: Sequence[Any], name: str, options: Sequence[float], inputs: int) -> Pass:
+    given = (*given, None)[:5]
     rows, columns, _ = extent(given[0])
     bm, bn, warps = BACKWARD_TILE
     grid = -(-rows // bm), -(-columns // bn)

@@ -98,15 +98,21 @@ def summed(way: Way, dtype: torch.dtype) -> Way:
     )
 
 
-def sum_launch(partial: Tensor | Room, out: Room, rows: int, columns: int) -> Launch:
-    """The launch that adds up partial sums [rows, columns], which lie row by row."""
-    return _launch(partial, out, (rows, columns, columns), -(-rows // LAST_BLOCK[0]) * LAST_BLOCK[0], LAST_BLOCK)
+def sum_launch(partial: Tensor | Room, out: Room, rows: int, columns: int, second: Room | None = None) -> Launch:
+    """The launch that adds up partial sums [rows, columns], which lie row by row; the last columns to a second room."""
+    each = -(-rows // LAST_BLOCK[0]) * LAST_BLOCK[0]
+    return _launch(partial, out, (rows, columns, columns), each, LAST_BLOCK, second)
 
 
 def _launch(
-    x: Tensor | Room, out: Room, extent: tuple[int, int, int], each: int, block: tuple[int, int, int]
+    x: Tensor | Room,
+    out: Room,
+    extent: tuple[int, int, int],
+    each: int,
+    block: tuple[int, int, int],
+    second: Room | None = None,
 ) -> Launch:
-    """Rows of x, `each` of them at a time, to out [columns], or [down, columns].
+    """Rows of x, `each` of them at a time, to out [columns], or [down, columns]; to out and a second, side by side.
 
     Args:
         extent: rows, columns, and how far rows lie apart.
@@ -116,4 +122,5 @@ def _launch(
     down = -(-rows // each)
     # Whole blocks: the last program too has rows to the end of its share.
     constants = {"BM": bm, "BN": bn, "EVEN": rows == each * down and columns % bn == 0}
-    return Launch(column_sums, (-(-columns // bn), down), (x, out), (*extent, each), constants, warps)
+    numbers = (*extent, each, 0 if second is None else out.shape[0])
+    return Launch(column_sums, (-(-columns // bn), down), (x, out, second), numbers, constants, warps)

@@ -77,7 +77,7 @@ def forward(
     """
     if not x.is_contiguous() or x.data_ptr() & 15:
         return normalized(x, gamma, beta, normalization, eps)[:3]  # type: ignore[return-value]
-    own = None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous(), None, None
+    own = None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous()
     y, mean, inverse, *_ = _forwards((x,), normalization, eps, "none", None, True, own=own)
     return y, mean, inverse
 
@@ -143,7 +143,8 @@ def rooms_for(kind: str, spec: QuantSpec | None, rows: int, columns: int) -> tup
 def _forward_pass(
     given: Sequence[Any], normalization: str, eps: float, kind: str, spec: QuantSpec | None, want_output: bool
 ) -> Pass:
-    x, gamma, beta, factor, work = given
+    x, gamma, beta, *others = given
+    factor, work = others or (None, None)
     rows, columns, stride = extent(x)
     centred, float32 = CENTRED[normalization], torch.float32
     mean = whole((*x.shape[:-1], 1) if centred else (0,), float32)
@@ -194,12 +195,11 @@ def backward(
     """
     flat = _rows(x)
     own = None if gamma is None else gamma.contiguous(), mean, inverse
-    dx, _, sums = _backwards((_rows(g), flat), normalization, None if beta is None else beta.dtype, own=own)
-    if flat is not x:
-        dx = dx.view(x.shape)
-    if sums is None:
-        return dx, inverse.new_empty(0), inverse.new_empty(0)
-    return dx, *((sums, inverse.new_empty(0)) if beta is None else sums.unbind())
+    dx, _, of_gamma, of_beta = _backwards(
+        (_rows(g), flat), normalization, beta if beta is None else beta.dtype, own=own
+    )
+    of_gamma = inverse.new_empty(0) if of_gamma is None else of_gamma
+    return dx if flat is x else dx.view(x.shape), of_gamma, inverse.new_empty(0) if of_beta is None else of_beta
 
 
 def _backward_pass(given: Sequence[Any], normalization: str, of_beta: torch.dtype | None) -> Pass:
@@ -207,15 +207,14 @@ def _backward_pass(given: Sequence[Any], normalization: str, of_beta: torch.dtyp
     rows, columns, stride = extent(x)
     programs = min(rows, BACKWARD_PROGRAMS * multiprocessors(x.device))
     dx, width = whole(x.shape, x.dtype), 0
-    partial: Room | None = None
-    sums: Room | None = None
+    partial = sums = of_shift = None
     if gamma is not None:
         width = columns if of_beta is None else 2 * columns
         # Rows in registers are summed there; wider ones add to memory.
         partial = whole((programs, width), torch.float32)._replace(zeros=columns > WIDEST_BACKWARD)
         # Rounded once, to what they are the gradients of.
-        dtype = gamma.dtype if of_beta in (None, gamma.dtype) else torch.float32
-        sums = whole((columns,) if of_beta is None else (2, columns), dtype)
+        sums = whole((columns,), gamma.dtype)
+        of_shift = None if of_beta is None else whole((columns,), of_beta)
     tensors = (g, x, gamma, mean, inverse, dx, partial)
     numbers = (rows, columns, extent(g)[2], stride, width, programs, 1.0 / columns)
     constants: dict[str, Any] = {"CENTRED": CENTRED[normalization], "BETA": of_beta is not None, "VECTOR": vector(x, g)}
@@ -227,8 +226,8 @@ def _backward_pass(given: Sequence[Any], normalization: str, of_beta: torch.dtyp
         constants |= {"BN": bn, "EVEN": bn == columns}
         launches = [Launch(norm_backward, (programs,), tensors, numbers, constants, warps)]
     if partial is not None and sums is not None:
-        launches.append(sum_launch(partial, sums, programs, width))
-    return Pass(given, (dx, partial, sums), launches)
+        launches.append(sum_launch(partial, sums, programs, width, of_shift))
+    return Pass(given, (dx, partial, sums, of_shift), launches)
 
 
 _backwards = Passes(_backward_pass)

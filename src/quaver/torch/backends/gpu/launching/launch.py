@@ -208,8 +208,8 @@ def _compiled(launch: Launch, tensors: Sequence[Tensor | None], numbers: Sequenc
             with entering(index):
                 start(x, y, z, stream_of(index), function, *middle, *addresses, *tail)
 
-    #: start(*grid, stream, *middle, *addresses, *tail), on the current GPU.
-    run.parts = start, (x, y, z), (function, *middle), tail  # type: ignore[attr-defined]
+    #: On a stream of the current GPU: start(*head, *addresses, *tail) is the launch.
+    run.on = lambda stream: (start, (x, y, z, stream, function, *middle), tail)  # type: ignore[attr-defined]
     return run
 
 

@@ -41,14 +41,15 @@ class Pass:
         launches: in their order.
     """
 
-    __slots__ = ("card", "parts", "patterns", "rooms", "runs", "zeroed")
+    __slots__ = ("card", "nothing", "parts", "patterns", "rooms", "runs", "zeroed")
 
     def __init__(
         self, given: Sequence[Tensor | None], rooms: Sequence[Room | None], launches: Sequence[Launch]
     ) -> None:
         device = given[0].device  # type: ignore[union-attr]
         self.card, self.rooms = launch.card(device)[:3], rooms
-        self.patterns = [None if room is None else pattern(room, device) for room in rooms]
+        self.nothing: list[Any] = [None] * len(rooms)
+        self.patterns = [(i, pattern(room, device)) for i, room in enumerate(rooms) if room is not None]
         #: Which of the rooms must hold zeros at first.
         self.zeroed = [i for i, room in enumerate(rooms) if room is not None and room.zeros]
         places = {id(x): i for i, x in enumerate((*given, *rooms)) if x is not None}
@@ -57,14 +58,16 @@ class Pass:
         for one in launches:
             taken = itemgetter(*(-1 if x is None else places[id(x)] for x in one.tensors))
             self.runs.append((one.compiled(device), taken))
-        #: What starts them with addresses; None where they are interpreted.
-        self.parts: Any = None
-        if all(hasattr(run, "parts") for run, _ in self.runs):
-            self.parts = [(*run.parts, taken) for run, taken in self.runs]  # type: ignore[attr-defined]
+        #: What starts them with addresses, by stream; None where they are interpreted.
+        self.parts: dict[int, list[Any]] | None = {} if all(hasattr(run, "on") for run, _ in self.runs) else None
 
     def __call__(self, given: Sequence[Tensor | None], addresses: list[int | None]) -> list[Any]:
         """The rooms, written; None where there is none."""
-        results: list[Any] = [None if like is None else torch.empty_like(like) for like in self.patterns]
+        results, begin = self.nothing.copy(), len(addresses)
+        addresses += results
+        for i, like in self.patterns:
+            room = results[i] = torch.empty_like(like)
+            addresses[begin + i] = room.data_ptr()
         for i in self.zeroed:
             results[i].zero_()
         index, current, stream_of = self.card
@@ -73,12 +76,13 @@ class Pass:
             for run, taken in self.runs:
                 run(*taken((*given, *told, None)))
             return results
-        for x in results:
-            addresses.append(None if x is None else x.data_ptr())
         addresses.append(None)
         stream = stream_of(index)
-        for start, grid, middle, tail, taken in self.parts:
-            start(*grid, stream, *middle, *taken(addresses), *tail)
+        parts = self.parts.get(stream)
+        if parts is None:
+            parts = self.parts[stream] = [(*run.on(stream), taken) for run, taken in self.runs]  # type: ignore[attr-defined]
+        for start, head, tail, taken in parts:
+            start(*(head + taken(addresses) + tail))
         return results
 
 
@@ -104,20 +108,23 @@ class Passes:
         """
         facts: list[Any] = [decided, given[0].device]  # type: ignore[union-attr]
         addresses: list[int | None] = []
-        tensors, anywhere = (*given, *own), len(given)
-        for x in tensors:
-            anywhere -= 1
+        for x in given:
             if x is None:
                 facts.append(None)
                 addresses.append(None)
                 continue
             address = x.data_ptr()
-            if anywhere < 0:
-                facts += x.dtype, address & 15
-            else:
-                facts += x.shape, x.is_contiguous() or x.stride(), x.get_device(), x.dtype, address & 15
+            facts += x.shape, x.is_contiguous() or x.stride(), x.get_device(), x.dtype, address & 15
             addresses.append(address)
-        key = tuple(facts)
+        for x in own:
+            if x is None:
+                facts.append(None)
+                addresses.append(None)
+                continue
+            address = x.data_ptr()
+            facts += x.dtype, address & 15
+            addresses.append(address)
+        key, tensors = tuple(facts), (*given, *own)
         known = self.kept.get(key) or self._keep(key, tensors, decided)
         return known(tensors, addresses)
 

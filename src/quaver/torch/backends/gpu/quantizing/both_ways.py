@@ -26,7 +26,7 @@ class BothWays:
         ways: one a matrix; of two, such as `share`.
     """
 
-    __slots__ = ("card", "device", "fresh", "parts", "places", "results", "rooms", "second", "turned", "ways")
+    __slots__ = ("again", "card", "device", "fresh", "parts", "places", "results", "rooms", "second", "turned", "ways")
 
     def __init__(self, device: torch.device, *ways: Way) -> None:
         self.device, self.ways = device, ways
@@ -34,18 +34,20 @@ class BothWays:
         #: By matrix: itself, its rooms, its factor, its newest amax, and nothing.
         self.rooms: list[Room | None] = []
         results: list[int] = []
-        #: Where those begin whose transposes are views of their codes.
+        #: Where those begin whose transposes are views of their codes; of these, where each call makes new codes.
         self.turned: list[int] = []
+        self.again: list[int] = []
         for way in ways:
             #: Where the last one begins.
             self.second = len(self.rooms)
             self.turned += [self.second] if way.turned else []
+            self.again += [self.second] if way.turned and way.rooms[0] and way.rooms[0].fresh else []
             results += [self.second + i for i in way.results]
             self.rooms += [None, *way.rooms, None, None, None]
         self.results: Callable[[list[Any]], Any] = itemgetter(*results)
         #: What each call makes, and patterns of it.
         self.fresh = [(i, pattern(room, device)) for i, room in enumerate(self.rooms) if room and room.fresh]
-        #: The launches, by what delayed scaling gives.
+        #: The launches, by what delayed scaling gives and by stream.
         self.parts: dict[Any, list[Part]] = {}
         #: Tensors and addresses of the other rooms by thread and stream.
         self.places: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
@@ -61,22 +63,22 @@ class BothWays:
             for i, like in self.fresh:
                 tensor = tensors[i] = torch.empty_like(like)
                 addresses[i] = tensor.data_ptr()
-            if self.turned:
-                self._turn(tensors)
+            if self.again:
+                self._turn(tensors, self.again)
         addresses[0] = x.data_ptr()
         key: Any = None
         if given is not None:
-            known, notes, *_, addresses[self.second - 3], addresses[self.second - 2] = given
-            key = known, notes
+            key = given.known, given.notes
+            addresses[self.second - 3], addresses[self.second - 2] = given.factor_at, given.newest_at
         if second:
             key = key, self._address_second(addresses, *second)
-        parts = self.parts.get(key) or self._decide(key)
+        parts = self.parts.get((key, stream)) or self._decide(key, stream)
         try:
             if parts[0][0] is None or current() != index:
                 self._run(tensors, parts, (x, given, *second))
             else:
-                for start, grid, middle, take, tail, _ in parts:
-                    start(*grid, stream, *middle, *take(addresses), *tail)
+                for start, head, take, tail, _ in parts:
+                    start(*(head + take(addresses) + tail))
         except BaseException:
             # Another matrix would meet what one launch has left for the next.
             for room, tensor in zip(self.rooms, tensors, strict=True):
@@ -92,12 +94,12 @@ class BothWays:
         addresses[-3], addresses[-2] = given.factor_at, given.newest_at
         return given.known, given.notes
 
-    def _turn(self, tensors: list[Any]) -> None:
-        for at in self.turned:
+    def _turn(self, tensors: list[Any], ways: list[int]) -> None:
+        for at in ways:
             codes = tensors[at + 1]
             tensors[at + 3] = None if codes is None else codes.t()
 
-    def _decide(self, key: Any) -> "list[Part]":
+    def _decide(self, key: Any, stream: int) -> "list[Part]":
         by_way, takes, at = [], [], 0
         for way, one in zip(self.ways, (key,) if len(self.ways) == 1 else key, strict=True):
             # What no kernel takes is found in the last place, where nothing is.
@@ -112,7 +114,8 @@ class BothWays:
             pairs = zip(chain(*by_way), chain(*takes), strict=True)
         else:
             pairs = zip(shared, ([*a, *b] for a, b in zip(*takes, strict=True)), strict=True)
-        parts = self.parts[key] = [_part(one.compiled(self.device), taken) for one, taken in pairs]
+        parts = [_part(one.compiled(self.device), taken, stream) for one, taken in pairs]
+        self.parts[key, stream] = parts
         return parts
 
     def _run(self, tensors: list[Any], parts: "list[Part]", taken: Sequence[Any]) -> None:
@@ -125,7 +128,7 @@ class BothWays:
             if given is not None:
                 told[end - 3], told[end - 2] = given.factors[given.column], given.newest
         for part in parts:
-            part[-1](*part[3](told))
+            part[-1](*part[2](told))
 
     def _place(self, stream: int) -> tuple[list[Any], list[Any]]:
         thread_and_stream = get_ident(), stream
@@ -134,7 +137,7 @@ class BothWays:
         if shared not in _places:
             with torch.inference_mode(False):
                 tensors = [None if room is None else empty(room, self.device) for room in rooms]
-                self._turn(tensors)
+                self._turn(tensors, self.turned)
             place = tensors, [None if t is None else t.data_ptr() for t in tensors]
             if capture.capturing(self.device):
                 # Memory of the graph, filled at each replay: of no use to anything else.
@@ -149,11 +152,11 @@ class BothWays:
 #: By thread, stream, device and rooms: layers share them.
 _places: dict[Any, tuple[list[Any], list[Any]]] = {}
 
-#: A launch as it is started: Triton's launcher (None where the kernel is interpreted), its grid, what goes between that
-#: and the addresses, what picks those, what comes after them, and the launch as a function of tensors.
-Part = tuple[Any, Any, Any, Callable[[Sequence[Any]], tuple[Any, ...]], Any, launch.Run]
+#: A launch as it is started: Triton's launcher (None where the kernel is interpreted), what goes before the addresses,
+#: what picks those, what comes after them, and the launch as a function of tensors.
+Part = tuple[Any, Any, Callable[[Sequence[Any]], tuple[Any, ...]], Any, launch.Run]
 
 
-def _part(run: Any, takes: Sequence[int]) -> Part:
-    start, grid, middle, tail = getattr(run, "parts", (None,) * 4)
-    return start, grid, middle, itemgetter(*takes), tail, run
+def _part(run: Any, takes: Sequence[int], stream: int) -> Part:
+    start, head, tail = run.on(stream) if hasattr(run, "on") else (None, None, None)
+    return start, head, itemgetter(*takes), tail, run
