@@ -323,7 +323,10 @@ def test_importing_quaver_imports_no_framework() -> None:
 def test_importing_the_torch_front_end_takes_at_most_0_3_seconds_beyond_torch() -> None:
     # Processor time, so that whatever else runs on the machine does not count.
     code = "import time, torch; t = time.process_time(); import quaver.torch; print(time.process_time() - t)"
-    seconds = [float(run(code)) for _ in range(4)][1:]  # The first may have compiled it.
+    seconds = [float(run(code)) for _ in range(2)]
+    if max(seconds) > 0.3:
+        # The first may have compiled it, and a busy machine takes longer.
+        seconds = [float(run(code)) for _ in range(3)]
     assert statistics.median(seconds) <= 0.3, f"{seconds} s"
 
 
