@@ -8,7 +8,6 @@ from torch import Tensor
 
 from quaver.core.numbers import rounding
 from quaver.core.numbers.formats import E2M1, Format
-from quaver.core.spec import Block
 from quaver.torch.backends.cpu import scratch
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, spread
 
@@ -19,7 +18,7 @@ ROWS = (2.0**-60, 2.0**60)
 
 
 def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
-    """An operand as a matrix of bf16 or float32 values as it lies, and what its product is to be multiplied by.
+    """An operand [rows, k] as bf16 or float32 values, and what its product is to be multiplied by.
 
     Block scales are in the matrix; scales of rows and of the tensor are not. None: the scales are too far apart for
     that.
@@ -31,10 +30,10 @@ def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Ten
         return _decode_two_level(q, half)
     if q.spec.scale == "unit":
         # Its scales tell of no NaN, so that the values must.
-        values = q.lying_values()
+        values = q.values()
         return values.to(torch.bfloat16) if half else values, 1.0
     if not isinstance(q.scale, Tensor):
-        return _values(q, half, slot), q.scale
+        return _values(q, half, tiny, slot), q.scale
     if q.spec.block[1] is not None:
         return _decode_blocks(q, half, tiny, slot)
     if q.spec.power_of_two:
@@ -46,7 +45,7 @@ def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Ten
     low, high = torch.aminmax(scale)
     if not (ROWS[0] <= low.item() and high.item() <= ROWS[1]):
         return None
-    return _values(q, half, slot), spread(scale, q.spec.block, q.shape)
+    return _values(q, half, tiny, slot), spread(scale, q.spec.block, q.shape)
 
 
 def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, float] | None:
@@ -62,9 +61,9 @@ def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Ten
     if top - bottom > FOLD[1] - FOLD[0]:
         return None
     shift = 0 if FOLD[0] <= bottom and top <= FOLD[1] else top
-    values, lift = (q.lying_values(), 0) if tiny else _raw(q, half, slot)
-    factor = scale * 2.0**-shift * 2.0**lift
-    return fold(values, factor.to(values.dtype), q.lying_block), math.ldexp(1.0, shift)
+    values, lift = _raw(q, half, tiny, slot)
+    factor = (scale * 2.0**-shift * 2.0**lift).to(values.dtype)
+    return _folded(q, values, factor), math.ldexp(1.0, shift)
 
 
 def rescales_exactly(q: Quantized) -> bool:
@@ -77,25 +76,22 @@ def folds_exactly(q: Quantized) -> bool:
     return q.spec.power_of_two or q.spec.two_level or q.spec.block[1] is None
 
 
-def fold(values: Tensor, factor: Tensor, block: Block) -> Tensor:
-    """Multiply the blocks of a matrix by a factor each, in place where the blocks divide it."""
-    rows, columns = values.shape
-    br, bc = min(block[0] or rows, rows), min(block[1] or columns, columns)
-    if rows % br or columns % bc:
-        return values * spread(factor, block, (rows, columns))
-    if br == 1:
-        values.view(rows, columns // bc, bc).mul_(factor[:, :, None])
-    elif bc == 1:
-        values.view(rows // br, br, columns).mul_(factor[:, None, :])
-    else:
-        values.view(rows // br, br, columns // bc, bc).mul_(factor[:, None, :, None])
+def _folded(q: Quantized, values: Tensor, factor: Tensor) -> Tensor:
+    """An operand's values times the factors of their blocks, given as they lie; in place where blocks divide it."""
+    (height, width), shape = q.spec.block, q.shape
+    if q.turned:
+        values, factor = values.t(), factor.t()
+    height, width = min(height or shape[0], shape[0]), min(width or shape[1], shape[1])
+    if shape[0] % height or shape[1] % width:
+        return values * spread(factor, q.spec.block, shape)
+    values.view(-1, height, shape[1] // width, width).mul_(factor[:, None, :, None])
     return values
 
 
 def _decode_two_level(q: Quantized, half: bool) -> tuple[Tensor, float]:
     assert isinstance(q.scale, Tensor) and q.tensor_factor is not None
     factor = q.scale.view(torch.float8_e4m3fn).to(torch.bfloat16 if half else torch.float32)
-    return fold(_pairs_of(q, half), factor, q.lying_block), 1.0 / q.tensor_factor.item()
+    return _folded(q, _pairs_of(q, half), factor), 1.0 / q.tensor_factor.item()
 
 
 def _pairs_of(q: Quantized, half: bool) -> Tensor:
@@ -118,14 +114,15 @@ def _e2m1_pairs(half: bool) -> Tensor:
     return _pairs[half]
 
 
-def _values(q: Quantized, half: bool, slot: str) -> Tensor:
+def _values(q: Quantized, half: bool, tiny: bool, slot: str) -> Tensor:
     """Codes to bf16 or float32 values, without scales; NaN codes are not kept: their scale is NaN."""
-    raw, lift = _raw(q, half, slot)
-    return raw.mul_(2.0**lift) if lift else raw
+    raw, lift = _raw(q, half, tiny, slot)
+    values = raw.mul_(2.0**lift) if lift else raw
+    return values.t() if q.turned else values
 
 
-def _raw(q: Quantized, half: bool, slot: str) -> tuple[Tensor, int]:
-    """Codes as values of a wider type, and the exponent that this leaves out.
+def _raw(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, int]:
+    """Codes as they lie as values of a wider type, and the exponent that this leaves out.
 
     FP8 codes are moved into its bits: E5M2 is the top byte of a float16, E4M3 shifts into a float16 or a bfloat16 with
     its sign carried along. Those of other formats are looked up.
@@ -135,18 +132,23 @@ def _raw(q: Quantized, half: bool, slot: str) -> tuple[Tensor, int]:
         return _pairs_of(q, half), 0
     if fmt.name not in FLOAT8:
         return _table(fmt, half).index_select(0, data.reshape(-1).to(torch.int32)).view(data.shape), 0
-    bits = scratch.room(slot, data.shape, torch.int16)
+    if tiny:
+        return data.float(), 0
     if fmt.name == "e5m2":
-        bits.copy_(data.view(torch.uint8)).bitwise_left_shift_(8)
-        lift = 0
+        bits, lift = _copied(data.view(torch.uint8), torch.int16, slot).bitwise_left_shift_(8), 0
     else:
-        bits.copy_(data.view(torch.int8))
+        bits, lift = _copied(data.view(torch.int8), torch.int16, slot), 8
         if half and not _flushes_subnormals():
             return bits.bitwise_left_shift_(4).bitwise_and_(-30721).view(torch.bfloat16), 120
         bits.bitwise_left_shift_(7).bitwise_and_(-16385)
-        lift = 8
-    wide = scratch.room(slot + ", wide", data.shape, torch.bfloat16 if half else torch.float32)
-    return wide.copy_(bits.view(torch.float16)), lift
+    return _copied(bits.view(torch.float16), torch.bfloat16 if half else torch.float32, slot + ", wide"), lift
+
+
+def _copied(x: Tensor, dtype: torch.dtype, slot: str) -> Tensor:
+    """In another dtype, and in a slot where that is large."""
+    if x.numel() * dtype.itemsize <= scratch.SMALLEST:
+        return x.to(dtype)
+    return scratch.room(slot, x.shape, dtype).copy_(x)
 
 
 @cache

@@ -66,12 +66,7 @@ def matmul(
     if left is None or right is None:
         # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
         return reference.matmul(a, b, dtype, bias)
-    x = left[0].t() if a.turned else left[0]
-    y = right[0] if b.turned else right[0].t()
-    if blocked:
-        y = brgemm.product(x, y.t())
-    else:
-        y = torch.mm(x, y)
+    y = brgemm.product(left[0], right[0]) if blocked else torch.mm(left[0], right[0].t())
     y = rescale(y, left[1], right[1])
     if bias is not None:
         y += bias

@@ -35,7 +35,7 @@ def _product(few: Quantized, wide: Quantized) -> Tensor:
     left = None if exact else decode(few, half=False, tiny=False, slot="left")
     if left is None:
         return reference.double(few) @ reference.double(wide).t()
-    x = left[0].t() if few.turned else left[0]  # [m, k]
+    x = left[0]  # [m, k]
     rows, columns = wide.lying_shape
     step = _step(wide, columns)
     if wide.turned:
@@ -74,7 +74,7 @@ def _times(x: Tensor, part: Quantized, piece: int) -> Tensor:
         # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
         return x.double() @ reference.double(part).t()
     values, scale = decoded
-    v = values if part.turned else values.t()  # [k, r]
+    v = values.t()  # [k, r]
     k = v.shape[0]
     y = torch.mm(x[:, :piece], v[:piece]).double()
     for start in range(piece, k, piece):
