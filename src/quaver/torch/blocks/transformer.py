@@ -15,7 +15,7 @@ from quaver.torch.blocks.attention.multihead import AttentionOptions, MultiheadA
 from quaver.torch.blocks.mlp import MLP, MLPOptions
 from quaver.torch.blocks.norm import check_normalization
 from quaver.torch.blocks.norm_linear import Parts
-from quaver.torch.operations.sums import fork, join
+from quaver.torch.operations.sums import Fork, Join
 from quaver.torch.state.checkpointing import checkpoint
 
 #: Where the norms stand. "pre": x + part(norm(x)). "post": norm(x + part(x)). "sandwich": x + norm(part(norm(x))).
@@ -171,17 +171,17 @@ class TransformerLayer(Parts):
         attention, mlp = parts["attention"], parts["mlp"]
         if self.parallel:
             if self.parallel == "two_norms":
-                x, left, right = fork(x, 3)
+                x, left, right = _branches(x, 3)
             else:
-                x, h = fork(x)
-                left, right = fork(parts["norm"](h))
-            return self._add(x, join(attention(left, **of_attention), mlp(right)), "")
-        x, h = fork(x)
+                x, h = _branches(x)
+                left, right = _branches(parts["norm"](h))
+            return self._add(x, _sum(attention(left, **of_attention), mlp(right)), "")
+        x, h = _branches(x)
         x = self._add(x, attention(h, **of_attention), "attention_post_norm")
         if memory is not None:
-            x, h = fork(x)
+            x, h = _branches(x)
             x = self._add(x, parts["cross_attention"](h, memory, mask=memory_mask), "cross_attention_post_norm")
-        x, h = fork(x)
+        x, h = _branches(x)
         return self._add(x, mlp(h), "mlp_post_norm")
 
     def _add(self, x: Tensor, y: Tensor, norm: str) -> Tensor:
@@ -194,12 +194,21 @@ class TransformerLayer(Parts):
                 y = F.dropout(y, self.dropout)
             if self.drop_path:
                 y = drop_path(y, self.drop_path, 1 if self.layout == "sbhd" else 0)
-        x = join(x, y, self.residual_scale)
+        x = _sum(x, y if self.residual_scale == 1.0 else y * self.residual_scale)
         return after(x) if after is not None and self.norm_position == "post" else x
 
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("parallel", "dropout", "drop_path", "recompute")}
         return f"norm_position={self.norm_position!r}" + "".join(f", {n}={v!r}" for n, v in options.items() if v)
+
+
+def _branches(x: Tensor, uses: int = 2) -> tuple[Tensor, ...]:
+    """x for several uses."""
+    return Fork.apply(x, uses) if torch.compiler.is_compiling() else (x,) * uses
+
+
+def _sum(x: Tensor, y: Tensor) -> Tensor:
+    return Join.apply(x, y) if torch.compiler.is_compiling() else x + y
 
 
 def drop_path(x: Tensor, rate: float, batch: int = 0) -> Tensor:
