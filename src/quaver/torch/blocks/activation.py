@@ -210,9 +210,12 @@ class Activated:
             return row.forward(*x)
         return alone(replace(self, eight_bits=False) if self.eight_bits else self, SENTENCE, *x)
 
-    def forward(self, *x: Tensor | None, decided: bool = False) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
+    def forward(
+        self, *x: Tensor | None, decided: int | None = None
+    ) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
         assert x[0] is not None
-        y = ops.chosen(ACTIVATE, x[0], decided)(self.name, self.options, x)
+        run = ops.chosen(ACTIVATE, x[0]) if decided is None else ACTIVATE.impls[decided].run
+        y = run(self.name, self.options, x)
         if not self.eight_bits:
             return y, x
         return y, tuple(ops.QUANTIZE(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
@@ -230,10 +233,11 @@ class Activated:
     def remake(self, saved: Sequence[Any]) -> Tensor:
         return ACTIVATE(self.name, self.options, saved)
 
-    def backward(self, g: Tensor, saved: Sequence[Any], decided: bool = False) -> tuple[Tensor, ...]:
+    def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor, ...]:
         if self.eight_bits:
             saved = [q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1]) for q in saved]
-        return tuple(ops.chosen(ACTIVATE_BACKWARD, g, decided)(self.name, self.options, g, saved))
+        run = ops.chosen(ACTIVATE_BACKWARD, g) if decided is None else ACTIVATE_BACKWARD.impls[decided].run
+        return tuple(run(self.name, self.options, g, saved))
 
 
 #: Elements of a result that a CPU works on at a time: float32 copies of so many stay in its cache.
@@ -258,11 +262,11 @@ def _plain_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[
         return list(row.backward(g, *x))
     together = row.gated and len(x) == 1
     if not together and not _in_blocks(g):
-        return [grad.to(dtype) for grad in row.backward(ops.widened(g), *_wide(row, x), *options)]
+        return [grad.to(dtype) for grad in row.backward(_float32(g), *_wide(row, x), *options)]
     gradients = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in x]
     for of_y, *rest in _blocks(g, *x, *gradients) if _in_blocks(g) else [(g, *x, *gradients)]:
         part, outs = rest[: len(x)], rest[len(x) :]
-        grads = row.backward(ops.widened(of_y), *_wide(row, part), *options)
+        grads = row.backward(_float32(of_y), *_wide(row, part), *options)
         for out, grad in zip(outs[0].chunk(2, -1) if together else outs, grads, strict=True):
             out.copy_(grad)
     return gradients
@@ -287,7 +291,12 @@ def _wide(row: Activation, x: Sequence[Tensor]) -> Sequence[Tensor]:
     """Each input in float32; of one tensor that holds two, both halves."""
     if row.gated and len(x) == 1:
         x = x[0].chunk(2, -1)
-    return [ops.widened(a) for a in x]
+    return [_float32(a) for a in x]
+
+
+def _float32(x: Tensor) -> Tensor:
+    """Or the float64 that it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _fake_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quaver.core.options import takes
 from quaver.torch.blocks.activation import Activated, get_activation, option_values
-from quaver.torch.blocks.norm_linear import PartOptions, Parts, normalized_projections
+from quaver.torch.blocks.norm import normalized_projections
+from quaver.torch.blocks.norm_linear import PartOptions, Parts
 from quaver.torch.linear.projections import project
 from quaver.torch.state.checkpointing import checkpoint
 

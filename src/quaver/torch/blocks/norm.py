@@ -16,6 +16,9 @@ from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import check_name
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.blocks.prologue import alone
+from quaver.torch.linear.entrance import GIVEN
+from quaver.torch.linear.layer import Linear
+from quaver.torch.linear.projections import is_bare, project
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation
 
@@ -38,12 +41,12 @@ class Normalization:
     def __call__(self, *x: Tensor | None) -> Tensor:
         return alone(self, SENTENCE, *x)
 
-    def forward(self, *x: Tensor | None, decided: bool = False) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         value, gamma, beta = x
         assert value is not None
-        if self.zero_centered or not decided:
-            gamma, beta = gamma_and_beta(value, gamma, beta, self.zero_centered)
-        y, mean, factor = ops.chosen(NORMALIZE, value, decided)(value, gamma, beta, self.normalization, self.eps)
+        gamma, beta = gamma_and_beta(value, gamma, beta, self.zero_centered)
+        run = ops.chosen(NORMALIZE, value) if decided is None else NORMALIZE.impls[decided].run
+        y, mean, factor = run(value, gamma, beta, self.normalization, self.eps)
         return y, (value, gamma, beta, mean, factor)
 
     def quantized(
@@ -61,9 +64,9 @@ class Normalization:
     def remake(self, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("what a norm made is kept")
 
-    def backward(self, g: Tensor, saved: Sequence[Any], decided: bool = False) -> tuple[Tensor | None, ...]:
+    def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor | None, ...]:
         x, gamma, beta, mean, factor = saved
-        run = ops.chosen(NORMALIZE_BACKWARD, x, decided)
+        run = ops.chosen(NORMALIZE_BACKWARD, x) if decided is None else NORMALIZE_BACKWARD.impls[decided].run
         of_x, of_gamma, of_beta = run(g, x, gamma, beta, mean, factor, self.normalization)
         return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta
 
@@ -214,6 +217,27 @@ def normalize(
     return Normalization(normalization, eps, zero_centered)(x, weight, bias)
 
 
+def normalized_projections(
+    norm: nn.Module | None, x: Tensor, layers: Sequence[Linear], return_input: bool = False
+) -> tuple[Tensor, ...]:
+    """norm(x), or x, through several layers that share its quantization.
+
+    Args:
+        norm: a `Norm`; any other module is called as it is; None leaves x alone.
+        x: [..., dim].
+        layers: each of dim features in.
+        return_input: give the layers' input too, first.
+    """
+    if norm is None or norm.__class__.forward is not Norm.forward or not is_bare(norm):
+        y = x if norm is None else norm(x)
+        if len(layers) == 1 and not return_input:
+            return (layers[0](y),)
+        return project(GIVEN, (y,), layers, return_input)
+    assert isinstance(norm, Norm)
+    norm.check_input(x)
+    return project(norm.formula, (x, *norm.affine()), layers, return_input)
+
+
 SENTENCE = (
     "this normalization has no derivative beyond its own backward, which is written by hand (no second derivative, no "
     "torch.func): use torch.nn.LayerNorm or RMSNorm there"
@@ -227,23 +251,26 @@ NARROW = (torch.bfloat16, torch.float16)
 def gamma_and_beta(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, zero_centered: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """gamma and beta as `forward` takes them: kernels read them as they are, others in float32 or float64."""
-    if not (zero_centered or ops.on_host(x) or torch.compiler.is_compiling()):
+    """gamma and beta as `NORMALIZE` takes them: as they are, but in float32 or float64 for a compiler and before 1 is
+    added."""
+    if not (zero_centered or torch.compiler.is_compiling()):
         return weight, bias
-    gamma = None if weight is None else ops.widened(weight)
-    return gamma + 1 if gamma is not None and zero_centered else gamma, None if bias is None else ops.widened(bias)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    gamma = None if weight is None else weight.to(dtype)
+    return gamma + 1 if gamma is not None and zero_centered else gamma, None if bias is None else bias.to(dtype)
 
 
 def _plain_forward(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gamma, beta = (None if p is None else ops.widened(p) for p in (gamma, beta))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    gamma, beta = (None if p is None else p.to(dtype) for p in (gamma, beta))
     if NORMALIZATIONS[normalization][0]:
         # A CPU takes float32 parameters beside a narrower x, works in float32 and rounds once.
-        mixed = x if x.is_cpu and gamma is not None and x.dtype in NARROW else ops.widened(x)
+        mixed = x if x.is_cpu and gamma is not None and x.dtype in NARROW else x.to(dtype)
         y, mean, factor = torch.native_layer_norm(mixed, x.shape[-1:], gamma, beta, eps)
         return y if y.dtype is x.dtype else y.to(x.dtype), mean, factor
-    wide = ops.widened(x)
+    wide = x.to(dtype)
     # The order of a sum, and so its bits, must not depend on how x lies.
     factor = wide.square().contiguous().mean(-1, True).add_(eps).rsqrt_()
     y = wide * factor
@@ -261,17 +288,17 @@ def _plain_backward(
     factor: Tensor,
     normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    nothing = factor.new_empty
-    gamma, beta = (None if p is None else ops.widened(p) for p in (gamma, beta))
+    nothing, dtype = factor.new_empty, torch.promote_types(x.dtype, torch.float32)
+    gamma, beta = (None if p is None else p.to(dtype) for p in (gamma, beta))
     if NORMALIZATIONS[normalization][0]:
         # In float32: of bf16 the CPU's kernel sums the parameters' gradients in bf16, 5 to 10 % off over 4096 rows.
         wanted = [True, gamma is not None, beta is not None]
         of_x, of_gamma, of_beta = torch.ops.aten.native_layer_norm_backward(
-            ops.widened(g), ops.widened(x), x.shape[-1:], mean, factor, gamma, beta, wanted
+            g.to(dtype), x.to(dtype), x.shape[-1:], mean, factor, gamma, beta, wanted
         )
         return of_x.to(x.dtype), nothing(0) if gamma is None else of_gamma, nothing(0) if beta is None else of_beta
     # y = x f gamma with f = (mean(x²) + eps)^-½, so dx = f (g gamma - x̂ mean(g gamma x̂)) where x̂ = x f.
-    wide, along = ops.widened(x) * factor, ops.widened(g)
+    wide, along = x.to(dtype) * factor, g.to(dtype)
     # The order of its sums must not depend on how x and g lie.
     product = (along * wide).contiguous()
     of_gamma = nothing(0)

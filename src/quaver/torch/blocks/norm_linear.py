@@ -1,6 +1,5 @@
 """A normalization and the linear layers that read its output: at the entrance of attention, of an MLP, of a head."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,31 +8,8 @@ from torch import Tensor, nn
 
 from quaver.core.options import checks
 from quaver.core.spec import Recipe
-from quaver.torch.blocks.norm import Norm, NormOptions, named
-from quaver.torch.linear.entrance import GIVEN
+from quaver.torch.blocks.norm import NormOptions, named, normalized_projections
 from quaver.torch.linear.layer import Linear
-from quaver.torch.linear.projections import is_bare, project
-
-
-def normalized_projections(
-    norm: nn.Module | None, x: Tensor, layers: Sequence[Linear], return_input: bool = False
-) -> tuple[Tensor, ...]:
-    """norm(x), or x, through several layers that share its quantization.
-
-    Args:
-        norm: a `Norm`; any other module is called as it is; None leaves x alone.
-        x: [..., dim].
-        layers: each of dim features in.
-        return_input: give the layers' input too, first.
-    """
-    if norm is None or norm.__class__.forward is not Norm.forward or not is_bare(norm):
-        y = x if norm is None else norm(x)
-        if len(layers) == 1 and not return_input:
-            return (layers[0](y),)
-        return project(GIVEN, (y,), layers, return_input)
-    assert isinstance(norm, Norm)
-    norm.check_input(x)
-    return project(norm.formula, (x, *norm.affine()), layers, return_input)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,11 +27,14 @@ class Prologue(Protocol):
     def __call__(self, *x: Tensor | None) -> Tensor:
         """Differentiably, for layers that are not quantized."""
 
-    def forward(self, *x: Tensor | None, decided: bool = False) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
+    def forward(
+        self, *x: Tensor | None, decided: int | None = None
+    ) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
         """Outside autograd: the input, and what backward needs.
 
         Args:
-            decided: whether layers decided beforehand on a GPU follow, whose kernels take tensors like x.
+            decided: where layers decided beforehand follow, which of an operation's implementations runs on tensors
+                like x, by its place among them.
         """
 
     def quantized(
@@ -52,7 +55,7 @@ class Prologue(Protocol):
     def remake(self, saved: Sequence[Any]) -> Tensor:
         """The input once more, bit for bit."""
 
-    def backward(self, g: Tensor, saved: Sequence[Any], decided: bool = False) -> tuple[Tensor | None, ...]:
+    def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor | None, ...]:
         """The gradients of what it took; decided as in `forward`."""
 
 
@@ -67,7 +70,7 @@ class Given:
         assert value is not None
         return value
 
-    def forward(self, *x: Tensor | None, decided: bool = False) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         return self(*x), ()
 
     def quantized(self, *_: Any) -> None:
@@ -76,7 +79,7 @@ class Given:
     def remake(self, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("what is given is kept")
 
-    def backward(self, g: Tensor, saved: Sequence[Any], decided: bool = False) -> tuple[Tensor | None, ...]:
+    def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor | None, ...]:
         return (g,)
 
 

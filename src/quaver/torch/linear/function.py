@@ -77,7 +77,7 @@ def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor,
     """
     runs, taken, n = setup.runs, setup.taken, len(setup.runs)
     first, weights = runs[0], tensors[taken : taken + n]
-    y, saved = setup.prologue.forward(*tensors[:taken], decided=first.step.rows.aligned)
+    y, saved = setup.prologue.forward(*tensors[:taken], decided=first.step.rows.implementation)
     # Rows read it row by row: codes of one that lies as its transpose would lie so too.
     x = first.readable(y).contiguous()
     try:
@@ -168,7 +168,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
         assert of_y is not None
         # With the input's own gradient of_y may be that, whose shape is the caller's.
         of_y = of_y.view(*shape) if setup.return_input else _shaped(of_y, shape)
-        of_x = setup.prologue.backward(of_y, saved, bool(setup.runs) and runs[0].step.rows.aligned)
+        of_x = setup.prologue.backward(of_y, saved, setup.runs[0].step.rows.implementation if setup.runs else None)
     return None, *of_x, *of_weights, *of_biases
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
-from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.linear.entrance import Prologue, Setup, may_fuse
 from quaver.torch.linear.function import Projections, apply
 from quaver.torch.linear.layer import Linear, dtype_sentence, recipe_of, weight_and_bias
@@ -51,9 +51,9 @@ def project(
         setup = Setup(prologue, tuple(layers), recipe, x[0].dtype, True, len(x), return_input, runs)
         decided: tuple[Tensor, ...] = apply(setup, *x, *weights, *biases)
         return decided
-    device = ops.autocast_device(x[0])
-    casting = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if casting else x[0].dtype
+    kind = ops.autocast_device(x[0])
+    casting = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if casting else x[0].dtype
     refuse_transforms(*x, *weights, *biases)
     for layer, weight in zip(layers, weights, strict=True):
         if weight.dtype in stored.CODES:
@@ -66,7 +66,7 @@ def project(
     if not casting:
         outputs = run(setup, *x, *weights, *biases)
     else:
-        with ops.without_autocast(device):
+        with ops.without_autocast(kind):
             outputs = run(setup, *x, *weights, *biases)
     return outputs
 
@@ -132,7 +132,7 @@ def _decided(
     assert a is not None and first is not None
     if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
         return []
-    if first.numel() > (ON_HOST if ops.on_host(first) else LAUNCHES):
+    if first.numel() > (ON_HOST if first.is_cpu and not device.asked else LAUNCHES):
         remakes = prologue.remakes and (c is None or c.rounding == "nearest")
         if remakes or (a.per_tensor and may_fuse(first.dtype, first)):
             return []

@@ -24,11 +24,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GPU = "quaver.torch.backends.gpu"
 
 
-def widened(x: Tensor) -> Tensor:
-    """float32, or the float64 that it is."""
-    return x if x.dtype is torch.float64 else x.float()
-
-
 def no_kernels(x: Tensor, *_: Any) -> str:
     """Why no kernel takes a tensor, whatever is to be done with it, or ""."""
     if x.is_cpu and not device.asked:
@@ -41,11 +36,8 @@ def on_host(x: Tensor) -> bool:
     return x.is_cpu and not device.asked and not torch.compiler.is_compiling()
 
 
-def chosen(operation: Operation, x: Tensor, decided: bool = False) -> Callable[..., Any]:
-    """What runs an operation on x: where that is plain torch, the function itself; where a decided step says that
-    kernels take tensors like x, the first implementation."""
-    if decided:
-        return operation.impls[0].run
+def chosen(operation: Operation, x: Tensor) -> Callable[..., Any]:
+    """What runs an operation on x: where that is plain torch, the function itself."""
     return operation.impls[-1].run if on_host(x) else operation
 
 

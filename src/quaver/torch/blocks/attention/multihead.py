@@ -13,7 +13,8 @@ from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.dot_product import CoreOptions, DotProductAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary, apply_rotary_to_both, apply_rotary_to_parts
-from quaver.torch.blocks.norm_linear import PartOptions, Parts, normalized_projections
+from quaver.torch.blocks.norm import normalized_projections
+from quaver.torch.blocks.norm_linear import PartOptions, Parts
 
 #: What x is in each layout.
 SHAPES = {"bshd": "[batch, tokens, features]", "sbhd": "[tokens, batch, features]", "thd": "[tokens, features]"}

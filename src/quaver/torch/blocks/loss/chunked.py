@@ -77,7 +77,7 @@ def _losses(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tu
 def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool, rule: Rule) -> Tensor:
     """What the kernel does, in plain operations."""
     count = logits.shape[1]
-    z = ops.widened(logits)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     bent: Tensor | None = None
     if rule.soft_cap:
         bent = torch.tanh(z / rule.soft_cap)

@@ -106,6 +106,7 @@ def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Row
         of_gradient_of_input,
         None if f is None else of_gradient,
         False,
+        -1,
         turned_input=None if f is None or plan.input else turned_input,
         turned_grad_output=None if e is None or plan.grad_output else turned_grad_output,
         form=WHOLE,
@@ -155,7 +156,7 @@ def _of_one_scale(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Rows
         return entry, entry.ready
 
     product = _product(dtype)
-    return Rows(of_input, of_grad_output, of_weight, None, _factors, product, product, product, False)
+    return Rows(of_input, of_grad_output, of_weight, None, _factors, product, product, product, False, -1)
 
 
 def _product(dtype: torch.dtype) -> Multiply:

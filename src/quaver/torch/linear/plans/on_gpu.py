@@ -160,6 +160,7 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
             _product(dgrad, x.dtype),
             None if gemms["wgrad"] is None else _product(gemms["wgrad"], x.dtype),
             True,
+            0,
         ),
     )
 

@@ -97,6 +97,8 @@ class Rows(NamedTuple):
     wgrad: Multiply | None
     #: Whether kernels read addresses that are multiples of 16.
     aligned: bool
+    #: Which implementation of another operation runs beside them, by its place among its own.
+    implementation: int
     #: A matrix to what `input` and `grad_output` leave out, since it takes a pass of its own: its transpose's operand
     #: and scale. None where they do not.
     turned_input: Callable[[Tensor], tuple[Tensor, Scale]] | None = None
