@@ -19,8 +19,9 @@ from quaver.torch.linear.grouped import GROUPED_MATMUL, check, grouped_matmul
 from quaver.torch.linear.grouped_operands import together
 from quaver.torch.linear.layer import Linear
 from quaver.torch.numerics.groups import Groups, Offsets
-from quaver.torch.numerics.quantized import Quantized, storage
+from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
+from quaver.torch.operations.flattening import empty_parts, joined
 from quaver.torch.state.context import recipe_in_force
 
 
@@ -259,13 +260,10 @@ def _reused(operand: str, recipe: Recipe) -> bool:
 
 def _hollow(x: Tensor, spec: QuantSpec) -> Quantized:
     """A quantized operand of the right kind and shape with nothing in it: implementations are asked, not run."""
-    rows, k = x.shape[0], spec.padded(x.shape[1])
-    data = torch.empty((rows, (k + 1) // 2 if spec.format.packed else k), device=x.device, dtype=torch.uint8)
-    narrow = spec.scale == "e8m0" or spec.two_level
-    scale = data.new_empty(spec.blocks(rows, k), dtype=torch.uint8 if narrow else torch.float32)
-    one = scale.new_ones((1, 1), dtype=torch.float32) if spec.two_level else None
-    on_host = spec.per_tensor and x.is_cpu and not narrow
-    return Quantized(data.view(storage(spec.format)), 1.0 if on_host else scale, spec, (rows, k), False, one)
+    q = joined(x, spec, False, *empty_parts(x, spec))
+    if spec.per_tensor and x.is_cpu and spec.scale != "e8m0":
+        q.scale = 1.0
+    return q
 
 
 def _row(what: str, how: str, reasons: list[tuple[str, str]]) -> Row:

@@ -14,6 +14,7 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.linear.stored.stored import CODE_DTYPES, CODES, PACKED, SCALES, dequantized
 from quaver.torch.numerics.philox import QUIET
 from quaver.torch.operations import ops
+from quaver.torch.operations.flattening import empty_parts, parts
 from quaver.torch.state import kept_weights
 from quaver.torch.state.layer import state_of
 
@@ -94,17 +95,12 @@ def restore(layer: nn.Linear) -> None:
 def encode(value: Tensor, spec: QuantSpec) -> tuple[Tensor, dict[str, Tensor]]:
     """A weight [N, K] as codes, and its scales by the names of their buffers."""
     if value.is_meta:
-        rows, k = value.shape
-        narrow = spec.scale == "e8m0" or spec.two_level
-        codes = value.new_empty((rows, (k + 1) // 2 if spec.format.packed else k), dtype=torch.uint8)
-        scale = value.new_empty(spec.blocks(rows, k), dtype=torch.uint8 if narrow else torch.float32)
-        factor = value.new_empty((1, 1), dtype=torch.float32) if spec.two_level else None
+        codes, scale, factor, _ = empty_parts(value, spec)
     else:
         value = value.detach().contiguous()
-        q = ops.QUANTIZE(value if value.dtype in ops.DTYPES else value.float(), spec, None, None, QUIET).plain()
-        codes, factor = q.data, q.tensor_factor
-        scale = q.scale if isinstance(q.scale, Tensor) else codes.new_full((1, 1), q.scale, dtype=torch.float32)
-    scales = {"weight_scale": scale} if factor is None else {"weight_scale": scale, "weight_factor": factor}
+        value = value if value.dtype in ops.DTYPES else value.float()
+        codes, scale, factor, _ = parts(ops.QUANTIZE(value, spec, None, None, QUIET))
+    scales = {"weight_scale": scale, "weight_factor": factor} if spec.two_level else {"weight_scale": scale}
     return codes.detach().view(CODE_DTYPES[spec.format.name]), scales
 
 
