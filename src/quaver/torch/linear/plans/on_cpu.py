@@ -25,7 +25,7 @@ WHOLE = "whole"
 
 
 class HostFactors(NamedTuple):
-    """`step.Factors` as numbers."""
+    """What delayed scaling gives one step of a layer, as numbers."""
 
     factors: list[float]
     version: float

@@ -5,7 +5,7 @@ saves what backward reads, and moves on the state that a layer keeps.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,21 +29,6 @@ Operand = Any
 Operands = tuple[Operand, Scale, Operand, Scale, Any]
 
 
-class Factors(Protocol):
-    """What delayed scaling gives one step of a layer."""
-
-    @property
-    def factors(self) -> Any:
-        """Encode factors of input, weight and grad_output, as the forward saw them."""
-
-    @property
-    def version(self) -> float:
-        """By which it is seen that the weight's factor is another."""
-
-    def in_backward(self, layer: nn.Module, g: Tensor) -> "Factors":
-        """The same for a backward: the layer's buffers may be others by now."""
-
-
 class Weight:
     """Both operands of a kept weight, as the right sides of GEMMs, and their scales; dgrad's is None until a backward
     quantizes it."""
@@ -61,8 +46,8 @@ class Weight:
         form: str = "",
     ) -> None:
         self.fprop, self.fprop_scale, self.dgrad, self.dgrad_scale = fprop, fprop_scale, dgrad, dgrad_scale
-        #: The `Factors.factors` of the call that noted its amax: a kept weight's counts in each step. `Factors`, which
-        #: may hold the layer, is not held.
+        #: The encode factors of the call that noted its amax: a kept weight's counts in each step. What `Rows.factors`
+        #: gave, which may hold the layer, is not held.
         self.noted = noted
         #: Whose GEMMs read them; another may share the quantized weight.
         self.recipe = recipe
@@ -89,7 +74,9 @@ class Rows(NamedTuple):
     #: (input, weight, layer, factors) to the input's operands and what `weight` gives in a forward, for a weight that
     #: is not kept: by launches that both share; None where they share none.
     shared: Callable[[Tensor, Tensor, nn.Module, Any], tuple[Operands, kept_weights.Entry, Weight]] | None
-    #: (layer, x) to the factors of delayed scaling; None where the general way must read them.
+    #: (layer, x) to what delayed scaling gives one step of a layer; None where the general way must read it. Of that
+    #: `factors` are the encode factors of input, weight and grad_output, as the forward saw them, `version` shows that
+    #: the weight's is another, and `in_backward(layer, g)` is the same for a backward: buffers may be others by then.
     factors: Callable[[nn.Module, Tensor], Any]
     fprop: Multiply
     dgrad: Multiply
