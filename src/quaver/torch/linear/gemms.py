@@ -203,27 +203,18 @@ def matrix(x: Tensor) -> Tensor:
 
 def quantize(call: Call, column: int, operand: str, x: Tensor, spec: QuantSpec) -> Quantized:
     """Quantize one operand of a layer, with its history or its noise where the recipe has them."""
-    layer = call.layer
-    if call.factors is not None:
-        factor, noise = call.factors[column], _noise(layer, operand, spec)
-        if call.traced and call.record and column == amax.GRAD_OUTPUT:
-            q = ops.QUANTIZE.traced(x, spec, None, factor, noise, number=state_of(layer).number)
-            _drawn(layer, operand, spec)
-            return q
-        if call.both is None or call.traced:
-            q = call.quantize(x, spec, None, factor, noise)
-        else:
-            known, newest = amax.is_set(column, call.factors), _newest(call, column, x)
-            q = call.quantize(x, spec, None, factor, noise, known, newest)
-        _drawn(layer, operand, spec)
-        if call.record:
-            amax.record(layer, column, q.amax, q.noted)
-    elif spec.rounding == "nearest":
-        q = call.quantize(x, spec)
+    layer, factor = call.layer, None if call.factors is None else call.factors[column]
+    noise, record = _noise(layer, operand, spec), call.record and factor is not None
+    if call.traced:
+        number = state_of(layer).number if record and column == amax.GRAD_OUTPUT else None
+        q, record = ops.QUANTIZE.traced(x, spec, None, factor, noise, number=number), record and number is None
+    elif call.both is None:
+        q = call.quantize(x, spec, None, factor, noise)
     else:
-        # The count moves on, so that the next micro-batch draws other noise.
-        q = call.quantize(x, spec, None, None, draw(layer, operand))
-        drawn(layer, operand)
+        q = call.quantize(x, spec, None, factor, noise, *_hints(call, column, x))
+    _drawn(layer, operand, spec)
+    if record:
+        amax.record(layer, column, q.amax, q.noted)
     if counters.active.counters is not None and not recomputation.replaying():
         counters.active.counters.note(layer, operand, x, q)
     return q
@@ -238,9 +229,12 @@ def _drawn(layer: nn.Module, operand: str, spec: QuantSpec) -> None:
         drawn(layer, operand)
 
 
-def _newest(call: Call, column: int, x: Tensor) -> Tensor | None:
-    """The place where a kernel notes an operand's amax, if this call records it."""
-    return amax.newest(call.layer, column, x) if call.record and not call.traced else None
+def _hints(call: Call, column: int, x: Tensor) -> tuple[bool, Tensor | None]:
+    """Whether a column's factor is known to be set, and the place where a kernel notes an operand's amax, if this call
+    records it."""
+    if call.factors is None:
+        return False, None
+    return amax.is_set(column, call.factors), amax.newest(call.layer, column, x) if call.record else None
 
 
 def both_at_once(call: Call, spec: QuantSpec, other: QuantSpec) -> bool:
@@ -264,21 +258,17 @@ def quantize_both(
     shared = spec == other and spec.transposable
     if not shared:
         turned_noise = _noise(layer, operand + ".T", other)
-    if call.factors is not None:
-        factor, record = call.factors[column], call.record
-        if call.traced:
-            number = state_of(layer).number if record and column == amax.GRAD_OUTPUT else None
-            q, turned = ops.QUANTIZE_BOTH.traced(x, spec, other, None, factor, number=number)
-            record = record and number is None
-        else:
-            known, newest = amax.is_set(column, call.factors), _newest(call, column, x)
-            q, turned = call.both(x, spec, other, None, factor, noise, turned_noise, known, newest, sums)
-        if record:
-            amax.record(layer, column, q.amax, q.noted)
-    elif sums and not call.traced:
-        q, turned = call.both(x, spec, other, None, None, noise, turned_noise, False, None, True)
+    factor = None if call.factors is None else call.factors[column]
+    record = call.record and factor is not None
+    if call.traced:
+        number = state_of(layer).number if record and column == amax.GRAD_OUTPUT else None
+        q, turned = ops.QUANTIZE_BOTH.traced(x, spec, other, None, factor, number=number)
+        record = record and number is None
     else:
-        q, turned = call.both(x, spec, other, None, None, noise, turned_noise)
+        hints = _hints(call, column, x)
+        q, turned = call.both(x, spec, other, None, factor, noise, turned_noise, *hints, sums)
+    if record:
+        amax.record(layer, column, q.amax, q.noted)
     _drawn(layer, operand, spec)
     if not shared:
         _drawn(layer, operand + ".T", other)
