@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.blocks.attention.implementations.fp8 import attention_fp8
 from quaver.torch.linear.entrance import GIVEN
 from quaver.torch.linear.grouped import grouped_matmul
 from quaver.torch.linear.projections import project
+from tests.torch.blocks.attention.implementations.quantized import attention_fp8
 
 
 def test_a_loss_that_is_nonlinear_in_the_second_of_two_layers_is_refused_too() -> None:

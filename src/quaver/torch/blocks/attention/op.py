@@ -158,22 +158,6 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     if isinstance(sinks, str) and sinks == OFF_BY_ONE:
         sinks = q.new_zeros(heads, dtype=torch.float32)
-    _check_options(shape, alibi_slopes, sinks, soft_cap, dropout)
-    assert not isinstance(sinks, str)
-    if ragged is None:
-        mask_type, window = simplify(mask_type, window, queries, keys, alibi_slopes is not None)
-    scale = (1 / math.sqrt(dim) if dim else 1.0) if scale is None else scale
-    return q, k, v, Call(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, ragged)
-
-
-def _check_options(
-    shape: tuple[int, int, int, int],
-    alibi_slopes: Tensor | None,
-    sinks: str | Tensor | None,
-    soft_cap: float | None,
-    dropout: float,
-) -> None:
-    batch, heads, *_ = shape
     if alibi_slopes is not None and _shape(alibi_slopes) not in ((heads,), (batch, heads)):
         given = f"has shape {list(alibi_slopes.shape)}" if isinstance(alibi_slopes, Tensor) else f"is {alibi_slopes!r}"
         raise ValueError(f"alibi_slopes {given}; give [heads] = [{heads}] or [batch, heads]")
@@ -181,6 +165,11 @@ def _check_options(
         given = f"of shape {list(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
         raise ValueError(f"sinks is {given}; give 'off_by_one', or a tensor of logits [heads] = [{heads}]")
     check_numbers(soft_cap, dropout)
+    assert not isinstance(sinks, str)
+    if ragged is None:
+        mask_type, window = simplify(mask_type, window, queries, keys, alibi_slopes is not None)
+    scale = (1 / math.sqrt(dim) if dim else 1.0) if scale is None else scale
+    return q, k, v, Call(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, ragged)
 
 
 def check_numbers(soft_cap: float | None, dropout: float) -> None:
@@ -216,17 +205,4 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, call: Call, spec: AttentionSpec | None) -> Tensor:
-    if spec is None:
-        return ATTENTION(q, k, v, call)
-    return attention_fp8(
-        q,
-        k,
-        v,
-        hidden=call.hidden(q, k),
-        bias=call.whole_bias(q, k),
-        scale=call.scale,
-        soft_cap=call.soft_cap,
-        sinks=call.sinks,
-        dropout=call.dropout,
-        spec=spec,
-    )
+    return ATTENTION(q, k, v, call) if spec is None else attention_fp8(q, k, v, call, spec)

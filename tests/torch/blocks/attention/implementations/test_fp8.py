@@ -14,12 +14,12 @@ from quaver.core.spec import AttentionSpec, QuantSpec
 from quaver.recipes import RECIPES, get
 from quaver.torch.blocks.attention.implementations import fp8_passes
 from quaver.torch.blocks.attention.implementations import operands as operands_module
-from quaver.torch.blocks.attention.implementations.fp8 import attention_fp8
 from quaver.torch.blocks.attention.implementations.fp8_passes import Options, kept_by_dropout, parts
 from quaver.torch.blocks.attention.implementations.operands import Heads, quantize_heads
 from quaver.torch.blocks.attention.op import attention
 from tests.close import assert_bitwise, assert_close
 from tests.operands import nasty
+from tests.torch.blocks.attention.implementations.quantized import attention_fp8
 
 
 def _specs() -> dict[str, AttentionSpec]:

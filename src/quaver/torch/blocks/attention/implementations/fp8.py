@@ -14,6 +14,7 @@ from quaver.core.spec import AttentionSpec, QuantSpec
 from quaver.torch.blocks.attention.implementations import fp8_passes
 from quaver.torch.blocks.attention.implementations.fp8_passes import Kept, Options, empty_tokens
 from quaver.torch.blocks.attention.implementations.operands import Heads, empty_heads
+from quaver.torch.blocks.attention.inputs.call import Call
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative, refuse_transforms
 from quaver.torch.operations.operation import Operation
@@ -22,34 +23,15 @@ from quaver.torch.operations.operation import Operation
 _DRAWS = 1 << 31
 
 
-def attention_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttentionSpec,
-    hidden: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+def attention_fp8(q: Tensor, k: Tensor, v: Tensor, call: Call, spec: AttentionSpec) -> Tensor:
     """softmax(cap(q kᵀ scale) + bias) v with the operands of all products quantized, each head on its own.
 
     Args:
-        q: [B, H, Sq, D] in float32, bfloat16 or float16; `quaver.torch.blocks.attention.op.prepare` has checked the
-            rest of what is given.
+        q: [B, H, Sq, D] in float32, bfloat16 or float16.
         k: [B, G, Sk, D]; each of G heads serves H / G heads of q and is quantized once.
         v: [B, G, Sk, Dv].
+        call: the options. Hidden keys draw in the amax of their blocks all the same.
         spec: how; `Recipe.attention`.
-        hidden: bool, broadcastable to [B, H, Sq, Sk], True where a query may not see a key. Hidden keys draw in the
-            amax of their blocks all the same.
-        bias: added to the scores, broadcastable to [B, H, Sq, Sk].
-        scale: of the scores; None is 1 / sqrt(D).
-        soft_cap: scores become cap tanh(scores / cap), before bias and mask.
-        sinks: logits [H] of one more column of the softmax, whose value is 0.
-        dropout: probability of dropping a probability; the others grow by 1 / (1 - dropout).
     Returns:
         [B, H, Sq, Dv] in q's dtype; a query that sees nothing gets 0. A block of an operand that holds an infinity or
         NaN has the scale NaN. Differentiable in q, k, v, bias and sinks, once.
@@ -64,11 +46,10 @@ def attention_fp8(
             f"quantized attention takes float32, bfloat16 or float16, not {q.dtype}: convert q, k and v, or use a "
             "recipe without attention=True"
         )
+    hidden, bias, sinks, soft_cap = call.hidden(q, k), call.whole_bias(q, k), call.sinks, call.soft_cap
     refuse_transforms(q, k, v, bias, sinks)
-    draw = torch.randint(_DRAWS, (1,), dtype=torch.int64, device=q.device) if dropout else None
-    scale = max(q.shape[3], 1) ** -0.5 if scale is None else scale
-    bias, hidden = (None if x is None else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape)) for x in (bias, hidden))
-    numbers = float(scale), None if soft_cap is None else float(soft_cap), float(dropout)
+    draw = torch.randint(_DRAWS, (1,), dtype=torch.int64, device=q.device) if call.dropout else None
+    numbers = float(call.scale), None if soft_cap is None else float(soft_cap), float(call.dropout)
     texts = spec.input.text, spec.grad_output.text
     out: Tensor = _Attention.apply(q, k, v, bias, sinks, hidden, draw, numbers, texts, torch.is_grad_enabled())
     return out

@@ -14,20 +14,20 @@ from quaver.torch.blocks.attention.inputs.masks import Mask, Window, ahead_of_qu
 class Call(NamedTuple):
     """The options beside q [B, H, Sq, D], k [B, G, Sk, D] and v [B, G, Sk, Dv]."""
 
-    mask_type: str
-    mask: Mask | None
-    window: Window | None
+    mask_type: str = "none"
+    mask: Mask | None = None
+    window: Window | None = None
     #: [1 or B, 1 or H, 1 or Sq, 1 or Sk], added to the scores.
-    bias: Tensor | None
+    bias: Tensor | None = None
     #: [H] or [B, H].
-    alibi_slopes: Tensor | None
+    alibi_slopes: Tensor | None = None
     #: [H]: logits of one more column of the softmax, whose value is 0.
-    sinks: Tensor | None
-    scale: float
-    soft_cap: float | None
-    dropout: float
+    sinks: Tensor | None = None
+    scale: float = 1.0
+    soft_cap: float | None = None
+    dropout: float = 0.0
     #: Not None where the batch is one of sequences laid end to end.
-    ragged: Ragged | None
+    ragged: Ragged | None = None
 
     def hidden(self, q: Tensor, k: Tensor) -> Tensor | None:
         """True where masked out, broadcastable to [B, H, Sq, Sk]; None for nowhere."""
