@@ -227,8 +227,7 @@ class Activated:
 
         if self.eight_bits:
             return None
-        result = kernels.activated(self.name, self.options, x, spec, factor, want_output, not turned, turned)
-        return producers.Made(result.y, result.quantized, result.amax, tuple(x))
+        return kernels.activated(self.name, self.options, x, spec, factor, want_output, not turned, turned)
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
         return ACTIVATE(self.name, self.options, saved)

@@ -205,18 +205,6 @@ def check_normalization(name: str) -> None:
     check_name("normalization", name, NORMALIZATIONS)
 
 
-def normalize(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    normalization: str = "LayerNorm",
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-) -> Tensor:
-    """The normalization of this name over x [..., d], differentiably; weight and bias are [d] or None. See `Norm`."""
-    return Normalization(normalization, eps, zero_centered)(x, weight, bias)
-
-
 def normalized_projections(
     norm: nn.Module | None, x: Tensor, layers: Sequence[Linear], return_input: bool = False
 ) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.fused import formulas
 from quaver.kernels.fused.activation import activate, activate_backward, activate_blocks
 from quaver.torch.backends.gpu.fused.norm import MEETING, extent, mode, rooms_for
+from quaver.torch.backends.gpu.fused.producers import Made
 from quaver.torch.backends.gpu.launching.launch import workspace
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import whole
@@ -58,16 +59,6 @@ KINDS = {
 TILE, BLOCK_TILE, BACKWARD_TILE = (128, 64, 4), (16, 128, 4), (32, 128, 4)
 
 
-class Activated(NamedTuple):
-    """The results of one pass over the inputs."""
-
-    #: In the inputs' dtype, or None where it was not wanted.
-    y: Tensor | None
-    quantized: Quantized | None
-    #: float32 [1, 1], the amax of y where a spec has one scale for the tensor, or None.
-    amax: Tensor | None
-
-
 def forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
     """As `quaver.torch.blocks.activation.ACTIVATE`.
 
@@ -87,7 +78,7 @@ def activated(
     want_output: bool = True,
     rows_wanted: bool = True,
     turned_wanted: bool = False,
-) -> Activated:
+) -> Made:
     """The activation of x, one tensor or two, and its result quantized or measured for a spec as in `gpu.fused.norm`.
 
     Args:
@@ -107,7 +98,7 @@ def activated(
     y, q, qt, scale, top = _forwards((gate, value), name, tuple(options), kind, spec, wanted, own=own)
     if y is not None and y.shape[:-1] != x[0].shape[:-1]:
         y = y.view(*x[0].shape[:-1], columns)
-    return Activated(y, _operand(q, qt, scale, top, spec, rows, columns, kind), top)
+    return Made(y, _operand(q, qt, scale, top, spec, rows, columns, kind), top, tuple(x))
 
 
 def _operand(

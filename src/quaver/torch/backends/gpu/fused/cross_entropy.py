@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.fused.cross_entropy import cross_entropy as kernel
+from quaver.torch.backends.gpu.fused.producers import DTYPES
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import whole
 
 #: Columns of a block, and warps.
 BLOCK, WARPS = 4096, 8
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: ignore_index, label_smoothing, z_loss, soft_cap; 0 switches a term off.
 Rule = tuple[int, float, float, float]

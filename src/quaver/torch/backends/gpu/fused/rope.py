@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.fused.rope import rope as kernel
+from quaver.torch.backends.gpu.fused.producers import DTYPES
 from quaver.torch.backends.gpu.launching.launch import power_above
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import whole
 
 #: Most elements of a program's block, and its warps.
 BLOCK, WARPS = 2048, 4
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The widest head.
 WIDEST = 1024
 
