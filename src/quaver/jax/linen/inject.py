@@ -44,16 +44,8 @@ class DotGeneral(nn.Module):
     seed: int = 0
 
     @nn.compact
-    def __call__(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        **options: Any,
-    ) -> Array:
-        return _operation(self)(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
+    def __call__(self, lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
+        return _operation(self)(lhs, rhs, dimension_numbers, *args, **options)
 
 
 class Einsum(nn.Module):

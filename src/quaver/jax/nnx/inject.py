@@ -11,7 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
 from quaver.core.spec import Recipe
 from quaver.jax.linears.contraction import dot_general
@@ -40,16 +39,8 @@ class DotGeneral(_Operation):
         seed, name: of stochastic rounding, as DenseGeneral's.
     """
 
-    def __call__(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        **options: Any,
-    ) -> Array:
-        return self._operation()(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
+    def __call__(self, lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
+        return self._operation()(lhs, rhs, dimension_numbers, *args, **options)
 
 
 class Einsum(_Operation):

@@ -85,15 +85,15 @@ class Quantized:
             return blocks / lax.optimization_barrier(jnp.broadcast_to(self.tensor_factor, blocks.shape))
         return self.scale
 
-    def values(self) -> Array:
-        """float32 [rows, k]: the data without the scales."""
+    def values(self, dtype: Any = jnp.float32) -> Array:
+        """[rows, k]: the data without the scales."""
         fmt = self.spec.format
+        # Without the barrier XLA on a GPU deletes a cast to FP8 and back, and the rounding with it; and wherever
+        # packing meets unpacking in one program, it computes every code again for each of its uses.
+        data = lax.optimization_barrier(self.data)
         if fmt.packed:
-            return e2m1_values(unpack(self.data, self.shape[1]), jnp.float32)
-        if fmt.name not in FLOAT8:
-            return values_of(self.data, fmt, jnp.float32)
-        # Without the barrier XLA on a GPU deletes the pair of casts, and the rounding with it.
-        return lax.optimization_barrier(self.data).astype(jnp.float32)
+            return e2m1_values(unpack(data, self.shape[1]), dtype)
+        return data.astype(dtype) if fmt.name in FLOAT8 else values_of(data, fmt, dtype)
 
     def dequantize(self) -> Array:
         """float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees them."""

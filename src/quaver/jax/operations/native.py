@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 
 from quaver.core.spec import QuantSpec
 from quaver.jax.numerics.constants import constant
-from quaver.jax.numerics.quantized import FLOAT8, Quantized, e2m1_values, over_blocks, unpack, values_of
+from quaver.jax.numerics.quantized import FLOAT8, Quantized, over_blocks
 from quaver.jax.numerics.rounding import SMALLEST_NORMAL_BITS, two_to_the
 
 NT = (((1,), (1,)), ((), ()))
@@ -172,15 +172,7 @@ def decoded(q: Quantized) -> tuple[Array, Array]:
     """
     spec = q.spec
     dtype = jnp.float32 if spec.scale == "fp32" and spec.block[1] is not None else jnp.bfloat16
-    # Without the barrier XLA on a GPU deletes a cast to FP8 and back, and the rounding with it; and wherever packing
-    # meets unpacking in one program, it computes every code again for each of its uses.
-    data = lax.optimization_barrier(q.data)
-    if spec.format.packed:
-        values = e2m1_values(unpack(data, q.shape[1]), dtype)
-    elif spec.format.name in FLOAT8:
-        values = data.astype(dtype)
-    else:
-        values = values_of(data, spec.format, dtype)
+    values = q.values(dtype)
     if spec.two_level:
         blocks = lax.bitcast_convert_type(q.scale, jnp.float8_e4m3fn).astype(dtype)
         return over_blocks(values, blocks, spec.block), _tensor_scale(q)
