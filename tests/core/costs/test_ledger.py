@@ -143,14 +143,6 @@ def test_a_producer_never_costs_less_than_nothing() -> None:
     assert quantization(one, T, K, GPUS["h200"], delayed=True, produced=True).bytes == 0
 
 
-def test_copies_made_separately_read_the_tensor_each() -> None:
-    recipe, gpu = get("rowwise"), GPUS["h200"]
-    wanted = ledger.copies(recipe, gpu)["input"]
-    together, apart = (quantization(wanted, T, K, gpu, separate=s) for s in (False, True))
-    assert together.bytes == pytest.approx(6 * T * K, rel=1e-3)
-    assert apart.bytes == pytest.approx((3 + 5) * T * K, rel=1e-3)
-
-
 def test_what_a_gpu_lacks_is_decoded_and_runs_in_bf16() -> None:
     plain = ledger.layer(get("bf16"), T, K, N, "l40s")
     cost = ledger.layer(get("blockwise"), T, K, N, "l40s")

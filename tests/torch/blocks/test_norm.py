@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver.torch.blocks import norm
-from quaver.torch.blocks.norm import NORMALIZATIONS, Norm, normalize
+from quaver.torch.blocks.norm import NORMALIZATIONS, Norm, Normalization
 from quaver.torch.blocks.norm_linear import LayerNormLinear
 from tests.close import assert_bitwise, assert_close
 
@@ -25,6 +25,17 @@ def exact(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
     if weight is not None:
         y = y * (weight + 1 if zero_centered else weight)
     return y if bias is None else y + bias
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    kind: str = "LayerNorm",
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+) -> Tensor:
+    return Normalization(kind, eps, zero_centered)(x, weight, bias)
 
 
 def parameters(kind: str, dim: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -192,7 +192,6 @@ def quantization(
     *,
     delayed: bool = False,
     produced: bool = False,
-    separate: bool = False,
 ) -> Cost:
     """Quantize a bf16 tensor [rows, columns] into these copies.
 
@@ -204,11 +203,7 @@ def quantization(
         delayed: scales come from a history, and the amax is recorded on the way.
         produced: by the kernel that makes the tensor: it measures for nothing, and writes codes in place of bf16 where
             one pass is enough.
-        separate: each copy by kernels of its own, as compilers make them.
     """
-    if separate and len(copies) > 1:
-        alone = [quantization([c], rows, columns, gpu, delayed=delayed) for c in copies]
-        return moving(sum(c.bytes for c in alone), sum(c.kernels for c in alone), gpu)
     if not copies:
         return Cost()
     read = float(rows * columns * WIDE)
