@@ -3,6 +3,8 @@
 Source: torchao.float8's recipes "rowwise" and "rowwise_with_gw_hp" (github.com/pytorch/ao).
 """
 
+from dataclasses import replace
+
 from quaver.core.numbers.formats import E4M3
 from quaver.core.recipe_functions import attention_spec, flags, float32_scale, recipe
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
@@ -33,8 +35,6 @@ def rowwise_bf16_wgrad(*, power_of_two: bool = True, fast_accum: bool = True, at
         fast_accum: let fprop accumulate faster where the hardware offers it.
         attention: quantize attention too, with a scale for each row of each operand.
     """
-    row = QuantSpec(E4M3, (1, None), float32_scale(power_of_two))
-    tensor = QuantSpec(E4M3, (None, None), float32_scale(power_of_two))
-    flags(fast_accum=fast_accum)
-    fprop, dgrad, wgrad = GemmSpec(row, row, fast_accum), GemmSpec(row, tensor), GemmSpec(None, None)
-    return Recipe("rowwise_bf16_wgrad", fprop, dgrad, wgrad, attention=attention_spec(attention, row, row))
+    whole = rowwise(power_of_two=power_of_two, fast_accum=fast_accum, attention=attention)
+    dgrad = GemmSpec(whole.dgrad.a, QuantSpec(E4M3, scale=float32_scale(power_of_two)))
+    return replace(whole, name="rowwise_bf16_wgrad", dgrad=dgrad, wgrad=GemmSpec(None, None))

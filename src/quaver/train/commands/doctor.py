@@ -13,7 +13,8 @@ from quaver.recipes import RECIPES
 from quaver.train.configuration.config import FRAMEWORKS
 from quaver.train.learning.frameworks import EXTRAS
 
-# Lowest compute capability whose tensor cores take the recipe's operands.
+# Lowest compute capability whose tensor cores take the recipe's operands; no GEMM of torch's or XLA's takes those of
+# others that quantize.
 NEEDS = {
     "delayed": (8, 9),
     "tensorwise": (8, 9),
@@ -24,15 +25,9 @@ NEEDS = {
     "nvfp4": (10, 0),
 }
 
-# Recipes that quantize nothing: their GEMMs are the framework's own.
-NATIVE = {"bf16"}
-
 # What the table rests on.
 SEEN = "Each recipe was tried: forward and backward of a linear layer of 256 by 256 in bfloat16."
 UNSEEN = "Nothing was tried: the table goes by the architecture alone. With PyTorch installed, each recipe is tried."
-
-# Recipes in formats that no GEMM of torch's or XLA's takes.
-EMULATED = {"mxfp6", "mxfp4"}
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 
@@ -128,9 +123,9 @@ def _capability(text: str) -> tuple[int, int]:
 
 def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
     """How a recipe would run here ("native", "emulated", "not tried") by the GPUs' architecture, and why."""
-    if recipe in NATIVE:
+    if not RECIPES[recipe]().quantizes:
         return "native", "nothing is quantized; the framework's own GEMMs"
-    if recipe in EMULATED:
+    if recipe not in NEEDS:
         return "emulated", "torch and XLA have no GEMM for its formats"
     needed = NEEDS[recipe]
     sm = f"sm_{needed[0]}{needed[1]}"
@@ -155,7 +150,7 @@ def seen(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
         return "fails", str(error).splitlines()[0][:200]
     native = [name for name, implementation, _ in ran if implementation in ("native", "torch")]
     if len(native) == len(ran):
-        return "native", how(recipe, devices)[1] if recipe in NATIVE else "all three GEMMs are the GPU's"
+        return "native", "all three GEMMs are the GPU's" if RECIPES[recipe]().quantizes else how(recipe, devices)[1]
     if not devices:
         return "emulated", how(recipe, devices)[1]
     others = "; ".join(f"{name} {implementation}: {why}" for name, implementation, why in ran if name not in native)
