@@ -5,6 +5,7 @@ import torch
 
 from quaver import E4M3, QuantSpec
 from quaver.torch.backends.gpu import families as gpu
+from quaver.torch.backends.gpu.gemms.operands import settle
 from quaver.torch.numerics import reference
 from tests.kernels.compare import DEVICE, assert_padded, assert_same
 
@@ -42,7 +43,8 @@ def test_bytes_are_turned_and_rows_end_in_zeros(shape: tuple[int, int], layout: 
 def test_an_operand_in_square_blocks_is_turned_with_its_scales(block: tuple[int | None, int | None]) -> None:
     x = torch.randn(150, 70, device=DEVICE)
     spec = QuantSpec(E4M3, block)
-    q = gpu.transposed(gpu.quantize(x, spec))
+    q = gpu.quantize(x, spec).T
+    settle(q)
     assert_same(q, reference.quantize(x.t(), spec))
     assert_padded(q)
     assert not q.turned

@@ -22,13 +22,10 @@ from quaver.torch.backends.gpu.quantizing.block_scaled import (
     with_two_levels,
 )
 from quaver.torch.backends.gpu.quantizing.blockwise import BLOCK, by_blocks
-from quaver.torch.backends.gpu.quantizing.codes import empty_codes as empty_codes
-from quaver.torch.backends.gpu.quantizing.codes import format_constants as format_constants
 from quaver.torch.backends.gpu.quantizing.rowwise import by_rows
 from quaver.torch.backends.gpu.quantizing.tensorwise import measure as measure
 from quaver.torch.backends.gpu.quantizing.tensorwise import per_tensor as per_tensor
 from quaver.torch.backends.gpu.quantizing.transposing import transpose as transpose
-from quaver.torch.backends.gpu.quantizing.transposing import transposed as transposed
 from quaver.torch.backends.gpu.quantizing.ways import Wanted, Way
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized

@@ -10,7 +10,7 @@ from quaver.torch.backends.gpu.launching.launch import aligned
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import in_words, whole
 from quaver.torch.backends.gpu.quantizing.codes import grid, padded
-from quaver.torch.numerics.quantized import Quantized, filled
+from quaver.torch.numerics.quantized import filled
 
 #: Rows and columns of a program's block, and its warps.
 BLOCK = 128, 128, 4
@@ -32,18 +32,6 @@ def transpose(codes: Tensor) -> Tensor:
     words = _in_words(codes if _lies_well(codes) else filled(codes, padded(k)))
     out: Tensor = _passes((words,), k, codes.dtype)[0]
     return out[:, :rows]
-
-
-def transposed(q: Quantized) -> Quantized:
-    """The transpose of an eight-bit operand whose blocks are square, its codes lying row by row."""
-    assert q.spec.transposable
-    assert not q.spec.format.packed
-    turned = q.T
-    if not turned.turned:
-        return turned
-    data = transpose(q.data)
-    scale = q.scale.t().contiguous() if isinstance(q.scale, Tensor) and not q.spec.per_tensor else q.scale
-    return Quantized(data, scale, q.spec, turned.shape, amax=q.amax)
 
 
 def _lies_well(codes: Tensor) -> bool:
