@@ -56,7 +56,10 @@ class Normalization:
 
         value, weight, bias = x
         gamma, beta = gamma_and_beta(value, weight, bias, self.zero_centered)
-        return kernels.normalized(value, gamma, beta, self.normalization, self.eps, spec, factor, want_output)
+        result = kernels.normalized(value, gamma, beta, self.normalization, self.eps, spec, factor, want_output)
+        return producers.Made(
+            result.y, result.quantized, result.amax, (value, gamma, beta, result.mean, result.inverse)
+        )
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("what a norm made is kept")

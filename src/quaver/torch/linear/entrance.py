@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from quaver.core.spec import Recipe
+from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.linear.gemms import Call, both_at_once, matrix, quantize, quantize_both
 from quaver.torch.linear.plans.step import Run
@@ -17,7 +17,7 @@ from quaver.torch.state import counters
 from quaver.torch.state.history import amax, steps
 
 
-class Prologue(producers.Quantizing, Protocol):
+class Prologue(Protocol):
     """How the layers' input is made. Its methods are called with as many tensors as it takes, None among them."""
 
     @property
@@ -35,6 +35,21 @@ class Prologue(producers.Quantizing, Protocol):
         Args:
             decided: where layers decided beforehand follow, which of an operation's implementations runs on tensors
                 like x, by its place among them.
+        """
+
+    def quantized(
+        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
+    ) -> producers.Made | None:
+        """On a GPU: the input quantized by the kernel that makes it, or with its amax; see
+        `quaver.torch.backends.gpu.fused.norm`.
+
+        Args:
+            spec: with one scale for the tensor, or blocks along a row.
+            factor: known, so that one pass quantizes; or None.
+            want_output: whether the input itself is needed too.
+            turned: write the codes of the transpose alone.
+        Returns:
+            None where the prologue has no such kernel.
         """
 
     def remake(self, saved: Sequence[Any]) -> Tensor:

@@ -6,7 +6,7 @@ quantized.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.fused.norm import norm, norm_backward
 from quaver.kernels.fused.wide_norm import wide_norm, wide_norm_backward
 from quaver.torch.backends.gpu.fused.column_sums import sum_launch
-from quaver.torch.backends.gpu.fused.producers import Made
 from quaver.torch.backends.gpu.launching.launch import aligned, multiprocessors, workspace
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import Room, row_major, whole
@@ -34,6 +33,20 @@ MOST = 8
 CENTRED = {"LayerNorm": True, "RMSNorm": False, "L2": False}
 #: A kernel's constants where nothing is quantized.
 _NO_FORMAT = {"POWER_OF_TWO": True, "EMAX": 0, "TOP_MANTISSA": 0, "MAX": 1.0, "INTEGERS": False}
+
+
+class Normalized(NamedTuple):
+    """The results of one pass over x."""
+
+    #: In x's dtype, or None where it was not wanted.
+    y: Tensor | None
+    #: float32 [..., 1]; empty unless means are subtracted.
+    mean: Tensor
+    inverse: Tensor
+    #: y quantized, or None.
+    quantized: Quantized | None
+    #: float32 [1, 1], the amax of y where a spec has one scale for the tensor, or None.
+    amax: Tensor | None
 
 
 def mode(spec: QuantSpec, one_pass: bool, columns: int) -> str:
@@ -63,8 +76,7 @@ def forward(
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """
     if not x.is_contiguous() or x.data_ptr() & 15:
-        made = normalized(x, gamma, beta, normalization, eps)
-        return made.y, *made.saved[3:]
+        return normalized(x, gamma, beta, normalization, eps)[:3]  # type: ignore[return-value]
     own = None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous()
     y, mean, inverse, *_ = _forwards((x,), normalization, eps, "none", None, True, own=own)
     return y, mean, inverse
@@ -79,7 +91,7 @@ def normalized(
     spec: QuantSpec | None = None,
     factor: Tensor | None = None,
     want_output: bool = True,
-) -> Made:
+) -> Normalized:
     """The normalization of x [..., d], and its output quantized or measured for a spec that `mode` has a name for.
 
     Args:
@@ -106,7 +118,7 @@ def normalized(
         assert spec is not None
         codes = q if q.shape[1] == columns else q[:, :columns]
         operand = Quantized(codes, scale, spec, (q.shape[0], columns), amax=top, swizzled=kind == "e8m0")
-    return Made(y, operand, top, (x, gamma, beta, mean, inverse))
+    return Normalized(y, mean, inverse, operand, top)
 
 
 #: Where the programs of a launch meet, to find the amax of the tensor.

@@ -46,22 +46,11 @@ class Made(NamedTuple):
 
 
 class Quantizing(Protocol):
-    """What makes the input of linear layers, and may quantize it."""
+    """What makes the input of linear layers: see `quaver.torch.linear.entrance.Prologue`, whose method this is."""
 
     def quantized(
         self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
-    ) -> Made | None:
-        """On a GPU: the input quantized by the kernel that makes it, or with its amax; see
-        `quaver.torch.backends.gpu.fused.norm`.
-
-        Args:
-            spec: with one scale for the tensor, or blocks along a row.
-            factor: known, so that one pass quantizes; or None.
-            want_output: whether the input itself is needed too.
-            turned: write the codes of the transpose alone.
-        Returns:
-            None where the prologue has no such kernel.
-        """
+    ) -> Made | None: ...
 
 
 class Operand(NamedTuple):
