@@ -174,6 +174,17 @@ def test_a_process_that_lets_torch_round_float32_products_gets_the_same_precisio
             assert_bitwise(y, qt.matmul(a, b))
 
 
+@every_gemm
+def test_a_product_lies_row_by_row(gemm: GemmSpec) -> None:
+    # What calls it gives the result another shape where it lies.
+    for m, k, n in [*SIZES, (100, 64, 2), (2, 64, 100), (300, 4000, 4), (100, 4096, 1)]:
+        a, b = operands("normal", gemm, m, k, n)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for bias in (None, torch.ones(n)):
+                y = qt.matmul(a, b, dtype, bias)
+                assert y.is_contiguous(), f"m {m}, k {k}, n {n}, {dtype}: strides {y.stride()}"
+
+
 def test_operands_that_do_not_share_k_and_odd_dtypes_are_refused() -> None:
     gemm = next(iter(GEMMS.values()))
     a, b = operands("normal", gemm, 4, 16, 4)[0], operands("normal", gemm, 4, 32, 4)[1]

@@ -23,11 +23,11 @@ EXACT = 16
 
 
 def product(a: Quantized, b: Quantized) -> Tensor:
-    """a [m, k] @ b [n, k].T with scales, float64 [m, n], for small m or small n.
+    """a [m, k] @ b [n, k].T with scales, float64 [m, n] row by row, for small m or small n.
 
     Bounded: relative RMS below 1e-6 of float64 on the same operands.
     """
-    return _product(a, b) if a.shape[0] <= b.shape[0] else _product(b, a).t()
+    return _product(a, b) if a.shape[0] <= b.shape[0] else _product(b, a).t().contiguous()
 
 
 def _product(few: Quantized, wide: Quantized) -> Tensor:
