@@ -10,7 +10,9 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.decode import decode as decode_kernel
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import whole
+from quaver.torch.backends.gpu.quantizing.codes import DTYPES as CODES
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
+from quaver.torch.backends.gpu.quantizing.codes import integers
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.numerics.swizzling import BLOCKS
 
@@ -103,6 +105,8 @@ def _pass(
         "BC": width or 0,
         "SWIZZLED": swizzled,
         "POWER_OF_TWO": spec.scale == "two_level",
+        "CODES": CODES.get(spec.format.name),
+        "INTEGERS": integers(data.device),
     }
     return Pass(given, (out,), [Launch(decode_kernel, grid, (data, scale, factor, out), numbers, constants, warps)])
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.mxfp8 import mxfp8_columns, mxfp8_rows
 from quaver.kernels.quantizing.nvfp4 import nvfp4_along, nvfp4_down, rotated_amax
-from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.backends.gpu.launching.launch import workspace
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import Room, in_words, whole
-from quaver.torch.backends.gpu.quantizing.codes import DTYPES, codes_in_words, room_for_codes
+from quaver.torch.backends.gpu.quantizing.codes import DTYPES, codes_in_words, integers, room_for_codes
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
 from quaver.torch.backends.gpu.quantizing.tensorwise import measure
 from quaver.torch.backends.gpu.quantizing.ways import SMALL, Wanted, Way, without_memory
@@ -130,13 +129,14 @@ def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Launch:
         "SQUARE": spec.block[0] == 32,
         "EMAX": spec.format.emax,
         "TOP_MANTISSA": spec.format.max_mantissa,
-        "INTEGERS": architecture(x.device) == 89,
+        "INTEGERS": integers(x.device),
+        "dtype": DTYPES[spec.format.name],
     }
     if qt is None:
         constants["NEAR"] = (bm + 1) * max(x.stride(0), q_stride) < 2**31
         alone = rows, k, x.stride(0), q_stride, across(k, 32)
         return Launch(mxfp8_rows, grid, tensors[:3], alone, constants, warps)
-    constants |= {"ROWS": q is not None, "dtype": DTYPES[spec.format.name]}
+    constants["ROWS"] = q is not None
     numbers = rows, k, x.stride(0), q_stride, -(-rows // 16) * 4, across(k, 32), across(rows, 32)
     return Launch(mxfp8_columns, grid, tensors, numbers, constants, warps)
 
@@ -193,7 +193,7 @@ def _nv_pass(given: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], 
         "SQUARE": spec.block[0] == 16,
         "HADAMARD": spec.hadamard,
         "STOCHASTIC": spec.rounding == "stochastic",
-        "INTEGERS": architecture(x.device) == 89,
+        "INTEGERS": integers(x.device),
     }
     numbers = (rows, columns, x.stride(0), k, -(-k // 32) * 4, across(k, 16), *key_words)
     tensors = (x, q, s, factor, top, count)
