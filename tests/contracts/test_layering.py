@@ -87,7 +87,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.train.learning": ("nonfinite", "learner", "jax", "torch", "frameworks"),
     "benchmarks": ("measuring", "subjects", "host_cost", "acceptance", "pages", "cases", "gpu", "cpu", "__main__"),
     "benchmarks.cases": ("linear", "blocks", "host"),
-    "benchmarks.gpu": ("measuring", "sections", "targets", "child", "options", "report", "run", "__main__"),
+    "benchmarks.gpu": ("measuring", "sections", "ahead", "targets", "child", "options", "report", "run", "__main__"),
     "benchmarks.gpu.sections": ("kernels", "layers", "training", "registry"),
 }
 #: Rooms that a package may have.
