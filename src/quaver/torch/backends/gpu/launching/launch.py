@@ -26,6 +26,7 @@ from quaver.torch.internals import current_gpu, raw_stream
 
 #: What Triton calls the dtypes.
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
