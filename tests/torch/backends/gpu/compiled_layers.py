@@ -40,14 +40,15 @@ def transformer_layer(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
 LAYERS = {"Linear": linear, "TransformerLayer": transformer_layer}
 
 
-def recorded(arch: int, recipe: str, layer: str, dtype: torch.dtype) -> list[Launch]:
+def recorded(arch: int, recipe: str, layer: str, dtype: torch.dtype, attention: bool = False) -> list[Launch]:
     """What one step launches on sm_`arch`, forward and backward, each kernel once."""
     module, x = LAYERS[layer](dtype)
+    in_force = recipes.get(recipe, attention=True) if attention else recipes.get(recipe)
     with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
         become(arch, patch)
         # Nothing was computed that a probe could compare.
         patch.setattr(scaled_mm, "_probe", lambda *_: "")
-        with recording(arch) as launches, qt.autocast(recipe):
+        with recording(arch) as launches, qt.autocast(in_force):
             y = module(x.requires_grad_())
             y.backward(torch.ones_like(y))
     return list({launch.kernel: launch for launch in launches}.values())
@@ -71,11 +72,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--target", type=int, help="what they are compiled for, if not that")
     parser.add_argument("--layer", default="Linear", choices=LAYERS)
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--attention", action="store_true", help="in eight bits too")
     parser.add_argument("--recipes", nargs="*", default=RECIPES)
     asked = parser.parse_args(arguments)
     said = {}
     for recipe in asked.recipes:
-        launches = recorded(asked.arch, recipe, asked.layer, DTYPES[asked.dtype])
+        launches = recorded(asked.arch, recipe, asked.layer, DTYPES[asked.dtype], asked.attention)
         names = sorted({launch.fn.__name__ for launch in launches})
         said[recipe] = {"kernels": names, "refused": failures(launches, asked.target or asked.arch)}
     print(json.dumps(said))

@@ -148,6 +148,14 @@ def test_all_launches_of_a_layer_compile_for_the_architecture(arch: int, layer: 
         assert not of["refused"], of["refused"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_attention_in_eight_bits_compiles_for_the_architecture(arch: int) -> None:
+    names = "tensorwise", "rowwise", "mxfp8"
+    said = told("--arch", arch, "--layer", "TransformerLayer", "--attention", "--recipes", *names)
+    assert all("attention" in of["kernels"] and not of["refused"] for of in said.values()), said
+
+
 def test_launches_for_hopper_do_not_compile_for_ampere() -> None:
     """So the test above can fail."""
     said = told("--arch", 90, "--target", 80, "--recipes", "tensorwise")
