@@ -57,10 +57,12 @@ NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"tor
 FLOORS: dict[str, tuple[str, ...]] = {
     "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "train"),
     "quaver.core": (*("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs"),),
-    "quaver.kernels": ("bits", "quantizing", "fused", "attention"),
+    "quaver.kernels": ("bits", "quantizing", "emulating", "fused", "attention"),
     "quaver.torch": ("internals", "numerics", "backends", "state", "operations", "linear", "blocks", "model"),
     "quaver.torch.backends": ("cpu", "gpu"),
-    "quaver.torch.backends.gpu": ("launching", "quantizing", "gemms", "families", "fused", "attention", "announcing"),
+    "quaver.torch.backends.gpu": (
+        *("launching", "quantizing", "emulating", "gemms", "families", "fused", "attention", "announcing"),
+    ),
     "quaver.torch.state": (
         *("layer", "recomputation", "history", "noise", "kept_weights", "counters", "buffers", "context"),
         "checkpointing",

@@ -25,6 +25,16 @@ def widened(v):
 
 
 @triton.jit
+def held(v, dtype: tl.constexpr):
+    """Values of codes times their scales, float32, in a dtype that holds them, bf16 or float32: exact, but that what is
+    beyond the dtype becomes its largest number. NaN stays."""
+    bits = v.to(tl.int32, bitcast=True)
+    beyond = (bits & 0x7FFFFFFF) == INFINITY_BITS
+    below: tl.constexpr = 0x10000 if dtype == tl.bfloat16 else 1
+    return tl.where(beyond, bits - below, bits).to(tl.float32, bitcast=True).to(dtype)
+
+
+@triton.jit
 def magnitude_bits(x):
     """The bits of |float32 x| as int32: they order as NaN > infinity > finite."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.numbers import NAN_BITS, decoded
+from quaver.kernels.bits.numbers import NAN_BITS, decoded, held
 from quaver.kernels.bits.swizzle import swizzled
 
 
@@ -73,7 +73,7 @@ def decode(
     scale: None leaves it out; of blocks of BR × BC, 0 being the whole axis, `scale_stride` and `scale_step` apart along
     the axes, or SWIZZLED, `across` tiles side by side. factor float32 [1]: of two-level scales, None leaves it out.
     KIND: "float32", "e8m0", "two_level". CODES: the format of q; None: E2M1, two in a byte. A NaN scale makes its block
-    NaN. Exact where out's dtype holds the products.
+    NaN. Exact where out's dtype holds the products; what is beyond it becomes its largest number.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     r = down * BM + tl.arange(0, BM)
@@ -100,7 +100,7 @@ def decode(
         s = decoded_scale(stored, factor, KIND, POWER_OF_TWO, INTEGERS)
         v = tl.reshape(tl.reshape(v, [BM, BN // WIDTH, WIDTH]) * s[:, :, None], [BM, BN])
     at = out + r[:, None].to(tl.int64) * out_stride + c[None, :]
-    values = v.to(out.dtype.element_ty)
+    values = held(v, out.dtype.element_ty)
     if EVEN:
         tl.store(at, values)
     else:

@@ -54,7 +54,8 @@ def decode(q: Quantized, dtype: torch.dtype = torch.bfloat16, outer: bool = True
         [rows, k]; of a turned operand the transpose of what lies in memory, which a GEMM reads as well.
     Raises:
         ValueError: the dtype would round the products, or there is no kernel for the block.
-    Exact: in bfloat16 as in float32, where `Quantized.dequantize` gives the same. A NaN scale makes its block NaN.
+    Exact: in bfloat16 as in float32, where `Quantized.dequantize` gives the same; but what is beyond the dtype becomes
+    its largest number. A NaN scale makes its block NaN.
     """
     why = reason(q, dtype, outer)
     if why:

@@ -158,7 +158,7 @@ def by_two_levels(
         return reference.quantize(x.t() if down else x, spec, amax, None, noise)
     measured = (rotated(x, down) if spec.hadamard else measure(x)) if amax is None else None
     count = _count(noise[2], x.device) if random else None
-    key_words = (*_halves(noise[1]), *_halves(noise[0]), *_halves(noise[0] >> 32)) if random else (1,) * 6
+    key_words = (*halves(noise[1]), *halves(noise[0]), *halves(noise[0] >> 32)) if random else (1,) * 6
     q, s, factor = _nv((x,), spec, key_words, down, own=(measured if amax is None else amax, count))
     return Quantized(q[:, : -(-k // 2)], s, spec, (rows, k), tensor_factor=factor, amax=measured, swizzled=True)
 
@@ -169,7 +169,7 @@ def _count(count: Tensor | int, device: torch.device) -> Tensor:
     return torch.full((1,), count, dtype=torch.int64, device=device)
 
 
-def _halves(word: Tensor | int) -> tuple[int, int]:
+def halves(word: Tensor | int) -> tuple[int, int]:
     """The low 32 bits as `quaver.kernels.bits.philox.whole_word` takes them, so that all layers share compiled
     kernels."""
     bits = int(word) & 0xFFFFFFFF
