@@ -12,7 +12,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CHECKED := tests/contracts/test_layering.py tests/contracts/test_bits.py tests/torch/linear/test_linear.py
 
-.PHONY: demo check test slow test-lowering accept accept-attention bench bench-gpu lint format clean
+.PHONY: demo check test slow test-lowering test-gpu-ready test-gpu accept accept-attention bench bench-gpu
+.PHONY: lint format clean
+
+# Kernels that were compiled beforehand, and for which cards: of the machine that will have the card, Python, torch and
+# triton must be those that filled it.
+CACHE ?= $(CURDIR)/.gpu-cache
+ARCH ?= sm_90
 
 ## Train a small language model in bf16, FP8, MXFP8 and NVFP4 side by side, and name the pictures.
 demo: $(VENV)/.train
@@ -34,6 +40,19 @@ slow: $(VENV)/.dev
 test-lowering: $(VENV)/.cuda
 	JAX_PLATFORMS=cpu QUAVER_TEST_LOWERING=1 PYTHONPATH=$(VENV)/cuda $(BIN)/python -m pytest -n 0 tests/jax/test_compiled.py
 
+## What can be known of a GPU without one: machine code, launches, a dry run, and a cache that leaves nothing to compile.
+test-gpu-ready: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/kernels/test_gate.py \
+		tests/torch/backends/gpu/test_launch_counts.py
+	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --dry-run
+	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --compile $(ARCH) --cache $(CACHE) --check
+
+## The tests that need a GPU, eight at a time on one card, with the kernels of CACHE, in the Python that has its torch.
+test-gpu:
+	$(PYTHON) -m benchmarks.gpu.ahead.cache $(CACHE)
+	TRITON_CACHE_DIR=$(CACHE) PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 8 --dist worksteal --maxfail 40 \
+		tests/gpu tests/kernels tests/torch
+
 ## Train every recipe and a control on three seeds, and check the differences from bf16 (about an hour).
 accept: $(VENV)/.dev
 	$(BIN)/python -m benchmarks accept
@@ -48,7 +67,7 @@ bench: $(VENV)/.dev
 
 ## Kernels, GEMMs, layers and training on this machine's NVIDIA GPU (8 minutes), in the Python that has its torch.
 bench-gpu:
-	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --cache $(CACHE)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -49,8 +49,8 @@ def pretend(arch: int) -> None:
     launch.card = lambda device: (0, lambda: 0, lambda index: 0, nowhere)
     device.asked |= {"triton", "native"}
     # What the device is asked for is asked as of a GPU: these are remembered there too.
-    device.why_no_fp8 = lambda d, what: device._why_no_fp8(d, device.architecture(d))  # type: ignore[assignment]
-    device.why_no_kernels = lambda d: "" if device.recorded_arch() else device._why_no_fp8(d, arch)  # type: ignore[assignment]
+    device.why_no_fp8 = lambda d, what: device._why_no_fp8(device.architecture(d))  # type: ignore[assignment]
+    device.why_no_kernels = lambda d: "" if device.recorded_arch() else device._why_too_old(arch)  # type: ignore[assignment]
     products = {dtype: torch.randn(SIZE, SIZE).to(dtype) for dtype in DTYPES.values()}
 
     torch._scaled_mm_v2 = lambda a, b, *rest: torch.mm(products[rest[7]], products[rest[7]])  # type: ignore[assignment]

@@ -23,6 +23,13 @@ def parser() -> argparse.ArgumentParser:
     argument_parser.add_argument("--seconds", type=float, default=480.0, help="of the whole run")
     argument_parser.add_argument("--no-write", action="store_true", help="keep no results")
     argument_parser.add_argument("--commit", default="", help="shown where there is no git to ask")
+    argument_parser.add_argument(
+        "--compile", nargs="+", default=[], metavar="sm_90", help="no measuring: fill --cache for these architectures"
+    )
+    argument_parser.add_argument(
+        "--check", action="store_true", help="with --compile: launch all again from a copy, which must compile nothing"
+    )
+    argument_parser.add_argument("--cache", type=Path, metavar="DIR", help="of compiled kernels, made by --compile")
     argument_parser.add_argument("--section", help=argparse.SUPPRESS)
     argument_parser.add_argument("--skip", action="append", default=[], help=argparse.SUPPRESS)
     return argument_parser
@@ -33,8 +40,12 @@ def main(arguments: list[str] | None = None) -> int:
     if importlib.util.find_spec("quaver") is None:
         # From a checkout nothing need be installed.
         sys.path.insert(0, str(ROOT / "src"))
+    if given.compile or given.check:
+        return compile_ahead(given)
     if given.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
+    if given.cache is not None:
+        use(given.cache)
     from benchmarks.gpu import run
     from benchmarks.gpu.options import Options
     from benchmarks.measuring import results
@@ -56,6 +67,34 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def use(folder: Path) -> None:
+    """Take kernels from there, wherever the folder was made, and leave what is compiled there."""
+    from benchmarks.gpu.ahead import cache
+
+    kernels = cache.settle(folder)
+    print(f"{folder}: {kernels} kernels compiled beforehand", flush=True)
+    os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
+
+
+def compile_ahead(given: argparse.Namespace) -> int:
+    """Returns: 0 where all was built, and under --check where nothing was left to compile."""
+    from benchmarks.gpu.ahead import building
+
+    try:
+        archs = [building.architecture(text) for text in given.compile]
+        if given.cache is None or not archs:
+            raise ValueError("name architectures by --compile sm_90 and the cache's folder by --cache DIR")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    building.build(archs, given.cache.resolve())
+    if not given.check:
+        return 0
+    left = building.check(archs, given.cache.resolve())
+    print(f"compiled in a second process: {left['kernels compiled']} kernels, {left['launchers compiled']} launchers")
+    return 1 if left["kernels compiled"] or left["launchers compiled"] else 0
 
 
 if __name__ == "__main__":

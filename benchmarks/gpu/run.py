@@ -4,13 +4,14 @@ A kernel that never returns is killed with its section's process, one that break
 named, and a new process goes on with the next case.
 """
 
+import math
 import os
 import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -53,18 +54,36 @@ def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
     for number, section in enumerate(sections):
         left = options.seconds - (time.monotonic() - begun)
         share = section.seconds / sum(other.seconds for other in sections[number:])
-        say(f"\n{section.title} ({section.name}, at most {left * share:.0f} s)")
-        done.append(measure(section, options, left * share, say))
+        say(f"\n{section.title} ({section.name}{'' if options.dry else f', at most {left * share:.0f} s'})")
+        # A dry run leaves nothing out: it asks whether everything runs.
+        seconds = math.inf if options.dry else left * share
+        done.append(measure(section, options, seconds, say, lambda part: report.write([*done, part], setting, options)))
         report.write(done, setting, options)
     for line in report.summary(done, setting, options.dry):
         say(line)
+    say(f"\n{covered(sections, options, done)}")
     for path in report.write(done, setting, options):
         say(f"written: {path}")
     return done
 
 
-def measure(section: Section, options: Options, seconds: float, say: Callable[[str], None]) -> Result:
-    """One section's table."""
+def covered(sections: Sequence[Section], options: Options, done: Sequence[Result]) -> str:
+    """How many cases gave a figure, of how many there are."""
+    names = [(section.name, case.name) for section in sections for case in section.cases(options.setting)]
+    reached = {(result.case.name, case) for result in done for case in result.cases}
+    missing = [f"{section}: {case}" for section, case in names if (section, case) not in reached]
+    of = f"{len(names) - len(missing)} of {len(names)} cases gave figures"
+    return f"{of}; none: {', '.join(missing)}" if missing else of
+
+
+def measure(
+    section: Section,
+    options: Options,
+    seconds: float,
+    say: Callable[[str], None],
+    keep: Callable[[Result], object] = lambda part: None,
+) -> Result:
+    """One section's table; `keep` is given what there is of it after each case."""
     begun = time.monotonic()
     told: list[Done] = []
 
@@ -74,15 +93,22 @@ def measure(section: Section, options: Options, seconds: float, say: Callable[[s
         told.append(case)
         for line in report.case_lines(case):
             say(line)
+        keep(table(section, told, begun))
 
     if options.dry:
         here(section, options, begun + seconds, tell)
     else:
         elsewhere(section, options, seconds, tell)
+    return table(section, told, begun)
+
+
+def table(section: Section, told: Sequence[Done], begun: float) -> Result:
+    """What the cases that were told of gave."""
     figures = tuple(figure for case in told for figure in case.figures)
     reason = "; ".join(dict.fromkeys(failure for case in told for failure in case.failures))
-    table = Table(name=section.name, title=section.title, notes=section.notes, measure=lambda quick: [])
-    return Result(case=table, figures=figures, seconds=time.monotonic() - begun, reason=reason)
+    case = Table(name=section.name, title=section.title, notes=section.notes, measure=lambda quick: [])
+    names = tuple(case.case for case in told if case.figures)
+    return Result(case=case, figures=figures, seconds=time.monotonic() - begun, reason=reason, cases=names)
 
 
 def here(section: Section, options: Options, deadline: float, tell: Callable[[Done], None]) -> None:

@@ -109,6 +109,8 @@ class Result:
     seconds: float
     #: Why there are no figures, or why they are not judged, or "".
     reason: str = ""
+    #: Of a section of several cases, those that gave figures.
+    cases: tuple[str, ...] = ()
 
     @property
     def columns(self) -> list[str]:

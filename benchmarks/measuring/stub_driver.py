@@ -23,6 +23,15 @@ CUresult cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
 CUresult cuCtxSetCurrent(void *context) { return 0; }
 CUresult cuDeviceGet(int *device, int ordinal) { *device = 0; return 0; }
 CUresult cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
+CUresult cuDevicePrimaryCtxRelease(int device) { return 0; }
+CUresult cuCtxGetLimit(void *value, int limit) { return 0; }
+CUresult cuCtxSetLimit(int limit, unsigned long value) { return 0; }
+CUresult cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 132; return 0; }
+CUresult cuFuncGetAttribute(int *value, int attribute, void *f) { *value = 1; return 0; }
+CUresult cuFuncSetCacheConfig(void *f, int config) { return 0; }
+CUresult cuModuleGetFunction(void **f, void *module, const char *name) { *f = (void *)1; return 0; }
+CUresult cuModuleLoadData(void **module, const void *image) { *module = (void *)1; return 0; }
+CUresult cuModuleUnload(void *module) { return 0; }
 """
 
 

@@ -16,15 +16,17 @@ from benchmarks.gpu.measuring.setting import Case as GpuCase
 from benchmarks.gpu.measuring.setting import Findings, GpuLost, Section, Setting
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.sections.kernels.quantizing import differing, works
+from benchmarks.gpu.sections.layers import linears
 from benchmarks.gpu.sections.registry import SECTIONS
 from benchmarks.measuring import results
 from benchmarks.measuring.figure import DECIMALS, Case, Figure, Result
-from quaver import E4M3, QuantSpec
+from quaver import E4M3, QuantSpec, recipes
+from quaver.core.costs import gpus, ledger
 from quaver.torch.numerics import reference
 
-TOY = Setting(device=torch.device("cpu"), toy=True)
+TOY = Setting(device=torch.device("cpu"), toy=True, quick=True)
 #: What a dry run may leave out, and why.
-EXPECTED = ("no kernel: ", "torchao is not installed")
+EXPECTED = ("torchao is not installed",)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -143,12 +145,14 @@ JUDGED = "8192, 4096 → 4096: quaver tensorwise"
         (1.5, "NVIDIA H200", "pass"),
         (1.49, "NVIDIA H200", "missed"),
         (float("nan"), "NVIDIA H200", "missed"),
+        (1.41, "NVIDIA H100 80GB HBM3", "pass"),
+        (1.39, "NVIDIA H100 80GB HBM3", "missed"),
         (1.6, "NVIDIA H200 NVL", "not judged on this card"),
         (1.6, "NVIDIA L4", "not judged on this card"),
         (None, "NVIDIA H200", "not measured"),
     ],
 )
-def test_targets_are_judged_on_an_h200_alone(speedup: float | None, on: str, verdict: str) -> None:
+def test_targets_are_judged_on_an_h200_and_an_h100_alone(speedup: float | None, on: str, verdict: str) -> None:
     figures = () if speedup is None else (Figure(JUDGED, "changing, speed-up", speedup, "x"),)
     row = targets.judge([result("linears", *figures)], on)[0]
     assert row.what == "Linear 8192, 4096 → 4096, tensorwise, over bf16" and row.verdict == verdict
@@ -156,10 +160,15 @@ def test_targets_are_judged_on_an_h200_alone(speedup: float | None, on: str, ver
 
 def test_the_worst_figure_counts() -> None:
     figures = [
-        Figure(f"{name} input", "of the floor", value, "%") for name, value in (("rowwise", 95), ("delayed", 89))
+        Figure(f"{name} input, 16384 x 8192", "of the floor", value, "%")
+        for name, value in (("rowwise", 95), ("delayed", 89))
     ]
-    figures += [Figure("nvfp4 input", "of the floor", 10.0, "%"), Figure("a", "differing", 0, "elements")]
-    rows = {row.what: row for row in targets.judge([result("kernels", *figures)], targets.CARD)}
+    figures += [Figure("nvfp4 input, 16384 x 8192", "of the floor", 10.0, "%")]
+    figures += [
+        Figure("rowwise input, 8192 x 4096", "of the floor", 10.0, "%"),
+        Figure("a", "differing", 0, "elements"),
+    ]
+    rows = {row.what: row for row in targets.judge([result("kernels", *figures)], targets.H200)}
     slowest = rows["Quantization kernels, of the copy rate, the slowest"]
     assert (slowest.reached, slowest.verdict) == ("89.0 %", "missed")
     assert rows["Kernels that differ from the reference"].verdict == "pass"
@@ -213,6 +222,49 @@ def test_one_wrong_code_or_scale_is_found() -> None:
     assert isinstance(r.scale, torch.Tensor)
     r.scale *= 2
     assert differing(q, r) == 1
+
+
+def test_targets_of_an_h100_are_those_of_an_h200_by_what_is_predicted_for_either() -> None:
+    for name, (of_h200, of_h100) in targets.LINEAR.items():
+        predicted = [
+            ledger.layer(recipes.get(name), 8192, 4096, 4096, gpus.get(gpu)).speedup for gpu in ("h100", "h200")
+        ]
+        assert of_h100 == pytest.approx(of_h200 * predicted[0] / predicted[1], abs=0.005), name
+
+
+def test_a_dry_run_leaves_nothing_out_and_counts_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(setting: Setting, findings: Findings) -> None:
+        time.sleep(0.01)
+        good(setting, findings)
+
+    toys = section(GpuCase("good", slow), GpuCase("silent", lambda setting, findings: None))
+    monkeypatch.setattr(run, "chosen", lambda names: [toys])
+    lines: list[str] = []
+    (done,) = run.run(Options(dry=True, folder=None, seconds=0.0), lines.append)
+    assert done.cases == ("good",) and not done.reason
+    assert "1 of 2 cases gave figures; none: toys: silent" in lines[-1]
+
+
+def test_what_there_is_of_a_section_is_written_after_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(run, "chosen", lambda names: [section(GpuCase("good", good), GpuCase("broken", broken))])
+    monkeypatch.setattr(report, "write", lambda done, machine, options: kept.append(len(done[-1].figures)) or [])
+    run.run(Options(dry=True, folder=tmp_path), lambda line: None)
+    assert kept[:2] == [1, 2]
+
+
+def test_sections_come_by_worth_and_every_recipe_before_a_second_tensor() -> None:
+    assert list(SECTIONS)[:4] == ["ceilings", "gemms", "host", "linears"] and list(SECTIONS)[-1] == "training"
+    tensors = [label.split()[1] for label in works()]
+    assert tensors == sorted(tensors, key=("input", "grad_output", "weight").index)
+    assert list(works()).index("nvfp4 input") < list(works()).index("delayed grad_output")
+
+
+def test_torchao_is_compiled_once_a_shape() -> None:
+    names = [case.name for case in linears.cases(Setting(device=torch.device("cpu")))]
+    compiled = [name for name in names if "torchao tensorwise compiled" in name]
+    assert len(compiled) == len(set(compiled)) == len(linears.SHAPES)
+    assert sum("torchao rowwise compiled" in name for name in names) == 1
 
 
 def test_every_tensor_that_a_recipe_quantizes_is_timed() -> None:

@@ -58,10 +58,12 @@ NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"tor
 FLOORS: dict[str, tuple[str, ...]] = {
     "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "train"),
     "quaver.core": (*("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs"),),
-    "quaver.kernels": ("bits", "quantizing", "fused"),
+    "quaver.kernels": ("bits", "quantizing", "emulating", "fused", "attention"),
     "quaver.torch": ("internals", "numerics", "backends", "state", "operations", "linear", "blocks", "model"),
     "quaver.torch.backends": ("cpu", "gpu"),
-    "quaver.torch.backends.gpu": ("launching", "quantizing", "gemms", "families", "fused", "announcing"),
+    "quaver.torch.backends.gpu": (
+        *("launching", "quantizing", "emulating", "gemms", "families", "fused", "attention", "announcing"),
+    ),
     "quaver.torch.state": (
         *("layer", "recomputation", "history", "noise", "kept_weights", "counters", "buffers", "context"),
         "checkpointing",
@@ -88,7 +90,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.train.learning": ("nonfinite", "learner", "jax", "torch", "frameworks"),
     "benchmarks": ("measuring", "subjects", "host_cost", "acceptance", "pages", "cases", "gpu", "cpu", "__main__"),
     "benchmarks.cases": ("linear", "blocks", "host"),
-    "benchmarks.gpu": ("measuring", "sections", "targets", "child", "options", "report", "run", "__main__"),
+    "benchmarks.gpu": ("measuring", "sections", "ahead", "targets", "child", "options", "report", "run", "__main__"),
     "benchmarks.gpu.sections": ("kernels", "layers", "training", "registry"),
 }
 #: Rooms that a package may have.

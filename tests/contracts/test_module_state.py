@@ -52,6 +52,7 @@ SAFE = {
     "torch.backends.gpu.launching.device:asked": "`only` is the process's, entered in one thread at a time",
     "torch.backends.gpu.launching.device:_architecture": CACHED,
     "torch.backends.gpu.launching.device:_why_no_fp8": CACHED,
+    "torch.backends.gpu.launching.device:_why_too_old": CACHED,
     "torch.backends.gpu.launching.device:why_no_triton": CACHED,
     "torch.backends.gpu.gemms.grouped_mm:_probes": SAME,
     "torch.backends.gpu.launching.interpreter:_mended": "tests interpret kernels, where one thread comes first",

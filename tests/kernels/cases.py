@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quaver import E2M1, E4M3, E5M2, QuantSpec, recipes
+from quaver import E2M1, E2M3, E4M3, E5M2, QuantSpec, recipes
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu import families
+from quaver.torch.backends.gpu.emulating import blocks as emulated_blocks
+from quaver.torch.backends.gpu.emulating import folding, two_level
 from quaver.torch.backends.gpu.fused import activation, column_sums, cross_entropy, norm, rope
 from quaver.torch.backends.gpu.gemms import decoding
 from quaver.torch.backends.gpu.launching.passes import Launch
@@ -364,6 +366,69 @@ def _decoded() -> list[Case]:
     ]
 
 
+def _emulated() -> list[Case]:
+    """What stands for GEMMs that a GPU lacks."""
+    mx, square = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (32, 32), "e8m0")
+    line, four_square = QuantSpec(E2M1, (1, 16), "two_level"), QuantSpec(E2M1, (16, 16), "two_level")
+    rotated = QuantSpec(E2M1, (1, 16), "two_level", hadamard=True)
+    random = QuantSpec(E2M1, (1, 16), "two_level", "stochastic")
+    random_rotated = QuantSpec(E2M1, (1, 16), "two_level", "stochastic", True)
+
+    def values(spec: QuantSpec, keeps: bool, x: Callable[[], Tensor] = matrix) -> Callable[[], object]:
+        return lambda: emulated_blocks.values(x(), spec, keeps)
+
+    def two_levels(spec: QuantSpec, other: QuantSpec, keeps: bool, height: int = ROWS) -> Callable[[], object]:
+        counts = torch.empty(3, dtype=torch.int64, device="meta")
+        noise = two_level.Noise(1, 2, 3, counts) if spec.rounding == "stochastic" else None
+        return lambda: two_level.values(matrix(height), spec, other, keeps, noise)
+
+    def kept(spec: QuantSpec) -> Callable[[], object]:
+        height = spec.block[1]
+        assert height is not None
+        codes = matrix(dtype=torch.float8_e4m3fn)
+        return lambda: emulated_blocks.kept_values(codes, matrix(ROWS // height, dtype=torch.uint8), spec)
+
+    def kept_two_levels() -> object:
+        codes = torch.empty(ROWS // 16, 2, COLUMNS, dtype=torch.int32, device="meta")
+        return two_level.kept_values(codes, matrix(ROWS // 16 + 1, dtype=torch.uint8))
+
+    def product() -> Tensor:
+        return matrix(dtype=FLOAT32)
+
+    def folded(bias: bool, scales: bool) -> Callable[[], object]:
+        of_rows, of_columns = (torch.empty(n, device="meta") if scales else None for n in (ROWS, COLUMNS))
+        added = torch.empty(COLUMNS, dtype=BF16, device="meta") if bias else None
+        return lambda: folding.fold(product(), BF16, added, of_rows, of_columns)
+
+    few = "the random words leave registers for two elements of each of sixteen rows"
+    drawn = {"wide loads": few, "wide stores": few}
+    four = "both results leave registers for four elements of each of sixteen rows"
+    both = {"wide loads": four, "wide stores": four}
+    # On sm_89, by way of a float16, which holds every value of E4M3.
+    exact = {"rounding": "what is cast to FP8 is one of its values already"}
+    bytewise = {**exact, "shared bytes": "a scale for 128 rows of a column is a byte"}
+    return [
+        Case(name="values 1x32", launch=values(mx, False)),
+        Case(name="values 1x32 kept", launch=values(mx, True), exceptions=exact),
+        Case(name="values 1x32 ragged tokens", launch=values(mx, True, lambda: matrix(8175)), exceptions=exact),
+        Case(name="values 32x32", launch=values(square, False)),
+        Case(name="values E2M3 1x32 kept", launch=values(QuantSpec(E2M3, (1, 32), "e8m0"), True), exceptions=exact),
+        Case(name="values 1x128 kept", launch=values(QuantSpec(E4M3, (1, 128)), True), exceptions=bytewise),
+        Case(name="values 128x128", launch=values(QuantSpec(E4M3, (128, 128)), False)),
+        Case(name="kept values 1x32", launch=kept(mx)),
+        Case(name="kept values 1x128", launch=kept(QuantSpec(E4M3, (1, 128)))),
+        Case(name="values 1x16 amaxes", launch=two_levels(line, rotated, False), exceptions=both),
+        Case(name="values 1x16 kept", launch=two_levels(line, rotated, True)),
+        Case(name="values 16x16", launch=two_levels(four_square, four_square, False)),
+        Case(name="values 1x16 random", launch=two_levels(random, random_rotated, False), exceptions=drawn),
+        Case(name="values 1x16 kept ragged tokens", launch=two_levels(line, rotated, True, 8176)),
+        Case(name="kept values 1x16", launch=kept_two_levels),
+        Case(name="fold", launch=folded(False, True)),
+        Case(name="fold with a bias", launch=folded(True, False)),
+        Case(name="round two products", launch=lambda: folding.round_two(product(), product(), BF16)),
+    ]
+
+
 #: Helper kernels first: what another row launches on the way is theirs.
 CASES: list[Case] = [
     *_per_tensor(),
@@ -371,5 +436,6 @@ CASES: list[Case] = [
     *_fused(),
     *_in_narrow_blocks(),
     *_decoded(),
+    *_emulated(),
     *_of_a_step(),
 ]

@@ -39,7 +39,7 @@ def test_compiled_kernels_keep_the_rules_and_their_ceilings(archs: tuple[int, ..
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# Half of a second for each of 117 launches on each of four architectures.
+# Half of a second for each of 117 launches on each of six architectures.
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_all_kernels_keep_them_on_every_architecture(arch: int) -> None:
@@ -50,6 +50,8 @@ def test_all_kernels_keep_them_on_every_architecture(arch: int) -> None:
 def test_every_row_is_compiled_on_two_architectures_and_what_was_reached_before_on_its_own() -> None:
     turns = {arch: {case.name for case in in_turn(CASES, arch)} for arch in ARCHITECTURES}
     assert all(sum(case.name in turn for turn in turns.values()) >= 2 for case in CASES)
+    # One of them finds codes on the bits, the other by a cast.
+    assert all(any(case.name in turns[arch] for arch in ARCHITECTURES[:3]) for case in CASES)
     assert {name.partition(":")[0] for name in BEST} <= turns[90]
 
 

@@ -67,7 +67,7 @@ def ratio(own: list[float], first: list[float] | None) -> float:
 
 def prepare(step: Step, setting: Setting) -> Callable[[], float]:
     """Warm up, and return what takes the seconds of one call anew each time it is called."""
-    if not setting.cuda:
+    if not setting.cuda or setting.hollow:
         return lambda: stretch_on_cpu(step)
     for _ in range(3):
         step()

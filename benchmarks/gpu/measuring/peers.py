@@ -12,8 +12,10 @@ from benchmarks.gpu.measuring.setting import Setting
 from benchmarks.subjects.peer import RECIPES, silence
 
 
-def available() -> str:
+def available(setting: Setting) -> str:
     """Why torchao cannot be measured, or ""."""
+    if setting.hollow:
+        return "torchao is not measured where there is no card"
     return "" if importlib.util.find_spec("torchao") else "torchao is not installed"
 
 

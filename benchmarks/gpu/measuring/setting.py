@@ -19,6 +19,8 @@ class Setting:
     toy: bool = False
     #: Fewer sizes and rounds.
     quick: bool = False
+    #: A card that is not there (`benchmarks.gpu.ahead`): everything is launched once, at the sizes of a run.
+    hollow: bool = False
 
     @property
     def cuda(self) -> bool:
@@ -27,7 +29,7 @@ class Setting:
     @property
     def rounds(self) -> int:
         """How often a time is taken."""
-        return 1 if self.toy else 5 if self.quick else 11
+        return 1 if self.toy or self.hollow else 5 if self.quick else 11
 
     @contextmanager
     def kernels(self) -> Iterator[None]:

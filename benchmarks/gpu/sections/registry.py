@@ -1,4 +1,8 @@
-"""The registry of sections, in the order in which they run: a new one is a file and a line here."""
+"""The registry of sections, in the order in which they run, by worth: a new one is a file and a line here.
+
+What the card has comes first (its ceilings, which GEMMs are native, what the host takes), then what the library is
+judged by; single kernels explain that, and training is slow to say little.
+"""
 
 from benchmarks.gpu.measuring.setting import Section
 from benchmarks.gpu.sections.kernels import ceilings, gemms, producers, quantizing
@@ -7,5 +11,5 @@ from benchmarks.gpu.sections.training import graph, runs
 
 SECTIONS: dict[str, Section] = {
     module.SECTION.name: module.SECTION
-    for module in (ceilings, quantizing, producers, gemms, linears, layer, host, memory, graph, runs)
+    for module in (ceilings, gemms, host, linears, quantizing, layer, producers, graph, memory, runs)
 }

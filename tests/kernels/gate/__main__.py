@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     table = ceilings.load()
     wrong: list[str] = []
     measured: dict[int, list[Checked]] = {}
-    for arch in ARCHITECTURES if asked.update else asked.arch:
+    for arch in asked.arch:
         chosen = [case for case in in_turn(CASES, arch) if case in cases] if asked.in_turn else cases
         # Rows before the chosen ones own what those launch too.
         measured[arch] = measure(CASES, arch, chosen)
@@ -40,21 +40,31 @@ def main(arguments: list[str]) -> int:
         else:
             wrong += [f"sm_{arch} {c.name}: {what}" for c in measured[arch] for what in c.broken]
     if asked.update:
-        ceilings.save(merged(measured, {} if everything else table.rows), triton.__version__)
+        ceilings.save(merged(measured, table.rows, everything), triton.__version__)
     print("\n".join(wrong) or f"{sum(map(len, measured.values()))} kernels read, nothing wrong")
     return 1 if wrong else 0
 
 
-def merged(measured: dict[int, list[Checked]], rows: ceilings.Table) -> ceilings.Table:
-    """The table's rows with those that were measured in their places, new ones at the end."""
-    by_case = {name: dict(row) for name, row in rows.items()}
-    for checked in measured.values():
-        for c in checked:
-            by_case[c.name] = {}
-    for arch, checked in measured.items():
-        for c in (c for c in checked if c.row):
-            by_case[c.name][f"sm_{arch}"] = c.row
+def merged(measured: dict[int, list[Checked]], rows: ceilings.Table, everything: bool) -> ceilings.Table:
+    """The table's rows with those that were measured in their places, in the order of the rows and the architectures.
+
+    Args:
+        everything: whether all rows were measured: then what was not launched leaves the table.
+    """
+    names = dict.fromkeys(c.name for checked in measured.values() for c in checked)
+    kept = {} if everything else rows
+    by_case: ceilings.Table = {}
+    for name in dict.fromkeys((*kept, *names)):
+        row = {f"sm_{arch}": c.row for arch, checked in measured.items() for c in checked if c.name == name and c.row}
+        before = {key: figures for key, figures in rows.get(name, {}).items() if key not in _keys(measured, name)}
+        both = before | row
+        by_case[name] = {key: both[key] for key in sorted(both, key=lambda key: int(key[3:]))}
     return by_case
+
+
+def _keys(measured: dict[int, list[Checked]], name: str) -> set[str]:
+    """The architectures that a launch was measured for."""
+    return {f"sm_{arch}" for arch, checked in measured.items() if any(c.name == name for c in checked)}
 
 
 def show(checked: list[Checked], arch: int) -> None:
@@ -65,9 +75,9 @@ def show(checked: list[Checked], arch: int) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.gate", description=__doc__)
-    parser.add_argument("--arch", type=int, nargs="*", default=ARCHITECTURES, help="89 90 100 120")
+    parser.add_argument("--arch", type=int, nargs="*", default=ARCHITECTURES, help="80 86 89 90 100 120")
     parser.add_argument("--only", default="*", help="rows of tests/kernels/cases.py, as a pattern")
-    parser.add_argument("--in-turn", action="store_true", help="each row on two architectures of the four")
+    parser.add_argument("--in-turn", action="store_true", help="each row on two architectures of the six")
     parser.add_argument("--show", action="store_true", help="print the figures")
     parser.add_argument("--update", action="store_true", help="write them to ceilings.toml as the new ceilings")
     return parser

@@ -54,10 +54,11 @@ def broken_rules(recorded: Recorded, code: Code) -> list[str]:
 
 
 def in_turn(cases: Sequence[Case], arch: int) -> list[Case]:
-    """Half of the rows: each is compiled for two architectures of the four, and what best.py bounds for its own too."""
+    """A third of the rows: each is compiled for one architecture before Hopper and for one from it on, and what best.py
+    bounds for its own too."""
     bounded = {name.partition(":")[0] for name in BEST | BEHIND} if arch == ARCHITECTURE else set()
-    turn = ARCHITECTURES.index(arch) % 2
-    return [case for at, case in enumerate(cases) if at % 2 == turn or case.name in bounded]
+    turn = ARCHITECTURES.index(arch) % 3
+    return [case for at, case in enumerate(cases) if at % 3 == turn or case.name in bounded]
 
 
 def failures(

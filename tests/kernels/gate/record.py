@@ -7,7 +7,7 @@ from quaver.torch.backends.gpu.launching import launch as launching
 from quaver.torch.backends.gpu.launching.launch import Launch
 from tests.kernels.cases import Case
 
-ARCHITECTURES = 89, 90, 100, 120
+ARCHITECTURES = 80, 86, 89, 90, 100, 120
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,11 @@ def test_doctor_tries_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
         ([("fprop", "native", ""), ("dgrad", "native", "")], ("native", "all three GEMMs are the GPU's")),
         (
             [("fprop", "native", ""), ("dgrad", "decoded", "no such GEMM")],
-            ("partly native", "dgrad decoded: no such GEMM"),
+            ("partly native", "fprop native; dgrad decoded: no such GEMM"),
+        ),
+        (
+            [(name, "decoded", "no such GEMM") for name in ("fprop", "dgrad", "wgrad")],
+            ("emulated", "fprop, dgrad, wgrad decoded: no such GEMM"),
         ),
     ):
         monkeypatch.setattr(trials, "trial", lambda recipe, ran=ran: ran)
@@ -182,6 +186,8 @@ def test_doctor_says_what_to_install_for_a_framework(monkeypatch: pytest.MonkeyP
 def test_doctor_knows_what_each_recipe_needs() -> None:
     assert set(NEEDS) | NATIVE | EMULATED == set(RECIPES)
     hopper = [Device("H100", (9, 0))]
+    ampere = [Device("A100", (8, 0))]
+    assert how("rowwise", ampere) == ("emulated", "A100 is sm_80; native GEMMs need sm_89 or newer")
     assert "need sm_100" in how("mxfp8", hopper)[1] and "could" in how("blockwise", hopper)[1]
     assert how("mxfp4", [Device("B200", (10, 0))]) == ("emulated", "torch and XLA have no GEMM for its formats")
     assert "no GPU" in how("delayed", [])[1] and how("bf16", [])[0] == "native"

@@ -81,9 +81,17 @@ def test_what_is_left_out_and_what_a_column_means_is_said() -> None:
     assert '"more MB" is what quantizing reads and writes beyond what a bf16 layer does' in said
 
 
-def test_what_the_gpu_lacks_is_said() -> None:
-    result = quaver("--gpu", "l40s", "--model", "llama3-8b", "--recipe", "blockwise")
-    assert "l40s has no GEMM for blocks of 128: fprop, dgrad, wgrad decode their operands" in result.stdout
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "what"),
+    [
+        ("l40s", "blockwise", "blocks of 128"),
+        ("a100", "tensorwise", "one scale a tensor"),
+        ("rtx3090", "mxfp8", "MXFP8's blocks of 32"),
+    ],
+)
+def test_what_the_gpu_lacks_is_said(gpu: str, recipe: str, what: str) -> None:
+    result = quaver("--gpu", gpu, "--model", "llama3-8b", "--recipe", recipe)
+    assert f"{gpu} has no GEMM for {what}: fprop, dgrad, wgrad decode their operands" in result.stdout
 
 
 @pytest.mark.parametrize(

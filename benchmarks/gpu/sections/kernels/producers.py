@@ -15,7 +15,10 @@ from benchmarks.gpu.sections.kernels.quantizing import differing, poisoned, repo
 from quaver import E4M3, QuantSpec
 from quaver.torch.numerics import reference
 
-ROWS, DIM, HIDDEN, HEADS = 8192, 4096, 14_336, 32
+#: Rows, features and hidden features of the two layers that are timed: the first large enough to time a kernel by.
+SIZES = {"large": (16_384, 8192, 14_336), "layer": (8192, 4096, 14_336)}
+TOY_SIZES = {"large": (32, 128, 128), "layer": (16, 128, 128)}
+HEAD = 128
 EPS = 1e-5
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 TENSOR, ROW, BLOCKS = QuantSpec(E4M3), QuantSpec(E4M3, (1, None)), QuantSpec(E4M3, (1, 128))
@@ -31,6 +34,8 @@ WRITES = (
 
 #: Tensors in, tensors and operands out.
 Run = Callable[..., Any]
+#: Rows, features and hidden features.
+Sizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +52,6 @@ class Row:
     wrong: Callable[[Setting], int] | None = None
     #: Likewise, the largest relative RMS from float64 of what float32 inputs give.
     error: Callable[[Setting], float] | None = None
-
-
-def size(n: int, setting: Setting) -> int:
-    """A size, or a toy's."""
-    return n if not setting.toy else 16 if n == ROWS else 128
 
 
 def factor(setting: Setting) -> Tensor:
@@ -73,10 +73,10 @@ def relative(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(((a.double() - b).square().sum() / b.square().sum()).sqrt().item() for a, b in pairs)
 
 
-def norm_rows(setting: Setting) -> list[Row]:
+def norm_rows(sizes: Sizes, setting: Setting) -> list[Row]:
     from quaver.torch.backends.gpu.fused import norm
 
-    rows, dim = size(ROWS, setting), size(DIM, setting)
+    rows, dim, _ = sizes
     gamma = torch.rand(dim, device=setting.device) + 0.5
 
     def forward(spec: QuantSpec, known: bool, output: bool) -> Run:
@@ -119,10 +119,10 @@ def norm_rows(setting: Setting) -> list[Row]:
     return [*of_forward, backward]
 
 
-def activation_rows(setting: Setting) -> list[Row]:
+def activation_rows(sizes: Sizes, setting: Setting) -> list[Row]:
     from quaver.torch.backends.gpu.fused import activation
 
-    rows, hidden = size(ROWS, setting), size(HIDDEN, setting)
+    rows, _, hidden = sizes
 
     def forward(spec: QuantSpec, known: bool, output: bool) -> Run:
         e = factor(setting) if known else None
@@ -161,12 +161,12 @@ def activation_rows(setting: Setting) -> list[Row]:
     return [*of_forward, backward]
 
 
-def other_rows(setting: Setting) -> list[Row]:
+def other_rows(sizes: Sizes, setting: Setting) -> list[Row]:
     from quaver.torch.backends.gpu import families
     from quaver.torch.backends.gpu.fused import rope
 
-    rows, dim = size(ROWS, setting), size(DIM, setting)
-    heads = 2 if setting.toy else HEADS
+    rows, dim, _ = sizes
+    heads = 2 if setting.toy else dim // HEAD
     angles = torch.rand(1, rows, 1, dim // heads // 2, device=setting.device)
     cos, sin = angles.cos(), angles.sin()
 
@@ -203,39 +203,53 @@ def other_rows(setting: Setting) -> list[Row]:
     ]
 
 
-def measured(build: Callable[[Setting], list[Row]], setting: Setting, findings: Findings) -> None:
+def measured(build: Callable[[Sizes, Setting], list[Row]], which: str, setting: Setting, findings: Findings) -> None:
     """Every row of a family: compared, then timed."""
+    sizes = (TOY_SIZES if setting.toy else SIZES)[which]
     with setting.kernels():
-        for row in build(setting):
+        for row in build(sizes, setting):
+            subject = f"{row.name}, {sizes[0]} tokens"
             with poisoned():
                 if row.wrong is not None:
-                    findings.add(row.name, "differing", row.wrong(setting), "elements")
+                    findings.add(subject, "differing", row.wrong(setting), "elements")
                 if row.error is not None:
-                    findings.add(row.name, "error", 1e6 * row.error(setting), "ppm")
+                    findings.add(subject, "error", 1e6 * row.error(setting), "ppm")
             inputs = itertools.cycle(
-                [[torch.randn(s, dtype=BF16, device=setting.device) for s in row.shapes] for _ in range(sets(setting))]
+                [
+                    [torch.randn(s, dtype=BF16, device=setting.device) for s in row.shapes]
+                    for _ in range(sets(which, setting))
+                ]
             )
-            timings = interleave({row.name: lambda row=row, inputs=inputs: row.run(*next(inputs))}, setting, findings)
-            for name, timing in timings.items():
-                report(name, row.moved, timing.seconds, setting, findings)
+            timings = interleave({subject: lambda row=row, inputs=inputs: row.run(*next(inputs))}, setting, findings)
+            for timing in timings.values():
+                report(subject, row.moved, timing.seconds, setting, findings)
 
 
-def sets(setting: Setting) -> int:
-    """Of inputs that rotate."""
-    return 1 if setting.toy else 5
+def sets(which: str, setting: Setting) -> int:
+    """Of inputs that rotate, so many that none is in the caches when its turn comes again."""
+    return 1 if setting.toy or setting.hollow else 2 if which == "large" else 5
+
+
+def cases(setting: Setting) -> list[Case]:
+    families = {"norms": norm_rows, "activations": activation_rows, "others": other_rows}
+    return [
+        Case(
+            f"{name} of a {which}" if which == "layer" else f"{name}, {which}",
+            lambda s, findings, build=build, which=which: measured(build, which, s, findings),
+        )
+        for which in ("large", "layer")[: 1 if setting.quick else 2]
+        for name, build in families.items()
+    ]
 
 
 SECTION = Section(
     name="producers",
-    title="Kernels that make what is quantized, 8192 tokens, 4096 features, 14336 hidden",
+    title="Kernels that make what is quantized; 16384 tokens of 8192 features, 8192 of 4096; 14336 hidden",
     notes=(
         "As the kernels before. `differing` compares codes, scales and amaxes with the reference's of the same source; "
         "`error` is the relative RMS of results and gradients from float64, of float32 inputs. Backward measures the "
         "amax of its gradients on the way."
     ),
     seconds=25,
-    cases=lambda setting: [
-        Case(name, lambda s, findings, build=build: measured(build, s, findings))
-        for name, build in {"norms": norm_rows, "activations": activation_rows, "others": other_rows}.items()
-    ],
+    cases=cases,
 )

@@ -38,7 +38,7 @@ def measure(setting: Setting, findings: Findings) -> None:
 def add(column: str, steps: dict[str, Step], setting: Setting, findings: Findings) -> None:
     """Microseconds of each, and the median over rounds of its ratio to nn.Linear."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    calls, rounds = (1, 2) if setting.toy else (CALLS, ROUNDS)
+    calls, rounds = (1, 2) if setting.toy or setting.hollow else (CALLS, ROUNDS)
     with no_collection():
         for number in range(rounds + 1):
             for name, step in list(steps.items()):

@@ -40,7 +40,7 @@ def eager(setting: Setting, findings: Findings) -> None:
     }
     for name in some(setting):
         steps[f"quaver {name}"] = step_of(blocks.ours(plain, size), x, g, recipes.get(name), changing=True)
-    for name in () if peers.available() else peers.RECIPES:
+    for name in () if peers.available(setting) else peers.RECIPES:
         steps[f"torchao {name}"] = step_of(peers.convert(plain, name, emulate=not setting.cuda), x, g)
     with setting.kernels():
         report(interleave(steps, setting, findings), findings)
@@ -65,12 +65,13 @@ def report(timings: Mapping[str, Timing], findings: Findings) -> None:
 
 def cases(setting: Setting) -> list[Case]:
     # One to a case: compiling takes long enough for each to be told by itself.
-    others = [] if peers.available() or setting.toy else [f"torchao {name}" for name in peers.RECIPES]
+    # torchao's judged recipe first; bf16 compiled says least.
+    others = [] if peers.available(setting) else [f"torchao {name}" for name in peers.RECIPES]
     return [
         Case("eager", eager),
         *(
             Case(f"{peer} compiled", lambda s, findings, peer=peer: compiled(peer, s, findings))
-            for peer in (BASE, *others)
+            for peer in (() if setting.hollow else (*others, BASE))
         ),
     ]
 

@@ -15,7 +15,6 @@ from quaver.core.costs import ledger
 #: Tokens, in, out; the judged one first.
 MATRICES = ((4096, 4096), (4096, 14_336), (14_336, 4096), (8192, 28_672))
 SHAPES = tuple((tokens, k, n) for tokens in (8192, 16_384) for k, n in MATRICES)
-TOY = (32, 48, 64)
 BASE = "bf16 nn.Linear"
 
 
@@ -51,12 +50,12 @@ def eager(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> 
     """Everything that needs no compiler."""
     base, x, g = layer(shape, setting)
     steps: dict[str, Step] = {BASE: step_of(base, x, g)}
-    if why := peers.available():
+    if why := peers.available(setting):
         findings.failures.append(why)
     else:
         for name in peers.RECIPES:
             steps[f"torchao {name} eager"] = step_of(peers.convert(base, name, emulate=not setting.cuda), x, g)
-    for name in native():
+    for name in native() if shape == first(setting) else some(setting):
         recipe = recipes.get(name)
         steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipe, changing=True)
         steps[f"quaver {name}, unchanged"] = step_of(ours(base, own=True), x, g, recipe)
@@ -72,14 +71,21 @@ def compiled(shape: tuple[int, int, int], setting: Setting, findings: Findings) 
     base, x, g = layer(shape, setting)
     other: nn.Module = peers.compiled(base, setting)
     steps: dict[str, Step] = {BASE: step_of(base, x, g), f"{BASE} compiled": step_of(other, x, g)}
-    for name in () if peers.available() or setting.toy else peers.RECIPES:
-        other = peers.convert(base, name, emulate=not setting.cuda)
-        steps[f"torchao {name} compiled"] = step_of(peers.compiled(other, setting), x, g)
-        steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipes.get(name), changing=True)
     with setting.kernels():
         timings = interleave(steps, setting, findings)
-    own = {name: timing for name, timing in timings.items() if "compiled" in name}
-    add(shape, own, findings)
+    add(shape, {name: timing for name, timing in timings.items() if "compiled" in name}, findings)
+
+
+def compiled_peer(name: str, shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
+    """What torch.compile makes of torchao's, beside ours without it."""
+    torch.compiler.reset()
+    base, x, g = layer(shape, setting)
+    other = peers.compiled(peers.convert(base, name, emulate=not setting.cuda), setting)
+    steps = {BASE: step_of(base, x, g), f"torchao {name} compiled": step_of(other, x, g)}
+    steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipes.get(name), changing=True)
+    with setting.kernels():
+        timings = interleave(steps, setting, findings)
+    add(shape, {name: timing for name, timing in timings.items() if "compiled" in name}, findings)
     compare(shape, timings, "compiled", findings)
 
 
@@ -110,12 +116,37 @@ def compare(shape: tuple[int, int, int], timings: dict[str, Timing], how: str, f
 
 
 def cases(setting: Setting) -> list[Case]:
-    shapes = (TOY,) if setting.toy else SHAPES[:2] if setting.quick else SHAPES
-    return [
-        Case(f"{label(shape)} {kind.__name__}", lambda s, findings, shape=shape, kind=kind: kind(shape, s, findings))
-        for kind in (eager, compiled)
+    """The judged shape first, eager and compiled. torchao's is compiled once a shape, under the recipe that is judged;
+    its other recipe and nn.Linear at the judged shape alone, last."""
+    shapes = SHAPES[:2] if setting.quick else SHAPES
+    shapes = tuple(map(toy, shapes)) if setting.toy else shapes
+    judged, peer = peers.RECIPES[0], not peers.available(setting)
+    by_shape = [
+        case
         for shape in shapes
+        for case in (
+            Case(f"{label(shape)} eager", lambda s, findings, shape=shape: eager(shape, s, findings)),
+            *([peer_case(judged, shape)] if peer else []),
+        )
     ]
+    others = [peer_case(name, shapes[0]) for name in peers.RECIPES[1:] if peer]
+    alone = Case(f"{label(shapes[0])} compiled", lambda s, findings: compiled(shapes[0], s, findings))
+    return [*by_shape, *others, *([] if setting.hollow else [alone])]
+
+
+def peer_case(name: str, shape: tuple[int, int, int]) -> Case:
+    return Case(f"{label(shape)} torchao {name} compiled", lambda s, findings: compiled_peer(name, shape, s, findings))
+
+
+def toy(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """A shape's likeness that a CPU interprets in a second: 32 or 64 tokens of 16 to 112 features."""
+    tokens, k, n = shape
+    return tokens // 256, -(-k // 4096) * 16, -(-n // 4096) * 16
+
+
+def first(setting: Setting) -> tuple[int, int, int]:
+    """The shape that is judged."""
+    return toy(SHAPES[0]) if setting.toy else SHAPES[0]
 
 
 SECTION = Section(

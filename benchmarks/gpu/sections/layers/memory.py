@@ -63,7 +63,7 @@ def of(
 
 
 def linear(setting: Setting, findings: Findings) -> None:
-    shape = linears.TOY if setting.toy else SHAPE
+    shape = linears.toy(SHAPE) if setting.toy else SHAPE
     base, x, g = linears.layer(shape, setting)
     of(f"Linear {linears.label(shape)}", base, lambda: linears.ours(base), x, g, setting, findings)
 

@@ -33,7 +33,8 @@ def measure(recipe: str, setting: Setting, findings: Findings) -> None:
 
     eager, captured = learner("none"), learner("step" if setting.cuda else "none")
     shape = 1, eager.config.batch, eager.config.sequence + 1
-    batches = np.random.default_rng(0).integers(0, 256, (1 if setting.toy else COMPARED, *shape))
+    compared = 1 if setting.toy else 2 if setting.hollow else COMPARED
+    batches = np.random.default_rng(0).integers(0, 256, (compared, *shape))
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -53,7 +54,7 @@ def measure(recipe: str, setting: Setting, findings: Findings) -> None:
 def step_seconds(step: Step, setting: Setting) -> float:
     """Wall-clock seconds of a step, its loss read; the first ones are not counted."""
     times = []
-    for _ in range(1 if setting.toy else WARM_UP + TIMED):
+    for _ in range(1 if setting.toy or setting.hollow else WARM_UP + TIMED):
         begun = time.perf_counter()
         step()
         times.append(time.perf_counter() - begun)

@@ -43,7 +43,7 @@ def run(recipe: str, setting: Setting) -> tuple[float, float]:
         recipe=recipe,
         model="nano" if setting.toy else "small",
         device=str(setting.device),
-        steps=2 if setting.toy else STEPS,
+        steps=2 if setting.toy or setting.hollow else STEPS,
         batch=2 if setting.toy else BATCH,
         sequence=16 if setting.toy else SEQUENCE,
         validation_batches=1 if setting.toy else 16,

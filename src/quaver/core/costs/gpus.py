@@ -106,6 +106,30 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu(
+            name="a100",
+            about="NVIDIA A100 SXM, 80 GB HBM2e",
+            driver="NVIDIA A100-SXM4-80GB",
+            capability=(8, 0),
+            copy=_copy(2.039, "A100 data sheet"),
+            rates={
+                "bf16": Figure(271.2, "measured", "stas00/ml-engineering, maximum achievable matmul FLOPS, torch 2.6")
+            },
+        ),
+        Gpu(
+            name="rtx3090",
+            about="NVIDIA GeForce RTX 3090",
+            capability=(8, 6),
+            copy=_copy(0.936, "GA102 architecture paper"),
+            rates={
+                "bf16": Figure(
+                    71,
+                    "derived",
+                    "all of the GA102 architecture paper's 71 (float32 accumulation): "
+                    "an RTX 3090 Ti reaches 81 of its 80 in transformers-benchmarks",
+                )
+            },
+        ),
+        Gpu(
             name="l4",
             about="NVIDIA L4",
             capability=(8, 9),

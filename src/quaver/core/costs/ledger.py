@@ -6,6 +6,10 @@ Nothing here asks which recipe it is: kernels, copies and bytes follow from the 
     a quantization   bytes read and written / copy rate
     a kernel         LAUNCH more
 
+A GEMM that the GPU lacks runs in bf16. Where each tensor is quantized in one way of the kernels for that, they write
+bf16 values in place of codes, and codes of what backward keeps, which a pass more decodes; elsewhere each operand is
+decoded by a pass more. A product that does not fill the GPU is written in float32, and rounded by a pass more.
+
 A tensor is read once to measure it where a scale needs values that no program has at hand (the whole tensor's amax, a
 whole column's), and once to write the codes that could not be written then. A roofline: it knows no caches, no waves of
 tiles and no host time, and is optimistic where a GEMM is too small to fill the GPU.
@@ -24,8 +28,13 @@ from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 
 #: Seconds that a kernel takes beyond its work (torchao testing/training/roofline_utils.py: one element on an H100).
 LAUNCH = 2e-6
-#: Bytes of an element that is not quantized.
-WIDE = 2
+#: Bytes of an element that is not quantized, and of one of a product in float32.
+WIDE, PRODUCT = 2, 4
+#: Elements of an emulated GEMM's output that leaves no multiprocessor idle, so that the GEMM writes bf16 itself: as in
+#: `quaver.torch.backends.gpu.gemms.products`.
+FILLS = 1 << 24
+#: Widths of blocks whose values a kernel writes at once.
+WIDTHS = 16, 32, 64, 128
 
 
 class Copy(NamedTuple):
@@ -56,7 +65,7 @@ class Gemm(NamedTuple):
     native: bool
     flops: float
     seconds: float
-    #: The cost of decoding the operands of a GEMM that is not native.
+    #: The cost of decoding operands of a GEMM that is not native, and of rounding its product.
     decoding: Cost
 
 
@@ -145,8 +154,71 @@ def gemm(spec: GemmSpec, m: int, n: int, k: int, gpu: Gpu) -> Gemm:
     decoding = Cost()
     if not native and spec.a is not None and spec.b is not None:
         a, b = spec.a.format.stored_bits / 8 + WIDE, spec.b.format.stored_bits / 8 + WIDE
-        decoding = moving(m * k * a + n * k * b, 2, gpu)
+        moved, kernels = rounding(m, n)
+        decoding = moving(m * k * a + n * k * b + moved, 2 + kernels, gpu)
     return Gemm(wanted, native, flops, seconds, decoding)
+
+
+def rounding(m: int, n: int) -> tuple[float, int]:
+    """Bytes and kernels that an emulated GEMM's output [m, n] takes beyond one write of it."""
+    return (0.0, 0) if m * n >= FILLS else (2.0 * PRODUCT * m * n, 1)
+
+
+def values_at_once(recipe: Recipe, gpu: Gpu, *sizes: int) -> bool:
+    """True if a layer of these sizes is emulated by kernels that write bf16 values in place of codes: the GPU lacks all
+    three GEMMs, and each tensor is quantized nearest in blocks that share a power of two, or in two levels."""
+    if recipe.delayed is not None or any(size % 16 for size in sizes):
+        return False
+    if any(spec.a is None or on(spec, gpu) in gpu.rates for spec in recipe.gemms.values()):
+        return False
+    pairs = (recipe.fprop.a, recipe.wgrad.b), (recipe.fprop.b, recipe.dgrad.b), (recipe.dgrad.a, recipe.wgrad.a)
+    return all(_of_one_kernel(spec, other) for spec, other in pairs if spec is not None and other is not None)
+
+
+def _of_one_kernel(spec: QuantSpec, other: QuantSpec) -> bool:
+    height, width = spec.block
+    plain = not spec.hadamard and (spec == other or spec.two_level)
+    if spec.two_level:
+        same = spec == other and spec.block == (16, 16) and spec.rounding == "nearest"
+        return plain and spec.scale == other.scale == "two_level" and (same or spec.block == other.block == (1, 16))
+    powers = spec.power_of_two and spec.scale != "unit" and width in WIDTHS and height in (1, width)
+    return plain and powers and spec.rounding == "nearest"
+
+
+def _of_values(recipe: Recipe, shapes: dict[str, tuple[int, int]], gpu: Gpu) -> dict[str, Cost]:
+    """The cost of the bf16 values of each tensor [rows, columns], and of the codes of the input's that are kept."""
+    costs = {}
+    for name, wanted in copies(recipe, gpu).items():
+        rows, columns = shapes[name]
+        size, kept = rows * columns, name == "input" and len(wanted) == 2 and wanted[1].spec.block[0] == 1
+        # One matrix of values serves both directions of square blocks.
+        values = 1 if kept or wanted[0].spec.block[0] != 1 else 2
+        passes = 2 if wanted[0].spec.two_level else 1
+        moved = size * WIDE * (passes + values) + kept * kept_bytes(wanted[1], rows, columns)
+        costs[name] = moving(moved, passes, gpu)
+    return costs
+
+
+def kept_bytes(copy: Copy, rows: int, columns: int) -> float:
+    """Bytes of the codes and scales that an emulated layer keeps of its input: eight bits, or NVFP4's four."""
+    wide = 0.0 if copy.spec.two_level else 1 - copy.spec.format.stored_bits / 8
+    scales = 0.0 if copy.spec.scale == "e8m0" or copy.spec.two_level else 3 * rows * columns / (copy.spec.block[1] or 1)
+    return written(copy, rows, columns) + wide * rows * columns - scales
+
+
+def _of_products(recipe: Recipe, sizes: dict[str, tuple[int, int, int]], gpu: Gpu) -> dict[str, Gemm]:
+    """The GEMMs of such values: wgrad decodes what was kept, and one launch rounds the products of both backward."""
+    gemms = {}
+    for name, spec in recipe.gemms.items():
+        m, n, k = sizes[name]
+        moved, kernels = rounding(m, n)
+        if name == "wgrad":
+            assert spec.b is not None
+            if spec.b.block[0] == 1:
+                moved, kernels = moved + kept_bytes(Copy(spec.b, True), k, n) + k * n * WIDE, kernels + 1
+            kernels -= bool(rounding(m, n)[1] and rounding(*sizes["dgrad"][:2])[1])
+        gemms[name] = gemm(spec, m, n, k, gpu)._replace(decoding=moving(moved, kernels, gpu))
+    return gemms
 
 
 def moving(moved: float, kernels: float, gpu: Gpu) -> Cost:
@@ -279,13 +351,17 @@ def layer(
         name: quantization(wanted, *shapes[name][:2], card, delayed=delayed, produced=shapes[name][2])
         for name, wanted in copies(recipe, card).items()
     }
+    gemms = {name: gemm(spec, *sizes[name], card) for name, spec in recipe.gemms.items()}
+    if values_at_once(recipe, card, tokens, in_features, out_features):
+        tensors = _of_values(recipe, {name: shape[:2] for name, shape in shapes.items()}, card)
+        gemms = _of_products(recipe, sizes, card)
     tensors["weight"] *= 1 / micro_batches
     plain = GemmSpec(None, None)
     return Layer(
         tokens=tokens,
         in_features=in_features,
         out_features=out_features,
-        gemms={name: gemm(spec, *sizes[name], card) for name, spec in recipe.gemms.items()},
+        gemms=gemms,
         tensors=tensors,
         bf16_seconds=sum(gemm(plain, *size, card).seconds for size in sizes.values()),
     )

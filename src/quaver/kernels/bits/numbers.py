@@ -12,6 +12,8 @@ SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 #: Bounds of the exponent of an encode factor.
 LOWEST, HIGHEST = tl.constexpr(-126), tl.constexpr(100)
+#: float32's bias of an exponent over E4M3's, as a factor.
+E4M3_BIAS = tl.constexpr(2.0**120)
 
 
 @triton.jit
@@ -20,6 +22,16 @@ def widened(v):
     if v.dtype == tl.bfloat16:
         return (v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return v.to(tl.float32)
+
+
+@triton.jit
+def held(v, dtype: tl.constexpr):
+    """Values of codes times their scales, float32, in a dtype that holds them, bf16 or float32: exact, but that what is
+    beyond the dtype becomes its largest number. NaN stays."""
+    bits = v.to(tl.int32, bitcast=True)
+    beyond = (bits & 0x7FFFFFFF) == INFINITY_BITS
+    below: tl.constexpr = 0x10000 if dtype == tl.bfloat16 else 1
+    return tl.where(beyond, bits - below, bits).to(tl.float32, bitcast=True).to(dtype)
 
 
 @triton.jit
@@ -108,13 +120,19 @@ def encode(y, dtype: tl.constexpr, INTEGERS: tl.constexpr):
     """float32 to FP8 codes, uint8: nearest, ties to even, saturating, infinities too; NaN stays NaN.
 
     The cast saturates by itself; a clamp beside a transposed store is miscompiled (triton-lang/triton#11111). On sm_89
-    triton 3.6 casts by way of a truncated float16 (triton-lang/triton#11753): there INTEGERS rounds on the bits.
+    triton 3.6 casts by way of a truncated float16 (triton-lang/triton#11753): there INTEGERS, 1, rounds on the bits.
+    Before it there is no E4M3 (triton-lang/triton#8929): with INTEGERS 2 no FP8 dtype is named.
     """
+    # A branch is compiled only under `if` and `else`: what follows a return is, too.
     if not INTEGERS:
-        return y.to(dtype).to(tl.uint8, bitcast=True)
-    if dtype == tl.float8e4nv:
-        return _to_odd_half(y).to(dtype).to(tl.uint8, bitcast=True)
-    return _encode_on_bits(y, 2, 15, 0x7B, 0x7F)
+        code = y.to(dtype).to(tl.uint8, bitcast=True)
+    elif dtype == tl.float8e5:
+        code = _encode_on_bits(y, 2, 15, 0x7B, 0x7F)
+    elif INTEGERS == 2:
+        code = _encode_on_bits(y, 3, 7, 0x7E, 0x7F)
+    else:
+        code = _to_odd_half(y).to(dtype).to(tl.uint8, bitcast=True)
+    return code
 
 
 @triton.jit
@@ -151,6 +169,23 @@ def _encode_on_bits(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.
     code = tl.where(a < ((128 - BIAS) << 23), small, tl.minimum(normal, MAX_CODE))
     code = tl.where(a > 0x7F800000, NAN_CODE, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def decoded(code, dtype: tl.constexpr, INTEGERS: tl.constexpr):
+    """FP8 codes, uint8, to float32; INTEGERS as in `encode`. Exact. NaN stays NaN."""
+    if INTEGERS != 2:
+        value = code.to(dtype, bitcast=True).to(tl.float32)
+    elif dtype == tl.float8e5:
+        # The upper byte of a float16.
+        value = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        bits = code.to(tl.int32)
+        # Exponent and mantissa in their places of a float32, where subnormals are such too, and its bias for E4M3's.
+        scaled = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * E4M3_BIAS
+        wide = tl.where((bits & 0x7F) == 0x7F, NAN_BITS, scaled.to(tl.int32, bitcast=True))
+        value = (wide | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return value
 
 
 @triton.jit

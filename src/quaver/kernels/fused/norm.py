@@ -63,7 +63,7 @@ def norm(
     rows, columns, stride, q_stride, scale_stride, programs, eps, share,
     BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, HELD: tl.constexpr, CENTRED: tl.constexpr,
     MODE: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
-    MAX: tl.constexpr, INTEGERS: tl.constexpr,
+    MAX: tl.constexpr, INTEGERS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns <= BN] normalized: y in x's dtype unless None, and the statistics mean, inverse float32 [rows].
 
@@ -73,7 +73,7 @@ def norm(
         "none"; "amax": top float32 [1], its amax; "tensor": q by `factor`, with its scale and its top;
         "row": q and scale [rows]; "blocks": q and the scales of blocks of BLOCK columns, where block j of row i lies at
         j · scale_stride + i; "e8m0": q and their exponents in the order of `swizzled`.
-    q's rows are q_stride bytes, zeros beyond x's. work: int32 [2] of zeros, left as zeros.
+    q's rows are q_stride bytes, zeros beyond x's. CODES: the format of q. work: int32 [2] of zeros, left as zeros.
     Bounded: relative RMS 1e-6 of float64 before the rounding to y's dtype. Exact: q, scale and top, given y.
     """
     # Neighbours that a thread holds.
@@ -135,7 +135,7 @@ def norm(
         elif q is not None:
             v = v * e
         if q is not None:
-            codes = encode(v, q.dtype.element_ty, INTEGERS).to(q.dtype.element_ty, bitcast=True)
+            codes = encode(v, CODES, INTEGERS).to(q.dtype.element_ty, bitcast=True)
             store_row(q, codes, row, c, q_stride, q_stride, EVEN)
     if MODE == "amax" or MODE == "tensor":
         note_amax(work, flushed(tl.max(m, 0)), programs, top, scale, e, MODE == "tensor", POWER_OF_TWO)

@@ -13,7 +13,7 @@ def wide_norm(
     x, gamma, beta, y, q, mean, inverse, scale, top, factor, work,
     rows, columns, stride, q_stride, programs, eps, share,
     BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, MODE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """`quaver.kernels.fused.norm.norm` over any number of columns; MODE "none", "amax" or "tensor"."""
     first = tl.program_id(0)
@@ -55,7 +55,7 @@ def wide_norm(
                     v = tl.where(c < columns, v, 0.0)
                 m = tl.maximum(m, magnitude_bits(v))
             if q is not None:
-                codes = encode(v * e, q.dtype.element_ty, INTEGERS).to(q.dtype.element_ty, bitcast=True)
+                codes = encode(v * e, CODES, INTEGERS).to(q.dtype.element_ty, bitcast=True)
                 store_row(q, codes, row, c, q_stride, q_stride, EVEN)
     if MODE != "none":
         note_amax(work, flushed(tl.max(m, 0)), programs, top, scale, e, MODE == "tensor", POWER_OF_TWO)

@@ -40,12 +40,12 @@ def mxfp8_rows(
     rows, columns, stride, q_stride, across,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
     NEAR: tl.constexpr, SQUARE: tl.constexpr,
-    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """x [rows, columns] to q of the same shape and s4, swizzled bytes, in blocks of 1 × 32; SQUARE: of 32 × 32.
 
     s4: as int32. q_stride: bytes of a row of q; the end of a row beyond x is zeros. across: tiles of scales side by
-    side. Exact.
+    side. dtype: of the codes. Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     r = down * BM + tl.arange(0, BM)
@@ -68,8 +68,7 @@ def mxfp8_rows(
     # The four blocks of a row in a tile are neighbours there: one word, so that no byte changes threads.
     word = tl.sum(tl.reshape(code, [BM, BN // 128, 4]) << 8 * tl.arange(0, 4)[None, None, :], 2)
     tl.store(s4 + tile + swizzled(tl.arange(0, BM), 4 * tl.arange(0, BN // 128), across) // 4, word)
-    dtype: tl.constexpr = q.dtype.element_ty
-    codes = tl.reshape(encode(v * e[:, :, None], dtype, INTEGERS), [BM, BN]).to(dtype, bitcast=True)
+    codes = tl.reshape(encode(v * e[:, :, None], dtype, INTEGERS), [BM, BN]).to(q.dtype.element_ty, bitcast=True)
     at = block_at(q, down, right, q_stride, BM, BN, NEAR)
     if EVEN:
         tl.store(at, codes)

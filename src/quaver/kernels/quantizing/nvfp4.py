@@ -12,6 +12,7 @@ from quaver.kernels.bits.numbers import (
     INFINITY_BITS,
     NAN_BITS,
     SMALLEST_NORMAL_BITS,
+    decoded,
     encode,
     encode_factor,
     flushed,
@@ -58,7 +59,7 @@ def block_scale(bits, big, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr):
     A factor that is no POWER_OF_TWO takes Transformer Engine's order, 1 / (scale × (1 / factor)).
     """
     code = encode(flushed(bits).to(tl.float32, bitcast=True) * (big * SIXTH), tl.float8e4nv, INTEGERS)
-    scale = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    scale = decoded(code, tl.float8e4nv, INTEGERS)
     if POWER_OF_TWO:
         e = big * reciprocal(scale)
     else:

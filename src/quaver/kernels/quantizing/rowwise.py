@@ -34,7 +34,7 @@ def rows_at(
             m = tl.reshape(largest_of_runs(v, 3), [BM, BN // 8])
         e, s = factor_and_scale(tl.max(m, 1), given, r, r < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
         tl.store(scale + r, s, mask=r < rows)
-        codes = encode(v * e[:, None], dtype, INTEGERS).to(dtype, bitcast=True)
+        codes = encode(v * e[:, None], dtype, INTEGERS).to(q.dtype.element_ty, bitcast=True)
         store_tile(q, codes, r, c, rows, q_stride, q_stride, EVEN)
     if TOPS:
         tl.atomic_max(tops + c, largest, mask=c < columns, sem="relaxed")
@@ -102,7 +102,7 @@ def long_rowwise(
     for start in range(0, q_stride, BN):
         c = start + tl.arange(0, BN)
         v = load_tile(x, r, c, rows, columns, stride, EVEN)
-        codes = encode(v * e[:, None], dtype, INTEGERS).to(dtype, bitcast=True)
+        codes = encode(v * e[:, None], dtype, INTEGERS).to(q.dtype.element_ty, bitcast=True)
         store_tile(q, codes, r, c, rows, q_stride, q_stride, EVEN)
 
 

@@ -124,7 +124,28 @@ def _linear(layer: Linear, x: Tensor) -> Explanation:
         operands = _operands(layer, x, dtype)
         for name in OPERANDS:
             rows += _gemm(name, recipe, operands, _weight_dtype(layer) if name == "wgrad" else dtype, layer.weight_spec)
+        if layer.weight_spec is None and _emulated_at_once(recipe, operands):
+            rows = [_as_values(row) for row in rows]
     return Explanation(recipe, tuple(rows))
+
+
+def _emulated_at_once(recipe: Recipe, operands: dict[str, Tensor]) -> bool:
+    """True if kernels write a layer's operands as bf16 values, for the GEMMs that the GPU lacks, in place of codes."""
+    x, w = operands["input"], operands["weight"]
+    if ops.no_kernels(x) or x.dtype is not w.dtype or not recipe.quantizes:
+        return False
+    from quaver.torch.linear.plans import emulated
+
+    return not any(side % 16 for side in (*x.shape, *w.shape)) and not emulated.why_not(recipe, x.device)
+
+
+def _as_values(row: Row) -> Row:
+    """A row of a layer that is emulated so."""
+    if row.what.endswith(" GEMM"):
+        return replace(row, how="float32 accumulation of bf16 values")
+    how = row.how.partition(", the codes of")
+    text = f"{how[0]}, as bf16 values" + (f", those of{how[2]}" if how[1] else "")
+    return replace(row, how=text, runs="triton", passed_over=())
 
 
 def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, *, recipe: Any = None, **_: Any) -> Explanation:

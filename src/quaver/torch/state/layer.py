@@ -47,7 +47,7 @@ class LayerState:
         #: The step that it ran in: `quaver.torch.state.history.steps`.
         self.step: Any = None
         #: The streams of its noise, and the name or serial that they are of: `quaver.torch.state.noise`.
-        self.streams: tuple[Any, dict[str, Tensor]] | None = None
+        self.streams: tuple[Any, dict[str, Tensor], dict[str, int]] | None = None
         #: The value in high precision that a weight of codes began with, on the CPU.
         self.initial: Tensor | None = None
         #: Whether a warning has told of its features.

@@ -33,7 +33,9 @@ def drawn(layer: nn.Module, operand: str) -> None:
 
 def tensor_id(layer: nn.Module, operand: str) -> int:
     """Which Philox stream: the crc32 of "module.operand" where convert knows the name, else by order of making."""
-    return int(streams(layer)[operand])
+    streams(layer)
+    numbers: dict[str, int] = state_of(layer).streams[2]  # type: ignore[index]
+    return numbers[operand]
 
 
 def streams(layer: nn.Module) -> dict[str, Tensor]:
@@ -53,7 +55,7 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
         else:
             numbers = {operand: zlib.crc32(f"{name}.{operand}".encode()) for operand in operands}
         tensors = {o: torch.tensor(number, dtype=torch.int64, device="cpu") for o, number in numbers.items()}
-        kept = state.streams = source, tensors
+        kept = state.streams = source, tensors, numbers
     return kept[1]
 
 

@@ -269,7 +269,7 @@ def doctor() -> None:
 
 @app.command()
 def plan(
-    gpu: Annotated[str, typer.Option(help="h100, h200, l40s, b200, ...; it need not be here")],
+    gpu: Annotated[str, typer.Option(help="a100, h100, h200, l40s, b200, ...; it need not be here")],
     model: Annotated[str, typer.Option(help="as of train: llama3-8b, 125m, ...")],
     recipe: Annotated[str, typer.Option(help="a recipe, with options if wanted")],
     tokens: Annotated[int, typer.Option(help="tokens in a micro-batch")] = 8192,

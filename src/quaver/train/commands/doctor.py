@@ -153,8 +153,13 @@ def seen(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
         return "native", "all three GEMMs are the GPU's" if RECIPES[recipe]().quantizes else how(recipe, devices)[1]
     if not devices:
         return "emulated", how(recipe, devices)[1]
-    others = "; ".join(f"{name} {implementation}: {why}" for name, implementation, why in ran if name not in native)
-    return "partly native" if native else "emulated", others
+    emulated: dict[str, list[str]] = {}
+    for name, implementation, why in ran:
+        if name not in native:
+            emulated.setdefault(f"{implementation}: {why}", []).append(name)
+    said = [f"{', '.join(native)} native"] if native else []
+    said += [f"{', '.join(names)} {how_and_why}" for how_and_why, names in emulated.items()]
+    return "partly native" if native else "emulated", "; ".join(said)
 
 
 def recipes_table(devices: Sequence[Device]) -> list[tuple[str, str, str]]:

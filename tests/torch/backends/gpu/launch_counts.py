@@ -21,11 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.backends.gpu.gemms.products import wide
+from quaver.torch.linear.plans import emulated
 from quaver.torch.state.history import amax
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 
 #: Recipes where their GEMMs are native and their steps decided beforehand, by architecture.
 NATIVE = {90: ("tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise"), 100: ("tensorwise", "mxfp8")}
+#: Recipes where their GEMMs are emulated, by architecture; their steps are decided beforehand too.
+EMULATED = {89: ("blockwise", "mxfp8", "nvfp4"), 90: ("mxfp8", "mxfp6", "nvfp4")}
 #: Operations of torch that launch nothing: they make room, or look at what is there in another way.
 FREE = {
     *("_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "expand", "permute", "reshape", "resize_"),
@@ -96,6 +100,8 @@ def launches(arch: int, name: str, module: nn.Module, x: torch.Tensor, changing:
             return torch.empty(a.shape[0], b.shape[1], dtype=rest[7])
 
         patch.setattr(torch, "_scaled_mm_v2", gemm)
+        for of_values in ("wide", "narrow"):
+            patch.setattr(emulated, of_values, _noted(getattr(emulated, of_values), launched, lambda: counting))
         # Another test's layers, which a cycle keeps alive, would roll here too.
         alive, ours = amax.layers, set(module.modules())
         patch.setattr(amax, "layers", lambda: [layer for layer in alive() if layer in ours])
@@ -117,6 +123,20 @@ def launches(arch: int, name: str, module: nn.Module, x: torch.Tensor, changing:
                 optimizer.step()
                 optimizer.zero_grad()
     return launched
+
+
+def _noted(multiply: Any, launched: list[str], counting: Any) -> Any:
+    """A product of bf16 values, which a CPU computes by more operations than a GPU."""
+
+    def noted(x: torch.Tensor, y: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if not counting():
+            product: torch.Tensor = multiply(x, y, *rest)
+            return product
+        launched.append("GEMM")
+        dtype = torch.float32 if multiply is wide else torch.bfloat16
+        return torch.empty(x.shape[0], y.shape[1], dtype=dtype)
+
+    return noted
 
 
 class _Kernels(list[Any]):
@@ -141,7 +161,7 @@ def rows() -> dict[str, tuple[str, ...]]:
     """The cells of the table as the page has them, by recipe and architecture."""
     lines = PAGE.read_text().split(BEGIN)[1].split(END)[0].splitlines()
     cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if "| sm_" in line]
-    return {f"{row[0]} {row[1]}": row[2:] for row in cells}
+    return {f"{row[0].removesuffix(', emulated')} {row[1]}": row[2:] for row in cells}
 
 
 def table() -> str:
@@ -149,11 +169,12 @@ def table() -> str:
     lines = ["| launches, forward and backward | GPU | Linear | with a bias | weight kept | Llama layer |"]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: |"]
     of_layers = {}
-    for arch, names in NATIVE.items():
+    for arch, names in (*NATIVE.items(), *EMULATED.items()):
         for name in names:
             layer = of_layers[name, arch] = Counter(launches(arch, name, *llama_layer()))
             cells = (*counted(arch, name), layer.total())
-            lines.append(f"| {name} | sm_{arch} | {' | '.join(map(str, cells))} |")
+            how = ", emulated" * (name in EMULATED.get(arch, ()))
+            lines.append(f"| {name}{how} | sm_{arch} | {' | '.join(map(str, cells))} |")
     lines += [
         "",
         "Those of the Llama layer on sm_90:",

@@ -11,8 +11,9 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu import families
-from quaver.torch.backends.gpu.gemms import scaled_mm
+from quaver.torch.backends.gpu.gemms import decoded, scaled_mm
 from quaver.torch.backends.gpu.launching import capture, device, interpreter, launch
+from quaver.torch.backends.gpu.launching.launch import read_as
 from quaver.torch.linear.plans import direct
 from quaver.torch.operations import ops
 from quaver.torch.state.history import amax, on_gpu
@@ -22,7 +23,8 @@ KINDS, SWIZZLES = ({kind.value: kind for kind in all.__members__.values()} for a
 
 
 def _resolve(recipe: Recipe, x: Tensor) -> ops.Resolved:
-    return ops.Resolved(recipe, families.quantize, scaled_mm.matmul, families.quantize_both)
+    multiply = decoded.matmul if device.why_no_fp8(x.device, "native") else scaled_mm.matmul
+    return ops.Resolved(recipe, families.quantize, multiply, families.quantize_both)
 
 
 @contextmanager
@@ -105,7 +107,7 @@ class Driver:
             if self.capturing:
                 raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({launch.fn})")
             self.loaded.add(kernel)
-        dtypes = [None if t is None else t.dtype for t in tensors]
+        dtypes = [None if t is None else read_as(t) for t in tensors]
         constants = {name: launch.constants[name] for name in launch.fn.arg_names[len(dtypes) + len(numbers) :]}
         run = interpreter.run(launch.fn, launch.grid, dtypes, numbers, constants)
 

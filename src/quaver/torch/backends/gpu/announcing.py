@@ -17,20 +17,20 @@ def announce(recipe: Recipe, x: Tensor) -> None:
     if known in _announced or not recipe.quantizes:
         return
     _announced.add(known)
+    gemms = {name: (gemm.a, gemm.b) for name, gemm in recipe.gemms.items() if gemm.a is not None and gemm.b is not None}
     why = device.why_no_fp8(x.device, "native")
-    reasons = {why: list(recipe.gemms)} if why else {}
+    reasons = {why: list(gemms)} if why else {}
     if not why:
         # Triton is imported when a tensor on a GPU comes.
         from quaver.torch.backends.gpu.gemms import scaled_mm
 
-        for name, gemm in recipe.gemms.items():
-            if gemm.a is not None and gemm.b is not None:
-                why = scaled_mm.unavailable(gemm.a, gemm.b, x.device)
-                if why:
-                    reasons.setdefault(why, []).append(name)
-    for why, gemms in reasons.items():
+        for name, operands in gemms.items():
+            why = scaled_mm.unavailable(*operands, x.device)
+            if why:
+                reasons.setdefault(why, []).append(name)
+    for why, names in reasons.items():
         warnings.warn(
-            f"recipe {recipe} on {device.name(x.device)}: {', '.join(gemms)} run as bf16 GEMMs of decoded operands, "
+            f"recipe {recipe} on {device.name(x.device)}: {', '.join(names)} run as bf16 GEMMs of decoded operands, "
             f"exact but slower than unquantized ones, because {why}",
             stacklevel=2,
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.core.text.tables import html_table
+from quaver.torch.blocks.attention.implementations.fp8 import explain as explain_fp8
 from quaver.torch.blocks.attention.inputs.call import Call
 from quaver.torch.blocks.attention.op import ATTENTION, Options, prepare
 
@@ -55,14 +56,16 @@ def explain_attention(
     """
     recipe = None if recipe is None else recipes.get(recipe)
     wide, keys, values, call = prepare(q, k, v, Options(**options))
-    quantized = recipe is not None and recipe.attention is not None
-    rows = ATTENTION.explain(wide, keys, values, call)
+    spec = None if recipe is None else recipe.attention
+    if spec is None:
+        rows = ATTENTION.explain(wide, keys, values, call)
+    else:
+        bias = call.alibi_slopes if call.bias is None else call.bias
+        rows = explain_fp8(wide, keys, values, spec, bias, call.soft_cap, call.dropout)
     runs = next((name for name, why in rows if not why), "nothing")
-    first = runs
-    if quantized:
-        runs = "fp8"
-        rows = [(name, f"recipe {recipe} quantizes attention") for name, _ in rows]
-    others = tuple((name, why or f"{first} comes first") for name, why in rows if name != runs)
+    others = tuple((name, why or f"{runs} comes first") for name, why in rows if name != runs)
+    if spec is not None:
+        others += tuple((impl.name, f"recipe {recipe} quantizes attention") for impl in ATTENTION.impls)
     return AttentionExplanation(_how(wide, keys, values, call), runs, others)
 
 

@@ -116,11 +116,11 @@ def attention(
     )
     wide, keys, values, call = prepare(q, k, v, options)
     spec = None if recipe is None else recipe.attention
-    device = ops.autocast_device(q)
-    if not torch.is_autocast_enabled(device):
+    kind = ops.autocast_device(q)
+    if not torch.is_autocast_enabled(kind):
         return heads_back(_run(wide, keys, values, call, spec), layout)
     # Autocast would narrow the reference's float32, and a bias.
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(kind, enabled=False):
         return heads_back(_run(wide, keys, values, call, spec), layout)
 
 
@@ -141,9 +141,9 @@ def _as_it_is(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, sca
 def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Call]:
     """q [B, H, Sq, D], k [B, G, Sk, D], v [B, G, Sk, Dv] and the options, all checked and in one form."""
     mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, layout, cu_seqlens = options
-    device = ops.autocast_device(q)
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    kind = ops.autocast_device(q)
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         q, k, v = (x.to(dtype) if x.dtype in ops.DTYPES else x for x in (q, k, v))
     q, k, v = all_heads_first(layout, q, k, v)
     batch, heads, queries, dim = q.shape

@@ -99,11 +99,15 @@ def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan
         return Plan(recipe, None)
     step: Step | None = None
     if x.is_cuda or device.asked:
+        # Triton, and all that runs on a GPU, is imported when a GPU is there.
         if not device.why_no_fp8(x.device, "native"):
-            # Triton, and all that runs on a GPU, is imported when a GPU is there.
             from quaver.torch.linear.plans import on_gpu
 
             step = on_gpu.decide(x, weight, bias, recipe)
+        if step is None and not ops.no_kernels(x):
+            from quaver.torch.linear.plans import emulated
+
+            step = emulated.decide(x, weight, bias, recipe)
     elif x.is_cpu:
         step = on_cpu.decide(x, weight, recipe)
     return Plan(recipe, step)

@@ -92,6 +92,12 @@ class Rows(NamedTuple):
     turned_grad_output: Callable[[Tensor], tuple[Operand, Scale]] | None = None
     #: What operands of a weight are: rows for a shape may take others than those for another shape.
     form: str = ""
+    #: What a weight is kept as: "fprop" of what the general way reads too.
+    kept_as: str = "fprop"
+    #: Whether `grad_output` may round at random: then it is told the layer, the recipe and which gradients are needed.
+    draws: bool = False
+    #: What `dgrad` and `wgrad` gave, or None, to the gradients; None where they gave those.
+    finish: Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, ...]] | None = None
 
 
 class Step:
@@ -184,7 +190,8 @@ class Run:
         """What is kept of the weight until it, or its factor, changes."""
         recipe, layer, factors = self.step.recipe, self.layer, self.factors
         version, given = (0.0, None) if factors is None else (factors.version, factors.factors)
-        entry = kept_weights.lookup(layer, "fprop", weight, recipe.fprop.b, version)  # type: ignore[arg-type]
+        kept_as = self.step.rows.kept_as
+        entry = kept_weights.lookup(layer, kept_as, weight, recipe.fprop.b, version)  # type: ignore[arg-type]
         ready: Weight | None = None if entry is None else entry.ready
         if entry is None or ready is None or not ready.serves(self.step):
             return None
@@ -219,7 +226,8 @@ class Run:
         g = self.readable(g)
         if factors is not None:
             factors = factors.in_backward(layer, g)
-        q, scale, qt, of_qt, of_bias = rows.grad_output(g, factors)
+        told = (layer, step.recipe, needs) if rows.draws else factors
+        q, scale, qt, of_qt, of_bias = rows.grad_output(g, told)
         if counters.active.counters is not None:
             _count(layer, step.recipe, g.view(-1, g.shape[-1]), factors)
         of_input = of_weight = None
@@ -243,6 +251,8 @@ class Run:
                     qt, of_qt = rows.turned_grad_output(g)
                 assert qt is not None
                 of_weight = rows.wgrad(qt, of_qt, xt, of_xt, None)
+        if rows.finish is not None:
+            of_input, of_weight = rows.finish(of_input, of_weight)
         return of_input, of_weight, of_bias
 
 

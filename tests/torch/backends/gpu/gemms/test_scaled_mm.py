@@ -180,6 +180,18 @@ def test_settling_changes_where_codes_lie_and_nothing_else(name: str, swizzled: 
     assert not x.turned and torch.equal(x.codes(), codes) and torch.equal(x.scales(), scales)
 
 
+@pytest.mark.parametrize("gpu", [89], indirect=True)
+@pytest.mark.parametrize(("version", "bare"), [("2.11.0+cu128", True), ("2.12.0", False)])
+def test_rows_on_ada_keep_to_their_stream(
+    gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch, version: str, bare: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    x, w = pair(SPECS["row"], SPECS["row"], 64, 256, 32)
+    assert check("native", x, w, torch.bfloat16, None) == "native"
+    kind = scaled_mm.way(x, w, torch.bfloat16, None).kind
+    assert kind is not None and kind.bare is bare
+
+
 @pytest.mark.parametrize("gpu", [90], indirect=True)
 def test_fast_accumulation_is_what_the_recipe_says(gpu: list[list[str]]) -> None:
     x, w = pair(SPECS["tensor"], SPECS["tensor"], 16, 32, 16)

@@ -10,22 +10,30 @@ from quaver.torch.backends.gpu.launching import device
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    device._why_no_fp8.cache_clear()
-    device.why_no_triton.cache_clear()
+    kept = device._why_no_fp8, device._why_too_old, device.why_no_triton
+    for function in kept:
+        function.cache_clear()
     yield
-    device._why_no_fp8.cache_clear()
-    device.why_no_triton.cache_clear()
+    for function in kept:
+        function.cache_clear()
 
 
 CARD = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(("arch", "said"), [(70, "7.0 has no FP8"), (80, "8.0 has no FP8"), (86, "8.6 has no FP8")])
-def test_a_gpu_without_fp8_is_told_apart(monkeypatch: pytest.MonkeyPatch, arch: int, said: str) -> None:
+@pytest.mark.parametrize("arch", [70, 75])
+def test_a_gpu_before_ampere_has_neither_kernels_nor_fp8_gemms(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
     monkeypatch.setattr(device, "_architecture", lambda _: arch)
-    why = device.why_no_fp8(CARD, "native")
-    assert said in why and "emulated" in why
-    assert device.why_no_kernels(CARD) == why
+    assert f"compute capability 7.{arch - 70} has no FP8 GEMMs" in device.why_no_fp8(CARD, "native")
+    why = device.why_no_kernels(CARD)
+    assert f"7.{arch - 70} is below 8.0 (Ampere)" in why and "plain torch operations" in why
+
+
+@pytest.mark.parametrize("arch", [80, 86, 87])
+def test_ampere_has_kernels_and_no_fp8_gemms(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
+    monkeypatch.setattr(device, "_architecture", lambda _: arch)
+    assert f"compute capability 8.{arch - 80} has no FP8 GEMMs" in device.why_no_fp8(CARD, "native")
+    assert device.why_no_kernels(CARD) == ""
 
 
 @pytest.mark.parametrize("arch", [89, 90, 100, 120])
@@ -37,7 +45,7 @@ def test_a_gpu_with_fp8_has_no_reason(monkeypatch: pytest.MonkeyPatch, arch: int
 def test_rocm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_architecture", lambda _: 94)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "ROCm" in device.why_no_fp8(CARD, "native")
+    assert "ROCm" in device.why_no_fp8(CARD, "native") and "ROCm" in device.why_no_kernels(CARD)
 
 
 @pytest.mark.parametrize("name", ["native", "triton", "decoded"])

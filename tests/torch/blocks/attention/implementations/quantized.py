@@ -18,10 +18,11 @@ def attention_fp8(
     hidden: Tensor | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
+    mask_type: str = "none",
     **options: Any,
 ) -> Tensor:
     """`fp8.attention_fp8` with a mask of pairs where one is given; bias and mask broadcast to [B, H, Sq, Sk]."""
     bias = None if bias is None else bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     scale = max(q.shape[3], 1) ** -0.5 if scale is None else scale
-    kind = "none" if hidden is None else "arbitrary"
+    kind = mask_type if hidden is None else "arbitrary"
     return fp8.attention_fp8(q, k, v, Call(kind, hidden, bias=bias, scale=scale, **options), spec)

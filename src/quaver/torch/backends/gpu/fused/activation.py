@@ -189,7 +189,7 @@ def _formula(name: str, backward: bool) -> dict[str, Any]:
 
 def _codes(spec: QuantSpec | None, device: torch.device, names: Sequence[str]) -> dict[str, Any]:
     if spec is None:
-        return {"POWER_OF_TWO": True, "INTEGERS": False, "CODES": None}
+        return {"POWER_OF_TWO": True, "INTEGERS": 0, "CODES": None}
     known = format_constants(spec, device)
     return {**{name: known[name] for name in names}, "CODES": DTYPES[spec.format.name]}
 

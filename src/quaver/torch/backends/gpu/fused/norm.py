@@ -18,7 +18,7 @@ from quaver.torch.backends.gpu.fused.column_sums import sum_launch
 from quaver.torch.backends.gpu.launching.launch import aligned, multiprocessors, workspace
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import Room, row_major, whole
-from quaver.torch.backends.gpu.quantizing.codes import format_constants, room_for_codes
+from quaver.torch.backends.gpu.quantizing.codes import DTYPES, format_constants, room_for_codes
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
 #: The widest row that lies in registers, forward and backward, and the block of wider ones.
@@ -32,7 +32,7 @@ MOST = 8
 #: Whether the mean is subtracted.
 CENTRED = {"LayerNorm": True, "RMSNorm": False, "L2": False}
 #: A kernel's constants where nothing is quantized.
-_NO_FORMAT = {"POWER_OF_TWO": True, "EMAX": 0, "TOP_MANTISSA": 0, "MAX": 1.0, "INTEGERS": False}
+_NO_FORMAT = {"POWER_OF_TWO": True, "EMAX": 0, "TOP_MANTISSA": 0, "MAX": 1.0, "INTEGERS": 0}
 
 
 class Normalized(NamedTuple):
@@ -156,6 +156,7 @@ def _forward_pass(
     programs = min(rows, FORWARD_PROGRAMS * multiprocessors(x.device))
     form = _NO_FORMAT if spec is None else format_constants(spec, x.device)
     constants: dict[str, Any] = {"CENTRED": centred, "MODE": kind, "VECTOR": vector(x)}
+    constants["CODES"] = None if spec is None else DTYPES[spec.format.name]
     share = 1.0 / columns
     if columns > WIDEST:
         constants |= {"POWER_OF_TWO": form["POWER_OF_TWO"], "INTEGERS": form["INTEGERS"]}

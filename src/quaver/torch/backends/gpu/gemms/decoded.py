@@ -1,20 +1,22 @@
 """matmul where no native GEMM takes the operands: they are decoded to bf16 and multiplied with float32 sums.
 
 Every FP8 and E2M1 value is a bf16 value, also times a power of two or an E4M3 scale, and products of two are exact in
-float32. Scales of tensors and rows go on the result. Scales of blocks are folded into the values, after the largest of
-each row has been taken out of them: what is smaller than 2**-117 of it may lose bits, nothing overflows on the way.
+float32. So scales of blocks of k are folded into the values, and those of tensors and rows into the product. What the
+library quantizes stays within bf16's normal range, but for values that round up to 2**128, which neither bf16 nor
+float32 has: they are held to bf16's largest number. Blocks of k whose scales are no powers of two have no bf16 values:
+they are decoded to float32 and multiplied in true float32.
 """
 
 import torch
 from torch import Tensor
 
-from quaver.core.spec import QuantSpec
-from quaver.torch.backends.gpu.launching.device import architecture, why_no_kernels
+from quaver.torch.backends.gpu.gemms.products import fills, narrow, wide
+from quaver.torch.backends.gpu.launching.device import why_no_kernels
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized, spread
 
-#: The oldest capability with bf16 tensor cores.
-HALF = 80
+#: What a kernel reads a bias in.
+READ = torch.float32, torch.bfloat16, torch.float16
 
 
 def matmul(
@@ -27,24 +29,39 @@ def matmul(
     if 0 in (a.shape[0], *b.shape):
         return reference.matmul(a, b, dtype, bias)
     (x, of_rows), (y, of_columns) = decode(a), decode(b)
-    z = rescale(product(x, y.t()), of_rows, of_columns.t())
-    if bias is not None:
-        z = z.add_(bias)
-    return z.to(dtype)
+    half = x.dtype is y.dtype is dtype is torch.bfloat16 and (bias is None or bias.dtype is dtype)
+    if of_rows is None and of_columns is None and half and fills(a.shape[0], b.shape[0]):
+        return narrow(x, y.t(), bias)
+    return finished(wide(x, y.t()), dtype, bias, of_rows, of_columns)
 
 
-def decode(q: Quantized) -> tuple[Tensor, Tensor]:
+def finished(
+    z: Tensor, dtype: torch.dtype, bias: Tensor | None, of_rows: Tensor | None = None, of_columns: Tensor | None = None
+) -> Tensor:
+    """A float32 product [m, n], which may be overwritten, times the scales of a's rows and b's, plus a bias: in dtype,
+    by one launch where there are kernels."""
+    if of_rows is None and of_columns is None and bias is None:
+        return z.to(dtype)
+    if not why_no_kernels(z.device) and (bias is None or bias.dtype in READ):
+        from quaver.torch.backends.gpu.emulating.folding import fold
+
+        return fold(z, dtype, bias, of_rows, of_columns)
+    z = rescale(z, *(s for s in (of_rows, None if of_columns is None else of_columns.t()) if s is not None))
+    return (z if bias is None else z.add_(bias)).to(dtype)
+
+
+def decode(q: Quantized) -> tuple[Tensor, Tensor | None]:
     """An operand as bf16 values [rows, k] (float32 where bf16 cannot hold them), and what multiplies each row of its
-    product: float32 [rows or 1, 1]."""
+    product: float32 [rows or 1, 1], or None."""
+    outer = None
     if q.spec.two_level:
-        assert q.tensor_factor is not None and isinstance(q.scale, Tensor)
-        return _values(q, q.plain_scale().view(torch.float8_e4m3fn).to(torch.float32)), 1.0 / q.tensor_factor
-    scales = q.scales()
-    if q.spec.block[1] is None:
-        return _values(q, None), scales if scales.shape[0] == 1 else _of_rows(scales, q)
-    top = _power_below(torch.where(scales.isnan(), 0.0, scales).amax(1, keepdim=True))
-    within = scales / top
-    return _values(q, within.t() if q.turned else within), _of_rows(top, q)
+        assert q.tensor_factor is not None
+        outer = 1.0 / q.tensor_factor
+    elif q.spec.block[1] is None:
+        outer = q.scales()
+        outer = outer if outer.shape[0] == 1 else _of_rows(outer, q)
+    half = outer is not None or q.spec.power_of_two
+    return _values(q, torch.bfloat16 if half else torch.float32), outer
 
 
 def _of_rows(scales: Tensor, q: Quantized) -> Tensor:
@@ -52,40 +69,23 @@ def _of_rows(scales: Tensor, q: Quantized) -> Tensor:
     return spread(scales, (q.spec.block[0], 1), (q.shape[0], 1))
 
 
-def _values(q: Quantized, scales: Tensor | None) -> Tensor:
-    """The data [rows, k] times the scales of their blocks as they lie."""
-    half = scales is None or q.spec.power_of_two or q.spec.two_level
-    dtype = torch.bfloat16 if half else torch.float32
+def _values(q: Quantized, dtype: torch.dtype) -> Tensor:
+    """The data [rows, k] times the scales of their blocks of k, without those of rows and of the tensor."""
     if not why_no_kernels(q.device):
         from quaver.torch.backends.gpu.gemms import decoding as kernel
 
-        spec = QuantSpec(q.spec.format, q.spec.block, "power_of_two" if half else "fp32")
-        plain = Quantized(q.data, 1.0 if scales is None else scales, spec, q.shape, q.turned)
-        if not kernel.reason(plain, dtype, scales is not None):
-            return kernel.decode(plain, dtype, scales is not None)
-    if scales is None and q.data.is_floating_point():
-        values = q.data.to(dtype)
+        if not kernel.reason(q, dtype, False):
+            return kernel.decode(q, dtype, False)
+    if q.spec.block[1] is None:
+        values = (q.data if q.data.is_floating_point() else q.lying_values()).to(dtype)
         return values.t() if q.turned else values
-    if scales is None:
-        return q.values().to(dtype)
-    blocks = scales.t() if q.turned else scales
-    return q.values().mul_(spread(blocks, q.spec.block, q.shape)).to(dtype)
-
-
-def _power_below(scales: Tensor) -> Tensor:
-    """The largest powers of two that are not above these, and normal."""
-    return (scales.view(torch.int32) & 0x7F800000).clamp_(min=0x00800000).view(torch.float32)
-
-
-def product(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y in float32, of two bf16 matrices or in true float32, whatever the process allows torch."""
-    if x.is_cuda:
-        if x.dtype is y.dtype is torch.bfloat16 and torch.version.hip is None and architecture(x.device) >= HALF:
-            return torch.mm(x, y, out_dtype=torch.float32)
-        if torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee"):
-            # TF32 would round the operands, and the setting is the process's: other threads would see it change.
-            return (x.double() @ y.double()).float()
-    return x.float() @ y.float()
+    if q.spec.two_level:
+        scales = q.plain_scale().view(torch.float8_e4m3fn).to(torch.float32)
+        scales = scales.t() if q.turned else scales
+    else:
+        scales = q.scales()
+    most = torch.finfo(dtype).max
+    return q.values().mul_(spread(scales, q.spec.block, q.shape)).clamp_(-most, most).to(dtype)
 
 
 def rescale(y: Tensor, *scales: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.decode import decode as decode_kernel
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import whole
+from quaver.torch.backends.gpu.quantizing.codes import DTYPES as CODES
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
+from quaver.torch.backends.gpu.quantizing.codes import integers
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.numerics.swizzling import BLOCKS
 
@@ -52,7 +54,8 @@ def decode(q: Quantized, dtype: torch.dtype = torch.bfloat16, outer: bool = True
         [rows, k]; of a turned operand the transpose of what lies in memory, which a GEMM reads as well.
     Raises:
         ValueError: the dtype would round the products, or there is no kernel for the block.
-    Exact: in bfloat16 as in float32, where `Quantized.dequantize` gives the same. A NaN scale makes its block NaN.
+    Exact: in bfloat16 as in float32, where `Quantized.dequantize` gives the same; but what is beyond the dtype becomes
+    its largest number. A NaN scale makes its block NaN.
     """
     why = reason(q, dtype, outer)
     if why:
@@ -103,6 +106,8 @@ def _pass(
         "BC": width or 0,
         "SWIZZLED": swizzled,
         "POWER_OF_TWO": spec.scale == "two_level",
+        "CODES": CODES.get(spec.format.name),
+        "INTEGERS": integers(data.device),
     }
     return Pass(given, (out,), [Launch(decode_kernel, grid, (data, scale, factor, out), numbers, constants, warps)])
 

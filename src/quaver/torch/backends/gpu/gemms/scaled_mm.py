@@ -197,7 +197,7 @@ def _decide(a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | 
         why = f"the output has {b.shape[0]} columns; cuBLASLt takes multiples of 16"
     arch, refusal = architecture(device), ""
     for kind in () if why else KINDS[_roles(a.spec, b.spec, device)]:
-        if not kind.first <= arch <= kind.last:
+        if not kind.first <= arch <= kind.last or _leaves_the_stream(kind, arch):
             continue
         for adds in _additions(kind, dtype, bias):
             out = dtype if (bias is None or adds) and not kind.bare else torch.float32
@@ -207,6 +207,11 @@ def _decide(a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | 
                 return chosen
             refusal = refusal or why
     return Way(None, why or refusal, dtype, False, specs)
+
+
+def _leaves_the_stream(kind: Kind, arch: int) -> bool:
+    """Whether a GEMM is launched on the default stream, not the current one: pytorch/pytorch#177651, mended in 2.12."""
+    return kind.a == "row" and arch == 89 and torch.__version__ < "2.12"
 
 
 def _additions(kind: Kind, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[bool, ...]:

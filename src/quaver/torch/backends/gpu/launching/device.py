@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: The oldest capability with FP8.
-OLDEST = 89
+#: The oldest capabilities that the kernels run on, and that have FP8 GEMMs.
+KERNELS, FP8_GEMMS = 80, 89
 #: Versions that the kernels are checked with, the first and the last.
 TRITON = (3, 6), (3, 9)
 #: What `quaver.torch.only` asks for: an implementation that runs on a CPU where it is named, and never else.
@@ -38,7 +38,7 @@ def asking(name: str) -> Iterator[None]:
 
 
 def architecture(device: torch.device) -> int:
-    """89, 90, 100, 120: the compute capability times ten; of the recording where there is one; 90 off a GPU."""
+    """80, 86, 89, 90, 100, 120: the compute capability times ten; of the recording where there is one; 90 off a GPU."""
     arch = recorded[-1]
     return _architecture(device) if arch is None else arch
 
@@ -57,20 +57,34 @@ def _architecture(device: torch.device) -> int:
 
 
 def why_no_fp8(device: torch.device, what: str) -> str:
-    """Why an implementation, by its name, does not run on a device, or ""; on a CPU it does where it is asked for."""
-    if device.type == "cuda":
-        return _why_no_fp8(device, architecture(device))
-    return "" if device.type == "cpu" and what in asked else "the tensor is not on a GPU"
+    """Why FP8 GEMMs, by their implementation's name, do not run on a device, or ""."""
+    return _off_a_gpu(device, what) or _why_no_fp8(architecture(device))
+
+
+def _off_a_gpu(device: torch.device, what: str) -> str:
+    """Why a device is no GPU, or ""; a CPU passes for one where an implementation is asked for by name."""
+    passes = device.type == "cuda" or (device.type == "cpu" and what in asked)
+    return "" if passes else "the tensor is not on a GPU"
 
 
 @cache
-def _why_no_fp8(device: torch.device, arch: int) -> str:
+def _why_no_fp8(arch: int) -> str:
     if torch.version.hip is not None:
         return "this is ROCm; the kernels and FP8 GEMMs are NVIDIA's"
-    if arch < OLDEST:
+    if arch < FP8_GEMMS:
+        return f"compute capability {_capability(arch)} has no FP8 GEMMs, which take 8.9 (Ada), 9.0 (Hopper) or newer"
+    return ""
+
+
+@cache
+def _why_too_old(arch: int) -> str:
+    """Why no kernel runs on a GPU, or ""."""
+    if torch.version.hip is not None:
+        return _why_no_fp8(arch)
+    if arch < KERNELS:
         return (
-            f"compute capability {arch // 10}.{arch % 10} has no FP8, which takes 8.9 (Ada), 9.0 (Hopper) or newer; "
-            "the same numbers are emulated in plain torch operations"
+            f"compute capability {_capability(arch)} is below 8.0 (Ampere), which the kernels take; "
+            "the same numbers are computed in plain torch operations"
         )
     return ""
 
@@ -79,7 +93,7 @@ def why_no_kernels(device: torch.device) -> str:
     """Why the Triton kernels do not run on a device, or ""."""
     if recorded[-1] is not None:
         return ""
-    why = why_no_fp8(device, "triton") or why_no_triton()
+    why = _off_a_gpu(device, "triton") or _why_too_old(architecture(device)) or why_no_triton()
     if not why and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton interprets kernels where TRITON_INTERPRET=1 is set before it is imported"
     return why
@@ -112,6 +126,10 @@ def _version(text: str) -> tuple[int, int]:
 
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
+
+
+def _capability(arch: int) -> str:
+    return f"{arch // 10}.{arch % 10}"
 
 
 def name(device: torch.device) -> str:

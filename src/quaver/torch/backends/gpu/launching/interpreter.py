@@ -2,9 +2,11 @@
 
 Versions 3.6 to 3.9 round ties away from zero on the way to FP8, drop the carry into the exponent, turn NaN into a
 number, and truncate float32 to bf16 (triton-lang/triton#11897); with numpy 2.4 and later a loop whose bound is computed
-fails. `mend` replaces the conversion by torch's, saturating as `cvt.rn.satfinite` does.
+fails. Products of bf16 are taken of the bits, as whole numbers. `mend` replaces the conversion by torch's, saturating
+as `cvt.rn.satfinite` does, and multiplies in float32.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ _DTYPES = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
 }
+_NARROW = {tl.bfloat16, tl.float16, tl.float8e4nv, tl.float8e5}
 _SATURATING = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
 _INTEGERS = {
     1: (torch.uint8, np.uint8),
@@ -52,9 +55,22 @@ def mend() -> None:
         else:
             tensor.__index__ = index
 
+    builder = interpreter.InterpreterBuilder
+    product = builder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return product(self, *(_wide(x) for x in (a, b)), *rest)
+
+    def _wide(x: Any) -> Any:
+        # Its products of bf16 are of the bits, as if they were whole numbers; those of float32 are numpy's.
+        if x.dtype.scalar not in _NARROW:
+            return x
+        return interpreter.TensorHandle(convert(x.data, x.dtype.scalar, tl.float32, None).view(np.float32), tl.float32)
+
+    builder.create_dot = dot
     interpreter._convert_float = convert
     interpreter._patch_lang_tensor = patched
-    _mended.extend((original, patch_tensor))
+    _mended.extend((original, patch_tensor, product))
 
 
 def run(
@@ -68,7 +84,9 @@ def run(
 
     def launch(*tensors: Any) -> None:
         read = [t if t is None or t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            # The maximum of nothing but NaN, which is one, is a warning of Python's.
+            warnings.simplefilter("ignore", RuntimeWarning)
             fn[grid](*read, *numbers, **constants)
 
     return launch

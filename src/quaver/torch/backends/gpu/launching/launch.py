@@ -26,6 +26,7 @@ from quaver.torch.internals import current_gpu, raw_stream
 
 #: What Triton calls the dtypes.
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -38,6 +39,8 @@ TYPES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
+#: Dtypes that Triton knows from Ada on; before, kernels take codes as bytes.
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Passes of a kind before they start anew: a run with ever new shapes must not grow for ever.
 MOST_KEPT = 4096
 
@@ -83,7 +86,7 @@ _recorded: list[Launch] | None = None
 
 @contextmanager
 def recording(arch: int) -> Iterator[list[Launch]]:
-    """Note what would be launched on a GPU of this architecture (89, 90, 100, 120), and launch nothing."""
+    """Note what would be launched on a GPU of this architecture (80, 86, 89, 90, 100, 120), and launch nothing."""
     global _recorded
     before = _recorded
     launches: list[Launch] = []
@@ -135,12 +138,17 @@ def launcher(
     x, y, z = (*grid, 1, 1)[:3]
     triple = (x, y, z)
     if interpreted(fn):
-        return interpreter.run(fn, triple, [None if t is None else t.dtype for t in tensors], numbers, constants)
+        return interpreter.run(fn, triple, [None if t is None else read_as(t) for t in tensors], numbers, constants)
     described = describe(fn, triple, tensors, numbers, constants, warps, fused)
     if _recorded is not None:
         _recorded.append(described)
         return lambda *_: None
     return _compiled(described, tensors, numbers)
+
+
+def read_as(x: Tensor) -> torch.dtype:
+    """What a kernel takes a tensor's elements for: triton-lang/triton#8929."""
+    return torch.uint8 if x.dtype in FP8 and device.architecture(x.device) < 89 else x.dtype
 
 
 def describe(
@@ -160,7 +168,7 @@ def describe(
         if value is None:
             signature[name], absent[name] = "constexpr", None
         elif isinstance(value, Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
+            signature[name] = "*" + TYPES[read_as(value)]
             # Single numbers may lie anywhere, and gain nothing from a known address.
             if value.numel() > 1 and aligned(value):
                 divisible.append(name)

@@ -13,11 +13,10 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.mxfp8 import mxfp8_columns, mxfp8_rows
 from quaver.kernels.quantizing.nvfp4 import nvfp4_along, nvfp4_down, rotated_amax
-from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.backends.gpu.launching.launch import workspace
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import Room, in_words, whole
-from quaver.torch.backends.gpu.quantizing.codes import DTYPES, codes_in_words, room_for_codes
+from quaver.torch.backends.gpu.quantizing.codes import DTYPES, codes_in_words, integers, room_for_codes
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
 from quaver.torch.backends.gpu.quantizing.tensorwise import measure
 from quaver.torch.backends.gpu.quantizing.ways import SMALL, Wanted, Way, without_memory
@@ -130,13 +129,14 @@ def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Launch:
         "SQUARE": spec.block[0] == 32,
         "EMAX": spec.format.emax,
         "TOP_MANTISSA": spec.format.max_mantissa,
-        "INTEGERS": architecture(x.device) == 89,
+        "INTEGERS": integers(x.device),
+        "dtype": DTYPES[spec.format.name],
     }
     if qt is None:
         constants["NEAR"] = (bm + 1) * max(x.stride(0), q_stride) < 2**31
         alone = rows, k, x.stride(0), q_stride, across(k, 32)
         return Launch(mxfp8_rows, grid, tensors[:3], alone, constants, warps)
-    constants |= {"ROWS": q is not None, "dtype": DTYPES[spec.format.name]}
+    constants["ROWS"] = q is not None
     numbers = rows, k, x.stride(0), q_stride, -(-rows // 16) * 4, across(k, 32), across(rows, 32)
     return Launch(mxfp8_columns, grid, tensors, numbers, constants, warps)
 
@@ -158,7 +158,7 @@ def by_two_levels(
         return reference.quantize(x.t() if down else x, spec, amax, None, noise)
     measured = (rotated(x, down) if spec.hadamard else measure(x)) if amax is None else None
     count = _count(noise[2], x.device) if random else None
-    key_words = (*_halves(noise[1]), *_halves(noise[0]), *_halves(noise[0] >> 32)) if random else (1,) * 6
+    key_words = (*halves(noise[1]), *halves(noise[0]), *halves(noise[0] >> 32)) if random else (1,) * 6
     q, s, factor = _nv((x,), spec, key_words, down, own=(measured if amax is None else amax, count))
     return Quantized(q[:, : -(-k // 2)], s, spec, (rows, k), tensor_factor=factor, amax=measured, swizzled=True)
 
@@ -169,7 +169,7 @@ def _count(count: Tensor | int, device: torch.device) -> Tensor:
     return torch.full((1,), count, dtype=torch.int64, device=device)
 
 
-def _halves(word: Tensor | int) -> tuple[int, int]:
+def halves(word: Tensor | int) -> tuple[int, int]:
     """The low 32 bits as `quaver.kernels.bits.philox.whole_word` takes them, so that all layers share compiled
     kernels."""
     bits = int(word) & 0xFFFFFFFF
@@ -193,7 +193,7 @@ def _nv_pass(given: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], 
         "SQUARE": spec.block[0] == 16,
         "HADAMARD": spec.hadamard,
         "STOCHASTIC": spec.rounding == "stochastic",
-        "INTEGERS": architecture(x.device) == 89,
+        "INTEGERS": integers(x.device),
     }
     numbers = (rows, columns, x.stride(0), k, -(-k // 32) * 4, across(k, 16), *key_words)
     tensors = (x, q, s, factor, top, count)

@@ -56,8 +56,14 @@ def format_constants(spec: QuantSpec, device: torch.device) -> dict[str, Any]:
         "EMAX": fmt.emax,
         "TOP_MANTISSA": fmt.max_mantissa,
         "MAX": float(fmt.max),
-        "INTEGERS": architecture(device) == 89,
+        "INTEGERS": integers(device),
     }
+
+
+def integers(device: torch.device) -> int:
+    """How kernels find codes, as `quaver.kernels.bits.numbers.encode` has it: by a cast, or on the bits."""
+    arch = architecture(device)
+    return 0 if arch > 89 else 1 if arch == 89 else 2
 
 
 def of(codes: Tensor, k: int) -> Tensor:

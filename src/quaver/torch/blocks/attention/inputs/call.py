@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.blocks.attention.inputs.layout import Ragged
-from quaver.torch.blocks.attention.inputs.masks import Mask, Window, ahead_of_query, alibi, hidden
+from quaver.torch.blocks.attention.inputs.masks import Mask, Window, ahead_of_query, alibi, hidden, runs_of_keys
 
 
 class Call(NamedTuple):
@@ -35,6 +35,10 @@ class Call(NamedTuple):
         if self.mask is not None or self.ragged is not None or not _keepable(q):
             return hidden(self.mask_type, self.mask, self.window, shape, q.device, self.ragged)
         return _by_position(self.mask_type, self.window, *shape[2:], q.device, capture.stream_of(q.device))
+
+    def runs(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """`runs_of_keys` of these, where no tensor masks; None where every query sees every key."""
+        return runs_of_keys(self.mask_type, self.window, q.shape[2], k.shape[2], q.device, self.ragged)
 
     def whole_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
         """The bias and that of ALiBi, broadcastable to [B, H, Sq, Sk]; None for neither."""

@@ -60,6 +60,41 @@ def hidden(
     return whole
 
 
+def runs_of_keys(
+    mask_type: str,
+    window: Window | None,
+    queries: int,
+    keys: int,
+    device: torch.device | str | None = None,
+    ragged: Ragged | None = None,
+) -> Tensor | None:
+    """int32 [2, Sq]: the first key that each query sees, and one past the last, where no tensor masks; None for all.
+
+    Neither falls from one query to the next; a query whose two are equal sees nothing.
+    """
+    left, right = bounds(mask_type, window)
+    bottom_right = mask_type.endswith("bottom_right")
+    if ragged is not None:
+        where, _ = ragged.positions(queries, keys, bottom_right, device)
+        sequence, _ = ragged.sequence_of_tokens(queries, keys, device)
+        ends = ragged.of_keys.to(device)
+        start, length = ends[sequence], ends.diff()[sequence]
+    elif left < 0 and right < 0:
+        return None
+    else:
+        where = torch.arange(queries, dtype=torch.int64, device=device) + (keys - queries) * bottom_right
+        start, length = torch.zeros_like(where), torch.full_like(where, keys)
+    first = start if left < 0 else start + torch.minimum((where - left).clamp(min=0), length)
+    last = start + (length if right < 0 else torch.minimum((where + right + 1).clamp(min=0), length))
+    return torch.stack((first, last)).int()
+
+
+def outside_of(runs: Tensor, keys: int) -> Tensor:
+    """`hidden` of `runs_of_keys`, [1, 1, Sq, Sk]."""
+    every = torch.arange(keys, dtype=torch.int32, device=runs.device)
+    return ((every < runs[0][:, None]) | (every >= runs[1][:, None]))[None, None]
+
+
 def ahead_of_query(
     mask_type: str,
     mask: Mask | None,

@@ -1,0 +1,95 @@
+"""Builds a cache for a card that is not there, and sees in a second process that it leaves nothing to compile."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.gpu.ahead import cache, hollow
+from benchmarks.measuring import stub_driver
+
+ROOT = Path(__file__).resolve().parents[3]
+#: In order: the rest compiles little that the gate's rows have not.
+WALKS = "rows", "benchmark", "tests"
+MARK = "benchmarks.gpu.ahead: "
+#: What Triton looks for to compile its launchers.
+COMPILERS = "gcc", "clang", "cc"
+#: What Triton's cache goes by, and what would keep it from being used.
+FOREIGN = "TRITON_INTERPRET", "TRITON_ALWAYS_COMPILE", "TRITON_STORE_BINARY_ONLY", "CC"
+
+
+def architecture(text: str) -> int:
+    """sm_90 as a number. Raises: ValueError for what is none that the stand-in knows."""
+    match = re.fullmatch(r"(?:sm_?)?(\d+)a?", text)
+    if match is None:
+        raise ValueError(f"no architecture {text!r}; write it as sm_90")
+    return int(match.group(1))
+
+
+def build(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print) -> Counter[str]:
+    """Compile all that runs on cards of these architectures into a folder; returns what was compiled and found."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cache.settle(folder)
+    counts = walked(archs, folder, say, compilers=True)
+    cache.lighten(folder)
+    say(f"{folder}: {cache.settle(folder)} kernels, {cache.size(folder) / 2**20:.0f} MiB")
+    return counts
+
+
+def check(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print) -> Counter[str]:
+    """Launch the same again in other processes, from a copy elsewhere and with no C compiler in reach."""
+    with tempfile.TemporaryDirectory() as elsewhere:
+        copy = Path(elsewhere) / "carried"
+        shutil.copytree(folder, copy)
+        cache.settle(copy)
+        return walked(archs, copy, say, compilers=False)
+
+
+def walked(archs: Sequence[int], folder: Path, say: Callable[[str], None], compilers: bool) -> Counter[str]:
+    total: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as stubs, path_without_compilers() as bare:
+        library = stub_driver.build(Path(stubs))
+        environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        environment |= library | hollow.ENVIRONMENT | {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
+        environment["PATH"] = environment["PATH"] if compilers else bare
+        for arch in archs:
+            for walk in WALKS:
+                begun = time.monotonic()
+                counts = one(walk, arch, environment)
+                total.update(counts)
+                told = ", ".join(f"{value} {name}" for name, value in counts.items()) or "nothing launched"
+                say(f"sm_{arch} {walk}: {told}; {time.monotonic() - begun:.0f} s")
+    return total
+
+
+def one(walk: str, arch: int, environment: dict[str, str]) -> Counter[str]:
+    """A walk in a process of its own. Raises: RuntimeError where it does not come to its end."""
+    command = [sys.executable, "-m", "benchmarks.gpu.ahead.walk", walk, str(arch)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if not lines:
+        raise RuntimeError(f"{walk} on sm_{arch} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
+    told = json.loads(lines[-1].removeprefix(MARK))
+    told.pop("names")
+    return Counter(told)
+
+
+@contextmanager
+def path_without_compilers() -> Iterator[str]:
+    """A PATH on which all commands are but compilers."""
+    with tempfile.TemporaryDirectory() as folder:
+        for entry in os.environ.get("PATH", "").split(os.pathsep):
+            for command in Path(entry).glob("*") if entry and Path(entry).is_dir() else ():
+                link = Path(folder) / command.name
+                if not command.name.startswith(COMPILERS) and not link.exists() and not link.is_symlink():
+                    link.symlink_to(command)
+        yield folder

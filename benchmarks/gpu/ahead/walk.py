@@ -1,0 +1,78 @@
+"""What a child process of `building` runs, in an environment of `stub_driver`: `python -m benchmarks.gpu.ahead.walk`.
+
+It launches all that the gate's rows, the benchmark or the tests marked `gpu` launch on a card of an architecture, and
+prints as JSON what Triton compiled for that and what it found in its cache.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+
+from benchmarks.gpu.ahead import counting, standin
+from benchmarks.gpu.ahead.hollow import CARD
+
+MARK = "benchmarks.gpu.ahead: "
+
+
+def rows(arch: int) -> None:
+    """The gate's, and what Triton loads before any kernel."""
+    from triton.backends.nvidia import driver
+
+    from quaver.torch.backends.gpu.launching import launch
+    from tests.kernels.cases import CASES
+    from tests.kernels.gate.record import record
+
+    standin.drive(arch)
+    driver.CudaUtils()
+    for recorded in record(CASES, arch):
+        launch._loaded(recorded.launch, 0)
+
+
+def benchmark(arch: int) -> None:
+    """Every case of every section at the sizes of a run, each step once."""
+    standin.become(arch)
+    from benchmarks.gpu.measuring.setting import Findings, Setting
+    from benchmarks.gpu.sections.registry import SECTIONS
+
+    setting = Setting(device=CARD, hollow=True)
+    for section in SECTIONS.values():
+        for case in section.cases(setting):
+            findings = Findings()
+            begun = time.perf_counter()
+            try:
+                case.measure(setting, findings)
+            except Exception as error:
+                findings.failures.append(f"{type(error).__name__}: {error}")
+            for failure in findings.failures:
+                print(f"{section.name}, {case.name}: {failure}", file=sys.stderr)
+            seconds = time.perf_counter() - begun
+            print(f"{section.name}, {case.name}: {seconds:.1f} s, {dict(counting.counts)}", file=sys.stderr)
+
+
+def tests(arch: int) -> None:
+    """Those marked `gpu`. What they assert says nothing here."""
+    import pytest
+
+    standin.become(arch)
+    torch.use_deterministic_algorithms(True)
+    options = ["-m", "gpu", "-q", "-x", "--maxfail=100000", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    pytest.main([*options, "tests/kernels", "tests/gpu", "tests/torch"])
+
+
+WALKS: dict[str, Callable[[int], None]] = {"rows": rows, "benchmark": benchmark, "tests": tests}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.ahead.walk")
+    parser.add_argument("walk", choices=WALKS)
+    parser.add_argument("arch", type=int)
+    asked = parser.parse_args()
+    counting.count()
+    WALKS[asked.walk](asked.arch)
+    print(MARK + json.dumps({**counting.counts, "names": counting.compiled}), flush=True)

@@ -1,0 +1,1 @@
+"""Attention with quantized products, tile by tile, of which no score is kept; no other GEMM."""

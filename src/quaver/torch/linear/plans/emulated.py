@@ -1,0 +1,208 @@
+"""The rows of a layer's step on a GPU that lacks its GEMMs: bf16 GEMMs multiply the values that codes would have.
+
+What native GEMMs would read is never written: a kernel rounds a matrix to the values of its codes, along its rows and
+down its columns, from one read. A bf16 GEMM takes either direction, so nothing is transposed. Backward keeps the
+input's codes and scales, as under native GEMMs, and decodes them by one launch; a kept weight keeps values, two bytes
+an element for each direction that has its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu.emulating import blocks, two_level
+from quaver.torch.backends.gpu.emulating.folding import round_two
+from quaver.torch.backends.gpu.families import LONGEST_SIDE
+from quaver.torch.backends.gpu.gemms.decoded import finished
+from quaver.torch.backends.gpu.gemms.products import fills, narrow, wide
+from quaver.torch.backends.gpu.gemms.scaled_mm import unavailable
+from quaver.torch.linear.plans.step import Multiply, Operands, Rows, Step, Weight
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
+from quaver.torch.state import kept_weights
+from quaver.torch.state.noise import fresh_count, tensor_id
+
+#: What is kept of a weight, and the form of its operands: see `step.Rows.form`.
+VALUES = "values"
+
+
+class Kernels(NamedTuple):
+    """What takes a matrix by one spec and its transpose by another, for bf16 GEMMs."""
+
+    #: (matrix, whether the transpose is kept, noise, whether the matrix and the transpose are wanted) to what
+    #: `gpu.emulating.blocks.values` gives.
+    values: Callable[..., tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]]
+    #: What is kept to values.
+    kept: Callable[[Tensor, Tensor], Tensor]
+
+
+def kernels(spec: QuantSpec | None, other: QuantSpec | None) -> Kernels | None:
+    """Those for a matrix and its transpose; None where there are none."""
+    if spec is None or other is None:
+        return None
+    if blocks.serves(spec, other):
+        return Kernels(
+            lambda x, keeps, *_: blocks.values(x, spec, keeps),
+            lambda codes, scales: blocks.kept_values(codes, scales, spec),
+        )
+    if two_level.serves(spec, other):
+        return Kernels(
+            lambda x, keeps, *rest: two_level.values(x, spec, other, keeps, *rest),
+            two_level.kept_values,
+        )
+    return None
+
+
+def why_not(recipe: Recipe, device: torch.device) -> str:
+    """Why a recipe has no such step on a device, or ""; whatever the sizes."""
+    for name, gemm in recipe.gemms.items():
+        if gemm.a is None or gemm.b is None:
+            return f"{name} is not quantized"
+        if not unavailable(gemm.a, gemm.b, device):
+            return f"the GPU has {name}'s GEMM"
+    pairs = {
+        "input": (recipe.fprop.a, recipe.wgrad.b),
+        "weight": (recipe.fprop.b, recipe.dgrad.b),
+        "grad_output": (recipe.dgrad.a, recipe.wgrad.a),
+    }
+    lacking = [f"{name} by {a} and {b}" for name, (a, b) in pairs.items() if kernels(a, b) is None]
+    return f"no kernel writes bf16 values of {', '.join(lacking)}" if lacking else ""
+
+
+def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Step | None:
+    """The step for inputs like x, or None where the general way is the only one."""
+    tokens, (n, k) = x.numel() // max(x.shape[-1], 1), weight.shape
+    sides = tokens, n, k
+    if x.numel() == 0 or any(side & 15 for side in sides) or max(sides) > LONGEST_SIDE or x.dtype is not weight.dtype:
+        return None
+    if x.dtype not in ops.DTYPES or ops.no_kernels(x) or recipe.delayed is not None or why_not(recipe, x.device):
+        return None
+    of_input, of_grad_output = (
+        kernels(recipe.fprop.a, recipe.wgrad.b),
+        kernels(recipe.dgrad.a, recipe.wgrad.a),
+    )
+    of_weight = kernels(recipe.fprop.b, recipe.dgrad.b)
+    assert of_input is not None and of_grad_output is not None and of_weight is not None
+
+    def quantized_input(x: Tensor, _: None) -> Operands:
+        along, down, kept = of_input.values(x.detach().view(-1, x.shape[-1]), True)
+        codes, scales = kept or (along if down is None else down, None)
+        return along, None, codes, scales, None
+
+    def weight_row(weight: Tensor, layer: nn.Module, _: None, forward: bool) -> tuple[kept_weights.Entry, Weight]:
+        return _weight(weight, layer, recipe, of_weight, forward)
+
+    def decoded_input(codes: Tensor, scales: Tensor | None) -> Tensor:
+        return codes if scales is None else of_input.kept(codes, scales)
+
+    return Step(
+        recipe,
+        x,
+        n,
+        Rows(
+            quantized_input,
+            _grad_output(of_grad_output),
+            weight_row,
+            None,
+            lambda *_: None,
+            _fprop(tokens, n, x.dtype),
+            _dgrad(tokens, k, x.dtype),
+            _wgrad(n, k, x.dtype, decoded_input),
+            True,
+            0,
+            form=VALUES,
+            kept_as=VALUES,
+            draws=True,
+            finish=lambda *products: _finished(products, x.dtype),
+        ),
+    )
+
+
+def _grad_output(of_grad_output: Kernels) -> Callable[[Tensor, Any], Operands]:
+    def quantized(g: Tensor, given: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
+        layer, recipe, (straight, turned, *_) = given
+        if not (straight or turned):
+            return (None,) * 5
+        g = g.detach().view(-1, g.shape[-1])
+        noise = _noise(layer, g.device) if recipe.stochastic else None
+        along, down, _ = of_grad_output.values(g, False, noise, straight, turned)
+        if noise is not None and noise.counts is not layer._buffers.get("count"):
+            _bring_back(layer, noise.counts)
+        return along, None, along if down is None else down, None, None
+
+    return quantized
+
+
+def _noise(layer: nn.Module, device: torch.device) -> two_level.Noise:
+    """What grad_output and its transpose draw from: `state.noise.draw` of both, the count not copied."""
+    count = layer._buffers.get("count")
+    count = fresh_count(layer) if count is None else count
+    straight, turned = (tensor_id(layer, operand) for operand in ("grad_output", "grad_output.T"))
+    return two_level.Noise(layer.__dict__.get("seed", 0), straight, turned, count.to(device, torch.int64))
+
+
+def _bring_back(layer: nn.Module, count: Tensor) -> None:
+    """A layer's count, from where the kernels moved it on."""
+    own = layer._buffers.get("count")
+    if own is not None:
+        own.copy_(count)
+
+
+def _weight(
+    weight: Tensor, layer: nn.Module, recipe: Recipe, of_weight: Kernels, forward: bool
+) -> tuple[kept_weights.Entry, Weight]:
+    """The weight's values, for a forward to keep, or for one backward after they were dropped."""
+    spec, other = recipe.fprop.b, recipe.dgrad.b
+    assert spec is not None and other is not None
+    entry = kept_weights.lookup(layer, VALUES, weight, spec, 0.0, forward)
+    q = None if entry is None else entry.quantized
+    if entry is None or q is None or (q.twin or q).spec != other:
+        window = kept_weights.begin(layer, weight, forward)
+        along, down, _ = of_weight.values(weight.detach(), False)
+        assert along is not None
+        # Values in the place of codes: what a stream writes and keeps is known by an operand's tensors.
+        q = Quantized(along, 1.0, spec, (along.shape[0], along.shape[1]))
+        q.twin = None if down is None else Quantized(down, 1.0, other, (down.shape[0], down.shape[1]))
+        entry = kept_weights.keep(layer, VALUES, weight, spec, 0.0, q, window) or kept_weights.Entry(q)
+    entry.ready = Weight(q.data.t(), None, (q.twin or q).data, None, None, recipe, VALUES)
+    return entry, entry.ready
+
+
+def _fprop(m: int, n: int, dtype: torch.dtype) -> Multiply:
+    direct = dtype is torch.bfloat16 and fills(m, n)
+
+    def multiply(x: Tensor, _: None, w: Tensor, __: None, bias: Tensor | None) -> Tensor:
+        if direct and (bias is None or bias.dtype is dtype):
+            return narrow(x, w, bias)
+        return finished(wide(x, w), dtype, bias)
+
+    return multiply
+
+
+def _dgrad(m: int, n: int, dtype: torch.dtype) -> Multiply:
+    direct = dtype is torch.bfloat16 and fills(m, n)
+
+    def multiply(g: Tensor, _: Any, w: Tensor, __: Any, ___: Tensor | None) -> Tensor:
+        return narrow(g, w, None) if direct else wide(g, w)
+
+    return multiply
+
+
+def _wgrad(m: int, n: int, dtype: torch.dtype, decoded: Callable[[Tensor, Tensor | None], Tensor]) -> Multiply:
+    of_dgrad = _dgrad(m, n, dtype)
+
+    def multiply(g: Tensor, _: Any, x: Tensor, of_x: Any, ___: Tensor | None) -> Tensor:
+        return of_dgrad(g.t(), None, decoded(x, of_x), None, None)
+
+    return multiply
+
+
+def _finished(products: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """dgrad's product and wgrad's, in dtype: by one launch where both are in float32 yet."""
+    a, b = products
+    if a is not None and b is not None and a.dtype is b.dtype is torch.float32 is not dtype:
+        return round_two(a, b, dtype)
+    return tuple(None if y is None else y.to(dtype) for y in products)

@@ -1,0 +1,88 @@
+"""A card that is not there: what it launches at real sizes, and a cache of kernels that can be carried elsewhere."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.ahead import building, cache, hollow
+from benchmarks.measuring import stub_driver
+
+ROOT = Path(__file__).parents[2]
+#: A step of a layer of 8192 tokens, forward and backward, in a process that passes for one on an H200.
+STEP = """
+import json, resource
+from benchmarks.gpu.ahead import counting, standin
+counting.count()
+standin.become(90)
+import torch
+import quaver.torch as qt
+
+layer = qt.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16, recipe="delayed")
+x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+assert x.is_cuda and str(x.device) == "cuda:0" and torch.cuda.get_device_name() == "NVIDIA H200"
+for _ in range(3):
+    y = layer(x)
+    y.backward(torch.empty_like(y))
+assert x.grad.shape == x.shape and layer.weight.grad.shape == (4096, 4096)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps({**counting.counts, "megabytes": peak}))
+"""
+
+
+@pytest.mark.skipif(stub_driver.compiler() is None, reason="needs a C compiler")
+def test_a_carried_cache_leaves_nothing_to_compile_and_needs_no_compiler(tmp_path: Path) -> None:
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    built, carried = tmp_path / "built", tmp_path / "carried"
+    environment = {name: value for name, value in os.environ.items() if name not in building.FOREIGN}
+    environment |= stub_driver.build(stub) | hollow.ENVIRONMENT | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+
+    def step(folder: Path, **others: str) -> dict[str, float]:
+        done = subprocess.run(
+            [sys.executable, "-c", STEP],
+            env={**environment, "TRITON_CACHE_DIR": str(folder), **others},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        told: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return told
+
+    first = step(built)
+    # The cast of each tensor with a factor, for both operands, and without one, with its amax before it; and the roll.
+    assert first["kernels compiled"] >= 4 and first["launchers compiled"] >= 3
+    assert first["megabytes"] < 1200, "pages of real sizes were written"
+    cache.lighten(built)
+    shutil.move(built, carried)
+    assert cache.settle(carried) == first["kernels compiled"]
+    with building.path_without_compilers() as bare:
+        second = step(carried, PATH=bare)
+    assert "kernels compiled" not in second and "launchers compiled" not in second
+    assert second["kernels found"] == first["kernels compiled"]
+
+
+def test_a_list_of_files_is_written_anew_where_it_lies(tmp_path: Path) -> None:
+    place = tmp_path / "kernel"
+    place.mkdir()
+    (place / "cast.json").write_text("{}")
+    group = place / "__grp__cast.json"
+    before = {name: f"/elsewhere/{name}" for name in ("cast.json", "cast.ptx")}
+    group.write_text(json.dumps({"child_paths": before}))
+    assert cache.settle(tmp_path) == 1
+    assert json.loads(group.read_text()) == {"child_paths": {"cast.json": str(place / "cast.json")}}
+    assert [path.name for path in place.iterdir() if path != group] == ["cast.json"]
+
+
+def test_an_architecture_is_written_as_compilers_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [building.architecture(text) for text in ("sm_90", "90", "sm_100a")] == [90, 90, 100]
+    assert main(["--compile", "hopper", "--cache", "folder"]) == 2
+    assert "no architecture 'hopper'; write it as sm_90" in capsys.readouterr().err
+    assert main(["--compile", "sm_90"]) == 2
+    assert "--cache DIR" in capsys.readouterr().err

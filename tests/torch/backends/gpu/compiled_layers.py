@@ -1,0 +1,87 @@
+"""Every launch of a layer's step, compiled: `python -m tests.torch.backends.gpu.compiled_layers --arch 80`.
+
+A CPU passes for a GPU of the architecture (`pretend`); kernels are recorded and not run, so that operands hold nothing.
+Prints JSON: by recipe the kernels that its step launches, and what does not compile, with the compiler's sentence.
+"""
+
+import argparse
+import json
+import os
+import sys
+
+# Decided when a kernel is defined.
+os.environ.pop("TRITON_INTERPRET", None)
+
+import pytest
+import torch
+from torch import nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.backends.gpu.gemms import scaled_mm
+from quaver.torch.backends.gpu.launching.launch import Launch, recording
+from tests.kernels.gate.machine_code import compiled
+from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+RECIPES = [name for name, build in recipes.RECIPES.items() if build().quantizes]
+
+
+def linear(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
+    return qt.Linear(256, 128, dtype=dtype), torch.randn(256, 256, dtype=dtype)
+
+
+def transformer_layer(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
+    options = {"groups": 2, "bias": False, "activation": "swiglu", "normalization": "RMSNorm", "mask_type": "causal"}
+    layer = qt.TransformerLayer(256, 4, 384, rope=qt.RotaryEmbedding(64), dtype=dtype, **options)
+    return layer, torch.randn(1, 128, 256, dtype=dtype)
+
+
+LAYERS = {"Linear": linear, "TransformerLayer": transformer_layer}
+
+
+def recorded(arch: int, recipe: str, layer: str, dtype: torch.dtype, attention: bool = False) -> list[Launch]:
+    """What one step launches on sm_`arch`, forward and backward, each kernel once."""
+    module, x = LAYERS[layer](dtype)
+    in_force = recipes.get(recipe, attention=True) if attention else recipes.get(recipe)
+    with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
+        become(arch, patch)
+        # Nothing was computed that a probe could compare.
+        patch.setattr(scaled_mm, "_probe", lambda *_: "")
+        with recording(arch) as launches, qt.autocast(in_force):
+            y = module(x.requires_grad_())
+            y.backward(torch.ones_like(y))
+    return list({launch.kernel: launch for launch in launches}.values())
+
+
+def failures(launches: list[Launch], arch: int) -> dict[str, str]:
+    """By kernel, what the compiler says of those that it refuses for sm_`arch`."""
+    refused = {}
+    for launch in launches:
+        try:
+            compiled(launch, arch)
+        except Exception as error:
+            # Whatever a compiler dies of.
+            refused[launch.fn.__name__] = f"{type(error).__name__}: {error}"
+    return refused
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.torch.backends.gpu.compiled_layers", description=__doc__)
+    parser.add_argument("--arch", type=int, required=True, help="what the launches are for")
+    parser.add_argument("--target", type=int, help="what they are compiled for, if not that")
+    parser.add_argument("--layer", default="Linear", choices=LAYERS)
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--attention", action="store_true", help="in eight bits too")
+    parser.add_argument("--recipes", nargs="*", default=RECIPES)
+    asked = parser.parse_args(arguments)
+    said = {}
+    for recipe in asked.recipes:
+        launches = recorded(asked.arch, recipe, asked.layer, DTYPES[asked.dtype], asked.attention)
+        names = sorted({launch.fn.__name__ for launch in launches})
+        said[recipe] = {"kernels": names, "refused": failures(launches, asked.target or asked.arch)}
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
