@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quaver import E2M1, E2M3, E4M3, E5M2, QuantSpec, recipes
 from quaver.core.spec import Recipe
-from quaver.torch.backends.gpu import families
+from quaver.torch.backends.gpu import attention, families
 from quaver.torch.backends.gpu.emulating import blocks as emulated_blocks
 from quaver.torch.backends.gpu.emulating import folding, two_level
 from quaver.torch.backends.gpu.fused import activation, column_sums, cross_entropy, norm, rope
@@ -22,7 +22,7 @@ from quaver.torch.backends.gpu.gemms import decoding
 from quaver.torch.backends.gpu.launching.passes import Launch
 from quaver.torch.backends.gpu.quantizing import block_scaled
 from quaver.torch.backends.gpu.quantizing.ways import Wanted, shared_launches
-from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.state.history import on_gpu
 
 ROWS, COLUMNS = 8192, 4096
@@ -510,6 +510,44 @@ def _emulated() -> list[Case]:
     ]
 
 
+def _attention() -> list[Case]:
+    batch, heads, groups, tokens = 2, 32, 8, 4096
+
+    def operand(number: int, rows: int, k: int, spec: QuantSpec) -> attention.Operand:
+        data = torch.empty(batch, number, rows, k, dtype=FLOAT8[spec.format.name], device="meta")
+        dtype = torch.uint8 if spec.scale == "e8m0" else FLOAT32
+        return data, torch.empty(batch, number, *spec.blocks(rows, k), dtype=dtype, device="meta")
+
+    def launch(name: str, back: bool, features: int = 128, **where: bool) -> Callable[[], object]:
+        spec = recipes.get(name, attention=True).attention
+        assert spec is not None
+        one, other = spec.input, spec.grad_output
+        sides = [(heads, tokens, features), (groups, tokens, features)]
+        (q, k), v = (operand(*side, one) for side in sides), operand(*sides[1], one)
+        numbers = {} if one.transposable else {"qt": heads, "kt": groups, "vt": groups}
+        turned = {name: operand(number, features, tokens, one) for name, number in numbers.items()}
+        do = operand(*sides[0], other) if back else None
+        dot = operand(heads, features, tokens, other) if back and not other.transposable else None
+        operands = attention.Operands(q, k, v, do, dot=dot, **turned)
+        runs = torch.empty(2, tokens, dtype=torch.int32, device="meta") if where.get("runs", True) else None
+        hidden = torch.empty(batch, 1, tokens, tokens, dtype=torch.bool, device="meta") if where.get("mask") else None
+        if not back:
+            return lambda: attention.forward(operands, runs, hidden, None, spec, 0.125, BF16)
+        total = torch.empty(batch, heads, tokens, dtype=torch.float64, device="meta")
+        return lambda: attention.backward(operands, runs, hidden, total, spec, 0.125, BF16)
+
+    few = {
+        "local memory": "128 features a head: registers do not suffice up to sm_89, where codes are made of bits",
+        "shared bytes": "one byte a thread on sm_100, of no tile",
+        "wide loads": "each row of codes has a scale beside it, and each query its run of keys, its sum and its Δ",
+        "wide stores": "what only finds Δ writes two numbers a query",
+    }
+    return [
+        Case(name="attention by heads", launch=launch("tensorwise", False), exceptions=few),
+        Case(name="attention by heads back", launch=launch("tensorwise", True), exceptions=few),
+    ]
+
+
 #: Helper kernels first: what another row launches on the way is theirs.
 CASES: list[Case] = [
     *_per_tensor(),
@@ -519,4 +557,5 @@ CASES: list[Case] = [
     *_decoded(),
     *_emulated(),
     *_of_a_step(),
+    *_attention(),
 ]
