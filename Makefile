@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CHECKED := tests/contracts/test_layering.py tests/contracts/test_bits.py tests/torch/linear/test_linear.py
 
-.PHONY: demo check test slow test-lowering test-gpu-ready test-gpu accept accept-attention bench bench-gpu
+.PHONY: demo check test slow test-lowering test-gpu-ready test-gpu test-versions accept accept-attention bench bench-gpu
 .PHONY: lint format clean
 
 # Kernels that were compiled beforehand, and for which cards: of the machine that will have the card, Python, torch and
@@ -51,7 +51,11 @@ test-gpu-ready: $(VENV)/.dev
 test-gpu:
 	$(PYTHON) -m benchmarks.gpu.ahead.cache $(CACHE)
 	TRITON_CACHE_DIR=$(CACHE) PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 8 --dist worksteal --maxfail 40 \
-		tests/gpu tests/kernels tests/torch
+		tests/gpu tests/kernels tests/torch/blocks/attention/implementations tests/torch/backends/gpu/gemms
+
+## Pairs of versions of torch and triton, each in processes that have them, as far as a machine without a GPU goes.
+test-versions: $(VENV)/.dev
+	PYTHONPATH=src $(BIN)/python -m tests.versions
 
 ## Train every recipe and a control on three seeds, and check the differences from bf16 (about an hour).
 accept: $(VENV)/.dev

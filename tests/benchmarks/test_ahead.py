@@ -14,6 +14,8 @@ from benchmarks.gpu.ahead import building, cache, hollow
 from benchmarks.measuring import stub_driver
 
 ROOT = Path(__file__).parents[2]
+#: Files that only speak of the marker.
+SELF = ("test_ahead.py", "test_machines.py")
 #: A step of a layer of 8192 tokens, forward and backward, in a process that passes for one on an H200.
 STEP = """
 import json, resource
@@ -78,6 +80,16 @@ def test_a_list_of_files_is_written_anew_where_it_lies(tmp_path: Path) -> None:
     assert cache.settle(tmp_path) == 1
     assert json.loads(group.read_text()) == {"child_paths": {"cast.json": str(place / "cast.json")}}
     assert [path.name for path in place.iterdir() if path != group] == ["cast.json"]
+
+
+def test_all_files_of_gpu_tests_are_walked_and_run_by_the_makefile() -> None:
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    homes = building.TESTS
+    lost = [
+        path for path in marked if not path.relative_to(ROOT).as_posix().startswith(homes) and path.name not in SELF
+    ]
+    assert marked and not lost
+    assert " ".join(homes) in (ROOT / "Makefile").read_text()
 
 
 def test_an_architecture_is_written_as_compilers_do(capsys: pytest.CaptureFixture[str]) -> None:

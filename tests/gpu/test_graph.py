@@ -1,6 +1,7 @@
 """On a card: a captured training step is the eager one, step by step and bit by bit."""
 
 import copy
+import os
 import threading
 
 import numpy as np
@@ -15,7 +16,8 @@ from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.learner import TorchLearner
 
 pytestmark = pytest.mark.gpu
-STEPS = 8
+#: A walk over what is launched takes fewer (`benchmarks.gpu.ahead.walk`).
+STEPS = int(os.environ.get("QUAVER_TEST_STEPS", "8"))
 
 
 def batches(count: int = STEPS, accumulate: int = 2) -> np.ndarray:

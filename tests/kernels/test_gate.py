@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.kernels.cases import CASES
-from tests.kernels.gate import ceilings
+from tests.kernels.gate import ceilings, floors
 from tests.kernels.gate.best import BEHIND, BEST
 from tests.kernels.gate.ceilings import Ceilings
 from tests.kernels.gate.check import Checked, failures, in_turn
@@ -66,6 +66,13 @@ def test_each_rule_fires_on_a_kernel_that_breaks_it() -> None:
         assert broken["holds too much"][arch] == ["local memory"]
         assert broken["strides of 1023"][arch] == ["wide loads", "wide stores"]
         assert broken["strides of 1024"][arch] == []
+        assert "sectors loaded" in broken["half of a sector read"][arch]
+        assert broken["half of a sector written"][arch] == ["sectors loaded", "sectors stored"]
+        # Before Hopper codes are rounded on their bits, which takes many registers.
+        assert ("overlap" in broken["one program"][arch]) == (arch == "90")
+        assert broken["goes round"][arch] == ["trips"]
+        # Instructions are held to the copy rate of an H200, and of no other card.
+        assert broken["grinds"][arch] == (["instructions"] if arch == "90" else [])
     # Later versions of Triton may cast directly.
     if said["triton"].startswith("3.6."):
         assert broken["casts"] == {"89": ["rounding"], "90": []}
@@ -131,6 +138,30 @@ def test_more_instructions_than_were_reached_before_fail(monkeypatch: pytest.Mon
     (said,) = wrong(ROW, rows, 90)
     assert "move its row" in said
     assert not set(BEST) & set(BEHIND)
+
+
+def test_fewer_programs_side_by_side_than_the_table_has_fail() -> None:
+    (said,) = wrong(ROW | {"programs": 2}, table(programs=3))
+    assert "programs 2, the table has 3" in said
+    assert wrong(ROW | {"programs": 4}, table(programs=3)) == []
+
+
+def test_the_page_has_the_floors_of_every_kernel() -> None:
+    page = floors.PAGE.read_text(encoding="utf-8")
+    assert floors.filled(page) == page, "run python -m tests.kernels.gate.floors"
+
+
+def test_kernels_that_no_h200_can_run_at_its_copy_rate_are_few_and_have_a_reason() -> None:
+    slow = {
+        name.partition(":")[0]
+        for name, row in ceilings.load().rows.items()
+        if floors.counted(row)
+        and row["sm_90"]["bytes"] >= floors.SMALL
+        and floors.share(row["sm_90"]["a_byte"], "H200") < 1
+    }
+    assert slow <= {case.name for case in CASES if "instructions" in case.exceptions}
+    # Five, and seven of those that stand for GEMMs.
+    assert len(slow) <= 12
 
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter as tritons
 
 from quaver import E2M1, QuantSpec
-from quaver.torch.backends.gpu.launching import interpreter
+from quaver.torch.backends.gpu.launching import interpreter, launch
 from quaver.torch.backends.gpu.quantizing.block_scaled import by_two_levels
 from quaver.torch.numerics import reference
 
@@ -137,3 +138,27 @@ def test_the_language_is_searched_once_a_launch_and_is_itself_again_after_it(mon
         assert tl.core.is_builtin(tl.load)
     # The measurement of the largest magnitude, and the quantization.
     assert launches == [2, 4] and len(searched) <= 5 * launches[-1]
+
+
+@triton.jit
+def product(a, b, out):
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_products_of_narrow_numbers_are_theirs(dtype: torch.dtype) -> None:
+    a, b = (torch.randn(16, 16).to(dtype) for _ in range(2))
+    out = torch.empty(16, 16)
+    launch.launcher(product, (1,), (a, b, out))(a, b, out)
+    exact = a.double() @ b.double()
+    assert (out.double() - exact).norm() < 1e-6 * exact.norm()
+
+
+@pytest.mark.usefixtures("mended")
+def test_unmended_it_multiplies_the_bits_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once this fails, `interpreter.mend` may leave products alone."""
+    monkeypatch.setattr(tritons.InterpreterBuilder, "create_dot", interpreter._mended[2])
+    a, out = torch.eye(16, dtype=torch.bfloat16), torch.empty(16, 16)
+    launch.launcher(product, (1,), (a, a, out))(a, a, out)
+    assert not torch.equal(out, torch.eye(16))

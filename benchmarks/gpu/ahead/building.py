@@ -10,16 +10,22 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 
 from benchmarks.gpu.ahead import cache, hollow
 from benchmarks.measuring import stub_driver
 
 ROOT = Path(__file__).resolve().parents[3]
+#: Where tests marked `gpu` are; the Makefile's target has them too.
+TESTS = ("tests/gpu", "tests/kernels", "tests/torch/blocks/attention/implementations", "tests/torch/backends/gpu/gemms")
 #: In order: the rest compiles little that the gate's rows have not.
 WALKS = "rows", "benchmark", "tests"
 MARK = "benchmarks.gpu.ahead: "
+#: Walks at a time, where the order allows it.
+PROCESSES = 2
 #: What Triton looks for to compile its launchers.
 COMPILERS = "gcc", "clang", "cc"
 #: What Triton's cache goes by, and what would keep it from being used.
@@ -61,19 +67,23 @@ def walked(archs: Sequence[int], folder: Path, say: Callable[[str], None], compi
         environment |= library | hollow.ENVIRONMENT | {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
         environment["PATH"] = environment["PATH"] if compilers else bare
-        for arch in archs:
-            for walk in WALKS:
-                begun = time.monotonic()
-                counts = one(walk, arch, environment)
-                total.update(counts)
-                told = ", ".join(f"{value} {name}" for name, value in counts.items()) or "nothing launched"
-                say(f"sm_{arch} {walk}: {told}; {time.monotonic() - begun:.0f} s")
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            for arch in archs:
+                # What the rows launch is most of it: compiled once, not by two processes at once.
+                for walks in (WALKS[:1], WALKS[1:]):
+                    begun = time.monotonic()
+                    for walk, counts in zip(
+                        walks, pool.map(one, walks, repeat(arch), repeat(environment)), strict=True
+                    ):
+                        total.update(counts)
+                        told = ", ".join(f"{value} {name}" for name, value in counts.items()) or "nothing launched"
+                        say(f"sm_{arch} {walk}: {told}; {time.monotonic() - begun:.0f} s")
     return total
 
 
 def one(walk: str, arch: int, environment: dict[str, str]) -> Counter[str]:
     """A walk in a process of its own. Raises: RuntimeError where it does not come to its end."""
-    command = [sys.executable, "-m", "benchmarks.gpu.ahead.walk", walk, str(arch)]
+    command = [sys.executable, "-m", "benchmarks.gpu.ahead.walk", walk, str(arch), *TESTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:

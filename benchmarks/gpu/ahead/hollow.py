@@ -58,6 +58,11 @@ def filled(value: Any) -> Any:
 class Hollow(TorchDispatchMode):
     """While entered, operations on large tensors give zeros."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        #: What calls that are alike return, on meta.
+        self.shapes: dict[Any, Any] = {}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -79,11 +84,20 @@ class Hollow(TorchDispatchMode):
             written = [a for a, of in zip(args, schema.arguments, strict=False) if changes(of)]
             written += [kwargs[of.name] for of in schema.arguments if changes(of) and of.name in kwargs]
             return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
+        key = (func, *(told(leaf) for leaf in tree_leaves((args, kwargs))))
         try:
-            result = func(*tree_map(meta, args), **tree_map(meta, kwargs))
+            if key not in self.shapes:
+                self.shapes[key] = func(*tree_map(meta, args), **tree_map(meta, kwargs))
         except NotImplementedError:
             return func(*args, **kwargs)
-        return tree_map(filled, result)
+        return tree_map(filled, self.shapes[key])
+
+
+def told(value: Any) -> Any:
+    """What of an argument the shapes of results follow from."""
+    if isinstance(value, Tensor):
+        return (*value.shape, "by", *value.stride(), value.dtype)
+    return value if isinstance(value, int | float | str | torch.dtype) else repr(value)
 
 
 def changes(argument: Any) -> bool:

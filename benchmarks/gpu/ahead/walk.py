@@ -21,7 +21,7 @@ from benchmarks.gpu.ahead.hollow import CARD
 MARK = "benchmarks.gpu.ahead: "
 
 
-def rows(arch: int) -> None:
+def rows(arch: int, _: list[str]) -> None:
     """The gate's, and what Triton loads before any kernel."""
     from triton.backends.nvidia import driver
 
@@ -35,7 +35,7 @@ def rows(arch: int) -> None:
         launch._loaded(recorded.launch, 0)
 
 
-def benchmark(arch: int) -> None:
+def benchmark(arch: int, _: list[str]) -> None:
     """Every case of every section at the sizes of a run, each step once."""
     standin.become(arch)
     from benchmarks.gpu.measuring.setting import Findings, Setting
@@ -56,23 +56,43 @@ def benchmark(arch: int) -> None:
             print(f"{section.name}, {case.name}: {seconds:.1f} s, {dict(counting.counts)}", file=sys.stderr)
 
 
-def tests(arch: int) -> None:
-    """Those marked `gpu`. What they assert says nothing here."""
+def tests(arch: int, paths: list[str]) -> None:
+    """Those marked `gpu` there. What they assert says nothing here."""
     import pytest
 
+    # As many as delayed scaling takes to come to its usual step.
+    os.environ["QUAVER_TEST_STEPS"] = "3"
     standin.become(arch)
     torch.use_deterministic_algorithms(True)
-    options = ["-m", "gpu", "-q", "-x", "--maxfail=100000", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    pytest.main([*options, "tests/kernels", "tests/gpu", "tests/torch"])
+    options = ["-m", "gpu", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    pytest.main([*options, "--continue-on-collection-errors", *paths])
 
 
-WALKS: dict[str, Callable[[int], None]] = {"rows": rows, "benchmark": benchmark, "tests": tests}
+def layer(arch: int, _: list[str]) -> None:
+    """A Llama layer, forward and backward, under each recipe whose GEMMs Hopper has: short, for versions of Triton."""
+    standin.become(arch)
+    from benchmarks.gpu.measuring.setting import Findings, Setting
+    from benchmarks.gpu.sections.layers.layer import eager
+
+    findings = Findings()
+    eager(Setting(device=CARD, hollow=True), findings)
+    if findings.failures:
+        raise RuntimeError("; ".join(findings.failures))
+
+
+WALKS: dict[str, Callable[[int, list[str]], None]] = {
+    "rows": rows,
+    "benchmark": benchmark,
+    "tests": tests,
+    "layer": layer,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.ahead.walk")
     parser.add_argument("walk", choices=WALKS)
     parser.add_argument("arch", type=int)
+    parser.add_argument("paths", nargs="*", help="of tests")
     asked = parser.parse_args()
     counting.count()
-    WALKS[asked.walk](asked.arch)
+    WALKS[asked.walk](asked.arch, asked.paths)
     print(MARK + json.dumps({**counting.counts, "names": counting.compiled}), flush=True)

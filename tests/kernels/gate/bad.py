@@ -14,8 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quaver.kernels.quantizing.amax import amax
 from quaver.torch.backends.gpu.launching.launch import Launch, describe
+from tests.kernels.cases import Case
 from tests.kernels.gate.machine_code import compiled, read
+from tests.kernels.gate.record import Recorded
 from tests.kernels.gate.rules import RULES
 
 ARCHITECTURES = 89, 90
@@ -63,15 +66,42 @@ def copies(x, out, stride, BM: tl.constexpr, BN: tl.constexpr):
     tl.store(out + at, tl.load(x + at))
 
 
-def data(dtype: torch.dtype) -> Tensor:
-    return torch.empty(1024, 1024, dtype=dtype, device="meta")
+@triton.jit
+def turns(x, out, stride, out_stride, BM: tl.constexpr, BN: tl.constexpr):
+    """A transpose of so large a block that one program's takes more than half of the shared memory."""
+    r, c = tl.arange(0, BM), tl.arange(0, BN)
+    v = tl.load(x + r[:, None] * stride + c[None, :])
+    tl.store(out + c[:, None] * out_stride + r[None, :], tl.trans(v))
+
+
+@triton.jit
+def grinds(x, out, ROUNDS: tl.constexpr, N: tl.constexpr):
+    """More arithmetic than memory has time for."""
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    v = tl.load(x + at)
+    for _ in tl.static_range(ROUNDS):
+        v = v * v - 1.0
+    tl.store(out + at, v)
+
+
+@triton.jit
+def goes_round(x, out, rounds, N: tl.constexpr):
+    """A loop, whose row does not say how often it goes round."""
+    for i in range(rounds):
+        at = (tl.program_id(0) * rounds + i) * N + tl.arange(0, N)
+        tl.store(out + at, tl.load(x + at) + 1.0)
+
+
+def data(dtype: torch.dtype, side: int = 512) -> Tensor:
+    return torch.empty(side, side, dtype=dtype, device="meta")
 
 
 def launches() -> dict[str, Launch]:
     """By name."""
     one, codes, bf16, float32 = (1, 1, 1), data(torch.uint8), data(torch.bfloat16), data(torch.float32)
     block = {"BM": 64, "BN": 64}
-    fp8 = data(torch.float8_e5m2)
+    fp8, words, wide = data(torch.float8_e5m2), data(torch.int32), data(torch.float32, 2048)
+    narrow = {"BM": 2048, "BN": 8}
     return {
         "turns bytes": describe(turns_bytes, one, (codes, codes), (1024, 1024), block, 4),
         "clamps": describe(clamps, one, (float32, fp8), (1024, 1024), block, 4),
@@ -79,14 +109,23 @@ def launches() -> dict[str, Launch]:
         "casts": describe(casts, one, (float32, data(torch.float8_e4m3fn)), (), {"N": 2048}, 4),
         "strides of 1023": describe(copies, one, (bf16, bf16), (1023,), block, 4),
         "strides of 1024": describe(copies, one, (bf16, bf16), (1024,), block, 4),
+        # Of each sector of 32 bytes a program reads a half, or writes one.
+        "half of a sector read": describe(
+            amax, one, (bf16, float32, words), (8192, 4096, 4096, 1), {**narrow, "EVEN": True, "TALL": False}, 4
+        ),
+        "half of a sector written": describe(copies, one, (bf16, bf16), (1024,), narrow, 4),
+        "one program": describe(turns, one, (float32, float32), (1024, 1024), {"BM": 128, "BN": 256}, 8),
+        "grinds": describe(grinds, (4096, 1, 1), (wide, wide), (), {"ROUNDS": 64, "N": 1024}, 4),
+        "goes round": describe(goes_round, (64, 1, 1), (wide, wide), (64,), {"N": 1024}, 4),
     }
 
 
 def broken(named: dict[str, Launch], arch: int) -> dict[str, list[str]]:
     """By the name of a launch, the rules that it breaks."""
+    row = Case(name="planted", launch=lambda: None)
     codes = read([compiled(launch, arch) for launch in named.values()], arch)
     return {
-        name: [rule for rule, offence in RULES.items() if offence(code, launch)]
+        name: [rule for rule, offence in RULES.items() if offence(code, Recorded(row, name, launch))]
         for (name, launch), code in zip(named.items(), codes, strict=True)
     }
 

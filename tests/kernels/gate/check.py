@@ -49,7 +49,7 @@ def broken_rules(recorded: Recorded, code: Code) -> list[str]:
     unknown = set(recorded.case.exceptions) - set(RULES)
     if unknown:
         return [f"its row excepts {', '.join(sorted(unknown))}; the rules are {', '.join(RULES)}"]
-    said = {name: rule(code, recorded.launch) for name, rule in RULES.items() if name not in recorded.case.exceptions}
+    said = {name: rule(code, recorded) for name, rule in RULES.items() if name not in recorded.case.exceptions}
     return [f"{name}: {what}" for name, what in said.items() if what]
 
 

@@ -9,11 +9,11 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from functools import cache
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
 from quaver.torch.backends.gpu.launching.launch import Launch
+from tests.kernels.gate import flow, layouts
+from tests.kernels.gate.flow import Block, Instruction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 #: Raised when what is read changes: kept figures of other readers are not believed.
-READER = 3
+READER = 6
 #: Bytes of an instruction.
 WIDTH = 16
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 USAGE = re.compile(r"REG:(\d+)\s+STACK:(\d+)\s+SHARED:\d+\s+LOCAL:(\d+)")
 #: Eight-bit data that threads exchange, in Triton's own language.
 EXCHANGED_BYTES = re.compile(r"ttg\.convert_layout [^:\n]*: tensor<[^>]*x(?:i8|f8\w*), ")
@@ -40,6 +41,7 @@ LOADS, STORES, SHARED_LOADS, LOCAL = ("LDG", "LD", "LDGSTS"), ("STG", "ST"), ("L
 class Code:
     """What was read from the machine code of one kernel for one architecture; access widths are counted by bytes."""
 
+    arch: int
     registers: int
     #: Bytes of a thread in local memory: stack frames and spills.
     stack: int
@@ -58,6 +60,11 @@ class Code:
     passing_nan: int
     #: Changes of eight-bit data from the threads that made them to others.
     exchanged_bytes: int
+    #: By the bytes that lie side by side in a warp's access, all bytes so loaded and so stored (`layouts.runs`).
+    load_runs: dict[int, int]
+    store_runs: dict[int, int]
+    #: The way of a program through the instructions (`flow.blocks`).
+    way: tuple[Block, ...]
 
 
 def compiled(launch: Launch, arch: int) -> Any:
@@ -71,21 +78,26 @@ def read(kernels: Sequence[Any], arch: int) -> list[Code]:
     fresh = [(kernel, place) for kernel, place in zip(kernels, places, strict=True) if not place.get_file("code.json")]
     listings = _listings([kernel.asm["cubin"] for kernel, _ in fresh], arch)
     for (kernel, place), listing in zip(fresh, listings, strict=True):
-        place.put(json.dumps(_read(kernel, listing)), "code.json", binary=False)
+        place.put(json.dumps(_read(kernel, listing, arch)), "code.json", binary=False)
     return [_code(json.loads(Path(place.get_file("code.json")).read_text())) for place in places]
 
 
 def _code(kept: dict[str, Any]) -> Code:
     widths = {name: {int(w): n for w, n in value.items()} for name, value in kept.items() if isinstance(value, dict)}
-    return Code(**{**kept, **widths})
+    way = tuple(Block(count, moved, tuple(loops), tuple(after)) for count, moved, loops, after in kept["way"])
+    return Code(**{**kept, **widths, "way": way})
 
 
-def _read(kernel: Any, instructions: Counter[str]) -> dict[str, Any]:
+def _read(kernel: Any, code: Sequence[Instruction], arch: int) -> dict[str, Any]:
+    instructions = Counter(at.name for at in code)
+    loaded, stored = layouts.runs(kernel.asm["ttgir"])
+    moved = [sum(width * n for width, n in _widths({at.name: 1}, LOADS + STORES).items()) for at in code]
     said = _usage(kernel.asm["cubin"])
     usage = USAGE.search(said)
     assert usage is not None, f"cuobjdump says nothing of the registers:\n{said[:500]}"
     registers, stack, local = map(int, usage.groups())
     return {
+        "arch": arch,
         "registers": registers,
         "stack": stack + local,
         "shared": kernel.metadata.shared,
@@ -97,6 +109,9 @@ def _read(kernel: Any, instructions: Counter[str]) -> dict[str, Any]:
         "truncating": kernel.asm["ptx"].count("cvt.rz.f16.f32"),
         "passing_nan": len(re.findall(r"\b(?:max|min)\.NaN\b", kernel.asm["ptx"])),
         "exchanged_bytes": len(EXCHANGED_BYTES.findall(kernel.asm["ttgir"])),
+        "load_runs": loaded,
+        "store_runs": stored,
+        "way": [astuple(block) for block in flow.blocks(code, moved)],
     }
 
 
@@ -110,8 +125,8 @@ def _usage(cubin: bytes) -> str:
     return done.stdout + done.stderr
 
 
-def _listings(cubins: Sequence[bytes], arch: int) -> list[Counter[str]]:
-    """How often each instruction occurs in each of these, by one nvdisasm: starting it takes as long as 40 kernels."""
+def _listings(cubins: Sequence[bytes], arch: int) -> list[list[Instruction]]:
+    """The instructions of each of these, by one nvdisasm: starting it takes as long as 40 kernels."""
     if not cubins:
         return []
     texts = [_instructions(cubin) for cubin in cubins]
@@ -121,10 +136,10 @@ def _listings(cubins: Sequence[bytes], arch: int) -> list[Counter[str]]:
         # Triton's targets from Hopper on are those that run on no later architecture. Nobody reads the flow of data.
         command = [TOOLS / "nvdisasm", "-ndf", "-b", f"SM{arch}{'a' * (arch >= 90)}", file.name]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    names = INSTRUCTION.findall(listing)
-    assert len(names) == sum(map(len, texts)) // WIDTH, f"nvdisasm lists {len(names)} instructions:\n{listing[:500]}"
-    ends = accumulate(len(text) // WIDTH for text in texts)
-    return [Counter(names[end - len(text) // WIDTH : end]) for text, end in zip(texts, ends, strict=True)]
+    lines = [match[0] for match in flow.LINE.finditer(listing)]
+    assert len(lines) == sum(map(len, texts)) // WIDTH, f"nvdisasm lists {len(lines)} instructions:\n{listing[:500]}"
+    starts = [0, *accumulate(len(text) // WIDTH for text in texts)]
+    return [flow.instructions("\n".join(lines[start:end]), WIDTH, start * WIDTH) for start, end in pairwise(starts)]
 
 
 def _instructions(cubin: bytes) -> bytes:
@@ -139,7 +154,7 @@ def _instructions(cubin: bytes) -> bytes:
     return cubin[start : start + length]
 
 
-def _widths(instructions: Counter[str], kinds: tuple[str, ...]) -> dict[int, int]:
+def _widths(instructions: Mapping[str, int], kinds: tuple[str, ...]) -> dict[int, int]:
     """Instructions by the bytes that a thread moves in one."""
     widths: Counter[int] = Counter()
     for name, count in instructions.items():

@@ -26,6 +26,23 @@ class Recorded:
         elements = self.case.elements or own
         return 32 * self.launch.warps / elements if elements else None
 
+    @property
+    def trips(self) -> tuple[int | tuple[int, ...], ...]:
+        """How often a program goes round its loops: as its row says, or its constant STEPS."""
+        steps = self.launch.constants.get("STEPS")
+        return self.case.trips or (() if steps is None else (steps,))
+
+    @property
+    def bytes(self) -> int:
+        """What the launch cannot but move: each tensor once, or as often as its row says."""
+        return sum(size * self.case.times.get(name, 1) for name, size in self.launch.sizes.items())
+
+    @property
+    def threads(self) -> int:
+        """Of all programs."""
+        x, y, z = self.launch.grid
+        return 32 * self.launch.warps * x * y * z
+
 
 def record(cases: Sequence[Case], arch: int) -> list[Recorded]:
     """What these rows launch on sm_`arch`, in order.

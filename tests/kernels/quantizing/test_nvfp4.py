@@ -101,7 +101,7 @@ def test_layers_and_seeds_share_one_compiled_kernel(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch, "_start_of", lambda one: (lambda *_: None, None, ()))
     monkeypatch.setattr(block_scaled._nv, "kept", {})
 
-    def compiled(fn: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, warps: int) -> launch.Run:
+    def compiled(fn: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, warps: int, *_: Any) -> launch.Run:
         launch._loaded(launch.describe(fn, (*grid, 1), tensors, numbers, constants, warps), 0)
         return lambda *_: None
 

@@ -99,9 +99,9 @@ def attention_rows(
     SPANS: tl.constexpr = GRAD_WIDTH > BN and SUMS
     if SPANS and GRAD_WIDTH < UNBOUNDED:
         span = GRAD_WIDTH
+        start = start // span * span
     else:
         span = (stop + BN) // BN * BN
-    start = start // span * span if SPANS else start
     dx = tl.zeros([BM, D], tl.float32)
     for base in range(start, stop, span):
         if SPANS:
@@ -171,9 +171,10 @@ def attention_columns(
     SPANS: tl.constexpr = GRAD_WIDTH > BM and tops is None
     if SPANS and GRAD_WIDTH < UNBOUNDED:
         span = GRAD_WIDTH
+        start = start // span * span
     else:
         span = (stop + BM) // BM * BM
-    start = start // span * span if SPANS else start // BM * BM
+        start = start // BM * BM
     dx, dy = tl.zeros([BN, D], tl.float32), tl.zeros([BN, DV], tl.float32)
     for member in range(shared):
         h = g * shared + member

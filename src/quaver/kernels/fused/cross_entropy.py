@@ -7,6 +7,14 @@ gradient where the logits were is Liger Kernel's idea (arXiv:2410.10989).
 import triton
 import triton.language as tl
 
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _exp(x):
+    """e to x in two instructions, where `tl.exp` takes five: subnormal results are zeros."""
+    return tl.exp2(x * _LOG2E)
+
 
 @triton.jit
 def _load(at, c, columns, room, cap, CAP: tl.constexpr, MASKED: tl.constexpr):
@@ -14,8 +22,9 @@ def _load(at, c, columns, room, cap, CAP: tl.constexpr, MASKED: tl.constexpr):
     v = tl.load(at + c, mask=c < room, other=0.0).to(tl.float32) if MASKED else tl.load(at + c).to(tl.float32)
     t = v
     if CAP:
-        # tanh by one exponential, which overflows to the right limit.
-        t = 1.0 - 2.0 / (tl.exp(v * (2.0 / cap)) + 1.0)
+        # tanh by one exponential, which overflows to the right limit; a reciprocal as the square of an inverse root.
+        r = tl.rsqrt(tl.exp2(v * (2.0 * _LOG2E / cap)) + 1.0)
+        t = 1.0 - 2.0 * r * r
         v = cap * t
     if MASKED:
         v = tl.where(c < columns, v, float("-inf"))
@@ -29,7 +38,7 @@ def _first(at, c, m, s, total, columns, room, cap, CAP: tl.constexpr, SMOOTHING:
     top = tl.maximum(m, tl.max(v, 0))
     # Nothing but -infinity so far: any finite number will do.
     base = tl.where(top == float("-inf"), 0.0, top)
-    s = s * tl.exp(m - base) + tl.sum(tl.exp(v - base), 0)
+    s = s * _exp(m - base) + tl.sum(_exp(v - base), 0)
     if SMOOTHING:
         total += tl.sum((tl.where(c < columns, v, 0.0) if MASKED else v) * (1.0 / columns), 0)
     return top, s, total
@@ -41,7 +50,7 @@ def _second(
 ):  # fmt: skip
     """The gradient of one block in place of its logits."""
     v, t = _load(at, c, columns, room, cap, CAP, MASKED)
-    d = tl.exp((v - m) - log_s) * rise - even - tl.where(c == target, hit, 0.0)
+    d = _exp((v - m) - log_s) * rise - even - tl.where(c == target, hit, 0.0)
     if CAP:
         d = d * (1.0 - t * t)
     d = (d * scale).to(at.dtype.element_ty)
@@ -101,5 +110,7 @@ def cross_entropy(
                 scale *= tl.load(weights + row)
             hit = 1.0 - smoothing
             even = smoothing / columns
+            # 32 bits, of which each logit's place is compared with half as many instructions.
+            own = tl.where(known, target, -1).to(tl.int32)
             for start in range(0, columns, BLOCK):
-                _second(at, start + c, target, m, log_s, rise, hit, even, scale, columns, room, cap, CAP, RAGGED)
+                _second(at, start + c, own, m, log_s, rise, hit, even, scale, columns, room, cap, CAP, RAGGED)

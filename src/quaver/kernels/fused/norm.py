@@ -20,6 +20,10 @@ from quaver.kernels.bits.numbers import (
     widened,
 )
 
+#: The widest row beside which beta is held in registers as gamma is: beside wider ones a multiprocessor would have room
+#: for two programs, which wait for memory at the same time.
+BETA_HELD = tl.constexpr(2048)
+
 
 @triton.jit
 def load_row(x, row, c, columns, stride, EVEN: tl.constexpr):
@@ -67,7 +71,7 @@ def norm(
 ):  # fmt: skip
     """x [rows, columns <= BN] normalized: y in x's dtype unless None, and the statistics mean, inverse float32 [rows].
 
-    gamma, beta: [columns] or None; HELD in registers or read for each row.
+    gamma, beta: [columns] or None; HELD in registers (beta up to `BETA_HELD` columns) or read for each row.
     share: 1 / columns, or 1 for a sum of squares.
     MODE, of what is quantized, which is y as rounded to its dtype:
         "none"; "amax": top float32 [1], its amax; "tensor": q by `factor`, with its scale and its top;
@@ -82,7 +86,7 @@ def norm(
     c = tl.max_contiguous(tl.arange(0, BN), VECTOR)
     if HELD and gamma is not None:
         g = load_parameter(gamma, c, columns, EVEN)
-    if HELD and beta is not None:
+    if HELD and BN <= BETA_HELD and beta is not None:
         b = load_parameter(beta, c, columns, EVEN)
     m = tl.zeros([BN], tl.int32)
     e = 1.0
@@ -98,9 +102,12 @@ def norm(
         tl.store(inverse + row, f)
         v = v * f
         if gamma is not None:
-            v = v * (g if HELD else load_parameter(gamma, c, columns, EVEN))
-        if beta is not None:
-            v = v + (b if HELD else load_parameter(beta, c, columns, EVEN))
+            scaling = g if HELD else load_parameter(gamma, c, columns, EVEN)
+            if beta is not None:
+                shift = b if HELD and BN <= BETA_HELD else load_parameter(beta, c, columns, EVEN)
+                v = tl.fma(v, scaling, shift)
+            else:
+                v = v * scaling
         rounded = v.to(x.dtype.element_ty)
         if y is not None:
             store_row(y, rounded, row, c, columns, columns, EVEN)

@@ -42,10 +42,10 @@ def wide_norm(
         for begin in range(0, q_stride, BN):
             c = tl.max_contiguous(begin + tl.arange(0, BN), VECTOR)
             v = (load_row(x, row, c, columns, stride, EVEN) - middle) * f
-            if gamma is not None:
+            if gamma is not None and beta is not None:
+                v = tl.fma(v, load_parameter(gamma, c, columns, EVEN), load_parameter(beta, c, columns, EVEN))
+            elif gamma is not None:
                 v = v * load_parameter(gamma, c, columns, EVEN)
-            if beta is not None:
-                v = v + load_parameter(beta, c, columns, EVEN)
             rounded = v.to(x.dtype.element_ty)
             if y is not None:
                 store_row(y, rounded, row, c, columns, columns, EVEN)

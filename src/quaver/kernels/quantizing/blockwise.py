@@ -45,6 +45,7 @@ def blockwise(
 
     scale [blocks, rows], `scale_stride` apart, turned_scale [blocks, columns]: float32, blocks along the first axis.
     given: amaxes, GIVEN for one of the two directions, as its scales lie. TALL: rows are the grid's first axis.
+    With both directions x is read again for each, from the first-level cache: registers hold no more than it as read.
     Exact. A block whose amax is not finite has factor 1 and scale NaN.
     """
     pm = tl.program_id(0 if TALL else 1)
@@ -69,6 +70,8 @@ def blockwise(
         tl.store(scale + at + 1, s1, mask=r + 1 < rows)
         tl.store(scale + at + 2, s2, mask=r + 2 < rows)
         tl.store(scale + at + 3, s3, mask=r + 3 < rows)
+        if COLUMNS:
+            x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
         y0, y1, y2, y3 = x0 * e0[:, None], x1 * e1[:, None], x2 * e2[:, None], x3 * e3[:, None]
         c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
         store4(q, r, c, rows, q_stride, c0, c1, c2, c3, EVEN)
@@ -77,6 +80,8 @@ def blockwise(
         at = pm.to(tl.int64) * turned_stride + c
         e, s = factor_and_scale(tl.max(m, 0), given, at, c < columns, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
         tl.store(turned_scale + at, s, mask=c < columns)
+        if ROWS:
+            x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
         packed = packed_four(x0, x1, x2, x3, e[None, :], dtype, INTEGERS)
         store_turned(qt, pm * (BM // 4) + tl.arange(0, BM // 4), c, columns, 4 * qt_lines, packed, EVEN)
 

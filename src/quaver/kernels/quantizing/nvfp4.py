@@ -80,11 +80,14 @@ def held(y):
 
 @triton.jit
 def nearest(y):
-    """The E2M1 code of |y| plus NEAREST_BIAS, int32: nearest, ties to even, saturating."""
-    a, stretch = held(y)
-    # A number whose ulp is the step: adding it rounds to the step.
-    magic = (stretch + 0x0B000000).to(tl.float32, bitcast=True)
-    return (a + magic).to(tl.int32, bitcast=True) - stretch + (stretch >> 22)
+    """The E2M1 code of |y| plus NEAREST_BIAS, int32: nearest, ties to even, saturating; 7 of a NaN."""
+    # A code is the least of three lines, 2 a, a + 2 and a / 2 + 4, and of 7. Each is added to a number whose ulp is 1,
+    # in one rounding, which is a code's; rounding keeps the order, and so do the bits of positive numbers.
+    a = tl.abs(y)
+    below_2 = tl.fma(a, 2.0, 12582912.0).to(tl.int32, bitcast=True)
+    below_4 = (a + 12582914.0).to(tl.int32, bitcast=True)
+    above = tl.fma(a, 0.5, 12582916.0).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(tl.minimum(below_2, below_4), above), NEAREST_BIAS + 7)
 
 
 @triton.jit
@@ -95,15 +98,12 @@ def stochastic(y, word):
     """
     a, stretch = held(y)
     scaled = a * (0x4C000000 - (stretch - 0x3F800000)).to(tl.float32, bitcast=True)
-    # Rounded up, below 2**23, where there are fractions: one more than the integer part of the next smaller float32.
-    bits = scaled.to(tl.int32, bitcast=True)
-    fraction = ((bits > 0) & (bits < 0x4B000000)).to(tl.int32)
-    steps = (bits - fraction).to(tl.float32, bitcast=True).to(tl.int32) + fraction
+    steps = tl.ceil(scaled).to(tl.int32)
     return ((steps + ((word ^ 0xFFFFFFFF) >> 8).to(tl.int32)) >> 24) + (stretch >> 22)
 
 
 #: Codes are larger by this until they are packed: it is subtracted from eight of them at once.
-NEAREST_BIAS, STOCHASTIC_BIAS = tl.constexpr(0x0B000000 + 254), tl.constexpr(254)
+NEAREST_BIAS, STOCHASTIC_BIAS = tl.constexpr(0x4B400000), tl.constexpr(254)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ Written from torch's aten/src/ATen/native/cuda/ScaledBlas.cpp, so that layouts a
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
@@ -14,6 +15,11 @@ from quaver.torch.numerics.quantized import unpack, values_of
 from quaver.torch.numerics.swizzling import unswizzle
 
 T = ScalingType
+#: For tests that multiply by torch's own scaled GEMM on a CPU.
+torchs_own = pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),
+    reason="this torch has scaled GEMMs for GPUs alone",
+)
 
 
 def reads_transposes(arch: int) -> bool:

@@ -18,6 +18,7 @@ from quaver.torch.linear.grouped_operands import quantize_experts, quantize_toke
 from quaver.torch.numerics.groups import Groups, Offsets
 from quaver.torch.operations import ops
 from tests.close import assert_bitwise
+from tests.torch.backends.gpu.cublaslt import torchs_own
 
 ROWS = QuantSpec(E4M3, (1, None))
 T, K, N, G = 40, 72, 32, 3
@@ -152,6 +153,7 @@ def test_a_gemm_that_refuses_or_differs_is_not_used(wrong: str, monkeypatch: pyt
     assert y.isfinite().all()
 
 
+@torchs_own
 def test_explain_names_it(calls: list[bool]) -> None:
     x, w = torch.randn(T, 48).bfloat16(), torch.randn(G, N, 48).bfloat16()
     with qt.only("native"):

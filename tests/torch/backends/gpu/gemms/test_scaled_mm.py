@@ -15,7 +15,7 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.swizzling import swizzle, unswizzle
 from quaver.torch.operations import ops
-from tests.torch.backends.gpu.cublaslt import stand_in
+from tests.torch.backends.gpu.cublaslt import stand_in, torchs_own
 
 NVFP4, MXFP8 = recipes.get("nvfp4"), recipes.get("mxfp8")
 assert MXFP8.fprop.a is not None and NVFP4.fprop.a is not None and NVFP4.fprop.b is not None
@@ -87,6 +87,7 @@ def check(name: str, a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch
     return next(impl for impl, why in reasons if not why)
 
 
+@torchs_own
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(WHOLE, WHOLE)))
 def test_one_scale_a_tensor_or_row_goes_through_torchs_own_gemm(a: str, b: str, turned: bool) -> None:
@@ -314,6 +315,7 @@ def test_a_gemm_that_takes_scales_for_others_is_not_used(
         assert scaled_mm.way(one, other, torch.bfloat16, None).kind != chosen
 
 
+@torchs_own
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_defaults_of_torch_do_not_reach_a_probe(dtype: torch.dtype) -> None:
     x, w = pair(SPECS["tensor"], SPECS["tensor"], 16, 32, 16)
@@ -328,6 +330,7 @@ def test_defaults_of_torch_do_not_reach_a_probe(dtype: torch.dtype) -> None:
         torch.set_default_dtype(before)
 
 
+@torchs_own
 def test_no_memory_for_a_probe_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = pair(SPECS["tensor"], SPECS["tensor"], 16, 32, 16)
 

@@ -8,9 +8,9 @@ Under `recording` nothing runs: what would be compiled is noted, so that a machi
 with a GPU runs. With TRITON_INTERPRET=1 kernels run in Triton's interpreter, mended where it rounds wrongly.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -61,11 +61,16 @@ class Launch:
     #: Whether products and sums may become one operation, rounded once: other bits than plain torch's, and than those
     #: of the interpreter.
     fused: bool = False
+    #: The most registers of a thread, or None for as many as the compiler likes.
+    registers: int | None = None
+    #: By argument, the bytes of each tensor.
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
         """What `triton.compile` takes besides the source."""
-        return {"num_warps": self.warps, "enable_fp_fusion": self.fused}
+        most = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "enable_fp_fusion": self.fused, **most}
 
     @property
     def kernel(self) -> tuple[Any, ...]:
@@ -118,6 +123,7 @@ def launcher(
     numbers: Sequence[int | float] = (),
     constants: dict[str, Any] | None = None,
     warps: int = 4,
+    registers: int | None = None,
     fused: bool = False,
 ) -> Run:
     """The launch of a kernel as a function of tensors like these.
@@ -129,7 +135,7 @@ def launcher(
         numbers: fixed; whether one is a multiple of 16 is compiled in.
         constants: by name.
         warps: of a program.
-        fused: as `Launch.fused`.
+        registers, fused: as those of `Launch`.
     Returns:
         A function of the tensors: the same device, addresses that are multiples of 16 where these are, and the same
         dtypes or others of the same memory: four codes may go for an int32.
@@ -139,7 +145,7 @@ def launcher(
     triple = (x, y, z)
     if interpreted(fn):
         return interpreter.run(fn, triple, [None if t is None else read_as(t) for t in tensors], numbers, constants)
-    described = describe(fn, triple, tensors, numbers, constants, warps, fused)
+    described = describe(fn, triple, tensors, numbers, constants, warps, registers, fused)
     if _recorded is not None:
         _recorded.append(described)
         return lambda *_: None
@@ -158,17 +164,20 @@ def describe(
     numbers: Sequence[int | float],
     constants: dict[str, Any],
     warps: int,
+    registers: int | None = None,
     fused: bool = False,
 ) -> Launch:
     """What `launcher` compiles for these arguments."""
     signature: dict[str, str] = {}
     divisible: list[str] = []
     absent: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
     for name, value in zip(fn.arg_names, (*tensors, *numbers), strict=False):
         if value is None:
             signature[name], absent[name] = "constexpr", None
         elif isinstance(value, Tensor):
             signature[name] = "*" + TYPES[read_as(value)]
+            sizes[name] = value.numel() * value.element_size()
             # Single numbers may lie anywhere, and gain nothing from a known address.
             if value.numel() > 1 and aligned(value):
                 divisible.append(name)
@@ -183,7 +192,7 @@ def describe(
     signature |= dict.fromkeys(constants, "constexpr")
     missing = set(fn.arg_names) - set(signature)
     assert not missing, f"{fn.__name__} is launched without {sorted(missing)}"
-    return Launch(fn, grid, signature, {**absent, **constants}, tuple(divisible), warps, fused)
+    return Launch(fn, grid, signature, {**absent, **constants}, tuple(divisible), warps, fused, registers, sizes)
 
 
 def card(device: torch.device) -> tuple[int, Callable[[], int], Callable[[int], int], Callable[[int], Any]]:

@@ -25,6 +25,8 @@ class Launch(NamedTuple):
     numbers: Sequence[int | float]
     constants: dict[str, Any]
     warps: int
+    #: As `launch.Launch.registers`.
+    registers: int | None = None
 
     def compiled(self, device: torch.device) -> launch.Run:
         """The launch as a function of tensors like its own, rooms as their kernel is told of them."""

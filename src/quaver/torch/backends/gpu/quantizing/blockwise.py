@@ -14,6 +14,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.quantizing.blockwise import blockwise as blockwise_kernel
 from quaver.kernels.quantizing.blockwise import squares as squares_kernel
+from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import Room, row_major
 from quaver.torch.backends.gpu.quantizing.codes import (
@@ -31,6 +32,8 @@ from quaver.torch.numerics.quantized import Quantized
 BLOCK = 128
 #: Warps of a program that writes the transpose, and of one that does not.
 WARPS, ROW_WARPS = 8, 4
+#: Registers of a thread with which three programs that write both share a multiprocessor: one computes while two load.
+REGISTERS = 80
 
 
 def by_blocks(
@@ -129,4 +132,7 @@ def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> Launch:
     numbers = (rows, k, x.stride(0), 0 if q is None else padded(k), 0 if qt is None else padded(rows) // 16, *apart)
     kernel = squares_kernel if square else blockwise_kernel
     warps = ROW_WARPS if qt is None else WARPS
-    return Launch(kernel, programs, tensors, numbers, constants, warps)
+    # Divisions for scales that are no powers of two take more, and so do float32 and codes rounded on their bits.
+    few = spec.power_of_two and constants["EVEN"] and x.element_size() == 2 and architecture(x.device) >= 90
+    both = q is not None and qt is not None and not square
+    return Launch(kernel, programs, tensors, numbers, constants, warps, REGISTERS if both and few else None)

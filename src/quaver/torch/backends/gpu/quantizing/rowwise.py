@@ -103,7 +103,8 @@ def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> Launch:
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    warps = 8 if bn < LONGEST else 16
+    # A program that keeps maxima of columns too fills half of a multiprocessor by itself.
+    warps = 8 if bn < LONGEST else 16 if tops is None else 32
     numbers = (rows, k, x.stride(0), padded(k))
     return Launch(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
 

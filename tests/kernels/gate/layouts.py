@@ -1,0 +1,99 @@
+"""How the threads of a warp lie over memory: the bytes side by side that each access to it covers.
+
+Read from Triton's own language, where every load and store says which layout its pointers have. That they grow by one
+along the axis on which a layout's threads lie closest is what Triton chose the layout by; how many bytes a thread takes
+at once is read from the machine code.
+"""
+
+import re
+from collections import Counter
+from itertools import chain
+
+NAMED = re.compile(r"^(#\w+) = (#ttg\.\w+<.*>)\s*$", re.MULTILINE)
+ACCESS = re.compile(
+    r"\b(tt\.load|tt\.store|ttg\.async_copy_global_to_local) .* : tensor<((?:\d+x)+)!tt\.ptr<(\w+)[^>]*>, (#.*?)>"
+    r"(?: ->.*)?(?: loc\(.*\))?$",
+    re.MULTILINE,
+)
+LIST = re.compile(r"(\w+) = \[((?:\[[\d, ]*\](?:, )?)*|[\d, ]*)\]")
+SLICE = re.compile(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>")
+#: The most bytes that one instruction of a thread moves.
+WIDEST = 16
+
+Basis = list[tuple[int, ...]]
+
+
+def runs(ttgir: str) -> tuple[dict[int, int], dict[int, int]]:
+    """Of a kernel's loads and of its stores: by the bytes that lie side by side in a warp's access, all bytes so moved.
+
+    A thread stores up to 16 bytes at once; where it holds more side by side, the accesses of its warp have gaps. A
+    load's gaps are filled by the next instruction of the same threads, from the first-level cache.
+    """
+    named = dict(NAMED.findall(ttgir))
+    loads: Counter[int] = Counter()
+    stores: Counter[int] = Counter()
+    for kind, sizes, element, layout in ACCESS.findall(ttgir):
+        shape = tuple(int(n) for n in sizes.strip("x").split("x"))
+        size = _bits(element) // 8
+        registers, lanes, order = _bases(layout, named)
+        store = kind == "tt.store"
+        if store:
+            registers = [b for b in registers if max(b) * size < WIDEST]
+        elements = 1
+        for n in shape:
+            elements *= n
+        (stores if store else loads)[size * _longest(shape, registers, lanes, order)] += elements * size
+    return dict(loads), dict(stores)
+
+
+def _longest(shape: tuple[int, ...], registers: Basis, lanes: Basis, order: tuple[int, ...]) -> int:
+    """Neighbours that a warp holds along the axis on which its threads lie closest."""
+    axis = next((axis for axis in order if shape[axis] > 1), order[0])
+    known = set(chain(registers, lanes))
+    run = 1
+    while run < shape[axis] and tuple(run if i == axis else 0 for i in range(len(shape))) in known:
+        run *= 2
+    return run
+
+
+def _bases(layout: str, named: dict[str, str]) -> tuple[Basis, Basis, tuple[int, ...]]:
+    """The steps of a thread's registers, those from a thread of a warp to others, and the axes, the closest first."""
+    text = named.get(layout, layout)
+    sliced = SLICE.fullmatch(text)
+    if sliced:
+        dim = int(sliced[1])
+        *of_parent, axes = _bases(sliced[2], named)
+        kept = [[b[:dim] + b[dim + 1 :] for b in part if not b[dim]] for part in of_parent]
+        return kept[0], kept[1], tuple(axis - (axis > dim) for axis in axes if axis != dim)
+    lists = dict(LIST.findall(text))
+    if text.startswith("#ttg.linear"):
+        steps = _vectors(lists["register"]), _vectors(lists["lane"])
+        met = [axis for b in chain(*steps) for axis, step in enumerate(b) if step == 1]
+        rank = len(next(chain(*steps)))
+        return *steps, tuple(dict.fromkeys([*met, *range(rank)]))
+    assert text.startswith("#ttg.blocked"), f"an access to memory has the layout {text}"
+    of_thread, of_warp, order = (_numbers(lists[name]) for name in ("sizePerThread", "threadsPerWarp", "order"))
+    registers: Basis = []
+    lanes: Basis = []
+    for axis in order:
+        step = 1
+        for size, into in ((of_thread[axis], registers), (of_warp[axis], lanes)):
+            for _ in range(size.bit_length() - 1):
+                into.append(tuple(step if i == axis else 0 for i in range(len(order))))
+                step *= 2
+    return registers, lanes, order
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n.strip())
+
+
+def _vectors(text: str) -> Basis:
+    return [_numbers(part) for part in re.findall(r"\[([\d, ]*)\]", text)]
+
+
+def _bits(element: str) -> int:
+    """Of a number of this type: bf16, f32, i8, f8E4M3FN."""
+    digits = re.match(r"[a-z]+(\d+)", element)
+    assert digits, f"a pointer to {element}"
+    return max(8, int(digits[1]))

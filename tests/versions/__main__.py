@@ -1,0 +1,141 @@
+"""Try pairs of versions in processes that have them, and write the table of docs/limits.md: `python -m tests.versions`.
+
+Versions are installed beside one another into a folder, without what they depend on, which the Python that runs this
+has. PyPI's builds of torch with CUDA are given stand-ins for CUDA's libraries (`tests.versions.stand_ins`); with
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu there is nothing to stand in for.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.gpu.ahead import hollow
+from benchmarks.measuring import stub_driver
+from tests.versions import stand_ins
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "limits.md"
+BEGIN, END = "<!-- python -m tests.versions writes from here -->", "<!-- to here -->"
+#: torch and triton, the newest of each minor version at least once; a cache of kernels is made with the first.
+PAIRS = (("2.11.0", "3.6.0"), ("2.12.1", "3.7.1"), ("2.12.1", "3.8.0"), ("2.12.1", "3.9.0"), ("2.13.0", "3.6.0"))
+#: Of a check.
+SECONDS = 1200
+
+
+class Check(NamedTuple):
+    """A column of the table."""
+
+    title: str
+    #: Of Python.
+    arguments: tuple[str, ...]
+    #: Whether kernels are interpreted in it.
+    interprets: bool
+    #: Matches what it says of how much it did.
+    counted: str
+
+
+CHECKS = (
+    Check(
+        "interpreted, and GEMMs by cuBLASLt's checks",
+        (
+            *("-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"),
+            *("tests/kernels/test_interpreter.py", "tests/kernels/test_launch.py"),
+            *("tests/kernels/quantizing/test_cast.py", "tests/torch/backends/gpu/gemms/test_scaled_mm.py"),
+            "tests/torch/test_internals.py",
+        ),
+        True,
+        r"(\d+ (?:passed|failed|skipped))",
+    ),
+    Check(
+        "compiled for sm_90 and sm_100 by the gate's rules",
+        ("-m", "tests.kernels.gate", "--arch", "90", "100", "--only", "*ragged*"),
+        False,
+        r"(\d+) kernels read",
+    ),
+    Check(
+        "launched by Triton's launcher, driver stubbed",
+        ("-m", "benchmarks.gpu.ahead.walk", "layer", "90"),
+        False,
+        r'"kernels (?:compiled|found)": (\d+)',
+    ),
+)
+
+
+def installed(package: str, version: str, folder: Path) -> Path:
+    """Where this version is, put there if it was not."""
+    place = folder / f"{package}-{version}"
+    if not (place / package / "__init__.py").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+        environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+        subprocess.run([*command, "--target", place, f"{package}=={version}"], check=True, env=environment)
+    return place
+
+
+def environment(torch: Path, triton: Path, stub: Path) -> dict[str, str]:
+    """Of a process that has these versions."""
+    chosen = dict(os.environ) | hollow.ENVIRONMENT | stub_driver.build(stub)
+    chosen |= {"PYTHONPATH": os.pathsep.join(map(str, (torch, triton, ROOT / "src", ROOT))), "OMP_NUM_THREADS": "1"}
+    chosen["TRITON_CACHE_DIR"] = str(triton / f"cache-{torch.name}")
+    chosen.pop("TRITON_INTERPRET", None)
+    libraries = torch / "torch" / "lib"
+    if (libraries / "libtorch_cuda.so").exists():
+        folder = torch / "stand-ins"
+        if not folder.exists():
+            stand_ins.make(libraries, folder)
+        chosen["LD_LIBRARY_PATH"] = f"{folder}:{chosen['LD_LIBRARY_PATH']}"
+        chosen["LD_PRELOAD"] = str(folder / stand_ins.UNVERSIONED)
+    return chosen
+
+
+def run(check: Check, chosen: dict[str, str], log: Path) -> str:
+    """A cell: what passed, or that it failed; all that was said is in the log."""
+    chosen = chosen | ({"TRITON_INTERPRET": "1"} if check.interprets else {})
+    with log.open("w") as said:
+        try:
+            command = [sys.executable, *check.arguments]
+            done = subprocess.run(command, cwd=ROOT, env=chosen, stdout=said, stderr=said, timeout=SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            return "not finished"
+    counted = re.findall(check.counted, log.read_text())
+    what = ", ".join(dict.fromkeys(counted)) or "nothing"
+    return what if done.returncode == 0 else f"fails: {what}"
+
+
+def table(rows: list[list[str]]) -> str:
+    head = ["torch", "triton", *(check.title for check in CHECKS)]
+    lines = [head, ["---", "---", *("---:" for _ in CHECKS)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="where versions are put and stay")
+    parser.add_argument("--only", nargs="*", metavar="TORCH,TRITON", help="these pairs; the table stays as it is")
+    asked = parser.parse_args(arguments)
+    folder, rows = asked.folder.resolve(), []
+    pairs = [tuple(pair.split(",")) for pair in asked.only] if asked.only else PAIRS
+    for torch, triton in pairs:
+        places = installed("torch", torch, folder), installed("triton", triton, folder)
+        with tempfile.TemporaryDirectory() as stub:
+            chosen = environment(*places, Path(stub))
+            cells = []
+            for number, check in enumerate(CHECKS):
+                begun = time.monotonic()
+                cells.append(run(check, chosen, folder / f"torch-{torch}-triton-{triton}-{number}.txt"))
+                print(f"torch {torch}, triton {triton}, {check.title}: {cells[-1]}; {time.monotonic() - begun:.0f} s")
+        rows.append([torch, triton, *cells])
+    if not asked.only:
+        text = PAGE.read_text()
+        PAGE.write_text(f"{text.split(BEGIN)[0]}{BEGIN}\n\n{table(rows)}\n\n{END}{text.split(END)[1]}")
+    print(table(rows))
+    return int(any("fails" in cell or cell == "not finished" for row in rows for cell in row))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
