@@ -55,14 +55,14 @@ class Launch:
     #: Names of the arguments that are known to be multiples of 16: addresses and strides that allow wide accesses.
     divisible: tuple[str, ...]
     warps: int
-    #: Whether products and sums may become one operation, rounded once: other bits than plain torch's, and than those
-    #: of the interpreter.
-    fused: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `triton.compile` takes besides the source."""
-        return {"num_warps": self.warps, "enable_fp_fusion": self.fused}
+        """What `triton.compile` takes besides the source.
+
+        Products and sums become no one operation, rounded once: its bits are not plain torch's, nor the interpreter's.
+        """
+        return {"num_warps": self.warps, "enable_fp_fusion": False}
 
     @property
     def kernel(self) -> tuple[Any, ...]:
@@ -115,7 +115,6 @@ def launcher(
     numbers: Sequence[int | float] = (),
     constants: dict[str, Any] | None = None,
     warps: int = 4,
-    fused: bool = False,
 ) -> Run:
     """The launch of a kernel as a function of tensors like these.
 
@@ -126,7 +125,6 @@ def launcher(
         numbers: fixed; whether one is a multiple of 16 is compiled in.
         constants: by name.
         warps: of a program.
-        fused: as `Launch.fused`.
     Returns:
         A function of the tensors: the same device, addresses that are multiples of 16 where these are, and the same
         dtypes or others of the same memory: four codes may go for an int32.
@@ -136,7 +134,7 @@ def launcher(
     triple = (x, y, z)
     if interpreted(fn):
         return interpreter.run(fn, triple, [None if t is None else t.dtype for t in tensors], numbers, constants)
-    described = describe(fn, triple, tensors, numbers, constants, warps, fused)
+    described = describe(fn, triple, tensors, numbers, constants, warps)
     if _recorded is not None:
         _recorded.append(described)
         return lambda *_: None
@@ -150,7 +148,6 @@ def describe(
     numbers: Sequence[int | float],
     constants: dict[str, Any],
     warps: int,
-    fused: bool = False,
 ) -> Launch:
     """What `launcher` compiles for these arguments."""
     signature: dict[str, str] = {}
@@ -175,7 +172,7 @@ def describe(
     signature |= dict.fromkeys(constants, "constexpr")
     missing = set(fn.arg_names) - set(signature)
     assert not missing, f"{fn.__name__} is launched without {sorted(missing)}"
-    return Launch(fn, grid, signature, {**absent, **constants}, tuple(divisible), warps, fused)
+    return Launch(fn, grid, signature, {**absent, **constants}, tuple(divisible), warps)
 
 
 def card(device: torch.device) -> tuple[int, Callable[[], int], Callable[[int], int], Callable[[int], Any]]:
