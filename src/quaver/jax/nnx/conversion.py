@@ -121,23 +121,19 @@ class _Slot:
 class _Own:
     """This package's DenseGeneral."""
 
-    @staticmethod
-    def features(layer: DenseGeneral) -> tuple[int, int]:
+    def features(self, layer: DenseGeneral) -> tuple[int, int]:
         shape = layer.kernel.shape[layer.kernel.ndim - layer.ndim :]
         return math.prod(shape[: len(layer.axis)]), math.prod(shape[len(layer.axis) :])
 
-    @staticmethod
-    def unfit(layer: DenseGeneral) -> str:
+    def unfit(self, layer: DenseGeneral) -> str:
         return ""
 
-    @staticmethod
-    def put(layer: DenseGeneral, recipe: Recipe, name: str, seed: int) -> None:
+    def put(self, layer: DenseGeneral, recipe: Recipe, name: str, seed: int) -> None:
         if layer.state.of is not recipe:
             layer.state = _stacked_state(recipe, layer.kernel, layer.ndim)
         layer.recipe, layer.name, layer.seed = recipe, name, seed
 
-    @staticmethod
-    def take(layer: DenseGeneral) -> bool:
+    def take(self, layer: DenseGeneral) -> bool:
         if layer.recipe is None:
             return False
         layer.recipe, layer.state = None, LayerState(None)
@@ -154,7 +150,7 @@ def _einsum_features(layer: Any) -> tuple[int, int]:
 
 
 _KINDS: dict[type, Any] = {
-    DenseGeneral: _Own,
+    DenseGeneral: _Own(),
     nnx.Linear: _Slot(
         "dot_general",
         DotGeneral,

@@ -17,7 +17,7 @@ from torch import Tensor
 from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import check_name, suggest
-from quaver.torch.backends.gpu.fused import producers
+from quaver.torch.backends.gpu.fused import producers, results
 from quaver.torch.blocks.prologue import alone
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
@@ -222,7 +222,7 @@ class Activated:
 
     def quantized(
         self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
-    ) -> producers.Made | None:
+    ) -> results.Made | None:
         from quaver.torch.backends.gpu.fused import activation as kernels
 
         if self.eight_bits:

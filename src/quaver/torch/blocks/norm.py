@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quaver.core.options import checks
 from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import check_name
-from quaver.torch.backends.gpu.fused import producers
+from quaver.torch.backends.gpu.fused import producers, results
 from quaver.torch.blocks.prologue import alone
 from quaver.torch.linear.entrance import GIVEN
 from quaver.torch.linear.layer import Linear
@@ -51,15 +51,12 @@ class Normalization:
 
     def quantized(
         self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
-    ) -> producers.Made | None:
+    ) -> results.Made | None:
         from quaver.torch.backends.gpu.fused import norm as kernels
 
         value, weight, bias = x
         gamma, beta = gamma_and_beta(value, weight, bias, self.zero_centered)
-        result = kernels.normalized(value, gamma, beta, self.normalization, self.eps, spec, factor, want_output)
-        return producers.Made(
-            result.y, result.quantized, result.amax, (value, gamma, beta, result.mean, result.inverse)
-        )
+        return kernels.normalized(value, gamma, beta, self.normalization, self.eps, spec, factor, want_output)
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("what a norm made is kept")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from quaver.core.spec import QuantSpec, Recipe
+from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.linear.gemms import Call, both_at_once, matrix, quantize, quantize_both
 from quaver.torch.linear.plans.step import Run
@@ -17,7 +17,7 @@ from quaver.torch.state import counters
 from quaver.torch.state.history import amax, steps
 
 
-class Prologue(Protocol):
+class Prologue(producers.Quantizing, Protocol):
     """How the layers' input is made. Its methods are called with as many tensors as it takes, None among them."""
 
     @property
@@ -35,21 +35,6 @@ class Prologue(Protocol):
         Args:
             decided: where layers decided beforehand follow, which of an operation's implementations runs on tensors
                 like x, by its place among them.
-        """
-
-    def quantized(
-        self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
-    ) -> producers.Made | None:
-        """On a GPU: the input quantized by the kernel that makes it, or with its amax; see
-        `quaver.torch.backends.gpu.fused.norm`.
-
-        Args:
-            spec: with one scale for the tensor, or blocks along a row.
-            factor: known, so that one pass quantizes; or None.
-            want_output: whether the input itself is needed too.
-            turned: write the codes of the transpose alone.
-        Returns:
-            None where the prologue has no such kernel.
         """
 
     def remake(self, saved: Sequence[Any]) -> Tensor:
@@ -170,16 +155,16 @@ def _fused(setup: Setup, x: Sequence[Tensor | None], keeps: bool, calls: list[Ca
     factor, is_set = _known(call)
     want_output = setup.return_input or (keeps and not call.plan.input)
     turn = keeps and call.plan.input
-    operand = producers.operand(setup.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
-    if operand is None:
+    fused = producers.operand(setup.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
+    if fused is None:
         return None
-    q, y = operand.quantized, operand.y
+    result, q, turned = fused
     if call.record and call.factors is not None:
         amax.record(first, amax.INPUT, q.amax)
         _note(calls, q)
     shape = (*x[0].shape[:-1], q.shape[1])
-    of_gemms = None if y is None else matrix(y)
-    return Entrance(calls, y, of_gemms, shape, x[0].dtype, q, operand.turned, operand.saved)
+    of_gemms = None if result.y is None else matrix(result.y)
+    return Entrance(calls, result.y, of_gemms, shape, x[0].dtype, q, turned, result.saved)
 
 
 def _known(call: Call) -> tuple[Tensor | float | None, bool]:

@@ -59,11 +59,38 @@ def linear_cross_entropy(
         bias = weight.bias if bias is None else bias
         weight = _weight_of(weight)
     rule = Rule(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
-    dtype = _check(x, weight, targets, bias, rule, soft_cap, reduction, chunk)
+    check_name("reduction", reduction, REDUCTIONS)
+    _check_shapes(x, weight, targets, bias)
+    if not 0 <= rule.label_smoothing <= 1 or rule.z_loss < 0 or (soft_cap is not None and not soft_cap > 0):
+        raise ValueError(
+            f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
+            "0 … 1, the second is not negative, the third above 0 or None"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; give the number of tokens, 1 or more, or None")
+    kind = ops.autocast_device(x)
+    casting = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
+    if not casting and (x.dtype is not weight.dtype or not x.is_floating_point()):
+        raise ValueError(f"x is {x.dtype} and the weight {weight.dtype}; convert one, or enter torch.autocast")
+    dtype = torch.get_autocast_dtype(kind) if casting else x.dtype
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     labels = targets.reshape(-1).to(torch.int64)
     losses: Tensor = _LinearCrossEntropy.apply(flat, weight, bias, labels, dtype, rule, reduction, chunk or 0)
     return losses.view(targets.shape) if reduction == "none" else losses
+
+
+def _check_shapes(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: they are [..., dim] and [V, dim], V > 0"
+        )
+    if targets.shape != x.shape[:-1] or targets.is_floating_point() or targets.dtype is torch.bool:
+        raise ValueError(
+            f"targets are {targets.dtype} {tuple(targets.shape)}; x {tuple(x.shape)} needs integers of shape "
+            f"{tuple(x.shape[:-1])}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; the weight's {tuple(weight.shape)} needs [V]")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -121,44 +148,6 @@ def _scaled(grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling():
         return (grad * scale).to(dtype)
     return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
-
-
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    rule: Rule,
-    soft_cap: float | None,
-    reduction: str,
-    chunk: int | None,
-) -> torch.dtype:
-    """Raise a ValueError for what does not fit; returns the dtype that the logits are computed in."""
-    check_name("reduction", reduction, REDUCTIONS)
-    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or weight.shape[0] == 0:
-        raise ValueError(
-            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: they are [..., dim] and [V, dim], V > 0"
-        )
-    if targets.shape != x.shape[:-1] or targets.is_floating_point() or targets.dtype is torch.bool:
-        raise ValueError(
-            f"targets are {targets.dtype} {tuple(targets.shape)}; x {tuple(x.shape)} needs integers of shape "
-            f"{tuple(x.shape[:-1])}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; the weight's {tuple(weight.shape)} needs [V]")
-    if not 0 <= rule.label_smoothing <= 1 or rule.z_loss < 0 or (soft_cap is not None and not soft_cap > 0):
-        raise ValueError(
-            f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
-            "0 … 1, the second is not negative, the third above 0 or None"
-        )
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}; give the number of tokens, 1 or more, or None")
-    kind = ops.autocast_device(x)
-    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        return torch.get_autocast_dtype(kind)
-    if x.dtype is not weight.dtype or not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype} and the weight {weight.dtype}; convert one, or enter torch.autocast")
-    return x.dtype
 
 
 _warned: set[str] = set()

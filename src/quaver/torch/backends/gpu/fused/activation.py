@@ -13,8 +13,8 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.fused import formulas
 from quaver.kernels.fused.activation import activate, activate_backward, activate_blocks
-from quaver.torch.backends.gpu.fused.norm import MEETING, extent, mode, rooms_for
-from quaver.torch.backends.gpu.fused.producers import Made
+from quaver.torch.backends.gpu.fused.norm import MEETING, extent, rooms_for
+from quaver.torch.backends.gpu.fused.results import Made, mode
 from quaver.torch.backends.gpu.launching.launch import workspace
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import whole
@@ -98,30 +98,15 @@ def activated(
     y, q, qt, scale, top = _forwards((gate, value), name, tuple(options), kind, spec, wanted, own=own)
     if y is not None and y.shape[:-1] != x[0].shape[:-1]:
         y = y.view(*x[0].shape[:-1], columns)
-    return Made(y, _operand(q, qt, scale, top, spec, rows, columns, kind), top, tuple(x))
-
-
-def _operand(
-    q: Tensor | None,
-    qt: Tensor | None,
-    scale: Tensor | None,
-    top: Tensor | None,
-    spec: QuantSpec | None,
-    rows: int,
-    columns: int,
-    kind: str,
-) -> Quantized | None:
-    if spec is None or scale is None:
-        return None
-    shape = (rows, columns)
-    if q is None:
-        assert qt is not None
-        return Quantized(qt[:, :rows], scale, spec, shape, True, amax=top)
-    operand = Quantized(q[:, :columns], scale, spec, shape, amax=top, swizzled=kind == "e8m0")
-    if qt is not None:
-        operand.twin = Quantized(qt[:, :rows], scale, spec, shape[::-1], amax=top)
-        operand.twin.twin = operand
-    return operand
+    operand, shape = None, (rows, columns)
+    if spec is not None and scale is not None and q is None:
+        operand = Quantized(qt[:, :rows], scale, spec, shape, True, amax=top)
+    elif spec is not None and scale is not None:
+        operand = Quantized(q[:, :columns], scale, spec, shape, amax=top, swizzled=kind == "e8m0")
+        if qt is not None:
+            operand.twin = Quantized(qt[:, :rows], scale, spec, shape[::-1], amax=top)
+            operand.twin.twin = operand
+    return Made(y, operand, top, tuple(x))
 
 
 def _forward_pass(

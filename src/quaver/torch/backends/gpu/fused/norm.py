@@ -6,7 +6,7 @@ quantized.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +15,15 @@ from quaver.core.spec import QuantSpec
 from quaver.kernels.fused.norm import norm, norm_backward
 from quaver.kernels.fused.wide_norm import wide_norm, wide_norm_backward
 from quaver.torch.backends.gpu.fused.column_sums import sum_launch
+from quaver.torch.backends.gpu.fused.results import WIDEST, Made, mode
 from quaver.torch.backends.gpu.launching.launch import aligned, multiprocessors, workspace
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import Room, row_major, whole
 from quaver.torch.backends.gpu.quantizing.codes import DTYPES, format_constants, room_for_codes
-from quaver.torch.numerics.quantized import FLOAT8, Quantized
+from quaver.torch.numerics.quantized import Quantized
 
-#: The widest row that lies in registers, forward and backward, and the block of wider ones.
-WIDEST, WIDEST_BACKWARD, WIDE_BLOCK = 16384, 8192, 4096
+#: The widest row that lies in registers backward, where fewer fit than forward, and the block of wider ones.
+WIDEST_BACKWARD, WIDE_BLOCK = 8192, 4096
 #: The narrowest, which leaves a warp eight elements a thread.
 NARROWEST = 256
 #: Programs of a multiprocessor: forward, and backward, where each has sums of its own.
@@ -35,39 +36,6 @@ CENTRED = {"LayerNorm": True, "RMSNorm": False, "L2": False}
 _NO_FORMAT = {"POWER_OF_TWO": True, "EMAX": 0, "TOP_MANTISSA": 0, "MAX": 1.0, "INTEGERS": 0}
 
 
-class Normalized(NamedTuple):
-    """The results of one pass over x."""
-
-    #: In x's dtype, or None where it was not wanted.
-    y: Tensor | None
-    #: float32 [..., 1]; empty unless means are subtracted.
-    mean: Tensor
-    inverse: Tensor
-    #: y quantized, or None.
-    quantized: Quantized | None
-    #: float32 [1, 1], the amax of y where a spec has one scale for the tensor, or None.
-    amax: Tensor | None
-
-
-def mode(spec: QuantSpec, one_pass: bool, columns: int) -> str:
-    """The name of what the kernel writes for a spec, or "" where one pass saves nothing.
-
-    Args:
-        one_pass: whether the encode factor of the tensor is known.
-    """
-    if spec.format.name not in FLOAT8 or spec.rounding != "nearest" or spec.hadamard:
-        return ""
-    if spec.per_tensor and spec.scale in ("fp32", "power_of_two"):
-        return "tensor" if one_pass else "amax"
-    if columns > WIDEST:
-        return ""
-    if spec.block == (1, None) and spec.scale in ("fp32", "power_of_two"):
-        return "row"
-    if spec.block == (1, 128) and spec.scale in ("fp32", "power_of_two"):
-        return "blocks"
-    return "e8m0" if spec.block == (1, 32) and spec.scale == "e8m0" else ""
-
-
 def forward(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +44,8 @@ def forward(
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """
     if not x.is_contiguous() or x.data_ptr() & 15:
-        return normalized(x, gamma, beta, normalization, eps)[:3]  # type: ignore[return-value]
+        result = normalized(x, gamma, beta, normalization, eps)
+        return result.y, *result.saved[3:]
     own = None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous()
     y, mean, inverse, *_ = _forwards((x,), normalization, eps, "none", None, True, own=own)
     return y, mean, inverse
@@ -91,7 +60,7 @@ def normalized(
     spec: QuantSpec | None = None,
     factor: Tensor | None = None,
     want_output: bool = True,
-) -> Normalized:
+) -> Made:
     """The normalization of x [..., d], and its output quantized or measured for a spec that `mode` has a name for.
 
     Args:
@@ -118,7 +87,7 @@ def normalized(
         assert spec is not None
         codes = q if q.shape[1] == columns else q[:, :columns]
         operand = Quantized(codes, scale, spec, (q.shape[0], columns), amax=top, swizzled=kind == "e8m0")
-    return Normalized(y, mean, inverse, operand, top)
+    return Made(y, operand, top, (x, gamma, beta, mean, inverse))
 
 
 #: Where the programs of a launch meet, to find the amax of the tensor.

@@ -4,12 +4,13 @@ Importing this module imports no kernels; they are imported when one is wanted.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec
+from quaver.torch.backends.gpu.fused.results import Made, mode
 from quaver.torch.backends.gpu.launching import device
 from quaver.torch.numerics.quantized import Quantized
 
@@ -33,34 +34,23 @@ def why_not(x: Tensor, *_: Any) -> str:
     return "" if elements else "the tensor is empty"
 
 
-class Made(NamedTuple):
-    """The results of a prologue that quantizes."""
-
-    #: Its result, or None where the caller did not want it.
-    y: Tensor | None
-    #: That as an operand; None where only the amax was found.
-    quantized: Quantized | None
-    amax: Tensor | None
-    #: The tensors that its backward needs.
-    saved: tuple[Any, ...]
-
-
 class Quantizing(Protocol):
-    """What makes the input of linear layers: see `quaver.torch.linear.entrance.Prologue`, whose method this is."""
+    """What makes the input of linear layers, and may quantize it."""
 
     def quantized(
         self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, turned: bool
-    ) -> Made | None: ...
+    ) -> Made | None:
+        """On a GPU: the input quantized by the kernel that makes it, or with its amax; see
+        `quaver.torch.backends.gpu.fused.norm`.
 
-
-class Operand(NamedTuple):
-    """The input of linear layers, made and quantized."""
-
-    y: Tensor | None
-    quantized: Quantized
-    #: Its transpose, if that was wanted.
-    turned: Quantized | None
-    saved: tuple[Any, ...]
+        Args:
+            spec: with one scale for the tensor, or blocks along a row.
+            factor: known, so that one pass quantizes; or None.
+            want_output: whether the input itself is needed too.
+            turned: write the codes of the transpose alone.
+        Returns:
+            None where the prologue has no such kernel.
+        """
 
 
 def operand(
@@ -72,7 +62,7 @@ def operand(
     is_set: bool,
     want_output: bool,
     turn: bool,
-) -> Operand | None:
+) -> tuple[Made, Quantized, Quantized | None] | None:
     """A prologue's result [..., width] quantized on the way, or None where that saves nothing.
 
     Args:
@@ -81,10 +71,10 @@ def operand(
             amax, and a second one casts.
         want_output: True if the result itself is needed too.
         turn: True if the transpose is wanted.
+    Returns:
+        What the prologue made, that as an operand, and its transpose if that was wanted.
     Exact: the codes, scales and amax of the result, made by the same kernel, and quantized.
     """
-    from quaver.torch.backends.gpu.fused.norm import mode
-
     kind = mode(spec, is_set, width)
     whole = kind in ("amax", "tensor")
     # Narrower blocks have no amax to save, and of a result that is written anyway both directions take one read.
@@ -99,11 +89,11 @@ def operand(
         assert result.y is not None
         q = cast(result.y.view(-1, result.y.shape[-1]), spec, on_device, result.amax, turn)
     if not turn:
-        return Operand(result.y, q, None, result.saved)
+        return result, q, None
     # Neither refers to the other: of one that is dropped the memory is free.
     turned, q.twin = q.T, None
     turned.twin = None
-    return Operand(result.y, q, turned, result.saved)
+    return result, q, turned
 
 
 def cast(y: Tensor, spec: QuantSpec, factor: Tensor | None, amax: Tensor | None, turn: bool) -> Quantized:
@@ -118,8 +108,6 @@ def remade(
     prologue: Quantizing, saved: Sequence[Any], spec: QuantSpec, factor: Tensor | float | None, is_set: bool
 ) -> Quantized | None:
     """The transpose of what a prologue made, quantized by one pass over what it kept; None where that takes two."""
-    from quaver.torch.backends.gpu.fused.norm import mode
-
     if mode(spec, is_set, 1) != "tensor":
         return None
     result = prologue.quantized(saved, spec, _on_device(factor, saved[0]), False, True)

@@ -58,9 +58,6 @@ class Launch:
     #: Names of the arguments that are known to be multiples of 16: addresses and strides that allow wide accesses.
     divisible: tuple[str, ...]
     warps: int
-    #: Whether products and sums may become one operation, rounded once: other bits than plain torch's, and than those
-    #: of the interpreter.
-    fused: bool = False
     #: The most registers of a thread, or None for as many as the compiler likes.
     registers: int | None = None
     #: By argument, the bytes of each tensor.
@@ -68,9 +65,12 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `triton.compile` takes besides the source."""
+        """What `triton.compile` takes besides the source.
+
+        Products and sums become no one operation, rounded once: its bits are not plain torch's, nor the interpreter's.
+        """
         most = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, "enable_fp_fusion": self.fused, **most}
+        return {"num_warps": self.warps, "enable_fp_fusion": False, **most}
 
     @property
     def kernel(self) -> tuple[Any, ...]:
@@ -124,7 +124,6 @@ def launcher(
     constants: dict[str, Any] | None = None,
     warps: int = 4,
     registers: int | None = None,
-    fused: bool = False,
 ) -> Run:
     """The launch of a kernel as a function of tensors like these.
 
@@ -135,7 +134,7 @@ def launcher(
         numbers: fixed; whether one is a multiple of 16 is compiled in.
         constants: by name.
         warps: of a program.
-        registers, fused: as those of `Launch`.
+        registers: as that of `Launch`.
     Returns:
         A function of the tensors: the same device, addresses that are multiples of 16 where these are, and the same
         dtypes or others of the same memory: four codes may go for an int32.
@@ -145,7 +144,7 @@ def launcher(
     triple = (x, y, z)
     if interpreted(fn):
         return interpreter.run(fn, triple, [None if t is None else read_as(t) for t in tensors], numbers, constants)
-    described = describe(fn, triple, tensors, numbers, constants, warps, registers, fused)
+    described = describe(fn, triple, tensors, numbers, constants, warps, registers)
     if _recorded is not None:
         _recorded.append(described)
         return lambda *_: None
@@ -165,7 +164,6 @@ def describe(
     constants: dict[str, Any],
     warps: int,
     registers: int | None = None,
-    fused: bool = False,
 ) -> Launch:
     """What `launcher` compiles for these arguments."""
     signature: dict[str, str] = {}
@@ -192,7 +190,7 @@ def describe(
     signature |= dict.fromkeys(constants, "constexpr")
     missing = set(fn.arg_names) - set(signature)
     assert not missing, f"{fn.__name__} is launched without {sorted(missing)}"
-    return Launch(fn, grid, signature, {**absent, **constants}, tuple(divisible), warps, fused, registers, sizes)
+    return Launch(fn, grid, signature, {**absent, **constants}, tuple(divisible), warps, registers, sizes)
 
 
 def card(device: torch.device) -> tuple[int, Callable[[], int], Callable[[int], int], Callable[[int], Any]]:

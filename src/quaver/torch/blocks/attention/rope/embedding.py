@@ -103,7 +103,8 @@ class RotaryEmbedding(nn.Module):
             return self._build(x, positions, offset, layout, cu_seqlens)
         given = positions, offset, cu_seqlens
         tensors = tuple(t for t in given if isinstance(t, Tensor))
-        if tensors and _unkeepable(tensors):
+        if any(type(t) is not Tensor or t.is_inference() for t in tensors):
+            # A change of these could go unseen: inference tensors have no version.
             return self._build(x, positions, offset, layout, cu_seqlens)
         versions = tuple(t._version for t in tensors)
         numbers = (id(t) if isinstance(t, Tensor) else t for t in given)
@@ -163,8 +164,3 @@ class RotaryEmbedding(nn.Module):
 
 def _to(x: Tensor, given: Any) -> Any:
     return given.to(x.device) if isinstance(given, Tensor) else given
-
-
-def _unkeepable(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether a change of these could go unseen: inference tensors have no version."""
-    return any(type(t) is not Tensor or t.is_inference() for t in tensors)
