@@ -541,6 +541,9 @@ def _attention() -> list[Case]:
         "shared bytes": "one byte a thread on sm_100, of no tile",
         "wide loads": "each row of codes has a scale beside it, and each query its run of keys, its sum and its Δ",
         "wide stores": "what only finds Δ writes two numbers a query",
+        "overlap": "its sums of products fill the registers of a multiprocessor",
+        "instructions": "products bound it, not memory: each tile meets all tiles of the other axis",
+        "trips": "loops over the other axis go round as often as a mask lets them",
     }
     return [
         Case(name="attention by heads", launch=launch("tensorwise", False), exceptions=few),

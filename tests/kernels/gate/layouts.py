@@ -71,6 +71,8 @@ def _bases(layout: str, named: dict[str, str]) -> tuple[Basis, Basis, tuple[int,
         met = [axis for b in chain(*steps) for axis, step in enumerate(b) if step == 1]
         rank = len(next(chain(*steps)))
         return *steps, tuple(dict.fromkeys([*met, *range(rank)]))
+    if text.startswith("#ttg.nvidia_mma"):
+        return _of_a_product(_numbers(lists["instrShape"]))
     assert text.startswith("#ttg.blocked"), f"an access to memory has the layout {text}"
     of_thread, of_warp, order = (_numbers(lists[name]) for name in ("sizePerThread", "threadsPerWarp", "order"))
     registers: Basis = []
@@ -82,6 +84,18 @@ def _bases(layout: str, named: dict[str, str]) -> tuple[Basis, Basis, tuple[int,
                 into.append(tuple(step if i == axis else 0 for i in range(len(order))))
                 step *= 2
     return registers, lanes, order
+
+
+def _of_a_product(shape: tuple[int, ...]) -> tuple[Basis, Basis, tuple[int, ...]]:
+    """The same of what a product leaves, of instructions m, n(, k): pairs of neighbours in a row, four threads to eight
+    of them, eight rows, and eight rows below. Source: PTX ISA, fragments of mma.m16n8k16 and of wgmma.m64nNk16."""
+    rank = 3 if shape[0] == 1 else 2
+    before = (0,) * (rank - 2)
+    columns = range(3, shape[rank - 1].bit_length() - 1)
+    registers = [(0, 1), (8, 0), *((0, 1 << bit) for bit in columns)]
+    lanes = [(0, 2), (0, 4), (1, 0), (2, 0), (4, 0)]
+    steps = [[(*before, *b) for b in part] for part in (registers, lanes)]
+    return steps[0], steps[1], tuple(reversed(range(rank)))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
