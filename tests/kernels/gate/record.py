@@ -30,7 +30,8 @@ class Recorded:
     def trips(self) -> tuple[int | tuple[int, ...], ...]:
         """How often a program goes round its loops: as its row says, or its constant STEPS."""
         steps = self.launch.constants.get("STEPS")
-        return self.case.trips or (() if steps is None else (steps,))
+        told = self.case.trips_beside.get(self.launch.fn.__name__, self.case.trips)
+        return told or (() if steps is None else (steps,))
 
     @property
     def bytes(self) -> int:
