@@ -79,7 +79,7 @@ def torchao_speedup(tokens: int, in_features: int, out_features: int, gpu: Gpu) 
     rowwise, tensorwise = recipes.rowwise(), recipes.tensorwise().dgrad
     copies = ledger.copies(rowwise, gpu)
     quantized = sum(
-        quantization(copies[name], rows, in_features, gpu, separate=True).seconds
+        sum(quantization([copy], rows, in_features, gpu).seconds for copy in copies[name])
         for name, rows in (("input", tokens), ("weight", out_features))
     )
     quantized += moving(sum(written(c, tokens, out_features) for c in copies["grad_output"]), 2, gpu).seconds

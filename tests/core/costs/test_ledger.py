@@ -144,6 +144,14 @@ def test_a_producer_never_costs_less_than_nothing() -> None:
     assert quantization(one, T, K, GPUS["h200"], delayed=True, produced=True).bytes == 0
 
 
+def test_copies_made_separately_read_the_tensor_each() -> None:
+    recipe, gpu = get("rowwise"), GPUS["h200"]
+    wanted = ledger.copies(recipe, gpu)["input"]
+    assert quantization(wanted, T, K, gpu).bytes == pytest.approx(6 * T * K, rel=1e-3)
+    apart = sum(quantization([copy], T, K, gpu).bytes for copy in wanted)
+    assert apart == pytest.approx((3 + 5) * T * K, rel=1e-3)
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_what_a_gpu_lacks_runs_in_bf16(at_once: bool) -> None:
     plain = ledger.layer(get("bf16"), T, K, N, "l40s")
