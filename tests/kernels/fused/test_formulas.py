@@ -9,7 +9,7 @@ from quaver.torch.blocks.activation import ACTIVATIONS, _plain_backward, _plain_
 from tests.kernels.compare import DEVICE
 
 #: Of one input, and what gives the error that is stated: of the result where the result is that far from zero's side,
-#: relative to it, and anywhere, relative to the input. A GPU's exponential of 2 and inverse root add errors of their own.
+#: relative to it, and anywhere, relative to the input. A GPU's own exponential adds to it.
 SMOOTH = ["silu", "gelu", "gelu_exact", "quick_gelu"]
 #: Of the result, by the name of the activation: an exponent of -100 is rounded to 4e-6, and its exponential with it.
 RELATIVE = {"silu": 1e-5, "gelu": 2e-5, "gelu_exact": 1e-5, "quick_gelu": 1e-5}

@@ -65,6 +65,15 @@ def test_forward_and_backward_keep_their_bound_of_float64(kind: str, shape: tupl
     assert not workspace(DEVICE).any(), "the programs' meeting place is left as it was found"
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_parameter_may_be_missing(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, device=DEVICE) * 3 + 1
+    gamma, beta = parameters("LayerNorm", shape[1])
+    for given in ((gamma, None), (None, beta), (None, None)):
+        exact = norm._plain_forward(*wide(x, *given), "LayerNorm", EPS)  # type: ignore[arg-type]
+        assert relative(gpu.forward(x, *given, "LayerNorm", EPS)[0], exact[0]) < 1e-6
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_quantized_is_the_output_quantized(shape: tuple[int, int], spec: QuantSpec) -> None:

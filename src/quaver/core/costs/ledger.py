@@ -166,12 +166,15 @@ def rounding(m: int, n: int) -> tuple[float, int]:
 
 def values_at_once(recipe: Recipe, gpu: Gpu, *sizes: int) -> bool:
     """True if a layer of these sizes is emulated by kernels that write bf16 values in place of codes: the GPU lacks all
-    three GEMMs, and each tensor is quantized nearest in blocks that share a power of two, or in two levels."""
+    three GEMMs, and each tensor is quantized in blocks that share a power of two, or in two levels; to nearest, but for
+    the gradient of the output in two levels."""
     if recipe.delayed is not None or any(size % 16 for size in sizes):
         return False
     if any(spec.a is None or on(spec, gpu) in gpu.rates for spec in recipe.gemms.values()):
         return False
     pairs = (recipe.fprop.a, recipe.wgrad.b), (recipe.fprop.b, recipe.dgrad.b), (recipe.dgrad.a, recipe.wgrad.a)
+    if any(spec is not None and spec.rounding != "nearest" for pair in pairs[:2] for spec in pair):
+        return False
     return all(_of_one_kernel(spec, other) for spec, other in pairs if spec is not None and other is not None)
 
 

@@ -108,6 +108,8 @@ def norm(
                 v = tl.fma(v, scaling, shift)
             else:
                 v = v * scaling
+        elif beta is not None:
+            v = v + (b if HELD and BN <= BETA_HELD else load_parameter(beta, c, columns, EVEN))
         rounded = v.to(x.dtype.element_ty)
         if y is not None:
             store_row(y, rounded, row, c, columns, columns, EVEN)

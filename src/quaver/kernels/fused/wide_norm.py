@@ -46,6 +46,8 @@ def wide_norm(
                 v = tl.fma(v, load_parameter(gamma, c, columns, EVEN), load_parameter(beta, c, columns, EVEN))
             elif gamma is not None:
                 v = v * load_parameter(gamma, c, columns, EVEN)
+            elif beta is not None:
+                v = v + load_parameter(beta, c, columns, EVEN)
             rounded = v.to(x.dtype.element_ty)
             if y is not None:
                 store_row(y, rounded, row, c, columns, columns, EVEN)

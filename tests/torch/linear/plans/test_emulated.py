@@ -1,6 +1,8 @@
 """A layer whose GEMMs the GPU lacks: a step with the numbers of the CPU's emulation, and little kept."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from quaver.torch.backends.gpu.gemms import products
 from quaver.torch.backends.gpu.launching import launch
 from quaver.torch.linear.plans import emulated
 from quaver.torch.state.layer import state_of
-from tests.close import assert_close
+from tests.close import assert_bitwise, assert_close
 from tests.operands import variants
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
 
@@ -62,6 +64,40 @@ def test_a_layer_agrees_with_the_emulation_on_a_cpu(recipe: str, dtype: torch.dt
     bound = 1e-6 if dtype is torch.float32 else 1e-3
     for name, a, b in zip(("output", "of input", "of weight", "of bias"), ours, expected, strict=True):
         assert_close(f"{recipe} {name}", a.float(), b.float(), bound)
+
+
+def test_layers_of_a_shape_that_meet_their_recipe_later_draw_noise_of_their_own(on_ada: None) -> None:
+    x = torch.randn(T, K).bfloat16()
+    for layer in [qt.Linear(K, N, dtype=torch.bfloat16) for _ in range(2)]:
+        drawn = []
+        for _ in range(3):
+            layer.zero_grad()
+            with qt.autocast("nvfp4"):
+                drawn.append(results(layer, x)[1:3])
+        assert isinstance(layer.count, Tensor) and int(layer.count[1]) == 3
+        assert not any(torch.equal(a, b) for pair in pairwise(drawn) for a, b in zip(*pair, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_bias_may_lie_anyhow(recipe: str, on_ada: None) -> None:
+    x, values = torch.randn(T, K).bfloat16(), torch.randn(2 * N).bfloat16()
+    first, second = layers(recipe, torch.bfloat16)
+    for bias in (values[::2], values[:1].expand(N)):
+        first.bias, second.bias = torch.nn.Parameter(bias), torch.nn.Parameter(bias.clone().contiguous())
+        assert_bitwise(first(x), second(x), "without a plan")
+        assert_bitwise(results(first, x)[0], results(second, x)[0], "decided")
+
+
+def test_an_input_that_is_rounded_at_random_goes_the_general_way_with_noise(on_ada: None) -> None:
+    nvfp4 = recipes.nvfp4()
+    assert nvfp4.fprop.a is not None and nvfp4.wgrad.b is not None
+    line, down = (replace(spec, rounding="stochastic") for spec in (nvfp4.fprop.a, nvfp4.wgrad.b))
+    recipe = Recipe("drawn", replace(nvfp4.fprop, a=line), nvfp4.dgrad, replace(nvfp4.wgrad, b=down))
+    assert "input at random" in emulated.why_not(recipe, torch.device("cpu"))
+    assert not ledger.values_at_once(recipe, GPUS["h200"], T, K, N)
+    layer, x = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe), torch.randn(T, K).bfloat16()
+    first, second = results(layer, x)[0], results(layer, x)[0]
+    assert first.isfinite().all() and not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu import announcing
 from quaver.torch.backends.gpu.emulating import blocks, two_level
 from quaver.torch.backends.gpu.emulating.folding import round_two
 from quaver.torch.backends.gpu.families import LONGEST_SIDE
@@ -68,6 +69,9 @@ def why_not(recipe: Recipe, device: torch.device) -> str:
         "weight": (recipe.fprop.b, recipe.dgrad.b),
         "grad_output": (recipe.dgrad.a, recipe.wgrad.a),
     }
+    drawn = [name for name, specs in list(pairs.items())[:2] if any(s and s.rounding != "nearest" for s in specs)]
+    if drawn:
+        return f"no kernel rounds {' and '.join(drawn)} at random to bf16 values"
     lacking = [f"{name} by {a} and {b}" for name, (a, b) in pairs.items() if kernels(a, b) is None]
     return f"no kernel writes bf16 values of {', '.join(lacking)}" if lacking else ""
 
@@ -85,6 +89,9 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
         kernels(recipe.dgrad.a, recipe.wgrad.a),
     )
     of_weight = kernels(recipe.fprop.b, recipe.dgrad.b)
+    if x.is_cuda:
+        # The general way, which says so once, may never be taken.
+        announcing.announce(recipe, x)
     assert of_input is not None and of_grad_output is not None and of_weight is not None
 
     def quantized_input(x: Tensor, _: None) -> Operands:

@@ -115,6 +115,9 @@ class Step:
         """y [..., n], or None where this x, weight or state is for the general way."""
         if not weight.is_contiguous():
             return None
+        if self.recipe.stochastic and layer._buffers.get("count") is None:
+            # A layer that met its recipe after it was made: the general way gives it the count of its noise.
+            return None
         if self.rows.aligned and (x.data_ptr() & 15 or capture.as_captured(self.device)):
             return None
         run = self.run(x, layer) if self.delayed else Run(self, layer, None)

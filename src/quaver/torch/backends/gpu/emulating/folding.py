@@ -29,7 +29,9 @@ def fold(
         of_rows, of_columns: float32, one for each or one for all.
     Bounded: float32's roundings of the scales' products and of the sum, and one to dtype.
     """
-    given = (y, *(None if t is None else t.reshape(-1) for t in (of_rows, of_columns)), bias)
+    # The kernel reads neighbours: a view or an expanded bias lies otherwise.
+    lines = [None if t is None else t.reshape(-1).contiguous() for t in (of_rows, of_columns, bias)]
+    given = (y, *lines)
     out: Tensor = _folds(given, dtype)[0]
     return out
 
