@@ -58,7 +58,8 @@ def activate(
     q_stride, qt_lines: bytes of a row of q, 16 of them in a row of qt; the ends of rows beyond y are zeros.
     limit, alpha: the formula's, if it takes any. CODES: the format of q and qt.
     work: int32 [2] of zeros, left as zeros.
-    Bounded: relative RMS 1e-6 of float64, for normally distributed x, before y's rounding. Exact: q, qt, scale and top, given y.
+    Bounded: relative RMS 1e-6 of float64, for normally distributed x, before y's rounding.
+    Exact: q, qt, scale and top, given y.
     """
     r = tl.program_id(0) * BM + 4 * tl.arange(0, BM // 4)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
