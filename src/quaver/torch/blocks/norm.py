@@ -316,7 +316,7 @@ def _fake_backward(
     return x.new_empty(x.shape), of_parameters[0], of_parameters[1]
 
 
-#: (x [..., d], gamma and beta float32 [d] or None, the name, eps) to the output in x's dtype, and the statistics: the
+#: (x [..., d], gamma and beta [d] or None, the name, eps) to the output in x's dtype, and the statistics: the
 #: rows' means (empty unless they are subtracted) and the factors that normalize, float32 [..., 1].
 NORMALIZE: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
     "normalize(Tensor x, Tensor? gamma, Tensor? beta, str normalization, float eps) -> (Tensor, Tensor, Tensor)",
