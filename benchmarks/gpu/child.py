@@ -90,5 +90,6 @@ def measure(case: Case, setting: Setting) -> tuple[Done, GpuLost | None]:
         gc.collect()
         if setting.cuda:
             torch.cuda.empty_cache()
-    seconds = max(time.perf_counter() - begun, 1e-6)
-    return Done(case.name, round(seconds, 3), findings.figures, findings.failures), lost
+    # No seconds would say that it begins.
+    seconds = max(round(time.perf_counter() - begun, 3), 1e-3)
+    return Done(case.name, seconds, findings.figures, findings.failures), lost
