@@ -56,6 +56,8 @@ OWNERS = {
     # So do reading a recipe's text and `doctor`.
     ("quaver.train.configuration.recipe_name", "warnings.simplefilter"),
     ("quaver.train.learning.torch.trials", "warnings.simplefilter"),
+    # While kernels are interpreted, which tests alone do.
+    ("quaver.torch.backends.gpu.launching.interpreter", "warnings.simplefilter"),
     # XLA reads its number of threads from there when it starts.
     ("quaver.train.learning.jax.device", "os.environ.setdefault"),
 }

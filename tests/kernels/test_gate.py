@@ -160,8 +160,8 @@ def test_kernels_that_no_h200_can_run_at_its_copy_rate_are_few_and_have_a_reason
         and floors.share(row["sm_90"]["a_byte"], "H200") < 1
     }
     assert slow <= {case.name for case in CASES if "instructions" in case.exceptions}
-    # Five, and seven of those that stand for GEMMs.
-    assert len(slow) <= 12
+    # Five, seven of those that stand for GEMMs, and attention in both directions, which products bound.
+    assert len(slow) <= 14
 
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:

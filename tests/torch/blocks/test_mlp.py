@@ -100,8 +100,8 @@ def test_what_is_kept() -> None:
         run()
         kept[str(option)] = kept_bytes(mlp, run)
     alone = 2 * tokens * dim
-    # Codes of the input, a number a token and a gain a feature; the scale of one tensor's codes takes eight bytes.
-    normed = tokens * dim + 4 * tokens + 4 * dim + 8
+    # Codes of the input and a number a token, the gain as it is; the scale of one tensor's codes takes eight bytes.
+    normed = tokens * dim + 4 * tokens + 8
     default = alone + normed + 2 * tokens * 2 * hidden
     narrow = alone + normed + (1 + 1 / 32) * tokens * 2 * hidden + tokens * hidden + 8
     assert list(kept.values()) == [default, narrow, alone]

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.core.spec import AttentionSpec
 from quaver.torch.blocks.attention import attention, explain_attention, op
 from quaver.torch.blocks.attention.implementations import sdpa
 from quaver.torch.blocks.attention.inputs.call import Call
@@ -214,8 +215,9 @@ def test_under_autocast_it_computes_in_the_narrow_type_and_adds_biases_in_float3
 def test_a_recipe_that_quantizes_attention_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def fake(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-        seen.update(given, shapes=[tuple(x.shape) for x in (q, k, v)])
+    def fake(q: Tensor, k: Tensor, v: Tensor, call: Call, spec: AttentionSpec) -> Tensor:
+        seen.update(call._asdict(), spec=spec, shapes=[tuple(x.shape) for x in (q, k, v)])
+        seen.update(hidden=call.hidden(q, k), bias=call.whole_bias(q, k))
         return q[..., :1].expand(*q.shape[:3], v.shape[-1])
 
     monkeypatch.setattr(op, "attention_fp8", fake)
