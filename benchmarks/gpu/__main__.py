@@ -80,10 +80,10 @@ def use(folder: Path) -> None:
 
 def compile_ahead(given: argparse.Namespace) -> int:
     """Returns: 0 where all was built, and under --check where nothing was left to compile."""
-    from benchmarks.gpu.ahead import building
+    from benchmarks.gpu.ahead import building, cards
 
     try:
-        archs = [building.architecture(text) for text in given.compile]
+        archs = [cards.architecture(text) for text in given.compile]
         if given.cache is None or not archs:
             raise ValueError("name architectures by --compile sm_90 and the cache's folder by --cache DIR")
     except ValueError as error:

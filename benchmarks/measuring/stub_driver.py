@@ -21,7 +21,9 @@ CUresult cuPointerGetAttribute(void *data, int attribute, unsigned long long p) 
 }
 CUresult cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
 CUresult cuCtxSetCurrent(void *context) { return 0; }
+CUresult cuCtxGetDevice(int *device) { *device = 0; return 0; }
 CUresult cuDeviceGet(int *device, int ordinal) { *device = 0; return 0; }
+CUresult cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 CUresult cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
 CUresult cuDevicePrimaryCtxRelease(int device) { return 0; }
 CUresult cuCtxGetLimit(void *value, int limit) { return 0; }
@@ -32,7 +34,15 @@ CUresult cuFuncSetCacheConfig(void *f, int config) { return 0; }
 CUresult cuModuleGetFunction(void **f, void *module, const char *name) { *f = (void *)1; return 0; }
 CUresult cuModuleLoadData(void **module, const void *image) { *module = (void *)1; return 0; }
 CUresult cuModuleUnload(void *module) { return 0; }
+CUresult cuPointerGetAttributes(unsigned number, int *attributes, void **data, unsigned long long p) {
+    for (unsigned at = 0; at < number; at++)
+        *(unsigned long long *)data[at] = p;
+    return 0;
+}
+CUresult cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
 """
+#: What in Triton's module in C launches any kernel, from 3.7 on; before, each kernel has a launcher of its own.
+LAUNCHES = ("launch", "build_signature_metadata")
 
 
 def compiler() -> str | None:
@@ -54,10 +64,10 @@ class Driver:
     """What Triton asks of a driver, answered for a Hopper GPU that is not there."""
 
     def __init__(self, arch: int = 90) -> None:
-        from triton.backends.nvidia.driver import CudaLauncher
+        from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
         self.launcher_cls = CudaLauncher
-        self.utils = _Utils
+        self.utils = _Utils(CudaUtils())
         self.arch = arch
 
     def get_current_target(self) -> Any:
@@ -76,6 +86,11 @@ class Driver:
 
 
 class _Utils:
+    def __init__(self, own: Any) -> None:
+        for name in LAUNCHES:
+            if hasattr(own, name):
+                setattr(self, name, getattr(own, name))
+
     @staticmethod
     def get_device_properties(device: int) -> dict[str, int]:
         return {"max_shared_mem": 232448, "multiprocessor_count": 132}

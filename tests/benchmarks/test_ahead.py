@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.ahead import building, cache, hollow
+from benchmarks.gpu.ahead import building, cache, cards, hollow
 from benchmarks.measuring import stub_driver
+from tests.kernels.gate.record import ARCHITECTURES
 
 ROOT = Path(__file__).parents[2]
 #: Files that only speak of the marker.
@@ -93,8 +94,12 @@ def test_all_files_of_gpu_tests_are_walked_and_run_by_the_makefile() -> None:
 
 
 def test_an_architecture_is_written_as_compilers_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [building.architecture(text) for text in ("sm_90", "90", "sm_100a")] == [90, 90, 100]
+    assert [cards.architecture(text) for text in ("sm_90", "90", "sm_100a")] == [90, 90, 100]
     assert main(["--compile", "hopper", "--cache", "folder"]) == 2
     assert "no architecture 'hopper'; write it as sm_90" in capsys.readouterr().err
+    for older, newer in (("sm_75", "103"), ("sm_103", "75")):
+        assert main(["--compile", "sm_90", older, newer, "--cache", "folder"]) == 2
+        assert f"{older!r}; choose from sm_80, sm_86, sm_89, sm_90, sm_100, sm_120" in capsys.readouterr().err
+    assert tuple(cards.CARDS) == ARCHITECTURES
     assert main(["--compile", "sm_90"]) == 2
     assert "--cache DIR" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -30,14 +29,6 @@ PROCESSES = 2
 COMPILERS = "gcc", "clang", "cc"
 #: What Triton's cache goes by, and what would keep it from being used.
 FOREIGN = "TRITON_INTERPRET", "TRITON_ALWAYS_COMPILE", "TRITON_STORE_BINARY_ONLY", "CC"
-
-
-def architecture(text: str) -> int:
-    """sm_90 as a number. Raises: ValueError for what is none that the stand-in knows."""
-    match = re.fullmatch(r"(?:sm_?)?(\d+)a?", text)
-    if match is None:
-        raise ValueError(f"no architecture {text!r}; write it as sm_90")
-    return int(match.group(1))
 
 
 def build(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print) -> Counter[str]:

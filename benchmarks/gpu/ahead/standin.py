@@ -14,21 +14,12 @@ import torch
 import triton
 from torch.autograd.function import BackwardCFunction
 
+from benchmarks.gpu.ahead.cards import CARDS
 from benchmarks.gpu.ahead.hollow import CARD, Hollow, OnCard
 from benchmarks.measuring.stub_driver import Driver
 from quaver.torch.backends.gpu.gemms import scaled_mm
 from quaver.torch.backends.gpu.launching import capture, device, launch
 from quaver.torch.state.history import on_gpu
-
-#: By architecture, a card that has it and its multiprocessors.
-CARDS = {
-    80: ("NVIDIA A100-SXM4-80GB", 108),
-    86: ("NVIDIA A40", 84),
-    89: ("NVIDIA L40S", 142),
-    90: ("NVIDIA H200", 132),
-    100: ("NVIDIA B200", 148),
-    120: ("NVIDIA GeForce RTX 5090", 170),
-}
 
 
 class Stream:

@@ -22,15 +22,12 @@ MARK = "benchmarks.gpu.ahead: "
 
 
 def rows(arch: int, _: list[str]) -> None:
-    """The gate's, and what Triton loads before any kernel."""
-    from triton.backends.nvidia import driver
-
+    """The gate's."""
     from quaver.torch.backends.gpu.launching import launch
     from tests.kernels.cases import CASES
     from tests.kernels.gate.record import record
 
     standin.drive(arch)
-    driver.CudaUtils()
     for recorded in record(CASES, arch):
         launch._loaded(recorded.launch, 0)
 
