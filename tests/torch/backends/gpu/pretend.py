@@ -34,6 +34,9 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     device.asked.update({"triton", "native"})
     patch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0, None))
     patch.setattr(ops, "_resolve", _resolve)
+    # What one card's GEMMs take is not another's answer.
+    patch.setattr(scaled_mm, "_ways", {})
+    patch.setattr(scaled_mm, "_transposes", {})
     # As on a device, where nobody reads a factor.
     patch.setattr(amax, "saved_factors", lambda layer: amax._on_device(layer, layer.factor))
     ops._resolved.clear()

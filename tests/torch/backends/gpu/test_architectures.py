@@ -70,6 +70,16 @@ def test_a_step_runs_on_every_architecture_and_its_gemms_are_native_where_they_a
             assert (one - other).float().norm() <= 2.0**-7 * other.float().norm()
 
 
+def test_what_is_known_of_a_cards_gemms_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = qt.Linear(64, 48, bias=False, dtype=torch.bfloat16), torch.randn(32, 64).bfloat16()
+    for arch in (90, 100):
+        with monkeypatch.context() as patch, as_on_a_gpu(patch):
+            assert not scaled_mm._ways, "known before anything was multiplied"
+            become(arch, patch)
+            step("blockwise", layer, x)
+            assert scaled_mm._ways
+
+
 @pytest.mark.parametrize(("recipe", "arch"), EVERY)
 def test_explain_says_which_gemms_are_native_and_why_the_others_are_not(
     recipe: str, arch: int, gpu: Callable[[int], list[list[str]]]
