@@ -15,8 +15,8 @@ CHECKED := tests/contracts/test_layering.py tests/contracts/test_bits.py tests/t
 .PHONY: demo check test slow test-lowering test-gpu-ready test-gpu test-versions accept accept-attention bench bench-gpu
 .PHONY: lint format clean
 
-# Kernels that were compiled beforehand, and for which cards: of the machine that will have the card, Python, torch and
-# triton must be those that filled it.
+# Kernels that were compiled beforehand, and for which cards: the machine that will have the card needs the Python and
+# the triton that filled it (`tests/versions/card.py` names them).
 CACHE ?= $(CURDIR)/.gpu-cache
 ARCH ?= sm_90
 
@@ -45,7 +45,7 @@ test-gpu-ready: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/kernels/test_gate.py \
 		tests/torch/backends/gpu/test_launch_counts.py
 	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --dry-run
-	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --compile $(ARCH) --cache $(CACHE) --check
+	PYTHONPATH=src $(BIN)/python -m tests.versions.card -m benchmarks.gpu --compile $(ARCH) --cache $(CACHE) --check
 
 ## The tests that need a GPU, eight at a time on one card, with the kernels of CACHE, in the Python that has its torch.
 test-gpu:

@@ -15,13 +15,16 @@ def parser() -> argparse.ArgumentParser:
     )
     argument_parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     argument_parser.add_argument(
-        "--dry-run", action="store_true", help="toy sizes on a CPU, interpreted; nothing is written"
+        "--dry-run", action="store_true", help="toy sizes on a CPU, interpreted; 1 where a case gives no figure"
     )
     argument_parser.add_argument(
         "--only", action="append", default=[], metavar="SECTION", help="this section; may be repeated"
     )
     argument_parser.add_argument("--seconds", type=float, default=480.0, help="of the whole run")
     argument_parser.add_argument("--no-write", action="store_true", help="keep no results")
+    argument_parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="where they are kept; those of a dry run nowhere else"
+    )
     argument_parser.add_argument("--commit", default="", help="shown where there is no git to ask")
     argument_parser.add_argument(
         "--compile", nargs="+", default=[], metavar="sm_90", help="no measuring: fill --cache for these architectures"
@@ -50,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     from benchmarks.gpu.options import Options
     from benchmarks.measuring import results
 
-    folder = None if given.no_write or given.dry_run else results.FOLDER
+    folder = None if given.no_write else given.results or (None if given.dry_run else results.FOLDER)
     options = Options(
         quick=given.quick,
         dry=given.dry_run,
@@ -62,11 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
     if given.section:
         return run.serve(given.section, options, tuple(given.skip))
     try:
-        run.run(options)
+        done = run.run(options)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
+    # Of a dry run that every case runs is all there is to know; a card's figures are worth something without the rest.
+    return 1 if given.dry_run and run.missing(run.chosen(options.only), options, done) else 0
 
 
 def use(folder: Path) -> None:

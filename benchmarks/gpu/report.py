@@ -12,7 +12,7 @@ from benchmarks.measuring import results
 from benchmarks.measuring.figure import Result
 
 #: What every figure of a dry run is.
-WORTHLESS = "dry run: toy sizes, kernels interpreted on a CPU; every figure is worthless and nothing is kept"
+WORTHLESS = "dry run: toy sizes, kernels interpreted on a CPU; every figure is worthless"
 
 
 def facts(machine: Mapping[str, str]) -> list[str]:
@@ -39,18 +39,20 @@ def summary(done: Sequence[Result], machine: Mapping[str, str], dry: bool) -> li
 
 
 def write(done: Sequence[Result], machine: Mapping[str, str], options: Options) -> list[Path]:
-    """Both files, in the results' folder and in $OUT; a dry run leaves none."""
-    out = os.environ.get("OUT")
+    """Both files, in the results' folder and in $OUT; those of a dry run in the folder alone, if one is named."""
+    out = None if options.dry else os.environ.get("OUT")
     folders = [folder for folder in (options.folder, Path(out) if out else None) if folder is not None]
-    if options.dry or not folders:
+    if not folders:
         return []
-    name = f"gpu-{card.slug(machine['card'])}" + ("-quick" if options.quick else "")
+    name = f"gpu-{card.slug(machine['card'])}" + ("-dry" if options.dry else "") + ("-quick" if options.quick else "")
     rows = targets.judge(done, machine["card"])
-    lines = ["# Benchmarks on an NVIDIA GPU" + (", quick" if options.quick else ""), "", "## Targets", ""]
+    lines = ["# Benchmarks on an NVIDIA GPU" + (", quick" if options.quick else ""), ""]
+    lines += [*([f"**{WORTHLESS}**", ""] if options.dry else []), "## Targets", ""]
     lines += results.table(targets.COLUMNS, [row.cells for row in rows])
     lines += [line for result in done for line in results.case_markdown(result)]
     data = {
         "quick": options.quick,
+        "dry": options.dry,
         "targets": [dict(zip(targets.COLUMNS, row.cells, strict=True)) for row in rows],
         "sections": [results.case_data(result) for result in done],
     }

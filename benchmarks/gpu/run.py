@@ -67,13 +67,19 @@ def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
     return done
 
 
+def missing(sections: Sequence[Section], options: Options, done: Sequence[Result]) -> list[str]:
+    """The cases that gave no figure."""
+    reached = {(result.case.name, case) for result in done for case in result.cases}
+    names = [(section.name, case.name) for section in sections for case in section.cases(options.setting)]
+    return [f"{section}: {case}" for section, case in names if (section, case) not in reached]
+
+
 def covered(sections: Sequence[Section], options: Options, done: Sequence[Result]) -> str:
     """How many cases gave a figure, of how many there are."""
-    names = [(section.name, case.name) for section in sections for case in section.cases(options.setting)]
-    reached = {(result.case.name, case) for result in done for case in result.cases}
-    missing = [f"{section}: {case}" for section, case in names if (section, case) not in reached]
-    of = f"{len(names) - len(missing)} of {len(names)} cases gave figures"
-    return f"{of}; none: {', '.join(missing)}" if missing else of
+    lost = missing(sections, options, done)
+    cases = sum(len(section.cases(options.setting)) for section in sections)
+    of = f"{cases - len(lost)} of {cases} cases gave figures"
+    return f"{of}; none: {', '.join(lost)}" if lost else of
 
 
 def measure(
@@ -198,4 +204,4 @@ def serve(name: str, options: Options, skip: tuple[str, ...]) -> int:
     return 0
 
 
-__all__ = ["chosen", "run", "serve"]
+__all__ = ["chosen", "missing", "run", "serve"]

@@ -58,6 +58,8 @@ LINEAR = {
     "rowwise": (1.45, 1.35),
     "blockwise": (1.4, 1.34),
 }
+#: Emulated, where bf16 is 1.
+EMULATED = ("mxfp8", "nvfp4")
 LLAMA = at_least(1.45), {H100: at_least(1.38)}
 GOALS = (
     *(
@@ -83,6 +85,16 @@ GOALS = (
     Goal("Kernels of norms and activations, from float64", "producers", "*", "error", at_most(1)),
     Goal("Linear tensorwise over torchao compiled, worst shape", "linears", "*", "over torchao compiled", at_least(1)),
     Goal("Linear tensorwise over torchao eager, worst shape", "linears", "*", "over torchao eager", at_least(1.3)),
+    *(
+        Goal(
+            f"Linear 4096, 4096 → 4096, {name} emulated, over bf16",
+            "linears",
+            f"4096, 4096 → 4096: quaver {name}",
+            "changing, speed-up",
+            at_least(0.67),
+        )
+        for name in EMULATED
+    ),
     Goal("Llama-8B layer, delayed, over bf16", "layer", "quaver delayed", "speed-up", *LLAMA),
     Goal("Host time of Linear forward over nn.Linear", "host", "quaver tensorwise", "forward, ratio", at_most(1.5)),
     Goal("Captured training steps that differ from eager ones", "graph", "*", "differing", Target(0, 0)),

@@ -1,6 +1,7 @@
 """The GPU benchmark without a GPU: everything runs at toy sizes, failures are named, and targets are judged right."""
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from benchmarks.gpu.measuring.setting import Case as GpuCase
 from benchmarks.gpu.measuring.setting import Findings, GpuLost, Section, Setting
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.sections.kernels.quantizing import differing, works
-from benchmarks.gpu.sections.layers import linears
+from benchmarks.gpu.sections.layers import attention, linears
 from benchmarks.gpu.sections.registry import SECTIONS
 from benchmarks.measuring import results
 from benchmarks.measuring.figure import DECIMALS, Case, Figure, Result
@@ -24,6 +25,7 @@ from quaver import E4M3, QuantSpec, recipes
 from quaver.core.costs import gpus, ledger
 from quaver.torch.numerics import reference
 
+ROOT = Path(__file__).parents[2]
 TOY = Setting(device=torch.device("cpu"), toy=True, quick=True)
 #: What a dry run may leave out, and why.
 EXPECTED = ("torchao is not installed",)
@@ -181,8 +183,11 @@ def test_results_are_written_with_card_and_verdicts_but_not_of_a_dry_run(
     monkeypatch.setenv("OUT", str(out))
     setting = {**card.describe("abc123"), "card": "NVIDIA H200"}
     done = [result("linears", Figure(JUDGED, "changing, speed-up", 1.7, "x"), reason="torchao: it broke")]
-    assert report.write(done, setting, Options(dry=True, folder=tmp_path / "kept")) == []
+    assert report.write(done, setting, Options(dry=True, folder=None)) == []
     assert not out.exists()
+    dry = report.write(done, setting, Options(dry=True, folder=tmp_path / "dry"))
+    assert len(dry) == 2 and all(path.name.startswith("gpu-h200-dry-") for path in dry) and not out.exists()
+    assert all(report.WORTHLESS in path.read_text(encoding="utf-8") for path in dry if path.suffix == ".md")
     paths = report.write(done, setting, Options(folder=tmp_path / "kept"))
     assert sorted(path.name for path in paths) == sorted(
         2 * [f"gpu-h200-{setting['date']}{s}" for s in (".json", ".md")]
@@ -253,11 +258,52 @@ def test_what_there_is_of_a_section_is_written_after_each_case(tmp_path: Path, m
     assert kept[:2] == [1, 2]
 
 
+def test_a_run_that_is_killed_leaves_what_it_had_measured(tmp_path: Path) -> None:
+    """In the middle of its second section, all of the first."""
+    command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--dry-run", "--only", "ceilings", "--only", "graph"]
+    process = subprocess.Popen([*command, "--results", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        # What is printed of a case is kept right after it.
+        said = iter(process.stdout.readline, "")
+        assert any("(graph)" in line for line in said), "its second section did not begin"
+        process.kill()
+    assert process.returncode < 0, "it ended before it was killed"
+    (path,) = tmp_path.glob("*.json")
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    assert kept["dry"] and [section["name"] for section in kept["sections"]] == ["ceilings"]
+    assert {figure["subject"] for figure in kept["sections"][0]["figures"]} == {"copy on the device", "bf16 32³"}
+
+
+def test_a_dry_run_without_a_figure_of_a_case_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [GpuCase("good", good)]
+    monkeypatch.setattr(run, "chosen", lambda names: [section(*cases)])
+    assert main(["--dry-run"]) == 0
+    cases.append(GpuCase("silent", lambda setting, findings: None))
+    assert main(["--dry-run"]) == 1
+
+
 def test_sections_come_by_worth_and_every_recipe_before_a_second_tensor() -> None:
     assert list(SECTIONS)[:4] == ["ceilings", "gemms", "host", "linears"] and list(SECTIONS)[-1] == "training"
     tensors = [label.split()[1] for label in works()]
     assert tensors == sorted(tensors, key=("input", "grad_output", "weight").index)
     assert list(works()).index("nvfp4 input") < list(works()).index("delayed grad_output")
+
+
+def test_a_dry_run_has_every_case_of_a_cards_run() -> None:
+    cpu = torch.device("cpu")
+    for section in SECTIONS.values():
+        dry, whole = (section.cases(Setting(device=cpu, toy=toy)) for toy in (True, False))
+        assert len(dry) == len(whole) > 0, section.name
+
+
+def test_what_a_card_emulates_and_attention_in_eight_bits_are_timed_early() -> None:
+    names = [case.name for case in linears.cases(Setting(device=torch.device("cpu")))]
+    assert names.index("4096, 4096 → 4096 emulated") <= 2
+    assert linears.emulated() == ["mxfp8", "nvfp4"], "on an H200, and where there is no card"
+    assert attention.quantizing()[0] == "tensorwise" and "mxfp8" in attention.quantizing()
+    goals = [goal for goal in targets.GOALS if "emulated" in goal.what]
+    assert [goal.subject for goal in goals] == [f"4096, 4096 → 4096: quaver {name}" for name in linears.emulated()]
 
 
 def test_torchao_is_compiled_once_a_shape() -> None:

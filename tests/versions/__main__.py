@@ -1,12 +1,9 @@
 """Try pairs of versions in processes that have them, and write the table of docs/limits.md: `python -m tests.versions`.
 
-Versions are installed beside one another into a folder, without what they depend on, which the Python that runs this
-has. PyPI's builds of torch with CUDA are given stand-ins for CUDA's libraries (`tests.versions.stand_ins`); with
-PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu there is nothing to stand in for.
+How they come there says `tests.versions.installing`.
 """
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -17,9 +14,8 @@ from typing import NamedTuple
 
 from benchmarks.gpu.ahead import hollow
 from benchmarks.measuring import stub_driver
-from tests.versions import stand_ins
+from tests.versions.installing import ROOT, environment, installed
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "limits.md"
 BEGIN, END = "<!-- python -m tests.versions writes from here -->", "<!-- to here -->"
 #: torch and triton, the newest of each minor version at least once; a cache of kernels is made with the first.
@@ -67,39 +63,21 @@ CHECKS = (
 )
 
 
-def installed(package: str, version: str, folder: Path) -> Path:
-    """Where this version is, put there if it was not."""
-    place = folder / f"{package}-{version}"
-    if not (place / package / "__init__.py").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-        environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
-        subprocess.run([*command, "--target", place, f"{package}=={version}"], check=True, env=environment)
-    return place
+def chosen(torch: Path, triton: Path, stub: Path) -> dict[str, str]:
+    """The environment of the checks of a pair, in which a driver does nothing."""
+    pair = environment(torch, triton) | hollow.ENVIRONMENT | {"TRITON_CACHE_DIR": str(triton / f"cache-{torch.name}")}
+    stubbed = stub_driver.build(stub)
+    stubbed["LD_LIBRARY_PATH"] = f"{stub}:{pair['LD_LIBRARY_PATH']}" if "LD_LIBRARY_PATH" in pair else str(stub)
+    return pair | stubbed
 
 
-def environment(torch: Path, triton: Path, stub: Path) -> dict[str, str]:
-    """Of a process that has these versions."""
-    chosen = dict(os.environ) | hollow.ENVIRONMENT | stub_driver.build(stub)
-    chosen |= {"PYTHONPATH": os.pathsep.join(map(str, (torch, triton, ROOT / "src", ROOT))), "OMP_NUM_THREADS": "1"}
-    chosen["TRITON_CACHE_DIR"] = str(triton / f"cache-{torch.name}")
-    chosen.pop("TRITON_INTERPRET", None)
-    libraries = torch / "torch" / "lib"
-    if (libraries / "libtorch_cuda.so").exists():
-        folder = torch / "stand-ins"
-        if not folder.exists():
-            stand_ins.make(libraries, folder)
-        chosen["LD_LIBRARY_PATH"] = f"{folder}:{chosen['LD_LIBRARY_PATH']}"
-        chosen["LD_PRELOAD"] = str(folder / stand_ins.UNVERSIONED)
-    return chosen
-
-
-def run(check: Check, chosen: dict[str, str], log: Path) -> str:
+def run(check: Check, pair: dict[str, str], log: Path) -> str:
     """A cell: what passed, or that it failed; all that was said is in the log."""
-    chosen = chosen | ({"TRITON_INTERPRET": "1"} if check.interprets else {})
+    pair = pair | ({"TRITON_INTERPRET": "1"} if check.interprets else {})
     with log.open("w") as said:
         try:
             command = [sys.executable, *check.arguments]
-            done = subprocess.run(command, cwd=ROOT, env=chosen, stdout=said, stderr=said, timeout=SECONDS, check=False)
+            done = subprocess.run(command, cwd=ROOT, env=pair, stdout=said, stderr=said, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return "not finished"
     counted = re.findall(check.counted, log.read_text())
@@ -123,11 +101,11 @@ def main(arguments: list[str]) -> int:
     for torch, triton in pairs:
         places = installed("torch", torch, folder), installed("triton", triton, folder)
         with tempfile.TemporaryDirectory() as stub:
-            chosen = environment(*places, Path(stub))
+            pair = chosen(*places, Path(stub))
             cells = []
             for number, check in enumerate(CHECKS):
                 begun = time.monotonic()
-                cells.append(run(check, chosen, folder / f"torch-{torch}-triton-{triton}-{number}.txt"))
+                cells.append(run(check, pair, folder / f"torch-{torch}-triton-{triton}-{number}.txt"))
                 print(f"torch {torch}, triton {triton}, {check.title}: {cells[-1]}; {time.monotonic() - begun:.0f} s")
         rows.append([torch, triton, *cells])
     if not asked.only:

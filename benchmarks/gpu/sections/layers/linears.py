@@ -15,6 +15,8 @@ from quaver.core.costs import ledger
 #: Tokens, in, out; the judged one first.
 MATRICES = ((4096, 4096), (4096, 14_336), (14_336, 4096), (8192, 28_672))
 SHAPES = tuple((tokens, k, n) for tokens in (8192, 16_384) for k, n in MATRICES)
+#: Of the emulated ones, as docs/performance.md predicts them.
+EMULATED = (4096, 4096, 4096)
 BASE = "bf16 nn.Linear"
 
 
@@ -25,9 +27,14 @@ def native() -> list[str]:
     return [name for name, recipe in wanted.items() if not ledger.layer(recipe, *SHAPES[0], gpu).emulated]
 
 
+def emulated() -> list[str]:
+    """Recipes with blocks of their own whose GEMMs the card lacks; what has narrower formats costs what MXFP8 does."""
+    return [name for name in ("blockwise", "mxfp8", "nvfp4") if name not in native()]
+
+
 def some(setting: Setting) -> list[str]:
-    """Those; one of them is enough to see that a section runs."""
-    return native()[:1] if setting.toy else native()
+    """The native ones; one of them is enough to see that a section runs."""
+    return native()[:1] if setting.toy and setting.quick else native()
 
 
 def layer(shape: tuple[int, int, int], setting: Setting) -> tuple[nn.Linear, Tensor, Tensor]:
@@ -63,6 +70,18 @@ def eager(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> 
         timings = interleave(steps, setting, findings)
     add(shape, timings, findings)
     compare(shape, timings, "eager", findings)
+
+
+def emulating(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
+    """What training with a recipe of another card costs on this one."""
+    base, x, g = layer(shape, setting)
+    steps: dict[str, Step] = {BASE: step_of(base, x, g)}
+    for name in emulated():
+        steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipes.get(name), changing=True)
+        steps[f"quaver {name}, unchanged"] = step_of(ours(base, own=True), x, g, recipes.get(name))
+    with setting.kernels():
+        timings = interleave(steps, setting, findings)
+    add(shape, {name: timing for name, timing in timings.items() if name != BASE}, findings)
 
 
 def compiled(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
@@ -116,8 +135,8 @@ def compare(shape: tuple[int, int, int], timings: dict[str, Timing], how: str, f
 
 
 def cases(setting: Setting) -> list[Case]:
-    """The judged shape first, eager and compiled. torchao's is compiled once a shape, under the recipe that is judged;
-    its other recipe and nn.Linear at the judged shape alone, last."""
+    """The judged shape first, eager and compiled, then what is emulated. torchao's is compiled once a shape, under the
+    recipe that is judged; its other recipe and nn.Linear at the judged shape alone, last."""
     shapes = SHAPES[:2] if setting.quick else SHAPES
     shapes = tuple(map(toy, shapes)) if setting.toy else shapes
     judged, peer = peers.RECIPES[0], not peers.available(setting)
@@ -129,6 +148,8 @@ def cases(setting: Setting) -> list[Case]:
             *([peer_case(judged, shape)] if peer else []),
         )
     ]
+    at = toy(EMULATED) if setting.toy else EMULATED
+    by_shape.insert(1 + peer, Case(f"{label(at)} emulated", lambda s, findings: emulating(at, s, findings)))
     others = [peer_case(name, shapes[0]) for name in peers.RECIPES[1:] if peer]
     alone = Case(f"{label(shapes[0])} compiled", lambda s, findings: compiled(shapes[0], s, findings))
     return [*by_shape, *others, *([] if setting.hollow else [alone])]

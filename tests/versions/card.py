@@ -1,0 +1,75 @@
+"""A command in the Python, torch and triton that a card's machine has: `python -m tests.versions.card -m MODULE ...`.
+
+What Triton compiles is looked for by the bytes of its library, and those differ from one Python to the next. Where the
+card's Python is not to be had, the command runs in this one, and that is said.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.versions.installing import ROOT, environment, installed, pip
+
+#: What the rented machines have that this project knows of.
+PYTHON, TORCH, TRITON = "3.12", "2.11.0", "3.6.0"
+#: What torch imports, what the library and its trainer import, and what runs the tests marked `gpu`.
+NEEDS = (
+    *("filelock", "fsspec", "jinja2", "networkx", "setuptools<82", "sympy", "typing_extensions", "numpy"),
+    *("rich", "safetensors", "tokenizers", "typer", "matplotlib", "pytest", "pytest-timeout", "pytest-xdist"),
+)
+FOLDER = ROOT / ".versions"
+
+
+def pythons() -> Iterator[str]:
+    """Where one of that version may be: this one, on the path, pyenv's."""
+    if sys.version.startswith(f"{PYTHON}."):
+        yield sys.executable
+    if (named := shutil.which(f"python{PYTHON}")) is not None:
+        yield named
+    yield from map(str, sorted(Path.home().glob(f".pyenv/versions/{PYTHON}.*/bin/python")))
+
+
+def python() -> str | None:
+    """The first that answers, for pyenv names some that are not there."""
+    for path in pythons():
+        if subprocess.run([path, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
+def new(base: str, place: Path) -> None:
+    """An environment of a Python there. Raises: CalledProcessError."""
+    subprocess.run([base, "-m", "venv", place], check=True)
+
+
+def prepared(base: str, folder: Path) -> tuple[Path, dict[str, str]]:
+    """A Python that has all of it, and the environment that it needs. Raises: CalledProcessError."""
+    own = folder / f"python-{PYTHON}" / "bin" / "python"
+    if not (folder / "complete").exists():
+        new(base, own.parents[1])
+        pip(own, "--no-compile", *NEEDS)
+        (folder / "complete").touch()
+    return own, environment(*(installed(*one, folder, own) for one in (("torch", TORCH), ("triton", TRITON))))
+
+
+def main(command: Sequence[str], folder: Path = FOLDER / "card") -> int:
+    """Run the arguments of Python; returns the exit code."""
+    wanted = f"Python {PYTHON}, torch {TORCH} and triton {TRITON}"
+    base, why = python(), f"no Python {PYTHON} is here"
+    if base is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            own, chosen = prepared(base, folder)
+            print(f"in {wanted}, as a card's machine has them: {own}", flush=True)
+            return subprocess.run([own, *command], env=chosen, check=False).returncode
+        except subprocess.CalledProcessError as error:
+            why = f"{' '.join(map(str, error.cmd[:4]))} ended with code {error.returncode}"
+    print(f"not in {wanted}, as a card's machine has them ({why}), but in Python {sys.version.split()[0]}:", flush=True)
+    print("a card's machine finds kernels that were compiled here if it has this Python and this triton", flush=True)
+    return subprocess.run([sys.executable, *command], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""Versions of torch and triton beside one another, and the environment of a process that has two of them.
+
+They are installed into a folder without what they depend on, which the Python that runs has. PyPI's builds of torch
+with CUDA are given stand-ins for CUDA's libraries (`tests.versions.stand_ins`); with
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu there is nothing to stand in for.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.versions import stand_ins
+
+ROOT = Path(__file__).parents[2]
+#: What runs kernels, stubs or a dry run would take from a process around it.
+FOREIGN = ("TRITON_INTERPRET", "TRITON_CACHE_DIR", "VIRTUAL_ENV")
+
+
+def pip(python: str | Path, *arguments: str | Path) -> None:
+    """Install without the constraints of this checkout, which name one version of each. Raises: CalledProcessError."""
+    environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True, env=environment)
+
+
+def installed(package: str, version: str, folder: Path, python: str | Path = sys.executable) -> Path:
+    """Where this version is, put there by a Python's pip if it was not."""
+    place = folder / f"{package}-{version}"
+    if not (place / package / "__init__.py").exists():
+        pip(python, "--no-deps", "--no-compile", "--target", place, f"{package}=={version}")
+    return place
+
+
+def environment(torch: Path, triton: Path) -> dict[str, str]:
+    """Of a process that has these versions."""
+    chosen = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+    chosen |= {"PYTHONPATH": os.pathsep.join(map(str, (torch, triton, ROOT / "src", ROOT))), "OMP_NUM_THREADS": "1"}
+    libraries = torch / "torch" / "lib"
+    if (libraries / "libtorch_cuda.so").exists():
+        folder = torch / "stand-ins"
+        if not (folder / stand_ins.UNVERSIONED).exists():
+            stand_ins.make(libraries, folder)
+        paths = [str(folder), chosen.get("LD_LIBRARY_PATH", "")]
+        chosen["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
+        chosen["LD_PRELOAD"] = str(folder / stand_ins.UNVERSIONED)
+    return chosen
