@@ -1,17 +1,21 @@
 """Memory that is written again and again reaches nobody: what was given before stays as it was."""
 
+import math
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.backends.cpu import scratch
 from quaver.torch.numerics.quantized import FLOAT8
 from tests.close import assert_bitwise
-from tests.operands import SPECS
+from tests.operands import SPECS, nasty
 
 #: Large enough to be held.
 SHAPE = 256, 192
@@ -63,3 +67,49 @@ def test_memory_made_in_inference_mode_serves_training() -> None:
         layer(torch.randn(256, 256))
     layer(torch.randn(256, 256, requires_grad=True)).sum().backward()
     assert layer.weight.grad is not None and not layer.weight.grad.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("shape", [(259, 321), (1, 70_000), (2, 40_001)], ids=str)
+def test_operands_are_the_same_piece_by_piece(
+    shape: tuple[int, int], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "PIECE", 5000)
+    hard = nasty(shape)
+    for kind in ("normal", "NaN", "-infinity", "wide") if shape[0] == 259 else ("normal",):
+        x = torch.from_numpy(hard[kind]).to(dtype)
+        for side, given in (("as it lies", x), ("turned", x.t())):
+            q = qt.quantize(given, FP8[name])
+            with qt.only("reference"):
+                expected = qt.quantize(given, FP8[name])
+            assert_bitwise(q.codes(), expected.codes(), f"{kind}, {side}")
+            assert_bitwise(q.scales(), expected.scales(), f"scales, {kind}, {side}")
+
+
+class Fresh(TorchDispatchMode):
+    """The bytes of the largest memory that an operation has made for its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        results = func(*args, **(kwargs or {}))
+        for t in tree_leaves(results):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, t.untyped_storage().nbytes())
+        return results
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("turned", [False, True])
+def test_quantizing_much_asks_for_no_more_than_its_codes(turned: bool, name: str) -> None:
+    x = torch.randn(2048, 1024 + 128)
+    assert x.numel() * 4 > scratch.LARGEST
+    given = x.t() if turned else x
+    qt.quantize(given, FP8[name])
+    with Fresh() as fresh:
+        q = qt.quantize(given, FP8[name])
+    assert fresh.largest == math.prod(q.codes().shape)

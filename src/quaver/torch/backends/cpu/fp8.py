@@ -6,6 +6,8 @@ whose rows are contiguous in the other direction keeps that layout.
 """
 
 import math
+from collections.abc import Iterator
+from functools import reduce
 
 import numpy as np
 import torch
@@ -54,19 +56,29 @@ def per_tensor(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = N
     elif math.frexp(e)[0] != 0.5:
         # A factor from elsewhere, such as an average of several.
         e, exact = float(np.float32(e)), False
-    if not exact or x.dtype is torch.float16:
-        y = x.float() * e
-    elif x.numel() * x.itemsize < scratch.SMALLEST or not x.is_contiguous():
-        y = x * scalar(e)
-    else:
-        y = torch.mul(x.detach(), scalar(e), out=scratch.room("temporary", x.shape, x.dtype))
-    if not top * e <= fmt.max:
-        y.clamp_(-fmt.max, fmt.max)
     if not (top < math.inf and wanted < math.inf):
         scale = math.nan
     else:
         scale = 1.0 / e if exact else float(np.float32(1.0 / e))
-    return y.type(FLOAT8[fmt.name]), scale, top
+    clips = not top * e <= fmt.max
+    if exact and x.dtype is not torch.float16:
+        return _codes(x, scalar(e), fmt, clips), scale, top
+    return _codes(x.float(), e, fmt, clips), scale, top
+
+
+def _codes(x: Tensor, e: Tensor | float, fmt: Format, clips: bool) -> Tensor:
+    """x × e as codes, in pieces that stay in the cache; e is a factor, or along each dimension one or as many as x."""
+    if x.numel() * x.itemsize < scratch.SMALLEST:
+        y = x * e
+        return (y.clamp_(-fmt.max, fmt.max) if clips else y).type(FLOAT8[fmt.name])
+    x, out = x.detach(), torch.empty(x.shape, dtype=FLOAT8[fmt.name], device="cpu")
+    rows = scratch.rows(x)
+    parts = x.split(rows)
+    factors = e.split(rows) if isinstance(e, Tensor) and e.dim() and e.shape[0] > 1 else (e,) * len(parts)
+    for part, factor, codes in zip(parts, factors, out.split(rows), strict=True):
+        y = torch.mul(part, factor, out=scratch.room("temporary", part.shape, part.dtype))
+        codes.copy_(y.clamp_(-fmt.max, fmt.max) if clips else y)
+    return out
 
 
 #: Powers of two as tensors without dimensions: torch multiplies by one in half the time that a Python number takes.
@@ -117,7 +129,7 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Given, turned: bool) -> Quantized:
         base = base.float()
     view, dims = blocked(base, block)
     bits = largest_bits(view, dims)
-    measured, limit = bits, spec.format.max
+    measured = bits
     if amax is None and spec.power_of_two:
         e, scale, finite = _powers_of_two(bits, spec)
     else:
@@ -126,11 +138,10 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Given, turned: bool) -> Quantized:
         scale, finite = reference.stored_scale(bits, of_blocks, e, spec), amax is None and bool(of_blocks.all().item())
     for dim in dims:
         e = e.unsqueeze(dim)
-    y = torch.mul(view, e.to(view.dtype), out=_room(view))
-    if not finite:
-        # Or not by its own amax.
-        y.clamp_(-limit, limit)
-    data = y.to(FLOAT8[spec.format.name]).view(_padded_shape(view, dims))
+    e = e.to(view.dtype)
+    # Clipped where one is infinite, or scaled by another amax than its own.
+    data = _codes(*((view[0], e[0]) if view.shape[0] == 1 else (view, e)), spec.format, not finite)
+    data = data.view(_padded_shape(view, dims))
     if data.shape != base.shape:
         # A copy, so that backward does not keep the padding.
         data = data[: base.shape[0], : base.shape[1]].clone(memory_format=torch.contiguous_format)
@@ -192,17 +203,30 @@ def largest_bits(view: Tensor, dims: list[int]) -> Tensor:
         bits, mask = view.view(torch.int16), 0x7FFF
     else:
         bits, mask = view.view(torch.int32), 0x7FFFFFFF
-    top = torch.bitwise_and(bits, mask, out=_room(bits))
-    for dim in reversed(dims):
-        top = top.amax(dim)
+    if bits.numel() * bits.itemsize < scratch.SMALLEST:
+        top = _amax(torch.bitwise_and(bits, mask), dims)
+    elif bits.shape[0] > 1:
+        top = torch.cat([_amax(part, dims) for part in _masked(bits, mask)])
+    else:
+        # A block's rows, or all of a row, are in several pieces.
+        within = [dim - 1 for dim in dims]
+        tops = [_amax(part, within) for part in _masked(bits[0], mask)]
+        top = (reduce(torch.maximum, tops) if 0 in within else torch.cat(tops))[None]
     if view.dtype is torch.bfloat16:
         top = top.to(torch.int32) << 16
     return torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
 
 
-def _room(x: Tensor) -> Tensor | None:
-    """Where a result of this shape and dtype is written; None for a small one, a tensor of its own."""
-    return None if x.numel() * x.itemsize < scratch.SMALLEST else scratch.room("temporary", x.shape, x.dtype)
+def _masked(bits: Tensor, mask: int) -> Iterator[Tensor]:
+    """bits & mask in pieces that stay in the cache, each until the next is asked for."""
+    for part in bits.split(scratch.rows(bits)):
+        yield torch.bitwise_and(part, mask, out=scratch.room("temporary", part.shape, part.dtype))
+
+
+def _amax(bits: Tensor, dims: list[int]) -> Tensor:
+    for dim in reversed(dims):
+        bits = bits.amax(dim)
+    return bits
 
 
 def _padded_shape(view: Tensor, dims: list[int]) -> tuple[int, int]:
