@@ -43,6 +43,7 @@ SAFE = {
     "torch.backends.cpu.decoding:_table": CACHED,
     "torch.backends.cpu.fp4:_table": CACHED,
     "torch.backends.cpu.fp8:_scalars": SAME,
+    "torch.backends.cpu.pool:_pool": CACHED,
     "torch.blocks.loss.cross_entropy:_warned": WARNS,
     "torch.model.freezing:_held": "filled under a lock",
     "torch.model.freezing:_hooked": "filled under a lock",

@@ -1,16 +1,33 @@
-"""float32 products of bf16 on a CPU: equal to float64's within float32's own error, in every layout."""
+"""float32 products of bf16 on a CPU: equal to float64's within float32's own error, in every layout, on any threads.
 
+Where the processor has no such block, another one stands for it: what surrounds it is the same.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quaver.torch.backends.cpu import brgemm as cpu_brgemm
+from quaver.torch.backends.cpu import pool, scratch
+from tests.close import assert_bitwise
+from tests.torch.backends.cpu import block
 
-available = pytest.mark.skipif(cpu_brgemm._functions() is None, reason="this CPU or this torch has no such block")
+
+@pytest.fixture(autouse=True)
+def functions(monkeypatch: pytest.MonkeyPatch) -> block.Functions:
+    """The block that this processor has, or what stands for it."""
+    multiply_and_release = block.functions()
+    monkeypatch.setattr(cpu_brgemm, "_functions", lambda: multiply_and_release)
+    return multiply_and_release
 
 
-@available
 @pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)], ids=str)
 @pytest.mark.parametrize(
     "shape",
@@ -29,7 +46,6 @@ def test_product_is_float64s_within_float32s_error(shape: tuple[int, int, int], 
     assert (y - exact).norm() <= 5e-7 * exact.norm()
 
 
-@available
 def test_nan_infinity_and_an_outlier_stay_in_their_row() -> None:
     a, b = torch.randn(128, 64).bfloat16(), torch.randn(64, 64).bfloat16()
     a[3, 5], a[7, 1], a[9, 2] = torch.nan, torch.inf, 1e30
@@ -39,18 +55,12 @@ def test_nan_infinity_and_an_outlier_stay_in_their_row() -> None:
     torch.testing.assert_close(y[others], a[others].float() @ b.float().t(), rtol=1e-5, atol=1e-5)
 
 
-def test_only_large_products_of_one_thread_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_brgemm, "_functions", lambda: (None, None))
+def test_only_large_products_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_brgemm.takes(512, 512, 512)
     for shape in [(64, 512, 512), (512, 500, 512), (128, 128, 128)]:
         assert not cpu_brgemm.takes(*shape), shape
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu_brgemm, "_functions", lambda: None)
     assert not cpu_brgemm.takes(512, 512, 512)
-
-
-def test_a_processor_without_bf16_instructions_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert cpu_brgemm._functions.__wrapped__() is None
 
 
 def test_memory_for_c_is_what_c_takes_it_for() -> None:
@@ -62,10 +72,9 @@ def test_memory_for_c_is_what_c_takes_it_for() -> None:
             cpu_brgemm.address(t, torch.float32, 24)
 
 
-@available
-def test_blocks_are_compiled_for_few_sizes_whatever_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    functions = cpu_brgemm._functions()
-    assert functions is not None
+def test_blocks_are_compiled_for_few_sizes_whatever_the_tokens(
+    functions: block.Functions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = set()
 
     def brgemm(*arguments: Any) -> None:
@@ -81,3 +90,162 @@ def test_blocks_are_compiled_for_few_sizes_whatever_the_tokens(monkeypatch: pyte
         cpu_brgemm.product(torch.randn(tokens, 128).bfloat16().t(), x.t())
     # Of wgrad: a last piece of 1 to 16 steps, the first or one that is added, and whole ones.
     assert len(sizes) <= 2 + 3 * 16, sorted(sizes)
+
+
+@pytest.mark.parametrize("piece", [scratch.PIECE, 4096])
+@pytest.mark.parametrize("k", [1, 2, 7, 64, 66, 127])
+@pytest.mark.parametrize("turned", [False, True])
+def test_pairs_of_rows_lie_beside_each_other(turned: bool, k: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "PIECE", piece)
+    b = torch.randn(192, k).bfloat16()
+    b[0, 0], b[1, k // 2], b[2, -1] = torch.nan, -torch.inf, -0.0
+    given = b.t().contiguous().t() if turned else b
+    padded = -(-k // 32) * 32
+    whole = torch.cat([b, b.new_zeros(192, padded - k)], 1)
+    expected = whole.view(3, 64, padded // 2, 2).permute(0, 2, 1, 3).contiguous()
+    assert_bitwise(cpu_brgemm._pairs(given, 64, padded).view(torch.int16), expected.view(torch.int16))
+
+
+def operands(m: int, n: int = 192, k: int = 1030) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(m)
+    return torch.randn(m, k, generator=generator).bfloat16(), torch.randn(n, k, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("m", [100, 128, 130, 255, 257, 512])
+@pytest.mark.parametrize("helpers", [1, 2, 7])
+def test_threads_give_the_bits_of_one(m: int, helpers: int, functions: block.Functions) -> None:
+    a, b = operands(m)
+    assert_bitwise(
+        cpu_brgemm._product(functions, a, b, helpers), cpu_brgemm._product(functions, a, b, 0), f"{helpers} helpers"
+    )
+
+
+def test_as_many_threads_work_as_torch_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(pool, "share", lambda work, units, helpers: asked.append(helpers))
+    for threads in (1, 2, 4, 32):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        cpu_brgemm.product(*operands(512, 512, 512))
+        # Too little for a second thread.
+        cpu_brgemm.product(*operands(128, 64, 512))
+    assert asked == [0, 0, 1, 0, 3, 0, 15, 0]
+
+
+class Watched:
+    """A block and its release, and which thread called which; each thread's first call waits for the others'."""
+
+    def __init__(self, functions: block.Functions, threads: int) -> None:
+        self.multiply, self.end = functions
+        self.calls: dict[int, list[str]] = {}
+        self.together = threading.Barrier(threads, timeout=60)
+
+    def functions(self) -> block.Functions:
+        return self.block, self.release
+
+    def block(self, *arguments: Any) -> None:
+        calls = self.calls.setdefault(threading.get_ident(), [])
+        if not calls:
+            self.together.wait()
+        calls.append("block")
+        self.multiply(*arguments)
+
+    def release(self, in_pairs: bool) -> None:
+        self.calls[threading.get_ident()].append("release")
+        self.end(in_pairs)
+
+
+def test_each_thread_releases_what_it_holds(functions: block.Functions) -> None:
+    watched = Watched(functions, 3)
+    a, b = operands(700)
+    y = cpu_brgemm._product(watched.functions(), a, b, 2)
+    assert_bitwise(y, cpu_brgemm._product(functions, a, b, 0))
+    assert len(watched.calls) == 3
+    for calls in watched.calls.values():
+        assert set(calls[:-1]) == {"block"} and calls[-1] == "release"
+
+
+@pytest.mark.parametrize("fails", ["the caller", "a helper"])
+def test_an_exception_of_a_thread_is_raised_once_all_have_ended(fails: str, functions: block.Functions) -> None:
+    watched, caller = Watched(functions, 2), threading.get_ident()
+    rest = threading.Event()
+
+    def multiply(*arguments: Any) -> None:
+        watched.block(*arguments)
+        if (threading.get_ident() == caller) == (fails == "the caller"):
+            rest.set()
+            raise FloatingPointError(fails)
+        assert rest.wait(60)
+
+    a, b = operands(2000)
+    with pytest.raises(FloatingPointError, match=fails):
+        cpu_brgemm._product((multiply, watched.release), a, b, 1)
+    assert len(watched.calls) == 2 and all(calls[-1] == "release" for calls in watched.calls.values())
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """All threads of the pool wait for something else."""
+    free, threads = threading.Event(), os.cpu_count() or 1
+    begun = [threading.Event() for _ in range(threads)]
+    waiting = [pool._pool(os.getpid()).submit(lambda e=e: (e.set(), free.wait(60))) for e in begun]
+    assert all(e.wait(60) for e in begun)
+    yield
+    free.set()
+    for future in waiting:
+        future.result()
+
+
+def test_a_product_does_not_wait_for_a_pool_that_others_keep_busy(functions: block.Functions, busy: None) -> None:
+    a, b = operands(300)
+    assert_bitwise(cpu_brgemm._product(functions, a, b, 3), cpu_brgemm._product(functions, a, b, 0))
+
+
+def test_products_of_many_threads_share_few_helpers(functions: block.Functions) -> None:
+    a, b = operands(300)
+    expected, results = cpu_brgemm._product(functions, a, b, 0), []
+
+    def run() -> None:
+        results.extend(cpu_brgemm._product(functions, a, b, 5) for _ in range(3))
+
+    callers = [threading.Thread(target=run) for _ in range(6)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(results) == 18
+    for y in results:
+        assert_bitwise(y, expected)
+    assert len(pool._pool(os.getpid())._threads) <= (os.cpu_count() or 1)
+
+
+#: In a process of its own, since other libraries' threads do not take a fork well.
+FORK = """
+import os, torch
+from quaver.torch.backends.cpu import brgemm
+from tests.torch.backends.cpu import block
+a, b, functions = torch.ones(300, 512).bfloat16(), torch.ones(192, 512).bfloat16(), block.functions()
+torch.set_num_threads(1)
+before = brgemm._product(functions, a, b, 2)
+child = os.fork()
+if not child:
+    os._exit(0 if torch.equal(brgemm._product(functions, a, b, 2), before) else 1)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_multiplies_though_it_inherits_no_helper() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_thread_to_be_had_the_caller_does_all(
+    functions: block.Functions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended:
+        def submit(self, *_: Any) -> None:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(pool, "_pool", lambda process: Ended())
+    a, b = operands(300)
+    assert_bitwise(cpu_brgemm._product(functions, a, b, 3), cpu_brgemm._product(functions, a, b, 0))

@@ -4,8 +4,8 @@ No operation of torch has this product on a CPU: a bf16 one rounds its result to
 ones multiply in bf16 inside belongs to the process. But the block of which torch makes its own CPU attention does just
 this: `at::native::cpublas::brgemm` (aten/src/ATen/native/CPUBlas.h), which libtorch exports. It is taken from there
 where its name, which spells out its arguments, is found, where the processor has the instructions, and where a first
-product comes out right; otherwise nothing of this file runs. It works on one thread, so it serves processes that have
-been given one.
+product comes out right; otherwise nothing of this file runs. A block works on one thread; of a product's blocks each of
+torch's threads' number takes the next, so that the bits are those of one thread.
 
 libtorch compiles a block for each combination of sizes and strides and keeps it for the life of the thread, tens of
 kilobytes each. So what depends on the number of tokens is cut and packed to a few sizes.
@@ -13,13 +13,14 @@ kilobytes each. So what depends on the number of tokens is cut and packed to a f
 
 import ctypes
 import os
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.cpu import scratch
+from quaver.torch.backends.cpu import pool, scratch
 
 #: brgemm(m, n, k, lda, ldb, ldc, add to C, A, B in pairs of rows, C, B is in pairs), and what ends its use.
 _NAME = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
@@ -34,8 +35,7 @@ FEWEST, SMALLEST = 128, 1 << 23
 
 def takes(m: int, n: int, k: int) -> bool:
     """True if a product [m, k] @ [n, k].T can run here."""
-    fits = m >= FEWEST and m * n * k >= SMALLEST and n % COLUMNS[-1] == 0
-    return fits and torch.get_num_threads() == 1 and _functions() is not None
+    return m >= FEWEST and m * n * k >= SMALLEST and n % COLUMNS[-1] == 0 and _functions() is not None
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -45,10 +45,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """
     functions = _functions()
     assert functions is not None
-    return _product(functions, a, b)
+    # So many products are worth waking a thread.
+    threads = min(torch.get_num_threads(), a.numel() * b.shape[0] // SMALLEST)
+    return _product(functions, a, b, max(0, threads - 1))
 
 
-def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int) -> Tensor:
     brgemm, release = functions
     (m, k), n = a.shape, b.shape[0]
     width, padded = next(w for w in COLUMNS if n % w == 0), -(-k // STEP) * STEP
@@ -56,31 +58,48 @@ def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor) -> Tensor:
     panels = a if lies else _panels(a, padded)
     pairs = _pairs(b, width, padded)
     c = torch.empty((m, n), dtype=torch.float32, device="cpu")
-    of_a, of_b = address(panels, torch.bfloat16, m * padded), address(pairs, torch.bfloat16, n * padded)
-    of_c = address(c, torch.float32, m * n)
     rows = min(ROWS, m)
+
+    def multiply(units: Iterator[tuple[list[int], int]]) -> None:
+        # Addresses are taken here, so that what they lead to lives as long as a thread that writes there.
+        of_a, of_b = address(panels, torch.bfloat16, m * padded), address(pairs, torch.bfloat16, n * padded)
+        of_c = address(c, torch.float32, m * n)
+        try:
+            for starts, j in units:
+                for i in starts:
+                    for at in range(0, padded, DEPTH):
+                        depth = min(DEPTH, padded - at)
+                        brgemm(
+                            rows,
+                            width,
+                            depth,
+                            k if lies else depth,
+                            width,
+                            n,
+                            at > 0,
+                            of_a + 2 * (i * k + at if lies else m * at + i * depth),
+                            of_b + 2 * width * (j * padded + at),
+                            of_c + 4 * (i * n + j * width),
+                            True,
+                        )
+        finally:
+            # What it holds is the thread's.
+            release(True)
+
     # Columns inside: the rows of a block stay in the second cache.
-    for i in range(0, m, rows):
-        # The last block begins among the rows of the one before, and writes them once more.
-        i = min(i, m - rows)
-        for j in range(n // width):
-            for at in range(0, padded, DEPTH):
-                depth = min(DEPTH, padded - at)
-                brgemm(
-                    rows,
-                    width,
-                    depth,
-                    k if lies else depth,
-                    width,
-                    n,
-                    at > 0,
-                    of_a + 2 * (i * k + at if lies else m * at + i * depth),
-                    of_b + 2 * width * (j * padded + at),
-                    of_c + 4 * (i * n + j * width),
-                    True,
-                )
-    release(True)
+    pool.share(multiply, [(starts, j) for starts in _starts(m, rows) for j in range(n // width)], helpers)
     return c
+
+
+def _starts(m: int, rows: int) -> list[list[int]]:
+    """Where blocks of rows begin, those that one thread must do one after the other together.
+
+    The last block begins among the rows of the one before, and writes them once more.
+    """
+    starts = [[i] for i in range(0, m - rows + 1, rows)]
+    if m % rows:
+        starts[-1].append(m - rows)
+    return starts
 
 
 def _panels(a: Tensor, padded: int) -> Tensor:
@@ -103,11 +122,22 @@ def _pairs(b: Tensor, width: int, padded: int) -> Tensor:
     """b [n, k] in panels of columns, two consecutive k beside each other: [n / width, padded / 2, width, 2]."""
     n, k = b.shape
     out = scratch.room("pairs", (n // width, padded // 2, width, 2), torch.bfloat16)
-    even, panels = k // 2, b.unflatten(0, (-1, width))
-    out[:, :even].copy_(panels[:, :, : 2 * even].unflatten(2, (even, 2)).transpose(1, 2))
+    even, words = k // 2, out.view(torch.int32).squeeze(-1)
+    if b.is_contiguous() and k % 2 == 0:
+        # A panel at a time: torch is quick with a transpose of two dimensions.
+        for panel, lines in zip(words, b.view(torch.int32).split(width), strict=True):
+            panel[:even].copy_(lines.t())
+    else:
+        bits = b.t().view(torch.int16)
+        step = max(1, scratch.PIECE // (4 * n))
+        for at in range(0, even, step):
+            first, second = (bits[i + 2 * at : 2 * min(at + step, even) : 2] for i in (0, 1))
+            word = scratch.room("word", first.shape, torch.int32).copy_(second).bitwise_left_shift_(16)
+            word |= scratch.room("half", first.shape, torch.int32).copy_(first).bitwise_and_(0xFFFF)
+            words[:, at : at + word.shape[0]].copy_(word.unflatten(1, (-1, width)).transpose(0, 1))
     out[:, even:].zero_()
     if k % 2:
-        out[:, even, :, 0] = panels[:, :, -1]
+        out[:, even, :, 0] = b.unflatten(0, (-1, width))[:, :, -1]
     return out
 
 
@@ -147,4 +177,4 @@ def _is_right(functions: tuple[Any, Any]) -> bool:
     """A product that only the right blocks, order and sums get right."""
     a = (torch.arange(3 * 8, dtype=torch.float32, device="cpu") % 11 - 5).view(3, 8)
     b = (torch.arange(64 * 8, dtype=torch.float32, device="cpu") % 7 - 3).view(64, 8)
-    return torch.equal(_product(functions, a.bfloat16(), b.bfloat16()), a @ b.t())
+    return torch.equal(_product(functions, a.bfloat16(), b.bfloat16(), 0), a @ b.t())
