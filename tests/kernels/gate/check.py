@@ -9,7 +9,7 @@ from tests.kernels.cases import Case
 from tests.kernels.gate.best import ARCHITECTURE, BEHIND, BEST
 from tests.kernels.gate.ceilings import Ceilings, Row, above, figures
 from tests.kernels.gate.machine_code import Code, compiled, read
-from tests.kernels.gate.record import ARCHITECTURES, Recorded, record
+from tests.kernels.gate.record import ARCHITECTURES, Recorded
 from tests.kernels.gate.rules import RULES
 
 UPDATE = "python -m tests.kernels.gate --update"
@@ -24,15 +24,13 @@ class Checked:
     broken: tuple[str, ...]
 
 
-def measure(cases: Sequence[Case], arch: int, chosen: Sequence[Case] | None = None) -> list[Checked]:
-    """Compile what these rows launch on sm_`arch`, or the chosen ones of them, and read it."""
-    launches, kernels, dead = [], [], []
-    for recorded in record(cases, arch):
-        if chosen is not None and recorded.case not in chosen:
-            continue
+def measure(launches: Sequence[Recorded], arch: int) -> list[Checked]:
+    """Compile these launches for sm_`arch`, and read what became of them."""
+    read_of, kernels, dead = [], [], []
+    for recorded in launches:
         try:
             kernels.append(compiled(recorded.launch, arch))
-            launches.append(recorded)
+            read_of.append(recorded)
         except Exception as error:
             # Whatever a compiler dies of; the others are still read.
             said = f"does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -40,7 +38,7 @@ def measure(cases: Sequence[Case], arch: int, chosen: Sequence[Case] | None = No
     codes = read(kernels, arch)
     return dead + [
         Checked(recorded.name, figures(recorded, code), tuple(broken_rules(recorded, code)))
-        for recorded, code in zip(launches, codes, strict=True)
+        for recorded, code in zip(read_of, codes, strict=True)
     ]
 
 
@@ -53,12 +51,23 @@ def broken_rules(recorded: Recorded, code: Code) -> list[str]:
     return [f"{name}: {what}" for name, what in said.items() if what]
 
 
-def in_turn(cases: Sequence[Case], arch: int) -> list[Case]:
-    """A third of the rows: each is compiled for one architecture before Hopper and for one from it on, and what best.py
-    bounds for its own too."""
+def in_turn(launched: Collection[str], cases: Sequence[Case], arch: int) -> set[str]:
+    """Rows for sm_`arch`, about a sixth: each row on one architecture, by turns on one before Hopper and on one from it
+    on; on both sides a row of each kernel; and on its own what best.py bounds.
+
+    Args:
+        launched: names of all launches on sm_`arch`.
+    """
+    order = {case.name: at for at, case in enumerate(cases)}
+    place, side = ARCHITECTURES.index(arch) % 3, ARCHITECTURES.index(arch) // 3
+    launches = [(row, kernel.split()[0]) for row, _, kernel in (name.partition(": ") for name in launched)]
+    rows = {row for row, _ in launches if order[row] % 2 == side}
+    covered = {kernel for row, kernel in launches if row in rows}
+    rows |= {
+        row for kernel, row in {kernel: row for row, kernel in reversed(launches)}.items() if kernel not in covered
+    }
     bounded = {name.partition(":")[0] for name in BEST | BEHIND} if arch == ARCHITECTURE else set()
-    turn = ARCHITECTURES.index(arch) % 3
-    return [case for at, case in enumerate(cases) if at % 3 == turn or case.name in bounded]
+    return {row for row in rows if order[row] // 2 % 3 == place} | bounded
 
 
 def failures(
