@@ -33,6 +33,7 @@ from benchmarks.measuring.timing import interleave, no_collection
 from quaver.train import TrainResult
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.torch.decoder import build
+from tests import forked
 
 
 def test_names_of_cases_are_unique() -> None:
@@ -273,6 +274,7 @@ def test_accept_trains_judges_and_does_not_train_twice(
         folder=tmp_path / "runs",
     )
     monkeypatch.setattr(command, "checksum", lambda: "these sources")
+    monkeypatch.setattr(command, "subprocess", forked.quick)
     done = command.accept(plan, 2, Console(quiet=True), tmp_path / "results")
     assert all(math.isfinite(loss) for recipe in plan.recipes for loss in done.losses(recipe).values())
     assert done.row(CONTROL).weight_errors is not None and not done.accepted  # two steps cannot ruin the control

@@ -7,7 +7,9 @@ from typing import Protocol
 import pytest
 
 from quaver.train.configuration.config import TrainConfig
+from quaver.train.running import compare
 from quaver.train.running.loop import run_training
+from tests import forked
 
 
 class MakeConfig(Protocol):
@@ -54,6 +56,12 @@ def make_config(tmp_path: Path, text: Path) -> MakeConfig:
         return small(text, tmp_path / name, **options)
 
     return make
+
+
+@pytest.fixture
+def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a comparison's runs are forked."""
+    monkeypatch.setattr(compare, "subprocess", forked.quick)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from quaver.train.configuration import memory, recipe_name
 from quaver.train.configuration.config import read_toml, to_toml
 from quaver.train.records.metrics import read
 from quaver.train.running.loop import run_training
+from tests import forked
 from tests.train.conftest import MakeConfig
 
 
@@ -126,9 +127,10 @@ def test_a_checkpoint_of_another_model_is_not_built_first(make_config: MakeConfi
 def test_options_that_change_a_run_are_a_sentence_on_the_terminal(toml: Path, tmp_path: Path) -> None:
     assert quaver("train", "--config", toml, "--quiet").exit_code == 0
     command = [sys.executable, "-m", "quaver.train", "train", "--resume", "--out", str(tmp_path / "run"), "--quiet"]
-    done = subprocess.run([*command, "--lr", "0.5", "--steps", "2"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("the run goes on from step 1 with other options: lr 0.5 (was 0.005, the model's own)")
+    process = forked.quick.Popen([*command, "--lr", "0.5", "--steps", "2"], stderr=subprocess.PIPE)
+    said = process.communicate()[1].decode()
+    assert process.returncode == 0, said
+    assert said.startswith("the run goes on from step 1 with other options: lr 0.5 (was 0.005, the model's own)")
 
 
 def test_memory_is_what_the_machine_and_its_limits_allow() -> None:

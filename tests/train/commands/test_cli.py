@@ -104,6 +104,7 @@ def test_a_misspelt_option_is_suggested(toml: Path) -> None:
     assert result.exit_code == 2 and "--recipe" in result.stderr
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_compare_reports_and_names_its_pictures(toml: Path, tmp_path: Path) -> None:
     result = quaver("compare", "--config", toml, "--recipes", "mxfp8", "--steps", 2, "--quiet")
     assert result.exit_code == 0, result.output
@@ -112,6 +113,7 @@ def test_compare_reports_and_names_its_pictures(toml: Path, tmp_path: Path) -> N
     assert (tmp_path / "run" / "report.md").exists()
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path) -> None:
     arguments = ["--framework", "jax", "--recipes", "tensorwise", "--steps", 2, "--jobs", 1, "--quiet"]
     result = quaver("compare", "--config", toml, *arguments)
@@ -167,6 +169,7 @@ def test_the_version_is_said() -> None:
     assert result.exit_code == 0 and result.stdout == f"quaver {version}\n"
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_without_a_terminal_progress_is_lines(toml: Path, tmp_path: Path) -> None:
     result = quaver("train", "--config", toml, "--steps", 60)
     steps = [int(step) for step in re.findall(r"^step (\d+) of 60  loss \d", result.stderr, re.MULTILINE)]

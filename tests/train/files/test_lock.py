@@ -3,12 +3,12 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,14 +18,15 @@ from quaver.train.records.metrics import losses, read
 from quaver.train.running import generation
 from quaver.train.running.compare import compare_runs
 from quaver.train.running.loop import run_training
+from tests import forked
 from tests.train.conftest import MakeConfig
 
 
-def start(config: TrainConfig, tmp_path: Path) -> "subprocess.Popen[bytes]":
+def start(config: TrainConfig, tmp_path: Path) -> Any:
     """A training in a process of its own, some steps on."""
     (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
     command = [sys.executable, "-m", "quaver.train", "train", "--quiet", "--config", str(tmp_path / "c.toml")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = forked.quick.Popen(command, stderr=forked.quick.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     while len(losses(read(Path(config.out) / "metrics.jsonl"))) < 6:
         assert process.poll() is None
         time.sleep(0.02)

@@ -3,7 +3,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -23,6 +22,7 @@ from quaver.train.running.compare import compare_runs
 from quaver.train.running.loop import run_training
 from quaver.train.showing import report
 from quaver.train.showing.plots import plot_comparison, plot_loss, spread
+from tests import forked
 from tests.train.conftest import MakeConfig
 
 
@@ -85,6 +85,7 @@ def test_labels_are_moved_apart() -> None:
     assert crowded[0] == pytest.approx(0.04) and crowded[-1] == pytest.approx(0.96)
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_compare_trains_recipes_by_seeds_each_in_its_process(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config("compared", tokens="bpe", vocab=300)
     comparison = compare_runs(config, ["bf16", "mxfp8"], seeds=2, jobs=2)
@@ -103,6 +104,7 @@ def test_compare_trains_recipes_by_seeds_each_in_its_process(make_config: MakeCo
         compare_runs(replace(config, steps=20), ["bf16", "mxfp8"], resume=True)
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_every_run_reads_the_text_that_was_read_first(make_config: MakeConfig, tmp_path: Path, text: Path) -> None:
     """The comparison's folder lies in the text, as under `--text .`, and the text changes between two runs."""
     config = make_config(str(text / "runs" / "compared"), steps=1, validate_every=0)
@@ -211,7 +213,7 @@ def test_ctrl_c_saves_every_run(make_config: MakeConfig, tmp_path: Path) -> None
         "--quiet",
     ]
     command += ["--recipes", "bf16,mxfp8", "--jobs", "2"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = forked.quick.Popen(command, stderr=forked.quick.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     folders = [tmp_path / "stopped" / f"{name}-seed0" for name in ("bf16", "mxfp8")]
     while not all(read(folder / "metrics.jsonl") for folder in folders):
         assert process.poll() is None

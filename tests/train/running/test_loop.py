@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from quaver.train.records.checkpoint import CheckpointError
 from quaver.train.records.metrics import Record, losses, read, validation_losses
 from quaver.train.running.interrupt import Interrupted
 from quaver.train.running.loop import run_training
+from tests import forked
 from tests.train.conftest import MakeConfig
 
 
@@ -333,7 +335,7 @@ def command(config: TrainConfig, tmp_path: Path) -> list[str]:
     return [sys.executable, "-m", "quaver.train", "train", "--config", str(tmp_path / "c.toml")]
 
 
-def wait_for_steps(process: "subprocess.Popen[bytes]", config: TrainConfig, steps: int) -> None:
+def wait_for_steps(process: Any, config: TrainConfig, steps: int) -> None:
     while len(read(Path(config.out) / "metrics.jsonl")) < steps:
         assert process.poll() is None
         time.sleep(0.02)
@@ -353,7 +355,7 @@ def test_a_signal_loses_nothing(make_config: MakeConfig, tmp_path: Path, number:
     # The rate does not depend on the number of steps where the cosine ends at its beginning.
     config = make_config("stopped", steps=4000, checkpoint_every=3, validate_every=0, final_lr=1.0)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command(config, tmp_path), stderr=subprocess.PIPE, env=environment)
+    process = forked.quick.Popen(command(config, tmp_path), stderr=subprocess.PIPE, env=environment)
     wait_for_steps(process, config, 4)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
