@@ -8,8 +8,9 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Container
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 # Eight devices, and XLA's options of tests/conftest.py.
@@ -32,7 +33,7 @@ from quaver.jax.operations.sharding import quantize_piece
 from tests.close import assert_bitwise, assert_close
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-B, S, K, N = 4, 256, 512, 512
+B, S, K, N = 4, 256, 256, 256
 BOTH = ("data", "model")
 
 
@@ -70,8 +71,18 @@ LAYOUTS = {
 }
 
 
-#: Each layout once: what there is time for where every test runs.
-SOME = {("data", "jit"), ("column", "jit"), ("row", "shard_map"), ("fsdp", "jit"), ("sequence", "shard_map")}
+#: Each layout once, each way of cutting operands once, under one recipe or the other: what there is time for where all
+#: tests run. Under each recipe both ways, and layers that gather.
+SOME = {
+    "delayed": {("data", "jit"), ("row", "shard_map"), ("fsdp", "jit")},
+    "mxfp8": {("column", "jit"), ("sequence", "shard_map")},
+}
+SOME_OPERANDS = {
+    "delayed": {("data", "jit"), ("column", "shard_map"), ("row", "jit")},
+    "mxfp8": {("data", "shard_map"), ("column", "jit"), ("row", "shard_map")},
+}
+#: Each.
+ALL = frozenset((name, how) for name in LAYOUTS for how in ("shard_map", "jit"))
 
 
 def arrays() -> tuple[Array, ...]:
@@ -118,17 +129,22 @@ def gathered(program: str) -> list[str]:
     return [kind for kind, shape in gathers if np.prod([int(n) for n in shape.split(",") if n]) > 8 * S * B]
 
 
-def check_layer(recipe: Recipe, some: bool) -> None:
+@cache
+def on_one(recipe: Recipe) -> Any:
+    return jax.jit(partial(step, recipe))
+
+
+def check_layer(recipe: Recipe, some: Container[tuple[str, str]]) -> None:
     args = arrays()
     state = first = qj.state.init(recipe)
-    alone = jax.jit(partial(step, recipe))
+    alone = on_one(recipe)
     expected = []
     for _ in range(2):
         expected.append(alone(*args, state))
         state = expected[-1][4]
     for name, layout in LAYOUTS.items():
         for how in ("shard_map", "jit"):
-            if (how == "jit" and "input" in layout.gathers) or (some and (name, how) not in SOME):
+            if (how == "jit" and "input" in layout.gathers) or (name, how) not in some:
                 continue
             run, state, case = pieces(layout, recipe, first, how), first, f"{name} by {how}"
             for right in expected:
@@ -143,7 +159,7 @@ def check_layer(recipe: Recipe, some: bool) -> None:
                 assert kinds and set(kinds) == {"u8"}, f"{case} gathers {kinds}"
 
 
-def check_operands(recipe: Recipe) -> None:
+def check_operands(recipe: Recipe, some: Container[tuple[str, str]]) -> None:
     """Codes and scales of all six operands, cut every way, against those of the whole."""
     x, w, _, g = arrays()
     x, g = x.reshape(B * S, K), g.reshape(B * S, N)
@@ -166,10 +182,11 @@ def check_operands(recipe: Recipe) -> None:
         lie = {key: P(cuts[key][0] or None, cuts[key][1] or None) for key in specs}
         outs = {key: (spec, spec) for key, spec in lie.items()}
         run = jax.shard_map(partial(quantized, cuts=cuts), mesh=MESH, in_specs=(lie,), out_specs=outs)
-        shards = jax.jit(run)(given)
-        jitted = jax.jit(partial(quantized, cuts=nothing), in_shardings=(named(lie),))(given)
-        for how, got in (("shard_map", shards), ("jit", jitted)):
-            for key, (codes, scales) in got.items():
+        jitted = jax.jit(partial(quantized, cuts=nothing), in_shardings=(named(lie),))
+        for how, cut in (("shard_map", jax.jit(run)), ("jit", jitted)):
+            if (name, how) not in some:
+                continue
+            for key, (codes, scales) in cut(given).items():
                 what = f"{name} by {how}, {key}"
                 assert_bitwise(codes, whole[key][0], f"{what}, codes")
                 # A scale that reaches over shards is on each of them.
@@ -216,7 +233,7 @@ def check_explicit(recipe: Recipe) -> None:
     """Types that carry shardings keep them, and the bits are those of one device."""
     x, w, bias, g = arrays()
     state = qj.state.init(recipe)
-    expected = jax.jit(partial(step, recipe))(x, w, bias, g, state)
+    expected = on_one(recipe)(x, w, bias, g, state)
     mesh = jax.make_mesh((4, 2), BOTH, axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         layout = LAYOUTS["column"]
@@ -237,8 +254,8 @@ def check(case: str) -> None:
     elif name == "explicit":
         check_explicit(recipes.get("delayed"))
     else:
-        check_operands(recipes.get(name))
-        check_layer(recipes.get(name), some=some == "some")
+        check_operands(recipes.get(name), SOME_OPERANDS[name] if some else ALL)
+        check_layer(recipes.get(name), SOME[name] if some else ALL)
 
 
 def failure(case: str) -> str:
