@@ -6,6 +6,7 @@ functions counted. It is upward if the floors, a tuple of rooms from the ground 
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,14 @@ class Link(NamedTuple):
         return f"{self.module}:{self.line} imports {self.target}"
 
 
-def modules(root: Path = ROOT, package: str = "quaver") -> dict[str, str]:
+@cache
+def parsed(source: str) -> ast.Module:
+    """A file's tree, which several contracts walk over; nobody changes it."""
+    return ast.parse(source)
+
+
+@cache
+def modules(root: Path = ROOT, package: str = "quaver") -> Mapping[str, str]:
     """Source text by dotted name."""
     sources = {}
     for path in sorted((root / package).rglob("*.py")):
@@ -39,12 +47,12 @@ def modules(root: Path = ROOT, package: str = "quaver") -> dict[str, str]:
 
 def everything() -> dict[str, str]:
     """Of the library and of the benchmarks."""
-    return modules() | modules(ROOT.parent, "benchmarks")
+    return {**modules(), **modules(ROOT.parent, "benchmarks")}
 
 
 def imports(name: str, source: str, known: set[str], is_package: bool) -> Iterator[tuple[int, str]]:
     """(line, module) of every import statement anywhere in the file; names of our own are taken down to the module."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -120,7 +128,7 @@ def height(sources: Mapping[str, str], all_links: Sequence[Link], package: str) 
 
 def first_sentence(source: str) -> str:
     """Of a module's docstring; "" without one."""
-    paragraph = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
+    paragraph = (ast.get_docstring(parsed(source)) or "").split("\n\n")[0]
     return " ".join(paragraph.split())
 
 

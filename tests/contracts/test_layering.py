@@ -6,12 +6,15 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
+from functools import cache
 
 import pytest
 
 from tests.contracts.house import (
     PAGE,
     ROOT,
+    Link,
     arrows,
     everything,
     first_sentence,
@@ -20,6 +23,7 @@ from tests.contracts.house import (
     links,
     modules,
     packages,
+    parsed,
     rooms,
     upward,
     written,
@@ -101,10 +105,14 @@ A_FUNCTION_A_FILE = ("quaver.recipes.", "quaver.kernels.")
 EXCLUDES = re.compile(r"\b(no|not|nothing|none|neither|alone|all else)\b")
 #: All that is there, and who imports whom.
 HOUSE = everything()
-LINKS = links(HOUSE)
 
 #: Names that say nothing about what is in a file.
 EMPTY_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
+
+
+@cache
+def house_links() -> list[Link]:
+    return links(HOUSE)
 
 
 def part(name: str) -> str:
@@ -115,7 +123,7 @@ def part(name: str) -> str:
     return name
 
 
-def offences(sources: dict[str, str]) -> list[str]:
+def offences(sources: Mapping[str, str]) -> list[str]:
     """Every import that the map forbids."""
     refused = []
     for name, source in sources.items():
@@ -133,7 +141,7 @@ def offences(sources: dict[str, str]) -> list[str]:
     return refused
 
 
-def has_children(name: str, sources: dict[str, str]) -> bool:
+def has_children(name: str, sources: Mapping[str, str]) -> bool:
     return any(other.startswith(f"{name}.") for other in sources)
 
 
@@ -171,7 +179,7 @@ def test_there_is_no_cycle_lazy_imports_counted() -> None:
 @pytest.mark.parametrize("package", FLOORS)
 def test_no_room_imports_one_above_it(package: str) -> None:
     assert set(FLOORS[package]) == rooms(HOUSE, package), "a new room needs its floor"
-    above = upward(LINKS, package, FLOORS[package])
+    above = upward(house_links(), package, FLOORS[package])
     assert not above, "\n".join(map(str, above))
 
 
@@ -180,7 +188,7 @@ def test_a_package_of_packages_has_floors() -> None:
 
 
 def test_no_room_imports_the_face_of_its_package() -> None:
-    inside = [link for package in packages(HOUSE) for link in upward(LINKS, package, ())]
+    inside = [link for package in packages(HOUSE) for link in upward(house_links(), package, ())]
     assert not inside, "\n".join(map(str, inside))
 
 
@@ -202,7 +210,7 @@ def test_no_function_bears_the_name_of_its_module() -> None:
         name
         for name, source in modules().items()
         if not name.startswith(A_FUNCTION_A_FILE)
-        for node in ast.parse(source).body
+        for node in parsed(source).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name.rpartition(".")[2]
     ]
     assert not bears, f"whoever imports the function cannot see the module: {bears}"
@@ -211,7 +219,7 @@ def test_no_function_bears_the_name_of_its_module() -> None:
 def test_no_face_hides_a_room() -> None:
     hidden = []
     for package in packages(HOUSE):
-        froms = [node for node in ast.parse(HOUSE[package]).body if isinstance(node, ast.ImportFrom)]
+        froms = [node for node in parsed(HOUSE[package]).body if isinstance(node, ast.ImportFrom)]
         aliases = [(alias, f"{node.module}.{alias.name}") for node in froms for alias in node.names]
         shown = {alias.asname or alias.name for alias, full in aliases if full not in HOUSE}
         hidden += [f"{package}.{name}" for name in sorted(shown & rooms(HOUSE, package))]

@@ -16,6 +16,7 @@ from torch import nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state.layer import LayerState, state_of
+from tests.contracts.house import parsed
 
 ROOT = Path(__file__).parents[2] / "src" / "quaver"
 #: Whose modules run in several threads: a backward has one of its own on a GPU.
@@ -81,7 +82,7 @@ SAFE = {
 
 def filled(name: str, source: str) -> Iterator[str]:
     """Names of a module whose containers its functions fill or replace, and functions whose results are cached."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     names = {node.id for part in tree.body if isinstance(part, ast.Assign | ast.AnnAssign) for node in stored(part)}
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         if any("cache" in ast.unparse(one) and "property" not in ast.unparse(one) for one in function.decorator_list):

@@ -2,7 +2,10 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+from tests.contracts.house import parsed
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("torch", "triton")
@@ -25,7 +28,7 @@ def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 def names(source: str) -> set[str]:
     """Full names of a framework's with a private part: as attributes, as imports, and as what getattr is asked for."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     roots = {name: full for name, full in imported(tree) if full.split(".")[0] in FRAMEWORKS}
     used = {full for full in roots.values() if any(map(private, full.split(".")))}
     assigned = {
@@ -51,6 +54,7 @@ def names(source: str) -> set[str]:
     return {name for name in used if not any(other.startswith(f"{name}.") for other in used) and name != "torch._C"}
 
 
+@cache
 def users() -> dict[str, set[str]]:
     """The files that use each."""
     files: dict[str, set[str]] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.house import ROOT, modules
+from tests.contracts.house import ROOT, modules, parsed
 from tests.contracts.test_language import sentences
 
 HOME = ROOT.parent
@@ -41,7 +41,7 @@ ANY = re.compile(r"NAME|\.\.\.|\*")
 def trees() -> dict[str, ast.Module]:
     """Every module of ours by dotted name."""
     sources = {name: source for package, root in TREES.items() for name, source in modules(root, package).items()}
-    return {name: ast.parse(source) for name, source in sources.items()}
+    return {name: parsed(source) for name, source in sources.items()}
 
 
 @cache

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from tests.contracts.test_layering import modules
+from tests.contracts.house import modules, parsed
 
 #: What makes a tensor from no tensor; torch's own list of what a default device moves is a part of it.
 _FACTORIES = """
@@ -92,7 +92,7 @@ def aliases(tree: ast.AST) -> dict[str, str]:
 
 def defaults_taken(source: str) -> Iterator[tuple[int, str]]:
     """(line, code) of every tensor whose dtype or device is torch's default, and of factories that are not called."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     known = aliases(tree)
     called = set()
     for node in ast.walk(tree):
@@ -127,7 +127,7 @@ def makes_parameters(name: str) -> bool:
 
 def settings_changed(source: str) -> Iterator[tuple[int, str]]:
     """(line, what) of every change of a setting of the process: calls by their name, assignments by their code."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     known = aliases(tree)
     contexts = {
         item.context_expr
