@@ -16,12 +16,15 @@ def cpu(
     write: Annotated[
         bool | None, typer.Option("--write/--no-write", help="Keep the results; by default only a full run's.")
     ] = None,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Of torch; with several the clock's time counts, and nothing else may run.")
+    ] = 1,
 ) -> None:
     """Ratios side by side on this CPU, against nn.Linear and torchao."""
     from benchmarks.cpu import run
 
     try:
-        run(quick, only, not quick and only is None if write is None else write, Console())
+        run(quick, only, not quick and only is None if write is None else write, Console(), threads=threads)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

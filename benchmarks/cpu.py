@@ -1,5 +1,6 @@
 """`python -m benchmarks cpu`: runs the cases, prints their tables and keeps them."""
 
+import dataclasses
 import fnmatch
 import time
 import traceback
@@ -12,6 +13,7 @@ from rich.table import Table
 from benchmarks.cases import CASES
 from benchmarks.measuring import machine, results
 from benchmarks.measuring.figure import Case, Figure, NotMeasurable, Result
+from benchmarks.measuring.timing import of_torch
 from quaver.core.text.spelling import suggest
 
 COLOURS = {None: "", True: "green", False: "bold red"}
@@ -27,40 +29,54 @@ def chosen(pattern: str | None) -> list[Case]:
     return cases
 
 
-def run_case(case: Case, quick: bool) -> Result:
-    """One case's result; one that breaks is reported as such, and the others still run."""
+def run_case(case: Case, quick: bool, threads: int = 1) -> Result:
+    """One case's result; one that breaks is reported as such, and the others still run.
+
+    With several threads no figure is judged but those of cases that say so.
+    """
     begun = time.perf_counter()
     figures: list[Figure] = []
     reason = ""
     try:
-        figures = case.measure(quick)
+        with of_torch(threads):
+            figures = case.measure(quick)
     except NotMeasurable as why:
         figures, reason = list(why.figures), str(why)
     except Exception as error:
         traceback.print_exc()
         reason = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if threads > 1 and not case.of_threads:
+        figures = [dataclasses.replace(figure, target=None) for figure in figures]
     return Result(case=case, figures=tuple(figures), seconds=time.perf_counter() - begun, reason=reason)
 
 
-def run(quick: bool, pattern: str | None, write: bool, console: Console, folder: Path = results.FOLDER) -> list[Result]:
+def run(
+    quick: bool,
+    pattern: str | None,
+    write: bool,
+    console: Console,
+    folder: Path = results.FOLDER,
+    threads: int = 1,
+) -> list[Result]:
     """Run, print and, if asked, write the chosen cases."""
     cases = chosen(pattern)
-    setting = machine.describe()
+    setting = {**machine.describe(), "threads": str(threads) + (", the clock's time" if threads > 1 else "")}
     for key, value in setting.items():
         console.print(f"{key:8} {value}", highlight=False)
     done = []
     for case in cases:
         with console.status(case.title):
-            done.append(run_case(case, quick))
+            done.append(run_case(case, quick, threads))
         show(done[-1], console)
     console.print(summary(done), highlight=False)
     if quick:
         console.print("quick: small sizes or few rounds; only what does not depend on them is judged", highlight=False)
     if write:
         heading = "# Benchmarks on a CPU" + (", quick" if quick else "")
+        name = "cpu" if threads == 1 else f"cpu-{threads}-threads"
         lines = [heading, "", summary(done), *(line for result in done for line in results.case_markdown(result))]
         data = {"quick": quick, "cases": [results.case_data(result) for result in done]}
-        for path in results.write(folder, "cpu", setting, lines, data):
+        for path in results.write(folder, name, setting, lines, data):
             console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return done
 

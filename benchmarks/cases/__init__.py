@@ -11,6 +11,7 @@ CASES = (
     speed.LARGE_FLOAT32,
     block_speed.SMALL,
     block_speed.LARGE,
+    block_speed.LLAMA,
     jax_speed.CASE,
     memory.LAYER,
     memory.EAGER_MLP,

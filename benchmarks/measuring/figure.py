@@ -98,6 +98,8 @@ class Case:
     #: Called with whether to be quick: small sizes or few rounds, and no target where that changes what it is about.
     #: Raises NotMeasurable.
     measure: Callable[[bool], list[Figure]]
+    #: Whether its targets are for several threads of torch, too.
+    of_threads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

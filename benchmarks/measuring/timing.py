@@ -1,8 +1,9 @@
-"""Timing things against each other: interleaved in one process, one thread, medians of the ratios of each round.
+"""Timing things against each other: interleaved in one process, medians of the ratios of each round.
 
 A ratio compares two times taken within the same fraction of a second, so that a machine that is slow for a while is
 slow for both; the median over rounds drops what was interrupted. What is counted is the processor's time: with one
-thread it is the clock's on an idle machine, and it does not run while others have the core.
+thread it is the clock's on an idle machine, and it does not run while others have the core. With several threads it is
+the clock's, and nothing else may run.
 """
 
 import gc
@@ -21,7 +22,7 @@ Step = Callable[[], None]
 class Timing:
     """One subject's."""
 
-    #: Median processor seconds of one step.
+    #: Median seconds of one step.
     seconds: float
     #: Median over rounds of its time over the first subject's in that round.
     ratio: float
@@ -36,7 +37,7 @@ def interleave(subjects: Mapping[str, Step], *, rounds: int, steps: int) -> dict
         steps: timed in one go, after one step that is not: what another subject left in the caches costs it nothing.
     """
     times: dict[str, list[float]] = {name: [] for name in subjects}
-    with one_thread(), no_collection():
+    with no_collection():
         for number in range(rounds + 1):
             order = list(subjects.items())
             for name, step in order if number % 2 else reversed(order):
@@ -52,18 +53,20 @@ def interleave(subjects: Mapping[str, Step], *, rounds: int, steps: int) -> dict
 
 
 def stopwatch(step: Step, steps: int) -> float:
-    """Processor seconds of one step, all threads together."""
+    """Seconds of one step: the processor's with one thread, else the clock's."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     step()
-    begun = time.process_time()
+    begun = clock()
     for _ in range(steps):
         step()
-    return (time.process_time() - begun) / steps
+    return (clock() - begun) / steps
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def of_torch(threads: int) -> Iterator[None]:
+    """So many threads for torch."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from benchmarks.measuring.figure import (
     exactly,
     within,
 )
-from benchmarks.measuring.timing import interleave, no_collection
+from benchmarks.measuring.timing import interleave, no_collection, stopwatch
 from quaver.train import TrainResult
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.torch.decoder import build
@@ -88,6 +89,15 @@ def test_interleaving_finds_what_takes_twice_as_long() -> None:
     assert 1.3 < timings["twice"].ratio < 3.0
 
 
+def test_several_threads_are_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleeps() -> None:
+        time.sleep(0.05)
+
+    assert stopwatch(sleeps, 2) < 0.025
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert stopwatch(sleeps, 2) >= 0.05
+
+
 def test_what_a_process_has_frozen_stays_so() -> None:
     """A suite that froze its cases would walk over all of them in each later collection."""
     gc.freeze()
@@ -138,6 +148,21 @@ def test_what_cannot_be_judged_is_shown_all_the_same(tmp_path: Path, monkeypatch
     assert summary([done]).startswith("0 of 0 targets met.")
     text = (tmp_path / f"cpu-{machine.today()}.md").read_text(encoding="utf-8")
     assert "**not measurable here: no such kernel**" in text and "| quaver | 1.00 ms |" in text
+
+
+def test_with_several_threads_only_targets_for_them_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, before = [], torch.get_num_threads()
+
+    def measure(quick: bool) -> list[Figure]:
+        seen.append(torch.get_num_threads())
+        return [Figure("quaver", "time", 1.0, "ms", at_most(2.0))]
+
+    one = dataclasses.replace(toy("one", 1.0), measure=measure)
+    monkeypatch.setattr("benchmarks.cpu.CASES", (one, dataclasses.replace(one, name="several", of_threads=True)))
+    done = run(True, None, True, Console(quiet=True), tmp_path, threads=2)
+    assert [result.figures[0].passed for result in done] == [None, True]
+    assert seen == [2, 2] and torch.get_num_threads() == before
+    assert "- threads: 2, the clock's time" in (tmp_path / f"cpu-2-threads-{machine.today()}.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("runs", [True, False])

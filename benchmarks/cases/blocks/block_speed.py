@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from benchmarks.measuring.figure import Case, Figure, at_most
+from benchmarks.cases.linear.speed import NO_BF16
+from benchmarks.measuring.figure import Case, Figure, NotMeasurable, at_most
 from benchmarks.measuring.timing import Step, interleave
 from benchmarks.subjects import blocks
 from benchmarks.subjects.blocks import Plain, Size
 from quaver.core.spec import Recipe
 from quaver.recipes import RECIPES, get
+from quaver.torch.backends.cpu import brgemm
 
 TORCH, OURS = "torch", "quaver bf16"
 #: Recipes by the name shown, timed against torch apart from bf16 without a recipe, which alone is judged.
@@ -21,7 +23,7 @@ RECIPES_SHOWN: Mapping[str, Recipe] = {
     "quaver tensorwise(attention=True)": get("tensorwise", attention=True),
 }
 NOTES = (
-    "bf16, eager, one thread, processor time, interleaved; the median of each round's ratio. The plain layer is "
+    "bf16, eager, interleaved; the median of each round's ratio. The plain layer is "
     "nn.RMSNorm or nn.LayerNorm, one nn.Linear for q, k and v, rope by tables made before, "
     "scaled_dot_product_attention, one nn.Linear for gate and up, and F.silu or nn.GELU. A Llama has RMSNorm, rope, "
     "four query heads to a group, SwiGLU and no bias; a GPT has LayerNorm, gelu and biases. quaver bf16 is without a "
@@ -98,6 +100,40 @@ def step_of(layer: nn.Module, x: Tensor, g: Tensor, recipe: Recipe | None = None
     return step if recipe is None else quantized
 
 
+#: Of a Llama in float32, with one thread and with several.
+HIGHEST = 0.7, 0.65
+
+
+def measure_llama(quick: bool) -> list[Figure]:
+    """Four layers in float32 under recipes, of the time of torch's parts in plain float32."""
+    size = Size(dim=64, heads=8, groups=2, hidden=176) if quick else Size(dim=512, heads=8, groups=2, hidden=1408)
+    tokens = 16 if quick else 512
+    torch.manual_seed(0)
+    plain = [Plain(size, tokens, gpt=False, fused=True, norm=nn.RMSNorm, dtype=torch.float32) for _ in range(4)]
+    x, g = (torch.randn(1, tokens, size.dim, requires_grad=wanted) for wanted in (True, False))
+    compared: dict[str, Step] = {TORCH: step_of(nn.Sequential(*plain), x, g)}
+    for name in ("tensorwise", "delayed", "rowwise", "mxfp8"):
+        ours = nn.Sequential(*(blocks.ours(layer, size) for layer in plain))
+        compared[f"quaver {name}"] = step_of(ours, x, g, RECIPES[name]())
+    timings = interleave(compared, rounds=2 if quick else 5, steps=1)
+    runs = brgemm.takes(tokens, size.dim, size.dim)
+    target = at_most(HIGHEST[torch.get_num_threads() > 1]) if runs and not quick else None
+    figures = []
+    for name, timing in timings.items():
+        figures.append(Figure(name, "ratio", timing.ratio, "x", None if name == TORCH else target))
+        figures.append(Figure(name, "time", timing.seconds * 1e3, "ms"))
+    if not runs and not quick:
+        raise NotMeasurable(NO_BF16, figures)
+    return figures
+
+
+LLAMA = Case(
+    name="llama-float32",
+    title="Four Transformer layers forward + backward, 512 features, 512 tokens, float32, against torch's parts",
+    notes="A Llama's layers as above, in float32, eager, interleaved; weights are quantized in each step.",
+    measure=measure_llama,
+    of_threads=True,
+)
 LARGE = Case(
     name="block",
     title="A Transformer layer forward + backward, 1024 features, 512 tokens, against torch's parts",

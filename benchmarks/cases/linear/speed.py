@@ -15,10 +15,10 @@ UNCHANGED, CHANGES = "weight unchanged", "weight changes"
 QUANTIZING = [name for name, build in RECIPES.items() if build().quantizes]
 NO_BF16 = (
     "not measurable here: libtorch's block of bf16 products with float32 sums (`brgemm`) does not run "
-    "on this CPU, with this torch or with several threads; the ratios are shown, not judged"
+    "on this CPU or with this torch; the ratios are shown, not judged"
 )
 NOTES = (
-    "Eager, without bias, one thread, processor time, interleaved; the median of each round's ratio. Entering autocast "
+    "Eager, without bias, interleaved; the median of each round's ratio. Entering autocast "
     "is part of our step. `weight unchanged` may use the quantized weight again and its gradient adds up, as in "
     "micro-batches; `weight changes` raises the weight's version after every step (about a microsecond, left in). "
     "torchao quantizes it every time."
@@ -143,4 +143,5 @@ LARGE_FLOAT32 = Case(
         quick=(128, 2),
         needs_brgemm=True,
     ).measure,
+    of_threads=True,
 )
