@@ -1,45 +1,182 @@
 """Triton's interpreter without what it does over and over, or for nothing."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
 def spare() -> None:
-    """Once for the process: what it does over and over is half of the interpreter's time, and the types of shapes, each
+    """Once for the process: what it does over and over is most of the interpreter's time, and the types of shapes, each
     derived anew for every value, are half of the rest."""
     if interpreter._patch_lang.__module__ == __name__:
         return
     exchange_once()
+    interpreter._patch_attr = exchange_plainly
     interpreter._get_np_dtype = numpys(interpreter._get_np_dtype)
+    interpreter._validate_np_data_size = fits(interpreter._validate_np_data_size)
+    interpreter.TensorHandle.__init__ = begin_handle
     core._type_for_tuple_values = TypeOfTuple
+    core._unwrap_if_constexpr = unwrap(core._unwrap_if_constexpr)
     core.tuple.__eq__ = equal(core.tuple.__eq__)
+    core.block_type.__new__ = block_of  # type: ignore[assignment]
     core.block_type.__init__ = begin_block(core.block_type.__init__)
+    core.block_type.with_element_ty = lambda self, scalar: core.block_type(scalar, self.sizes)
+    core.block_type.to_ir = lambda self, builder: self
     core.tensor.__init__ = begin_tensor
+    core.dtype.serial = None
+    for number, one in enumerate(one for one in vars(core).values() if type(one) is core.dtype):
+        one.serial = number
+    core.dtype.__eq__ = same(core.dtype.__eq__)  # type: ignore[method-assign]
+    core.dtype.is_int = lambda self: self.name in INTEGERS
+    TritonSemantic.binary_op_type_checking_impl = checked(TritonSemantic.binary_op_type_checking_impl)
+    TritonSemantic.broadcast_impl_value = broadcast(TritonSemantic.broadcast_impl_value)
+    TritonSemantic.cast = cast(TritonSemantic.cast)
+
+
+INTEGERS = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
+#: What has no constexpr around it or in it.
+BARE = frozenset([core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)])
 
 
 def exchange_once() -> None:
-    """It exchanges the functions of `triton.language` for its own at each launch, and searches them all again in each
-    call of a function inside a kernel, where those are its own already. And beside each sum and product of integers it
-    computes, in 64 bits, whether that overflows, which an assertion looks at that only debugging switches on.
+    """It exchanges the functions of `triton.language` for its own at each launch, which it searches all modules for,
+    and once more in each call of a function inside a kernel, where those are its own already. And beside each sum and
+    product of integers it computes, in 64 bits, whether that overflows, which an assertion looks at that only debugging
+    switches on.
     """
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     exchange = interpreter._patch_lang
+    #: Of a kernel its modules of the language, and of those, and of what mends a tensor, what was exchanged.
+    modules: dict[Any, tuple[Any, ...]] = {}
+    exchanged: dict[Any, list[tuple[Any, str, Any]]] = {}
 
     def once(fn: Any) -> Any:
-        modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-        if modules and not any(tl.core.is_builtin(module.load) for module in modules):
+        if fn not in modules:
+            modules[fn] = tuple(value for value in fn.__globals__.values() if value is tl or value is core)
+        of = modules[fn]
+        if of and not any(core.is_builtin(module.load) for module in of):
             return interpreter._LangPatchScope()
-        return exchange(fn)
+        key = of, interpreter._patch_lang_tensor
+        if key not in exchanged:
+            scope = exchange(fn)
+            exchanged[key] = [(place, name, vars(place)[name]) for place, name, _ in scope._changes]
+            return scope
+        scope = interpreter._LangPatchScope()
+        for place, name, value in exchanged[key]:
+            scope.set_attr(place, name, value)
+        return scope
 
     interpreter._patch_lang = once
+
+
+def exchange_plainly(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """A function of the language is told what interprets it, and does not ask whether it was told."""
+    semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(place, name, told)
+
+
+def unwrap(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind in BARE:
+            return value
+        return value.value if kind is core.constexpr else own(value)
+
+    return unwrapped
+
+
+def checked(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Two operands brought to one type and shape. Of two types it is known whether they stay as they are, and of a type
+    and a number which constant that is."""
+    stay: dict[Any, bool] = {}
+    constants: dict[Any, Any] = {}
+
+    def check(self: Any, lhs: Any, rhs: Any, *flags: Any) -> Any:
+        left, right = type(lhs) is core.tensor, type(rhs) is core.tensor
+        if left and right:
+            key = lhs.type.serial, rhs.type.serial, flags
+            if stay.get(key):
+                return lhs, rhs
+            both = own(self, lhs, rhs, *flags)
+            if None not in key:
+                stay[key] = both[0] is lhs and both[1] is rhs
+            return both
+        tensor, number = (lhs, rhs) if left else (rhs, lhs)
+        # NaN is no key, and zeros of both signs are one.
+        if not (left or right) or tensor.type.serial is None or number != number or not number:
+            return own(self, lhs, rhs, *flags)
+        key = tensor.type.serial, number, type(number), left, flags
+        constant = constants.get(key)
+        if constant is not None:
+            return (tensor, constant) if left else (constant, tensor)
+        lhs, rhs = own(self, lhs, rhs, *flags)
+        if tensor is (lhs if left else rhs):
+            constants[key] = one_number(rhs if left else lhs)
+        return lhs, rhs
+
+    return check
+
+
+def one_number(constant: Any) -> Any:
+    """As large as a number in memory."""
+    data = constant.handle.data
+    constant.handle.data = np.broadcast_to(data.reshape(-1)[0].copy(), data.shape)
+    return constant
+
+
+def broadcast(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Two operands brought to one shape, where neither is without one and neither has more sizes, as numpy does it."""
+    shapes: dict[Any, Any] = {}
+
+    def fitting(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        if not (a.is_block() and b.is_block()):
+            return own(self, lhs, rhs)
+        if a.known is b.known:
+            return lhs, rhs
+        key = a.known, b.known
+        if key not in shapes:
+            both = own(self, lhs, rhs)
+            shapes[key] = both[0].type.sizes if len(a.sizes) == len(b.sizes) else None
+            return both
+        if shapes[key] is None:
+            return own(self, lhs, rhs)
+        return tuple(broadcast_to(one, shapes[key]) for one in (lhs, rhs))
+
+    return fitting
+
+
+def broadcast_to(tensor: Any, sizes: list[int]) -> Any:
+    if tensor.type.sizes == sizes:
+        return tensor
+    data = np.broadcast_to(tensor.handle.data, sizes)
+    return core.tensor(interpreter.TensorHandle(data, tensor.dtype), core.block_type(tensor.dtype, sizes))
+
+
+def same(own: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self is other or own(self, other)
+
+
+def cast(own: Callable[..., Any]) -> Callable[..., Any]:
+    def to(self: Any, value: Any, dtype: Any, *rest: Any) -> Any:
+        return value if value.dtype is dtype else own(self, value, dtype, *rest)
+
+    return to
 
 
 def numpys(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -55,6 +192,19 @@ def numpys(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return kept[scalar.name]
 
     return numpy_type
+
+
+def fits(own: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    def fit(data: Any, of: Any) -> bool:
+        return data.itemsize <= (of.itemsize or 1) if type(of) is core.dtype else own(data, of)
+
+    return fit
+
+
+def begin_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if type(dtype) is not core.dtype or data.itemsize > (dtype.itemsize or 1):
+        self.__post_init__()
 
 
 class TypeOfTuple(core.tuple_type):  # type: ignore[misc]
@@ -85,21 +235,39 @@ class Shape:
 
 
 SHAPES: dict[tuple[int, ...], Shape] = {}
+#: Blocks of numbers, one of each type and shape.
+BLOCKS: dict[Any, Any] = {}
+SERIALS = itertools.count(1000)
 #: Of a tensor without a shape.
 POINT = core.tuple([]), core.constexpr(1)
+
+
+def block_of(cls: Any, element_ty: Any, shape: Any) -> Any:
+    """The block's type that there is, or a new one."""
+    values = shape.values if type(shape) is core.tuple else shape
+    if type(element_ty) is not core.dtype or type(values) is not list:
+        return object.__new__(cls)
+    try:
+        return BLOCKS[element_ty.name, *values]
+    except (KeyError, TypeError):
+        return object.__new__(cls)
 
 
 def begin_block(own: Callable[..., None]) -> Callable[..., None]:
     """A block's type from the first one of its shape, which Triton has checked."""
 
     def begin(self: Any, element_ty: Any, shape: Any) -> None:
+        if self.serial is not None:
+            return
         values = shape.values if type(shape) is core.tuple else shape
         known = SHAPES.get(tuple(values)) if plain(values) else None
         if known is None:
             own(self, element_ty, shape)
             known = SHAPES.setdefault(tuple(self.shape.values), Shape(self.shape, self.numel))
         self.known, self.element_ty, self.shape, self.numel = known, element_ty, known.shape, known.numel
-        self.name = f"<{known.text}, {element_ty}>"
+        self.name, self.sizes = f"<{known.text}, {element_ty}>", list(known.shape.values)
+        if type(element_ty) is core.dtype:
+            self.serial = BLOCKS.setdefault((element_ty.name, *self.sizes), self).serial or next(SERIALS)
 
     return begin
 

@@ -122,7 +122,9 @@ def test_mending_twice_is_mending_once() -> None:
     assert tritons._convert_float is mended
 
 
-def test_the_language_is_searched_once_a_launch_and_is_itself_again_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_language_is_searched_once_for_all_launches_and_is_itself_again_after_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """See tests/interpreting.py: a kernel that calls others is interpreted as one that calls none."""
     searched: list[object] = []
     search = tritons._patch_builtin
@@ -136,8 +138,8 @@ def test_the_language_is_searched_once_a_launch_and_is_itself_again_after_it(mon
         assert torch.equal(q.codes(), reference.quantize(x, q.spec).codes())
         launches.append(searched.count(tl))
         assert tl.core.is_builtin(tl.load)
-    # The measurement of the largest magnitude, and the quantization.
-    assert launches == [2, 4] and len(searched) <= 5 * launches[-1]
+    # The measurement of the largest magnitude, and the quantization; another test's launches may have come before.
+    assert launches[0] == launches[1] <= 2 and len(searched) <= 14
 
 
 @triton.jit
