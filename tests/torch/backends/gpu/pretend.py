@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
+from torch.utils._python_dispatch import _disable_current_modes
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu import families
@@ -15,10 +16,13 @@ from quaver.torch.backends.gpu.gemms import decoded, scaled_mm
 from quaver.torch.backends.gpu.launching import capture, device, interpreter, launch
 from quaver.torch.backends.gpu.launching.launch import read_as
 from quaver.torch.linear.plans import direct
+from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state.history import amax, on_gpu
 from tests.torch.backends.gpu.cublaslt import stand_in
 
+#: What probes said of GEMMs, by architecture and class of a call: a probe takes a tenth of a second to interpret.
+_probes: dict[Any, str] = {}
 KINDS, SWIZZLES = ({kind.value: kind for kind in all.__members__.values()} for all in (ScalingType, SwizzleType))
 
 
@@ -64,6 +68,18 @@ def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> 
     patch.setattr(torch, "_scaled_mm_v2", told)
     patch.setattr(scaled_mm, "scaled_mm", run)
     patch.setattr(device, "_architecture", lambda _: arch)
+    probe = scaled_mm._probe
+
+    def probed(chosen: scaled_mm.Way, a: Quantized, b: Quantized, *dtypes: Any) -> str:
+        if scaled_mm.scaled_mm is not run:
+            return probe(chosen, a, b, *dtypes)
+        sizes = scaled_mm._evenness(a.shape[0]), a.shape[1] & 127 > 0, a.turned, b.turned
+        key = arch, either, chosen.kind, chosen.out, chosen.adds, a.spec, b.spec, sizes, dtypes
+        if key not in _probes:
+            _probes[key] = probe(chosen, a, b, *dtypes)
+        return _probes[key]
+
+    patch.setattr(scaled_mm, "_probe", probed)
     scaled_mm._ways.clear()
     direct.plans.clear()
     scaled_mm._transposes.clear()
@@ -120,7 +136,9 @@ class Driver:
                 # Compiled in: an access of 16 bytes elsewhere is an error of the GPU, which ends the process.
                 assert name not in launch.divisible or tensor.data_ptr() % 16 == 0, f"{launch.fn.__name__}: {name}"
             if self.runs:
-                run(*given)
+                # What the interpreter asks of torch is not what a step launches.
+                with _disable_current_modes():
+                    run(*given)
 
         return noted
 
