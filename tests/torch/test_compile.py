@@ -46,11 +46,23 @@ def keeps_state(recipe: str | Recipe) -> bool:
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 KINDS = kinds()
-QUANTIZED = pytest.mark.parametrize("name", [n for n in KINDS if recipes.get(n).quantizes])
+
+
+def some(*stateless: str) -> Any:
+    """Kinds that keep state, and some of the others: those that the quick tests of a claim leave out, two seconds of
+    tracing each, are slow, and quick under other claims, so that each kind is under three of five at least."""
+    names = [n for n in KINDS if recipes.get(n).quantizes]
+    quick = {name for name in names if keeps_state(name)} | set(stateless)
+    assert quick <= set(names)
+    rows = [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("name", rows)
+
+
 #: Inductor's decompositions and its cut between forward and backward, without the C++ that takes most of a compilation.
 WITHOUT_CODE = "aot_eager_decomp_partition"
-#: Recipes whose graphs Inductor compiles to the end in other tests too: one with a history, one that counts its noise.
-TO_THE_END = ("delayed", "nvfp4")
+#: Recipes whose graphs Inductor compiles to the end: one with a history, one that keeps nothing, one that leaves a GEMM
+#: to Inductor, one that counts its noise.
+TO_THE_END = ("delayed", "tensorwise", "rowwise_bf16_wgrad", "nvfp4")
 Step = Callable[[Tensor], Tensor]
 
 
@@ -135,7 +147,7 @@ class ByGraph:
 
 
 def to_the_end(recipe: str, *those: str) -> str:
-    """Inductor for those recipes; tests take TO_THE_END by turns."""
+    """Inductor for those recipes."""
     return "inductor" if recipe in those else WITHOUT_CODE
 
 
@@ -174,14 +186,17 @@ def turns() -> list[Any]:
     """Every recipe every way; one way, by turns, it is compiled to the end."""
     rows = []
     for at, name in enumerate(recipes.RECIPES):
-        for way in WAYS:
-            turn = way is WAYS[at % len(WAYS)]
-            # Eight seconds to the end, and two of tracing what a recipe of its kind has traced that way.
-            slow = [] if name in KINDS else [pytest.mark.slow]
-            last = "inductor" if turn else WITHOUT_CODE
-            rows.append(pytest.param(name, way, last, marks=slow))
-            if slow and turn:
-                rows.append(pytest.param(name, way, WITHOUT_CODE))
+        for number, way in enumerate(WAYS):
+            turn = number == at % len(WAYS)
+            # A kind that keeps no state goes two ways.
+            quick = name in KINDS and (turn or keeps_state(name) or number == (at + 1) % len(WAYS))
+            end = turn and name in TO_THE_END
+            if turn and not end:
+                # Eight seconds.
+                rows.append(pytest.param(name, way, "inductor", marks=pytest.mark.slow))
+            # Two seconds of tracing what a recipe of its kind has traced that way.
+            slow = [] if quick or turn else [pytest.mark.slow]
+            rows.append(pytest.param(name, way, "inductor" if end else WITHOUT_CODE, marks=slow))
     return rows
 
 
@@ -238,27 +253,27 @@ def test_other_dtypes_too(name: str, dtype: torch.dtype, end: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "end"),
+    "recipe",
     [
-        (recipes.delayed(history=2, margin=1, algorithm="most_recent"), True),
-        (recipes.delayed(history=1, format="e4m3", power_of_two=False), False),
-        (recipes.tensorwise(power_of_two=False), False),
-        (recipes.mxfp8(weight_2d=True), False),
-        (recipes.nvfp4(stochastic_rounding=False, weight_2d=False), False),
+        recipes.delayed(history=2, margin=1, algorithm="most_recent"),
+        recipes.delayed(history=1, format="e4m3", power_of_two=False),
+        recipes.tensorwise(power_of_two=False),
+        recipes.mxfp8(weight_2d=True),
+        recipes.nvfp4(stochastic_rounding=False, weight_2d=False),
     ],
     ids=str,
 )
-def test_options_too(recipe: Recipe, end: bool) -> None:
+def test_options_too(recipe: Recipe) -> None:
     nets = [Small()]
     nets.append(copy.deepcopy(nets[0]))
     results = [
-        train(net, autocast_outside(net, recipe, compiled, after_the_first(end)))
+        train(net, autocast_outside(net, recipe, compiled, WITHOUT_CODE))
         for net, compiled in zip(nets, (False, True), strict=True)
     ]
     assert_trained_alike(results[1], results[0])
 
 
-@QUANTIZED
+@some("tensorwise", "rowwise_bf16_wgrad", "mxfp4")
 def test_under_torch_autocast(name: str) -> None:
     nets = [Small(torch.float32)]
     nets.append(copy.deepcopy(nets[0]))
@@ -286,7 +301,7 @@ def test_compiling_again_would_be_seen() -> None:
 def test_eval_and_no_grad(name: str) -> None:
     net = Small()
     x = torch.randn(6, 64, dtype=torch.bfloat16)
-    compiled = torch.compile(net, fullgraph=True, backend=to_the_end(name, *TO_THE_END))
+    compiled = torch.compile(net, fullgraph=True, backend=to_the_end(name, "nvfp4"))
     with qt.autocast(name), torch.no_grad():
         assert_bitwise(compiled(x), net(x))
         net.eval()
@@ -294,7 +309,7 @@ def test_eval_and_no_grad(name: str) -> None:
     assert not list(net.buffers())
 
 
-@QUANTIZED
+@some("rowwise_bf16_wgrad", "blockwise", "mxfp4")
 def test_a_layer_used_twice(name: str) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -318,7 +333,7 @@ def test_a_layer_used_twice(name: str) -> None:
     assert_trained_alike(results[1], results[0])
 
 
-@QUANTIZED
+@some("tensorwise", "rowwise", "mxfp4")
 def test_checkpoint_inside(name: str) -> None:
     class Checkpointed(Small):
         def forward(self, x: Tensor) -> Tensor:
@@ -330,7 +345,7 @@ def test_checkpoint_inside(name: str) -> None:
     for net in nets:
         net.first.bias.requires_grad_(False)
     results = [
-        train(net, converted(net, name, compiled, to_the_end(name, "nvfp4")))
+        train(net, converted(net, name, compiled, WITHOUT_CODE))
         for net, compiled in zip(nets, (False, True), strict=True)
     ]
     assert_trained_alike(results[1], results[0])
@@ -349,7 +364,7 @@ class Blocks(nn.Module):
         return x
 
 
-@QUANTIZED
+@some("rowwise", "blockwise")
 def test_blocks_compiled_one_by_one_stay_below_the_recompile_limit(name: str) -> None:
     nets = [Blocks(12)]
     nets.append(copy.deepcopy(nets[0]))
@@ -361,7 +376,7 @@ def test_blocks_compiled_one_by_one_stay_below_the_recompile_limit(name: str) ->
     assert_trained_alike(results[1], results[0])
 
 
-@QUANTIZED
+@some("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise")
 def test_token_counts_may_vary(name: str) -> None:
     net = Small()
     compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=after_the_first(name == "delayed"))
@@ -391,7 +406,7 @@ def test_backward_keeps_eight_bits(name: str) -> None:
     net = nn.Sequential(*(qt.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(2)))
     x = torch.randn(512, 256, dtype=torch.bfloat16)
     parameters = {p.untyped_storage().data_ptr() for p in net.parameters()}
-    step = autocast_outside(net, name, True, after_the_first(name == "nvfp4"))
+    step = autocast_outside(net, name, True, WITHOUT_CODE)
     for _ in range(2):
         storages: dict[int, int] = {}
 
@@ -415,7 +430,7 @@ def test_float64_stays_one_graph() -> None:
     x = torch.randn(4, 8, dtype=torch.float64)
     linear_module._warned.add("float64")
     eager = layer(x)
-    assert_bitwise(torch.compile(layer, fullgraph=True)(x), eager)
+    assert_bitwise(torch.compile(layer, fullgraph=True, backend=WITHOUT_CODE)(x), eager)
 
 
 def test_a_model_made_on_meta_trains() -> None:
@@ -455,9 +470,27 @@ QUANTIZE = quantize_arguments()
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-@pytest.mark.parametrize("arguments", QUANTIZE.values(), ids=QUANTIZE)
-def test_quantize_is_a_proper_operator(arguments: tuple[Any, ...]) -> None:
-    torch.library.opcheck(torch.ops.quaver.quantize.default, arguments)
+#: What needs no compiler: schemas, and what an operator says of its results before it has run.
+WITHOUT_TRACING = ("test_schema", "test_faketensor")
+
+
+def first_of_their_kind() -> set[str]:
+    """Keys of QUANTIZE, one of each kind of result: packed codes, a factor of the tensor, noise, a transpose."""
+    first: dict[Hashable, str] = {}
+    for key, (_, turned, text, _, factor, _, _, count, _) in QUANTIZE.items():
+        spec = next(s for s in SPECS if s.text == text)
+        first.setdefault((spec.format.packed, spec.two_level, turned, factor is None, count is None), key)
+    return set(first.values())
+
+
+SPECS = [spec for make in recipes.RECIPES.values() for spec in quantized(make())]
+TRACED = first_of_their_kind()
+
+
+@pytest.mark.parametrize("key", QUANTIZE)
+def test_quantize_is_a_proper_operator(key: str) -> None:
+    checks = {} if key in TRACED else {"test_utils": WITHOUT_TRACING}
+    torch.library.opcheck(torch.ops.quaver.quantize.default, QUANTIZE[key], **checks)
 
 
 @pytest.mark.parametrize(
@@ -468,6 +501,9 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
     spec = recipes.get(name).gemms[gemm]
     if spec.a is None or spec.b is None:
         pytest.skip("this GEMM is not quantized")
+    # Tracing is checked for one GEMM of each kind of recipe, by turns.
+    turn = name in KINDS and list(recipes.get(name).gemms).index(gemm) == KINDS.index(name) % 3
+    checks = CHECKS if turn else ("test_faketensor",)
     operands = []
     for rows, one in ((24, spec.a), (16, spec.b)):
         for turned in (False, True):
@@ -481,4 +517,4 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
     # Without a bias both operands are turned or neither is; with a bias one of them is.
     for a, b in zip(operands[:2], operands[3:1:-1] if bias else operands[2:], strict=True):
         arguments = (*a, *b, torch.bfloat16, torch.randn(16) if bias else None)
-        torch.library.opcheck(torch.ops.quaver.matmul.default, arguments, test_utils=CHECKS)
+        torch.library.opcheck(torch.ops.quaver.matmul.default, arguments, test_utils=checks)

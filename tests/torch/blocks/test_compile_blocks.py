@@ -11,10 +11,15 @@ from torch import Tensor
 from quaver import recipes
 from tests.torch.blocks.test_transformer import make, run
 from tests.torch.blocks.twins import Run, assert_same_training
-from tests.torch.test_compile import KINDS, TO_THE_END, WITHOUT_CODE, ByGraph
+from tests.torch.test_compile import KINDS, WITHOUT_CODE, ByGraph
 
-#: FP8 attention beside a recipe of each kind; the slow test below has every recipe.
-EVERY = [*KINDS, recipes.mxfp8(attention=True)]
+#: FP8 attention beside recipes of most kinds; other layers have those of the others, and the slow test below has all.
+ELSEWHERE = ("rowwise", "blockwise")
+EVERY = [*(name for name in KINDS if name not in ELSEWHERE), recipes.mxfp8(attention=True)]
+#: The recipe that is compiled to the end: it keeps a count, in buffers that a first graph makes.
+TO_THE_END = "nvfp4"
+# Ten seconds of compiling, of a graph that a quick case has.
+SLOWLY = pytest.param("inductor", marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -47,15 +52,16 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("recipe", EVERY, ids=str)
 def test_a_llama_layer_has_eagers_bits(recipe: Any) -> None:
     layer = make("Llama", qk_norm="RMSNorm", dtype=torch.bfloat16)
-    backend = ByGraph() if recipe in TO_THE_END else "inductor" if recipe is EVERY[-1] else WITHOUT_CODE
-    compiled = Compiled(backend=backend)
+    compiled = Compiled(backend=ByGraph() if recipe == TO_THE_END else WITHOUT_CODE)
     assert_same_training(layer, [eager, compiled], recipe, inputs(torch.bfloat16))
 
 
 # Ten seconds of compiling each.
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name not in TO_THE_END])
-def test_a_llama_layer_that_is_compiled_to_the_end_has_eagers_bits(recipe: str) -> None:
+@pytest.mark.parametrize(
+    "recipe", [*(name for name in recipes.RECIPES if name != TO_THE_END), recipes.mxfp8(attention=True)], ids=str
+)
+def test_a_llama_layer_that_is_compiled_to_the_end_has_eagers_bits(recipe: Any) -> None:
     layer = make("Llama", qk_norm="RMSNorm", dtype=torch.bfloat16)
     assert_same_training(layer, [eager, Compiled()], recipe, inputs(torch.bfloat16))
 
@@ -63,9 +69,10 @@ def test_a_llama_layer_that_is_compiled_to_the_end_has_eagers_bits(recipe: str) 
 @pytest.mark.parametrize(
     ("kind", "recipe", "backend"),
     [
-        ("Falcon", "tensorwise", WITHOUT_CODE),
+        ("Falcon", "blockwise", WITHOUT_CODE),
         ("GPT-NeoX", "mxfp8", WITHOUT_CODE),
-        ("post-norm encoder", "rowwise", "inductor"),
+        ("post-norm encoder", "rowwise", WITHOUT_CODE),
+        pytest.param("post-norm encoder", "rowwise", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_other_layers_have_eagers_bits(kind: str, recipe: str, backend: str) -> None:
@@ -77,13 +84,13 @@ def test_float32_has_eagers_bits() -> None:
     assert_same_training(make("Llama"), [eager, Compiled()], "tensorwise", inputs(torch.float32))
 
 
-def test_eight_bit_activations_compile() -> None:
+@pytest.mark.parametrize("backend", [WITHOUT_CODE, SLOWLY])
+def test_eight_bit_activations_compile(backend: str) -> None:
     layer = make("Llama", dtype=torch.bfloat16, eight_bit_activations=True)
-    assert_same_training(layer, [eager, Compiled()], "mxfp8", inputs(torch.bfloat16))
+    assert_same_training(layer, [eager, Compiled(backend=backend)], "mxfp8", inputs(torch.bfloat16))
 
 
-# To the end ten seconds of compiling, of the graph above.
-@pytest.mark.parametrize("backend", [WITHOUT_CODE, pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", [WITHOUT_CODE, SLOWLY])
 def test_recomputation_compiles(backend: str) -> None:
     layer = make("Llama", dtype=torch.bfloat16, recompute="mlp")
     with warnings.catch_warnings():
