@@ -22,5 +22,20 @@ def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(values[i] for values, i in zip(lists, row, strict=True)) for row in sorted(chosen)]
 
 
+def turns(ones: Iterable[Any], others: Iterable[Any], whole: Iterable[Any], first: int = 0) -> list[tuple[Any, Any]]:
+    """Rows of two parameters: each of `ones` with the others by turns, and those of `whole` with every other.
+
+    Args:
+        first: which of the others begins; tests of one subject begin apart, so that together they have all pairs.
+    """
+    others, whole = list(others), set(whole)
+    rows = []
+    for number, one in enumerate(ones):
+        rows += [
+            (one, other) for at, other in enumerate(others) if one in whole or (number + first - at) % len(others) == 0
+        ]
+    return rows
+
+
 def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
     return set(combinations(enumerate(row), 2)) if len(row) > 1 else {tuple(enumerate(row))}

@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import pairs
+from tests.pairs import pairs, turns
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (3, 2), (2, 2, 5), (9, 3, 2), (2, 2, 2, 2), (4, 3, 2, 2)])
@@ -20,3 +20,10 @@ def test_every_two_values_meet_and_no_row_comes_twice(sizes: tuple[int, ...]) ->
 def test_three_parameters_take_as_many_rows_as_the_larger_two() -> None:
     assert len(pairs(range(5), range(2), range(2))) == 10
     assert len(pairs(range(9), range(3), "ab")) == 27
+
+
+def test_turns_have_every_value_and_whole_ones_all_pairs() -> None:
+    rows = turns("abcd", (1, 2), "b")
+    assert rows == [("a", 1), ("b", 1), ("b", 2), ("c", 1), ("d", 2)]
+    both = {*rows, *turns("abcd", (1, 2), "b", 1)}
+    assert both == set(product("abcd", (1, 2)))

@@ -13,6 +13,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state.history import rolling
 from tests.close import assert_bitwise, assert_close
+from tests.pairs import pairs
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 QUANTIZED = pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().quantizes])
@@ -70,10 +71,9 @@ def test_grad_scaler_skips_on_an_infinity_and_histories_stay_clean(name: str, wh
 # Averages of weights.
 
 
-@ALL
-@pytest.mark.parametrize("use_buffers", [False, True])
-@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "EMA"])
-def test_averaged_models(name: str, use_buffers: bool, average: object) -> None:
+@pytest.mark.parametrize(("name", "use_buffers", "kind"), pairs(recipes.RECIPES, [False, True], ["mean", "EMA"]))
+def test_averaged_models(name: str, use_buffers: bool, kind: str) -> None:
+    average = None if kind == "mean" else get_ema_multi_avg_fn(0.9)
     net = model()
     qt.convert(net, name)
     averaged = AveragedModel(net, multi_avg_fn=average, use_buffers=use_buffers)  # type: ignore[arg-type]
@@ -156,8 +156,10 @@ def test_accumulated_gradients_land_in_the_same_tensor(name: str) -> None:
     assert_close("twice", net[0].weight.grad, 2 * first, 0.5 if name == "nvfp4" else 1e-6)
 
 
-@ALL
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, (torch.float32, torch.bfloat16)[number % 2]) for number, name in enumerate(recipes.RECIPES)],
+)
 def test_a_small_model_learns(name: str, dtype: torch.dtype) -> None:
     net, teacher = model(dtype), nn.Linear(32, 16, dtype=dtype)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)

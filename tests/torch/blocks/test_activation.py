@@ -8,6 +8,7 @@ import quaver.torch as qt
 from quaver.torch.blocks import activation
 from quaver.torch.blocks.activation import ACTIVATIONS
 from tests.close import assert_bitwise, assert_close
+from tests.pairs import pairs
 
 NAMES = pytest.mark.parametrize("name", ACTIVATIONS)
 #: Relative RMS of one rounding to the dtype.
@@ -56,10 +57,10 @@ def test_the_formulas_cover_the_table() -> None:
     assert {name for name, row in ACTIVATIONS.items() if row.gated} == set(GATES) | {"clamped_swiglu"}
 
 
-@NAMES
-@pytest.mark.parametrize("dtype", ONE_ROUNDING)
-@pytest.mark.parametrize("shape", [(64, 32), (3, 5, 7), (0, 4)])
-@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "side_by_side"),
+    pairs(ACTIVATIONS, ONE_ROUNDING, [(64, 32), (3, 5, 7), (0, 4)], [False, True]),
+)
 def test_values_and_gradients_are_float64s(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], side_by_side: bool
 ) -> None:

@@ -15,6 +15,7 @@ from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.blocks.activation import ACTIVATIONS
 from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
+from tests.pairs import pairs
 from tests.torch.blocks.twins import assert_same_training, kept_bytes, twin
 
 OPTIONS = [*recipes.RECIPES, recipes.delayed(history=2, margin=1), recipes.mxfp8(weight_2d=True)]
@@ -35,10 +36,17 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [(torch.randn(shape) * (i + 1)).to(dtype) for i in range(3)]
 
 
-@pytest.mark.parametrize("recipe", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("activation", "fused"), [("swiglu", True), ("swiglu", False), ("gelu", True)])
-def test_the_bits_are_those_of_the_parts(recipe: Any, dtype: torch.dtype, activation: str, fused: bool) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "shape"),
+    pairs(
+        OPTIONS,
+        [torch.float32, torch.bfloat16, torch.float16],
+        [("swiglu", True), ("swiglu", False), ("gelu", True)],
+    ),
+    ids=str,
+)
+def test_the_bits_are_those_of_the_parts(recipe: Any, dtype: torch.dtype, shape: tuple[str, bool]) -> None:
+    activation, fused = shape
     mlp = qt.LayerNormMLP(48, 64, activation, normalization="RMSNorm", fused=fused, dtype=dtype)
     assert_same_training(mlp, [apart, whole], recipe, inputs(2, 9, 48, dtype=dtype))
 

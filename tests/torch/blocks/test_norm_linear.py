@@ -12,6 +12,7 @@ from quaver.torch.blocks.norm import normalized_projections
 from quaver.torch.linear import entrance, gemms
 from quaver.torch.linear.plans import on_cpu
 from tests.close import assert_bitwise
+from tests.pairs import pairs
 from tests.torch.blocks.twins import assert_same_training, kept_bytes
 
 ALL = pytest.mark.parametrize("recipe", recipes.RECIPES)
@@ -55,9 +56,11 @@ def several_apart(block: Any, x: Tensor) -> Any:
     return tuple(layer(y) for layer in block.layers)
 
 
-@pytest.mark.parametrize("recipe", OPTIONS, ids=str)
-@DTYPES
-@pytest.mark.parametrize("return_normalized", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "return_normalized"),
+    pairs(OPTIONS, [torch.float32, torch.bfloat16, torch.float16], [False, True]),
+    ids=str,
+)
 def test_the_bits_are_those_of_the_parts(recipe: Any, dtype: torch.dtype, return_normalized: bool) -> None:
     layer = qt.LayerNormLinear(48, 40, return_normalized=return_normalized, dtype=dtype)
     assert_same_training(layer, [apart, fused], recipe, inputs(2, 9, 48, dtype=dtype))

@@ -10,6 +10,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.blocks.transformer import drop_path
 from tests.close import assert_bitwise, assert_close
+from tests.pairs import pairs
 from tests.torch.blocks.twins import assert_same_training, twin
 
 #: One of each kind that a layer can be.
@@ -90,9 +91,9 @@ def test_the_formula(kind: str) -> None:
     assert_close("output", run(layer, x), by_hand(layer, x), 1e-6)
 
 
-@EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "recipe"), pairs(KINDS, [torch.float32, torch.bfloat16, torch.float16], recipes.RECIPES)
+)
 def test_every_kind_trains_under_every_recipe(kind: str, dtype: torch.dtype, recipe: str) -> None:
     layer = make(kind, dtype=dtype)
     x = torch.randn(2, 9, 64).to(dtype).requires_grad_()
@@ -111,9 +112,9 @@ def test_every_kind_trains_under_every_recipe(kind: str, dtype: torch.dtype, rec
         assert parameter.grad.abs().sum() > 0 or "k_proj.bias" in name, name
 
 
-@EACH
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "nvfp4"])
-@pytest.mark.parametrize("recompute", ["mlp", "full"])
+@pytest.mark.parametrize(
+    ("kind", "recipe", "recompute"), pairs(KINDS, ["delayed", "tensorwise", "nvfp4"], ["mlp", "full"])
+)
 def test_recomputing_changes_no_bit(kind: str, recipe: str, recompute: str) -> None:
     def again(layer: Any, x: Tensor) -> Tensor:
         layer.recompute, layer.mlp.recompute = recompute, recompute == "mlp"

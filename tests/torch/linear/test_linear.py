@@ -22,6 +22,7 @@ from quaver.torch.linear.layer import Linear
 from quaver.torch.state.history import rolling
 from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
+from tests.pairs import pairs
 from tests.torch.linear.composition import compose
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
@@ -71,9 +72,14 @@ def test_without_quantization_it_is_nn_linear(name: str | None) -> None:
     assert_bitwise(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
-@ALL
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 3), (5, 3, 2), (17, 33, 9), (33, 17, 65), (40, 160, 136)])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("name", "shape", "bias"),
+    pairs(
+        recipes.RECIPES,
+        [(1, 1, 1), (3, 5, 3), (5, 3, 2), (17, 33, 9), (33, 17, 65), (40, 160, 136)],
+        [True, False],
+    ),
+)
 def test_forward_and_backward_equal_a_plain_composition(name: str, shape: tuple[int, int, int], bias: bool) -> None:
     tokens, k, n = shape
     layer = qt.Linear(k, n, bias)
@@ -423,9 +429,9 @@ def test_retained_graphs_run_backward_again(name: str) -> None:
 # What is not finite.
 
 
-@ALL
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "value", "dtype"), pairs(recipes.RECIPES, [math.nan, math.inf, -math.inf], [torch.float32, torch.bfloat16])
+)
 def test_what_is_not_finite_reaches_the_output(name: str, value: float, dtype: torch.dtype) -> None:
     layer = qt.Linear(64, 48, dtype=dtype)
     x = torch.randn(40, 64, dtype=dtype)

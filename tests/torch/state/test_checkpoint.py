@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,19 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.linear.plans import direct
 from tests.close import assert_bitwise
+from tests.pairs import turns
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+
+
+def some(first: int) -> Any:
+    """Recipes that keep state with both kinds of checkpoint, the others with one of them, which tests begin apart."""
+    return pytest.mark.parametrize(
+        ("name", "use_reentrant"), turns(recipes.RECIPES, [False, True], ["delayed", "nvfp4"], first)
+    )
+
+
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -54,8 +65,7 @@ def twins() -> list[nn.Module]:
     return [net, copy.deepcopy(net)]
 
 
-@ALL
-@KINDS
+@some(0)
 def test_checkpointing_changes_no_bit(name: str, use_reentrant: bool) -> None:
     """Autocast has ended before backward, where the recomputation runs."""
 
@@ -72,8 +82,7 @@ def test_checkpointing_changes_no_bit(name: str, use_reentrant: bool) -> None:
     assert_alike(twins(), [plain, checkpointed])
 
 
-@ALL
-@KINDS
+@some(1)
 def test_converted_models_too(name: str, use_reentrant: bool) -> None:
     class Blocks(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
@@ -87,8 +96,7 @@ def test_converted_models_too(name: str, use_reentrant: bool) -> None:
     assert_alike(nets, [lambda net, x: net(x)] * 2)
 
 
-@ALL
-@KINDS
+@some(0)
 def test_under_torch_autocast_too(name: str, use_reentrant: bool) -> None:
     def plain(net: nn.Module, x: Tensor) -> Tensor:
         with qt.autocast(name), torch.autocast("cpu", torch.bfloat16):

@@ -15,7 +15,7 @@ KINDS = pytest.mark.parametrize("kind", MODELS)
 @KINDS
 def test_whatever_a_loop_does_each_result_is_that_of_a_fresh_copy(kind: str) -> None:
     for recipe in QUANTIZING:
-        walk(kind, recipe, 0, 12)
+        walk(kind, recipe, 0, 7)
 
 
 @pytest.mark.slow

@@ -39,14 +39,13 @@ def operands(gemm: GemmSpec, m: int, k: int, n: int, magnitude: str, turned: boo
 
 @pytest.mark.parametrize(("name", "magnitude", "turned"), pairs(GEMMS, MAGNITUDES, [False, True]))
 def test_narrow_products_are_within_1e_6_of_float64(name: str, magnitude: str, turned: bool) -> None:
-    """Every GEMM and every magnitude meets every shape, two shapes a case by turns."""
-    turn = list(GEMMS).index(name) + list(MAGNITUDES).index(magnitude)
-    for m, k, n in (SHAPES[turn % len(SHAPES)], SHAPES[(turn + 2) % len(SHAPES)]):
-        a, b = operands(GEMMS[name], m, k, n, magnitude, turned)
-        exact = double(a) @ double(b).t()
-        assert_close(f"m {m}, k {k}, n {n}", qt.matmul(a, b), exact.float(), 1e-6)
-        bias = torch.randn(n) * exact.abs().amax().clamp(1e-30, 1e30).float()
-        assert_close("with bias", qt.matmul(a, b, bias=bias), (exact + bias.double()).float(), 1e-6)
+    """Every GEMM and every magnitude meets every shape, one a case by turns."""
+    m, k, n = SHAPES[(list(GEMMS).index(name) + list(MAGNITUDES).index(magnitude)) % len(SHAPES)]
+    a, b = operands(GEMMS[name], m, k, n, magnitude, turned)
+    exact = double(a) @ double(b).t()
+    assert_close(f"m {m}, k {k}, n {n}", qt.matmul(a, b), exact.float(), 1e-6)
+    bias = torch.randn(n) * exact.abs().amax().clamp(1e-30, 1e30).float()
+    assert_close("with bias", qt.matmul(a, b, bias=bias), (exact + bias.double()).float(), 1e-6)
 
 
 @every_gemm

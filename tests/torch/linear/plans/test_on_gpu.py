@@ -130,11 +130,11 @@ def test_layers_of_one_input_have_the_bits_of_the_general_way(
     first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
     second = copy.deepcopy(first)
     ours = trained(first)
-    assert decided == [2, 1] * 4
+    assert decided == [2, 1] * 3
     with pytest.MonkeyPatch.context() as patch:
         generally(patch)
         theirs = trained(second)
-    assert decided == [2, 1] * 4
+    assert decided == [2, 1] * 3
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
 
@@ -142,10 +142,10 @@ def test_layers_of_one_input_have_the_bits_of_the_general_way(
 def trained(block: qt.LayerNormMLP) -> list[Tensor]:
     """Outputs, gradients and state of some steps; the weights change after the second."""
     results = []
-    for number in range(4):
+    for number in range(3):
         x = torch.linspace(-3, 2, T * K).roll(number).view(2, T // 2, K).bfloat16()
         # At last rows of zeros, of subnormals, of one outlier, and of NaN.
-        for row, value in enumerate((0.0, 1e-39, 3e38, torch.inf) if number == 3 else ()):
+        for row, value in enumerate((0.0, 1e-39, 3e38, torch.inf) if number == 2 else ()):
             x[0, row, : K if row < 2 else 1] = value
         x.requires_grad_()
         with qt.autocast(block.down_proj.recipe):

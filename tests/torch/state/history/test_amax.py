@@ -108,7 +108,7 @@ def test_the_tensors_path_rolls_as_the_floats_path_does(options: dict[str, Any],
     assert recipe.delayed is not None
     rng = np.random.default_rng(0)
     one, other = qt.Linear(4, 4, recipe=recipe), qt.Linear(4, 4, recipe=recipe)
-    for _ in range(50):
+    for _ in range(15):
         window = (10.0 ** rng.uniform(-37.9, 38.4, (recipe.delayed.length, 3))).astype(np.float32)
         window[rng.random(window.shape) < 0.3] = 0
         mirror = Mirror(recipe)
