@@ -61,6 +61,8 @@ OPTIMIZED = (
 )
 #: XLA's options everywhere else, beside JAX_DISABLE_MOST_OPTIMIZATIONS: a layer compiles in a third of the time.
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+#: And for programs of those files whose claim no optimizer could break.
+QUICKEST = QUICK | {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 #: Raised inside torch by what torch itself does on the first compilation.

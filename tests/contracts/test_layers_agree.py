@@ -1,6 +1,7 @@
 """A layer in torch and one in JAX store the same: codes and scales of every operand of their three GEMMs."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from quaver.recipes import RECIPES
 from quaver.torch.state import counters
 from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
+from tests.conftest import QUICKEST
 from tests.operands import variants
 
 T, K, N = 48, 80, 33
@@ -97,7 +99,8 @@ def test_every_operand_has_the_codes_and_scales_of_torchs(recipe: Recipe, dtype:
     expected, results = in_torch(recipe, x, w, bias, g, getattr(torch, dtype))
     wide = jnp.dtype(dtype)
 
-    @jax.jit
+    # The bits of an optimized program are those of test_frameworks_agree.py; here is what is quantized, and by what.
+    @partial(jax.jit, compiler_options=QUICKEST)
     def step(x: Any, w: Any, state: Any, g: Any) -> Any:
         def layer(x: Any, w: Any, state: Any) -> Any:
             return qj.linear(x, w, jnp.asarray(bias), recipe=recipe, state=state, dtype=wide, name="layer")
