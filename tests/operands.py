@@ -1,7 +1,8 @@
 """What the tables of recipes and formats give tests to run over, and values that break careless code."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -54,6 +55,15 @@ def nasty(shape: tuple[int, int], seed: int = 0) -> dict[str, np.ndarray]:
         hard[name] = normal.copy()
         hard[name].flat[rng.integers(normal.size)] = value
     return hard
+
+
+T = TypeVar("T")
+
+
+def by_turns(operands: Mapping[str, T], at: int, of: int) -> dict[str, T]:
+    """Every `of`-th of these, other ones at each of `of` places: where parameters of a test are numbered and `at` is
+    the sum of two of them, each value of either meets all operands."""
+    return {name: x for number, (name, x) in enumerate(operands.items()) if (number + at) % of == 0}
 
 
 def powers(rng: np.random.Generator, low: float, high: float, shape: tuple[int, ...]) -> np.ndarray:

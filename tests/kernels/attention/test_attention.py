@@ -20,6 +20,7 @@ from quaver.torch.blocks.attention.inputs.masks import outside_of, runs_of_keys
 from quaver.torch.blocks.attention.op import attention
 from tests.close import assert_bitwise, assert_close
 from tests.kernels.compare import DEVICE
+from tests.pairs import pairs
 from tests.torch.blocks.attention.implementations.quantized import attention_fp8
 
 #: Relative RMS of the specification: float32's rounding moves a few codes over a tie.
@@ -142,12 +143,10 @@ def test_masks_hide_what_they_hide_from_the_plain_passes(how: str) -> None:
 ODD = {"nan": np.nan, "inf": np.inf, "an outlier": 1e18, "a subnormal": 1e-40, "zero": 0.0}
 
 
-@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "grad"])
-@pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
-def test_odd_values_spoil_what_they_spoil_in_the_specification(name: str, which: int, odd: float) -> None:
-    arrays = operands(1, 2, 2, 40, 70, 32, 32)
-    [*arrays[:3], arrays[4]][which][0, 1, 2, 3] = odd
+@pytest.mark.parametrize(("name", "which", "odd"), pairs(["tensorwise", "mxfp8"], ["q", "k", "v", "grad"], ODD))
+def test_odd_values_spoil_what_they_spoil_in_the_specification(name: str, which: str, odd: str) -> None:
+    q, k, v, _, grad = arrays = operands(1, 2, 2, 40, 70, 32, 32)
+    {"q": q, "k": k, "v": v, "grad": grad}[which][0, 1, 2, 3] = ODD[odd]
     for label, got, exact in zip(NAMES, by_kernels(arrays, SPECS[name]), specified(arrays, SPECS[name]), strict=False):
         assert_close(label, got, exact, BOUND)
 

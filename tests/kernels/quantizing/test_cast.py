@@ -12,16 +12,19 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE, assert_padded, assert_same
-from tests.operands import nasty
+from tests.operands import by_turns, nasty
 
 SPECS = [QuantSpec(E4M3), QuantSpec(E5M2), QuantSpec(E4M3, scale="fp32"), QuantSpec(E5M2, scale="fp32")]
 SHAPES = [(128, 64), (5, 7), (130, 65), (33, 200)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Where the factor comes from.
 MODES = ["current", "given", "delayed", "unset", "given and unset"]
+OFTEN = ["current", "delayed", "unset"]
+#: Of several programs, each of which takes a third of the operands under each mode.
+WIDE = [shape for shape in SHAPES if shape[1] > 40]
 #: Every shape by one spec, the others and their modes at a small one.
 CALLS = [(mode, spec, (5, 7)) for mode in MODES for spec in SPECS[1:]]
-CALLS += [(mode, SPECS[0], shape) for mode in ("current", "delayed", "unset") for shape in SHAPES]
+CALLS += [(mode, SPECS[0], shape) for mode in OFTEN for shape in SHAPES]
 CALLS += [(mode, SPECS[0], (33, 40)) for mode in ("given", "given and unset")]
 
 
@@ -32,7 +35,8 @@ def operands(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES[1:], (40, 520)], ids=str)
 def test_amax_is_the_largest_magnitude_by_its_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    for name, x in operands(shape, dtype).items():
+    at = shape[0] + DTYPES.index(dtype)
+    for name, x in by_turns(operands(shape, dtype), at, 3).items():
         expected = reference.quantize(x, QuantSpec(E4M3)).amax
         torch.testing.assert_close(gpu.measure(x), expected, rtol=0, atol=0, equal_nan=True, msg=name)
         assert not workspace(DEVICE).any(), "the programs' meeting place is left as it was found"
@@ -40,7 +44,10 @@ def test_amax_is_the_largest_magnitude_by_its_bits(shape: tuple[int, int], dtype
 
 @pytest.mark.parametrize(("mode", "spec", "shape"), CALLS, ids=str)
 def test_codes_scales_and_amax_equal_the_reference(mode: str, spec: QuantSpec, shape: tuple[int, int]) -> None:
-    for name, x in operands(shape, torch.bfloat16).items():
+    values = operands(shape, torch.bfloat16)
+    if shape in WIDE:
+        values = by_turns(values, WIDE.index(shape) + OFTEN.index(mode), 3)
+    for name, x in values.items():
         amax = torch.full((1, 1), -3.0, device=DEVICE) if "given" in mode else None
         factor = {"delayed": torch.tensor([4.0]), "current": None, "given": None}.get(mode, torch.tensor([0.0]))
         factor = None if factor is None else factor.to(DEVICE)
@@ -84,7 +91,9 @@ def test_a_history_notes_the_largest_finite_amax(is_set: bool, before: float, ou
 )
 def test_sums_come_from_the_same_read_and_change_no_code(shape: tuple[int, int], is_set: bool) -> None:
     factor = torch.tensor([2.0], device=DEVICE) if is_set else None
-    for name, x in operands(shape, torch.bfloat16).items():
+    values = operands(shape, torch.bfloat16)
+    # Of the larger two each takes half.
+    for name, x in (by_turns(values, is_set, 2) if shape[0] > 100 else values).items():
         plain = gpu.per_tensor(x, SPECS[0], None, factor, is_set, True)
         q = gpu.per_tensor(x, SPECS[0], None, factor, is_set, True, sums=True)
         assert_same(q, plain)
