@@ -1,6 +1,8 @@
 """Bits are part of the API: numpy, torch's plain tensors, the fast CPU path and torch.compile store the same."""
 
 from collections.abc import Iterator
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,12 @@ from quaver.torch.numerics.quantized import FLOAT8
 from quaver.torch.operations.ops import QUANTIZE
 from tests.close import assert_bitwise
 from tests.core.numbers.test_philox import KNOWN
-from tests.operands import SPECS, nasty, variants
+from tests.operands import SPECS, by_turns, nasty, variants
 
 STREAM = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(37, 70), (1, 1), (130, 257), (16, 16), (3, 129), (0, 5), (5, 0), (0, 0)]
+LARGEST = (130, 257)
+SHAPES = [(37, 70), (1, 1), LARGEST, (16, 16), (3, 129), (0, 5), (5, 0), (0, 0)]
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
@@ -40,60 +43,84 @@ def same(got: qt.Quantized, expected: reference.Quantized, what: str) -> None:
     assert_bitwise(got.codes(), expected.codes(), f"{what}, codes")
 
 
-def inputs(x: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[torch.Tensor]]]:
-    """The operand in every dtype: its float32 values, and tensors in order and as the transpose of others."""
-    for dtype in DTYPES:
-        t = torch.from_numpy(x.copy()).to(dtype)
-        yield str(dtype), t.float().numpy(), [t, t.t().contiguous().t()]
+def dtype_by_dtype(
+    spec: QuantSpec, shape: tuple[int, int], at: int, of: int, *given: Any, **options: Any
+) -> Iterator[tuple[str, torch.Tensor, reference.Quantized]]:
+    """Every `of`-th hard operand in every dtype, each by turns in order and as the transpose of another, and what numpy
+    stores of it."""
+    for number, (name, x) in enumerate(by_turns(hard(shape), at, of).items(), at):
+        for other, dtype in enumerate(DTYPES):
+            t = torch.from_numpy(x.copy()).to(dtype)
+            expected = by_numpy(spec, shape, name, dtype, given, tuple(options.items()))
+            turned = (number + other) % 2
+            yield f"{name}, {dtype}{', turned' * turned}", t.t().contiguous().t() if turned else t, expected
+
+
+@cache
+def hard(shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    return nasty(shape)
+
+
+@lru_cache(maxsize=128)
+def by_numpy(
+    spec: QuantSpec,
+    shape: tuple[int, int],
+    name: str,
+    dtype: torch.dtype,
+    given: tuple[Any, ...],
+    options: tuple[tuple[str, Any], ...],
+) -> reference.Quantized:
+    """What two implementations are compared with, one after the other; a given amax as a number for all blocks."""
+    amax = [np.full(amaxes(spec, shape), number, np.float32) for number in given]
+    values = torch.from_numpy(hard(shape)[name].copy()).to(dtype).float().numpy()
+    return reference.quantize(values, spec, *amax, **dict(options))
+
+
+def amaxes(spec: QuantSpec, shape: tuple[int, int]) -> tuple[int, int]:
+    return (1, 1) if spec.two_level else spec.blocks(shape[0], spec.padded(shape[1]))
 
 
 @every_spec
 @pytest.mark.parametrize("shape", SHAPES)
 def test_torch_stores_the_bits_of_numpy(spec: QuantSpec, shape: tuple[int, int], implementation: str) -> None:
-    for name, x in nasty(shape).items():
-        for dtype, values, pair in inputs(x):
-            expected = reference.quantize(values, spec, **STREAM)  # type: ignore[arg-type]
-            for t in pair:
-                same(qt.quantize(t, spec, **STREAM), expected, f"{name}, {dtype}, strides {t.stride()}")  # type: ignore[arg-type]
+    # By turns, so that each spec meets each operand in several shapes, and each shape under several specs.
+    at = list(SPECS.values()).index(spec) + SHAPES.index(shape)
+    for what, t, expected in dtype_by_dtype(spec, shape, at, 3 if shape == LARGEST else 2, **STREAM):
+        same(qt.quantize(t, spec, **STREAM), expected, what)  # type: ignore[arg-type]
+
+
+AMAXES = [1.3, 0.0, 1e-39, 3e38, np.inf, np.nan]
 
 
 @every_spec
-@pytest.mark.parametrize("amax", [1.3, 0.0, 1e-39, 3e38, np.inf, np.nan])
+@pytest.mark.parametrize("amax", AMAXES)
 def test_torch_stores_the_bits_of_numpy_under_a_given_amax(spec: QuantSpec, amax: float, implementation: str) -> None:
-    given = np.full((1, 1) if spec.two_level else spec.blocks(19, spec.padded(70)), amax, np.float32)
-    for name, x in nasty((19, 70)).items():
-        for dtype, values, pair in inputs(x):
-            expected = reference.quantize(values, spec, given)
-            for t in pair:
-                what = f"{name}, {dtype}, strides {t.stride()}"
-                same(qt.quantize(t, spec, torch.from_numpy(given)), expected, what)
-                if spec.per_tensor:
-                    same(qt.quantize(t, spec, amax), expected, f"{what}, given as a number")
+    shape = (19, 70)
+    given = torch.full(amaxes(spec, shape), amax)
+    at = list(SPECS.values()).index(spec) + AMAXES.index(amax)
+    for what, t, expected in dtype_by_dtype(spec, shape, at, 3, amax):
+        same(qt.quantize(t, spec, given), expected, what)
+        if spec.per_tensor:
+            same(qt.quantize(t, spec, amax), expected, f"{what}, given as a number")
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.per_tensor], ids=str)
 def test_torch_stores_the_bits_of_numpy_under_a_given_factor(spec: QuantSpec, implementation: str) -> None:
     factors = (0.0, 8.0, 2.0**-126, 2.0**100) if spec.power_of_two else (0.0, 8.0, 0.3, 1e30)
-    for name, x in nasty((19, 70)).items():
-        for factor in factors:
-            for dtype, values, pair in inputs(x):
-                expected = reference.quantize(values, spec, factor=factor)
-                for t in pair:
-                    what = f"{name}, {dtype}, strides {t.stride()}, factor {factor}"
-                    same(qt.quantize(t, spec, factor=factor), expected, what)
-                    same(qt.quantize(t, spec, factor=torch.tensor(factor)), expected, f"{what} as a tensor")
+    for at, factor in enumerate(factors):
+        for what, t, expected in dtype_by_dtype(spec, (19, 70), at, 2, factor=factor):
+            same(qt.quantize(t, spec, factor=factor), expected, f"{what}, factor {factor}")
+            same(qt.quantize(t, spec, factor=torch.tensor(factor)), expected, f"{what}, factor {factor} as a tensor")
 
 
 @every_spec
 def test_dequantize_and_the_transpose_are_those_of_numpy(spec: QuantSpec, implementation: str) -> None:
-    for name, x in nasty((19, 70)).items():
-        for dtype, values, pair in inputs(x):
-            expected = reference.quantize(values, spec).dequantize()
-            for t in pair:
-                q = qt.quantize(t, spec)
-                assert_bitwise(qt.dequantize(q), expected, f"{name}, {dtype}, strides {t.stride()}")
-                if spec.transposable:
-                    assert_bitwise(q.T.dequantize(), expected.T, f"{name}, {dtype}, transposed")
+    for what, t, expected in dtype_by_dtype(spec, (19, 70), 0, 1):
+        values = expected.dequantize()
+        q = qt.quantize(t, spec)
+        assert_bitwise(qt.dequantize(q), values, what)
+        if spec.transposable:
+            assert_bitwise(q.T.dequantize(), values.T, f"{what}, transposed")
 
 
 def every_bf16() -> dict[str, torch.Tensor]:
@@ -135,11 +162,19 @@ def test_compiled_code_stores_the_bits_of_numpy(format: str) -> None:
             assert_bitwise(y, product, f"{spec}, {name}, GEMM")
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.per_tensor], ids=str)
-def test_compiled_code_takes_amax_and_factor(spec: QuantSpec) -> None:
+PER_TENSOR = [s for s in SPECS.values() if s.per_tensor]
+
+
+# To the end of Inductor once; the others as far as its graph.
+@pytest.mark.parametrize(
+    ("spec", "backend"),
+    [(s, "aot_eager_decomp_partition" if at else "inductor") for at, s in enumerate(PER_TENSOR)],
+    ids=str,
+)
+def test_compiled_code_takes_amax_and_factor(spec: QuantSpec, backend: str) -> None:
     torch._dynamo.reset()
 
-    @torch.compile(fullgraph=True)
+    @partial(torch.compile, fullgraph=True, backend=backend)
     def step(x: torch.Tensor, amax: torch.Tensor, factor: torch.Tensor) -> list[torch.Tensor]:
         given, set_ = qt.quantize(x.t(), spec, amax), qt.quantize(x.t(), spec, factor=factor)
         return [given.codes(), given.scales(), set_.codes(), set_.scales()]
