@@ -137,14 +137,23 @@ def test_every_bf16_value_is_stored_as_in_numpy(spec: QuantSpec, implementation:
         same(qt.quantize(x, spec, **STREAM), reference.quantize(x.float().numpy(), spec, **STREAM), name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("format", sorted({spec.format.name for spec in SPECS.values()}))
-def test_compiled_code_stores_the_bits_of_numpy(format: str) -> None:
+def _compiled() -> Iterator[Any]:
+    """Each format as far as Inductor's graph, those of most operands and of four bits to its end."""
+    for name in sorted({spec.format.name for spec in SPECS.values()}):
+        quick = name in ("e4m3", "e2m1")
+        yield pytest.param(name, "inductor", id=name, marks=[] if quick else [pytest.mark.slow])
+        if not quick:
+            yield pytest.param(name, "aot_eager_decomp_partition", id=f"{name}, graph alone")
+
+
+@pytest.mark.parametrize(("format", "backend"), list(_compiled()))
+def test_compiled_code_stores_the_bits_of_numpy(format: str, backend: str) -> None:
     """Between an operation in bf16 that a compiler would fuse and a GEMM that it would feed; a graph for a format."""
     torch._dynamo.reset()
     specs = tuple(spec for spec in SPECS.values() if spec.format.name == format)
     weight = torch.randn(32, 256, dtype=torch.bfloat16)
 
-    @torch.compile(fullgraph=True)
+    @partial(torch.compile, fullgraph=True, backend=backend)
     def step(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         stored = []
         for spec in specs:
