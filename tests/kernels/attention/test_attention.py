@@ -234,7 +234,9 @@ def test_other_specs_and_heads_are_a_sentence(launched: list[str]) -> None:
     by_kernels(operands(1, 1, 1, 3, 3, 32, 32), SPECS["mxfp8"])
 
 
-def test_compiled_is_one_graph_with_eagers_bits() -> None:
+# Inductor takes twenty seconds to import and to compile what lies around one opaque operation.
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_is_one_graph_with_eagers_bits(backend: str) -> None:
     q, k, v, _, g = (torch.tensor(x, device=DEVICE) for x in operands(1, 2, 1, 40, 70, 32, 32))
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -244,7 +246,7 @@ def test_compiled_is_one_graph_with_eagers_bits() -> None:
     torch._dynamo.reset()
     results = []
     with qt.only("triton"):
-        for function in (step, torch.compile(step, fullgraph=True)):
+        for function in (step, torch.compile(step, fullgraph=True, backend=backend)):
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
             out = function(*leaves)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, g.transpose(1, 2))])
