@@ -55,6 +55,7 @@ def test_bits_do_not_depend_on_where_a_matrix_lies() -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.filterwarnings("ignore:.*decoded operands:UserWarning")
 def test_a_layers_bias_gradient_is_summed_by_a_kernel(
     dtype: torch.dtype, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

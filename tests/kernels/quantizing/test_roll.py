@@ -91,6 +91,7 @@ def test_what_is_not_finite_is_not_noted(top: float, before: float) -> None:
 
 
 @EVERY
+@pytest.mark.filterwarnings("ignore:.*decoded operands:UserWarning")
 def test_a_training_layer_has_the_same_state_as_on_the_plain_path(options: dict[str, Any]) -> None:
     recipe = recipes.delayed(**options)
     start = qt.Linear(8, 6, device=DEVICE).state_dict()
