@@ -1,16 +1,18 @@
 """A card that is not there: what it launches at real sizes, and a cache of kernels that can be carried elsewhere."""
 
+import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.ahead import building, cache, cards, hollow
+from benchmarks.gpu.ahead import building, cache, cards, hollow, lenient
 from benchmarks.measuring import stub_driver
 from tests.kernels.gate.record import ARCHITECTURES
 
@@ -69,6 +71,21 @@ def test_a_carried_cache_leaves_nothing_to_compile_and_needs_no_compiler(tmp_pat
         second = step(carried, PATH=bare)
     assert "kernels compiled" not in second and "launchers compiled" not in second
     assert second["kernels found"] == first["kernels compiled"]
+
+
+def test_a_walk_over_tests_goes_on_where_they_would_fail() -> None:
+    """And computes what they assert, where launches may stand."""
+    source = (
+        "def case():\n assert done.append(1)\n if True:\n  raise AssertionError('no')\n assert done.append(2), 1 / 0"
+    )
+    names: dict[str, Any] = {"done": []}
+    exec(compile(lenient.Computed().visit(ast.parse(source)), "case", "exec"), names)
+    names["case"]()
+    assert names["done"] == [1, 2]
+    others = "def case():\n raise ValueError('stays')"
+    exec(compile(lenient.Computed().visit(ast.parse(others)), "case", "exec"), names)
+    with pytest.raises(ValueError, match="stays"):
+        names["case"]()
 
 
 def test_a_list_of_files_is_written_anew_where_it_lies(tmp_path: Path) -> None:

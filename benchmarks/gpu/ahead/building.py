@@ -63,25 +63,31 @@ def walked(archs: Sequence[int], folder: Path, say: Callable[[str], None], compi
                 # What the rows launch is most of it: compiled once, not by two processes at once.
                 for walks in (WALKS[:1], WALKS[1:]):
                     begun = time.monotonic()
-                    for walk, counts in zip(
+                    for walk, (counts, names, failed) in zip(
                         walks, pool.map(one, walks, repeat(arch), repeat(environment)), strict=True
                     ):
                         total.update(counts)
+                        for line in failed if compilers else [f"was left to compile {name}" for name in names]:
+                            say(f"sm_{arch} {walk}: {line}")
                         told = ", ".join(f"{value} {name}" for name, value in counts.items()) or "nothing launched"
                         say(f"sm_{arch} {walk}: {told}; {time.monotonic() - begun:.0f} s")
     return total
 
 
-def one(walk: str, arch: int, environment: dict[str, str]) -> Counter[str]:
-    """A walk in a process of its own. Raises: RuntimeError where it does not come to its end."""
+def one(walk: str, arch: int, environment: dict[str, str]) -> tuple[Counter[str], list[str], list[str]]:
+    """What a walk counts in a process of its own, the kernels that it compiles, and what did not come to its end.
+
+    Raises:
+        RuntimeError: it does not come to its end.
+    """
     command = [sys.executable, "-m", "benchmarks.gpu.ahead.walk", walk, str(arch), *TESTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         raise RuntimeError(f"{walk} on sm_{arch} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
     told = json.loads(lines[-1].removeprefix(MARK))
-    told.pop("names")
-    return Counter(told)
+    names, failed = told.pop("names"), told.pop("failed")
+    return Counter(told), names, failed
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -21,7 +22,7 @@ from benchmarks.gpu.ahead.hollow import CARD
 MARK = "benchmarks.gpu.ahead: "
 
 
-def rows(arch: int, _: list[str]) -> None:
+def rows(arch: int, _: list[str]) -> list[str]:
     """The gate's."""
     from quaver.torch.backends.gpu.launching import launch
     from tests.kernels.cases import CASES
@@ -30,15 +31,16 @@ def rows(arch: int, _: list[str]) -> None:
     standin.drive(arch)
     for recorded in record(CASES, arch):
         launch._loaded(recorded.launch, 0)
+    return []
 
 
-def benchmark(arch: int, _: list[str]) -> None:
+def benchmark(arch: int, _: list[str]) -> list[str]:
     """Every case of every section at the sizes of a run, each step once."""
     standin.become(arch)
     from benchmarks.gpu.measuring.setting import Findings, Setting
     from benchmarks.gpu.sections.registry import SECTIONS
 
-    setting = Setting(device=CARD, hollow=True)
+    setting, failed = Setting(device=CARD, hollow=True), []
     for section in SECTIONS.values():
         for case in section.cases(setting):
             findings = Findings()
@@ -47,25 +49,48 @@ def benchmark(arch: int, _: list[str]) -> None:
                 case.measure(setting, findings)
             except Exception as error:
                 findings.failures.append(f"{type(error).__name__}: {error}")
-            for failure in findings.failures:
-                print(f"{section.name}, {case.name}: {failure}", file=sys.stderr)
+            failed += [f"{section.name}, {case.name}: {failure}" for failure in findings.failures]
             seconds = time.perf_counter() - begun
             print(f"{section.name}, {case.name}: {seconds:.1f} s, {dict(counting.counts)}", file=sys.stderr)
+    return failed
 
 
-def tests(arch: int, paths: list[str]) -> None:
-    """Those marked `gpu` there. What they assert says nothing here."""
+def tests(arch: int, paths: list[str]) -> list[str]:
+    """Those marked `gpu` there, to their ends."""
     import pytest
+
+    from benchmarks.gpu.ahead import lenient
 
     # As many as delayed scaling takes to come to its usual step.
     os.environ["QUAVER_TEST_STEPS"] = "3"
     standin.become(arch)
     torch.use_deterministic_algorithms(True)
+    lenient.assert_nothing()
     options = ["-m", "gpu", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    pytest.main([*options, "--continue-on-collection-errors", *paths])
+    pytest.main([*options, "--continue-on-collection-errors", *paths], plugins=[told := Told()])
+    return told.failed
 
 
-def layer(arch: int, _: list[str]) -> None:
+class Told:
+    """Of the tests, how many came to their ends, and what stopped the others."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.failed:
+            counting.counts[f"tests {report.outcome}"] += 1
+        self.note(report)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        self.note(report)
+
+    def note(self, report: Any) -> None:
+        if report.failed:
+            self.failed.append(f"{report.nodeid}: {str(report.longrepr).strip().splitlines()[-1][:300]}")
+
+
+def layer(arch: int, _: list[str]) -> list[str]:
     """A Llama layer, forward and backward, under each recipe whose GEMMs Hopper has: short, for versions of Triton."""
     standin.become(arch)
     from benchmarks.gpu.measuring.setting import Findings, Setting
@@ -75,9 +100,11 @@ def layer(arch: int, _: list[str]) -> None:
     eager(Setting(device=CARD, hollow=True), findings)
     if findings.failures:
         raise RuntimeError("; ".join(findings.failures))
+    return []
 
 
-WALKS: dict[str, Callable[[int, list[str]], None]] = {
+#: Each says what did not come to its end.
+WALKS: dict[str, Callable[[int, list[str]], list[str]]] = {
     "rows": rows,
     "benchmark": benchmark,
     "tests": tests,
@@ -91,5 +118,5 @@ if __name__ == "__main__":
     parser.add_argument("paths", nargs="*", help="of tests")
     asked = parser.parse_args()
     counting.count()
-    WALKS[asked.walk](asked.arch, asked.paths)
-    print(MARK + json.dumps({**counting.counts, "names": counting.compiled}), flush=True)
+    failed = WALKS[asked.walk](asked.arch, asked.paths)
+    print(MARK + json.dumps({**counting.counts, "names": counting.compiled, "failed": failed}), flush=True)
