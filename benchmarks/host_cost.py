@@ -21,7 +21,7 @@ from torch import nn
 
 import quaver.torch as qt
 from benchmarks.measuring.stub_driver import Driver
-from benchmarks.measuring.timing import Step, interleave
+from benchmarks.measuring.timing import Step, beside
 from benchmarks.subjects import blocks, linears
 from quaver import recipes
 from quaver.core.spec import Recipe
@@ -147,15 +147,15 @@ def measure(
         by_dtype[dtype] = {
             name: (timing.ratio, timing.seconds * 1e6)
             for each in timed
-            for name, timing in interleave(each, rounds=rounds, steps=steps).items()
+            for name, timing in beside(each, rounds=rounds, steps=steps).items()
         }
     return by_dtype
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_cost")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--arch", type=int, default=90, choices=RECIPES)
     parser.add_argument("--recipes", nargs="*")
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)

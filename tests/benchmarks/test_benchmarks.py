@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from benchmarks.measuring.figure import (
     exactly,
     within,
 )
-from benchmarks.measuring.timing import interleave, no_collection, stopwatch
+from benchmarks.measuring.timing import beside, interleave, no_collection, stopwatch
 from quaver.train import TrainResult
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.torch.decoder import build
@@ -74,7 +75,8 @@ def test_targets(target: Target, met: float, missed: float, text: str) -> None:
     assert not target.met(math.nan)
 
 
-def test_interleaving_finds_what_takes_twice_as_long() -> None:
+@pytest.mark.parametrize("timed", [interleave, beside])
+def test_timing_by_turns_finds_what_takes_twice_as_long(timed: Any) -> None:
     a = torch.randn(128, 128)
 
     def once() -> None:
@@ -84,7 +86,7 @@ def test_interleaving_finds_what_takes_twice_as_long() -> None:
         a @ a
         a @ a
 
-    timings = interleave({"once": once, "twice": twice}, rounds=9, steps=10)
+    timings = timed({"once": once, "twice": twice}, rounds=9, steps=10)
     assert timings["once"].ratio == 1.0
     assert 1.3 < timings["twice"].ratio < 3.0
 
