@@ -17,7 +17,6 @@ from quaver.core.options import takes
 from quaver.torch.blocks.activation import Activated, get_activation, option_values
 from quaver.torch.blocks.norm import normalized_projections
 from quaver.torch.blocks.norm_linear import PartOptions, Parts
-from quaver.torch.linear.projections import project
 from quaver.torch.state.checkpointing import checkpoint
 
 
@@ -96,7 +95,8 @@ class MLP(Parts):
     def _forward(self, x: Tensor) -> Tensor:
         parts: Any = self._modules
         entrance = [parts[name] for name in self._entrance]
-        return project(self._prologue, normalized_projections(parts["norm"], x, entrance), (parts["down_proj"],))[0]
+        then = self._prologue, (parts["down_proj"],)
+        return normalized_projections(parts["norm"], x, entrance, then=then)[0]
 
     def extra_repr(self) -> str:
         narrow = ", eight_bit_activations=True" * self._prologue.eight_bits

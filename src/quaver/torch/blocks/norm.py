@@ -16,7 +16,7 @@ from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import check_name
 from quaver.torch.backends.gpu.fused import producers, results
 from quaver.torch.blocks.prologue import alone
-from quaver.torch.linear.entrance import GIVEN
+from quaver.torch.linear.entrance import GIVEN, Prologue
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.projections import is_bare, project
 from quaver.torch.operations import ops
@@ -203,7 +203,11 @@ def check_normalization(name: str) -> None:
 
 
 def normalized_projections(
-    norm: nn.Module | None, x: Tensor, layers: Sequence[Linear], return_input: bool = False
+    norm: nn.Module | None,
+    x: Tensor,
+    layers: Sequence[Linear],
+    return_input: bool = False,
+    then: tuple[Prologue, Sequence[Linear]] | None = None,
 ) -> tuple[Tensor, ...]:
     """norm(x), or x, through several layers that share its quantization.
 
@@ -212,15 +216,16 @@ def normalized_projections(
         x: [..., dim].
         layers: each of dim features in.
         return_input: give the layers' input too, first.
+        then: as `project` takes it.
     """
     if norm is None or norm.__class__.forward is not Norm.forward or not is_bare(norm):
         y = x if norm is None else norm(x)
-        if len(layers) == 1 and not return_input:
+        if len(layers) == 1 and not return_input and then is None:
             return (layers[0](y),)
-        return project(GIVEN, (y,), layers, return_input)
+        return project(GIVEN, (y,), layers, return_input, then)
     assert isinstance(norm, Norm)
     norm.check_input(x)
-    return project(norm.formula, (x, *norm.affine()), layers, return_input)
+    return project(norm.formula, (x, *norm.affine()), layers, return_input, then)
 
 
 SENTENCE = (

@@ -14,12 +14,16 @@ from torch import Tensor
 
 from quaver.torch.backends.gpu.launching.device import out_of_memory
 from quaver.torch.internals import any_autocast_enabled
-from quaver.torch.linear.entrance import Setup, enter, remade
+from quaver.torch.linear.entrance import Prologue, Setup, enter, remade
 from quaver.torch.linear.gemms import Call
 from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.operations.sums import add
+
+#: What ran a call: its setup, the runs of its layers (None where a compiler traces them), the shape and dtype of their
+#: input, and the dtypes of weights and biases.
+Facts = tuple[Setup, Sequence[Any] | None, tuple[int, ...], torch.dtype, Sequence[torch.dtype], Sequence[Any]]
 
 
 class Projections(torch.autograd.Function):
@@ -53,7 +57,7 @@ class Projections(torch.autograd.Function):
         saved, layouts = _pack([*kept, *factors, *(entrance.saved if differentiated else ())])
         ctx.save_for_backward(*of_dgrad, *saved)
         dtypes = [weight.dtype for weight in weights if weight is not None], [b is not None and b.dtype for b in biases]
-        ctx.constants = setup, None if traced else runs, entrance.shape, entrance.dtype, layouts, *dtypes
+        ctx.constants = layouts, (setup, None if traced else runs, entrance.shape, entrance.dtype, *dtypes)
         return (entrance.output, *outputs) if setup.return_input else tuple(outputs)
 
     @staticmethod
@@ -71,7 +75,17 @@ apply: Any = super(torch.autograd.Function, Projections).apply
 
 
 def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
-    """`Projections.forward` by steps that were decided beforehand.
+    """`Projections.forward` by steps that were decided beforehand."""
+    outputs, values, facts = _decided(setup, tensors)
+    n = len(setup.runs)
+    kept, layouts = _pack(values[n:])
+    ctx.save_for_backward(*values[:n], *kept)
+    ctx.constants = layouts, facts
+    return tuple(outputs)
+
+
+def _decided(setup: Setup, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Any], Facts]:
+    """The outputs, what backward needs, the weights first, and what `_gradients` is told besides.
 
     What wgrad consumes is kept though the prologue could make it again: it is small, and that takes launches.
     """
@@ -90,11 +104,35 @@ def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor,
             run.note(operands)
         outputs.append(run.output(operands, weight, bias))
         of_biases.append(bias is not None and bias.dtype)
-    values: Sequence[Any] = (*first.turned(x, operands), *saved)
-    kept, layouts = (values, []) if PACKED.isdisjoint(map(type, values)) else _pack(values)
-    ctx.save_for_backward(*weights, *kept)
-    ctx.constants = setup, runs, y.shape, setup.dtype, layouts, [setup.dtype] * n, of_biases
-    return tuple(outputs)
+    values = [*weights, *first.turned(x, operands), *saved]
+    return outputs, values, (setup, runs, y.shape, setup.dtype, [setup.dtype] * n, of_biases)
+
+
+class Chained:
+    """The prologue that is decided layers and what follows them: of an MLP all that comes before its last matrix. One
+    autograd function does for both.
+
+    Args:
+        setup: of those layers; all that it takes, weights and biases too, is what the prologue takes.
+        after: the prologue that takes their outputs.
+    """
+
+    #: Large inputs are for functions of their own: what the last layers kept is free before backward goes on.
+    remakes = True
+
+    def __init__(self, setup: Setup, after: Prologue) -> None:
+        self.setup, self.after = setup, after
+
+    def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, Sequence[Any]]:
+        outputs, saved, self.facts = _decided(self.setup, x)
+        self.needs = [t is not None and t.requires_grad for t in x]
+        self.own = len(saved)
+        y, kept = self.after.forward(*outputs, decided=decided)
+        return y, [*saved, *kept]
+
+    def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor | None, ...]:
+        gs = self.after.backward(g, saved[self.own :], decided)
+        return _gradients(self.facts, saved[: self.own], self.needs, gs)
 
 
 def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -141,11 +179,23 @@ def _unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> Seque
 
 
 def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
-    setup, runs, shape, dtype, layouts, weight_dtypes, bias_dtypes = ctx.constants
-    n, taken, needs = len(setup.layers), setup.taken, ctx.needs_input_grad[1:]
-    of_layers = gs[-n:]
-    weights, values = tensors[:n], _unpack(tensors[n:], layouts)
-    kept, saved = (values[0], values[1]), values[2:]
+    layouts, facts = ctx.constants
+    n = len(facts[0].layers)
+    return None, *_gradients(facts, [*tensors[:n], *_unpack(tensors[n:], layouts)], ctx.needs_input_grad[1:], gs)
+
+
+def _gradients(
+    facts: Facts, values: Sequence[Any], needs: Sequence[bool], gs: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """Those of what the prologue takes, of the weights and of the biases, as they are needed.
+
+    Args:
+        values: the weights, what wgrad consumes and its scale, and what the prologue kept.
+        gs: of the outputs.
+    """
+    setup, runs, shape, dtype, weight_dtypes, bias_dtypes = facts
+    n, taken = len(setup.layers), setup.taken
+    of_layers, weights, kept, saved = gs[-n:], values[:n], (values[n], values[n + 1]), values[n + 2 :]
     if runs is None:
         runs, saved = _again(setup, of_layers, saved[:n]), saved[n:]
     if kept[0] is None and any(needs[taken : taken + n]):
@@ -163,13 +213,13 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
         if part is not None:
             part = part if part.dtype is dtype else part.to(dtype)
             of_y = part if of_y is None else add(of_y, part)
-    of_x: tuple[Tensor | None, ...] = (None,) * taken
+    of_x: Sequence[Tensor | None] = (None,) * taken
     if of_input:
         assert of_y is not None
         # With the input's own gradient of_y may be that, whose shape is the caller's.
         of_y = of_y.view(*shape) if setup.return_input else _shaped(of_y, shape)
         of_x = setup.prologue.backward(of_y, saved, setup.runs[0].step.rows.implementation if setup.runs else None)
-    return None, *of_x, *of_weights, *of_biases
+    return *of_x, *of_weights, *of_biases
 
 
 def _again(setup: Setup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[Call]:

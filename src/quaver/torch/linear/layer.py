@@ -31,10 +31,10 @@ from quaver.torch.state.noise import fresh_count, name_streams
 _serials = itertools.count()
 
 
-def recipe_of(layer: "Linear") -> Recipe | None:
+def recipe_of(layer: "Linear", compiling: bool) -> Recipe | None:
     """The recipe that a forward of this layer follows; inside backward the one of its last forward."""
     recipe = in_force(layer.recipe)
-    if not torch.compiler.is_compiling():
+    if not compiling:
         ambient.asked = True
         state = layer._state
         # Inside backward this is a recomputation, after autocast has ended: what the first pass used holds.
@@ -116,7 +116,7 @@ class Linear(nn.Linear):
         compiling = torch.compiler.is_compiling()
         training = torch.is_grad_enabled()
         state = self._state
-        recipe = recipe_of(self)
+        recipe = recipe_of(self, compiling)
         weight, bias = weight_and_bias(self)
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
             if weight.dtype in stored.CODES:

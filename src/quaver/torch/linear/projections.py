@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.linear.entrance import Prologue, Setup, may_fuse
-from quaver.torch.linear.function import Projections, apply
+from quaver.torch.linear.function import Chained, Projections, apply
 from quaver.torch.linear.layer import Linear, dtype_sentence, recipe_of, weight_and_bias
 from quaver.torch.linear.plans import direct
-from quaver.torch.linear.plans.step import Run
 from quaver.torch.linear.stored import stored
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
@@ -26,19 +25,44 @@ from quaver.torch.state.recomputation import recomputing
 
 
 def project(
-    prologue: Prologue, x: Sequence[Tensor | None], layers: Sequence[Linear], return_input: bool = False
+    prologue: Prologue,
+    x: Sequence[Tensor | None],
+    layers: Sequence[Linear],
+    return_input: bool = False,
+    then: tuple[Prologue, Sequence[Linear]] | None = None,
 ) -> tuple[Tensor, ...]:
     """The outputs of the layers, and before them their input if it is asked for.
 
     Layers that are called together take one history of their input, the first one's.
+
+    Args:
+        then: a prologue that takes these outputs, and the layers behind it, whose outputs are given in their place; one
+            autograd function does for both where all have a step that was decided beforehand.
     """
+    decided = None
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not direct.disturbed():
+        decided = _decided(prologue, x, layers, return_input)
+    if decided is not None and then is not None:
+        chained: Any = Chained(decided[0], then[0])
+        both = _decided(chained, decided[1], then[1])
+        decided, then = (decided, then) if both is None else (both, None)
+    outputs: tuple[Tensor, ...]
+    outputs = _general(prologue, x, layers, return_input) if decided is None else apply(decided[0], *decided[1])
+    return outputs if then is None else project(then[0], outputs, then[1])
+
+
+def _general(
+    prologue: Prologue, x: Sequence[Tensor | None], layers: Sequence[Linear], return_input: bool
+) -> tuple[Tensor, ...]:
     recipe = _shared_recipe(layers)
     if recipe is None or x[0] is None or x[0].dtype not in ops.DTYPES:
         y = prologue(*x)
         each = [layer(y) for layer in layers]
         return (y, *each) if return_input else tuple(each)
     training = torch.is_grad_enabled()
-    compiling = torch.compiler.is_compiling()
+    kind = ops.autocast_device(x[0])
+    casting = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if casting else x[0].dtype
     weights, biases = [], []
     for layer in layers:
         weight, bias = weight_and_bias(layer)
@@ -46,14 +70,6 @@ def project(
         biases.append(bias)
         if training and layer._state.prepared is not recipe:
             prepare(layer, recipe)
-    runs = _decided(x, weights, biases, layers, recipe, prologue) if training and not compiling else []
-    if runs:
-        setup = Setup(prologue, tuple(layers), recipe, x[0].dtype, True, len(x), return_input, runs)
-        decided: tuple[Tensor, ...] = apply(setup, *x, *weights, *biases)
-        return decided
-    kind = ops.autocast_device(x[0])
-    casting = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if casting else x[0].dtype
     refuse_transforms(*x, *weights, *biases)
     for layer, weight in zip(layers, weights, strict=True):
         if weight.dtype in stored.CODES:
@@ -61,7 +77,7 @@ def project(
         elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))
     setup = Setup(prologue, tuple(layers), recipe, dtype, training, len(x), return_input)
-    run: Any = Projections.apply if compiling else apply
+    run: Any = Projections.apply if torch.compiler.is_compiling() else apply
     outputs: tuple[Tensor, ...]
     if not casting:
         outputs = run(setup, *x, *weights, *biases)
@@ -78,11 +94,11 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
         return None
     if not is_bare(*layers):
         return None
-    recipe = None
+    recipe, compiling = None, torch.compiler.is_compiling()
     for layer in layers:
         if layer.__class__ is not Linear:
             return None
-        own = recipe_of(layer)
+        own = recipe_of(layer, compiling)
         if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
             return None
         recipe = own
@@ -119,37 +135,38 @@ ON_HOST = 1 << 14
 
 
 def _decided(
-    x: Sequence[Tensor | None],
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    layers: Sequence[Linear],
-    recipe: Recipe,
-    prologue: Prologue,
-) -> list[Run]:
-    """The decided step of each layer in a training forward, as this call's; none where one has none, where what a layer
+    prologue: Prologue, x: Sequence[Tensor | None], layers: Sequence[Linear], return_input: bool = False
+) -> tuple[Setup, Sequence[Tensor | None]] | None:
+    """What the autograd function takes where each layer has a decided step, as this call's; none where what a layer
     remembers is for the general way, or where a fused kernel saves a large pass."""
-    first, a, c = x[0], recipe.fprop.a, recipe.wgrad.b
-    assert a is not None and first is not None
+    first, recipe = x[0], _shared_recipe(layers)
+    if recipe is None or first is None:
+        return None
     if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
-        return []
-    if first.numel() > (ON_HOST if first.is_cpu and not device.asked else LAUNCHES):
-        remakes = prologue.remakes and (c is None or c.rounding == "nearest")
-        if remakes or (a.per_tensor and may_fuse(first.dtype, first)):
-            return []
-    shape, features = first.shape, weights[0].shape[-1]
+        return None
+    a, c, shape, features = recipe.fprop.a, recipe.wgrad.b, first.shape, layers[0].in_features
+    assert a is not None
     if shape[-1] != features:
         shape = torch.Size((*shape[:-1], features))
-    if direct.disturbed():
-        return []
-    runs = []
-    for layer, weight, bias in zip(layers, weights, biases, strict=True):
+    if shape.numel() > (ON_HOST if first.is_cpu and not device.asked else LAUNCHES):
+        remakes = prologue.remakes and (c is None or c.rounding == "nearest")
+        if remakes or (a.per_tensor and may_fuse(first.dtype, first)):
+            return None
+    runs, weights, biases = [], [], []
+    for layer in layers:
+        weight, bias = weight_and_bias(layer)
         if not weight.requires_grad or weight.dtype is not first.dtype or not weight.is_contiguous():
-            return []
+            return None
+        if layer._state.prepared is not recipe:
+            prepare(layer, recipe)
         step = direct.decided(shape, first, weight, bias, recipe)
         if step is None or (step.rows.aligned and capture.as_captured(step.device)):
-            return []
+            return None
         run = step.run(first, layer)
         if run is None:
-            return []
+            return None
         runs.append(run)
-    return runs
+        weights.append(weight)
+        biases.append(bias)
+    setup = Setup(prologue, tuple(layers), recipe, first.dtype, True, len(x), return_input, runs)
+    return setup, (*x, *weights, *biases)

@@ -118,23 +118,24 @@ def test_bits_and_state_are_those_of_the_general_way(
 def test_layers_of_one_input_have_the_bits_of_the_general_way(
     recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A normalization before two layers, and an activation before one, of which the codes are kept."""
+    """A normalization before two layers, and an activation before one, of which the codes are kept: in one autograd
+    function, of which the last layer is and whose prologue is what comes before."""
     become(arch, monkeypatch)
-    run, decided = function._as_decided, []
+    run, decided = function._decided, []
 
-    def noted(ctx: Any, setup: Any, tensors: Any) -> Any:
-        decided.append(len(setup.runs))
-        return run(ctx, setup, tensors)
+    def noted(setup: Any, tensors: Any) -> Any:
+        decided.append((len(setup.runs), setup.prologue.__class__ is function.Chained))
+        return run(setup, tensors)
 
-    monkeypatch.setattr(function, "_as_decided", noted)
+    monkeypatch.setattr(function, "_decided", noted)
     first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
     second = copy.deepcopy(first)
     ours = trained(first)
-    assert decided == [2, 1] * 3
+    assert decided == [(1, True), (2, False)] * 3
     with pytest.MonkeyPatch.context() as patch:
         generally(patch)
         theirs = trained(second)
-    assert decided == [2, 1] * 3
+    assert decided == [(1, True), (2, False)] * 3
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
 

@@ -32,6 +32,9 @@ class HostFactors(NamedTuple):
     #: Whose history notes the amaxes.
     layer: nn.Module
 
+    def note(self, layer: nn.Module, column: int, top: float) -> None:
+        amax.record(layer, column, top)
+
     def in_backward(self, layer: nn.Module, g: Tensor) -> "HostFactors":
         return self
 

@@ -4,6 +4,7 @@ Found out once for a layer and a shape. Kernels, arguments and bits are those of
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state import kept_weights
 from quaver.torch.state.history import amax, steps
+from quaver.torch.state.history import on_gpu as histories
 from quaver.torch.state.layer import LayerState
 
 
@@ -41,7 +43,8 @@ class Gemm(NamedTuple):
     views: bool
 
 
-class Delayed(NamedTuple):
+@dataclass(slots=True)
+class Delayed:
     """The factors and places that delayed scaling gives a step, and the versions by which a change of them is seen."""
 
     #: `amax.saved_factors`, and which of them are known to be set.
@@ -57,6 +60,10 @@ class Delayed(NamedTuple):
     history: Tensor
     address: int
 
+    def note(self, _: nn.Module, column: int, top: Tensor) -> None:
+        """Note an amax that another layer's launches have measured."""
+        histories.note(self.history, column, top)
+
     def in_backward(self, layer: nn.Module, g: Tensor) -> "Delayed":
         history, newest = layer._buffers["history"], self.newest
         if history is not self.history or history.data_ptr() != self.address:
@@ -68,7 +75,7 @@ def _with_newest(delayed: Delayed, newest: list[Tensor | None]) -> Delayed:
     by_column = [
         of_matrix(delayed.factors, i, *given) for i, given in enumerate(zip(delayed.known, newest, strict=True))
     ]
-    return delayed._replace(newest=newest, by_column=by_column)
+    return replace(delayed, newest=newest, by_column=by_column)
 
 
 def _delayed(layer: nn.Module, x: Tensor) -> Delayed | None:
@@ -156,9 +163,9 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
             of_weight,
             shared,
             _delayed,
-            _product(fprop, x.dtype),
-            _product(dgrad, x.dtype),
-            None if gemms["wgrad"] is None else _product(gemms["wgrad"], x.dtype),
+            _product(fprop, x.dtype, True),
+            _product(dgrad, x.dtype, True),
+            None if gemms["wgrad"] is None else _product(gemms["wgrad"], x.dtype, False),
             True,
             0,
         ),
@@ -176,16 +183,17 @@ def _by_factors(cast: Any, recipe: Recipe, column: int) -> Callable[[Tensor, Any
     return delayed_cast
 
 
-def _product(gemm: Gemm, dtype: torch.dtype) -> Multiply:
-    """torch.nn.functional.scaled_mm without what it does to lists."""
+def _product(gemm: Gemm, dtype: torch.dtype, kept: bool) -> Multiply:
+    """torch.nn.functional.scaled_mm without what it does to lists.
+
+    Args:
+        kept: whether the right side is a weight, whose scales are a list already.
+    """
     a, a_swizzle, b, b_swizzle, fast, *_ = gemm
 
     def multiply(left: Tensor, of_left: Tensor, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
-        of_right = of_right if of_right.__class__ is list else [of_right]
-        y: Tensor = torch._scaled_mm_v2(
-            left, right, [of_left], a, a_swizzle, of_right, b, b_swizzle, bias, dtype, (), fast
-        )
-        return y
+        scales = of_right if kept else [of_right]
+        return torch._scaled_mm_v2(left, right, [of_left], a, a_swizzle, scales, b, b_swizzle, bias, dtype, (), fast)
 
     return multiply
 
@@ -254,7 +262,7 @@ def _shared(
             of_w = None if factor is None else of_matrix(factor.view(1), 0, *given[2:4])
             written = both(x, of_x, w, of_w)
             operands.append(written[:5])
-            return _quantized(written[5:], spec, other, views, of_w is not None and of_w.notes)
+            return _quantized(written[5:], spec, other, views, of_w is not None and of_w.known_and_noted[1])
 
         entry, ready = _weight(weight, layer, recipe, gemms, delayed, True, quantize_both)
         return operands[0] if operands else of_input(x, of_x), entry, ready

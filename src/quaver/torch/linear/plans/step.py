@@ -5,7 +5,8 @@ saves what backward reads, and moves on the state that a layer keeps.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class Weight:
     """Both operands of a kept weight, as the right sides of GEMMs, and their scales; dgrad's is None until a backward
     quantizes it."""
 
-    __slots__ = ("dgrad", "dgrad_scale", "form", "fprop", "fprop_scale", "noted", "recipe")
+    __slots__ = ("dgrad", "dgrad_scale", "fprop", "fprop_scale", "noted", "reader")
 
     def __init__(
         self,
@@ -49,22 +50,17 @@ class Weight:
         #: The encode factors of the call that noted its amax: a kept weight's counts in each step. What `Rows.factors`
         #: gave, which may hold the layer, is not held.
         self.noted = noted
-        #: Whose GEMMs read them; another may share the quantized weight.
-        self.recipe = recipe
-        #: As `Rows.form`: rows of another read other operands.
-        self.form = form
-
-    def serves(self, step: "Step") -> bool:
-        """Whether the rows of a step read these operands."""
-        return self.recipe is step.recipe and self.form == step.rows.form
+        #: `Step.reader` of the steps whose GEMMs read them; others may share the quantized weight.
+        self.reader = recipe, form
 
 
 #: a, its scale, b, its scale, bias.
 Multiply = Callable[[Operand, Scale, Operand, Scale, Tensor | None], Tensor]
 
 
-class Rows(NamedTuple):
-    """What was chosen for a layer's operands and GEMMs."""
+@dataclass(slots=True)
+class Rows:
+    """What was chosen for a layer's operands and GEMMs; slots are read in half the time of a tuple's fields."""
 
     #: A matrix [..., features] and the factors to its operands.
     input: Callable[[Tensor, Any], Operands]
@@ -76,7 +72,8 @@ class Rows(NamedTuple):
     shared: Callable[[Tensor, Tensor, nn.Module, Any], tuple[Operands, kept_weights.Entry, Weight]] | None
     #: (layer, x) to what delayed scaling gives one step of a layer; None where the general way must read it. Of that
     #: `factors` are the encode factors of input, weight and grad_output, as the forward saw them, `version` shows that
-    #: the weight's is another, and `in_backward(layer, g)` is the same for a backward: buffers may be others by then.
+    #: the weight's is another, `note(layer, column, amax)` notes what another layer's operand was, and
+    #: `in_backward(layer, g)` is the same for a backward: buffers may be others by then.
     factors: Callable[[nn.Module, Tensor], Any]
     fprop: Multiply
     dgrad: Multiply
@@ -103,10 +100,12 @@ class Rows(NamedTuple):
 class Step:
     """How one layer runs on inputs of one shape."""
 
-    __slots__ = ("delayed", "device", "of_output", "recipe", "rows", "shape")
+    __slots__ = ("delayed", "device", "of_output", "reader", "recipe", "rows", "shape")
 
     def __init__(self, recipe: Recipe, x: Tensor, features: int, rows: Rows) -> None:
         self.recipe, self.shape, self.device, self.rows = recipe, x.shape, x.device, rows
+        #: By what it knows the operands of a weight that its GEMMs read.
+        self.reader = recipe, rows.form
         #: The shape of its output, of so many features.
         self.of_output = (*x.shape[:-1], features)
         self.delayed = recipe.delayed is not None
@@ -174,7 +173,7 @@ class Run:
     def note(self, operands: Operands) -> None:
         """Note the amax of an input that another layer's run has quantized."""
         if self.factors is not None:
-            amax.record(self.layer, amax.INPUT, operands[4])
+            self.factors.note(self.layer, amax.INPUT, operands[4])
 
     def output(self, operands: Operands, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., n]."""
@@ -191,17 +190,16 @@ class Run:
 
     def _kept(self, weight: Tensor) -> tuple[kept_weights.Entry, Weight] | None:
         """What is kept of the weight until it, or its factor, changes."""
-        recipe, layer, factors = self.step.recipe, self.layer, self.factors
-        version, given = (0.0, None) if factors is None else (factors.version, factors.factors)
-        kept_as = self.step.rows.kept_as
-        entry = kept_weights.lookup(layer, kept_as, weight, recipe.fprop.b, version)  # type: ignore[arg-type]
-        ready: Weight | None = None if entry is None else entry.ready
-        if entry is None or ready is None or not ready.serves(self.step):
+        step, factors = self.step, self.factors
+        version = 0.0 if factors is None else factors.version
+        entry = kept_weights.lookup(self.layer, step.rows.kept_as, weight, step.recipe.fprop.b, version)  # type: ignore[arg-type]
+        if entry is None or entry.ready is None or entry.ready.reader != step.reader:
             return None
-        if ready.noted is not given:
+        ready: Weight = entry.ready
+        if factors is not None and ready.noted is not factors.factors:
             assert entry.quantized is not None
-            amax.record(layer, amax.WEIGHT, entry.quantized.amax)
-            ready.noted = given
+            amax.record(self.layer, amax.WEIGHT, entry.quantized.amax)
+            ready.noted = factors.factors
         return entry, ready
 
     def readable(self, x: Tensor) -> Tensor:
@@ -223,11 +221,10 @@ class Run:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Those that are needed of input [T, K], weight and bias, of grad_output [..., n] and what `turned` gave."""
         step, layer, factors, given = self.step, self.layer, self.factors, g
-        rows = step.rows
-        if factors is not None and self.owed is not None:
-            self.owed.settle()
-        g = self.readable(g)
+        rows, g = step.rows, self.readable(g)
         if factors is not None:
+            if self.owed is not None:
+                self.owed.settle()
             factors = factors.in_backward(layer, g)
         told = (layer, step.recipe, needs) if rows.draws else factors
         q, scale, qt, of_qt, of_bias = rows.grad_output(g, told)
@@ -239,7 +236,7 @@ class Run:
             of_bias = ops.bias_gradient(given.reshape(-1, given.shape[-1]), bias_dtype)
         if needs[0]:
             w = self.entry.ready
-            if w is None or not w.serves(step) or w.dgrad is None:
+            if w is None or w.reader != step.reader or w.dgrad is None:
                 assert weight is not None
                 w = rows.weight(weight, layer, factors, False)[1]
             of_input = rows.dgrad(q, scale, w.dgrad, w.dgrad_scale, None)

@@ -166,7 +166,7 @@ def backward(
     flat = _rows(x)
     own = None if gamma is None else gamma.contiguous(), mean, inverse
     dx, _, of_gamma, of_beta = _backwards(
-        (_rows(g), flat), normalization, beta if beta is None else beta.dtype, own=own
+        (_rows(g), flat), normalization, None if beta is None else beta.dtype, own=own
     )
     of_gamma = inverse.new_empty(0) if of_gamma is None else of_gamma
     return dx if flat is x else dx.view(x.shape), of_gamma, inverse.new_empty(0) if of_beta is None else of_beta
@@ -206,7 +206,7 @@ _backwards = Passes(_backward_pass)
 def _rows(x: Tensor) -> Tensor:
     """[..., d] as it is, or as a matrix whose last axis is contiguous."""
     # The order of a sum, and so its bits, must not depend on an address, nor on how far rows lie apart.
-    if x.is_contiguous() and aligned(x):
+    if x.is_contiguous() and not x.data_ptr() & 15:
         return x
     flat = x.reshape(-1, x.shape[-1])
     if flat.stride(1) != 1:

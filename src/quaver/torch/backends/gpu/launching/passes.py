@@ -14,6 +14,9 @@ from quaver.torch.backends.gpu.launching import launch
 from quaver.torch.backends.gpu.launching.device import tables
 from quaver.torch.backends.gpu.launching.rooms import Room, pattern, told_of
 
+#: In loops of C.
+address_of = torch.Tensor.data_ptr
+
 
 class Launch(NamedTuple):
     """One launch of a pass; what it says is what `launch.launcher` takes."""
@@ -43,18 +46,21 @@ class Pass:
         launches: in their order.
     """
 
-    __slots__ = ("card", "nothing", "parts", "patterns", "rooms", "runs", "zeroed")
+    __slots__ = ("card", "parts", "patterns", "results", "rooms", "runs", "zeroed")
 
     def __init__(
         self, given: Sequence[Tensor | None], rooms: Sequence[Room | None], launches: Sequence[Launch]
     ) -> None:
         device = given[0].device  # type: ignore[union-attr]
-        self.card, self.rooms = launch.card(device)[:3], rooms
-        self.nothing: list[Any] = [None] * len(rooms)
-        self.patterns = [(i, pattern(room, device)) for i, room in enumerate(rooms) if room is not None]
+        self.card, self.rooms = launch.card(device)[:3], [room for room in rooms if room is not None]
+        self.patterns = [pattern(room, device) for room in self.rooms]
         #: Which of the rooms must hold zeros at first.
-        self.zeroed = [i for i, room in enumerate(rooms) if room is not None and room.zeros]
-        places = {id(x): i for i, x in enumerate((*given, *rooms)) if x is not None}
+        self.zeroed = [i for i, room in enumerate(self.rooms) if room.zeros]
+        #: Of what was written, with None behind it: the rooms as they were asked for.
+        numbers = iter(range(len(rooms)))
+        order = [-1 if room is None else next(numbers) for room in rooms]
+        self.results: Callable[[list[Any]], Sequence[Any]] = itemgetter(*order) if len(order) > 1 else list
+        places = {id(x): i for i, x in enumerate((*given, *self.rooms)) if x is not None}
         #: Functions of tensors, and what picks those that they take.
         self.runs: list[tuple[launch.Run, Callable[..., Any]]] = []
         for one in launches:
@@ -63,29 +69,27 @@ class Pass:
         #: What starts them with addresses, by stream; None where they are interpreted.
         self.parts: dict[int, list[Any]] | None = {} if all(hasattr(run, "on") for run, _ in self.runs) else None
 
-    def __call__(self, given: Sequence[Tensor | None], addresses: list[int | None]) -> list[Any]:
+    def __call__(self, given: Sequence[Tensor | None], addresses: list[int | None]) -> Sequence[Any]:
         """The rooms, written; None where there is none."""
-        results, begin = self.nothing.copy(), len(addresses)
-        addresses += results
-        for i, like in self.patterns:
-            room = results[i] = torch.empty_like(like)
-            addresses[begin + i] = room.data_ptr()
+        written: list[Any] = list(map(torch.empty_like, self.patterns))
         for i in self.zeroed:
-            results[i].zero_()
+            written[i].zero_()
         index, current, stream_of = self.card
         if self.parts is None or current() != index:
-            told = [None if room is None else room.told(x) for x, room in zip(results, self.rooms, strict=True)]
+            told = [room.told(x) for x, room in zip(written, self.rooms, strict=True)]
             for run, taken in self.runs:
                 run(*taken((*given, *told, None)))
-            return results
-        addresses.append(None)
-        stream = stream_of(index)
-        parts = self.parts.get(stream)
-        if parts is None:
-            parts = self.parts[stream] = [(*run.on(stream), taken) for run, taken in self.runs]  # type: ignore[attr-defined]
-        for start, head, tail, taken in parts:
-            start(*(head + taken(addresses) + tail))
-        return results
+        else:
+            addresses += map(address_of, written)
+            addresses.append(None)
+            stream = stream_of(index)
+            parts = self.parts.get(stream)
+            if parts is None:
+                parts = self.parts[stream] = [(*run.on(stream), taken) for run, taken in self.runs]  # type: ignore[attr-defined]
+            for start, head, tail, taken in parts:
+                start(*(head + taken(addresses) + tail))
+        written.append(None)
+        return self.results(written)
 
 
 class Passes:

@@ -68,7 +68,7 @@ class BothWays:
         addresses[0] = x.data_ptr()
         key: Any = None
         if given is not None:
-            key = given.known, given.notes
+            key = given.known_and_noted
             addresses[self.second - 3], addresses[self.second - 2] = given.factor_at, given.newest_at
         if second:
             key = key, self._address_second(addresses, *second)
@@ -92,7 +92,7 @@ class BothWays:
         if given is None:
             return None
         addresses[-3], addresses[-2] = given.factor_at, given.newest_at
-        return given.known, given.notes
+        return given.known_and_noted
 
     def _turn(self, tensors: list[Any], ways: list[int]) -> None:
         for at in ways:

@@ -6,6 +6,7 @@ kernels make operands may share their launches.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -68,12 +69,12 @@ def of_two(a: Launch, b: Launch) -> Launch | None:
 FACTOR, NEWEST = row_major((1, 1), torch.float32), row_major((1, 1), torch.float32)
 
 
-class Delayed(NamedTuple):
+@dataclass(slots=True)
+class Delayed:
     """What delayed scaling gives for a matrix."""
 
     #: Whether its encode factor is known to be set, so that one pass is enough, and whether its amax is noted.
-    known: bool
-    notes: bool
+    known_and_noted: tuple[bool, bool]
     #: Encode factors of a layer's operands, and which of them is the matrix's.
     factors: Tensor
     column: int
@@ -86,7 +87,7 @@ class Delayed(NamedTuple):
 
 def of_matrix(factors: Tensor, column: int, known: bool, newest: Tensor | None) -> Delayed:
     address = None if newest is None else newest.data_ptr()
-    return Delayed(known, newest is not None, factors, column, newest, factors.data_ptr() + 4 * column, address)
+    return Delayed((known, newest is not None), factors, column, newest, factors.data_ptr() + 4 * column, address)
 
 
 class Wanted(NamedTuple):
