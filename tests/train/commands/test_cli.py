@@ -1,3 +1,4 @@
+import platform
 import re
 from pathlib import Path
 
@@ -139,6 +140,23 @@ def test_doctor_speaks_of_every_recipe() -> None:
     assert result.exit_code == 0 and all(name in result.stdout for name in (*RECIPES, "torch", "cpu"))
     assert "quaver train --framework torch runs on cpu" in result.stdout
     assert "quaver train --framework jax runs on cpu" in result.stdout
+
+
+def test_doctor_names_what_keeps_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.39"))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    for name in doctor.MALLOC:
+        monkeypatch.delenv(name, raising=False)
+    both = doctor.memory([])
+    assert both.endswith("MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824")
+    assert doctor.memory([Device("H100", (9, 0))]) == ""
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1073741824")
+    assert "MALLOC_MMAP_THRESHOLD_ is not set, and without it the other one doubles" in doctor.memory([])
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1073741824")
+    assert doctor.memory([]) == ""
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_")
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert doctor.memory([]) == ""
 
 
 def test_doctor_tries_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,8 @@ def doctor() -> None:
         out.print(shown)
         say(machine.SEEN if machine.has("torch") else machine.UNSEEN)
         say(machine.advice(devices))
+        if memory := machine.memory(devices):
+            say(memory)
 
 
 @app.command()

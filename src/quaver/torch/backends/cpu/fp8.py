@@ -61,9 +61,11 @@ def per_tensor(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = N
     else:
         scale = 1.0 / e if exact else float(np.float32(1.0 / e))
     clips = not top * e <= fmt.max
-    if exact and x.dtype is not torch.float16:
+    if not exact or x.dtype is torch.float16:
+        return _codes(x.float(), e, fmt, clips), scale, top
+    if clips or x.numel() * x.itemsize >= scratch.SMALLEST:
         return _codes(x, scalar(e), fmt, clips), scale, top
-    return _codes(x.float(), e, fmt, clips), scale, top
+    return (x * scalar(e)).type(FLOAT8[fmt.name]), scale, top
 
 
 def _codes(x: Tensor, e: Tensor | float, fmt: Format, clips: bool) -> Tensor:
