@@ -400,7 +400,15 @@ def test_token_counts_may_vary(name: str) -> None:
             assert_bitwise(one, other)
 
 
-@pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().wgrad.b is not None])
+# Four seconds each, of which those of a kind that another is of are slow.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow)
+        for name, build in recipes.RECIPES.items()
+        if build().wgrad.b is not None
+    ],
+)
 def test_backward_keeps_eight_bits(name: str) -> None:
     """Decoding is hidden in an operator: a graph that saw it would keep the decoded operands."""
     net = nn.Sequential(*(qt.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(2)))
