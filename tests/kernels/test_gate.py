@@ -170,12 +170,13 @@ def test_kernels_that_no_h200_can_run_at_its_copy_rate_are_few_and_have_a_reason
         name.partition(":")[0]
         for name, row in ceilings.load().rows.items()
         if floors.counted(row)
+        and not floors.bound_by_products(row)
         and row["sm_90"]["bytes"] >= floors.SMALL
         and floors.share(row["sm_90"]["a_byte"], "H200") < 1
     }
     assert slow <= {case.name for case in CASES if "instructions" in case.exceptions}
-    # Five, seven of those that stand for GEMMs, and attention in both directions, which products bound.
-    assert len(slow) <= 14
+    # Random codes, whose words are the specification's.
+    assert len(slow) <= 3
 
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """The interpreter rounds as a GPU does once it is mended, and is wrong without: then the mending may go."""
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -164,3 +167,51 @@ def test_unmended_it_multiplies_the_bits_of_bf16(monkeypatch: pytest.MonkeyPatch
     a, out = torch.eye(16, dtype=torch.bfloat16), torch.empty(16, 16)
     launch.launcher(product, (1,), (a, a, out))(a, a, out)
     assert not torch.equal(out, torch.eye(16))
+
+
+@triton.jit
+def fused(x, y, z, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out + at, tl.fma(tl.load(x + at), tl.load(y + at), tl.load(z + at)))
+
+
+def test_a_product_and_a_sum_are_rounded_once() -> None:
+    """Against fractions: sums that cancel, ties that only the product's last bits decide, and what is no number."""
+    x, y = torch.randn(4096), torch.randn(4096)
+    near = -(x.double() * y.double()).float()
+    halves = torch.tensor([1 + 2**-23, 1 - 2**-24, 1 + 2**-12, 1 - 2**-12], dtype=torch.float32).repeat(256)
+    special = torch.tensor([0.0, -0.0, 1e-45, -1e-38, 3e38, torch.inf, -torch.inf, torch.nan])
+    x = torch.cat([x, x, halves, special.repeat(8), torch.randn(960)])
+    y = torch.cat([y, y, halves.roll(1), special.repeat_interleave(8), torch.randn(960)])
+    z = torch.cat([near, torch.randn(4096), torch.ones(512) * 2**-48, torch.ones(512) * -(2**-50), torch.randn(1024)])
+    n = 16384
+    x, y, z = (torch.cat([t, torch.randn(n - len(t))]) for t in (x, y, z))
+    out = torch.empty(n)
+    launch.launcher(fused, (1,), (x, y, z, out), (), {"N": n})(x, y, z, out)
+    for a, b, c, ours in zip(x.tolist(), y.tolist(), z.tolist(), out.tolist(), strict=True):
+        if all(map(math.isfinite, (a, b, c))):
+            exact = Fraction(a) * Fraction(b) + Fraction(c)
+            assert nearest_float32(exact, ours), (a, b, c, ours)
+        else:
+            assert repr(ours) == repr(a * b + c)
+
+
+def nearest_float32(exact: Fraction, ours: float) -> bool:
+    """Whether no float32 is nearer than ours, an even one where two are as near."""
+    if math.isinf(ours):
+        return abs(exact) >= Fraction(float(np.finfo(np.float32).max)) + Fraction(2) ** 103
+    one = np.float32(ours)
+    neighbours = [float(np.nextafter(one, np.float32(side))) for side in (-np.inf, np.inf)]
+    far = abs(exact - Fraction(ours))
+    nearer = min(abs(exact - Fraction(v)) for v in neighbours if math.isfinite(v))
+    return far < nearer or (far == nearer and int(one.view(np.int32)) % 2 == 0)
+
+
+@pytest.mark.usefixtures("mended")
+def test_unmended_it_rounds_a_product_and_a_sum_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once this fails, `interpreter.mend` may leave them alone."""
+    monkeypatch.setattr(tritons.InterpreterBuilder, "create_fma", interpreter._mended[3])
+    x, out = torch.full((16,), 1 + 2**-12), torch.empty(16)
+    z = torch.full((16,), -1 - 2**-11)
+    launch.launcher(fused, (1,), (x, x, z, out), (), {"N": 16})(x, x, z, out)
+    assert out[0] != 2**-24

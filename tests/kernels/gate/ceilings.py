@@ -17,6 +17,7 @@ HEADER = """\
 # instructions: of the listing, padding included; per_element: these times threads, over the elements of a program.
 # loads, stores: of global memory, as count x bytes of a thread; shared: bytes of a program.
 # bytes: that the launch cannot but move; a_byte: instructions executed by all its threads, over these bytes;
+# products: multiply-adds of a kernel that they bound, not memory;
 # programs: that a multiprocessor runs side by side, the more the better.
 # They hold for the versions below; with others only the rules (rules.py) are checked.
 """
@@ -40,6 +41,8 @@ def figures(recorded: Recorded, code: Code) -> Row:
     if share is not None:
         row["per_element"] = round(code.instructions * share, 2)
     row |= {"bytes": recorded.bytes, "a_byte": instructions_a_byte(recorded, code)}
+    if recorded.products:
+        row["products"] = recorded.products
     row["programs"] = programs(code.registers, code.shared, recorded.launch.warps, code.arch)
     return row | {"loads": _text(code.loads), "stores": _text(code.stores)}
 

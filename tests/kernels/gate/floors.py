@@ -6,6 +6,8 @@
 of which the second is the highest part of the copy rate that a kernel can reach. A card issues one instruction of a
 warp of 32 threads in each of a multiprocessor's four parts at every cycle, which no kernel quite does; what takes some
 units several cycles, such as exponentials, is counted as one. Below 100 % the instructions are what a kernel waits for.
+Where products take longer than bytes, as attention's do, they are the floor: another table has their time, and the
+highest part of the rate of products.
 
 `python -m tests.kernels.gate.floors` writes the table from the figures of ceilings.toml; a test compares them.
 """
@@ -21,6 +23,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
 PLACE = re.compile(
     r"(<!-- python -m tests\.kernels\.gate\.floors writes from here -->\n).*?(<!-- floors of kernels end here -->)",
     re.DOTALL,
+)
+OF_PRODUCTS = re.compile(
+    r"(<!-- those that products bound, from here -->\n).*?(<!-- floors by products end here -->)", re.DOTALL
 )
 #: Bytes of a launch that is too small to wait for anything but itself: an H200 copies them in a microsecond.
 SMALL = 4.3e6
@@ -55,12 +60,50 @@ def share(a_byte: float, card: str) -> float:
     return CARDS[card].multiprocessors * ISSUED * CLOCK / a_byte / copy_rate(card)
 
 
+def product_rate(card: str) -> float:
+    """Multiply-adds of bf16 a second."""
+    return GPUS[CARDS[card].name].rates["bf16"].value * 1e12 / 2
+
+
+def share_of_products(row: ceilings.Row, card: str) -> float:
+    """The highest part of a card's rate of products at which a kernel can run by its instructions."""
+    issued = CARDS[card].multiprocessors * ISSUED * CLOCK
+    return row["products"] / product_rate(card) / (row["a_byte"] * row["bytes"] / issued)
+
+
+def table_of_products(rows: ceilings.Table) -> str:
+    """`table` for those that products bound."""
+    head = ["kernel", "GFLOP", *(f"{card}, ms" for card in CARDS), "instructions for 1000 multiply-adds"]
+    head += ["programs an SM", *(f"{card}, %" for card in CARDS)]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines += [_line_of_products(name, row) for name, row in rows.items() if counted(row) and bound_by_products(row)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def bound_by_products(row: dict[str, ceilings.Row]) -> bool:
+    return "products" in row["sm_90"]
+
+
+def _line_of_products(name: str, row: dict[str, ceilings.Row]) -> list[str]:
+    hopper, blackwell = row["sm_90"], row["sm_100"]
+    by_card = {name: row[f"sm_{card.arch}"] for name, card in CARDS.items()}
+    dense = (1000 * at["a_byte"] * at["bytes"] / at["products"] for at in (hopper, blackwell))
+    return [
+        name,
+        f"{2 * hopper['products'] / 1e9:.4g}",
+        *(f"{at['products'] / product_rate(card) * 1e3:.3g}" for card, at in by_card.items()),
+        ", ".join(f"{one:.3g}" for one in dense),
+        f"{hopper['programs']}, {blackwell['programs']}",
+        *(f"{100 * share_of_products(at, card):.0f}" for card, at in by_card.items()),
+    ]
+
+
 def table(rows: ceilings.Table) -> str:
     """A line for each launch of tests/kernels/cases.py, from what ceilings.toml keeps of it."""
     head = ["kernel", "MB", *(f"{card}, µs" for card in CARDS), "instructions a byte", "programs an SM"]
     head += [f"{card}, %" for card in CARDS]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
-    lines += [_line(name, row) for name, row in rows.items() if counted(row)]
+    lines += [_line(name, row) for name, row in rows.items() if counted(row) and not bound_by_products(row)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -84,15 +127,17 @@ def _line(name: str, row: dict[str, ceilings.Row]) -> list[str]:
 
 
 def filled(page: str) -> str:
-    """The page with the table of ceilings.toml.
+    """The page with the tables of ceilings.toml.
 
     Raises:
-        ValueError: it has no place for it.
+        ValueError: it has no place for one of them.
     """
-    text, places = PLACE.subn(lambda m: f"{m[1]}\n{table(ceilings.load().rows)}\n\n{m[2]}", page)
-    if places != 1:
-        raise ValueError(f"docs/performance.md has {places} places for the floors of kernels; it needs one")
-    return text
+    rows = ceilings.load().rows
+    for place, written in ((PLACE, table(rows)), (OF_PRODUCTS, table_of_products(rows))):
+        page, places = place.subn(lambda m, written=written: f"{m[1]}\n{written}\n\n{m[2]}", page)
+        if places != 1:
+            raise ValueError(f"docs/performance.md has {places} places for {place.pattern}; it needs one")
+    return page
 
 
 if __name__ == "__main__":

@@ -30,8 +30,19 @@ class Recorded:
     def trips(self) -> tuple[int | tuple[int, ...], ...]:
         """How often a program goes round its loops: as its row says, or its constant STEPS."""
         steps = self.launch.constants.get("STEPS")
-        told = self.case.trips_beside.get(self.launch.fn.__name__, self.case.trips)
+        beside = self.case.trips_beside
+        told = beside.get(self.kernel, beside.get(self.launch.fn.__name__, self.case.trips))
         return told or (() if steps is None else (steps,))
+
+    @property
+    def kernel(self) -> str:
+        """Its name, and which of the row's launches of that name it is, if not the first: "kernel #2"."""
+        return self.name.partition(": ")[2]
+
+    @property
+    def products(self) -> float:
+        """Multiply-adds, 0 where its row names none."""
+        return self.case.products.get(self.kernel, 0)
 
     @property
     def bytes(self) -> int:

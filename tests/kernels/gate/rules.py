@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from quaver.torch.backends.gpu.launching.launch import Launch
-from tests.kernels.gate.ceilings import instructions_a_byte
-from tests.kernels.gate.floors import SMALL, share
+from tests.kernels.gate.ceilings import figures, instructions_a_byte
+from tests.kernels.gate.floors import SMALL, share, share_of_products
 from tests.kernels.gate.flow import executed
 from tests.kernels.gate.machine_code import Code
 from tests.kernels.gate.occupancy import programs
@@ -67,9 +67,12 @@ def trips(code: Code, recorded: Recorded) -> str:
 
 
 def instructions(code: Code, recorded: Recorded) -> str:
-    """On Hopper, against an H200's copy."""
+    """On Hopper, against an H200's copy, or its products where they bound a kernel."""
     if code.arch != 90 or recorded.bytes < SMALL:
         return ""
+    if recorded.products:
+        allowed = share_of_products(figures(recorded, code), "H200")
+        return "" if allowed >= 1 else f"its instructions allow {allowed:.0%} of an H200's rate of products"
     a_byte = instructions_a_byte(recorded, code)
     allowed = share(a_byte, "H200")
     return "" if allowed >= 1 else f"{a_byte} instructions a byte allow {allowed:.0%} of an H200's copy rate"

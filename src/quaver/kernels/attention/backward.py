@@ -12,6 +12,7 @@ from quaver.kernels.attention.tiles import (
     FACTOR,
     UNBOUNDED,
     along_tokens,
+    half,
     probability_codes,
     rounded,
     rounded_in_blocks,
@@ -20,15 +21,18 @@ from quaver.kernels.attention.tiles import (
     shift_of,
     visible,
 )
-from quaver.kernels.bits.numbers import magnitude_bits
+from quaver.kernels.bits.numbers import decode_scale, encode, encode_factor, magnitude_bits
 
 
 @triton.jit
-def _both(left, right, x, y, shift, seen, scale):
-    """P and dP, float32, 0 where not seen: of left rightᵀ and of x yᵀ."""
+def _both(left, right, x, y, shift, seen, scale, of_dp=1.0, HALF: tl.constexpr = False):
+    """P and dP, float32, 0 where not seen: of left rightᵀ times scale and of x yᵀ, if HALF times of_dp."""
     s = tl.dot(left, tl.trans(right)) * scale
     p = tl.where(seen, tl.exp2(s - shift), 0.0)
-    return p, tl.where(seen, tl.dot(x, tl.trans(y)), 0.0)
+    dp = tl.dot(x, tl.trans(y))
+    if HALF:
+        dp = dp * of_dp
+    return p, tl.where(seen, dp, 0.0)
 
 
 @triton.jit
@@ -37,7 +41,7 @@ def attention_rows(
     heads, shared, queries, keys, q_blocks, k_blocks, v_blocks, kt_blocks, do_blocks,
     hidden_batch, hidden_head, hidden_query, hidden_key, dq_batch, dq_head, dq_token, scale, slope,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, TURNED: tl.constexpr,
-    GRAD_WIDTH: tl.constexpr, SUMS: tl.constexpr, GRADIENT: tl.constexpr,
+    GRAD_WIDTH: tl.constexpr, HALF: tl.constexpr, SUMS: tl.constexpr, GRADIENT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     dtype: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
@@ -46,6 +50,7 @@ def attention_rows(
     Args:
         q, k, v, do: codes [B, H, queries, D], [B, G, keys, D], [B, G, keys, DV] and [B, H, queries, DV]; scales, heads,
             runs and hidden as `forward.attention` takes them. GRAD_WIDTH, dtype: the blocks and format of do and of dS.
+        HALF: one scale serves each matrix of q, k, v, do and dS.
         kt: k as it is, or, TURNED, codes [B, G, D, keys].
         delta, shift: float32 [B, H, queries]; written where SUMS: Δ and logsumexp to base 2, 0 where nothing is seen.
             Else delta is read.
@@ -70,10 +75,15 @@ def attention_rows(
     v_scale += group * tl.maximum(keys * v_blocks, 1)
     kt += group * keys * D
     kt_scale += group * tl.maximum((D if TURNED else keys) * kt_blocks, 1)
+    of_dp = 1.0
+    if HALF:
+        of_k = tl.load(k_scale)
+        scale = scale * tl.load(q_scale) * of_k
+        of_dp = tl.load(do_scale) * tl.load(v_scale)
     if hidden is not None:
         hidden += b * hidden_batch + h * hidden_head
-    left = rows_of(q, q_scale, start_m, queries, q_blocks, BM, D, WIDTH, CODES, INTEGERS)
-    x = rows_of(do, do_scale, start_m, queries, do_blocks, BM, DV, GRAD_WIDTH, dtype, INTEGERS)
+    left = rows_of(q, q_scale, start_m, queries, q_blocks, BM, D, WIDTH, CODES, INTEGERS, HALF)
+    x = rows_of(do, do_scale, start_m, queries, do_blocks, BM, DV, GRAD_WIDTH, dtype, INTEGERS, HALF)
     total = shift_of(logsumexp + head * queries, i, queries)
     if SUMS:
         tl.store(shift + head * queries + i, total, mask=i < queries)
@@ -85,16 +95,20 @@ def attention_rows(
         own = tl.zeros([BM], tl.float32)
         for n in tl.range(start, stop, BN, num_stages=STAGES):
             seen = visible(first, last, hidden, i[:, None], n + tl.arange(0, BN)[None, :], hidden_query, hidden_key)
-            right = rows_of(k, k_scale, n, keys, k_blocks, BN, D, WIDTH, CODES, INTEGERS)
-            y = rows_of(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS)
-            p, dp = _both(left, right, x, y, total, seen, scale)
+            right = rows_of(k, k_scale, n, keys, k_blocks, BN, D, WIDTH, CODES, INTEGERS, HALF)
+            y = rows_of(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS, HALF)
+            p, dp = _both(left, right, x, y, total, seen, scale, of_dp, HALF)
             own += tl.sum(p * dp, 1)
         tl.store(delta + head * queries + i, own, mask=i < queries)
     else:
         own = tl.load(delta + head * queries + i, mask=i < queries, other=0.0)
     bits = tl.zeros([BM], tl.int32)
     if tops is not None and not SUMS:
-        bits += tl.load(tops + head)
+        top = tl.load(tops + head)
+        bits += top
+        if HALF:
+            e = encode_factor(top, True, EMAX, TOP_MANTISSA, MAX)
+            slope = slope * of_k * decode_scale(top, e, True)
     # Keys whose dS shares scales, and with them a sweep for their amax; a block within a tile needs none.
     SPANS: tl.constexpr = GRAD_WIDTH > BN and SUMS
     if SPANS and GRAD_WIDTH < UNBOUNDED:
@@ -108,9 +122,9 @@ def attention_rows(
             bits = tl.zeros([BM], tl.int32)
             for n in tl.range(base, tl.minimum(base + span, stop), BN, num_stages=STAGES):
                 seen = visible(first, last, hidden, i[:, None], n + tl.arange(0, BN)[None, :], hidden_query, hidden_key)
-                right = rows_of(k, k_scale, n, keys, k_blocks, BN, D, WIDTH, CODES, INTEGERS)
-                y = rows_of(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS)
-                p, dp = _both(left, right, x, y, total, seen, scale)
+                right = rows_of(k, k_scale, n, keys, k_blocks, BN, D, WIDTH, CODES, INTEGERS, HALF)
+                y = rows_of(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS, HALF)
+                p, dp = _both(left, right, x, y, total, seen, scale, of_dp, HALF)
                 ds = tl.where(seen, (dp - own[:, None]) * p, 0.0)
                 bits = tl.maximum(bits, tl.max(magnitude_bits(ds), 1))
             if tops is not None:
@@ -118,17 +132,19 @@ def attention_rows(
         if GRADIENT:
             for n in tl.range(base, tl.minimum(base + span, stop), BN, num_stages=STAGES):
                 seen = visible(first, last, hidden, i[:, None], n + tl.arange(0, BN)[None, :], hidden_query, hidden_key)
-                right = rows_of(k, k_scale, n, keys, k_blocks, BN, D, WIDTH, CODES, INTEGERS)
-                y = rows_of(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS)
-                p, dp = _both(left, right, x, y, total, seen, scale)
+                right = rows_of(k, k_scale, n, keys, k_blocks, BN, D, WIDTH, CODES, INTEGERS, HALF)
+                y = rows_of(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS, HALF)
+                p, dp = _both(left, right, x, y, total, seen, scale, of_dp, HALF)
                 ds = tl.where(seen, (dp - own[:, None]) * p, 0.0)
-                if GRAD_WIDTH > BN:
+                if HALF:
+                    ds = half(encode(ds * e, dtype, INTEGERS), dtype, INTEGERS)
+                elif GRAD_WIDTH > BN:
                     ds = rounded(ds, bits[:, None], dtype, EMAX, TOP_MANTISSA, MAX, INTEGERS)
                 else:
                     ds = rounded_in_blocks(ds, BM, BN, GRAD_WIDTH, dtype, EMAX, TOP_MANTISSA, MAX, INTEGERS)
                 if TURNED:
                     right = along_tokens(kt, kt_scale, n, keys, kt_blocks, BN, D, WIDTH, CODES, INTEGERS, TURNED)
-                dx = tl.dot(ds.to(tl.bfloat16), right, dx)
+                dx = tl.dot(ds if HALF else ds.to(tl.bfloat16), right, dx)
     if GRADIENT:
         at = dq + b * dq_batch + h * dq_head + i[:, None].to(tl.int64) * dq_token + tl.arange(0, D)[None, :]
         tl.store(at, (dx * slope).to(dq.dtype.element_ty), mask=i[:, None] < queries)
@@ -196,7 +212,9 @@ def attention_columns(
                     seen = visible(first, last, mask, i, j, hidden_query, hidden_key)
                     right = rows_of(q_here, q_scale_here, m, queries, q_blocks, BM, D, WIDTH, CODES, INTEGERS)
                     y = rows_of(do_here, do_scale_here, m, queries, do_blocks, BM, DV, GRAD_WIDTH, dtype, INTEGERS)
-                    p, dp = _both(left, right, x, y, tl.load(total + i, mask=i < queries, other=0.0), seen, scale)
+                    p, dp = _both(
+                        left, right, x, y, tl.load(total + i, mask=i < queries, other=0.0), seen, scale, 1.0, False
+                    )
                     ds = tl.where(seen, (dp - tl.load(own + i, mask=i < queries, other=0.0)) * p, 0.0)
                     bits = tl.maximum(bits, tl.max(magnitude_bits(ds), 1))
             for m in tl.range(base, tl.minimum(base + span, stop), BM, num_stages=STAGES):
@@ -205,7 +223,9 @@ def attention_columns(
                 seen = visible(first, last, mask, i, j, hidden_query, hidden_key)
                 right = rows_of(q_here, q_scale_here, m, queries, q_blocks, BM, D, WIDTH, CODES, INTEGERS)
                 y = rows_of(do_here, do_scale_here, m, queries, do_blocks, BM, DV, GRAD_WIDTH, dtype, INTEGERS)
-                p, dp = _both(left, right, x, y, tl.load(total + i, mask=i < queries, other=0.0), seen, scale)
+                p, dp = _both(
+                    left, right, x, y, tl.load(total + i, mask=i < queries, other=0.0), seen, scale, 1.0, False
+                )
                 if GRAD_TURNED:
                     at = dot_scale + head * DV * dot_blocks
                     y = along_tokens(

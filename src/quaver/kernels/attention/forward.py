@@ -25,7 +25,7 @@ def attention(
     heads, shared, queries, keys, q_blocks, k_blocks, v_blocks,
     hidden_batch, hidden_head, hidden_query, hidden_key, out_batch, out_head, out_token, scale,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, TURNED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, INTEGERS: tl.constexpr,
+    HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """BM queries (axis 0) of one head of one batch (axis 1).
 
@@ -33,6 +33,7 @@ def attention(
         q, k, v: codes [B, H, queries, D], [B, G, keys, D] and [B, G, keys, DV], or, TURNED, [B, G, DV, keys]; H is
             `heads`, and `shared` of them share a group.
         CODES: the format of q, k and v.
+        HALF: one scale serves each matrix of q, k and v.
         q_scale, k_scale, v_scale: in blocks of WIDTH along a row, `*_blocks` of them; 0: one for the matrix.
         runs: int32 [2, queries]: the first key that a query sees, and one past the last; None: all. Neither falls.
         hidden: uint8, not 0 where a query does not see a key, `hidden_*` apart; None: nothing more.
@@ -48,12 +49,16 @@ def attention(
     i = start_m + tl.arange(0, BM)
     queried = rows_of(
         q + head * queries * D, q_scale + head * tl.maximum(queries * q_blocks, 1), start_m, queries, q_blocks,
-        BM, D, WIDTH, CODES, INTEGERS,
+        BM, D, WIDTH, CODES, INTEGERS, HALF,
     )  # fmt: skip
     k += group * keys * D
     k_scale += group * tl.maximum(keys * k_blocks, 1)
     v += group * keys * DV
     v_scale += group * tl.maximum((DV if TURNED else keys) * v_blocks, 1)
+    of_v = 1 / FACTOR
+    if HALF:
+        scale = scale * tl.load(q_scale + head) * tl.load(k_scale)
+        of_v = of_v * tl.load(v_scale)
     if hidden is not None:
         hidden += b * hidden_batch + h * hidden_head
     first, last = run_of(runs, i, queries, keys)
@@ -62,7 +67,8 @@ def attention(
     total = tl.zeros([BM], tl.float32)
     for n in tl.range(start, stop, BN, num_stages=STAGES):
         j = n + tl.arange(0, BN)
-        s = tl.dot(queried, tl.trans(rows_of(k, k_scale, n, keys, k_blocks, BN, D, WIDTH, CODES, INTEGERS))) * scale
+        right = rows_of(k, k_scale, n, keys, k_blocks, BN, D, WIDTH, CODES, INTEGERS, HALF)
+        s = tl.dot(queried, tl.trans(right)) * scale
         seen = visible(first[:, None], last[:, None], hidden, i[:, None], j[None, :], hidden_query, hidden_key)
         s = tl.where(seen, s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
@@ -80,9 +86,10 @@ def attention(
     y = tl.zeros([BM, DV], tl.float32)
     for n in tl.range(start, stop, BN, num_stages=STAGES):
         j = n + tl.arange(0, BN)
-        s = tl.dot(queried, tl.trans(rows_of(k, k_scale, n, keys, k_blocks, BN, D, WIDTH, CODES, INTEGERS))) * scale
+        right = rows_of(k, k_scale, n, keys, k_blocks, BN, D, WIDTH, CODES, INTEGERS, HALF)
+        s = tl.dot(queried, tl.trans(right)) * scale
         seen = visible(first[:, None], last[:, None], hidden, i[:, None], j[None, :], hidden_query, hidden_key)
-        p = probability_codes(tl.where(seen, tl.exp2(s - shift[:, None]), 0.0), INTEGERS)
-        y = tl.dot(p, along_tokens(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS, TURNED), y)
+        p = probability_codes(tl.where(seen, tl.exp2(s - shift[:, None]), 0.0), INTEGERS, HALF)
+        y = tl.dot(p, along_tokens(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS, TURNED, HALF), y)
     at = out + b * out_batch + h * out_head + i[:, None].to(tl.int64) * out_token + tl.arange(0, DV)[None, :]
-    tl.store(at, (y * (1 / FACTOR)).to(out.dtype.element_ty), mask=i[:, None] < queries)
+    tl.store(at, (y * of_v).to(out.dtype.element_ty), mask=i[:, None] < queries)

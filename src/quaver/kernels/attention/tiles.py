@@ -1,7 +1,8 @@
 """Tiles of attention's operands: eight bits times their scales, and scores' gradients rounded to such.
 
 A scale is a power of two, so bfloat16 holds code × scale exactly: products of two such tiles are those of the operands,
-summed in float32, whatever the block of a scale is.
+summed in float32, whatever the block of a scale is. Where one scale serves a whole matrix, tiles are codes alone, as
+float16, which holds both formats and takes a sixth of the instructions; products are multiplied by the scales.
 """
 
 import triton
@@ -31,16 +32,38 @@ def _times(
 
 
 @triton.jit
+def half(codes, dtype: tl.constexpr, INTEGERS: tl.constexpr):
+    """The values of FP8 codes, uint8, in float16. Exact; NaN stays NaN."""
+    if INTEGERS != 2:
+        x = codes.to(dtype, bitcast=True).to(tl.float16)
+    elif dtype == tl.float8e5:
+        x = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    else:
+        wide = codes.to(tl.uint16)
+        magnitude = wide & 0x7F
+        # Exponent and mantissa in their places, where subnormals are such too, and the bias of float16 for E4M3's.
+        x = ((magnitude << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
+        x = tl.where(magnitude == 0x7F, float("nan"), x)
+    return x
+
+
+@triton.jit
 def rows_of(
     codes, scales, first, rows, blocks,
     R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
+    HALF: tl.constexpr = False,
 ):  # fmt: skip
-    """bfloat16 [R, D]: rows from `first` of an operand [rows, D] with scales [rows, blocks]; blocks 0: one for all."""
+    """bfloat16 [R, D]: rows from `first` of an operand [rows, D] with scales [rows, blocks]; blocks 0: one for all.
+    HALF: float16, the codes alone."""
     NB: tl.constexpr = D // WIDTH if WIDTH < D else 1
     r = first + tl.arange(0, R)[:, None]
     x = tl.load(codes + r * D + tl.arange(0, D)[None, :], mask=r < rows, other=0.0)
-    stored = tl.load(scales + r * blocks + tl.arange(0, NB)[None, :], mask=r < rows, other=0)
-    return _times(x, stored, R, D, NB, CODES, INTEGERS)
+    if HALF:
+        tile = half(x.to(tl.uint8, bitcast=True), CODES, INTEGERS)
+    else:
+        stored = tl.load(scales + r * blocks + tl.arange(0, NB)[None, :], mask=r < rows, other=0)
+        tile = _times(x, stored, R, D, NB, CODES, INTEGERS)
+    return tile
 
 
 @triton.jit
@@ -61,14 +84,14 @@ def columns_of(
 def along_tokens(
     codes, scales, first, tokens, blocks,
     C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TURNED: tl.constexpr, HALF: tl.constexpr = False,
 ):  # fmt: skip
     """bfloat16 [C, D] of C tokens, what a sum over tokens takes: of an operand [D, tokens] where TURNED, else of
     [tokens, D]."""
     if TURNED:
         x = columns_of(codes, scales, first, tokens, blocks, C, D, WIDTH, CODES, INTEGERS)
     else:
-        x = rows_of(codes, scales, first, tokens, blocks, C, D, WIDTH, CODES, INTEGERS)
+        x = rows_of(codes, scales, first, tokens, blocks, C, D, WIDTH, CODES, INTEGERS, HALF)
     return x
 
 
@@ -103,10 +126,14 @@ def shift_of(logsumexp, i, queries):
 
 
 @triton.jit
-def probability_codes(p, INTEGERS: tl.constexpr):
-    """bfloat16: probabilities float32 in E4M3, times `FACTOR`."""
+def probability_codes(p, INTEGERS: tl.constexpr, HALF: tl.constexpr = False):
+    """bfloat16, or float16 if HALF: probabilities float32 in E4M3, times `FACTOR`."""
     codes = encode(p * FACTOR, tl.float8e4nv, INTEGERS)
-    return decoded(codes, tl.float8e4nv, INTEGERS).to(tl.bfloat16)
+    if HALF:
+        p = half(codes, tl.float8e4nv, INTEGERS)
+    else:
+        p = decoded(codes, tl.float8e4nv, INTEGERS).to(tl.bfloat16)
+    return p
 
 
 @triton.jit

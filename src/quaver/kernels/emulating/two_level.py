@@ -6,19 +6,20 @@ Two bits of an E2M1 value by four of an E4M3 scale are six, so bf16 holds the pr
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.hadamard import rotate
+from quaver.kernels.bits.hadamard import turned
 from quaver.kernels.bits.numbers import INFINITY_BITS, NAN_BITS, decoded, flushed, held, note_amax
 from quaver.kernels.bits.philox import philox, whole_word
 from quaver.kernels.emulating.values import LARGEST, inverse, rounded, signed
 from quaver.kernels.quantizing.decode import e2m1
 from quaver.kernels.quantizing.nvfp4 import (
-    STOCHASTIC_BIAS,
     block_scale,
     flush,
     largest,
     load_along,
     load_down,
     quantized,
+    quarter,
+    rotation,
     stochastic,
     tensor_factor,
 )
@@ -39,12 +40,12 @@ def amaxes(
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     g = down * (BM // 16) + tl.arange(0, BM // 16)
     c = right * BN + tl.arange(0, BN)
-    v = load_down(x, g, c, rows, columns, stride, EVEN)
+    v = load_down(x, g, c, rows, columns, stride, EVEN, True)
     if top is not None:
         bits = flushed(tl.max(largest(v), None))
         note_amax(work, bits, programs, top, None, None, False, False)
     if turned_top is not None:
-        bits = flushed(tl.max(largest(rotate(v)), None))
+        bits = flushed(quarter(tl.max(largest(turned(v)), None)))
         note_amax(work + 2, bits, programs, turned_top, None, None, False, False)
     if count is not None:
         move_on(count, drawn, FIRST, SECOND)
@@ -74,33 +75,33 @@ def level(top):
 
 @triton.jit
 def values_of(
-    v, bits, big, small, place, tensor_id, count, seed_low, seed_high, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr
-):
-    """Sixteen tensors, elements of blocks with amaxes of these bits, to the bf16 values of their codes."""
+    v, bits, big, small, place, tensor_id, count, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, FOUR: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """Sixteen tensors, elements of blocks with amaxes of these bits, to the bf16 values of their codes; FOUR: the
+    tensors are four times what is meant."""
     scale, e = block_scale(bits, big, True, INTEGERS)
     s = decoded(scale, tl.float8e4nv, INTEGERS) * small
-    nan = tl.where(s == s, 0, NAN_BITS)
+    TIMES: tl.constexpr = 4.0 if FOUR else 1.0
+    # What is beyond 6 is held here, and what is beyond bf16. NaN is the scale's.
+    most = tl.minimum(e * LARGEST, 6.0 * TIMES)
     place = (place >> 2) + (bits >> 31)
     out = ()
     for i in tl.static_range(4):
         if STOCHASTIC:
             words = philox(place + i, tensor_id, tl.load(count), seed_low, seed_high)
             for j in tl.static_range(4):
-                y = flush(v[4 * i + j]) * e
-                z = e2m1(stochastic(y, words[j]) - STOCHASTIC_BIAS)
-                out += (finished(z, s, y, nan),)  # type: ignore[assignment]
+                x = v[4 * i + j]
+                # An exponent and a mantissa bit in their places, of a number that is 2**126 times too small.
+                code = (stochastic(flush(x) * e, words[j]) >> 6) & 0x01C00000
+                z = code.to(tl.float32, bitcast=True) * (2.0**126)
+                out += (signed(tl.minimum(z, most) * s, x).to(tl.bfloat16),)  # type: ignore[assignment]
         else:
             for j in tl.static_range(4):
                 y = v[4 * i + j] * e
-                out += (finished(rounded(tl.minimum(tl.abs(y), 6.0), 1, 0), s, y, nan),)  # type: ignore[assignment]
+                z = tl.minimum(rounded(y, 1, 2 if FOUR else 0), most) * (s * (1.0 / TIMES))
+                out += (signed(z, y).to(tl.bfloat16),)  # type: ignore[assignment]
     return out
-
-
-@triton.jit
-def finished(z, s, y, nan):
-    """bf16 of z × s with the sign of y, or NaN where these bits are NaN's; beyond bf16 its largest number."""
-    held = tl.minimum(z * s, LARGEST)
-    return (signed(held, y).to(tl.int32, bitcast=True) | nan).to(tl.float32, bitcast=True).to(tl.bfloat16)
 
 
 @triton.jit
@@ -141,7 +142,7 @@ def values_in_two_levels(
             shared = tl.max(tl.reshape(bits, [BM // 16, 16, BG]), 1)[:, None, :]
             bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
         place = r[:, None].to(tl.int64) * columns + 16 * g[None, :]
-        out = values_of(v, bits, big, small, place, whole_word(a0, a1), drawn, low, high, STOCHASTIC, INTEGERS)
+        out = values_of(v, bits, big, small, place, whole_word(a0, a1), drawn, low, high, STOCHASTIC, False, INTEGERS)
         line = along + r[:, None, None].to(tl.int64) * columns
         for part in tl.static_range(2):
             c = (16 * g + 8 * part)[None, :, None] + tl.arange(0, 8)[None, None, :]
@@ -155,17 +156,19 @@ def values_in_two_levels(
         g = pm * BD + tl.arange(0, BD)
         c = pn * BN + tl.arange(0, BN)
         big, small = level(turned_top)
-        v = load_down(x, g, c, rows, columns, stride, EVEN)
+        v = load_down(x, g, c, rows, columns, stride, EVEN, True)
+        FOUR: tl.constexpr = HADAMARD and not TURNED_STOCHASTIC
         if HADAMARD:
-            v = rotate(v)
-        bits = largest(v)
+            v, bits = rotation(v, FOUR)
+        else:
+            bits = largest(v)
         place = c[None, :].to(tl.int64) * rows + 16 * g[:, None]
         tensor_id, count = whole_word(b0, b1), drawn
         if TURNED_STOCHASTIC:
             count = drawn + 1
         inside = (16 * g[:, None] < rows) & (c[None, :] < columns)
         if down is not None:
-            out = values_of(v, bits, big, small, place, tensor_id, count, low, high, TURNED_STOCHASTIC, INTEGERS)
+            out = values_of(v, bits, big, small, place, tensor_id, count, low, high, TURNED_STOCHASTIC, FOUR, INTEGERS)
             for j in tl.static_range(16):
                 at = down + (16 * g[:, None] + j).to(tl.int64) * columns + c[None, :]
                 if EVEN:
@@ -174,7 +177,7 @@ def values_in_two_levels(
                     tl.store(at, out[j], mask=inside)
         if codes is not None:
             scale, w0, w1 = quantized(
-                v, bits, big, place, tensor_id, count, low, high, TURNED_STOCHASTIC, True, INTEGERS
+                v, bits, big, place, tensor_id, count, low, high, TURNED_STOCHASTIC, FOUR, True, INTEGERS
             )
             at = codes + g[:, None].to(tl.int64) * (2 * columns) + c[None, :]
             of_blocks = scales + g[:, None].to(tl.int64) * columns + c[None, :]

@@ -14,11 +14,11 @@ def rounded(y, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
 
     MANTISSA: bits of the format's mantissa. EMIN: exponent of its smallest normal number.
     """
-    a = tl.abs(y)
-    # A number whose ulp is the format's step where y lies: adding it rounds to the step.
-    exponent = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
+    # A number whose ulp is the format's step where y lies: adding it rounds to the step. The bits are y's, not |y|'s,
+    # which would be made for them first.
+    exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
     magic = (exponent + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
-    return (a + magic) - magic
+    return (tl.abs(y) + magic) - magic
 
 
 @triton.jit

@@ -18,46 +18,51 @@ def _exp(x):
 
 @triton.jit
 def _load(at, c, columns, room, cap, CAP: tl.constexpr, MASKED: tl.constexpr):
-    """(float32 logits after the soft cap, the tanh in it) at columns c; -infinity outside the row."""
+    """(float32 logits after the soft cap, (1 - tanh) / 2 of the tanh in it) at columns c; -infinity outside the row."""
     v = tl.load(at + c, mask=c < room, other=0.0).to(tl.float32) if MASKED else tl.load(at + c).to(tl.float32)
-    t = v
+    r = v
     if CAP:
         # tanh by one exponential, which overflows to the right limit; a reciprocal as the square of an inverse root.
         r = tl.rsqrt(tl.exp2(v * (2.0 * _LOG2E / cap)) + 1.0)
-        t = 1.0 - 2.0 * r * r
-        v = cap * t
+        r = r * r
+        v = tl.fma(r, -2.0 * cap, cap)
     if MASKED:
         v = tl.where(c < columns, v, float("-inf"))
-    return v, t
+    return v, r
 
 
 @triton.jit
 def _first(at, c, m, s, total, columns, room, cap, CAP: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr):
-    """The running maximum, sum of exponentials below it, and mean of the logits, with one block more."""
+    """The running maximum, sum of exponentials below it, and parts of the logits' mean, with one block more."""
     v, _ = _load(at, c, columns, room, cap, CAP, MASKED)
     top = tl.maximum(m, tl.max(v, 0))
     # Nothing but -infinity so far: any finite number will do.
     base = tl.where(top == float("-inf"), 0.0, top)
     s = s * _exp(m - base) + tl.sum(_exp(v - base), 0)
     if SMOOTHING:
-        total += tl.sum((tl.where(c < columns, v, 0.0) if MASKED else v) * (1.0 / columns), 0)
+        total = tl.fma(tl.where(c < columns, v, 0.0) if MASKED else v, 1.0 / columns, total)
     return top, s, total
 
 
 @triton.jit
-def _second(
-    at, c, target, m, log_s, rise, hit, even, scale, columns, room, cap, CAP: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """The gradient of one block in place of its logits."""
-    v, t = _load(at, c, columns, room, cap, CAP, MASKED)
-    d = _exp((v - m) - log_s) * rise - even - tl.where(c == target, hit, 0.0)
-    if CAP:
-        d = d * (1.0 - t * t)
-    d = (d * scale).to(at.dtype.element_ty)
+def _second(at, c, m, log_s, rise, even, columns, room, cap, CAP: tl.constexpr, MASKED: tl.constexpr):
+    """The gradient of one block in place of its logits, as if the target were in none."""
+    v, r = _load(at, c, columns, room, cap, CAP, MASKED)
+    d = _gradient(v, r, m, log_s, rise, even, CAP).to(at.dtype.element_ty)
     if MASKED:
         tl.store(at + c, d, mask=c < room)
     else:
         tl.store(at + c, d)
+
+
+@triton.jit
+def _gradient(v, r, m, log_s, rise, less, CAP: tl.constexpr):
+    """rise times the softmax of v, and less: times the derivative of the soft cap."""
+    d = tl.fma(tl.exp2(tl.fma(v - m, _LOG2E, log_s * -_LOG2E)), rise, -less)
+    if CAP:
+        # 1 - tanh squared.
+        d = d * tl.fma(r * -4.0, r, r * 4.0)
+    return d
 
 
 @triton.jit
@@ -86,18 +91,21 @@ def cross_entropy(
     else:
         known = (target >= 0) & (target < columns)
         # Read before anything is overwritten: the reductions below hold the threads together.
-        right, _ = _load(at, tl.where(known, target, 0), columns, room, cap, CAP, False)
+        right, r = _load(at, tl.where(known, target, 0), columns, room, cap, CAP, False)
+        own = right
         right = tl.where(known, right, float("nan"))
         m = float("-inf")
         s = 0.0
         total = 0.0
+        if SMOOTHING:
+            total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, columns, BLOCK):
             m, s, total = _first(at, start + c, m, s, total, columns, room, cap, CAP, SMOOTHING, RAGGED)
         # m + log_s is the logarithm of the sum; apart they lose nothing where logits are large.
         log_s = tl.log(s)
         loss = (m - right) + log_s
         if SMOOTHING:
-            loss = (1.0 - smoothing) * loss + smoothing * ((m - total) + log_s)
+            loss = (1.0 - smoothing) * loss + smoothing * ((m - tl.sum(total, 0)) + log_s)
         rise = 1.0
         if Z_LOSS:
             lse = m + log_s
@@ -108,9 +116,11 @@ def cross_entropy(
             scale = tl.where(known, 1.0, float("nan"))
             if weights is not None:
                 scale *= tl.load(weights + row)
-            hit = 1.0 - smoothing
-            even = smoothing / columns
-            # 32 bits, of which each logit's place is compared with half as many instructions.
-            own = tl.where(known, target, -1).to(tl.int32)
+            even = scale * (smoothing / columns)
+            rise *= scale
             for start in range(0, columns, BLOCK):
-                _second(at, start + c, own, m, log_s, rise, hit, even, scale, columns, room, cap, CAP, RAGGED)
+                _second(at, start + c, m, log_s, rise, even, columns, room, cap, CAP, RAGGED)
+            # The target's is written last, so that no other logit is compared with it.
+            d = _gradient(own, r, m, log_s, rise, even + scale * (1.0 - smoothing), CAP)
+            tl.debug_barrier()
+            tl.store(at + target, d.to(at.dtype.element_ty), mask=known)

@@ -12,12 +12,15 @@ from quaver.kernels.fused.norm import load_parameter, load_row, store_row
 def wide_norm(
     x, gamma, beta, y, q, mean, inverse, scale, top, factor, work,
     rows, columns, stride, q_stride, programs, eps, share,
-    BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr, MODE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr, CODES: tl.constexpr,
+    BN: tl.constexpr, STEPS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, CENTRED: tl.constexpr,
+    MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """`quaver.kernels.fused.norm.norm` over any number of columns; MODE "none", "amax" or "tensor"."""
+    """`quaver.kernels.fused.norm.norm` over any number of columns; MODE "none", "amax" or "tensor".
+
+    STEPS: blocks of BN that a row has, known where statistics are taken, so that all of them are loaded at once.
+    """
     first = tl.program_id(0)
-    m = tl.zeros([BN], tl.int32)
+    m = tl.zeros([BN], tl.float32)
     e = 1.0
     if MODE == "tensor":
         e = tl.load(factor)
@@ -25,18 +28,18 @@ def wide_norm(
         middle = 0.0
         if CENTRED:
             total = tl.zeros([BN], tl.float32)
-            for begin in range(0, columns, BN):
-                c = tl.max_contiguous(begin + tl.arange(0, BN), VECTOR)
+            for step in range(STEPS):
+                c = tl.max_contiguous(step * BN + tl.arange(0, BN), VECTOR)
                 total += load_row(x, row, c, columns, stride, EVEN)
             middle = tl.sum(total, 0) * share
             tl.store(mean + row, middle)
         squares = tl.zeros([BN], tl.float32)
-        for begin in range(0, columns, BN):
-            c = tl.max_contiguous(begin + tl.arange(0, BN), VECTOR)
+        for step in range(STEPS):
+            c = tl.max_contiguous(step * BN + tl.arange(0, BN), VECTOR)
             v = load_row(x, row, c, columns, stride, EVEN) - middle
             if not EVEN:
                 v = tl.where(c < columns, v, 0.0)
-            squares += v * v
+            squares = tl.fma(v, v, squares)
         f = tl.rsqrt(tl.sum(squares, 0) * share + eps)
         tl.store(inverse + row, f)
         for begin in range(0, q_stride, BN):
@@ -55,12 +58,13 @@ def wide_norm(
                 v = rounded.to(tl.float32)
                 if not EVEN:
                     v = tl.where(c < columns, v, 0.0)
-                m = tl.maximum(m, magnitude_bits(v))
+                # Keeps NaN; no bytes change threads here (triton-lang/triton#11111).
+                m = tl.maximum(m, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
             if q is not None:
                 codes = encode(v * e, CODES, INTEGERS).to(q.dtype.element_ty, bitcast=True)
                 store_row(q, codes, row, c, q_stride, q_stride, EVEN)
     if MODE != "none":
-        note_amax(work, flushed(tl.max(m, 0)), programs, top, scale, e, MODE == "tensor", POWER_OF_TWO)
+        note_amax(work, flushed(tl.max(magnitude_bits(m), 0)), programs, top, scale, e, MODE == "tensor", POWER_OF_TWO)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ within a thread, whichever way x lies.
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.hadamard import rotate
+from quaver.kernels.bits.hadamard import rotate, turned
 from quaver.kernels.bits.numbers import (
     INFINITY_BITS,
     NAN_BITS,
@@ -16,7 +16,6 @@ from quaver.kernels.bits.numbers import (
     encode,
     encode_factor,
     flushed,
-    magnitude_bits,
     note_amax,
     power_of_two,
 )
@@ -26,6 +25,7 @@ from quaver.kernels.bits.swizzle import swizzled
 #: What a tensor factor brings the largest element to: 2688 = 1.3125 × 2**11.
 LARGEST = tl.constexpr(2688.0)
 SIXTH = tl.constexpr(1 / 6)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -42,14 +42,14 @@ def tensor_factor(bits, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale):
-    """1 / scale of positive E4M3 values, correctly rounded: eight mantissas, and an exponent to turn over."""
-    bits = scale.to(tl.int32, bitcast=True)
-    m = bits >> 20
-    odd, second, third = (m & 1) != 0, (m & 2) != 0, (m & 4) != 0
-    low = tl.where(second, tl.where(odd, 0x3F3A2E8C, 0x3F4CCCCD), tl.where(odd, 0x3F638E39, 0x3F800000))
-    high = tl.where(second, tl.where(odd, 0x3F088889, 0x3F124925), tl.where(odd, 0x3F1D89D9, 0x3F2AAAAB))
-    inverse = tl.where(third, high, low) - ((bits & 0x7F800000) - 0x3F800000)
-    return inverse.to(tl.float32, bitcast=True)
+    """1 / scale of positive E4M3 values, correctly rounded; not a number for 0.
+
+    A step of Newton's squares the error of a rough reciprocal, and none of the eight mantissas has one that lies within
+    2**-30 of a tie.
+    """
+    root = tl.rsqrt(scale)
+    rough = root * root
+    return tl.fma(rough, tl.fma(scale * -1.0, rough, 1.0), rough)
 
 
 @triton.jit
@@ -58,69 +58,81 @@ def block_scale(bits, big, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr):
 
     A factor that is no POWER_OF_TWO takes Transformer Engine's order, 1 / (scale × (1 / factor)).
     """
-    code = encode(flushed(bits).to(tl.float32, bitcast=True) * (big * SIXTH), tl.float8e4nv, INTEGERS)
+    # A power of two is at most 2**100, by which subnormals stay far below half the smallest code.
+    amax = bits if POWER_OF_TWO else flushed(bits)
+    code = encode(amax.to(tl.float32, bitcast=True) * (big * SIXTH), tl.float8e4nv, INTEGERS)
     scale = decoded(code, tl.float8e4nv, INTEGERS)
     if POWER_OF_TWO:
-        e = big * reciprocal(scale)
+        # At most 2**109.
+        e = tl.where(code == 0, 0.0, big * reciprocal(scale))
     else:
         inverse = tl.div_rn(big * 0.0 + 1.0, big)
-        e = tl.div_rn(scale * 0.0 + 1.0, tl.where(code == 0, 1.0, scale) * inverse)
-    e = e.to(tl.int32, bitcast=True)
-    e = tl.where(code == 0, 0, tl.minimum(e, INFINITY_BITS - 1))
-    e = tl.where(bits > INFINITY_BITS, NAN_BITS, e).to(tl.float32, bitcast=True)
+        e = tl.div_rn(scale * 0.0 + 1.0, tl.where(code == 0, 1.0, scale) * inverse).to(tl.int32, bitcast=True)
+        e = tl.where(code == 0, 0, tl.minimum(e, INFINITY_BITS - 1)).to(tl.float32, bitcast=True)
     return tl.where(bits < INFINITY_BITS, code, 0x7F).to(tl.uint8), e
 
 
 @triton.jit
-def held(y):
-    """|y| held to 6, and the exponent bits of its stretch: steps are a half below 2, 1 below 4, 2 above."""
-    a = tl.minimum(tl.abs(y), 6.0)
-    return a, tl.maximum(a.to(tl.int32, bitcast=True), 0x3F800000) & 0x7F800000
-
-
-@triton.jit
-def nearest(y):
-    """The E2M1 code of |y| plus NEAREST_BIAS, int32: nearest, ties to even, saturating; 7 of a NaN."""
+def nearest(y, TIMES: tl.constexpr):
+    """The E2M1 code of |y| / TIMES plus NEAREST_BIAS, int32: nearest, ties to even, saturating; 7 of a NaN."""
     # A code is the least of three lines, 2 a, a + 2 and a / 2 + 4, and of 7. Each is added to a number whose ulp is 1,
     # in one rounding, which is a code's; rounding keeps the order, and so do the bits of positive numbers.
     a = tl.abs(y)
-    below_2 = tl.fma(a, 2.0, 12582912.0).to(tl.int32, bitcast=True)
-    below_4 = (a + 12582914.0).to(tl.int32, bitcast=True)
-    above = tl.fma(a, 0.5, 12582916.0).to(tl.int32, bitcast=True)
+    below_2 = tl.fma(a, 2.0 / TIMES, 12582912.0).to(tl.int32, bitcast=True)
+    below_4 = tl.fma(a, 1.0 / TIMES, 12582914.0).to(tl.int32, bitcast=True)
+    above = tl.fma(a, 0.5 / TIMES, 12582916.0).to(tl.int32, bitcast=True)
     return tl.minimum(tl.minimum(tl.minimum(below_2, below_4), above), NEAREST_BIAS + 7)
 
 
 @triton.jit
 def stochastic(y, word):
-    """The E2M1 code of |y| plus STOCHASTIC_BIAS, int32: up where a word's upper 24 bits are below the fraction.
-
-    In units of 2**-24 steps the value is rounded up to an integer; 2**24 - 1 less those bits then carry it over.
-    """
-    a, stretch = held(y)
-    scaled = a * (0x4C000000 - (stretch - 0x3F800000)).to(tl.float32, bitcast=True)
-    steps = tl.ceil(scaled).to(tl.int32)
-    return ((steps + ((word ^ 0xFFFFFFFF) >> 8).to(tl.int32)) >> 24) + (stretch >> 22)
+    """The E2M1 code of |y| in bits 28 to 30 of a uint32: up where a word's upper 24 bits are below the fraction."""
+    # In units of 2**-24 of a step of the code, rounded up to an integer. Of the same three lines the least, four bits
+    # further up; adding all that a word leaves of 2**24 - 1 carries over where the fraction is larger than the word.
+    a = tl.minimum(tl.abs(y), 6.0)
+    steps = tl.ceil(a * 33554432.0).to(tl.int32).to(tl.uint32, bitcast=True)
+    least = tl.minimum(tl.minimum(steps << 4, (steps << 3) + 0x20000000), (steps << 2) + 0x40000000)
+    return least + ((word ^ 0xFFFFFFFF) >> 4)
 
 
 #: Codes are larger by this until they are packed: it is subtracted from eight of them at once.
-NEAREST_BIAS, STOCHASTIC_BIAS = tl.constexpr(0x4B400000), tl.constexpr(254)
+NEAREST_BIAS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
 def flush(v):
-    """Subnormals to zeros of their sign."""
-    bits = v.to(tl.int32, bitcast=True)
-    small = (bits & 0x7FFFFFFF) < SMALLEST_NORMAL_BITS
-    return tl.where(small, bits & (-0x7FFFFFFF - 1), bits).to(tl.float32, bitcast=True)
+    """Subnormals to zeros."""
+    return tl.where(tl.abs(v) < SMALLEST_NORMAL, 0.0, v)
 
 
 @triton.jit
 def largest(v):
     """The bits of the largest magnitude of sixteen."""
-    top = magnitude_bits(v[0])
+    # Of those that are not negative one maximum finds the largest bits, of all another those of the negative ones.
+    top = v[0].to(tl.int32, bitcast=True)
+    far = v[0].to(tl.uint32, bitcast=True)
     for j in tl.static_range(1, 16):
-        top = tl.maximum(top, magnitude_bits(v[j]))
-    return top
+        top = tl.maximum(top, v[j].to(tl.int32, bitcast=True))
+        far = tl.maximum(far, v[j].to(tl.uint32, bitcast=True))
+    return tl.maximum(top, far.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+
+
+@triton.jit
+def quarter(bits):
+    """Bits of an amax of what `turned` gives to those of what `rotate` gives."""
+    return (bits.to(tl.float32, bitcast=True) * 0.25).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def rotation(v, FOUR: tl.constexpr):
+    """`rotate` of sixteen tensors and the bits of their largest magnitude; FOUR: the tensors four times as large."""
+    if FOUR:
+        v = turned(v)
+        bits = quarter(largest(v))
+    else:
+        v = rotate(v)
+        bits = largest(v)
+    return v, bits
 
 
 @triton.jit
@@ -132,10 +144,10 @@ def pack(word, y, code):
 
 
 @triton.jit
-def finish(word, bits, BIAS: tl.constexpr):
+def finish(word, bits):
     """Eight packed codes of blocks whose amaxes have these bits: int32. Where a block holds a NaN all are +6."""
     codes, signs = word
-    off: tl.constexpr = (BIAS * 0x11111111) % 2**32
+    off: tl.constexpr = (NEAREST_BIAS * 0x11111111) % 2**32
     both = (codes.to(tl.uint32, bitcast=True) - off) | (signs & 0x88888888)
     return tl.where(bits > INFINITY_BITS, 0x77777777, both.to(tl.int32, bitcast=True))
 
@@ -143,26 +155,32 @@ def finish(word, bits, BIAS: tl.constexpr):
 @triton.jit
 def quantized(
     v, bits, big, place, tensor_id, count, seed_low, seed_high,
-    STOCHASTIC: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, FOUR: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of sixteen tensors with amaxes of these bits to their scales' codes and two int32 of codes."""
+    """Blocks of sixteen tensors with amaxes of these bits to their scales' codes and two int32 of codes.
+
+    FOUR: the tensors are four times what is meant. Not where STOCHASTIC, when subnormals count as zeros.
+    """
     scale, e = block_scale(bits, big, POWER_OF_TWO, INTEGERS)
     place = (place >> 2) + (bits >> 31)
     words_of_codes = ()
     for half in tl.static_range(2):
-        word = (tl.zeros_like(bits), tl.zeros_like(bits).to(tl.uint32))
         if STOCHASTIC:
+            codes = tl.zeros_like(bits).to(tl.uint32)
             for i in tl.static_range(2):
                 words = philox(place + (2 * half + 1 - i), tensor_id, tl.load(count), seed_low, seed_high)
                 for j in tl.static_range(4):
-                    y = flush(v[8 * half + 7 - 4 * i - j]) * e
-                    word = pack(word, y, stochastic(y, words[3 - j]))
-            words_of_codes += (finish(word, bits, STOCHASTIC_BIAS),)  # type: ignore[assignment]
+                    x = v[8 * half + 7 - 4 * i - j]
+                    sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+                    codes = (codes << 4) | ((stochastic(flush(x) * e, words[3 - j]) | sign) >> 28)
+            both = codes.to(tl.int32, bitcast=True)
+            words_of_codes += (tl.where(bits > INFINITY_BITS, 0x77777777, both),)  # type: ignore[assignment]
         else:
+            word = (tl.zeros_like(bits), tl.zeros_like(bits).to(tl.uint32))
             for j in tl.static_range(8):
                 y = v[8 * half + 7 - j] * e
-                word = pack(word, y, nearest(y))
-            words_of_codes += (finish(word, bits, NEAREST_BIAS),)  # type: ignore[assignment]
+                word = pack(word, y, nearest(y, 4 if FOUR else 1))
+            words_of_codes += (finish(word, bits),)  # type: ignore[assignment]
     return scale, words_of_codes[0], words_of_codes[1]  # type: ignore[misc]
 
 
@@ -205,16 +223,17 @@ def load_along(x, r, g, rows, columns, stride, BM: tl.constexpr, BG: tl.constexp
 
 
 @triton.jit
-def load_down(x, g, c, rows, columns, stride, EVEN: tl.constexpr):
-    """Sixteen float32 [BG, BN]: elements of the groups g of sixteen rows, in columns c."""
+def load_down(x, g, c, rows, columns, stride, EVEN: tl.constexpr, WHOLE: tl.constexpr = False):
+    """Sixteen float32 [BG, BN]: elements of the groups g of sixteen rows, in columns c. WHOLE: no group ends early."""
     v = ()
+    first = x + (16 * g)[:, None].to(tl.int64) * stride + c[None, :]
     for j in tl.static_range(16):
-        r = 16 * g + j
-        at = x + r[:, None].to(tl.int64) * stride + c[None, :]
+        at = first + j * stride.to(tl.int64)
         if EVEN:
             row = tl.load(at)
         else:
-            row = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < columns), other=0.0)
+            last = 16 * g if WHOLE else 16 * g + j
+            row = tl.load(at, mask=(last[:, None] < rows) & (c[None, :] < columns), other=0.0)
         v += (widen(row),)  # type: ignore[assignment]
     return v
 
@@ -237,7 +256,7 @@ def rotated_amax(
         r = down * BM + tl.arange(0, BM)
         g = right * (BN // 16) + tl.arange(0, BN // 16)
         v = load_along(x, r, g, rows, columns, stride, BM, BN // 16, EVEN)
-    bits = flushed(tl.max(largest(rotate(v)), None))
+    bits = flushed(quarter(tl.max(largest(turned(v)), None)))
     note_amax(work, bits, programs, out, None, None, False, False)
 
 
@@ -287,15 +306,19 @@ def nvfp4_along(
     g = right * BG + tl.arange(0, BG)
     big = tensor_level(top, factor, POWER_OF_TWO)
     v = load_along(x, r, g, rows, columns, stride, BM, BG, EVEN)
+    FOUR: tl.constexpr = HADAMARD and not STOCHASTIC
     if HADAMARD:
-        v = rotate(v)
-    bits = largest(v)
+        v, bits = rotation(v, FOUR)
+    else:
+        bits = largest(v)
     if SQUARE:
         shared = tl.max(tl.reshape(bits, [BM // 16, 16, BG]), 1)[:, None, :]
         bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
     place = r[:, None].to(tl.int64) * k + 16 * g[None, :]
     tensor_id, low, high = whole_word(id0, id1), whole_word(seed0, seed1), whole_word(seed2, seed3)
-    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, POWER_OF_TWO, INTEGERS)
+    scale, w0, w1 = quantized(
+        v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, FOUR, POWER_OF_TWO, INTEGERS
+    )
     c4 = right * (2 * BG) + tl.arange(0, 2 * BG)
     at = q + r[:, None].to(tl.int64) * q_stride4 + c4[None, :]
     if EVEN:
@@ -325,15 +348,19 @@ def nvfp4_down(
     c = right * BN + tl.arange(0, BN)
     big = tensor_level(top, factor, POWER_OF_TWO)
     v = load_down(x, g, c, rows, columns, stride, EVEN)
+    FOUR: tl.constexpr = HADAMARD and not STOCHASTIC
     if HADAMARD:
-        v = rotate(v)
-    bits = largest(v)
+        v, bits = rotation(v, FOUR)
+    else:
+        bits = largest(v)
     if SQUARE:
         shared = tl.max(tl.reshape(bits, [BG, BN // 16, 16]), 2)[:, :, None]
         bits = tl.reshape(tl.broadcast_to(shared, [BG, BN // 16, 16]), [BG, BN])
     place = c[None, :].to(tl.int64) * k + 16 * g[:, None]
     tensor_id, low, high = whole_word(id0, id1), whole_word(seed0, seed1), whole_word(seed2, seed3)
-    scale, w0, w1 = quantized(v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, POWER_OF_TWO, INTEGERS)
+    scale, w0, w1 = quantized(
+        v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, FOUR, POWER_OF_TWO, INTEGERS
+    )
     r4 = down * (2 * BG) + tl.arange(0, 2 * BG)
     at = qt + c[:, None].to(tl.int64) * qt_stride4 + r4[None, :]
     if EVEN:

@@ -137,6 +137,7 @@ def _forward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtype
     constants = {
         **_shape_constants(spec, dim, features, q.device),
         "TURNED": turned,
+        "HALF": spec.input.per_tensor,
         "BM": bm,
         "BN": bn,
         "STAGES": _stages(q.device),
@@ -177,7 +178,7 @@ def _backward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
     blocks = [_blocks(spec.input, x) for x in (q_scale, k_scale, v_scale)]
     apart, numbers = _apart(hidden), (scale * LOG2_E, scale)
     bm, bn, warps = ROWS
-    of_rows = {**constants, "TURNED": kt is not None, "BM": bm, "BN": bn}
+    of_rows = {**constants, "TURNED": kt is not None, "HALF": spec.input.per_tensor and by_head, "BM": bm, "BN": bn}
     kt_given = (k, k_scale) if kt is None else (kt, kt_scale)
     tensors = (
         *(q, q_scale, k, k_scale, v, v_scale, *kt_given, do, do_scale, runs, hidden, logsumexp, delta, shift, tops, dq),

@@ -129,7 +129,8 @@ def _forward_pass(
     share = 1.0 / columns
     if columns > WIDEST:
         constants |= {"POWER_OF_TWO": form["POWER_OF_TWO"], "INTEGERS": form["INTEGERS"]}
-        constants |= {"BN": WIDE_BLOCK, "EVEN": q_stride == columns and columns % WIDE_BLOCK == 0}
+        constants |= {"BN": WIDE_BLOCK, "STEPS": -(-columns // WIDE_BLOCK)}
+        constants["EVEN"] = q_stride == columns and columns % WIDE_BLOCK == 0
         wide = (rows, columns, stride, q_stride, programs, float(eps), share)
         launch = Launch(wide_norm, (programs,), tensors, wide, constants, 16)
     else:

@@ -2,8 +2,8 @@
 
 Versions 3.6 to 3.9 round ties away from zero on the way to FP8, drop the carry into the exponent, turn NaN into a
 number, and truncate float32 to bf16 (triton-lang/triton#11897); with numpy 2.4 and later a loop whose bound is computed
-fails. Products of bf16 are taken of the bits, as whole numbers. `mend` replaces the conversion by torch's, saturating
-as `cvt.rn.satfinite` does, and multiplies in float32.
+fails. Products of bf16 are taken of the bits, as whole numbers, and `tl.fma` rounds twice. `mend` replaces the
+conversion by torch's, saturating as `cvt.rn.satfinite` does, multiplies in float32, and rounds `tl.fma` once.
 """
 
 import warnings
@@ -67,10 +67,18 @@ def mend() -> None:
             return x
         return interpreter.TensorHandle(convert(x.data, x.dtype.scalar, tl.float32, None).view(np.float32), tl.float32)
 
+    twice = builder.create_fma
+
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.dtype.scalar is not tl.float32:
+            return twice(self, x, y, z)
+        return interpreter.TensorHandle(_fused(x.data, y.data, z.data), tl.float32)
+
     builder.create_dot = dot
+    builder.create_fma = fma
     interpreter._convert_float = convert
     interpreter._patch_lang_tensor = patched
-    _mended.extend((original, patch_tensor, product))
+    _mended.extend((original, patch_tensor, product, twice))
 
 
 def run(
@@ -90,6 +98,19 @@ def run(
             fn[grid](*read, *numbers, **constants)
 
     return launch
+
+
+def _fused(x: Any, y: Any, z: Any) -> Any:
+    """x y + z of float32, rounded once: the product is exact in float64, whose sum is rounded to odd, so that the
+    rounding to float32 sees what was cut off (Boldo and Melquiond, IEEE Transactions on Computers 57, 2008)."""
+    product, term = x.astype(np.float64) * y, z.astype(np.float64)
+    total = np.asarray(product + term)
+    # What the sum lacks, exactly; not a number where the sum is none.
+    share = total - product
+    rest = (product - (total - share)) + (term - share)
+    bits = total.view(np.int64)
+    lost = np.isfinite(rest) & (rest != 0) & (bits & 1 == 0)
+    return (bits + np.where(lost, np.where((rest > 0) == (total > 0), 1, -1), 0)).view(np.float64).astype(np.float32)
 
 
 def _converted(data: Any, source: torch.dtype, target: torch.dtype, largest: float | None) -> Any:
