@@ -4,7 +4,7 @@ import statistics
 import subprocess
 import sys
 
-from benchmarks.measuring.figure import Case, Figure, at_most, exactly
+from benchmarks.measuring.figure import Case, Figure, Target, at_most, exactly
 
 ROUNDS = 5
 #: Seconds of one import, after torch.
@@ -20,7 +20,7 @@ def run(program: str) -> float:
 
 
 def measure(quick: bool) -> list[Figure]:
-    modules = {"quaver.torch": at_most(0.3), "torchao.float8": None}
+    modules: dict[str, Target | None] = {"quaver.torch": at_most(0.3)} | ({} if quick else {"torchao.float8": None})
     times: dict[str, list[float]] = {module: [] for module in modules}
     for number in range(1 if quick else ROUNDS + 1):
         for module, own in times.items():
