@@ -6,7 +6,9 @@ own: that of ordinary runs lies beside the tests.
 """
 
 import ast
+import atexit
 import importlib
+import shutil
 import sys
 import tempfile
 from typing import Any
@@ -40,6 +42,7 @@ class Computed(ast.NodeTransformer):
 def assert_nothing() -> None:
     """In tests that are imported from now on."""
     sys.pycache_prefix = tempfile.mkdtemp(prefix="asserts-nothing-")
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
     rewrite.rewrite_asserts = lambda module, *_, **__: Computed().visit(module)
     pytest.register_assert_rewrite("tests")
     homes = {**COMPARING, **{importlib.import_module(name): () for name in OURS}}
