@@ -265,6 +265,17 @@ def _gemm(
     return [*rows, _row(f"{name} GEMM", _accumulation(spec.fast_accum, reasons, a.device), reasons)]
 
 
+def fprop_runs(recipe: Recipe, k: int, n: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The name of what runs fprop's GEMM of a layer of these features."""
+    gemm = recipe.fprop
+    if gemm.a is None or gemm.b is None or dtype not in ops.DTYPES:
+        return "torch"
+    # Nothing reads them: one element stands for a large weight.
+    x, w = (torch.empty(1, dtype=dtype, device=device).expand(rows, k) for rows in (16, n))
+    reasons = ops.MATMUL.explain(_hollow(x, gemm.a), _hollow(w, gemm.b), dtype, None, gemm.fast_accum)
+    return next((name for name, why in reasons if not why), "nothing")
+
+
 def _accumulation(fast: bool, reasons: list[tuple[str, str]], device: torch.device) -> str:
     """How the GEMM that runs adds up."""
     runs = next((name for name, why in reasons if not why), "")
