@@ -6,6 +6,7 @@
 import copy
 import itertools
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -235,6 +236,8 @@ class Linear(Quantizable, nn.Linear):
                     return y
         if not casting:
             return apply(setup, x, weight, bias)[0]
+        if x is not input:
+            setup = setup._replace(source=weakref.ref(input))
         with ops.without_autocast(device):
             return apply(setup, x, weight, bias)[0]
 

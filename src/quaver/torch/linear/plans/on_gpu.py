@@ -56,6 +56,8 @@ class Delayed(NamedTuple):
     version: int
     history: Tensor
     address: int
+    #: The host does not know it.
+    of_input: None = None
 
     def in_backward(self, layer: nn.Module, g: Tensor) -> "Delayed":
         history, newest = layer._buffers["history"], self.newest
