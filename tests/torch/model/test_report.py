@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.linear.layer import Quantizable
 from tests.torch.model.families import tiny, tokens
 
 
@@ -209,7 +208,8 @@ def test_weights_of_other_kinds_compute_in_eight_bits_and_are_not_stored_so() ->
     assert model(input_ids=x, labels=x).loss.isfinite()
 
 
-def test_a_weight_that_is_sharded_where_it_multiplies_is_a_sentence() -> None:
+@pytest.mark.parametrize("kind", ["experts", "linear", "conv1d"])
+def test_a_weight_that_is_sharded_where_it_multiplies_is_a_sentence(kind: str) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -218,12 +218,18 @@ def test_a_weight_that_is_sharded_where_it_multiplies_is_a_sentence() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))
-        model = tiny("mixtral")
+        model = tiny("gpt2" if kind == "conv1d" else "mixtral")
         qt.convert(model, "mxfp8")
-        layer: Any = next(m for m in model.modules() if isinstance(m, Quantizable) and not isinstance(m, nn.Linear))
-        layer.down_proj = nn.Parameter(distribute_tensor(layer.down_proj.data, mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match=r"experts multiplies by a weight that is sharded over .*fully_shard"):
-            layer(torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2))
+        layer: Any = {
+            "experts": lambda: model.model.layers[0].mlp.experts,
+            "linear": lambda: model.model.layers[0].self_attn.q_proj,
+            "conv1d": lambda: model.transformer.h[0].mlp.c_fc,
+        }[kind]()
+        weight = "down_proj" if kind == "experts" else "weight"
+        setattr(layer, weight, nn.Parameter(distribute_tensor(getattr(layer, weight).data, mesh, [Shard(0)])))
+        routing = (torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2)) if kind == "experts" else ()
+        with pytest.raises(ValueError, match=r"multiplies by a weight that is sharded over .*fully_shard"):
+            layer(torch.randn(3, 64), *routing)
     finally:
         dist.destroy_process_group()
 

@@ -167,6 +167,33 @@ def test_4_a_parametrized_weight_is_no_error(kind: str) -> None:
     assert_bitwise(module(x), before)
 
 
+def test_4_an_older_weight_norm_is_no_error() -> None:
+    for make in (KINDS["linear"], KINDS["conv1d"]):
+        module = make()
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            nn.utils.weight_norm(module)
+        x = torch.randn(3, 64)
+        before = module(x)
+        report = qt.convert(module, "mxfp8")
+        assert report.share == 1 and report.converted_parameters >= 64 * 64
+        module(x).sum().backward()
+        assert module.weight_g.grad.any() and module.weight_v.grad.any()  # type: ignore[union-attr, operator]
+        assert qt.explain(nn.Sequential(module), x)
+        qt.revert(module)
+        assert_bitwise(module(x), before)
+
+
+def test_4_a_class_whose_forward_changes_is_asked_again() -> None:
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight, self.bias)
+
+    assert qt.convert(Own(64, 64), "mxfp8").converted
+    Own.forward = lambda self, x: 2 * F.linear(x, self.weight, self.bias)  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="Own has a forward of its own"):
+        qt.convert(Own(64, 64), "mxfp8")
+
+
 def test_4_a_subclass_of_another_forward_is_never_replaced() -> None:
     class Adapted(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -196,8 +196,10 @@ class Linear(Quantizable, nn.Linear):
             if training and not compiling and state.weights is not None:
                 kept_weights.look(self, weight)
             return F.linear(input, weight, bias)
-        if weight.__class__ is not nn.Parameter and not compiling and is_foreign(weight):
-            raise ValueError(foreign_sentence(self, weight))
+        if weight.__class__ is not nn.Parameter and not compiling:
+            if is_foreign(weight):
+                raise ValueError(foreign_sentence(self, weight))
+            refuse_sharded(self, weight)
         plan: direct.Plan | None = None
         if training and not compiling:
             key = direct.facts(input.shape, input, weight, bias, recipe)
@@ -265,6 +267,21 @@ def foreign_sentence(layer: Linear, weight: Tensor) -> str:
         "another library quantizes (torchao's quantize_ does so); call quaver.torch.revert(model) before it, since one "
         "of the two can quantize a layer, not both"
     )
+
+
+def refuse_sharded(layer: nn.Module, weight: Tensor) -> None:
+    """Refuse a weight that is still sharded where it is multiplied by.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is not None:
+        name = layer.__dict__.get("qualified_name") or type(layer).__name__
+        raise ValueError(
+            f"{name} multiplies by a weight that is sharded over {mesh}, and recipes quantize whole ones: leave "
+            "the layer out with convert(skip=[...]), or wrap it with fully_shard, which gathers its weights before it runs"
+        )
 
 
 _warned: set[str] = set()

@@ -217,7 +217,7 @@ def _products(part: Quantizable, name: str, x: Tensor) -> dict[str, Explanation]
     """Of a converted module that is no nn.Linear: its product, or of experts the first and the second."""
     kind = kind_of(part)
     assert kind is not None
-    (k, n), experts, dtype = kind.sizes(part), kind.experts(part), kind.weights(part)[0].dtype
+    (k, n), experts, dtype = kind.sizes(part), kind.experts(part), next(part.parameters()).dtype
     if not experts:
         alike = Linear(k, n, bias=False, device="meta", dtype=dtype, recipe=part.recipe)
         return {name: _linear(alike, x.new_empty(*x.shape[:-1], k))}

@@ -48,8 +48,12 @@ def _own(module: nn.Module, *names: str) -> list[nn.Parameter]:
         holder = module.get_submodule(".".join(inside))
         if is_parametrized(holder, last):
             weights += [p for p in holder.parametrizations[last].parameters() if p.dim() > 1]  # type: ignore[index, union-attr]
-        elif (parameter := holder._parameters.get(last)) is not None:
-            weights.append(parameter)
+        else:
+            # Older kinds of normalization make it of `weight_g` and `weight_v`.
+            named = [
+                p for n, p in holder._parameters.items() if p is not None and n in (last, f"{last}_g", f"{last}_v")
+            ]
+            weights += [p for p in named if p.dim() > 1]
     return weights
 
 

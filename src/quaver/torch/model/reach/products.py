@@ -9,7 +9,7 @@ from torch import Tensor
 from quaver.core.spec import Recipe
 from quaver.torch.linear.entrance import GIVEN, Setup
 from quaver.torch.linear.function import Projections, apply
-from quaver.torch.linear.layer import Quantizable
+from quaver.torch.linear.layer import Quantizable, refuse_sharded
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state.buffers import prepare
@@ -49,21 +49,6 @@ def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None,
     with ops.without_autocast(device):
         (y,) = apply(setup, x, weight, bias)
     return y
-
-
-def refuse_sharded(module: Quantizable, *weights: Tensor) -> None:
-    """Refuse weights that are still sharded where they are multiplied by.
-
-    Raises:
-        ValueError: with what to do.
-    """
-    for weight in weights:
-        if weight.__class__.__name__ == "DTensor" or type(weight.data).__name__ == "DTensor":
-            raise ValueError(
-                f"{described(module)} multiplies by a weight that is sharded over {weight.device_mesh}, and the recipe "  # type: ignore[attr-defined]
-                "quantizes whole ones: leave the module out with convert(skip=[...]), or wrap it with fully_shard, "
-                "which gathers its weights before it runs"
-            )
 
 
 def described(module: Quantizable) -> str:

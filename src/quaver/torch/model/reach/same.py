@@ -30,7 +30,7 @@ def computes_a_linear(module: nn.Linear) -> bool:
         return False
     own = {name: value for name, value in module.__dict__.items() if name not in _OF_ALL}
     try:
-        key = (kind, module._parameters["bias"] is None, tuple(sorted(own.items())))
+        key = (kind, kind.forward, module._parameters["bias"] is None, tuple(sorted(own.items())))
         known = _computes.get(key)
     except (KeyError, TypeError):
         # It is parametrized, or has attributes that are no key.
