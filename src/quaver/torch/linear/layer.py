@@ -280,7 +280,7 @@ def refuse_sharded(layer: nn.Module, weight: Tensor) -> None:
         name = layer.__dict__.get("qualified_name") or type(layer).__name__
         raise ValueError(
             f"{name} multiplies by a weight that is sharded over {mesh}, and recipes quantize whole ones: leave "
-            "the layer out with convert(skip=[...]), or wrap it with fully_shard, which gathers its weights before it runs"
+            "the layer out with convert(skip=[...]), or wrap it with fully_shard, which gathers it first"
         )
 
 

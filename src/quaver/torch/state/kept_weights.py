@@ -64,10 +64,13 @@ class _Window:
 
     def holds(self, weight: Tensor) -> bool:
         """Whether nothing says that the weight has changed since."""
-        parameter = weight if self.parameter == id(weight) else _parameter(weight)
+        parameter = weight
+        if self.parameter != id(weight):
+            parameter = _parameter(weight)
+            if self.parameter != id(parameter):
+                return False
         if (
-            self.parameter != id(parameter)
-            or self.version != weight._version
+            self.version != weight._version
             or self.address != weight.data_ptr()
             or self.place != storage_id(weight.untyped_storage())
         ):
