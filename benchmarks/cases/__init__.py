@@ -1,6 +1,6 @@
 """The registry of cases: a new one is a file and a line here; how to measure is not said here."""
 
-from benchmarks.cases.blocks import attention_noise, block_gradients, block_memory, block_speed
+from benchmarks.cases.blocks import attention_noise, block_gradients, block_memory, block_speed, model_memory
 from benchmarks.cases.host import host_cost, imports
 from benchmarks.cases.linear import frozen, jax_speed, memory, noise, speed
 
@@ -19,6 +19,7 @@ CASES = (
     memory.SILU_MLP,
     block_memory.TOTALS,
     block_memory.SHARES,
+    model_memory.CASE,
     block_gradients.CASE,
     frozen.CASE,
     host_cost.CASE,

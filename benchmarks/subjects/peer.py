@@ -25,10 +25,13 @@ def silence() -> Iterator[None]:
         logging.disable(before)
 
 
-def convert(model: nn.Module, recipe: str) -> nn.Module:
-    """Swap the linear layers of a model for torchao's, emulated; a bare nn.Linear is returned converted."""
+def convert(model: nn.Module, recipe: str, skip: str = "") -> nn.Module:
+    """Swap the linear layers of a model for torchao's, emulated, but for one of a name; a bare nn.Linear is returned
+    converted."""
     with silence():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-        return convert_to_float8_training(model, config=config)
+        return convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda _, name: name != skip or not skip
+        )

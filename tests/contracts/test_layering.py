@@ -87,6 +87,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.torch.blocks.attention": (
         *("inputs", "implementations", "op", "dot_product", "explanation", "rope", "cache", "multihead"),
     ),
+    "quaver.torch.model": (
+        *("matrices", "attention_modules", "reach", "explanation", "report", "conversion", "freezing", "graph"),
+        "quantized_weights",
+    ),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
     "quaver.train": (
         *("files", "configuration", "data", "records", "learning", "running", "showing", "commands", "__main__"),

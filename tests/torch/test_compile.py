@@ -17,6 +17,7 @@ from quaver.core.costs.ledger import saved_bytes
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.linear import layer as linear_module
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
 from quaver.torch.operations.flattening import flat
 from quaver.torch.state.history import amax
 from tests.close import assert_bitwise, assert_close
@@ -431,6 +432,63 @@ def test_backward_keeps_eight_bits(name: str) -> None:
     # The compiler may keep a weight's codes for dgrad, as eager mode does from step to step.
     weights = sum(p.numel() for p in net.parameters()) * recipe.fprop.b.format.stored_bits // 8 * 17 // 16
     assert saved <= (0.30 * plain if recipe.wgrad.b.format.packed else 0.52 * plain + scales) + weights
+
+
+class Siblings(nn.Module):
+    """Three layers of one input and one of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (qt.Linear(64, n, bias=False) for n in (32, 16, 16))
+        self.out = qt.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 0.37
+        y: Tensor = self.out(torch.relu(torch.cat([self.q(h), self.k(h), self.v(h)], -1)))
+        return y
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "nvfp4"])
+def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no weight's codes are kept, which quantizing them again in backward saves."""
+    net, recipe, done = Siblings(), recipes.get(name), []
+    eager, codes = copy.deepcopy(net), []
+    quantize = ops.QUANTIZE.eager
+
+    def counting(x: Tensor, *args: Any) -> Quantized:
+        done.append(tuple(x.shape))
+        return quantize(x, *args)
+
+    def pack(t: Tensor) -> Tensor:
+        if t.itemsize == 1 and t.dtype is not torch.bool:
+            codes.append(t)
+        return t
+
+    step = autocast_outside(net, name, True, WITHOUT_CODE)
+    # The first step of a layer that keeps state is another graph.
+    for i in range(2):
+        x = (torch.randn(40, 64) * (i + 1)).requires_grad_()
+        other = x.detach().clone().requires_grad_()
+        done.clear()
+        codes.clear()
+        with monkeypatch.context() as patched, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            patched.setattr(ops.QUANTIZE, "eager", counting)
+            y = step(x)
+            forward = len(done)
+            y.square().sum().backward()
+        with qt.autocast(name):
+            expected = eager(other)
+        expected.square().sum().backward()
+        assert_bitwise(y, expected)
+        assert_bitwise(x.grad, other.grad)
+    # Under delayed scaling each layer's factor is a tensor of its own.
+    inputs = 4 if recipe.delayed is not None else 2
+    ways = 1 + (recipe.wgrad.b is not None and not recipe.plan.input)
+    assert forward == inputs * ways + 4
+    of_weights = {tuple(t.shape) for p in net.parameters() for t in (p, p.t())}
+    assert not [t.shape for t in codes if tuple(t.shape) in of_weights]
+    if recipe.wgrad.b is not None:
+        assert len({t.untyped_storage().data_ptr() for t in codes if t.numel() >= 40 * 64 // 2}) == inputs
 
 
 def test_float64_stays_one_graph() -> None:

@@ -6,7 +6,6 @@ if find_spec("torch") is None:
     sentence = "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"
     raise ModuleNotFoundError(sentence, name="torch")
 
-from quaver.core.converting.conversion import Report
 from quaver.torch.blocks.activation import ACTIVATIONS, activate
 from quaver.torch.blocks.attention import DotProductAttention
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
@@ -31,6 +30,7 @@ from quaver.torch.model.quantized_weights import (
     quantize_weights,
     quantized_init,
 )
+from quaver.torch.model.report.report import Report
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import dequantize, matmul, quantize
 from quaver.torch.operations.ops import only

@@ -281,17 +281,20 @@ def test_each_layer_left_alone_has_its_reason() -> None:
     rules = Rules(
         [
             Rule(pattern="untouched", recipe=None),
+            Rule(pattern="attention", recipe=None),
             Rule(recipe="mxfp8", min_in_features=16),
             Rule(pattern="lazy", recipe="mxfp8"),
         ]
     )
-    with pytest.warns(UserWarning, match="reached less than half"):
+    little, unknown = (pytest.warns(UserWarning, match=m) for m in ("reached less than half", "name that fits 'tail'"))
+    with little, unknown:
         report = qt.convert(model, rules, skip=["head", "tail"])
     assert list(report.converted) == ["good"]
-    # untouched, small and head by choice; the attention's four matrices, odd and replaced are out of reach.
+    # untouched, small, head and three matrices of the attention by choice; its fourth, odd and replaced out of reach.
     counted = report.converted_parameters, report.chosen_parameters, report.unreached_parameters
-    assert counted == (256, 256 + 64 + 176, 1024 + 512)
+    assert counted == (256, 256 + 64 + 176 + 768, 256 + 512)
     assert report.skipped == {
+        "attention": "rule 'attention' leaves it untouched",
         "attention.out_proj": "nn.MultiheadAttention reads its weight without calling it",
         "lazy": "its weight has no shape yet; run one forward first",
         "odd": "it has a buffer 'count' of its own",
@@ -306,6 +309,8 @@ def test_each_layer_left_alone_has_its_reason() -> None:
     model["attention"](*[torch.randn(3, 2, 16)] * 3)
     model["lazy"](torch.randn(2, 16))
     assert list(qt.convert(model, rules, skip=["head", "attention*", "odd"]).converted) == ["lazy", "good"]
+    report = qt.convert(model, "mxfp8", skip=["odd", "replaced"])
+    assert "attention" in report.converted and "attention.out_proj" in report.converted
 
 
 def test_a_model_that_is_itself_a_linear_is_converted_and_reverted() -> None:
@@ -355,7 +360,8 @@ def test_rules_choose_recipes_by_name_and_size_and_unused_ones_are_reported() ->
             Rule(recipe="rowwise", multiple_of=32),
         ]
     )
-    report = qt.convert(model, rules)
+    with pytest.warns(UserWarning, match=r"no layer has a name that fits '\*\.k_porj'"):
+        report = qt.convert(model, rules)
     assert {name: str(r) for name, r in report.converted.items()} == {
         "layers_0.k_proj": "bf16",
         "layers_0.up": "bf16",
@@ -404,7 +410,10 @@ def test_converting_twice_changes_the_recipe_and_only_then_forgets_the_state() -
     factor = model[0].factor.clone()
     qt.convert(model, "delayed")
     assert factor.all() and torch.equal(model[0].factor, factor)
-    qt.convert(model, recipes.delayed(format="e4m3"))
+    with pytest.warns(
+        UserWarning, match="gives 0 another recipe, and what the one before has recorded is dropped, and"
+    ):
+        qt.convert(model, recipes.delayed(format="e4m3"))
     assert not model[0].factor.any()
     qt.convert(model, "nvfp4")
     assert set(model.state_dict()) - set(mlp().state_dict()) == {"0.count", "2.count"}
@@ -744,16 +753,14 @@ def test_a_llama_of_transformers_converts_trains_and_saves(recipe: str, tmp_path
     model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
-def test_gpt2_of_transformers_has_one_linear_and_the_report_says_so() -> None:
+def test_gpt2_of_transformers_is_converted_but_for_its_head_and_the_report_says_so() -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2)
     )
-    with pytest.warns(UserWarning, match="reached less than half of the parameters that GEMMs read; make the others"):
-        report = qt.convert(model, "delayed")
-    assert list(report.converted) == ["lm_head"] and f"{report.share:.0%}" == "7%"
-    assert report.others == {"Conv1D": 8, "Embedding": 2}
-    assert "not nn.Linear: 2 Embedding, 8 Conv1D" in str(report)
+    report = qt.convert(model, "delayed", head=True)
+    assert len(report.converted) == 9 and report.share == 1 and not report.skipped
+    assert report.others == {"Embedding": 2} and "not nn.Linear: 2 Embedding" in str(report)
     assert model.lm_head.weight is model.transformer.wte.weight
     tokens = torch.randint(31, (2, 8))
     for _ in range(3):
@@ -762,8 +769,16 @@ def test_gpt2_of_transformers_has_one_linear_and_the_report_says_so() -> None:
         warnings.simplefilter("error")
         loaded = transformers.GPT2LMHeadModel(model.config)
         # What is left out by name is the caller's choice.
-        qt.convert(loaded, "delayed", skip=["c_*"])
-        loaded.load_state_dict(model.state_dict())
+        qt.convert(loaded, "delayed", skip=["c_*"], head=True)
+        assert [*loaded.load_state_dict(model.state_dict(), strict=False).missing_keys] == []
+        again = transformers.GPT2LMHeadModel(model.config)
+        qt.convert(again, "delayed", head=True)
+        again.load_state_dict(model.state_dict())
+
+
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
 
 
 class Experts(nn.Module):
@@ -781,7 +796,7 @@ class Experts(nn.Module):
         (lambda: nn.Embedding(1000, 64), 0),
         (lambda: nn.Conv2d(64, 64, 3), 0),
         (lambda: nn.LayerNorm((64, 64)), 0),
-        (lambda: nn.MultiheadAttention(32, 2), 4 * 32 * 32),
+        (lambda: OwnAttention(32, 2), 4 * 32 * 32),
         (lambda: Experts(4), 4 * 32 * 96),
         (lambda: nn.LSTM(32, 32), 2 * 4 * 32 * 32),
     ],

@@ -445,14 +445,14 @@ def tied() -> Iterator[Tied]:
 def test_quantizing_a_model_changes_no_output_and_says_what_it_saves(name: str, tied: Tied) -> None:
     ids = torch.arange(6)
     expected = copy.deepcopy(tied)
-    qt.convert(expected, name)
-    saved = qt.quantize_weights(tied, name)
+    qt.convert(expected, name, head=True)
+    saved = qt.quantize_weights(tied, name, head=True)
     assert saved.layers == ["body.0", "body.2"] and "shared" in saved.skipped["head"]
     assert saved.before == 2 * 64 * 64 * 4 and 0 < saved.after < 0.3 * saved.before
     assert f"{saved.before:,} bytes became {saved.after:,}" in str(saved)
     with torch.no_grad():
         assert_bitwise(tied(ids), expected(ids))
-    again = qt.quantize_weights(tied, name)
+    again = qt.quantize_weights(tied, name, head=True)
     assert again.before == again.after == saved.after
     assert qt.dequantize_weights(tied) == ["body.0", "body.2"]
     assert all(p.dtype is torch.float32 and p.requires_grad for p in tied.parameters()) or name in FOUR_BITS

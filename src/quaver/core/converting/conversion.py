@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +35,12 @@ class Report:
     converted_parameters: int = 0
     chosen_parameters: int = 0
     unreached_parameters: int = 0
+    #: How many those of output heads have, which stay in high precision unless they are asked for.
+    head_parameters: int = 0
 
     @property
     def share(self) -> float:
-        """The converted part of the parameters that GEMMs read; 0 where there are none."""
+        """The converted part of the parameters that GEMMs read, a head that was not asked for apart; 0 without any."""
         return self.converted_parameters / max(1, self._gemm_parameters)
 
     @property
@@ -71,6 +73,8 @@ class Report:
         lines = [f"converted {_counts(self.converted)}"]
         if self._gemm_parameters:
             left = f"{self.chosen_parameters:,} left alone by choice, {self.unreached_parameters:,} not reached"
+            if self.head_parameters:
+                left += f"; beside them {self.head_parameters:,} of the output head"
             lines.append(f"  of {self._gemm_parameters:,} parameters that GEMMs read {self.share:.0%}; {left}")
         if self.attention:
             lines.append(f"  attention quantized: {_counts(self.attention)}")
@@ -181,3 +185,10 @@ class Choice:
     def unused(self) -> list[str]:
         """Patterns and rules that decided nothing."""
         return [str(p) for p in (*self.skip, *self.rules.rules) if p not in self._used]
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        """Patterns, of rules and of skip, that fit none of these names."""
+        patterns = {p for p in self.skip if p not in self._used}
+        patterns |= {rule.pattern for rule in self.rules.rules if rule not in self._used}
+        names = list(names) if patterns else []
+        return sorted(pattern for pattern in patterns if not any(matches(pattern, name) for name in names))

@@ -28,6 +28,11 @@ def matches(pattern: str, name: str) -> bool:
     return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 
 
+def names_a_module(pattern: str) -> bool:
+    """True if the last part of a pattern says more than that there is one, as that of "*" and "layers.*" does not."""
+    return pattern.rpartition(".")[2].strip("*?") != ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """One line of `Rules`: a name, and optionally sizes, that a module must have."""

@@ -1,5 +1,6 @@
 """The input that several linear layers share: made, quantized on the way or after it, made again for backward."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.linear.gemms import Call, both_at_once, matrix, quantize, quantize_both
+from quaver.torch.backends.gpu.launching import capture, device
+from quaver.torch.linear.gemms import Call, both_at_once, capturing, matrix, quantize, quantize_both
 from quaver.torch.linear.plans.step import Run
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations import ops
+from quaver.torch.operations import ops, siblings
 from quaver.torch.state import counters
 from quaver.torch.state.history import amax, steps
 
@@ -85,6 +87,8 @@ class Setup(NamedTuple):
     return_input: bool = False
     #: The decided step of each layer in this call, where all have one.
     runs: Sequence[Run] = ()
+    #: What was given, where that was cast before it came here.
+    source: "weakref.ref[Tensor] | None" = None
 
 
 class Entrance(NamedTuple):
@@ -104,6 +108,8 @@ class Entrance(NamedTuple):
     turned: Quantized | None
     #: What the prologue's backward needs.
     saved: Sequence[Any]
+    #: Where other layers will look for both; None where none may.
+    noted: siblings.Quantization | None = None
 
 
 def enter(setup: Setup, x: Sequence[Tensor | None], keeps: bool) -> Entrance:
@@ -123,19 +129,57 @@ def enter(setup: Setup, x: Sequence[Tensor | None], keeps: bool) -> Entrance:
     y = matrix(output if dtype is setup.dtype else output.to(setup.dtype))
     calls = calls or [_call(setup, layer, y) for layer in setup.layers]
     call, a, c = calls[0], setup.recipe.fprop.a, setup.recipe.wgrad.b
-    q: Tensor | Quantized = y
-    turned = None
+    q: Tensor | Quantized
+    turned: Quantized | None
+    source = _source(setup, call, x[0], y)
+    facts = () if source is None else _facts(source, call, y)
+    noted = siblings.lookup(source, facts, setup.recipe, siblings.alike) if source is not None and facts else None
+    if noted is not None and noted.operands is not None:
+        q, turned = noted.operands
+        _note(calls, q)
+        return Entrance(calls, output, y, shape, dtype, q, turned if keeps else None, saved, noted)
+    q, turned = y, None
     if a is not None and keeps and c is not None and call.both is not None and both_at_once(call, a, c):
         q, turned = quantize_both(call, amax.INPUT, "input", y, a, c)
     elif a is not None:
         q = quantize(call, amax.INPUT, "input", y, a)
-    _note(calls, q)
-    return Entrance(calls, output, y, shape, dtype, q, turned, saved)
+    _note(calls[1:], q)
+    if source is not None and facts:
+        noted = siblings.thread.last = siblings.Quantization(source, siblings.free)
+        noted.facts, noted.by, noted.operands = facts, setup.recipe, (q, turned)
+    return Entrance(calls, output, y, shape, dtype, q, turned, saved, noted)
+
+
+def _source(setup: Setup, call: Call, given: Tensor | None, y: Tensor) -> Tensor | None:
+    """The tensor by which other layers may know the quantization of y; None where each layer quantizes for itself, as
+    where quantizations are counted or chosen by `only`, or a CUDA graph is captured."""
+    a, c = setup.recipe.fprop.a, setup.recipe.wgrad.b
+    if call.traced or not setup.training or setup.prologue is not GIVEN or a is None:
+        return None
+    source = given if setup.source is None else setup.source()
+    if source is None or source.is_leaf or source.__class__ is not Tensor:
+        return None
+    if a.rounding != "nearest" or (c is not None and c.rounding != "nearest"):
+        return None
+    if counters.active.counters is not None or ops.QUANTIZE.active is not ops.QUANTIZE.impls or device.asked:
+        return None
+    return None if capturing(y) else source
+
+
+def _facts(source: Tensor, call: Call, y: Tensor) -> tuple[Any, ...]:
+    """What else the quantization depends on; nothing where the host does not know it."""
+    factor = 0.0
+    if call.factors is not None:
+        if isinstance(call.factors, Tensor):
+            return ()
+        factor = call.factors[amax.INPUT]
+    stream = capture.stream_of(source.device) if source.is_cuda else 0
+    return source._version, source.data_ptr(), factor, stream, source.shape, source.stride(), y.dtype
 
 
 def _note(calls: Sequence[Call], q: Tensor | Quantized) -> None:
-    """The amax of the first layer's input, which has it, is that of the others' too."""
-    for call in calls[1:]:
+    """The amax of an input that another layer's call has measured is theirs too."""
+    for call in calls:
         if call.record and call.factors is not None:
             assert isinstance(q, Quantized)
             amax.record(call.layer, amax.INPUT, q.amax)
@@ -161,7 +205,7 @@ def _fused(setup: Setup, x: Sequence[Tensor | None], keeps: bool, calls: list[Ca
     result, q, turned = fused
     if call.record and call.factors is not None:
         amax.record(first, amax.INPUT, q.amax)
-        _note(calls, q)
+        _note(calls[1:], q)
     shape = (*x[0].shape[:-1], q.shape[1])
     of_gemms = None if result.y is None else matrix(result.y)
     return Entrance(calls, result.y, of_gemms, shape, x[0].dtype, q, turned, result.saved)

@@ -49,6 +49,8 @@ class Projections(torch.autograd.Function):
         kept: tuple[Any, Any] = entrance.turned, None
         if keeps and entrance.turned is None:
             kept = runs[0].turned(entrance.matrix, entrance.operand)
+            if entrance.noted is not None and isinstance(kept[0], Quantized):
+                entrance.noted.operands = entrance.operand, kept[0]
         # dgrad alone reads the weights: where it does not run, they may be written before backward.
         of_dgrad = weights if differentiated else (None,) * n
         # A compiler carries tensors and plain values from forward to backward, no objects.

@@ -307,7 +307,8 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
         return stored.operand(layer, weight, side == "dgrad", call.plan.weight, spec, call)
     if call.traced:
         if shared:
-            return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT]).T
+            factor = None if call.factors is None else call.factors[amax.WEIGHT]
+            return call.quantize(weight, spec, None, factor, ops.AGAIN).T
         w, operand = (weight, "weight") if side == "fprop" else (weight.t(), "weight.T")
         return quantize(call, amax.WEIGHT, operand, w, spec)
     if call.factors is None:

@@ -6,6 +6,7 @@
 import copy
 import itertools
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ from quaver.torch.state import kept_weights, recomputation
 from quaver.torch.state.buffers import STATE, match_state, outlast, prepare
 from quaver.torch.state.context import ambient, in_force
 from quaver.torch.state.history import amax
-from quaver.torch.state.layer import NEVER, LayerState, state_of
+from quaver.torch.state.layer import NEVER, LayerState, device_of, state_of
 from quaver.torch.state.noise import fresh_count, name_streams
 
 _serials = itertools.count()
 
 
-def recipe_of(layer: "Linear", compiling: bool) -> Recipe | None:
+def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
     """The recipe that a forward of this layer follows; inside backward the one of its last forward."""
     recipe = in_force(layer.recipe)
     if not compiling:
@@ -55,7 +56,88 @@ def weight_and_bias(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-class Linear(nn.Linear):
+class Quantizable(nn.Module):
+    """What a module has whose GEMMs follow a recipe: the recipe, and state that outlasts moves, copies and loads."""
+
+    #: The layer's own recipe; None takes the ambient one.
+    recipe: Recipe | None = None
+    seed: int = 0
+    #: As `state_of` gives it, without a call.
+    _state: LayerState
+    #: How the weight is quantized where it exists only in eight bits (`quaver.torch.quantized_init`), else None.
+    weight_spec: QuantSpec | None = None
+    #: The dtype that such a weight dequantizes to.
+    weight_dtype: torch.dtype | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            # FSDP2 sets the same parameter at each gather, and nothing on it shows that; another one after that.
+            kept_weights.free(self)
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move and cast, but leave the histories and counts their dtype and, unless they were on meta, their values."""
+        held = {name: self._buffers.pop(name) for name in (*STATE, *stored.SCALES) if name in self._buffers}
+        try:
+            if self.weight_spec is None:
+                super()._apply(fn, recurse)
+            else:
+                storing.moved(self, fn, super()._apply)
+        finally:
+            # A move may fail, and leaves them where they were.
+            self._buffers.update(held)
+            # Casting there and back may bring other values to the same address.
+            kept_weights.drop(self)
+        for name, buffer in held.items():
+            assert buffer is not None
+            device = device_of(self)
+            if not buffer.is_meta or device.type == "meta":
+                self._buffers[name] = buffer.to(device)
+            else:
+                self._buffers[name] = fresh_count(self) if name == "count" else torch.zeros_like(buffer, device=device)
+        outlast(self)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return storing.packed({**self.__dict__, "_state": copy.copy(state_of(self))})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizable":
+        # A parametrization would bring its own, which copies what belongs to this layer alone.
+        copied: Quantizable = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(Quantizable.__getstate__(self), memo))
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(storing.unpacked(state))
+        if self.recipe is not None:
+            self.recipe = recipes.get(self.recipe)
+        if self.weight_spec is not None:
+            storing.settle(self)
+        outlast(self)
+        amax.register(self)
+        name_streams(self)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        storing.portable(destination, prefix + "weight")
+        key = prefix + "history"
+        if key in destination:
+            # It lies column by column, which safetensors does not take.
+            destination[key] = destination[key].contiguous()
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
+    ) -> None:
+        match_state(self, state_dict, prefix, missing)
+        storing.adapt(self, state_dict, prefix, args[-1])
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+        outlast(self)
+        if self.weight_spec is not None:
+            storing.settle(self)
+
+
+class Linear(Quantizable, nn.Linear):
     """`nn.Linear` whose GEMMs follow a recipe: its own, else the innermost `autocast`'s, else none.
 
     Args:
@@ -70,16 +152,6 @@ class Linear(nn.Linear):
     Exact: all codes and scales. Bounded: outputs and gradients, relative RMS 1e-6 in float32 of the same products in
     float64.
     """
-
-    #: The layer's own recipe; None takes the ambient one.
-    recipe: Recipe | None = None
-    seed: int = 0
-    #: As `state_of` gives it, without a call.
-    _state: LayerState
-    #: How the weight is quantized where it exists only in eight bits (`quaver.torch.quantized_init`), else None.
-    weight_spec: QuantSpec | None = None
-    #: The dtype that such a weight dequantizes to.
-    weight_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -124,8 +196,10 @@ class Linear(nn.Linear):
             if training and not compiling and state.weights is not None:
                 kept_weights.look(self, weight)
             return F.linear(input, weight, bias)
-        if weight.__class__ is not nn.Parameter and not compiling and is_foreign(weight):
-            raise ValueError(foreign_sentence(self, weight))
+        if weight.__class__ is not nn.Parameter and not compiling:
+            if is_foreign(weight):
+                raise ValueError(foreign_sentence(self, weight))
+            refuse_sharded(self, weight)
         plan: direct.Plan | None = None
         if training and not compiling:
             key = direct.facts(input.shape, input, weight, bias, recipe)
@@ -164,80 +238,15 @@ class Linear(nn.Linear):
                     return y
         if not casting:
             return apply(setup, x, weight, bias)[0]
+        if x is not input:
+            setup = setup._replace(source=weakref.ref(input))
         with ops.without_autocast(device):
             return apply(setup, x, weight, bias)[0]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":
-            # FSDP2 sets the same parameter at each gather, and nothing on it shows that; another one after that.
-            kept_weights.free(self)
-        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         own = "" if self.recipe is None else f", recipe={self.recipe}"
         own += "" if self.weight_spec is None else f", weight={self.weight_spec}"
         return super().extra_repr() + own
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move and cast, but leave the histories and counts their dtype and, unless they were on meta, their values."""
-        held = {name: self._buffers.pop(name) for name in (*STATE, *stored.SCALES) if name in self._buffers}
-        try:
-            if self.weight_spec is None:
-                super()._apply(fn, recurse)
-            else:
-                storing.moved(self, fn, super()._apply)
-        finally:
-            # A move may fail, and leaves them where they were.
-            self._buffers.update(held)
-            # Casting there and back may bring other values to the same address.
-            kept_weights.drop(self)
-        for name, buffer in held.items():
-            assert buffer is not None
-            device = self.weight.device
-            if not buffer.is_meta or device.type == "meta":
-                self._buffers[name] = buffer.to(device)
-            else:
-                self._buffers[name] = fresh_count(self) if name == "count" else torch.zeros_like(buffer, device=device)
-        outlast(self)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return storing.packed({**self.__dict__, "_state": copy.copy(state_of(self))})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Linear":
-        # A parametrization would bring its own, which copies what belongs to this layer alone.
-        copied: Linear = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(Linear.__getstate__(self), memo))
-        return copied
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(storing.unpacked(state))
-        if self.recipe is not None:
-            self.recipe = recipes.get(self.recipe)
-        if self.weight_spec is not None:
-            storing.settle(self)
-        outlast(self)
-        amax.register(self)
-        name_streams(self)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        storing.portable(destination, prefix + "weight")
-        key = prefix + "history"
-        if key in destination:
-            # It lies column by column, which safetensors does not take.
-            destination[key] = destination[key].contiguous()
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
-    ) -> None:
-        match_state(self, state_dict, prefix, missing)
-        storing.adapt(self, state_dict, prefix, args[-1])
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
-        outlast(self)
-        if self.weight_spec is not None:
-            storing.settle(self)
 
 
 def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
@@ -260,10 +269,31 @@ def foreign_sentence(layer: Linear, weight: Tensor) -> str:
     )
 
 
+def refuse_sharded(layer: nn.Module, weight: Tensor) -> None:
+    """Refuse a weight that is still sharded where it is multiplied by.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is not None:
+        name = layer.__dict__.get("qualified_name") or type(layer).__name__
+        raise ValueError(
+            f"{name} multiplies by a weight that is sharded over {mesh}, and recipes quantize whole ones: leave "
+            "the layer out with convert(skip=[...]), or wrap it with fully_shard, which gathers it first"
+        )
+
+
 _warned: set[str] = set()
 
 
 def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.dtype in stored.CODES:
+        name = layer.__dict__.get("qualified_name") or f"Linear({layer.in_features} → {layer.out_features})"
+        raise ValueError(
+            f"{name} got a {x.dtype} input: the model casts it to the dtype of this layer's weight, as T5 does before "
+            f"'wo', and the weight exists only in these bits; leave it out, quantize_weights(..., skip=[{name!r}])"
+        )
     if "float64" not in _warned:
         _warned.add("float64")
         warnings.warn(

@@ -1,10 +1,9 @@
-"""Turn the nn.Linear layers of any model into quantized ones, in place, and back.
+"""Turn the layers of any model that multiply by a weight into quantized ones, in place, and back.
 
 A layer keeps its identity: only its class changes, so that hooks, attributes, training mode, tied weights, shared
 instances and parametrizations are what they were.
 """
 
-import copy
 import warnings
 import weakref
 from collections import Counter
@@ -13,17 +12,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from quaver import recipes
-from quaver.core.converting.conversion import Choice, Report
-from quaver.core.converting.rules import Rule, Rules, Skip
+from quaver.core.converting.conversion import Choice
+from quaver.core.converting.rules import Rule, Rules, Skip, names_a_module
 from quaver.core.spec import Recipe
 from quaver.torch.blocks.attention.dot_product import DotProductAttention
-from quaver.torch.linear.layer import Linear, is_foreign
+from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.linear.stored import storing
 from quaver.torch.model import attention_modules
 from quaver.torch.model.matrices import gemm_parameters
+from quaver.torch.model.reach import kinds
+from quaver.torch.model.reach.exchanging import exchange, give_back
+from quaver.torch.model.reach.heads import LEFT, output_heads
+from quaver.torch.model.reach.kinds import Kind, kind_of
+from quaver.torch.model.report.report import Implementations, Report, Row, saved_a_token
 from quaver.torch.state.buffers import STATE, prepare
 from quaver.torch.state.context import ambient
 from quaver.torch.state.history import amax, steps
@@ -38,57 +41,45 @@ def convert(
     *,
     skip: Skip = (),
     seed: int = 0,
+    head: bool = False,
 ) -> Report:
-    """Convert every nn.Linear that the rules name, in place, and give every `DotProductAttention` its recipe.
+    """Convert every layer that the rules name, in place, and give every `DotProductAttention` its recipe.
 
-    With a delayed recipe the model rolls its histories at the start of its own forward, unless an autocast around it
-    has done so. Convert the module that DistributedDataParallel wraps, before wrapping it.
+    Layers are nn.Linear and its subclasses that compute the same, transformers' Conv1D, the projections that
+    nn.MultiheadAttention holds, and stacked experts of transformers. With a delayed recipe the model rolls its
+    histories at the start of its own forward, unless an autocast around it has done so. Convert the module that
+    DistributedDataParallel wraps, before wrapping it.
 
     Args:
         model: any module; itself an nn.Linear too.
         recipe: a recipe or its name for all, or `Rules`, or the dict that `Rules` takes.
             A layer that has this recipe already keeps its state. Whether attention is quantized is the recipe's choice;
-            a rule with sizes sees the features of all heads, of queries and of values.
-        skip: patterns of names to leave alone, such as "lm_head", and filters of nn.Linear such as
-            `quaver.rules.unprofitable("h100")`: a list of them, or one filter.
+            a rule with sizes sees the features of all heads, of queries and of values, and those of an expert.
+        skip: patterns of names to leave alone, such as "*.mlp.gate", and filters of layers such as
+            `quaver.rules.unprofitable("h100")`: a list of them, or one filter. Experts go by the names of the module
+            and of its parameters.
         seed: of stochastic rounding.
+        head: True converts output heads too, tied or not; a rule whose pattern names one does so for that one.
     Returns:
-        What was converted, what was not and why, the share of the parameters that GEMMs read, and the patterns that
-        matched nothing. A layer that the model holds under several names is matched by any of them and listed under the
-        first. A share below half of what the caller did not leave out warns.
+        What was converted, what was not and why, the shares of parameters and FLOPs, and the patterns that matched
+        nothing. A layer that the model holds under several names is matched by any of them and listed under the first.
+        A share below half of what the caller did not leave out warns, as do patterns that fit no name and histories of
+        another recipe that are dropped.
     Raises:
         ValueError: an unknown recipe, before anything is changed.
     """
     choice = Choice(recipe, skip)
     chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
-    report = Report(others=_others(model))
-    in_attention = _unused_projections(model)
-    left: set[nn.Module] = set()
-    for module, names in attention_modules.instances(model, nn.Linear):
-        rule, why = choice.decide(names, module.in_features, module.out_features)
-        wanted = None if rule is None else chosen[rule]
-        by_choice = why
-        why = why or in_attention.get(id(module), "") or _unfit(module)
-        if wanted is not None:
-            by_choice = "" if why else choice.refused(names[0], module.in_features, module.out_features, wanted)
-            why = why or by_choice
-        if why or wanted is None:
-            report.skipped[names[0]] = why
-            if by_choice:
-                left.add(module)
-        else:
-            _convert_layer(module, wanted, names[0], seed)
-            report.converted[names[0]] = wanted
+    report = Report(kind="nn.Linear")
+    heads = set() if head else output_heads(model)
+    walk = _Walk(model, choice, chosen, heads, seed, report)
+    for module, names in attention_modules.instances(model, nn.Module):
+        walk.visit(module, names)
     _convert_attention(model, choice, chosen, report)
-    _count_parameters(model, choice, left, report)
+    report.others = _others(model, walk.reached)
     report.unused = choice.unused
     _settle(model)
-    if not report.converted and not report.attention:
-        warnings.warn(f"convert changed nothing:\n{report}", stacklevel=2)
-    elif report.other_attention and not report.attention:
-        warnings.warn(f"the recipe's attention=True quantizes nothing here:\n{report}", stacklevel=2)
-    elif report.reaches_little:
-        warnings.warn(f"{LITTLE}:\n{report}", stacklevel=2)
+    _warn(model, choice, walk, report)
     return report
 
 
@@ -103,7 +94,7 @@ def revert(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.weight_spec is not None:
             storing.restore(module)
-        if isinstance(module, Linear) and _set_class(module, _original):
+        if isinstance(module, Quantizable) and give_back(module):
             for buffer in STATE:
                 module._buffers.pop(buffer, None)
             for attribute in OWN:
@@ -126,64 +117,161 @@ LITTLE = (
 # Which layers are converted.
 
 
-def _count_parameters(model: nn.Module, choice: Choice, left: set[nn.Module], report: Report) -> None:
-    """Count what was converted, what the caller chose to leave alone (of nn.Linear, the modules in `left`), and the
-    rest."""
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        for p in gemm_parameters(module):
-            if id(p) in seen:
-                continue
-            seen.add(id(p))
-            if isinstance(module, Linear) and name in report.converted:
-                report.converted_parameters += p.numel()
-            elif module in left if isinstance(module, nn.Linear) else choice.leaves(name, p.shape[-1], p.shape[-2]):
-                report.chosen_parameters += p.numel()
-            else:
-                report.unreached_parameters += p.numel()
+class _Walk:
+    """Decides about each module of a model once, converts it, and reports it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        choice: Choice,
+        chosen: Mapping[Rule, Recipe | None],
+        heads: set[nn.Module],
+        seed: int,
+        report: Report,
+    ) -> None:
+        self.choice, self.chosen, self.heads, self.seed, self.report = choice, chosen, heads, seed, report
+        #: Parameters that some layer's row counts.
+        self.seen: set[int] = set()
+        #: Modules that were converted, and those in them whose parameters they multiply by.
+        self.reached: set[nn.Module] = set()
+        #: Why an output projection that its parent reads is left alone.
+        self.inside: dict[nn.Module, str] = {}
+        #: Layers whose state of another recipe was dropped.
+        self.lost: list[str] = []
+        self.runs = Implementations()
+        self.config = getattr(model, "config", None)
+
+    def visit(self, module: nn.Module, names: list[str]) -> None:
+        kind = kind_of(module)
+        if kind is None:
+            self._count_others(module, names[0])
+            return
+        recipe, why, by_choice = self._decide(module, kind, names)
+        if isinstance(module, nn.MultiheadAttention) and recipe is None:
+            self.inside[module.out_proj] = "nn.MultiheadAttention reads its weight without calling it"
+        # Before the class changes: a parametrization's weights are asked of the old one.
+        weights = [p for p in kind.weights(module) if id(p) not in self.seen]
+        if recipe is None:
+            self.report.skipped[names[0]] = why
+        else:
+            if _convert_layer(module, kind, recipe, names[0], self.seed):
+                self.lost.append(names[0])
+            self.report.converted[names[0]] = recipe
+        if recipe is not None:
+            self.reached.add(module)
+            self.reached.update(module.modules() if kind.experts(module) else ())
+        self._row(module, kind, names[0], weights, recipe, why, by_choice)
+
+    def _decide(self, module: nn.Module, kind: Kind, names: list[str]) -> tuple[Recipe | None, str, bool]:
+        """The recipe of a module, or None, why, and whether its owner's choice or the policy of heads is the reason."""
+        asked = [*names, *(f"{n}.{p}".lstrip(".") for n in names for p in _parameter_names(module, kind))]
+        sizes = kind.sizes(module)
+        rule, why = self.choice.decide(asked, *sizes)
+        if why or rule is None:
+            return None, why, True
+        recipe = self.chosen[rule]
+        assert recipe is not None
+        if module in self.heads and not names_a_module(rule.pattern):
+            return None, LEFT, True
+        why = self.inside.get(module, "") or kinds.why_not(module, kind) or kinds.refuses(module, kind, recipe)
+        if why:
+            return None, why, False
+        why = self.choice.refused(names[0], *sizes, recipe)
+        return (None, why, True) if why else (recipe, "", False)
+
+    def _row(
+        self,
+        module: nn.Module,
+        kind: Kind,
+        name: str,
+        weights: list[nn.Parameter],
+        recipe: Recipe | None,
+        why: str,
+        by_choice: bool,
+    ) -> None:
+        self.seen.update(map(id, weights))
+        size = sum(p.numel() for p in weights if not nn.parameter.is_lazy(p))
+        if recipe is not None:
+            self.report.converted_parameters += size
+        elif why == LEFT:
+            self.report.head_parameters += size
+        elif by_choice:
+            self.report.chosen_parameters += size
+        else:
+            self.report.unreached_parameters += size
+        active = kinds.active(module, kind, self.config)
+        implementation, saved = "", 0.0
+        if recipe is not None and weights:
+            implementation = self.runs(recipe, weights[0], kind.sizes(module))
+            each = active * max(1, kind.experts(module))
+            saved = each * sum(saved_a_token(recipe, k, weights[0].element_size()) for k in kind.inputs(module))
+        kind_name = type(module).__name__
+        self.report.rows.append(Row(name, kind_name, recipe, implementation, size, 2.0 * size * active, saved, why))
+
+    def _count_others(self, module: nn.Module, name: str) -> None:
+        """Count what GEMMs read in a module that is not reached."""
+        weights = [p for p in gemm_parameters(module) if id(p) not in self.seen and module not in self.reached]
+        if not weights:
+            return
+        self.seen.update(map(id, weights))
+        sizes = [(p.numel(), self.choice.leaves(name, p.shape[-1], p.shape[-2])) for p in weights]
+        left = sum(size for size, is_left in sizes if is_left)
+        total = sum(size for size, _ in sizes)
+        self.report.chosen_parameters += left
+        self.report.unreached_parameters += total - left
+        why = "left out by name" if left == total else f"{type(module).__name__} reads it in a forward of its own"
+        self.report.rows.append(Row(name, type(module).__name__, None, "", total, 2.0 * total, 0.0, why))
 
 
-def _others(model: nn.Module) -> dict[str, int]:
-    """Modules that are no nn.Linear and yet own a matrix, counted by class."""
+def _parameter_names(module: nn.Module, kind: Kind) -> list[str]:
+    """Of experts, which go by them too."""
+    return [name for name, _ in module.named_parameters()] if kind.experts(module) else []
+
+
+def _others(model: nn.Module, reached: set[nn.Module]) -> dict[str, int]:
+    """Modules that hold a matrix and were not converted, nn.Linear apart, counted by class."""
     return Counter(
         type(module).__name__
         for module in model.modules()
-        if not isinstance(module, nn.Linear | nn.ParameterList | nn.ParameterDict)
+        if module not in reached
+        and not isinstance(module, nn.Linear | nn.ParameterList | nn.ParameterDict)
         and any(p.dim() > 1 for p in module.parameters(recurse=False) if not nn.parameter.is_lazy(p))
     )
 
 
-def _unfit(module: nn.Linear) -> str:
-    """Why a layer cannot be converted, or ""."""
-    if not isinstance(module, Linear) and type(module).forward is not nn.Linear.forward:
-        return f"{type(module).__name__} has a forward of its own"
-    taken = [name for name in STATE if name in module._buffers]
-    if taken and not isinstance(module, Linear):
-        return f"it has a buffer {taken[0]!r} of its own"
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance"
-    weight = module._parameters.get("weight")
-    if weight is not None and nn.parameter.is_lazy(weight):
-        return "its weight has no shape yet; run one forward first"
-    if weight is not None and is_foreign(weight):
-        return f"its weight is a {type(weight).__name__}, quantized by another library"
-    return ""
-
-
-def _unused_projections(model: nn.Module) -> dict[int, str]:
-    """Linears whose weight their parent reads without calling them, and the reason to leave them."""
-    why = "nn.MultiheadAttention reads its weight without calling it"
-    return {id(m.out_proj): why for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+def _warn(model: nn.Module, choice: Choice, walk: _Walk, report: Report) -> None:
+    """Say what is likely not meant, before a run is spent on it."""
+    if walk.lost:
+        others = f", and that of {len(walk.lost) - 1} other layers" if len(walk.lost) > 1 else ""
+        warnings.warn(
+            f"convert gives {walk.lost[0] or '(root)'} another recipe, and what the one before has recorded is dropped"
+            f"{others}: histories and counts start fresh",
+            stacklevel=3,
+        )
+    names = [*(name for name, _ in model.named_modules(remove_duplicate=False)), *dict(model.named_parameters())]
+    unknown = choice.unknown(names)
+    if unknown:
+        warnings.warn(f"no layer has a name that fits {', '.join(map(repr, unknown))}", stacklevel=3)
+    if not report.converted and not report.attention:
+        warnings.warn(f"convert changed nothing:\n{report}", stacklevel=3)
+    elif report.other_attention and not report.attention:
+        warnings.warn(f"the recipe's attention=True quantizes nothing here:\n{report}", stacklevel=3)
+    elif report.reaches_little:
+        warnings.warn(f"{LITTLE}:\n{report}", stacklevel=3)
 
 
 # One layer: its class and its attributes.
 
 
-def _convert_layer(module: nn.Linear, recipe: Recipe, name: str, seed: int) -> None:
-    if not isinstance(module, Linear):
-        _set_class(module, _counterpart)
+def _convert_layer(module: nn.Module, kind: Kind, recipe: Recipe, name: str, seed: int) -> bool:
+    """Convert a layer; True if state that another recipe has recorded was dropped."""
+    if not isinstance(module, Quantizable):
+        exchange(module, kind.over(module))
         module.__dict__["_state"] = LayerState()
+    assert isinstance(module, Quantizable)
+    lost = False
     if module.__dict__.get("recipe") is not recipe:
+        lost = _recorded(module)
         for buffer in STATE:
             module._buffers.pop(buffer, None)
     module.__dict__.update(recipe=recipe, seed=seed, qualified_name=name)
@@ -194,6 +282,13 @@ def _convert_layer(module: nn.Linear, recipe: Recipe, name: str, seed: int) -> N
     amax.register(module)
     name_streams(module)
     prepare(module, recipe)
+    return lost
+
+
+def _recorded(module: Quantizable) -> bool:
+    """Whether a layer's history holds anything."""
+    history = module._buffers.get("history")
+    return history is not None and not history.is_meta and bool(history.any())
 
 
 def _convert_attention(model: nn.Module, choice: Choice, chosen: Mapping[Rule, Recipe | None], report: Report) -> None:
@@ -208,59 +303,6 @@ def _convert_attention(model: nn.Module, choice: Choice, chosen: Mapping[Rule, R
                 report.attention[names[0]] = wanted
     if any(recipe.attention is not None for recipe in report.converted.values()):
         report.other_attention = attention_modules.others(model)
-
-
-def _set_class(module: nn.Linear, exchanged: Any) -> bool:
-    """Exchange a layer's class by a function of classes; False where that knows none.
-
-    A parametrized layer has a class of its own above the one to exchange, which copies of the layer share: it gets
-    another rather than other bases.
-    """
-    kind = type(module)
-    above = is_parametrized(module)
-    base = exchanged(kind.__bases__[0] if above else kind)
-    if base is None:
-        return False
-    if above:
-        members = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
-        base = type(kind.__name__, (base,), {**members, "__deepcopy__": _copied})
-    module.__class__ = base
-    return True
-
-
-def _copied(self: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
-    """Deepcopy a parametrized layer, whose class refuses to be pickled."""
-    copied: nn.Linear = type(self).__new__(type(self))
-    memo[id(self)] = copied
-    copied.__setstate__(copy.deepcopy(self.__dict__, memo))
-    return copied
-
-
-_counterparts: dict[type, type] = {nn.Linear: Linear}
-
-
-def _counterpart(kind: type) -> type:
-    """The quantized class for nn.Linear, or for a subclass of it that has no forward of its own."""
-    if kind not in _counterparts:
-        members = {"__reduce_ex__": _reduce, "__module__": kind.__module__, "_original": kind}
-        # Another thread may have made one: a class is one object.
-        _counterparts.setdefault(kind, type(kind.__name__, (kind, Linear), members))
-    return _counterparts[kind]
-
-
-def _original(kind: type) -> type | None:
-    """What `_counterpart` was given; None for classes that it did not make."""
-    return nn.Linear if kind is Linear else vars(kind).get("_original")
-
-
-def _reduce(module: Any, protocol: int) -> Any:
-    """Pickle a layer of a class that was made here: by the class it was made from."""
-    return _rebuild, (type(module)._original,), module.__getstate__()
-
-
-def _rebuild(kind: type) -> Any:
-    counterpart: Any = _counterpart(kind)
-    return counterpart.__new__(counterpart)
 
 
 # What the model around the layers needs.
@@ -283,7 +325,7 @@ class RollHistories:
 
 
 def _with_history(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, Linear) and "history" in m._buffers]
+    return [m for m in model.modules() if isinstance(m, Quantizable) and "history" in m._buffers]
 
 
 def _settle(model: nn.Module) -> None:
@@ -296,7 +338,7 @@ def _settle(model: nn.Module) -> None:
         _roots.discard(module)
         for kind, switch in FAST_PATHS.items():
             if isinstance(module, kind):
-                _switch_off(module, switch, any(isinstance(m, Linear) for m in module.modules()))
+                _switch_off(module, switch, any(isinstance(m, Quantizable) for m in module.modules()))
     rolls = bool(_with_history(model))
     if rolls and not any(model is part for root in _roots for part in root.modules()):
         model.register_forward_pre_hook(RollHistories(), prepend=True)
@@ -316,8 +358,8 @@ def _switch_off(module: nn.Module, switch: str, off: bool) -> None:
 
 def _ignore_histories(model: nn.Module) -> None:
     """Keep DDP from overwriting what each rank has recorded with rank 0's; what the user ignores stays ignored."""
-    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    ours = {f"{name}.{b}".lstrip("."): b in m._buffers for name, m in linears for b in ("history", "factor")}
+    layers = [(name, m) for name, m in model.named_modules() if kind_of(m) is not None]
+    ours = {f"{name}.{b}".lstrip("."): b in m._buffers for name, m in layers for b in ("history", "factor")}
     before = list(getattr(model, DDP_IGNORES, ()))
     names = [name for name in before if name not in ours] + [name for name, is_there in ours.items() if is_there]
     if names:

@@ -17,7 +17,8 @@ from quaver.torch.blocks.attention import AttentionExplanation, DotProductAttent
 from quaver.torch.blocks.attention.explanation import why_not
 from quaver.torch.linear.grouped import GROUPED_MATMUL, check, grouped_matmul
 from quaver.torch.linear.grouped_operands import together
-from quaver.torch.linear.layer import Linear
+from quaver.torch.linear.layer import Linear, Quantizable
+from quaver.torch.model.reach.kinds import kind_of
 from quaver.torch.numerics.groups import Groups, Offsets
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
@@ -191,7 +192,7 @@ def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = 
 
 
 def _module(module: nn.Module, x: Tensor) -> Explanations:
-    parts = {n: part for n, part in module.named_modules() if isinstance(part, Linear | DotProductAttention)}
+    parts = {n: part for n, part in module.named_modules() if isinstance(part, Quantizable | DotProductAttention)}
     if not parts:
         kind = type(module).__name__
         raise ValueError(
@@ -203,10 +204,34 @@ def _module(module: nn.Module, x: Tensor) -> Explanations:
     explanations = Explanations()
     for name, part in parts.items():
         shape = x.shape[:-1]
-        explanations[name] = (
-            _linear(part, x.new_empty(*shape, part.in_features)) if isinstance(part, Linear) else _core(part, x)
-        )
+        if isinstance(part, DotProductAttention):
+            explanations[name] = _core(part, x)
+        elif isinstance(part, Linear):
+            explanations[name] = _linear(part, x.new_empty(*shape, part.in_features))
+        else:
+            explanations.update(_products(part, name, x))
     return explanations
+
+
+def _products(part: Quantizable, name: str, x: Tensor) -> dict[str, Explanation]:
+    """Of a converted module that is no nn.Linear: its product, or of experts the first and the second."""
+    kind = kind_of(part)
+    assert kind is not None
+    (k, n), experts, dtype = kind.sizes(part), kind.experts(part), next(part.parameters()).dtype
+    if not experts:
+        alike = Linear(k, n, bias=False, device="meta", dtype=dtype, recipe=part.recipe)
+        return {name: _linear(alike, x.new_empty(*x.shape[:-1], k))}
+    offsets = torch.zeros(experts, dtype=torch.int32, device=x.device)
+    # Nothing reads them: one element stands for a large weight.
+    one = torch.empty(1, dtype=x.dtype, device=x.device)
+    tokens = x.shape[:-1].numel()
+    sizes = [("first", k, n), *(("second", inner, k) for inner in kind.inputs(part)[1:])]
+    return {
+        f"{name}, {which} product": _grouped(
+            one.expand(tokens, k), one.expand(experts, n, k), offsets, recipe=part.recipe
+        )
+        for which, k, n in sizes
+    }
 
 
 def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
@@ -263,6 +288,17 @@ def _gemm(
     hollow = _hollow(a, spec.a), _hollow(b, spec.b)
     reasons = ops.MATMUL.explain(*hollow, dtype, None, spec.fast_accum)
     return [*rows, _row(f"{name} GEMM", _accumulation(spec.fast_accum, reasons, a.device), reasons)]
+
+
+def fprop_runs(recipe: Recipe, k: int, n: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The name of what runs fprop's GEMM of a layer of these features."""
+    gemm = recipe.fprop
+    if gemm.a is None or gemm.b is None or dtype not in ops.DTYPES:
+        return "torch"
+    # Nothing reads them: one element stands for a large weight.
+    x, w = (torch.empty(1, dtype=dtype, device=device).expand(rows, k) for rows in (16, n))
+    reasons = ops.MATMUL.explain(_hollow(x, gemm.a), _hollow(w, gemm.b), dtype, None, gemm.fast_accum)
+    return next((name for name, why in reasons if not why), "nothing")
 
 
 def _accumulation(fast: bool, reasons: list[tuple[str, str]], device: torch.device) -> str:

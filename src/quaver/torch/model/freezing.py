@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from quaver.torch.linear.layer import Linear
+from quaver.torch.linear.layer import Quantizable
 from quaver.torch.state import kept_weights
 
 
@@ -30,7 +30,7 @@ class frozen(ContextDecorator):
     there, neither around a compiled module nor inside one.
 
     Args:
-        module: any module; its `quaver.torch.Linear` layers at the time of entering are held.
+        module: any module; its `quaver.torch.Linear` and converted layers at the time of entering are held.
     Raises:
         TypeError: something else than a module.
         ValueError: from an optimizer that would step one of the weights inside.
@@ -41,7 +41,7 @@ class frozen(ContextDecorator):
         if not torch.compiler.is_compiling() and not isinstance(module, nn.Module):
             raise TypeError(f"frozen holds the weights of a module still, and was given a {type(module).__name__}")
         self.module = module
-        self._entered: list[list[Linear]] = []
+        self._entered: list[list[Quantizable]] = []
 
     def _recreate_cm(self) -> "frozen":
         # A decorated function may run in several threads at once, each with the layers of its own entry.
@@ -50,7 +50,7 @@ class frozen(ContextDecorator):
     def __enter__(self) -> "frozen":
         if torch.compiler.is_compiling():
             return self
-        layers = [module for module in self.module.modules() if isinstance(module, Linear)]
+        layers = [module for module in self.module.modules() if isinstance(module, Quantizable)]
         for layer in layers:
             kept_weights.freeze(layer)
         with _lock:
@@ -74,7 +74,7 @@ class frozen(ContextDecorator):
 
 _lock = threading.Lock()
 #: The layers of each `frozen` that is open.
-_held: list[list[Linear]] = []
+_held: list[list[Quantizable]] = []
 _hooked: list[Any] = []
 
 
@@ -83,13 +83,24 @@ def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not _held:
         return
     with _lock:
-        held = {id(layer._parameters.get("weight")): layer for layers in _held for layer in layers}
+        held = {
+            id(p): layer
+            for layers in _held
+            for layer in layers
+            for p in layer._parameters.values()
+            if p is not None and p.dim() > 1
+        }
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None and id(p) in held:
                 layer = held[id(p)]
                 raise ValueError(
-                    f"{type(optimizer).__name__} would step the weight of Linear({layer.in_features} → "
-                    f"{layer.out_features}), which quaver.torch.frozen holds still; step outside of it, or hold only "
-                    "the modules that do not train"
+                    f"{type(optimizer).__name__} would step the weight of {_described(layer)}, which "
+                    "quaver.torch.frozen holds still; step outside of it, or hold only the modules that do not train"
                 )
+
+
+def _described(layer: Quantizable) -> str:
+    if isinstance(layer, nn.Linear):
+        return f"Linear({layer.in_features} → {layer.out_features})"
+    return layer.__dict__.get("qualified_name") or type(layer).__name__

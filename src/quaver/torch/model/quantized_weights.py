@@ -69,6 +69,7 @@ def quantize_weights(
     recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None],
     *,
     skip: Skip = (),
+    head: bool = False,
 ) -> "Saved":
     """Convert a model and turn its layers' weights into eight (or four) bits, in place: for inference.
 
@@ -76,16 +77,21 @@ def quantize_weights(
         model: any module; its nn.Linear layers are converted as `convert` does.
         recipe: what `convert` takes; a layer's weight is kept as its recipe's fprop consumes it.
         skip: patterns of names to leave alone, and filters, as of `convert`.
+        head: True for output heads too, as of `convert`.
     Returns:
         What that saved; printing it says so. A weight that another module shares is left alone.
     """
-    report = convert(model, recipe, skip=skip)
+    report = convert(model, recipe, skip=skip, head=head)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     saved = Saved(skipped=dict(report.skipped))
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, chosen in report.converted.items():
         layer = modules[name]
-        assert isinstance(layer, Linear)
+        if not isinstance(layer, Linear):
+            saved.skipped[name] = (
+                f"{type(layer).__name__} computes in eight bits, and only nn.Linear's weights are kept so"
+            )
+            continue
         why = _unfit(layer, chosen, owners)
         if why:
             saved.skipped[name] = why

@@ -41,6 +41,10 @@ def chosen(operation: Operation, x: Tensor) -> Callable[..., Any]:
     return operation.impls[-1].run if on_host(x) else operation
 
 
+#: Given in place of noise, which rounding to nearest leaves alone, where backward quantizes again what forward has
+#: quantized: a compiler that took the two for one would keep the codes, of a weight a byte an element.
+AGAIN: Noise = 1, 0, 0
+
 # Quantizing an operand. What a kernel is told besides, such as where to note the amax, changes no bit: the caller looks
 # what was done.
 
@@ -55,10 +59,15 @@ def _quantize_traced(
 ) -> Quantized:
     """With the number of a layer, the amax is recorded as its grad_output's."""
     turned = x.stride(1) != 1 and x.stride(0) == 1
-    # A tensor id that is a tensor is no constant of the graph: layers that share code share a graph.
-    tensor_id, count = (
-        torch.tensor(v, dtype=torch.int64, device="cpu") if isinstance(v, int) else v for v in noise[1:]
-    )
+    tensor_id: Tensor | None
+    count: Tensor | None
+    # Two calls of equal arguments are one to a compiler, as of layers of one input, but for what is made for each.
+    tensor_id = count = None
+    if spec.rounding != "nearest":
+        # A tensor id that is a tensor is no constant of the graph: layers that share code share a graph.
+        tensor_id, count = (
+            torch.tensor(v, dtype=torch.int64, device="cpu") if isinstance(v, int) else v for v in noise[1:]
+        )
     given = (spec.text, _float(amax), _float(factor), noise[0], tensor_id, count, number)
     return joined(x, spec, turned, *QUANTIZE.operator(x.t() if turned else x, turned, *given))
 

@@ -9,7 +9,7 @@ from torch import nn
 from quaver.core.spec import Recipe
 from quaver.torch.state import recomputation
 from quaver.torch.state.history import amax
-from quaver.torch.state.layer import state_of
+from quaver.torch.state.layer import device_of, state_of
 from quaver.torch.state.noise import fresh_count, streams
 
 #: Buffers that recipes add.
@@ -58,7 +58,7 @@ def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) ->
         elif held is None and layer.recipe is not None:
             del state_dict[key]
         elif held is None:
-            layer.register_buffer(name, given.detach().clone().to(layer.weight.device))
+            layer.register_buffer(name, given.detach().clone().to(device_of(layer)))
             amax.register(layer)
         elif held.shape != given.shape:
             _warn_once(
@@ -85,9 +85,11 @@ def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
 
 
 def _start_fresh(layer: nn.Module, name: str, state_dict: Any, prefix: str) -> None:
-    weight = state_dict.get(prefix + "weight")
-    # A layer on meta takes on what the checkpoint holds, where that lies.
-    device = weight.device if layer.weight.is_meta and weight is not None else layer.weight.device
+    first = next((name for name, p in layer._parameters.items() if p is not None), "weight")
+    given, device = state_dict.get(prefix + first), device_of(layer)
+    if device.type == "meta" and given is not None:
+        # A layer on meta takes on what the checkpoint holds, where that lies.
+        device = given.device
     if name == "count":
         state_dict[prefix + name] = fresh_count(layer, device)
         return

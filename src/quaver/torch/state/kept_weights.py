@@ -48,7 +48,7 @@ class _Window:
     def __init__(self, weight: Tensor, held: bool, before: "_Window | None" = None) -> None:
         storage = weight.untyped_storage()
         #: Its identity, or 0 once the window has ended by itself.
-        self.parameter = id(weight)
+        self.parameter = id(_parameter(weight))
         self.place: int = storage_id(storage)
         #: Held weakly, but held: a later storage cannot get its identity, as one can get its address.
         self.storage: StorageWeakRef = (
@@ -64,16 +64,20 @@ class _Window:
 
     def holds(self, weight: Tensor) -> bool:
         """Whether nothing says that the weight has changed since."""
+        parameter = weight
+        if self.parameter != id(weight):
+            parameter = _parameter(weight)
+            if self.parameter != id(parameter):
+                return False
         if (
-            self.parameter != id(weight)
-            or self.version != weight._version
+            self.version != weight._version
             or self.address != weight.data_ptr()
             or self.place != storage_id(weight.untyped_storage())
         ):
             return False
         if self.held:
             return self.steps == _Steps.replayed
-        if self.used is not None and weight.grad is None and self.used != graph_task_id():
+        if self.used is not None and parameter.grad is None and self.used != graph_task_id():
             # In the backward that made it the gradient may be on its way.
             self.parameter = 0
             return False
@@ -203,10 +207,11 @@ def keep(
 def _window(weight: Tensor, held: bool) -> _Window:
     if held:
         return _Window(weight, True)
-    before = _windows.get(id(weight))
+    number = id(_parameter(weight))
+    before = _windows.get(number)
     if before is not None and before.holds(weight):
         return before
-    window = _windows[id(weight)] = _Window(weight, False, before)
+    window = _windows[number] = _Window(weight, False, before)
     return window
 
 
@@ -216,8 +221,17 @@ def can_keep(layer: nn.Module, weight: Tensor) -> bool:
 
 
 def _can_be_seen(weight: Tensor) -> bool:
-    """Whether the weight is a plain parameter: a DTensor's address and version say nothing of its shard."""
-    return type(weight) is nn.Parameter and not weight.is_inference()
+    """Whether the weight is a plain parameter, or all of one transposed: a DTensor's address and version say nothing of
+    its shard."""
+    parameter = _parameter(weight)
+    whole = parameter is weight or parameter.numel() == weight.numel()
+    return type(parameter) is nn.Parameter and whole and not weight.is_inference()
+
+
+def _parameter(weight: Tensor) -> Tensor:
+    """The parameter itself of a weight that is a view of one, as of a layer that holds its weight transposed."""
+    base = weight._base
+    return weight if base is None else base
 
 
 def used(layer: nn.Module) -> None:
@@ -320,7 +334,7 @@ def quantized_again(layer: nn.Module, weight: Tensor) -> None:
     """Count a forward without gradients that has quantized the weight; after `FORWARDS` of them name `frozen`, once."""
     if _Hint.given or not _can_be_seen(weight) or graph_task_id() != -1:
         return
-    kept, seen = room(layer), (id(weight), weight._version, weight.data_ptr(), _Steps.count)
+    kept, seen = room(layer), (id(_parameter(weight)), weight._version, weight.data_ptr(), _Steps.count)
     if any(entry.window.holds(weight) for entry in list(kept.window.values())):
         # The layer trains meanwhile: this may be the first pass of a reentrant checkpoint.
         return

@@ -6,6 +6,7 @@ else is made again when it is wanted.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quaver import recipes
@@ -66,3 +67,9 @@ def state_of(layer: nn.Module) -> LayerState:
     """The state of a quantizable layer."""
     state: LayerState = layer.__dict__["_state"]
     return state
+
+
+def device_of(layer: nn.Module) -> torch.device:
+    """Where a layer's first parameter is, its own or that of a module in it, such as a parametrization."""
+    first = next((p for p in layer._parameters.values() if p is not None), None)
+    return (next(layer.parameters()) if first is None else first).device

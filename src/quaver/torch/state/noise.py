@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quaver.torch.numerics.philox import Noise
 from quaver.torch.state import recomputation
-from quaver.torch.state.layer import state_of
+from quaver.torch.state.layer import device_of, state_of
 
 
 def draw(layer: nn.Module, operand: str) -> Noise:
@@ -71,7 +71,7 @@ def name_streams(layer: nn.Module) -> None:
 
 def fresh_count(layer: nn.Module, device: Any = None) -> Tensor:
     """Nothing quantized yet; the stream's number goes with it, or -1 where a name tells. On the weight's device."""
-    device = layer.weight.device if device is None else device
+    device = device_of(layer) if device is None else device
     named = layer.__dict__.get("qualified_name") is not None
     stream = -1 if named else state_of(layer).serial
     return torch.tensor([0, 0, stream], dtype=torch.int64, device=device)

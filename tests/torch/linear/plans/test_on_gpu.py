@@ -17,8 +17,11 @@ from quaver.torch.backends.gpu.quantizing.ways import SMALL
 from quaver.torch.linear import function
 from quaver.torch.linear.plans import direct, on_gpu
 from quaver.torch.linear.plans.step import Run
+from quaver.torch.operations import siblings
 from quaver.torch.state.layer import state_of
+from tests.close import assert_bitwise
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
+from tests.torch.operations.test_siblings import Forgetful
 
 T, K, N = 32, 48, 64
 #: Recipes whose steps are decided beforehand, and where.
@@ -106,6 +109,37 @@ def test_bits_and_state_are_those_of_the_general_way(
         theirs = steps(second, xs, False)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [
+        *((name, 90) for name in ("tensorwise", "delayed", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4")),
+        ("mxfp8", 100),
+    ],
+)
+def test_a_layer_takes_what_another_has_quantized(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native and emulated. The host does not know whether two histories' factors are equal."""
+    become(arch, monkeypatch)
+    layers = [qt.Linear(K, n, dtype=torch.bfloat16, recipe=recipe) for n in (N, 32, N)]
+    x, results, kept = torch.randn(T, K).bfloat16(), [], []
+    for threads in (siblings.thread, Forgetful()):
+        monkeypatch.setattr(siblings, "thread", threads)
+        own, tensors = copy.deepcopy(layers), []
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            h = leaf * 1.0
+            with qt.autocast(recipe):
+                outputs = [layer(h) for layer in own]
+            kept.append(len({y.grad_fn.saved_tensors[1].data_ptr() for y in outputs}))
+            sum(y.square().sum() for y in outputs).backward()
+            tensors += [*outputs, leaf.grad, *(p.grad.clone() for layer in own for p in layer.parameters())]
+        results.append([*tensors, *(b.clone() for layer in own for b in layer.buffers())])
+    for number, (a, b) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(a, b, str(number))
+    # In each step, without another's and last: of rowwise_bf16_wgrad backward keeps the input itself.
+    apart = 1 if recipe == "rowwise_bf16_wgrad" else 3
+    assert kept[1:] == [3 if recipe == "delayed" else 1, apart, apart]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ class HostFactors(NamedTuple):
     """What delayed scaling gives one step of a layer, as numbers."""
 
     factors: list[float]
+    of_input: float
     version: float
     #: Whose history notes the amaxes.
     layer: nn.Module
@@ -41,7 +42,7 @@ class HostFactors(NamedTuple):
 
 def _factors(layer: nn.Module, x: Tensor) -> HostFactors | None:
     factors = steps.factors(layer, True)
-    return None if isinstance(factors, Tensor) else HostFactors(factors, factors[amax.WEIGHT], layer)
+    return None if isinstance(factors, Tensor) else HostFactors(factors, factors[0], factors[1], layer)
 
 
 def decide(x: Tensor, weight: Tensor, recipe: Recipe) -> Step | None:

@@ -59,6 +59,8 @@ class Delayed:
     version: int
     history: Tensor
     address: int
+    #: The host does not know it.
+    of_input: None = None
 
     def note(self, _: nn.Module, column: int, top: Tensor) -> None:
         """Note an amax that another layer's launches have measured."""

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
-from quaver.torch.internals import any_autocast_enabled, graph_task_id
+from quaver.torch.internals import any_autocast_enabled, graph_task_id, raw_stream
 from quaver.torch.numerics.quantized import of_host
-from quaver.torch.operations import ops
+from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
+from quaver.torch.operations.siblings import Quantization, free
 from quaver.torch.state import counters, kept_weights
 from quaver.torch.state.history import amax, steps
 
@@ -71,8 +72,9 @@ class Rows:
     #: is not kept: by launches that both share; None where they share none.
     shared: Callable[[Tensor, Tensor, nn.Module, Any], tuple[Operands, kept_weights.Entry, Weight]] | None
     #: (layer, x) to what delayed scaling gives one step of a layer; None where the general way must read it. Of that
-    #: `factors` are the encode factors of input, weight and grad_output, as the forward saw them, `version` shows that
-    #: the weight's is another, `note(layer, column, amax)` notes what another layer's operand was, and
+    #: `factors` are the encode factors of input, weight and grad_output, as the forward saw them, `of_input` is the
+    #: first where the host knows it, else None, `version` shows that the weight's is another,
+    #: `note(layer, column, amax)` notes what another layer's operand was, and
     #: `in_backward(layer, g)` is the same for a backward: buffers may be others by then.
     factors: Callable[[nn.Module, Tensor], Any]
     fprop: Multiply
@@ -100,7 +102,7 @@ class Rows:
 class Step:
     """How one layer runs on inputs of one shape."""
 
-    __slots__ = ("delayed", "device", "of_output", "reader", "recipe", "rows", "shape")
+    __slots__ = ("delayed", "device", "gpu", "of_output", "reader", "recipe", "rows", "shape", "turns")
 
     def __init__(self, recipe: Recipe, x: Tensor, features: int, rows: Rows) -> None:
         self.recipe, self.shape, self.device, self.rows = recipe, x.shape, x.device, rows
@@ -109,6 +111,10 @@ class Step:
         #: The shape of its output, of so many features.
         self.of_output = (*x.shape[:-1], features)
         self.delayed = recipe.delayed is not None
+        #: The device's index; None off a GPU.
+        self.gpu = x.device.index if x.is_cuda else None
+        #: Whether what wgrad reads of an input takes a pass of its own.
+        self.turns = rows.turned_input is not None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
         """y [..., n], or None where this x, weight or state is for the general way."""
@@ -127,6 +133,16 @@ class Step:
         except torch.OutOfMemoryError as error:
             raise device.out_of_memory(x, 2) from error
         return y
+
+    def quantizes_as(self, other: object) -> bool:
+        """Whether another step makes the same operands of an input."""
+        if not isinstance(other, Step) or self.shape != other.shape or self.rows.aligned is not other.rows.aligned:
+            return False
+        if self.recipe is other.recipe:
+            return True
+        # What multiplies on a CPU reads codes alike, whatever it takes of a weight.
+        form = not self.rows.aligned or self.rows.form == other.rows.form
+        return form and siblings.alike(self.recipe, other.recipe)
 
     def run(self, x: Tensor, layer: nn.Module) -> "Run | None":
         """This step in one call, or None where what the layer remembers is for the general way."""
@@ -162,6 +178,33 @@ class Run:
             return operands
         self.entry, self.ready = kept or rows.weight(weight, layer, factors, True)
         return rows.input(x, factors)
+
+    def taken(self, x: Tensor, weight: Tensor) -> tuple[Operands, tuple[Tensor, Scale]]:
+        """`entered` and `turned` of an x that autograd has computed: another layer's, if that has just quantized this
+        very tensor so; else other layers may take them."""
+        step, factors = self.step, self.factors
+        factor = 0.0 if factors is None else factors.of_input
+        if factor is None or x.__class__ is not Tensor:
+            operands = self.entered(x, weight)
+            return operands, self.turned(x, operands)
+        facts: tuple[Any, ...] = x._version, x.data_ptr(), factor
+        if step.gpu is not None:
+            facts = *facts, raw_stream(step.gpu)
+        thread = siblings.thread
+        last = thread.last
+        if last is not None and last() is x:
+            last = siblings.lookup(x, facts, step, Step.quantizes_as)
+            if last is not None:
+                operands, kept = last.operands
+                self.note(operands)
+                return operands, kept or self.turned(x, operands)
+        operands = self.entered(x, weight)
+        kept = self.turned(x, operands)
+        thread.last = last = Quantization(x, free)
+        last.facts, last.by = facts, step
+        # Where wgrad reads x as it is, that would be held.
+        last.operands = operands, kept if step.turns else None
+        return operands, kept
 
     def turned(self, x: Tensor, operands: Operands) -> tuple[Tensor, Scale]:
         """What wgrad consumes: the transpose, or x where it is not quantized, and a scale."""
@@ -263,8 +306,11 @@ def _matrix(x: Tensor) -> Tensor:
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
-        operands = run.entered(x, weight)
-        kept, scale = run.turned(x, operands)
+        if x.is_leaf:
+            operands = run.entered(x, weight)
+            kept, scale = run.turned(x, operands)
+        else:
+            operands, (kept, scale) = run.taken(x, weight)
         on_host = scale.__class__ is float
         # The weight itself, so that autograd sees a change of it before backward.
         ctx.save_for_backward(weight, kept, of_host(scale) if on_host else scale)

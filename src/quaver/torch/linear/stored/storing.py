@@ -144,7 +144,7 @@ def _keep_initial(layer: nn.Module, value: Tensor) -> None:
         state_of(layer).initial = value.detach().to("cpu", copy=True)
 
 
-def adapt(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> None:
+def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
     """Make a checkpoint in high precision fit a weight that is codes; say where the reverse is meant."""
     key = prefix + "weight"
     given, spec = state_dict.get(key), layer.__dict__.get("weight_spec")
@@ -189,7 +189,7 @@ def portable(state_dict: Any, key: str) -> None:
         state_dict[key] = state_dict[key].detach().view(torch.uint8)
 
 
-def moved(layer: nn.Linear, fn: Any, apply: Any) -> None:
+def moved(layer: Any, fn: Any, apply: Any) -> None:
     """`Module._apply` for such a layer: codes and scales move between devices and are never cast.
 
     Args:
@@ -204,9 +204,9 @@ def moved(layer: nn.Linear, fn: Any, apply: Any) -> None:
     layer._parameters["weight"] = plain
     try:
         apply(fn)
-        data = layer._parameters["weight"].detach().view(dtype)  # type: ignore[union-attr]
+        data = layer._parameters["weight"].detach().view(dtype)
     finally:
-        layer._parameters["weight"] = weight  # type: ignore[assignment]
+        layer._parameters["weight"] = weight
     probe = torch.empty(0, dtype=layer.__dict__["weight_dtype"], device=weight.device)
     layer.__dict__["weight_dtype"] = fn(probe).dtype
     if _takes(weight, data):
@@ -216,7 +216,7 @@ def moved(layer: nn.Linear, fn: Any, apply: Any) -> None:
             weight.grad = gradient.to(data.device)
     else:
         weight = nn.Parameter(data, requires_grad=weight.requires_grad)
-    layer._parameters["weight"] = weight  # type: ignore[assignment]
+    layer._parameters["weight"] = weight
     settle(layer)
 
 
@@ -250,7 +250,7 @@ def unpacked(state: dict[str, Any]) -> dict[str, Any]:
 _stored: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
-def settle(layer: nn.Linear) -> None:
+def settle(layer: Any) -> None:
     """Say again, after a parameter was made, that its gradient is float32, and whose it is."""
     weight = layer._parameters["weight"]
     if weight is None or weight.dtype not in CODES:

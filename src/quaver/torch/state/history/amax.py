@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import device
 from quaver.torch.state import recomputation
-from quaver.torch.state.layer import state_of
+from quaver.torch.state.layer import device_of, state_of
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 
@@ -65,7 +65,7 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
                 f"a layer's history of {history.shape[0]} steps makes room for one of {length}, which starts fresh",
                 stacklevel=4,
             )
-        where: torch.device = layer.weight.device  # type: ignore[assignment]
+        where = device_of(layer)
         # Stored column by column, so that a window is contiguous.
         layer.register_buffer("history", torch.zeros((3, length), dtype=torch.float32, device=where).t())
         layer.register_buffer("factor", torch.zeros(3, dtype=torch.float32, device=where))
@@ -113,7 +113,7 @@ def saved_factors(layer: nn.Module) -> Tensor | list[float]:
     if factor is None or factor.is_meta:
         if not torch.compiler.is_compiling():
             return [0.0] * 3
-        return torch.zeros(3, dtype=torch.float32, device=layer.weight.device)  # type: ignore[arg-type]
+        return torch.zeros(3, dtype=torch.float32, device=device_of(layer))
     if torch.compiler.is_compiling():
         return factor.clone()
     factors: Tensor | list[float] = views(layer).factors.tolist() if factor.is_cpu else _on_device(layer, factor)

@@ -1,0 +1,92 @@
+"""The class of a module exchanged for one whose GEMMs follow a recipe, and given back.
+
+The module stays the object that it is, with its parameters, hooks and attributes. Its new class stands above the old
+one, so that code which asks for the old class still gets it.
+"""
+
+import copy
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from quaver.torch.linear.layer import Linear
+
+#: The classes made here, by the class that is converted and what stands above it.
+_counterparts: dict[tuple[type, type], type] = {(nn.Linear, Linear): Linear}
+
+
+def exchange(module: nn.Module, over: type) -> None:
+    """Put a class above a module's own."""
+    _set_class(module, counterpart(_bare(module), over))
+
+
+def give_back(module: nn.Module) -> bool:
+    """Give a module the class that it had; False for one that was not exchanged."""
+    before = original(_bare(module))
+    if before is None:
+        return False
+    _set_class(module, before)
+    return True
+
+
+def counterpart(kind: type, over: type) -> type:
+    """The class that a module of a class gets.
+
+    Args:
+        kind: what is converted.
+        over: `Linear` for an nn.Linear and its subclasses, whose own methods come first but for the forward; else a
+            class whose methods come before those of `kind`.
+    """
+    if (kind, over) not in _counterparts:
+        members = {"__reduce_ex__": _reduce, "__module__": kind.__module__, "_original": kind, "_over": over}
+        bases: tuple[type, ...] = (over, kind)
+        if over is Linear:
+            bases = (kind, over)
+            members["forward"] = Linear.forward
+        # Another thread may have made one: a class is one object.
+        _counterparts.setdefault((kind, over), type(kind.__name__, bases, members))
+    return _counterparts[kind, over]
+
+
+def original(kind: type) -> type | None:
+    """What `counterpart` was given; None for classes that it did not make."""
+    return nn.Linear if kind is Linear else vars(kind).get("_original")
+
+
+def _bare(module: nn.Module) -> type:
+    """A module's class without the one that a parametrization has put above it."""
+    kind = type(module)
+    return kind.__bases__[0] if is_parametrized(module) else kind
+
+
+def _set_class(module: nn.Module, base: type) -> None:
+    """Exchange a module's class.
+
+    A parametrized module has a class of its own above the one to exchange, which copies of it share: it gets another
+    rather than other bases.
+    """
+    kind = type(module)
+    if is_parametrized(module):
+        members = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+        base = type(kind.__name__, (base,), {**members, "__deepcopy__": _copied})
+    module.__class__ = base
+
+
+def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Deepcopy a parametrized module, whose class refuses to be pickled."""
+    copied: nn.Module = type(self).__new__(type(self))
+    memo[id(self)] = copied
+    copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+    return copied
+
+
+def _reduce(module: Any, protocol: int) -> Any:
+    """Pickle a module of a class that was made here: by the class it was made from."""
+    kind = type(module)
+    return _rebuild, (kind._original, kind._over), module.__getstate__()
+
+
+def _rebuild(kind: type, over: type) -> Any:
+    exchanged: Any = counterpart(kind, over)
+    return exchanged.__new__(exchanged)

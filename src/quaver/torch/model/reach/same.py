@@ -1,0 +1,109 @@
+"""Which subclasses of nn.Linear with a forward of their own compute what nn.Linear computes: asked of their outputs.
+
+The forward runs on a small stand-in for the layer, with its attributes and other sizes, and is compared with
+`F.linear`: outputs, dtypes and gradients, in training and in evaluation, for inputs of all sizes, infinities and NaN. A
+layer with parameters, buffers or modules beside weight and bias is never taken: they may count later (LoRA's begin at
+zero). Falcon's layers pass.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+#: Features of the stand-in.
+SIZES = 8, 5
+#: By how much outputs may differ, relative to the largest of a row: the order of a sum is free.
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
+
+_computes: dict[Any, bool] = {}
+
+
+def computes_a_linear(module: nn.Linear) -> bool:
+    """True if a layer's own forward gives what nn.Linear's gives."""
+    kind = type(module)
+    if kind.forward is nn.Linear.forward:
+        return True
+    if set(module._parameters) - {"weight", "bias"} or module._modules or module._buffers:
+        return False
+    own = {name: value for name, value in module.__dict__.items() if name not in _OF_ALL}
+    try:
+        key = (kind, kind.forward, module._parameters["bias"] is None, tuple(sorted(own.items())))
+        known = _computes.get(key)
+    except (KeyError, TypeError):
+        # It is parametrized, or has attributes that are no key.
+        key, known = None, None
+    if known is None:
+        known = all(_agrees(module, own, dtype, training) for dtype in BOUNDS for training in (True, False))
+        if key is not None:
+            _computes[key] = known
+    return known
+
+
+#: Attributes of every nn.Linear: none of them makes one compute something else.
+_OF_ALL = {*nn.Linear(1, 1, device="meta").__dict__, "recipe", "seed", "qualified_name", "_state"}
+
+
+def _agrees(module: nn.Linear, own: dict[str, Any], dtype: torch.dtype, training: bool) -> bool:
+    k, n = SIZES
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight = torch.randn((n, k), generator=generator, device="cpu").to(dtype)
+    bias = None if module._parameters.get("bias") is None else torch.arange(n, device="cpu").to(dtype)
+    for x in _inputs(k, dtype, generator):
+        stand_in = type(module).__new__(type(module))
+        nn.Module.__init__(stand_in)
+        stand_in.__dict__.update({name: _copied(value) for name, value in own.items()})
+        stand_in.__dict__.update(in_features=k, out_features=n, training=training)
+        stand_in._parameters.update(
+            weight=nn.Parameter(weight.clone()), bias=None if bias is None else nn.Parameter(bias.clone())
+        )
+        before = {name: _copied(value) for name, value in stand_in.__dict__.items() if not name.startswith("_")}
+        try:
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                y, *gradients = _differentiated(lambda x: type(module).forward(stand_in, x), x, stand_in)  # noqa: B023
+        except Exception:
+            # It wants what an nn.Linear does not: more arguments, other sizes.
+            return False
+        after = {name: value for name, value in stand_in.__dict__.items() if not name.startswith("_")}
+        with torch.enable_grad():
+            expected = _differentiated(lambda x: F.linear(x, stand_in.weight, stand_in.bias), x, stand_in)  # noqa: B023
+        if not all(map(_close, (y, *gradients), expected)) or repr(after) != repr(before):
+            return False
+    return True
+
+
+def _inputs(k: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Tensor]:
+    """Matrices and batches, rows of every size, and what is not finite."""
+    x = torch.randn((6, k), generator=generator, device="cpu")
+    yield (x * torch.logspace(-4, 4, 6, device="cpu")[:, None]).to(dtype)
+    yield x.view(2, 3, k).to(dtype)
+    x[0, 0], x[1, 1], x[2, 2] = torch.inf, torch.nan, 3e4
+    yield x.to(dtype)
+
+
+def _differentiated(function: Any, x: Tensor, stand_in: nn.Linear) -> list[Tensor | None]:
+    """The output and the gradients of input, weight and bias."""
+    x = x.clone().requires_grad_()
+    y = function(x)
+    taken = [x, *(p for p in stand_in._parameters.values() if p is not None)]
+    g = torch.linspace(-1, 1, y.numel(), device="cpu").view(y.shape).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, taken, g, allow_unused=True)]
+
+
+def _close(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    bound, finite = BOUNDS[a.dtype], a.isfinite()
+    if not torch.equal(finite, b.isfinite()) or not torch.equal(a.isnan(), b.isnan()):
+        return False
+    a, b = a.nan_to_num(posinf=1.0, neginf=-1.0).float(), b.nan_to_num(posinf=1.0, neginf=-1.0).float()
+    rows = b.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return bool(((a - b).abs() <= bound * rows).all())
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, list | dict | set) else value

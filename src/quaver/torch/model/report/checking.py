@@ -1,0 +1,164 @@
+"""One forward of a converted model, watched: which converted layers run, and what else reads their weights."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from quaver.torch.internals import storage_id
+from quaver.torch.linear.layer import Quantizable
+
+#: Functions that take of a tensor its dtype, device or shape alone; getters are followed by what reads.
+HARMLESS = {"__get__", "to", "type_as", "expand_as", "view_as", "reshape_as"} | {
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+}
+
+
+@dataclass
+class Check:
+    """What `Report.check` saw."""
+
+    #: Converted layers that the run did not call.
+    never_called: list[str] = field(default_factory=list)
+    #: Converted layers whose weight was read outside of their forward, and by which functions.
+    read_behind: dict[str, list[str]] = field(default_factory=dict)
+    #: Layers that were converted and that the model holds no longer, and the class of what is in their place.
+    gone: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether all that was converted computes as converted."""
+        return not (self.never_called or self.read_behind or self.gone)
+
+    def __str__(self) -> str:
+        if self:
+            return "every converted layer was called, and nothing else read its weight"
+        lines = [f"converted and not called in this run: {name or '(root)'}" for name in self.never_called]
+        lines += [
+            f"read in high precision by {', '.join(functions)}, outside of the layer: the weight of {name or '(root)'}"
+            for name, functions in self.read_behind.items()
+        ]
+        lines += [
+            f"no longer converted: {name or '(root)'} is a {kind} now; another library has replaced it, and one of the "
+            "two can quantize a layer"
+            for name, kind in self.gone.items()
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def checked(converted: Mapping[str, str], model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Check:
+    """`Report.check`, of the names of converted layers."""
+    # What torch.compile made runs the module as it is.
+    model = getattr(model, "_orig_mod", model)
+    layers = {
+        m.__dict__.get("qualified_name", name): m for name, m in model.named_modules() if isinstance(m, Quantizable)
+    }
+    layers = {name: m for name, m in layers.items() if name in converted}
+    watch = _Watch(model, layers)
+    with ExitStack() as stack:
+        stack.enter_context(_as_before(model))
+        stack.enter_context(watch.hooked())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(watch)
+        model(*inputs, **named)
+    return Check(
+        [name for name, m in layers.items() if m not in watch.called],
+        {name: sorted(functions) for name, functions in watch.read.items()},
+        {name: _in_place_of(model, name) for name in converted if name not in layers},
+    )
+
+
+def _in_place_of(model: nn.Module, name: str) -> str:
+    try:
+        kind = type(model.get_submodule(name))
+    except AttributeError:
+        return "missing module"
+    return f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Give noise and buffers back as they were."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every function of torch that is given a converted layer's weight, and which modules are running."""
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.called: set[nn.Module] = set()
+        self.running: list[nn.Module] = []
+        self.read: dict[str, set[str]] = {}
+        #: Of each storage: where a weight begins and ends in it, its layer's name, and the modules that may read it.
+        self.weights: dict[int, list[tuple[int, int, str, list[nn.Module]]]] = {}
+        for name, layer in layers.items():
+            for parameter in layer.parameters():
+                owners = [m for m in model.modules() if any(p is parameter for p in m._parameters.values())]
+                if parameter.dim() > 1 and not any(owner in layers.values() and owner is not layer for owner in owners):
+                    start = int(parameter.storage_offset())
+                    place = self.weights.setdefault(storage_id(parameter.untyped_storage()), [])
+                    place.append((start, start + parameter.numel(), name, [layer, *owners]))
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Note which modules run, by hooks."""
+        handles = []
+        for module in self.model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.called.add(module)
+        self.running.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self.running and self.running.pop() is not module:
+            pass
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name not in HARMLESS and (name == "data_ptr" or next(_tensors(result), None) is not None):
+            for tensor in _tensors((args, kwargs)):
+                self._note(tensor, name)
+        return result
+
+    def _note(self, tensor: Tensor, function: str) -> None:
+        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+            return
+        for start, end, name, readers in self.weights.get(storage_id(tensor.untyped_storage()), ()):
+            if start <= tensor.storage_offset() < end and not any(module in self.running for module in readers):
+                self.read.setdefault(name, set()).add(function)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)

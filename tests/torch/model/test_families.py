@@ -1,0 +1,72 @@
+"""The table of coverage: tiny models of transformers' families under `convert` with nothing but a recipe."""
+
+import pytest
+import torch
+
+import quaver.torch as qt
+from quaver.torch.linear.layer import Quantizable
+from tests.close import assert_bitwise
+from tests.torch.model.coverage import PAGE, covered, written
+from tests.torch.model.families import FAMILIES, tiny, tokens
+
+#: Layers that a family's own code reads without calling them, which `Report.check` names.
+READ_BEHIND = {"mamba": "dt_proj", "jamba": "dt_proj"}
+#: Experts that no token of a small batch may visit.
+MAY_REST = {"switch_transformers": "expert_"}
+#: The smallest share of the parameters of GEMMs, heads apart.
+SHARES = {"falcon": 0.9, "gpt2": 0.9, "mixtral": 0.9, "qwen3_moe": 0.9, "gpt_oss": 0.9, "deepseek_v3": 0.9}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_converted_whole_and_every_layer_runs(family: str) -> None:
+    report, check, loss = covered(family)
+    assert loss.isfinite()
+    assert report.share >= SHARES.get(family, 0.9) and report.flops_share > 0.5
+    # The head alone, and routers, which are no nn.Linear's forward, are left.
+    left = {row.name: row.why for row in report.rows if row.recipe is None}
+    assert all("output head" in why or "Router has a forward of its own" in why for why in left.values()), left
+    behind = READ_BEHIND.get(family)
+    rests = behind or MAY_REST.get(family)
+    assert all(rests is not None and rests in name for name in check.never_called), str(check)
+    assert set(check.read_behind) == {name for name in report.converted if behind and name.endswith(behind)}, str(check)
+    assert not check.gone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_in_high_precision_is_the_model_itself_and_so_is_the_reverted_one(family: str) -> None:
+    model, plain = tiny(family), tiny(family)
+    x = tokens()
+    qt.convert(model, "bf16")
+    kinds = [type(m) for m in plain.modules()]
+    results = []
+    for m in (model, plain):
+        torch.manual_seed(1)
+        loss = m(input_ids=x, labels=x).loss
+        loss.backward()
+        results.append([loss, *(p.grad for p in m.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_bitwise(a, b)
+    qt.convert(model, "tensorwise", head=True)
+    with torch.no_grad():
+        model(input_ids=x, labels=x)
+    qt.revert(model)
+    assert [type(m) for m in model.modules()] == kinds
+    assert not any(isinstance(m, Quantizable) for m in model.modules())
+    for (name, a), (other, b) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
+        assert name == other
+        if a.is_floating_point() or a.dtype.is_signed:
+            assert_bitwise(a, b, name)
+    with torch.no_grad():
+        losses = []
+        for m in (model.eval(), plain.eval()):
+            torch.manual_seed(1)
+            losses.append(m(input_ids=x, labels=x).loss)
+    assert_bitwise(*losses)
+
+
+def test_the_page_has_the_table() -> None:
+    page = PAGE.read_text()
+    assert page == written(page), "python -m tests.torch.model.coverage writes it anew"
+    assert len(FAMILIES) >= 40
