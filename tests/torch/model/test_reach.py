@@ -1,9 +1,12 @@
 """What convert reaches beside nn.Linear, against their own forward: subclasses, Conv1D, packed attention, experts."""
 
+import contextlib
 import copy
+import gc
 import io
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
@@ -18,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.linear.layer import Quantizable
-from quaver.torch.model.reach import experts, packed
+from quaver.torch.model.reach import experts, packed, same
 from quaver.torch.state import kept_weights
 from tests.close import assert_bitwise
 from tests.torch.model.families import tiny, tokens
@@ -134,6 +138,42 @@ def test_a_subclass_that_computes_something_else_is_left_alone(kind: type[nn.Lin
         qt.convert(layer, "mxfp8")
     assert type(layer) is kind and layer.__dict__ == attributes
     assert all(torch.equal(p, parameters[n]) for n, p in layer.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "around", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["inference", "autocast"]
+)
+def test_a_subclass_is_asked_apart_from_what_surrounds_the_call(around: Callable[[], Any]) -> None:
+    same._computes.clear()
+    model = nn.Sequential(FalconLinear(32, 32))
+    with around():
+        report = qt.convert(model, "mxfp8")
+    assert "0" in report.converted
+    same._computes.clear()
+
+
+def test_a_subclass_that_cannot_be_asked_is_left_alone() -> None:
+    same._computes.clear()
+    with FakeTensorMode(), pytest.warns(UserWarning):
+        report = qt.convert(nn.Sequential(FalconLinear(32, 32)), "mxfp8")
+    assert not report.converted
+    # And is asked again.
+    assert "0" in qt.convert(nn.Sequential(FalconLinear(32, 32)), "mxfp8").converted
+
+
+def test_a_subclass_is_not_kept_by_what_is_known_of_it() -> None:
+    class Own(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.linear(input, self.weight, self.bias)
+
+    other = nn.Linear(4, 4)
+    layer = Own(32, 32)
+    layer.pair = (other,)  # type: ignore[assignment]
+    qt.convert(layer, "mxfp8")
+    gone = weakref.ref(other)
+    del layer, other
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_subclass_is_asked_by_its_instance() -> None:
@@ -361,6 +401,23 @@ def test_packed_attention_quantizes_its_projections_and_trains(recipe: str) -> N
     assert qt.revert(module) == ["", "out_proj"] and type(module) is nn.MultiheadAttention
     assert list(module.state_dict()) == list(plain.state_dict())
     assert_bitwise(module(*qkv)[0], plain(*qkv)[0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_packed_attention_reads_the_rows_that_a_call_asks_for(recipe: str, held: bool, bias: bool) -> None:
+    """Queries' rows begin where all rows do: what is kept of the whole is nothing for a part."""
+    attention = nn.MultiheadAttention(32, 4, batch_first=True, bias=bias)
+    qt.convert(attention, recipe)
+    fresh = copy.deepcopy(attention)
+    x, other = torch.randn(2, 5, 32), torch.randn(2, 7, 32)
+    with qt.frozen(attention) if held else contextlib.nullcontext():
+        own = attention(x, x, x)[0]
+        crossed = attention(x, other, other)[0]
+        again = attention(x, x, x)[0]
+    assert_bitwise(crossed, fresh(x, other, other)[0])
+    assert_bitwise(again, own)
 
 
 def test_packed_attention_that_no_recipe_quantizes_is_torchs_bit_for_bit() -> None:

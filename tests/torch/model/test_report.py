@@ -129,6 +129,24 @@ def test_a_check_runs_a_model_that_fails_and_leaves_no_hook() -> None:
     assert not model._forward_hooks and not model[0]._forward_pre_hooks
 
 
+def test_a_check_takes_time_by_the_number_of_layers() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(1000)))
+    report = qt.convert(model, "tensorwise")
+    begun = time.process_time()
+    assert report.check(model, torch.randn(16, 16))
+    # Each parameter asked of every module took six.
+    assert time.process_time() - begun < 3
+
+
+def test_a_layer_that_is_reverted_while_it_is_held_keeps_nothing() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    qt.convert(model, "tensorwise")
+    with qt.frozen(model):
+        model(torch.randn(16, 16))
+        qt.revert(model)
+    assert type(model[0]) is nn.Linear
+
+
 def test_wavlm_reads_its_projections_and_the_check_names_them() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.WavLMConfig(

@@ -69,7 +69,9 @@ class frozen(ContextDecorator):
             at = next(i for i, held in enumerate(_held) if held is layers)
             del _held[at]
         for layer in layers:
-            kept_weights.thaw(layer)
+            # One that was reverted meanwhile keeps nothing.
+            if "_state" in layer.__dict__:
+                kept_weights.thaw(layer)
 
 
 _lock = threading.Lock()

@@ -43,12 +43,15 @@ class _Window:
     parameter with the same identity has another storage; on the same storage only a bare write tells them apart.
     """
 
-    __slots__ = ("address", "held", "parameter", "place", "steps", "storage", "used", "version")
+    __slots__ = ("address", "held", "layout", "parameter", "place", "steps", "storage", "used", "version")
 
     def __init__(self, weight: Tensor, held: bool, before: "_Window | None" = None) -> None:
         storage = weight.untyped_storage()
-        #: Its identity, or 0 once the window has ended by itself.
-        self.parameter = id(_parameter(weight))
+        base = weight._base
+        #: Its identity, negative for a view of it, or 0 once the window has ended by itself.
+        self.parameter = id(weight) if base is None else -id(base)
+        #: Which view: another one may begin at the same address.
+        self.layout = None if base is None else (weight.shape, weight.stride())
         self.place: int = storage_id(storage)
         #: Held weakly, but held: a later storage cannot get its identity, as one can get its address.
         self.storage: StorageWeakRef = (
@@ -67,7 +70,7 @@ class _Window:
         parameter = weight
         if self.parameter != id(weight):
             parameter = _parameter(weight)
-            if self.parameter != id(parameter):
+            if self.parameter != -id(parameter) or self.layout != (weight.shape, weight.stride()):
                 return False
         if (
             self.version != weight._version

@@ -18,6 +18,9 @@ SIZES = 8, 5
 #: By how much outputs may differ, relative to the largest of a row: the order of a sum is free.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
+#: Attributes that tell layers of one class apart.
+PLAIN = str, int, float, bool, type(None), torch.dtype
+
 _computes: dict[Any, bool] = {}
 
 
@@ -29,14 +32,18 @@ def computes_a_linear(module: nn.Linear) -> bool:
     if set(module._parameters) - {"weight", "bias"} or module._modules or module._buffers:
         return False
     own = {name: value for name, value in module.__dict__.items() if name not in _OF_ALL}
-    try:
-        key = (kind, kind.forward, module._parameters["bias"] is None, tuple(sorted(own.items())))
-        known = _computes.get(key)
-    except (KeyError, TypeError):
-        # It is parametrized, or has attributes that are no key.
-        key, known = None, None
+    # It may be parametrized, or have attributes that are no key, or that a key would hold alive.
+    plain = "bias" in module._parameters and all(isinstance(value, PLAIN) for value in own.values())
+    key = (kind, kind.forward, module._parameters["bias"] is None, tuple(sorted(own.items()))) if plain else None
+    known = None if key is None else _computes.get(key)
     if known is None:
-        known = all(_agrees(module, own, dtype, training) for dtype in BOUNDS for training in (True, False))
+        try:
+            # What is asked is not what surrounds the call.
+            with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+                known = all(_agrees(module, own, dtype, training) for dtype in BOUNDS for training in (True, False))
+        except Exception:
+            # Tensors have no values here, as under FakeTensorMode.
+            return False
         if key is not None:
             _computes[key] = known
     return known

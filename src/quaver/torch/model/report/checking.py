@@ -107,10 +107,15 @@ class _Watch(TorchFunctionMode):
         self.read: dict[str, set[str]] = {}
         #: Of each storage: where a weight begins and ends in it, its layer's name, and the modules that may read it.
         self.weights: dict[int, list[tuple[int, int, str, list[nn.Module]]]] = {}
+        owners_of: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            for p in {id(p): p for p in module._parameters.values() if p is not None}.values():
+                owners_of.setdefault(id(p), []).append(module)
+        converted = set(layers.values())
         for name, layer in layers.items():
             for parameter in layer.parameters():
-                owners = [m for m in model.modules() if any(p is parameter for p in m._parameters.values())]
-                if parameter.dim() > 1 and not any(owner in layers.values() and owner is not layer for owner in owners):
+                owners = owners_of[id(parameter)]
+                if parameter.dim() > 1 and not any(owner in converted and owner is not layer for owner in owners):
                     start = int(parameter.storage_offset())
                     place = self.weights.setdefault(storage_id(parameter.untyped_storage()), [])
                     place.append((start, start + parameter.numel(), name, [layer, *owners]))
