@@ -95,11 +95,19 @@ def test_blocks_are_compiled_for_few_sizes_whatever_the_tokens(
 @pytest.mark.parametrize("piece", [scratch.PIECE, 4096])
 @pytest.mark.parametrize("k", [1, 2, 7, 64, 66, 127])
 @pytest.mark.parametrize("turned", [False, True])
-def test_pairs_of_rows_lie_beside_each_other(turned: bool, k: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shifted", [False, True])
+def test_pairs_of_rows_lie_beside_each_other(
+    shifted: bool, turned: bool, k: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shifted by one element, nothing lies where a word of 32 bits may."""
     monkeypatch.setattr(scratch, "PIECE", piece)
     b = torch.randn(192, k).bfloat16()
     b[0, 0], b[1, k // 2], b[2, -1] = torch.nan, -torch.inf, -0.0
     given = b.t().contiguous().t() if turned else b
+    if shifted:
+        given = torch.cat([given.new_zeros(1), given.as_strided((given.numel(),), (1,))])[1:].as_strided(
+            given.shape, given.stride(), 1
+        )
     padded = -(-k // 32) * 32
     whole = torch.cat([b, b.new_zeros(192, padded - k)], 1)
     expected = whole.view(3, 64, padded // 2, 2).permute(0, 2, 1, 3).contiguous()

@@ -123,7 +123,7 @@ def _pairs(b: Tensor, width: int, padded: int) -> Tensor:
     n, k = b.shape
     out = scratch.room("pairs", (n // width, padded // 2, width, 2), torch.bfloat16)
     even, words = k // 2, out.view(torch.int32).squeeze(-1)
-    if b.is_contiguous() and k % 2 == 0:
+    if b.is_contiguous() and k % 2 == 0 and b.storage_offset() % 2 == 0:
         # A panel at a time: torch is quick with a transpose of two dimensions.
         for panel, lines in zip(words, b.view(torch.int32).split(width), strict=True):
             panel[:even].copy_(lines.t())
