@@ -36,7 +36,7 @@ SIZE = 16
 #: By architecture the recipes that have GEMMs there.
 RECIPES = {
     90: ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise"],
-    100: ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "mxfp8"],
+    100: ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "mxfp8", "nvfp4"],
 }
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 

@@ -248,7 +248,7 @@ def test_every_recipe_that_is_judged_exists() -> None:
 
 def trained(weight: float | None, skip: list[str]) -> TrainResult:
     model = build(MODELS["nano"], 256, 0, torch.device("cpu"))
-    conversion = qt.convert(model, "mxfp8", skip=skip)
+    conversion = qt.convert(model, "mxfp8", skip=skip, head=True)
     if weight is not None:
         torch.nn.init.constant_(model.layers[0].mlp.up_proj.weight, weight)
     return TrainResult(folder=Path(), losses={}, validation_losses={1: 1.0}, model=model, conversion=conversion)

@@ -261,13 +261,16 @@ def rotated_amax(
 
 
 @triton.jit
-def tensor_level(top, factor, POWER_OF_TWO: tl.constexpr):
-    """The tensor's factor from its amax, float32 [1]; the first program writes it, NaN where that is not finite."""
+def tensor_level(top, factor, inverse, POWER_OF_TWO: tl.constexpr):
+    """The tensor's factor from its amax, float32 [1]; the first program writes it, and its inverse unless that is None,
+    NaN where the amax is not finite."""
     bits = flushed(tl.load(top).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     big = tensor_factor(bits, POWER_OF_TWO)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         nan = tl.where(bits < INFINITY_BITS, big.to(tl.int32, bitcast=True), NAN_BITS)
         tl.store(factor, nan.to(tl.float32, bitcast=True))
+        if inverse is not None:
+            tl.store(inverse, tl.div_rn(1.0, nan.to(tl.float32, bitcast=True)))
     return big
 
 
@@ -287,7 +290,7 @@ def whole(n):
 
 @triton.jit
 def nvfp4_along(
-    x, q, s, factor, top, count,
+    x, q, s, factor, inverse, top, count,
     rows, columns, stride, k, q_stride4, across, id0, id1, seed0, seed1, seed2, seed3,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
@@ -295,16 +298,17 @@ def nvfp4_along(
 ):  # fmt: skip
     """x [rows, columns] in blocks of 1 × 16 (SQUARE: 16 × 16) to q, eight codes an int32, and s, swizzled E4M3 codes.
 
-    top float32 [1]: the tensor's amax. factor float32 [1] is written: the tensor's factor. count int64 [1]: of
-    STOCHASTIC. k: codes of a row, `columns` or that rounded up to 16 (HADAMARD), and a multiple of 4 where STOCHASTIC.
-    q_stride4: int32 of a row of q, which ends in zeros. across: tiles of s side by side. id0 … seed3: halves of the
-    tensor's id and of the seed, the low ones first, for `whole_word`. Exact.
+    top float32 [1]: the tensor's amax. factor float32 [1] is written: the tensor's factor; and inverse, its
+    reciprocal, unless that is None. count int64 [1]: of STOCHASTIC. k: codes of a row, `columns` or that rounded up to
+    16 (HADAMARD), and a multiple of 4 where STOCHASTIC. q_stride4: int32 of a row of q, which ends in zeros. across:
+    tiles of s side by side. id0 … seed3: halves of the tensor's id and of the seed, the low ones first, for
+    `whole_word`. Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     BG: tl.constexpr = BN // 16
     r = down * BM + tl.arange(0, BM)
     g = right * BG + tl.arange(0, BG)
-    big = tensor_level(top, factor, POWER_OF_TWO)
+    big = tensor_level(top, factor, inverse, POWER_OF_TWO)
     v = load_along(x, r, g, rows, columns, stride, BM, BG, EVEN)
     FOUR: tl.constexpr = HADAMARD and not STOCHASTIC
     if HADAMARD:
@@ -335,7 +339,7 @@ def nvfp4_along(
 
 @triton.jit
 def nvfp4_down(
-    x, qt, st, factor, top, count,
+    x, qt, st, factor, inverse, top, count,
     rows, columns, stride, k, qt_stride4, across, id0, id1, seed0, seed1, seed2, seed3,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
@@ -346,7 +350,7 @@ def nvfp4_down(
     BG: tl.constexpr = BM // 16
     g = down * BG + tl.arange(0, BG)
     c = right * BN + tl.arange(0, BN)
-    big = tensor_level(top, factor, POWER_OF_TWO)
+    big = tensor_level(top, factor, inverse, POWER_OF_TWO)
     v = load_down(x, g, c, rows, columns, stride, EVEN)
     FOUR: tl.constexpr = HADAMARD and not STOCHASTIC
     if HADAMARD:

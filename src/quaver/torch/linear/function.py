@@ -149,7 +149,7 @@ def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
 #: In `_pack`'s layouts a tensor or None.
 PLAIN = 1, None
 #: What it takes apart.
-PACKED = frozenset((Quantized, float))
+PACKED = frozenset((Quantized, float, list))
 
 
 def _pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[int, Any]]]:
@@ -159,7 +159,7 @@ def _pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[in
     tensors: list[Tensor | None] = []
     layouts: list[tuple[int, Any]] = []
     for value in values:
-        if isinstance(value, (Quantized, float)):
+        if isinstance(value, (Quantized, float, list)):
             parts, layout = take_apart(value)
             layouts.append((len(parts), layout))
             tensors += parts

@@ -6,6 +6,7 @@ it dies what became of it is freed. Only what autograd has computed is taken so:
 fills, such as a buffer of inputs, may be written in ways that leave no trace (`.numpy()`, a CUDA graph replayed).
 """
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -47,9 +48,8 @@ def lookup(x: Tensor, facts: tuple[Any, ...], by: Any, like: Callable[[Any, Any]
     return last if last.by is by or like(last.by, by) else None
 
 
-def free(dead: Any) -> None:
-    """Of a tensor that has died, in whichever thread."""
-    dead.operands = None
+#: Of a `Quantization` whose tensor has died, in whichever thread.
+free = operator.methodcaller("__setattr__", "operands", None)
 
 
 def alike(one: Recipe, other: Recipe) -> bool:

@@ -33,9 +33,19 @@ def drawn(layer: nn.Module, operand: str) -> None:
 
 def tensor_id(layer: nn.Module, operand: str) -> int:
     """Which Philox stream: the crc32 of "module.operand" where convert knows the name, else by order of making."""
+    return _numbers(layer)[operand]
+
+
+def tensor_ids(layer: nn.Module, operand: str) -> tuple[int, int]:
+    """`tensor_id` of an operand and of its transpose."""
+    numbers = _numbers(layer)
+    return numbers[operand], numbers[operand + ".T"]
+
+
+def _numbers(layer: nn.Module) -> dict[str, int]:
     streams(layer)
     numbers: dict[str, int] = state_of(layer).streams[2]  # type: ignore[index]
-    return numbers[operand]
+    return numbers
 
 
 def streams(layer: nn.Module) -> dict[str, Tensor]:

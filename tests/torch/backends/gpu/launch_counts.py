@@ -27,7 +27,10 @@ from quaver.torch.state.history import amax
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 
 #: Recipes where their GEMMs are native and their steps decided beforehand, by architecture.
-NATIVE = {90: ("tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise"), 100: ("tensorwise", "mxfp8")}
+NATIVE = {
+    90: ("tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise"),
+    100: ("tensorwise", "mxfp8", "nvfp4"),
+}
 #: Recipes where their GEMMs are emulated, by architecture; their steps are decided beforehand too.
 EMULATED = {89: ("blockwise", "mxfp8", "nvfp4"), 90: ("mxfp8", "mxfp6", "nvfp4")}
 #: Operations of torch that launch nothing: they make room, or look at what is there in another way.

@@ -13,6 +13,8 @@ CEILINGS = {
     "rowwise_bf16_wgrad": 9,
     "blockwise": 6,
     "mxfp8": 6,
+    # Eight of them the weight's, which the general way quantizes.
+    "nvfp4": 18,
 }
 
 

@@ -133,7 +133,7 @@ FAMILIES = [
     Family(_in_blocks, _running(by_blocks), blockwise.decided),
     Family(_in_rows, _running(by_rows), rowwise.decided),
     Family(with_exponents, _running(by_exponents), block_scaled.decided),
-    Family(with_two_levels, _run_with_two_levels),
+    Family(with_two_levels, _run_with_two_levels, block_scaled.decided_in_two_levels),
 ]
 
 

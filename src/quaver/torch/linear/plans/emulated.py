@@ -24,7 +24,7 @@ from quaver.torch.linear.plans.step import Multiply, Operands, Rows, Step, Weigh
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state import kept_weights
-from quaver.torch.state.noise import fresh_count, tensor_id
+from quaver.torch.state.noise import fresh_count, tensor_ids
 
 #: What is kept of a weight, and the form of its operands: see `step.Rows.form`.
 VALUES = "values"
@@ -134,24 +134,26 @@ def _grad_output(of_grad_output: Kernels) -> Callable[[Tensor, Any], Operands]:
         if not (straight or turned):
             return (None,) * 5
         g = g.detach().view(-1, g.shape[-1])
-        noise = _noise(layer, g.device) if recipe.stochastic else None
+        noise = noise_of(layer, g.device) if recipe.stochastic else None
         along, down, _ = of_grad_output.values(g, False, noise, straight, turned)
         if noise is not None and noise.counts is not layer._buffers.get("count"):
-            _bring_back(layer, noise.counts)
+            bring_back(layer, noise.counts)
         return along, None, along if down is None else down, None, None
 
     return quantized
 
 
-def _noise(layer: nn.Module, device: torch.device) -> two_level.Noise:
+def noise_of(layer: nn.Module, device: torch.device) -> two_level.Noise:
     """What grad_output and its transpose draw from: `state.noise.draw` of both, the count not copied."""
     count = layer._buffers.get("count")
     count = fresh_count(layer) if count is None else count
-    straight, turned = (tensor_id(layer, operand) for operand in ("grad_output", "grad_output.T"))
-    return two_level.Noise(layer.__dict__.get("seed", 0), straight, turned, count.to(device, torch.int64))
+    if count.device != device or count.dtype is not torch.int64:
+        count = count.to(device, torch.int64)
+    straight, turned = tensor_ids(layer, "grad_output")
+    return two_level.Noise(layer.__dict__.get("seed", 0), straight, turned, count)
 
 
-def _bring_back(layer: nn.Module, count: Tensor) -> None:
+def bring_back(layer: nn.Module, count: Tensor) -> None:
     """A layer's count, from where the kernels moved it on."""
     own = layer._buffers.get("count")
     if own is not None:

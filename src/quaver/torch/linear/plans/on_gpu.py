@@ -3,7 +3,7 @@
 Found out once for a layer and a shape. Kernels, arguments and bits are those of the general way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,11 +16,13 @@ from quaver.torch.backends.gpu.families import family_of
 from quaver.torch.backends.gpu.fused import column_sums, producers
 from quaver.torch.backends.gpu.gemms.operands import any_matrix, matrix, scales
 from quaver.torch.backends.gpu.gemms.scaled_mm import FAST, SCALING, SWIZZLE, Kind, reads_transposes, role, way
+from quaver.torch.backends.gpu.launching.rooms import FOURS
 from quaver.torch.backends.gpu.quantizing.both_ways import BothWays
 from quaver.torch.backends.gpu.quantizing.codes import empty_codes
-from quaver.torch.backends.gpu.quantizing.ways import TOGETHER, Decided, Wanted, Way, of_matrix, share
+from quaver.torch.backends.gpu.quantizing.ways import TOGETHER, Decided, Drawn, Wanted, Way, of_matrix, share
 from quaver.torch.backends.gpu.quantizing.ways import Delayed as OfMatrix
 from quaver.torch.linear.gemms import Call, quantized_weight
+from quaver.torch.linear.plans.emulated import bring_back, noise_of
 from quaver.torch.linear.plans.step import Multiply, Operands, Rows, Step, Weight
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.operations import ops
@@ -123,7 +125,7 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
         return None
     like = x.detach().view(tokens, k)
     specs = [spec for gemm in recipe.gemms.values() for spec in (gemm.a, gemm.b)]
-    if any(spec is not None and spec.format.name not in FLOAT8 for spec in specs):
+    if any(spec is not None and spec.format.name not in FLOAT8 and not spec.two_level for spec in specs):
         # No kernel decided beforehand writes codes of other formats.
         return None
     views = all(spec is not None and spec.per_tensor for spec in specs) and reads_transposes(x.device)
@@ -160,8 +162,8 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
         x,
         n,
         Rows(
-            _by_factors(of_input, recipe, amax.INPUT),
-            _by_factors(BothWays(x.device, of_grad_output), recipe, amax.GRAD_OUTPUT),
+            _cast(of_input, recipe, amax.INPUT),
+            _cast(BothWays(x.device, of_grad_output), recipe, amax.GRAD_OUTPUT),
             of_weight,
             shared,
             _delayed,
@@ -170,12 +172,15 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
             None if gemms["wgrad"] is None else _product(gemms["wgrad"], x.dtype, False),
             True,
             0,
+            draws=recipe.stochastic,
         ),
     )
 
 
-def _by_factors(cast: Any, recipe: Recipe, column: int) -> Callable[[Tensor, Any], Operands]:
-    """A cast that is given what delayed scaling has for its column of the history."""
+def _cast(cast: BothWays, recipe: Recipe, column: int) -> Callable[[Tensor, Any], Operands]:
+    """A cast that is given what delayed scaling has for its column of the history, or what it draws from."""
+    if recipe.fprop.a is not None and recipe.fprop.a.two_level:
+        return _drawing(cast, recipe.stochastic and column == amax.GRAD_OUTPUT)
     if recipe.delayed is None:
         return cast
 
@@ -185,6 +190,32 @@ def _by_factors(cast: Any, recipe: Recipe, column: int) -> Callable[[Tensor, Any
     return delayed_cast
 
 
+def _drawing(cast: BothWays, random: bool) -> Callable[[Tensor, Any], Operands]:
+    """A cast to two levels, whose counts of the noise move on if it rounds at random."""
+    # By whether the matrix and its transpose are wanted.
+    moves = {
+        (a, b): torch.tensor([a, b, 0], dtype=torch.int64, device=cast.device)
+        for a, b in ((True, True), (True, False), (False, True))
+    }
+
+    def quantized(x: Tensor, given: tuple[nn.Module, Recipe, Sequence[bool]] | None) -> Operands:
+        drawn = None
+        if random:
+            layer, _, (straight, turned, *_) = given  # type: ignore[misc]
+            if not (straight or turned):
+                return (None,) * 5
+            seed, stream, turned_stream, counts = noise_of(layer, cast.device)
+            drawn = Drawn((seed, stream, turned_stream), (straight, turned), counts)
+        codes, scales, turned_codes, turned_scales, sums, inverse, turned_inverse = cast(x, drawn)
+        if random:
+            torch.add(counts, moves[straight, turned], out=counts)
+            if counts is not layer._buffers.get("count"):
+                bring_back(layer, counts)
+        return codes, [scales, inverse], turned_codes, [turned_scales, turned_inverse], sums
+
+    return quantized
+
+
 def _product(gemm: Gemm, dtype: torch.dtype, kept: bool) -> Multiply:
     """torch.nn.functional.scaled_mm without what it does to lists.
 
@@ -192,6 +223,17 @@ def _product(gemm: Gemm, dtype: torch.dtype, kept: bool) -> Multiply:
         kept: whether the right side is a weight, whose scales are a list already.
     """
     a, a_swizzle, b, b_swizzle, fast, *_ = gemm
+    if len(a) == 2:
+
+        def multiply_fours(left: Tensor, of_left: Any, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
+            # Scales are lists already.
+            left = left if left.dtype is FOURS else left.view(FOURS)
+            right = right if right.dtype is FOURS else right.view(FOURS)
+            return torch._scaled_mm_v2(
+                left, right, of_left, a, a_swizzle, of_right, b, b_swizzle, bias, dtype, (), fast
+            )
+
+        return multiply_fours
 
     def multiply(left: Tensor, of_left: Tensor, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
         scales = of_right if kept else [of_right]
@@ -204,8 +246,11 @@ def _way(like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: 
     """How a matrix becomes an operand, and its transpose too if `other` is not None; None where nothing does."""
     if spec is None or ops.no_kernels(like) or families.reason(like, spec):
         return None
-    family = family_of(spec, other)
-    if family is None or family.decided is None or spec.rounding != "nearest" or spec.hadamard:
+    # Of two levels each direction has launches of its own.
+    family = family_of(spec, None if spec.two_level else other)
+    if family is None or family.decided is None:
+        return None
+    if not spec.two_level and (spec.rounding != "nearest" or spec.hadamard):
         return None
     return family.decided(like, spec, other, wanted)
 
@@ -244,7 +289,11 @@ def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor, turned: bool) -> 
     """Codes of nothing, in the layout of an operand, or in that of its transpose."""
     scale = torch.ones((1, 1), dtype=torch.float32, device=like.device)
     layout = (k, rows) if turned else (rows, k)
-    return Quantized(empty_codes(*layout, spec, like.device), scale, spec, (rows, k), turned)
+    if spec.format.packed:
+        codes = torch.empty((rows, -(-k // 32) * 16), dtype=torch.uint8, device=like.device)
+    else:
+        codes = empty_codes(*layout, spec, like.device)
+    return Quantized(codes, scale, spec, (rows, k), turned)
 
 
 def _shared(

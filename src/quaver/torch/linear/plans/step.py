@@ -21,7 +21,7 @@ from quaver.torch.operations.siblings import Quantization, free
 from quaver.torch.state import counters, kept_weights
 from quaver.torch.state.history import amax, steps
 
-#: A scale as a GEMM takes it: a number of the host's or a tensor on a GPU.
+#: A scale as a GEMM takes it: a number of the host's, a tensor on a GPU, or a list of two, its blocks' and its own.
 Scale = Any
 #: Codes as a GEMM takes them: a tensor, or a `Quantized`, which has its scale within.
 Operand = Any
@@ -313,7 +313,10 @@ class _Step(torch.autograd.Function):
             operands, (kept, scale) = run.taken(x, weight)
         on_host = scale.__class__ is float
         # The weight itself, so that autograd sees a change of it before backward.
-        ctx.save_for_backward(weight, kept, of_host(scale) if on_host else scale)
+        if scale.__class__ is list:
+            ctx.save_for_backward(weight, kept, *scale)
+        else:
+            ctx.save_for_backward(weight, kept, of_host(scale) if on_host else scale)
         ctx.constants = run, on_host, bias is not None and bias.dtype
         return run.output(operands, weight, bias)
 
@@ -331,7 +334,9 @@ _apply: Any = super(torch.autograd.Function, _Step).apply
 
 def _backward(ctx: Any, saved: Sequence[Any], g: Tensor) -> Any:
     run, on_host, bias_dtype = ctx.constants
-    weight, kept, scale = saved
+    weight, kept, scale, *second = saved
+    if second:
+        scale = [scale, *second]
     kept, shape = (kept, scale.item() if on_host else scale), run.step.shape
     of_x, *others = run.gradients(g, weight, kept, ctx.needs_input_grad, weight.dtype, bias_dtype)
     return of_x if of_x is None or len(shape) == 2 else of_x.resize_(*shape), *others, None

@@ -60,7 +60,9 @@ def routed(module: Any, hidden_states: Tensor, expert_ids: Tensor, routing_weigh
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     weights = routing_weights.reshape(-1)[order].unsqueeze(-1).where(here, 0.0)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    back = torch.empty_like(order).scatter_(
+        0, order, torch.arange(order.numel(), dtype=order.dtype, device=order.device)
+    )
     y = (y * weights)[back].view(-1, choices, y.shape[-1]).sum(1)
     return y.to(hidden_states.dtype)
 

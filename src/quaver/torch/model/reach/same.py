@@ -50,14 +50,14 @@ def computes_a_linear(module: nn.Linear) -> bool:
 
 
 #: Attributes of every nn.Linear: none of them makes one compute something else.
-_OF_ALL = {*nn.Linear(1, 1, device="meta").__dict__, "recipe", "seed", "qualified_name", "_state"}
+_OF_ALL = {*nn.Linear(1, 1, dtype=torch.float32, device="meta").__dict__, "recipe", "seed", "qualified_name", "_state"}
 
 
 def _agrees(module: nn.Linear, own: dict[str, Any], dtype: torch.dtype, training: bool) -> bool:
     k, n = SIZES
     generator = torch.Generator("cpu").manual_seed(0)
-    weight = torch.randn((n, k), generator=generator, device="cpu").to(dtype)
-    bias = None if module._parameters.get("bias") is None else torch.arange(n, device="cpu").to(dtype)
+    weight = torch.randn((n, k), generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+    bias = None if module._parameters.get("bias") is None else torch.arange(n, dtype=dtype, device="cpu")
     for x in _inputs(k, dtype, generator):
         stand_in = type(module).__new__(type(module))
         nn.Module.__init__(stand_in)
@@ -83,8 +83,8 @@ def _agrees(module: nn.Linear, own: dict[str, Any], dtype: torch.dtype, training
 
 def _inputs(k: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Tensor]:
     """Matrices and batches, rows of every size, and what is not finite."""
-    x = torch.randn((6, k), generator=generator, device="cpu")
-    yield (x * torch.logspace(-4, 4, 6, device="cpu")[:, None]).to(dtype)
+    x = torch.randn((6, k), generator=generator, dtype=torch.float32, device="cpu")
+    yield (x * torch.logspace(-4, 4, 6, dtype=torch.float32, device="cpu")[:, None]).to(dtype)
     yield x.view(2, 3, k).to(dtype)
     x[0, 0], x[1, 1], x[2, 2] = torch.inf, torch.nan, 3e4
     yield x.to(dtype)
@@ -95,7 +95,7 @@ def _differentiated(function: Any, x: Tensor, stand_in: nn.Linear) -> list[Tenso
     x = x.clone().requires_grad_()
     y = function(x)
     taken = [x, *(p for p in stand_in._parameters.values() if p is not None)]
-    g = torch.linspace(-1, 1, y.numel(), device="cpu").view(y.shape).to(y.dtype)
+    g = torch.linspace(-1, 1, y.numel(), dtype=torch.float32, device="cpu").view(y.shape).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, taken, g, allow_unused=True)]
 
 

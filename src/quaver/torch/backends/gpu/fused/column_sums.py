@@ -94,7 +94,7 @@ def summed(way: Way, dtype: torch.dtype) -> Way:
     return way._replace(
         rooms=(*way.rooms, *new.values()),
         launches=lambda known, notes: [*way.launches(known, notes), *sums],
-        results=(*way.results[:4], len(way.rooms) + 1),
+        results=(*way.results[:4], len(way.rooms) + 1, *way.results[5:]),
     )
 
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+#: Codes of four bits, as a GEMM takes them: two a byte.
+FOURS = torch.float4_e2m1fn_x2
+
 
 class Room(NamedTuple):
     """What a launch writes, as it is read."""
@@ -46,6 +49,9 @@ def _words(codes: Tensor) -> Tensor:
 def empty(room: Room, device: torch.device) -> Tensor:
     if room.zeros:
         return torch.zeros(room.shape, dtype=room.dtype, device=device)
+    if room.dtype is FOURS:
+        # Of which torch fills none, as it does where algorithms are to be deterministic.
+        return torch.empty_strided(room.shape, room.strides, dtype=torch.uint8, device=device).view(FOURS)
     return torch.empty_strided(room.shape, room.strides, dtype=room.dtype, device=device)
 
 

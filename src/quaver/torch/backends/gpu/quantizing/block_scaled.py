@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec
+from quaver.kernels.emulating.two_level import amaxes
 from quaver.kernels.quantizing.mxfp8 import mxfp8_columns, mxfp8_rows
 from quaver.kernels.quantizing.nvfp4 import nvfp4_along, nvfp4_down, rotated_amax
 from quaver.torch.backends.gpu.launching.launch import workspace
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
-from quaver.torch.backends.gpu.launching.rooms import Room, in_words, whole
+from quaver.torch.backends.gpu.launching.rooms import FOURS, Room, in_words, row_major, whole
 from quaver.torch.backends.gpu.quantizing.codes import DTYPES, codes_in_words, integers, room_for_codes
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
 from quaver.torch.backends.gpu.quantizing.tensorwise import measure
-from quaver.torch.backends.gpu.quantizing.ways import SMALL, Wanted, Way, without_memory
+from quaver.torch.backends.gpu.quantizing.ways import COUNT, SMALL, TURNED_COUNT, Wanted, Way, without_memory, zeros
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.numerics.swizzling import BLOCKS, ROWS
@@ -178,10 +179,21 @@ def halves(word: Tensor | int) -> tuple[int, int]:
 
 def _nv_pass(given: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> Pass:
     x, top, count = given
-    rows, columns = x.shape
-    height, k = (columns, spec.padded(rows)) if down else (rows, spec.padded(columns))
+    height, k = (x.shape[1], spec.padded(x.shape[0])) if down else (x.shape[0], spec.padded(x.shape[1]))
     q = in_words(whole((height, -(-k // 32) * 16), torch.uint8))
     s, factor = whole((_scales(height, k, 16),), torch.uint8), whole((1, 1), torch.float32)
+    return Pass(given, (q, s, factor), [_nv_launch((x, q, s, factor, None, top, count), spec, key_words, down)])
+
+
+_nv = Passes(_nv_pass)
+
+
+def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> Launch:
+    """Of x, codes and scales of it or, if `down`, of its transpose, the tensor's factor and its inverse, the amax, and
+    the count of the noise."""
+    x = tensors[0]
+    rows, columns = x.shape
+    k = spec.padded(rows if down else columns)
     bm, bn, warps = NV_STOCHASTIC_BLOCKS[down] if spec.rounding == "stochastic" else NV_BLOCK
     grid, tall = over(-(-rows // bm), -(-columns // bn))
     constants = {
@@ -196,12 +208,64 @@ def _nv_pass(given: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], 
         "INTEGERS": integers(x.device),
     }
     numbers = (rows, columns, x.stride(0), k, -(-k // 32) * 4, across(k, 16), *key_words)
-    tensors = (x, q, s, factor, top, count)
-    launch = Launch(nvfp4_down if down else nvfp4_along, grid, tensors, numbers, constants, warps)
-    return Pass(given, (q, s, factor), [launch])
+    return Launch(nvfp4_down if down else nvfp4_along, grid, tensors, numbers, constants, warps)
 
 
-_nv = Passes(_nv_pass)
+def decided_in_two_levels(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
+    """`by_two_levels` of matrices like x, contiguous, whose sides are multiples of 16, and of their transposes, both in
+    lines; or None. One launch measures for both, then each has its own; inverses of the tensor's factors, as GEMMs
+    take them, are the last of the results.
+
+    What goes to the launches is what each direction draws by, (seed, tensor id, transpose's id), and which are wanted.
+    """
+    if other is None or spec.hadamard or not other.two_level or not spec.block == other.block == (1, 16):
+        return None
+    kept, random = wanted.transpose, "stochastic" in (spec.rounding, other.rounding)
+    if kept and random:
+        return None
+    x = without_memory(x)
+    (rows, k), large = x.shape, x.numel() > SMALL
+    q, s, inverse, factor = _nv_rooms(rows, k, large or wanted.codes, False)
+    qt, st, turned_inverse, turned_factor = _nv_rooms(k, rows, large or kept, kept)
+    top, turned_top, work = whole((1, 1), torch.float32), whole((1, 1), torch.float32), zeros(4)
+
+    def launches(drawn: Any, which: Any) -> list[Launch]:
+        straight, turned = which or (True, True)
+        rotated = turned_top if turned and other.hadamard else None
+        plain = top if straight or rotated is None else None
+        each = [_amaxes_launch(x, plain, rotated, work)]
+        seed, *streams = drawn or (0, 0, 0)
+        words = [(*halves(stream), *halves(seed), *halves(seed >> 32)) for stream in streams]
+        counts = (COUNT, TURNED_COUNT) if random else (None, None)
+        if straight:
+            each.append(_nv_launch((x, q, s, factor, inverse, top, counts[0]), spec, words[0], False))
+        if turned:
+            tensors = x, qt, st, turned_factor, turned_inverse, rotated or top, counts[1]
+            each.append(_nv_launch(tensors, other, words[1], True))
+        return each
+
+    rooms = (q, s, qt, st, None, inverse, turned_inverse, factor, turned_factor, top, turned_top, work)
+    return Way(x, rooms, launches, (1, 2, 3, 4, 5, 6, 7), given=(COUNT, TURNED_COUNT))
+
+
+def _nv_rooms(rows: int, k: int, fresh: bool, turned: bool) -> tuple[Room, Room, Room, Room]:
+    """For codes, scales, the inverse of the tensor's factor, and that."""
+    # What is new in each call is made of bytes: see `rooms.empty`.
+    codes = in_words(row_major((rows, -(-k // 32) * 16), torch.uint8 if fresh else FOURS, turned, fresh))
+    scales = Room((_scales(rows, k, 16),), (1,), torch.float8_e4m3fn, _as_bytes, fresh)
+    one = whole((1, 1), torch.float32)
+    return codes, scales, one._replace(fresh=fresh), one
+
+
+def _amaxes_launch(x: Tensor, top: Room | None, turned_top: Room | None, work: Room) -> Launch:
+    """What measures a matrix as it is, and after the rotation of groups of its rows."""
+    rows, columns = x.shape
+    bm, bn, warps = NV_BLOCK
+    grid, tall = over(-(-rows // bm), -(-columns // bn))
+    even = rows % bm == 0 and columns % bn == 0
+    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "FIRST": False, "SECOND": False}
+    numbers = rows, columns, x.stride(0), grid[0] * grid[1]
+    return Launch(amaxes, grid, (x, top, turned_top, work, None, None), numbers, constants, warps)
 
 
 def rotated(x: Tensor, down: bool) -> Tensor:

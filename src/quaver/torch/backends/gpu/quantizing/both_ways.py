@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import capture, launch
 from quaver.torch.backends.gpu.launching.rooms import Room, empty, pattern
-from quaver.torch.backends.gpu.quantizing.ways import FACTOR, NEWEST, Delayed, Way, shared_launches
+from quaver.torch.backends.gpu.quantizing.ways import Delayed, Drawn, Way, shared_launches
 
 
 class BothWays:
@@ -52,7 +52,7 @@ class BothWays:
         #: Tensors and addresses of the other rooms by thread and stream.
         self.places: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
-    def __call__(self, x: Tensor, given: Delayed | None = None, *second: Any) -> Any:
+    def __call__(self, x: Tensor, given: Delayed | Drawn | None = None, *second: Any) -> Any:
         """`Decided` of a matrix like that of the first way; and, one after the other, of the `second` (matrix, what
         delayed scaling gives for it or None)."""
         index, current, stream_of = self.card
@@ -103,7 +103,7 @@ class BothWays:
         by_way, takes, at = [], [], 0
         for way, one in zip(self.ways, (key,) if len(self.ways) == 1 else key, strict=True):
             # What no kernel takes is found in the last place, where nothing is.
-            whose = (way.x, *way.rooms, FACTOR, NEWEST, None)
+            whose = (way.x, *way.rooms, *way.given, None)
             places = {id(x): at + i for i, x in enumerate(whose)}
             launches = way.launches(*(one or (None, None)))
             by_way.append(launches)
@@ -115,6 +115,9 @@ class BothWays:
         else:
             pairs = zip(shared, ([*a, *b] for a, b in zip(*takes, strict=True)), strict=True)
         parts = [_part(one.compiled(self.device), taken, stream) for one, taken in pairs]
+        if len(self.parts) >= launch.MOST_KEPT:
+            # Each layer that rounds at random has its own.
+            self.parts.clear()
         self.parts[key, stream] = parts
         return parts
 

@@ -7,7 +7,7 @@ kernels make operands may share their launches.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ def of_two(a: Launch, b: Launch) -> Launch | None:
 
 #: In the place of tensors: the encode factor that delayed scaling gives for a matrix, and its history's newest amax.
 FACTOR, NEWEST = row_major((1, 1), torch.float32), row_major((1, 1), torch.float32)
+#: Or, where a matrix is rounded at random, how often it was, and its transpose.
+COUNT, TURNED_COUNT = row_major((1, 1), torch.int64), row_major((1, 1), torch.int64)
 
 
 @dataclass(slots=True)
@@ -83,6 +85,25 @@ class Delayed:
     #: The addresses of both.
     factor_at: int
     newest_at: int | None
+
+
+class Drawn:
+    """What a matrix that is rounded at random draws from, in the place of what delayed scaling gives."""
+
+    __slots__ = ("factor_at", "factors", "known_and_noted", "newest_at")
+
+    column = 0
+
+    def __init__(self, streams: tuple[int, int, int], wanted: tuple[bool, bool], counts: Tensor) -> None:
+        #: What the launches are chosen by: seed and streams, and whether the matrix and its transpose are wanted.
+        self.known_and_noted = streams, wanted
+        self.factors, self.factor_at = counts, counts.data_ptr()
+        self.newest_at = self.factor_at + 8
+
+    @property
+    def newest(self) -> Tensor:
+        """The transpose's count."""
+        return self.factors[1]
 
 
 def of_matrix(factors: Tensor, column: int, known: bool, newest: Tensor | None) -> Delayed:
@@ -111,12 +132,14 @@ class Way(NamedTuple):
     #: and for what launches need among themselves.
     rooms: tuple[Room | None, ...]
     #: Whether delayed scaling knows the factor, and whether it notes the amax (both None without), to the launches: of
-    #: the matrix, the rooms, `FACTOR` and `NEWEST`.
-    launches: Callable[[bool | None, bool | None], Sequence[Launch]]
+    #: the matrix, the rooms, `FACTOR` and `NEWEST`. Of a matrix that is rounded at random, what `Drawn` has instead.
+    launches: Callable[[Any, Any], Sequence[Launch]]
     #: Rooms, counted from 1 on, that become `Decided`; where nothing writes them, those that serve.
     results: tuple[int, ...] = (1, 2, 3, 4, 5)
     #: Whether the transpose is a view of the codes, in the place of the third room.
     turned: bool = False
+    #: What a call gives besides the matrix.
+    given: tuple[Room | Tensor, Room | Tensor] = (FACTOR, NEWEST)
 
 
 def share(a: Way, b: Way) -> bool:
