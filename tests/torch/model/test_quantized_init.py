@@ -557,3 +557,14 @@ def test_averaged_copies_are_refused_by_torch_and_possible_by_hand(name: str, op
     for _ in range(2):
         average.update_parameters(copied)
     assert_close("average", average.module.weight, copied.weight, 1e-6)
+
+
+def test_the_output_projection_of_packed_attention_keeps_its_weight() -> None:
+    """Torch's formula reads it raw where no recipe quantizes."""
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(64, 4, batch_first=True), "up": nn.Linear(64, 64)})
+    plain, x = copy.deepcopy(model), torch.randn(2, 5, 64)
+    saved = qt.quantize_weights(model, "mxfp8")
+    assert saved.layers == ["up"] and "reads its weight" in saved.skipped["a.out_proj"]
+    with qt.autocast(enabled=False):
+        assert_bitwise(model["a"](x, x, x)[0], plain["a"](x, x, x)[0])
+    assert not torch.equal(model["a"](x, x, x)[0], plain["a"](x, x, x)[0])

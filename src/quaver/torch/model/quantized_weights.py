@@ -83,6 +83,7 @@ def quantize_weights(
     """
     report = convert(model, recipe, skip=skip, head=head)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    read: set[nn.Module] = {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     saved = Saved(skipped=dict(report.skipped))
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, chosen in report.converted.items():
@@ -92,7 +93,7 @@ def quantize_weights(
                 f"{type(layer).__name__} computes in eight bits, and only nn.Linear's weights are kept so"
             )
             continue
-        why = _unfit(layer, chosen, owners)
+        why = _unfit(layer, chosen, owners, read)
         if why:
             saved.skipped[name] = why
             continue
@@ -153,7 +154,7 @@ def _layer(weight: Tensor | nn.Module) -> nn.Module:
     return layer
 
 
-def _unfit(layer: Linear, recipe: Recipe, owners: Counter[int]) -> str:
+def _unfit(layer: Linear, recipe: Recipe, owners: Counter[int], read: set[nn.Module]) -> str:
     """Why a layer's weight stays as it is, or ""."""
     weight = layer._parameters.get("weight")
     if recipe.fprop.b is None:
@@ -164,6 +165,8 @@ def _unfit(layer: Linear, recipe: Recipe, owners: Counter[int]) -> str:
         return "its weight is computed by a parametrization"
     if owners[id(weight)] > 1:
         return "its weight is shared with another module"
+    if layer in read:
+        return "nn.MultiheadAttention reads its weight without calling it where no recipe quantizes"
     if weight.dtype not in stored.WEIGHTS:
         return f"its weight is {weight.dtype}"
     return ""
