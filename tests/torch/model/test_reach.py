@@ -431,6 +431,17 @@ def test_packed_attention_that_no_recipe_quantizes_is_torchs_bit_for_bit() -> No
         assert_bitwise(module(*qkv)[0], plain(*qkv)[0])
 
 
+@pytest.mark.parametrize("rules", [{"a": "bf16", "*": "mxfp8"}, {"a": None, "*": "mxfp8"}], ids=str)
+def test_the_output_projection_is_not_converted_where_torchs_formula_reads_it(rules: dict[str, Any]) -> None:
+    model = nn.ModuleDict({"a": attention(batch_first=True), "up": nn.Linear(32, 32)})
+    plain = copy.deepcopy(model)
+    report = qt.convert(model, rules)
+    assert "a.out_proj" not in report.converted and "without calling it" in report.skipped["a.out_proj"]
+    qkv = inputs_of(model["a"], "all")
+    assert_bitwise(model["a"](*qkv)[0], plain["a"](*qkv)[0])
+    assert list(qt.convert(plain, "bf16").converted) == ["a", "a.out_proj", "up"]
+
+
 def test_a_hint_of_a_causal_mask_wants_the_mask() -> None:
     module = attention()
     qt.convert(module, "mxfp8")

@@ -147,7 +147,7 @@ class _Walk:
             self._count_others(module, names[0])
             return
         recipe, why, by_choice = self._decide(module, kind, names)
-        if isinstance(module, nn.MultiheadAttention) and recipe is None:
+        if isinstance(module, nn.MultiheadAttention) and (recipe is None or not recipe.quantizes):
             self.inside[module.out_proj] = "nn.MultiheadAttention reads its weight without calling it"
         # Before the class changes: a parametrization's weights are asked of the old one.
         weights = [p for p in kind.weights(module) if id(p) not in self.seen]
@@ -173,7 +173,8 @@ class _Walk:
         assert recipe is not None
         if module in self.heads and not names_a_module(rule.pattern):
             return None, LEFT, True
-        why = self.inside.get(module, "") or kinds.why_not(module, kind) or kinds.refuses(module, kind, recipe)
+        why = self.inside.get(module, "") if recipe.quantizes else ""
+        why = why or kinds.why_not(module, kind) or kinds.refuses(module, kind, recipe)
         if why:
             return None, why, False
         why = self.choice.refused(names[0], *sizes, recipe)
