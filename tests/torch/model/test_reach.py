@@ -449,6 +449,30 @@ def test_a_hint_of_a_causal_mask_wants_the_mask() -> None:
         module(*inputs_of(module, "all"), is_causal=True)
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(
+    ("masks", "said"),
+    [
+        ({"attn_mask": torch.ones(5, 5, dtype=torch.uint8)}, r"attn_mask is torch\.uint8; give bool"),
+        ({"attn_mask": torch.ones(5, 5, dtype=torch.int64)}, r"attn_mask is torch\.int64; give bool"),
+        ({"key_padding_mask": torch.ones(2, 5, dtype=torch.uint8)}, r"key_padding_mask is torch\.uint8; give bool"),
+        ({"attn_mask": torch.zeros(1, 5)}, r"attn_mask is \[1, 5\]; give \[5, 5\] or \[4, 5, 5\]"),
+        ({"attn_mask": torch.zeros(2, 5, 5)}, r"attn_mask is \[2, 5, 5\]; give"),
+        ({"attn_mask": torch.zeros(2, 2, 5, 5)}, r"attn_mask is \[2, 2, 5, 5\]; give"),
+        ({"key_padding_mask": torch.zeros(1, 5, dtype=torch.bool)}, r"key_padding_mask is \[1, 5\]; give \[2, 5\]"),
+        ({"key_padding_mask": torch.zeros(2, 1, dtype=torch.bool)}, r"key_padding_mask is \[2, 1\]; give \[2, 5\]"),
+    ],
+)
+def test_a_mask_that_torch_refuses_is_refused(masks: dict[str, Tensor], said: str, need_weights: bool) -> None:
+    module = attention(batch_first=True)
+    qkv = inputs_of(module, "all")
+    with pytest.raises((AssertionError, RuntimeError)):
+        module(*qkv, need_weights=need_weights, **masks)
+    qt.convert(module, "mxfp8")
+    with pytest.raises(ValueError, match=said):
+        module(*qkv, need_weights=need_weights, **masks)
+
+
 # Stacked experts.
 
 DECORATED = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "aria_text", "jamba", "phimoe"]

@@ -59,10 +59,13 @@ class Packed(Quantizable, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Of inputs [length, batch, features]: the output, and the weights [B, H, L, S] of each head or None."""
         length, batch, _ = inputs[0].shape
-        heads, size = self.num_heads, self.head_dim
+        heads, size, keys = self.num_heads, self.head_dim, inputs[1].shape[0]
         q, *kv = self._projections(recipe, *inputs)
         # torch takes the hint where nothing else hides anything, and the mask elsewhere.
         hinted = is_causal and padding is None and not need_weights
+        if not hinted:
+            _check("attn_mask", mask, [length, keys], [batch * heads, length, keys])
+            _check("key_padding_mask", padding, [batch, keys])
         joined = None if hinted else _joined(mask, padding, batch, heads, q.dtype)
         if self.bias_k is not None and self.bias_v is not None:
             kv = [
@@ -119,6 +122,16 @@ def _same_objects(query: Tensor, key: Tensor, value: Tensor, change: object) -> 
     k = change(key)  # type: ignore[operator]
     v = k if value is key else change(value)  # type: ignore[operator]
     return (k if query is key else change(query)), k, v  # type: ignore[operator]
+
+
+def _check(name: str, mask: Tensor | None, *shapes: list[int]) -> None:
+    """Raise the ValueError of a mask that torch refuses: adding it would give other results in silence."""
+    if mask is None:
+        return
+    if mask.dtype is not torch.bool and not mask.is_floating_point():
+        raise ValueError(f"{name} is {mask.dtype}; give bool, True where nothing is seen, or a float that is added")
+    if list(mask.shape) not in shapes:
+        raise ValueError(f"{name} is {list(mask.shape)}; give {' or '.join(map(str, shapes))}")
 
 
 def _joined(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
