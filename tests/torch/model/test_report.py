@@ -282,6 +282,43 @@ def test_a_layer_of_a_heads_name_alone_is_no_head() -> None:
     assert list(qt.convert(layer, "mxfp8").converted) == [""]
 
 
+def test_layers_in_each_block_and_tables_of_positions_make_no_head() -> None:
+    blocks = nn.ModuleList(nn.ModuleDict({"output": nn.Linear(32, 50)}) for _ in range(2))
+    model = nn.ModuleDict({"embed": nn.Embedding(50, 32), "blocks": blocks})
+    assert list(qt.convert(model, "mxfp8").converted) == ["blocks.0.output", "blocks.1.output"]
+    tables = {"embed": nn.Embedding(50, 32), "position_embeddings": nn.Embedding(64, 32)}
+    model = nn.ModuleDict({**tables, "output": nn.Linear(32, 64)})
+    assert list(qt.convert(model, "mxfp8").converted) == ["output"]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", ["LEDModel", "LEDForConditionalGeneration"])
+def test_a_model_that_names_its_embeddings_is_believed(name: str, layers: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LEDConfig(encoder_layers=layers, decoder_layers=1)
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config)
+    report = qt.convert(model, "mxfp8")
+    assert list(report.skipped) == (["lm_head"] if name == "LEDForConditionalGeneration" else [])
+    assert sum(converted.endswith("self_attn.output") for converted in report.converted) == layers
+
+
+def test_a_model_whose_answer_about_its_head_fails_is_converted() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.up, self.head = nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 50)
+
+        def get_output_embeddings(self) -> nn.Module:
+            raise KeyError("decoder")
+
+        def get_input_embeddings(self) -> nn.Module:
+            raise KeyError("encoder")
+
+    report = qt.convert(Failing(), "mxfp8")
+    assert list(report.converted) == ["up"] and "output head" in report.skipped["head"]
+
+
 # Size.
 
 

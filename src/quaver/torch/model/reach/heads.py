@@ -3,11 +3,11 @@
 Sources: DeepSeek-V3 (arXiv:2412.19437, section 3.3.1) and NVIDIA's NVFP4 pre-training (arXiv:2509.25149).
 """
 
-from collections.abc import Iterator
+from collections import Counter
 
 from torch import nn
 
-#: What heads are called that nothing else tells, by the last part of the name; their rows are an embedding's.
+#: What heads are called that nothing else tells, by the last part of the name; their rows are the vocabulary's.
 NAMES = {
     "lm_head",
     "head",
@@ -24,29 +24,47 @@ LEFT = "the output head stays in high precision; convert(..., head=True) or a ru
 
 
 def output_heads(model: nn.Module) -> set[nn.Module]:
-    """The linear layers that a model names its output embeddings, that share an embedding's weight, or that have a
-    head's name and as many outputs as an embedding has rows."""
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    tied, rows = {id(m.weight) for m in embeddings}, {m.num_embeddings for m in embeddings}
-    heads = set(_named(model))
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not model:
-            by_name = name.rpartition(".")[2] in NAMES and module.out_features in rows
-            if by_name or id(module._parameters.get("weight")) in tied:
+    """The linear layers that a model names its output embeddings, and those that share an embedding's weight.
+
+    Where it names none, also the one that alone has a head's name, with as many outputs as the vocabulary has rows.
+    """
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not model}
+    answers = _answers(model, "get_output_embeddings")
+    heads: set[nn.Module] = {part for head in answers for part in head.modules() if isinstance(part, nn.Linear)}
+    if not answers:
+        often, rows = Counter(map(_last, linear)), _vocabularies(model)
+        for name, module in linear.items():
+            if _last(name) in NAMES and often[_last(name)] == 1 and module.out_features in rows:
                 heads.add(module)
-    return heads
+    return heads | {module for module in linear.values() if id(module._parameters.get("weight")) in tied}
 
 
-def _named(model: nn.Module) -> Iterator[nn.Module]:
-    """What models of transformers answer."""
+def _vocabularies(model: nn.Module) -> set[int]:
+    """Rows of the tables that a model names its input embeddings; without an answer of all that hold no positions."""
+    tables = [m for m in _answers(model, "get_input_embeddings") if isinstance(m, nn.Embedding)]
+    if not tables:
+        named = [(_last(name), m) for name, m in model.named_modules() if isinstance(m, nn.Embedding)]
+        tables = [m for last, m in named if "pos" not in last and last != "wpe"]
+    return {table.num_embeddings for table in tables}
+
+
+def _answers(model: nn.Module, method: str) -> list[nn.Module]:
+    """What the modules that have such a method, as models of transformers do, answer."""
+    answers = []
     for module in model.modules():
-        ask = getattr(type(module), "get_output_embeddings", None)
+        ask = getattr(type(module), method, None)
         if ask is None:
             continue
         try:
-            head = ask(module)
-        except (AttributeError, NotImplementedError):
-            # It has none, and says so in its way.
+            answer = ask(module)
+        except Exception:
+            # It has none, and each says so in its way.
             continue
-        if isinstance(head, nn.Module):
-            yield from (part for part in head.modules() if isinstance(part, nn.Linear))
+        if isinstance(answer, nn.Module):
+            answers.append(answer)
+    return answers
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
