@@ -319,6 +319,18 @@ def test_a_model_whose_answer_about_its_head_fails_is_converted() -> None:
     assert list(report.converted) == ["up"] and "output head" in report.skipped["head"]
 
 
+def test_a_layer_that_is_left_alone_keeps_its_recipe_and_the_report_says_so() -> None:
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(32, 2), "up": nn.Linear(32, 32)})
+    qt.convert(model, "mxfp8")
+    report = qt.convert(model, "mxfp8", skip=["a"])
+    assert report.skipped == {"a": "skip pattern 'a'; it keeps mxfp8"}
+    assert list(report.converted) == ["a.out_proj", "up"]
+    with pytest.warns(UserWarning, match="changed nothing"):
+        report = qt.convert(model, "mxfp8", skip=["*"])
+    assert set(report.skipped.values()) == {"skip pattern '*'; it keeps mxfp8"}
+    assert all(m.recipe is recipes.mxfp8() for m in (model["a"], model["a"].out_proj, model["up"]))
+
+
 # Size.
 
 

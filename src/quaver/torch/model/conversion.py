@@ -57,7 +57,7 @@ def convert(
             a rule with sizes sees the features of all heads, of queries and of values, and those of an expert.
         skip: patterns of names to leave alone, such as "*.mlp.gate", and filters of layers such as
             `quaver.rules.unprofitable("h100")`: a list of them, or one filter. Experts go by the names of the module
-            and of its parameters.
+            and of its parameters. A layer that was converted before keeps its recipe.
         seed: of stochastic rounding.
         head: True converts output heads too, tied or not; a rule whose pattern names one does so for that one.
     Returns:
@@ -147,11 +147,14 @@ class _Walk:
             self._count_others(module, names[0])
             return
         recipe, why, by_choice = self._decide(module, kind, names)
-        if isinstance(module, nn.MultiheadAttention) and (recipe is None or not recipe.quantizes):
+        kept = module.recipe if isinstance(module, Quantizable) and recipe is None else None
+        runs = recipe or kept
+        if isinstance(module, nn.MultiheadAttention) and (runs is None or not runs.quantizes):
             self.inside[module.out_proj] = "nn.MultiheadAttention reads its weight without calling it"
         # Before the class changes: a parametrization's weights are asked of the old one.
         weights = [p for p in kind.weights(module) if id(p) not in self.seen]
         if recipe is None:
+            why += f"; it keeps {kept}" if kept is not None else ""
             self.report.skipped[names[0]] = why
         else:
             if _convert_layer(module, kind, recipe, names[0], self.seed):
@@ -194,7 +197,7 @@ class _Walk:
         size = sum(p.numel() for p in weights if not nn.parameter.is_lazy(p))
         if recipe is not None:
             self.report.converted_parameters += size
-        elif why == LEFT:
+        elif why.startswith(LEFT):
             self.report.head_parameters += size
         elif by_choice:
             self.report.chosen_parameters += size
