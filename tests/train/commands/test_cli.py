@@ -151,7 +151,7 @@ def test_doctor_names_what_keeps_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch
     assert both.endswith("MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824")
     assert doctor.memory([Device("H100", (9, 0))]) == ""
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1073741824")
-    assert "MALLOC_MMAP_THRESHOLD_ is not set, and without it the other one doubles" in doctor.memory([])
+    assert "MALLOC_MMAP_THRESHOLD_ is not set, and the other one alone ends" in doctor.memory([])
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1073741824")
     assert doctor.memory([]) == ""
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_")

@@ -179,10 +179,10 @@ def memory(devices: Sequence[Device]) -> str:
     if not unset:
         return ""
     both = " ".join(f"{name}={1 << 30}" for name in MALLOC)
-    alone = f"{unset[0]} is not set, and without it the other one doubles that; s" if len(unset) == 1 else "S"
+    alone = f"{unset[0]} is not set, and the other one alone ends the threshold that grows by itself; s"
     return (
-        "Large tensors on a CPU come from the system page by page, a tenth of the time that layers of 2048 features "
-        f"take beside their products. {alone}et both and the process holds its memory instead: {both}"
+        "Large tensors on a CPU come from the system page by page, anew in each step. "
+        f"{alone if len(unset) == 1 else 'S'}et both and the process holds its memory instead: {both}"
     )
 
 
