@@ -12,6 +12,7 @@ from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
+from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary
 from quaver.torch.blocks.loss.cross_entropy import linear_cross_entropy
 from quaver.torch.blocks.mlp import MLP, LayerNormMLP
@@ -52,6 +53,7 @@ __all__ = [
     "PagedKVCache",
     "Quantized",
     "RMSNorm",
+    "RelativePositionBias",
     "Report",
     "RotaryEmbedding",
     "TransformerLayer",

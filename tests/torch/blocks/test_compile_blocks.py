@@ -101,7 +101,22 @@ def test_recomputation_compiles(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Gemma 2", "gpt-oss", "ALiBi", "Qwen3", "decoder with memory"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(
+            "Gemma 2",
+            "gpt-oss",
+            "ALiBi",
+            "Qwen3",
+            "OLMo 2",
+            "Cohere's norms of heads",
+            "Llama 4",
+            "Llama 4 without rope",
+        ),
+        *("Whisper", "T5", "decoder with memory"),
+    ],
+)
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
 def test_every_kind_has_eagers_bits(kind: str, recipe: str) -> None:
     assert_same_training(make(kind, dtype=torch.bfloat16), [run, Compiled(run)], recipe, inputs(torch.bfloat16))

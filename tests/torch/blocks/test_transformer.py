@@ -33,6 +33,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "post-norm encoder": {"norm_position": "post", "mask_type": "none"},
     "Qwen3": {"groups": 2, "normalization": "RMSNorm", "activation": "swiglu", "qk_norm": "RMSNorm", "rope": True},
     "gpt-oss": {"sinks": "learnable", "window": (4, 0), "activation": "clamped_swiglu", "rope": True},
+    "OLMo 2": {
+        "groups": 2,
+        "normalization": "RMSNorm",
+        "norm_position": "res_post",
+        "qk_norm": "RMSNorm",
+        "qk_norm_scope": "all_heads",
+        "rope": True,
+    },
+    "Cohere's norms of heads": {"qk_norm": "LayerNorm", "qk_norm_scope": "each_head", "norm_bias": False, "rope": True},
+    "Llama 4": {"normalization": "RMSNorm", "chunk": 4, "rope": True, "qk_norm": "L2", "qk_norm_after_rope": True},
+    "Llama 4 without rope": {"groups": 2, "normalization": "RMSNorm", "temperature": (0.3, 2)},
+    "Whisper": {"mask_type": "none", "key_bias": False, "fused": False, "activation": "gelu_exact"},
+    "T5": {"normalization": "RMSNorm", "mask_type": "none", "scale": 1.0, "bias": False, "position_bias": True},
     "ALiBi": {"alibi": True, "residual_scale": 0.5, "fused": False},
     "decoder with memory": {"cross_attention": True, "memory_dim": 24},
 }
@@ -43,6 +56,8 @@ def make(kind: str, **options: Any) -> qt.TransformerLayer:
     given = {**KINDS[kind], **options}
     if given.pop("rope", False):
         given["rope"] = qt.RotaryEmbedding(16, device=given.get("device"))
+    if given.pop("position_bias", False):
+        given["position_bias"] = qt.RelativePositionBias(4, 8, 6, device=given.get("device"))
     layer = qt.TransformerLayer(64, 4, 96, **given)
     if given.get("device") != "meta":
         with torch.no_grad():
@@ -76,7 +91,7 @@ def by_hand(layer: Any, x: Tensor) -> Tensor:
         parts.insert(1, ("cross_attention", lambda h: layer.cross_attention(h, *memory)))
     for name, part in parts:
         after = getattr(layer, f"{name}_post_norm")
-        if layer.norm_position == "sandwich":
+        if layer.norm_position in ("sandwich", "res_post"):
             x = x + s * after(part(x))
         elif layer.norm_position == "post":
             x = after(x + s * part(x))

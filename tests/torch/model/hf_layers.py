@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     CohereConfig,
+    Exaone4Config,
     FalconConfig,
     Gemma2Config,
     GPTNeoXConfig,
@@ -15,10 +16,12 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PreTrainedConfig,
     Qwen3Config,
 )
 from transformers.models.cohere import modeling_cohere as cohere
+from transformers.models.exaone4 import modeling_exaone4 as exaone4
 from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
@@ -26,6 +29,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama4 import modeling_llama4 as llama4
 from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from quaver.torch.blocks.attention.multihead import MultiheadAttention
@@ -50,10 +54,12 @@ class Layer:
     #: Their order of the rows of query, key and value in one matrix, to ours.
     rows: Callable[[Tensor], Tensor] = lambda rows: rows
     window: int | None = None
+    chunk: int | None = None
 
     def build(self, mask_type: str) -> nn.Module:
-        """Ours; an arbitrary mask has the window in it."""
+        """Ours; an arbitrary mask has window and chunks in it."""
         c = self.config
+        chunk = None if mask_type == "arbitrary" else self.chunk
         window = None if self.window is None or mask_type == "arbitrary" else (self.window - 1, -1)
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         rope = RotaryEmbedding(
@@ -62,7 +68,8 @@ class Layer:
             max_positions=c.max_position_embeddings,
             interleaved=c.model_type in ("cohere", "llama4_text"),
         )
-        options = {"rope": rope, "head_dim": head_dim, "mask_type": mask_type, "window": window, **self.options}
+        options = {"rope": rope, "head_dim": head_dim, "mask_type": mask_type, "window": window, "chunk": chunk}
+        options |= self.options
         sizes = (c.hidden_size, c.num_attention_heads)
         return self.ours(*sizes, *([HIDDEN] if self.ours is TransformerLayer else []), **options)
 
@@ -104,6 +111,12 @@ OF_LLAMA: Names = {
     "mlp.norm": ("post_attention_layernorm",),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj": ("mlp.down_proj",),
+}
+NORMS_AFTER: Names = {k: v for k, v in OF_LLAMA.items() if not k.endswith(".norm")} | {
+    "attention.q_norm": ("self_attn.q_norm",),
+    "attention.k_norm": ("self_attn.k_norm",),
+    "attention_post_norm": ("post_attention_layernorm",),
+    "mlp_post_norm": ("post_feedforward_layernorm",),
 }
 OF_FALCON: Names = {
     "norm": ("input_layernorm",),
@@ -265,12 +278,63 @@ LAYERS: dict[str, Layer] = {
     ),
     "llama4 attention": Layer(
         config=Llama4TextConfig(
-            **SIZES, head_dim=8, use_qk_norm=True, attention_bias=False, rms_norm_eps=1e-2, rope_parameters=PLAIN
+            **SIZES,
+            head_dim=8,
+            use_qk_norm=True,
+            attention_bias=False,
+            attention_chunk_size=4,
+            rms_norm_eps=1e-2,
+            rope_parameters=PLAIN,
         ),
         layer=llama4.Llama4TextAttention,
         rotary=llama4.Llama4TextRotaryEmbedding,
         names={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "o_proj": ("o_proj",)},
         options={"groups": GROUPS, "bias": False, "qk_norm": "L2", "qk_norm_eps": 1e-2, "qk_norm_after_rope": True},
+        ours=MultiheadAttention,
+        chunk=4,
+    ),
+    "cohere, norms of heads": Layer(
+        config=CohereConfig(**SIZES, rope_parameters=PLAIN, use_qk_norm=True),
+        layer=cohere.CohereDecoderLayer,
+        rotary=cohere.CohereRotaryEmbedding,
+        names={k: v for k, v in OF_LLAMA.items() if not k.endswith(".norm")}
+        | {"norm": ("input_layernorm",)}
+        | {"attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",)},
+        options={"groups": GROUPS, "parallel": True, "bias": False, "norm_bias": False, "activation": "swiglu"}
+        | {"qk_norm": "LayerNorm", "qk_norm_scope": "each_head"},
+    ),
+    "olmo2": Layer(
+        config=Olmo2Config(**SIZES, rope_parameters=PLAIN),
+        layer=olmo2.Olmo2DecoderLayer,
+        rotary=olmo2.Olmo2RotaryEmbedding,
+        names=NORMS_AFTER,
+        options=RMS
+        | {"groups": GROUPS, "norm_position": "res_post", "eps": 1e-5, "qk_norm": "RMSNorm"}
+        | {"qk_norm_scope": "all_heads"},
+    ),
+    "exaone4": Layer(
+        config=Exaone4Config(**SIZES, rope_parameters=PLAIN, sliding_window=4, layer_types=["sliding_attention"]),
+        layer=exaone4.Exaone4DecoderLayer,
+        rotary=exaone4.Exaone4RotaryEmbedding,
+        names=NORMS_AFTER,
+        options=RMS | {"groups": GROUPS, "norm_position": "res_post", "eps": 1e-5, "qk_norm": "RMSNorm"},
+        window=4,
+    ),
+    "llama4 attention, no rope": Layer(
+        config=Llama4TextConfig(
+            **SIZES,
+            head_dim=8,
+            attention_bias=False,
+            rope_parameters=PLAIN,
+            no_rope_layers=[0],
+            attn_temperature_tuning=True,
+            attn_scale=0.4,
+            floor_scale=3,
+        ),
+        layer=llama4.Llama4TextAttention,
+        rotary=llama4.Llama4TextRotaryEmbedding,
+        names={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "o_proj": ("o_proj",)},
+        options={"groups": GROUPS, "bias": False, "rope": None, "temperature": (0.4, 3)},
         ours=MultiheadAttention,
     ),
     "gpt_oss attention": Layer(

@@ -5,7 +5,7 @@ a quantized layer keeps of it in eight bits is all there is.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from quaver.torch.operations.operation import Impl, Operation
 
 #: The kinds by name: whether the mean is subtracted, and whether there is a gamma.
 NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
+#: What the norms of queries and keys normalize: each head's features, by one gamma for all heads; the same, by a gamma
+#: of each head (Cohere); the features of all heads together (OLMo 2).
+QK_NORM_SCOPES = ("head", "each_head", "all_heads")
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,48 @@ class NormOptions:
             return None
         options = {"zero_centered": self.zero_centered, "bias": self.norm_bias}
         return named(self.normalization, dim, self.eps, **options, **self.like)
+
+
+class NormOfEachHead(nn.Module):
+    """A normalization of each head's features by a gamma of its own: norm(x) gamma, in float32, rounded once.
+
+    Args:
+        options: of the norm, which has no bias.
+        heads, dim: x is [..., heads, dim].
+    Parameter: `weight` [heads, dim], gamma, or gamma - 1 if the options say zero_centered.
+    Source: Cohere's, in transformers' CohereLayerNorm.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, options: NormOptions, heads: int, dim: int) -> None:
+        super().__init__()
+        plain = replace(options, zero_centered=False, norm_bias=False).norm(dim)
+        assert plain is not None
+        self.formula, self.zero_centered = plain.formula, options.zero_centered
+        self.weight = nn.Parameter(torch.empty(heads, dim, **options.like))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """gamma 1."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        gamma = self.weight.to(wide)
+        return (self.formula(x.to(wide), None, None) * (gamma + 1 if self.zero_centered else gamma)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.formula.normalization}, {tuple(self.weight.shape)}, eps={self.formula.eps}"
+
+
+def norm_of_heads(options: NormOptions, scope: str, heads: int, dim: int) -> nn.Module | None:
+    """The normalization of [..., heads, dim] for a row of `QK_NORM_SCOPES`; None if the options have none."""
+    if options.normalization is None:
+        return None
+    if scope == "each_head":
+        return NormOfEachHead(options, heads, dim)
+    return options.norm(heads * dim if scope == "all_heads" else dim)
 
 
 def check_normalization(name: str) -> None:

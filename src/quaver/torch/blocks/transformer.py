@@ -19,7 +19,10 @@ from quaver.torch.operations.sums import Fork, Join
 from quaver.torch.state.checkpointing import checkpoint
 
 #: Where the norms stand. "pre": x + part(norm(x)). "post": norm(x + part(x)). "sandwich": x + norm(part(norm(x))).
-NORM_POSITIONS = ("pre", "post", "sandwich")
+#: "res_post": x + norm(part(x)), of Swin V2 (arXiv:2111.09883), OLMo 2 (arXiv:2501.00656) and EXAONE 4.
+NORM_POSITIONS = ("pre", "post", "sandwich", "res_post")
+#: Those with a norm before each part.
+BEFORE = ("pre", "sandwich")
 #: What is made again in backward.
 RECOMPUTE = (None, "mlp", "full")
 
@@ -59,7 +62,7 @@ class TransformerArguments(AttentionOptions, MLPOptions):
     @property
     def entrance(self) -> str | None:
         """The normalization inside of each part."""
-        return None if self.norm_position == "post" or self.one_norm else self.normalization
+        return self.normalization if self.norm_position in BEFORE and not self.one_norm else None
 
     @property
     def of_attention(self) -> dict[str, Any]:
@@ -70,7 +73,10 @@ class TransformerArguments(AttentionOptions, MLPOptions):
     @property
     def of_cross_attention(self) -> dict[str, Any]:
         """As attention, without what asks for positions or distances, and without norms of heads and sinks."""
-        names = ("window", "alibi", "sinks", "rope", "qk_norm", "qk_norm_eps", "qk_norm_after_rope")
+        names = (
+            *("window", "chunk", "alibi", "sinks", "rope", "temperature", "position_bias"),
+            *("qk_norm", "qk_norm_eps", "qk_norm_after_rope", "qk_norm_scope"),
+        )
         own = {name: getattr(AttentionOptions, name) for name in names} | {"mask_type": self.cross_mask_type}
         return self.of_attention | own | {"memory_dim": self.dim if self.memory_dim is None else self.memory_dim}
 
@@ -86,8 +92,9 @@ class TransformerLayer(Parts):
 
     Args:
         dim: features of the residual stream.
-        heads, groups, head_dim, rope, qk_norm, qk_norm_eps, qk_norm_after_rope, mask_type, window, scale, soft_cap,
-            sinks, alibi, layout: of the attention; see `MultiheadAttention`.
+        heads, groups, head_dim, rope, temperature, position_bias, qk_norm, qk_norm_eps, qk_norm_after_rope,
+            qk_norm_scope, mask_type, window, chunk, scale, soft_cap, sinks, alibi, layout: of the attention; see
+            `MultiheadAttention`.
         hidden, activation, activation_options, eight_bit_activations: of the MLP; see `MLP`.
         normalization: "LayerNorm" or "RMSNorm"; with eps, zero_centered and norm_bias.
         norm_position: one of `NORM_POSITIONS`.
@@ -95,8 +102,8 @@ class TransformerLayer(Parts):
             (GPT-J, Falcon, Cohere); "two_norms", each after its own (GPT-NeoX, Falcon 40B).
         cross_attention: attend to a memory, between attention and MLP; memory_dim: its features, None as dim.
         cross_mask_type: of that attention.
-        bias: of every matrix; attention_bias, out_bias, mlp_bias: of those of attention, of its output, of the MLP,
-            where they differ from it.
+        bias: of every matrix; attention_bias, key_bias, out_bias, mlp_bias: of those of attention, of its keys, of its
+            output, of the MLP, where they differ from it.
         fused: q, k and v are one matrix, and so are gate and up.
         dropout: of each part's output; attention_dropout: of the probabilities.
         drop_path: probability of leaving a part out of a whole sample (arXiv:1603.09382).
@@ -104,7 +111,7 @@ class TransformerLayer(Parts):
         recompute: make again in backward what is "mlp"'s, or everything ("full"), instead of keeping it.
         recipe, seed: as `quaver.torch.Linear`.
     Submodules: `attention`, `cross_attention`, `mlp`, each with its `norm` inside; `norm` if parallel is True;
-        `attention_post_norm`, `cross_attention_post_norm` and `mlp_post_norm` of "post" and "sandwich".
+        `attention_post_norm`, `cross_attention_post_norm` and `mlp_post_norm` of "post", "sandwich" and "res_post".
     Raises:
         ValueError: options that exclude one another, unknown names.
     """
@@ -187,7 +194,7 @@ class TransformerLayer(Parts):
     def _add(self, x: Tensor, y: Tensor, norm: str) -> Tensor:
         """A part's output joins the residual stream."""
         after: Any = self._modules.get(norm)
-        if after is not None and self.norm_position == "sandwich":
+        if after is not None and self.norm_position != "post":
             y = after(y)
         if self.training:
             if self.dropout:

@@ -59,16 +59,17 @@ def mask_of(mask_type: str, queries: int, keys: int) -> Any:
     return (padding(queries), padding(keys)) if mask_type.startswith("padding") else None
 
 
-def hides(mask_type: str, window: Any, queries: int, keys: int, mask: Any) -> np.ndarray:
+def hides(mask_type: str, window: Any, queries: int, keys: int, mask: Any, chunk: int | None = None) -> np.ndarray:
     """[B, Sq, Sk] by the definition, pair by pair."""
     left, right = window or (-1, -1)
     out = np.zeros((B, queries, keys), bool)
     for b, i, j in np.ndindex(*out.shape):
-        at = i
+        at, first = i, 0
         hidden = False
         if mask_type.startswith("padding"):
             of_queries, of_keys = (m.numpy() for m in mask)
             hidden = bool(of_queries[b, i] or of_keys[b, j])
+            first = next((n for n in range(keys) if not of_keys[b, n]), keys)
             if mask_type.endswith("bottom_right"):
                 at += int((~of_keys[b]).sum()) - int((~of_queries[b]).sum())
         elif mask_type == "arbitrary":
@@ -78,6 +79,7 @@ def hides(mask_type: str, window: Any, queries: int, keys: int, mask: Any) -> np
         hidden |= "causal" in mask_type and j > at
         hidden |= right >= 0 and j - at > right
         hidden |= left >= 0 and at - j > left
+        hidden |= chunk is not None and (at - first) // chunk != (j - first) // chunk
         out[b, i, j] = hidden
     return out
 

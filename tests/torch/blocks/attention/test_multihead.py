@@ -1,5 +1,6 @@
 """Multi-head attention: the same as torch's, fused and separate projections, cross attention, norms of q and k."""
 
+import math
 from typing import Any
 
 import pytest
@@ -88,6 +89,100 @@ def test_queries_and_keys_are_normalized(qk_norm: str, after: bool) -> None:
     assert ("q_norm.weight" in attention.state_dict()) is (qk_norm != "L2")
 
 
+def rotated(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    rotated: torch.Tensor = attention.rope(x)
+    return rotated
+
+
+@pytest.mark.parametrize("scope", ["head", "each_head", "all_heads"])
+@pytest.mark.parametrize(("qk_norm", "after"), [("RMSNorm", False), ("LayerNorm", True)])
+def test_norms_of_queries_and_keys_are_the_plain_formula(qk_norm: str, after: bool, scope: str) -> None:
+    options: dict[str, Any] = {"qk_norm": qk_norm, "qk_norm_scope": scope, "qk_norm_after_rope": after, "eps": 1e-3}
+    attention: Any = qt.MultiheadAttention(64, 4, groups=2, fused=False, rope=qt.RotaryEmbedding(16), **options)
+    for norm in (attention.q_norm, attention.k_norm):
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter)
+
+    def plain(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        whole = x.flatten(-2) if scope == "all_heads" else x
+        centred = whole - whole.mean(-1, keepdim=True) if qk_norm == "LayerNorm" else whole
+        y = centred * (centred.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * norm.weight
+        return (y if getattr(norm, "bias", None) is None else y + norm.bias).reshape(x.shape)
+
+    x = torch.randn(2, 9, 64)
+    q, k = (getattr(attention, f"{n}_proj")(x).unflatten(-1, (-1, 16)) for n in "qk")
+    parts = [(q, attention.q_norm), (k, attention.k_norm)]
+    q, k = (plain(rotated(attention, y), norm) if after else rotated(attention, plain(y, norm)) for y, norm in parts)
+    y = attention.o_proj(attention.core(q, k, attention.v_proj(x).unflatten(-1, (-1, 16))).flatten(-2))
+    assert_close("output", attention(x), y, 1e-6)
+    shape = {"head": (16,), "each_head": (4, 16), "all_heads": (64,)}[scope]
+    assert attention.q_norm.weight.shape == shape and attention.k_norm.weight.shape[-1] == min(shape[-1], 32)
+
+
+def test_a_norm_of_each_head_rounds_once() -> None:
+    attention = qt.MultiheadAttention(64, 4, qk_norm="RMSNorm", qk_norm_scope="each_head", zero_centered=True)
+    norm: Any = attention.q_norm
+    nn.init.normal_(norm.weight)
+    x = torch.randn(2, 9, 4, 16).bfloat16()
+    assert_bitwise(norm(x), norm(x.float()).bfloat16())
+    assert torch.isnan(norm(x * torch.nan)).all() and not norm(x * 0).any()
+
+
+def test_keys_without_a_bias() -> None:
+    attention: Any = qt.MultiheadAttention(48, 4, fused=False, key_bias=False)
+    assert attention.k_proj.bias is None and attention.q_proj.bias is not None is not attention.v_proj.bias
+    other: Any = qt.MultiheadAttention(48, 4, fused=False)
+    with torch.no_grad():
+        other.k_proj.bias.zero_()
+    other.load_state_dict(attention.state_dict(), strict=False)
+    x = torch.randn(2, 7, 48)
+    for recipe in ("bf16", "tensorwise", "mxfp8"):
+        with qt.autocast(recipe):
+            assert_bitwise(attention(x), other(x))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
+def test_temperature_multiplies_queries_by_their_position(layout: str) -> None:
+    options: dict[str, Any] = {"groups": 2, "mask_type": "causal", "fused": False}
+    attention: Any = qt.MultiheadAttention(64, 4, temperature=(0.5, 2), **options)
+    plain: Any = qt.MultiheadAttention(64, 4, **options)
+    plain.load_state_dict(attention.state_dict())
+    x = torch.randn(3, 9, 64)
+    q, k, v = (getattr(plain, f"{n}_proj")(x).unflatten(-1, (-1, 16)) for n in "qkv")
+    factor = torch.tensor([1 + 0.5 * math.log(1 + (p + 1) // 2) for p in range(9)])
+    expected = plain.o_proj(plain.core(q * factor[:, None, None], k, v).flatten(-2))
+    attention.layout = attention.core.layout = layout
+    if layout == "thd":
+        y = attention(x.flatten(0, 1), cu_seqlens=torch.tensor([0, 9, 18, 27])).view(3, 9, 64)
+    else:
+        y = attention(x.transpose(0, 1)).transpose(0, 1) if layout == "sbhd" else attention(x)
+    assert_close("output", y, expected, 1e-6)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+def test_a_position_bias_is_added_to_the_one_that_is_given(layout: str) -> None:
+    own, given = qt.RelativePositionBias(4, 8, 6), torch.randn(2, 4, 9, 9)
+    attention = qt.MultiheadAttention(64, 4, position_bias=own, layout=layout)
+    plain = qt.MultiheadAttention(64, 4, layout=layout)
+    plain.load_state_dict(attention.state_dict(), strict=False)
+    x = torch.randn(2, 9, 64) if layout == "bshd" else torch.randn(9, 2, 64)
+    assert_close("alone", attention(x), plain(x, bias=own(9, 9)), 1e-6)
+    assert_close("both", attention(x, bias=given), plain(x, bias=own(9, 9) + given), 1e-6)
+    attention(x).square().sum().backward()
+    assert own.weight.grad is not None and own.weight.grad.abs().sum() > 0
+
+
+def test_a_position_bias_counts_on_from_what_a_cache_holds() -> None:
+    own = qt.RelativePositionBias(4, 8, 6, bidirectional=False)
+    attention = qt.MultiheadAttention(64, 4, position_bias=own, mask_type="causal", scale=1.0)
+    x = torch.randn(2, 9, 64)
+    with torch.no_grad():
+        whole = attention(x)
+        for cache in (qt.KVCache(1, 9), qt.PagedKVCache(1, pages=8, page_size=4)):
+            steps = [attention(part, cache=cache) for part in x.split([4, 1, 1, 2, 1], dim=1)]
+            assert_close("outputs", torch.cat(steps, 1), whole, 1e-6)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("RMSNorm", qt.RMSNorm), ("LayerNorm", qt.LayerNorm)])
 def test_norms_are_of_the_class_that_they_are_called_by_and_those_of_heads_have_an_eps_of_their_own(
     name: str, kind: type
@@ -157,6 +252,18 @@ def test_bad_input_is_a_sentence() -> None:
         qt.MultiheadAttention(64, 4, groups=3)
     with pytest.raises(ValueError, match="rope turns heads of 8 features, and these have 16"):
         qt.MultiheadAttention(64, 4, rope=qt.RotaryEmbedding(8))
+    for options, sentence in (
+        ({"qk_norm": "RMSNorm", "qk_norm_scope": "heads"}, "no qk_norm_scope 'heads'"),
+        ({"qk_norm": "L2", "qk_norm_scope": "each_head"}, "has no gamma that each head could have"),
+        ({"key_bias": False}, "wants matrices apart: fused=False"),
+        ({"temperature": (0.1, 0)}, "give .gain, length., a length in tokens above 0"),
+        ({"temperature": 0.1}, "give .gain, length."),
+        ({"position_bias": qt.RelativePositionBias(2)}, "position_bias is of 2 heads, this attention has 4"),
+        ({"position_bias": qt.RelativePositionBias(4), "layout": "thd"}, "layout 'bshd' or 'sbhd', and no memory"),
+        ({"chunk": 0}, "give a number of positions above 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            qt.MultiheadAttention(64, 4, **options)
     with pytest.raises(ValueError, match="needs a memory"):
         qt.MultiheadAttention(64, 4, memory_dim=32)(torch.randn(1, 2, 64))
     with pytest.raises(ValueError, match="give no memory"):

@@ -81,6 +81,7 @@ def blindly(call: Call) -> Call:
         {"mask_type": "causal", "window": (1, 0)},
         {"mask_type": "causal_bottom_right", "window": (2, -1), "alibi_slopes": SLOPES},
         {"window": (1, 1), "alibi_slopes": SLOPES},
+        {"mask_type": "causal_bottom_right", "chunk": 2},
     ],
 )
 def test_ragged_sequences_equal_each_alone(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def test_ragged_batches_compile_whole(options: dict[str, Any], name: str) -> Non
 @pytest.mark.parametrize(
     "options",
     [
-        {"mask_type": "padding_causal_bottom_right"},
+        {"mask_type": "padding_causal_bottom_right", "chunk": 3},
         {"mask_type": "arbitrary", "window": (2, 2)},
         {"mask_type": "causal", "soft_cap": 2.0, "sinks": "off_by_one", "alibi_slopes": SLOPES},
     ],

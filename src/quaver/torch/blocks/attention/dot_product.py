@@ -13,7 +13,7 @@ from quaver.core.reference.masks import MASKS, check_heads, check_window
 from quaver.core.spec import Recipe
 from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.attention.inputs.layout import LAYOUTS, CuSeqlens, ragged_of
-from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_fits, check_mask
+from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_chunk, check_fits, check_mask
 from quaver.torch.blocks.attention.op import OFF_BY_ONE, attention, check_numbers
 from quaver.torch.state.context import in_force, recipe_in_force
 
@@ -26,6 +26,7 @@ class CoreOptions:
     groups: int | None = None
     mask_type: str = "none"
     window: Window | None = None
+    chunk: int | None = None
     scale: float | None = None
     soft_cap: float | None = None
     # Of the probabilities.
@@ -56,7 +57,7 @@ class DotProductAttention(nn.Module):
         heads: of queries.
         head_dim: features of a head, or (of queries and keys, of values).
         groups: heads of keys and values, each serving heads / groups of the queries'; None for as many as queries.
-        mask_type, window, scale, soft_cap, layout: as `quaver.torch.blocks.attention.attention`.
+        mask_type, window, chunk, scale, soft_cap, layout: as `quaver.torch.blocks.attention.attention`.
         dropout: of probabilities, in training mode only.
         sinks: None, "off_by_one", or "learnable" for a parameter `sinks` [heads].
         alibi: scores fall with distance, by slopes 2^(-8 h / heads).
@@ -75,7 +76,7 @@ class DotProductAttention(nn.Module):
         self.heads, self.groups = heads, heads if options.groups is None else options.groups
         self.head_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
         self.mask_type, self.window, self.layout = options.mask_type, options.window, options.layout
-        self.scale, self.soft_cap = options.scale, options.soft_cap
+        self.chunk, self.scale, self.soft_cap = options.chunk, options.scale, options.soft_cap
         self.dropout, self.alibi = options.dropout, options.alibi
         self.recipe = None if options.recipe is None else recipes.get(options.recipe)
         self._check(options.sinks)
@@ -124,6 +125,7 @@ class DotProductAttention(nn.Module):
         return {
             "mask_type": self.mask_type if mask_type is None else mask_type,
             "window": self.window,
+            "chunk": self.chunk,
             "alibi_slopes": alibi_slopes(self.heads, q.device) if self.alibi else None,
             "sinks": OFF_BY_ONE if self.off_by_one else self._parameters["sinks"],
             "scale": self.scale,
@@ -149,7 +151,8 @@ class DotProductAttention(nn.Module):
             check_fits("bias", bias, shape)
 
     def extra_repr(self) -> str:
-        options = {name: getattr(self, name) for name in ("window", "scale", "soft_cap", "dropout", "alibi", "recipe")}
+        options = {name: getattr(self, name) for name in ("window", "chunk", "scale", "soft_cap")}
+        options |= {name: getattr(self, name) for name in ("dropout", "alibi", "recipe")}
         said = "".join(f", {name}={value}" for name, value in options.items() if value)
         return f"{self.heads}, {self.head_dim}, groups={self.groups}, mask_type={self.mask_type!r}{said}"
 
@@ -157,6 +160,7 @@ class DotProductAttention(nn.Module):
         check_heads(self.heads, self.groups)
         check_name("mask type", self.mask_type, MASKS)
         check_window(self.mask_type, self.window)
+        check_chunk(self.chunk)
         check_name("layout", self.layout, LAYOUTS)
         if sinks not in (None, OFF_BY_ONE, "learnable"):
             raise ValueError(f"sinks is {sinks!r}; give None, 'off_by_one' or 'learnable'")

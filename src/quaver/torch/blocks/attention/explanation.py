@@ -78,6 +78,8 @@ def _how(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
         said.append("ragged")
     if call.window is not None:
         said.append(f"window {call.window}")
+    if call.chunk is not None:
+        said.append(f"chunks of {call.chunk}")
     names = ("bias", "alibi_slopes", "sinks", "soft_cap", "dropout")
     said += [name for name in names if isinstance(getattr(call, name), Tensor) or getattr(call, name)]
     return ", ".join(said)

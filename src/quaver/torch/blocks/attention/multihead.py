@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from quaver.core.options import pick, takes
+from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.dot_product import CoreOptions, DotProductAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
+from quaver.torch.blocks.attention.rope.positions import positions_of, tempered
+from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary, apply_rotary_to_both, apply_rotary_to_parts
-from quaver.torch.blocks.norm import normalized_projections
+from quaver.torch.blocks.norm import QK_NORM_SCOPES, norm_of_heads, normalized_projections
 from quaver.torch.blocks.norm_linear import PartOptions, Parts
 
 #: What x is in each layout.
@@ -27,13 +30,18 @@ class AttentionOptions(CoreOptions, PartOptions):
 
     # Features of a head, or (of queries and keys, of values); None divides the input's among the heads.
     head_dim: int | tuple[int, int] | None = None
-    # Of the projection out; None is as bias.
+    # Of the projection of keys, and of the projection out; None is as bias.
+    key_bias: bool | None = None
     out_bias: bool | None = None
     rope: RotaryEmbedding | None = None
-    # A normalization over each head's features of queries and keys, its eps, and whether to turn first.
+    # (gain, length): queries grow with their position.
+    temperature: tuple[float, int] | None = None
+    position_bias: RelativePositionBias | None = None
+    # A normalization of queries and keys, its eps, whether to turn first, and a row of `QK_NORM_SCOPES`.
     qk_norm: str | None = None
     qk_norm_eps: float | None = None
     qk_norm_after_rope: bool = False
+    qk_norm_scope: str = "head"
 
 
 @dataclass(frozen=True)
@@ -61,19 +69,23 @@ class MultiheadAttention(Parts):
         memory_dim: features of the memory that keys and values are made of: cross attention.
         fused: one matrix `qkv_proj`, whose rows are all heads of the queries, then of the keys, then of the values
             (with a memory: `q_proj` and `kv_proj`); else `q_proj`, `k_proj` and `v_proj`.
-        bias: of the projections; out_bias: of `o_proj`, None as bias.
+        bias: of the projections; key_bias: of `k_proj`, for fused=False; out_bias: of `o_proj`; None as bias.
         rope: rotary positions of queries and keys; None has none. Layers may share one.
-        qk_norm: "RMSNorm", "LayerNorm" or "L2" (`Norm`) over each head's features of queries and keys.
+        temperature: (gain, length); the query at position p is multiplied by 1 + gain log(1 + floor((p + 1) / length)).
+        position_bias: a `RelativePositionBias`, whose numbers are added to the scores. Layers may share one.
+        qk_norm: "RMSNorm", "LayerNorm" or "L2" (`Norm`) of queries and keys.
         qk_norm_eps: of those norms; None takes eps.
         qk_norm_after_rope: turn first.
-        mask_type, window, scale, soft_cap, dropout, sinks, alibi, layout: as `DotProductAttention`.
+        qk_norm_scope: a row of `QK_NORM_SCOPES`: whose features are normalized, and by which gamma.
+        mask_type, window, chunk, scale, soft_cap, dropout, sinks, alibi, layout: as `DotProductAttention`.
         normalization: of x, before the projections; with eps, zero_centered and norm_bias.
         recipe, seed: as `quaver.torch.Linear`; a recipe's `attention` quantizes the products of attention too.
     Submodules: `norm` if there is one, the projections, `q_norm` and `k_norm` if there are, `core`, `o_proj`.
     Raises:
-        ValueError: heads that do not divide, names that do not exist.
+        ValueError: heads that do not divide, names that do not exist, or options that exclude one another.
     Source: Vaswani et al. 2017, arXiv:1706.03762; GQA: arXiv:2305.13245; norms of queries and keys: arXiv:2302.05442.
-        "L2" after the rotation is Llama 4's (transformers' Llama4TextL2Norm).
+        "L2" after the rotation is Llama 4's (transformers' Llama4TextL2Norm), and so is the temperature, of layers
+        without rope (arXiv:2501.19399).
     """
 
     @takes(AttentionArguments)
@@ -83,10 +95,11 @@ class MultiheadAttention(Parts):
         wide, narrow = head_sizes(dim, options.heads, options.head_dim)
         self.core = DotProductAttention(options.heads, (wide, narrow), **pick(CoreOptions, options))
         heads, groups = self.core.heads, self.core.groups
-        if options.rope is not None and options.rope.head_dim != wide:
-            raise ValueError(f"rope turns heads of {options.rope.head_dim} features, and these have {wide}")
+        _check(options, heads=self.core.heads, wide=wide)
         self.register_module("rope", options.rope)
+        self.register_module("position_bias", options.position_bias)
         self.layout, self.qk_norm_after_rope = options.layout, options.qk_norm_after_rope
+        self.temperature, self.qk_norm_scope = options.temperature, options.qk_norm_scope
         self.dim, self.memory_dim, self.cross = dim, memory_dim, memory_dim is not None
         self.register_module("norm", options.norm(dim))
         widths = {"q_proj": heads * wide, "k_proj": groups * wide, "v_proj": groups * narrow}
@@ -94,11 +107,12 @@ class MultiheadAttention(Parts):
         for name, parts in _projections(options.fused, self.cross).items():
             features = dim if name.startswith("q") or memory_dim is None else memory_dim
             self._parts[name] = [widths[part] for part in parts]
-            setattr(self, name, options.linear(features, sum(self._parts[name])))
+            bias = options.key_bias if name == "k_proj" else None
+            setattr(self, name, options.linear(features, sum(self._parts[name]), bias))
         eps = options.eps if options.qk_norm_eps is None else options.qk_norm_eps
         of_heads = replace(options, normalization=options.qk_norm, eps=eps)
-        self.register_module("q_norm", of_heads.norm(wide))
-        self.register_module("k_norm", of_heads.norm(wide))
+        for name, count in (("q_norm", heads), ("k_norm", groups)):
+            self.register_module(name, norm_of_heads(of_heads, options.qk_norm_scope, count, wide))
         self.o_proj = options.linear(heads * narrow, dim if options.out is None else options.out, options.out_bias)
 
     def forward(
@@ -149,12 +163,18 @@ class MultiheadAttention(Parts):
             keys = (x if memory is None else memory).shape[where]
             self.core.check(batch, x.shape[where], keys, mask, bias, cu_seqlens)
         parts: Any = self._modules
-        offset = 0 if cache is None or positions is not None else cache.offset
+        before = 0 if cache is None else cache.offset
+        offset = before if positions is None else 0
         q, k, v = self._turned(self._project(x, memory, cu_seqlens), positions, cu_seqlens, offset)
+        if self.temperature is not None:
+            ends = cu_seqlens[0] if isinstance(cu_seqlens, tuple) else cu_seqlens
+            q = tempered(q, positions_of(q, self.layout, positions, offset, ends), *self.temperature)
         mask_type = None
         if cache is not None:
             k, v = cache.update(layer, k, v)
             mask, mask_type = cache.mask(mask, self.core.mask_type, q.shape[1])
+        if parts["position_bias"] is not None:
+            bias = self._with_position_bias(q, k, bias, before)
         y = parts["core"](q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, mask_type=mask_type)
         projected: Tensor = parts["o_proj"](y.flatten(-2))
         return projected
@@ -164,12 +184,18 @@ class MultiheadAttention(Parts):
         core = self.core
         if self.cross or self.layout != "bshd":
             raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
-        if "causal" not in core.mask_type and (core.window is not None or core.alibi):
+        if "causal" not in core.mask_type and (core.window is not None or core.chunk is not None or core.alibi):
             raise ValueError(
-                f"with a cache queries stand at the last keys, and a window or ALiBi with mask_type {core.mask_type!r} "
-                "counts from the first; make the layer with mask_type='causal'"
+                "with a cache queries stand at the last keys, and a window, chunks or ALiBi with mask_type "
+                f"{core.mask_type!r} count from the first; make the layer with mask_type='causal'"
             )
         cache.check_mask(mask, core.mask_type, (x.shape[0], x.shape[1]))
+
+    def _with_position_bias(self, q: Tensor, k: Tensor, bias: Tensor | None, before: int | Tensor) -> Tensor:
+        parts: Any = self._modules
+        tokens = 0 if self.layout == "sbhd" else 1
+        own: Tensor = parts["position_bias"](q.shape[tokens], k.shape[tokens], before)
+        return own if bias is None else own + bias
 
     def _project(self, x: Tensor, memory: Tensor | None, cu_seqlens: Any) -> tuple[Tensor, ...]:
         """q, k and v, each [..., its heads, its features of a head]; or one tensor of all heads, which `rope` parts."""
@@ -205,7 +231,7 @@ class MultiheadAttention(Parts):
             return apply_rotary_to_parts(projected[0], self.core.heads, cos, sin, rope.interleaved)
         q, k, v = projected
         if normalize and not self.qk_norm_after_rope:
-            q, k = parts["q_norm"](q), parts["k_norm"](k)
+            q, k = self._normalized(q, "q_norm"), self._normalized(k, "k_norm")
         if rope is not None:
             cos, sin = rope.tables(q, cu_seqlens=of_queries, **where)
             if of_keys is of_queries and k.shape[:-2] == q.shape[:-2]:
@@ -215,8 +241,36 @@ class MultiheadAttention(Parts):
                 cos, sin = rope.tables(k, cu_seqlens=of_keys, **where)
                 k = apply_rotary(k, cos, sin, rope.interleaved)
         if normalize and self.qk_norm_after_rope:
-            q, k = parts["q_norm"](q), parts["k_norm"](k)
+            q, k = self._normalized(q, "q_norm"), self._normalized(k, "k_norm")
         return q, k, v
+
+    def _normalized(self, x: Tensor, name: str) -> Tensor:
+        """Queries or keys [..., heads, D] after their norm."""
+        norm: Any = self._modules[name]
+        if self.qk_norm_scope == "all_heads":
+            y: Tensor = norm(x.flatten(-2)).unflatten(-1, x.shape[-2:])
+            return y
+        return norm(x)
+
+
+def _check(options: AttentionArguments, heads: int, wide: int) -> None:
+    """Raise the ValueError for what does not go together."""
+    rope, bias, temperature = options.rope, options.position_bias, options.temperature
+    if rope is not None and rope.head_dim != wide:
+        raise ValueError(f"rope turns heads of {rope.head_dim} features, and these have {wide}")
+    if options.fused and options.key_bias not in (None, options.bias):
+        raise ValueError(f"key_bias={options.key_bias} beside bias={options.bias} wants matrices apart: fused=False")
+    check_name("qk_norm_scope", options.qk_norm_scope, QK_NORM_SCOPES)
+    if options.qk_norm_scope == "each_head" and options.qk_norm == "L2":
+        raise ValueError("qk_norm 'L2' has no gamma that each head could have; give qk_norm_scope='head'")
+    pair = isinstance(temperature, tuple) and len(temperature) == 2
+    if temperature is not None and (not pair or not temperature[1] > 0):
+        raise ValueError(f"temperature is {temperature}; give (gain, length), a length in tokens above 0")
+    if bias is not None and (bias.heads != heads or options.layout == "thd" or options.memory_dim is not None):
+        raise ValueError(
+            f"position_bias is of {bias.heads} heads, this attention has {heads} in layout {options.layout!r}: give "
+            "one of as many heads, layout 'bshd' or 'sbhd', and no memory"
+        )
 
 
 def head_sizes(dim: int, heads: int, head_dim: int | tuple[int, int] | None) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from quaver.torch.blocks.attention.implementations import flash, flex, reference
 from quaver.torch.blocks.attention.implementations.fp8 import attention_fp8
 from quaver.torch.blocks.attention.inputs.call import Call
 from quaver.torch.blocks.attention.inputs.layout import CuSeqlens, all_heads_first, heads_back, ragged_of
-from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_fits, check_mask, simplify
+from quaver.torch.blocks.attention.inputs.masks import Mask, Window, check_chunk, check_fits, check_mask, simplify
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation
 
@@ -45,6 +45,7 @@ class Options(NamedTuple):
     dropout: float = 0.0
     layout: str = "bshd"
     cu_seqlens: CuSeqlens | None = None
+    chunk: int | None = None
 
 
 def attention(
@@ -55,6 +56,7 @@ def attention(
     mask_type: str = "none",
     mask: Mask | None = None,
     window: Window | None = None,
+    chunk: int | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: str | Tensor | None = None,
@@ -78,6 +80,8 @@ def attention(
             Arbitrary: broadcastable to [B, H, Sq, Sk].
         window: (left, right): a query sees that many keys before and after its own position, -1 for all.
             The position is the one that the mask type aligns by.
+        chunk: a query sees keys of its own run of so many positions alone, counted from the first that is no padding
+            (Llama 4); None for all.
         bias: added to the scores; broadcastable to [B, H, Sq, Sk].
         alibi_slopes: [H] or [B, H]: score -= slope × distance, positions aligned as the mask type aligns them.
         sinks: one more column of the softmax, whose value is 0: logits [H], or "off_by_one" for logits of 0.
@@ -102,7 +106,7 @@ def attention(
         and (mask_type == "causal" or mask_type == "none")
         and layout == "bshd"
         and window is None is bias is None is alibi_slopes
-        and sinks is None is soft_cap is None is cu_seqlens
+        and sinks is None is soft_cap is None is cu_seqlens is None is chunk
         and (recipe is None or recipe.attention is None)
         and ATTENTION.active is ATTENTION.impls
         and (q.is_cpu or not flash.INSTALLED)
@@ -112,7 +116,7 @@ def attention(
         # Masks, options and reasons would take as long as the kernel of a small layer.
         return _as_it_is(q, k, v, mask_type == "causal", dropout, scale)
     options = Options(
-        *(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, layout, cu_seqlens)
+        *(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, layout, cu_seqlens, chunk)
     )
     wide, keys, values, call = prepare(q, k, v, options)
     spec = None if recipe is None else recipe.attention
@@ -140,7 +144,7 @@ def _as_it_is(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, sca
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Call]:
     """q [B, H, Sq, D], k [B, G, Sk, D], v [B, G, Sk, Dv] and the options, all checked and in one form."""
-    mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, layout, cu_seqlens = options
+    mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, layout, cu_seqlens, chunk = options
     kind = ops.autocast_device(q)
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -151,6 +155,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     shape = (batch, heads, queries, keys)
     ragged = ragged_of(layout, cu_seqlens, queries, keys)
     check_mask(mask_type, mask, window, shape, ragged is not None)
+    check_chunk(chunk)
     if bias is not None:
         check_fits("bias", bias, shape)
         if bias.dtype is torch.bool:
@@ -167,9 +172,10 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     check_numbers(soft_cap, dropout)
     assert not isinstance(sinks, str)
     if ragged is None:
-        mask_type, window = simplify(mask_type, window, queries, keys, alibi_slopes is not None)
+        aligned = alibi_slopes is not None or chunk is not None
+        mask_type, window = simplify(mask_type, window, queries, keys, aligned)
     scale = (1 / math.sqrt(dim) if dim else 1.0) if scale is None else scale
-    return q, k, v, Call(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, ragged)
+    return q, k, v, Call(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, ragged, chunk)
 
 
 def check_numbers(soft_cap: float | None, dropout: float) -> None:

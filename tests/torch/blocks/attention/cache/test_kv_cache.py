@@ -352,8 +352,9 @@ def test_an_index_of_no_row_is_a_sentence(kind: str) -> None:
     "options, mask, says",
     [
         ({"mask_type": "causal"}, torch.zeros(1, 3) > 0, "'causal' takes no mask|new tokens .3, 3. are padding"),
-        ({"mask_type": "none", "window": (2, 0)}, None, "mask_type 'none' counts from the first"),
-        ({"mask_type": "none", "alibi": True}, None, "mask_type 'none' counts from the first"),
+        ({"mask_type": "none", "window": (2, 0)}, None, "mask_type 'none' count from the first"),
+        ({"mask_type": "none", "chunk": 2}, None, "mask_type 'none' count from the first"),
+        ({"mask_type": "none", "alibi": True}, None, "mask_type 'none' count from the first"),
     ],
 )
 def test_what_goes_with_no_cache_is_refused_before_it_takes_anything(

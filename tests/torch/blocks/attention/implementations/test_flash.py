@@ -117,6 +117,7 @@ def test_what_it_is_handed_means_the_call(options: dict[str, Any]) -> None:
         ({"mask_type": "arbitrary", "mask": torch.zeros(7, 7, dtype=torch.bool)}, "no mask of tokens or pairs"),
         ({"bias": torch.zeros(7, 7)}, "no bias"),
         ({"sinks": "off_by_one"}, "no sinks"),
+        ({"chunk": 3}, "no chunks"),
         ({"soft_cap": 1.0, "dropout": 0.5}, "no soft cap with dropout"),
         ({"alibi_slopes": SLOPES.clone().requires_grad_()}, "no gradient of ALiBi's slopes"),
     ],

@@ -1,5 +1,6 @@
 """Masks by name hide what a loop over pairs hides, and bad ones are refused with a sentence."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,17 @@ import torch
 
 from quaver.core.reference.masks import MASKS
 from quaver.torch.blocks.attention.inputs.layout import Ragged
-from quaver.torch.blocks.attention.inputs.masks import ahead_of_query, alibi, check_mask, hidden, simplify
-from tests.torch.blocks.attention.cases import MASK_TYPES, B, H, cases, hides, mask_of
+from quaver.torch.blocks.attention.inputs.masks import (
+    ahead_of_query,
+    alibi,
+    check_chunk,
+    check_mask,
+    hidden,
+    outside_of,
+    runs_of_keys,
+    simplify,
+)
+from tests.torch.blocks.attention.cases import LENGTHS, MASK_TYPES, B, H, cases, hides, mask_of
 
 
 def test_the_table_of_cases_has_every_mask_type() -> None:
@@ -23,6 +33,41 @@ def test_every_mask_hides_what_its_name_says(mask_type: str, window: Any, querie
     masked = torch.zeros(1, dtype=torch.bool) if masked is None else masked
     masked = masked.expand(B, masked.shape[1] if masked.dim() == 4 else 1, queries, keys)
     np.testing.assert_array_equal(masked[:, 0].numpy(), hides(mask_type, window, queries, keys, mask))
+
+
+@pytest.mark.parametrize("mask_type", MASK_TYPES)
+def test_chunks_hide_what_stands_in_another_one(mask_type: str) -> None:
+    for (queries, keys), window, chunk in itertools.product(LENGTHS, [None, (1, -1)], [1, 3, 9]):
+        given = mask_of(mask_type, queries, keys)
+        left = tuple(m.flip(-1) for m in given) if isinstance(given, tuple) else given
+        for mask in (given, left):
+            masked = hidden(mask_type, mask, window, (B, H, queries, keys), chunk=chunk)
+            assert masked is not None
+            right = hides(mask_type, window, queries, keys, mask, chunk)
+            np.testing.assert_array_equal(masked.expand(B, 1, queries, keys)[:, 0].numpy(), right)
+        if mask is None:
+            runs = runs_of_keys(mask_type, window, queries, keys, chunk=chunk)
+            assert runs is not None
+            np.testing.assert_array_equal(outside_of(runs, keys).expand(B, 1, queries, keys)[:, 0].numpy(), right)
+
+
+def test_chunks_of_sequences_laid_end_to_end_begin_with_each() -> None:
+    ends = torch.tensor([0, 5, 5, 12])
+    ragged = Ragged(ends, ends, None)
+    masked = hidden("causal", None, None, (1, H, 12, 12), ragged=ragged, chunk=3)
+    runs = runs_of_keys("causal", None, 12, 12, ragged=ragged, chunk=3)
+    whole = np.ones((12, 12), bool)
+    for i, j in ((0, 5), (5, 12)):
+        whole[i:j, i:j] = hides("causal", None, j - i, j - i, None, 3)[0]
+    assert masked is not None and runs is not None
+    np.testing.assert_array_equal(masked[0, 0].numpy(), whole)
+    np.testing.assert_array_equal(outside_of(runs, 12)[0, 0].numpy(), whole)
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.0, True])
+def test_a_chunk_is_a_number_of_positions(chunk: Any) -> None:
+    with pytest.raises(ValueError, match="give a number of positions above 0"):
+        check_chunk(chunk)
 
 
 @pytest.mark.parametrize("mask_type", ["none", "causal", "causal_bottom_right"])

@@ -31,7 +31,8 @@ def unfit(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
         return f"flash-attn computes in float16 and bfloat16, not {q.dtype}"
     if v.shape[-1] != q.shape[-1] or q.shape[-1] > 256:
         return f"flash-attn wants q, k and v equally wide, at most 256; these are {q.shape[-1]} and {v.shape[-1]}"
-    for name, given in (("mask of tokens or pairs", call.mask), ("bias", call.bias), ("sinks", call.sinks)):
+    others = ("bias", call.bias), ("sinks", call.sinks), ("chunks", call.chunk)
+    for name, given in (("mask of tokens or pairs", call.mask), *others):
         if given is not None:
             return f"flash-attn has no {name}"
     if call.soft_cap is not None and call.dropout:

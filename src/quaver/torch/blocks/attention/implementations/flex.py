@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from quaver.torch.blocks.attention.inputs.call import Call, scores_shape
-from quaver.torch.blocks.attention.inputs.masks import both, bounds
+from quaver.torch.blocks.attention.inputs.masks import both, bounds, positions_of_keys
 
 #: Of (batch, head, query, key), all integer tensors.
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -112,7 +112,20 @@ def _visible(q: Tensor, k: Tensor, call: Call) -> list[Rule]:
             rules.append(lambda b, h, i, j: ahead(b, h, i, j) <= right)
         if left >= 0:
             rules.append(lambda b, h, i, j: ahead(b, h, i, j) >= -left)
+    if call.chunk is not None:
+        rules.append(_same_chunk(q, k, call, call.chunk))
     return rules
+
+
+def _same_chunk(q: Tensor, k: Tensor, call: Call, chunk: int) -> Rule:
+    """Whether a key stands in the query's chunk of positions."""
+    ahead, shape = _ahead(q, k, call), scores_shape(q, k)
+    where = positions_of_keys(call.mask_type, call.mask, shape, q.device, call.ragged).flatten(1).expand(shape[0], -1)
+
+    def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return where[b, j] // chunk == (where[b, j] - ahead(b, h, i, j)) // chunk
+
+    return same
 
 
 def _ahead(q: Tensor, k: Tensor, call: Call) -> Rule:

@@ -22,7 +22,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     ragged = call.ragged
     if ragged is not None and ragged.lengths is not None and call.bias is None and call.mask is None:
         return _each_sequence(q, k, v, call, *ragged.lengths)
-    if call.mask_type in ("none", "causal") and call.window is None is ragged is call.bias is call.alibi_slopes:
+    plain = call.window is None is ragged is call.bias is call.alibi_slopes is call.chunk
+    if plain and call.mask_type in ("none", "causal"):
         return _run(q, k, v, None, call.mask_type == "causal", call)
     hidden, bias = call.hidden(q, k), call.whole_bias(q, k)
     if hidden is None:
@@ -51,7 +52,8 @@ def _each_sequence(q: Tensor, k: Tensor, v: Tensor, call: Call, of_queries: list
 
 def _alone(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """One sequence of a ragged batch."""
-    mask_type, window = simplify(call.mask_type, call.window, q.shape[2], k.shape[2], call.alibi_slopes is not None)
+    aligned = call.alibi_slopes is not None or call.chunk is not None
+    mask_type, window = simplify(call.mask_type, call.window, q.shape[2], k.shape[2], aligned)
     return attend(q, k, v, call._replace(ragged=None, mask_type=mask_type, window=window))
 
 

@@ -28,17 +28,19 @@ class Call(NamedTuple):
     dropout: float = 0.0
     #: Not None where the batch is one of sequences laid end to end.
     ragged: Ragged | None = None
+    #: A query sees keys of its own run of so many positions alone.
+    chunk: int | None = None
 
     def hidden(self, q: Tensor, k: Tensor) -> Tensor | None:
         """True where masked out, broadcastable to [B, H, Sq, Sk]; None for nowhere."""
         shape = scores_shape(q, k)
         if self.mask is not None or self.ragged is not None or not _keepable(q):
-            return hidden(self.mask_type, self.mask, self.window, shape, q.device, self.ragged)
-        return _by_position(self.mask_type, self.window, *shape[2:], q.device, capture.stream_of(q.device))
+            return hidden(self.mask_type, self.mask, self.window, shape, q.device, self.ragged, self.chunk)
+        return _by_position(self.mask_type, self.window, self.chunk, *shape[2:], q.device, capture.stream_of(q.device))
 
     def runs(self, q: Tensor, k: Tensor) -> Tensor | None:
         """`runs_of_keys` of these, where no tensor masks; None where every query sees every key."""
-        return runs_of_keys(self.mask_type, self.window, q.shape[2], k.shape[2], q.device, self.ragged)
+        return runs_of_keys(self.mask_type, self.window, q.shape[2], k.shape[2], q.device, self.ragged, self.chunk)
 
     def whole_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
         """The bias and that of ALiBi, broadcastable to [B, H, Sq, Sk]; None for neither."""
@@ -58,14 +60,20 @@ def _keepable(q: Tensor) -> bool:
 
 @lru_cache(2)
 def _by_position(
-    mask_type: str, window: Window | None, queries: int, keys: int, device: torch.device, stream: int
+    mask_type: str,
+    window: Window | None,
+    chunk: int | None,
+    queries: int,
+    keys: int,
+    device: torch.device,
+    stream: int,
 ) -> Tensor | None:
     """`hidden` of what does not depend on tokens, [1, 1, Sq, Sk]: the layers of a model share one for backward.
 
     Each stream has its own: another does not wait for the one that makes it.
     """
     with torch.inference_mode(False):
-        return hidden(mask_type, None, window, (1, 1, queries, keys), device)
+        return hidden(mask_type, None, window, (1, 1, queries, keys), device, chunk=chunk)
 
 
 def scores_shape(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:

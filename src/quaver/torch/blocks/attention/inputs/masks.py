@@ -23,6 +23,7 @@ def hidden(
     shape: tuple[int, int, int, int],
     device: torch.device | str | None = None,
     ragged: Ragged | None = None,
+    chunk: int | None = None,
 ) -> Tensor | None:
     """True where a query may not see a key.
 
@@ -34,6 +35,7 @@ def hidden(
         shape: of the scores, (B, H, Sq, Sk).
         device: of what is returned.
         ragged: where the sequences lie that the tokens of a batch of one are made of.
+        chunk: a query sees keys of its own run of so many positions alone; None for all.
     Returns:
         Boolean, broadcastable to [B, H, Sq, Sk]; None where nothing is hidden.
     """
@@ -48,12 +50,15 @@ def hidden(
         of_queries, of_keys = ragged.sequence_of_tokens(shape[2], shape[3], device)
         parts.append((of_queries[:, None] != of_keys)[None, None])
     left, right = bounds(mask_type, window)
-    if left >= 0 or right >= 0:
+    if left >= 0 or right >= 0 or chunk is not None:
         ahead = ahead_of_query(mask_type, mask, shape, device, ragged)
         if right >= 0:
             parts.append(ahead > right)
         if left >= 0:
             parts.append(ahead < -left)
+        if chunk is not None:
+            of_keys = positions_of_keys(mask_type, mask, shape, device, ragged)
+            parts.append(of_keys // chunk != (of_keys - ahead) // chunk)
     whole = None
     for part in parts:
         whole = part if whole is None else whole | part
@@ -67,6 +72,7 @@ def runs_of_keys(
     keys: int,
     device: torch.device | str | None = None,
     ragged: Ragged | None = None,
+    chunk: int | None = None,
 ) -> Tensor | None:
     """int32 [2, Sq]: the first key that each query sees, and one past the last, where no tensor masks; None for all.
 
@@ -79,13 +85,17 @@ def runs_of_keys(
         sequence, _ = ragged.sequence_of_tokens(queries, keys, device)
         ends = ragged.of_keys.to(device)
         start, length = ends[sequence], ends.diff()[sequence]
-    elif left < 0 and right < 0:
+    elif left < 0 and right < 0 and chunk is None:
         return None
     else:
         where = torch.arange(queries, dtype=torch.int64, device=device) + (keys - queries) * bottom_right
         start, length = torch.zeros_like(where), torch.full_like(where, keys)
-    first = start if left < 0 else start + torch.minimum((where - left).clamp(min=0), length)
-    last = start + (length if right < 0 else torch.minimum((where + right + 1).clamp(min=0), length))
+    first = torch.zeros_like(where) if left < 0 else where - left
+    last = length if right < 0 else where + right + 1
+    if chunk is not None:
+        begin = where // chunk * chunk
+        first, last = torch.maximum(first, begin), torch.minimum(last, begin + chunk)
+    first, last = (start + torch.minimum(end.clamp(min=0), length) for end in (first, last))
     return torch.stack((first, last)).int()
 
 
@@ -122,6 +132,27 @@ def ahead_of_query(
     return ahead[None, None] - shift[:, None, None, None]
 
 
+def positions_of_keys(
+    mask_type: str,
+    mask: Mask | None,
+    shape: tuple[int, int, int, int],
+    device: torch.device | str | None = None,
+    ragged: Ragged | None = None,
+) -> Tensor:
+    """Where keys stand, counted from the first one that is no padding, [B or 1, 1, 1, Sk]: chunks begin by it."""
+    if ragged is not None:
+        return ragged.positions(shape[2], shape[3], False, device)[1][None, None, None]
+    every = torch.arange(shape[3], dtype=torch.int64, device=device)
+    if mask is None or mask_type == "arbitrary":
+        return every[None, None, None]
+    return (every - leading_padding(mask)[:, None])[:, None, None]
+
+
+def leading_padding(mask: Mask) -> Tensor:
+    """How many keys before the first real one are padding, int64 [B]."""
+    return both(mask)[1].long().cumprod(-1).sum(-1)
+
+
 def alibi(slopes: Tensor, ahead: Tensor) -> Tensor:
     """float32 -slope × distance, [B or 1, H, Sq, Sk], of slopes [H] or [B, H]."""
     return -slopes.float().reshape(-1, slopes.shape[-1], 1, 1) * ahead.abs()
@@ -139,7 +170,7 @@ def simplify(
     """The plainest mask type and window that hide the same, for masks whose alignment is known by the lengths.
 
     Args:
-        aligned: something else, ALiBi, goes by the positions too: the mask type still has to say how they align.
+        aligned: something else, ALiBi or chunks, goes by positions too: the mask type still has to say how they align.
     """
     if mask_type not in ("none", "causal", "causal_bottom_right"):
         return mask_type, window
@@ -185,6 +216,12 @@ def check_mask(
         check_fits("mask", mask, shape)
     elif mask is not None:
         _check_padding(mask, shape)
+
+
+def check_chunk(chunk: int | None) -> None:
+    """Raise a ValueError unless it is a number of positions, or None."""
+    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        raise ValueError(f"chunk is {chunk!r}; give a number of positions above 0, or None for one chunk")
 
 
 def check_fits(name: str, x: Tensor, shape: tuple[int, int, int, int]) -> None:

@@ -1,1 +1,1 @@
-"""Rotary positions: where tokens stand, by how much pairs turn, and the turning; no attention."""
+"""Positions: where tokens stand, pairs that turn by them, queries that grow, biases of distances; no attention."""

@@ -1,4 +1,4 @@
-"""Where tokens stand: the positions that rotary embeddings turn by, for every layout."""
+"""Where tokens stand: the positions that rotary embeddings turn by, by layout, and queries that grow with them."""
 
 import torch
 from torch import Tensor
@@ -36,6 +36,16 @@ def positions_of(
     if layout == "bshd":
         return positions
     return positions.t() if positions.dim() == 2 else positions[:, None]
+
+
+def tempered(q: Tensor, positions: Tensor, gain: float, length: int) -> Tensor:
+    """Queries [..., heads, D] times 1 + gain log(1 + floor((p + 1) / length)), p their positions [...], in float32.
+
+    Exact: eager and compiled alike but for the logarithm's last bit. Source: Nakanishi 2025, arXiv:2501.19399.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    factor = torch.log1p(torch.floor((positions.to(wide) + 1) / length)) * gain + 1
+    return (q * factor[..., None, None]).to(q.dtype)
 
 
 def _ragged(x: Tensor, positions: Tensor | None, offset: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
