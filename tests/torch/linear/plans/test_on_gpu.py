@@ -145,6 +145,29 @@ def test_a_layer_takes_what_another_has_quantized(recipe: str, arch: int, monkey
 
 @pytest.mark.parametrize(
     ("recipe", "arch"),
+    [("tensorwise", 90), ("rowwise_bf16_wgrad", 90), ("mxfp8", 100), ("nvfp4", 100)],
+)
+def test_codes_that_others_have_overwritten_are_taken_by_no_layer(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small codes go to one place again and again: those of a leaf, of what a norm made, and of a gradient too."""
+    become(arch, monkeypatch)
+    first, other, last = (qt.Linear(K, K, bias=False, dtype=torch.bfloat16, recipe=recipe) for _ in range(3))
+    normed = qt.LayerNormLinear(K, K, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    leaf = torch.randn(T, K).bfloat16().requires_grad_()
+    h = torch.randn(T, K).bfloat16().requires_grad_() * 1.0
+    expected = last(h.clone())
+    y = other(leaf)
+    for between in (lambda: other(leaf), lambda: normed(leaf), lambda: y.sum().backward()):
+        first(h)
+        between()
+        again = last(h)
+        assert is_direct(again)
+        assert_bitwise(again, expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
     [
         *(("tensorwise", 90), ("delayed", 90), ("delayed", 120), ("rowwise", 90)),
         *(("rowwise_bf16_wgrad", 90), ("blockwise", 90), ("mxfp8", 100), ("mxfp8", 90), ("nvfp4", 100)),

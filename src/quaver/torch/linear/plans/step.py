@@ -173,6 +173,9 @@ class Run:
         """What x [..., features] is to fprop and wgrad; what the weight is too, by launches that both share if it is
         not kept."""
         rows, layer, factors, kept = self.step.rows, self.layer, self.factors, self._kept(weight)
+        if rows.aligned:
+            # Codes of the last tensor, which another layer might take, may lie where these go.
+            siblings.thread.last = None
         if kept is None and rows.shared is not None and not weight.data_ptr() & 15:
             operands, self.entry, self.ready = rows.shared(x, weight, layer, factors)
             return operands
@@ -270,6 +273,9 @@ class Run:
                 self.owed.settle()
             factors = factors.in_backward(layer, g)
         told = (layer, step.recipe, needs) if rows.draws else factors
+        if rows.aligned:
+            # As in `entered`: without threads of its own a backward runs in that of the forwards.
+            siblings.thread.last = None
         q, scale, qt, of_qt, of_bias = rows.grad_output(g, told)
         if counters.active.counters is not None:
             _count(layer, step.recipe, g.view(-1, g.shape[-1]), factors)
