@@ -263,6 +263,26 @@ def test_two_levels_in_every_kind_have_the_bits_of_the_general_way(
         assert_bitwise(a, b, str(number))
 
 
+@pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
+def test_what_one_direction_draws_moves_its_own_count_alone(
+    gemm: str, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe of one's own that rounds at random for one GEMM of backward."""
+    become(100, monkeypatch)
+    nearest, random = recipes.nvfp4(stochastic_rounding=False), recipes.nvfp4()
+    recipe = dataclasses.replace(nearest, **{gemm: random.gemms[gemm]})
+    first = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    second = copy.deepcopy(first)
+    xs = [torch.randn(T, K).bfloat16()] * 2
+    ours = steps(first, xs, True)
+    assert first.count[:2].tolist() == [2 * (gemm == "dgrad"), 2 * (gemm == "wgrad")]
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = steps(second, xs, False)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_bitwise(a, b, str(number))
+
+
 @pytest.mark.parametrize("arch", [100, 120])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(

@@ -180,7 +180,8 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
 def _cast(cast: BothWays, recipe: Recipe, column: int) -> Callable[[Tensor, Any], Operands]:
     """A cast that is given what delayed scaling has for its column of the history, or what it draws from."""
     if recipe.fprop.a is not None and recipe.fprop.a.two_level:
-        return _drawing(cast, recipe.stochastic and column == amax.GRAD_OUTPUT)
+        specs = (recipe.dgrad.a, recipe.wgrad.a) if column == amax.GRAD_OUTPUT else ()
+        return _drawing(cast, [spec is not None and spec.rounding == "stochastic" for spec in specs])
     if recipe.delayed is None:
         return cast
 
@@ -190,12 +191,18 @@ def _cast(cast: BothWays, recipe: Recipe, column: int) -> Callable[[Tensor, Any]
     return delayed_cast
 
 
-def _drawing(cast: BothWays, random: bool) -> Callable[[Tensor, Any], Operands]:
-    """A cast to two levels, whose counts of the noise move on if it rounds at random."""
+def _drawing(cast: BothWays, rounded: Sequence[bool]) -> Callable[[Tensor, Any], Operands]:
+    """A cast to two levels, which moves on the counts of the noise of what it rounds at random.
+
+    Args:
+        rounded: whether that is the matrix, and whether its transpose; nothing where neither can be.
+    """
+    random = any(rounded)
     # By whether the matrix and its transpose are wanted.
     moves = {
-        (a, b): torch.tensor([a, b, 0], dtype=torch.int64, device=cast.device)
-        for a, b in ((True, True), (True, False), (False, True))
+        wanted: torch.tensor([*map(bool.__and__, wanted, rounded), 0], dtype=torch.int64, device=cast.device)
+        for wanted in ((True, True), (True, False), (False, True))
+        if random
     }
 
     def quantized(x: Tensor, given: tuple[nn.Module, Recipe, Sequence[bool]] | None) -> Operands:
