@@ -349,6 +349,17 @@ def _in_narrow_blocks() -> list[Case]:
         spec = QuantSpec(E2M1, (block, 16), "two_level", rounding, hadamard)  # type: ignore[arg-type]
         return lambda: block_scaled.by_two_levels(matrix(), spec, number(), (1, 3, count), down)
 
+    def nv_both(rounding: str) -> Callable[[], object]:
+        kinds = [QuantSpec(E2M1, (1, 16), "two_level", rounding, hadamard) for hadamard in (False, True)]  # type: ignore[arg-type]
+
+        def launch() -> None:
+            way = block_scaled.decided_in_two_levels(matrix(), kinds[0], kinds[1], Wanted())
+            assert way is not None
+            # What measures is a row of what is emulated.
+            run(list(way.launches((1, 2, 3), (True, True))[1:]))
+
+        return launch
+
     return [
         Case(name="mxfp8 rows", launch=lambda: block_scaled.by_exponents(matrix(), mx, None)),
         Case(name="mxfp8 columns", launch=lambda: block_scaled.by_exponents(matrix(), None, mx)),
@@ -387,6 +398,25 @@ def _in_narrow_blocks() -> list[Case]:
             name="nvfp4 down rotated random",
             launch=nv(True, "stochastic", True),
             exceptions={
+                "wide loads": "the random words leave registers for four elements of each of sixteen rows",
+                **random,
+            },
+        ),
+        Case(
+            name="nvfp4 both",
+            launch=nv_both("nearest"),
+            times={"x": 2},
+            exceptions={
+                **halves,
+                "instructions": "of its two ways the longer is counted, down columns; along rows allows 136 %",
+            },
+        ),
+        Case(
+            name="nvfp4 both random",
+            launch=nv_both("stochastic"),
+            times={"x": 2},
+            exceptions={
+                **halves,
                 "wide loads": "the random words leave registers for four elements of each of sixteen rows",
                 **random,
             },

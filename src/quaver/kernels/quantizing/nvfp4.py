@@ -261,16 +261,14 @@ def rotated_amax(
 
 
 @triton.jit
-def tensor_level(top, factor, inverse, POWER_OF_TWO: tl.constexpr):
-    """The tensor's factor from its amax, float32 [1]; the first program writes it, and its inverse unless that is None,
-    NaN where the amax is not finite."""
+def tensor_level(top, factor, writes, INVERSE: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The tensor's factor from its amax, float32 [1]; the program that `writes` stores it, or its reciprocal if
+    INVERSE, NaN where the amax is not finite."""
     bits = flushed(tl.load(top).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     big = tensor_factor(bits, POWER_OF_TWO)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        nan = tl.where(bits < INFINITY_BITS, big.to(tl.int32, bitcast=True), NAN_BITS)
-        tl.store(factor, nan.to(tl.float32, bitcast=True))
-        if inverse is not None:
-            tl.store(inverse, tl.div_rn(1.0, nan.to(tl.float32, bitcast=True)))
+    if writes:
+        nan = tl.where(bits < INFINITY_BITS, big.to(tl.int32, bitcast=True), NAN_BITS).to(tl.float32, bitcast=True)
+        tl.store(factor, tl.div_rn(1.0, nan) if INVERSE else nan)
     return big
 
 
@@ -289,26 +287,18 @@ def whole(n):
 
 
 @triton.jit
-def nvfp4_along(
-    x, q, s, factor, inverse, top, count,
-    rows, columns, stride, k, q_stride4, across, id0, id1, seed0, seed1, seed2, seed3,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+def block_along(
+    x, q, s, factor, top, count, down, right, rows, columns, stride, k, q_stride4, across,
+    id0, id1, seed0, seed1, seed2, seed3,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, INVERSE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, columns] in blocks of 1 × 16 (SQUARE: 16 × 16) to q, eight codes an int32, and s, swizzled E4M3 codes.
-
-    top float32 [1]: the tensor's amax. factor float32 [1] is written: the tensor's factor; and inverse, its
-    reciprocal, unless that is None. count int64 [1]: of STOCHASTIC. k: codes of a row, `columns` or that rounded up to
-    16 (HADAMARD), and a multiple of 4 where STOCHASTIC. q_stride4: int32 of a row of q, which ends in zeros. across:
-    tiles of s side by side. id0 … seed3: halves of the tensor's id and of the seed, the low ones first, for
-    `whole_word`. Exact.
-    """
-    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    """What the program of block (down, right) does for `nvfp4_along`; INVERSE: factor is its reciprocal."""
     BG: tl.constexpr = BN // 16
     r = down * BM + tl.arange(0, BM)
     g = right * BG + tl.arange(0, BG)
-    big = tensor_level(top, factor, inverse, POWER_OF_TWO)
+    big = tensor_level(top, factor, (down == 0) & (right == 0), INVERSE, POWER_OF_TWO)
     v = load_along(x, r, g, rows, columns, stride, BM, BG, EVEN)
     FOUR: tl.constexpr = HADAMARD and not STOCHASTIC
     if HADAMARD:
@@ -338,19 +328,18 @@ def nvfp4_along(
 
 
 @triton.jit
-def nvfp4_down(
-    x, qt, st, factor, inverse, top, count,
-    rows, columns, stride, k, qt_stride4, across, id0, id1, seed0, seed1, seed2, seed3,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+def block_down(
+    x, qt, st, factor, top, count, down, right, rows, columns, stride, k, qt_stride4, across,
+    id0, id1, seed0, seed1, seed2, seed3,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, INVERSE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """The transpose of x [rows, columns], as `nvfp4_along` of it: blocks of 16 rows of x, k codes for `rows`. Exact."""
-    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    """What the program of block (down, right) does for `nvfp4_down`; INVERSE: factor is its reciprocal."""
     BG: tl.constexpr = BM // 16
     g = down * BG + tl.arange(0, BG)
     c = right * BN + tl.arange(0, BN)
-    big = tensor_level(top, factor, inverse, POWER_OF_TWO)
+    big = tensor_level(top, factor, (down == 0) & (right == 0), INVERSE, POWER_OF_TWO)
     v = load_down(x, g, c, rows, columns, stride, EVEN)
     FOUR: tl.constexpr = HADAMARD and not STOCHASTIC
     if HADAMARD:
@@ -377,3 +366,79 @@ def nvfp4_down(
         w0, w1 = inside(g[:, None], (w0, w1), k)
         both = tl.reshape(tl.join(tl.trans(w0), tl.trans(w1)), [BN, 2 * BG])
         tl.store(at, both, mask=(c[:, None] < columns) & (r4[None, :] < qt_stride4))
+
+
+@triton.jit
+def nvfp4_along(
+    x, q, s, factor, top, count,
+    rows, columns, stride, k, q_stride4, across, id0, id1, seed0, seed1, seed2, seed3,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
+    HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] in blocks of 1 × 16 (SQUARE: 16 × 16) to q, eight codes an int32, and s, swizzled E4M3 codes.
+
+    top float32 [1]: the tensor's amax. factor float32 [1] is written: the tensor's factor. count int64 [1]: of
+    STOCHASTIC. k: codes of a row, `columns` or that rounded up to 16 (HADAMARD), and a multiple of 4 where STOCHASTIC.
+    q_stride4: int32 of a row of q, which ends in zeros. across: tiles of s side by side. id0 … seed3: halves of the
+    tensor's id and of the seed, the low ones first, for `whole_word`. Exact.
+    """
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    block_along(
+        x, q, s, factor, top, count, down, right, rows, columns, stride, k, q_stride4, across,
+        id0, id1, seed0, seed1, seed2, seed3,
+        BM, BN, EVEN, False, POWER_OF_TWO, SQUARE, HADAMARD, STOCHASTIC, INTEGERS,
+    )  # fmt: skip
+
+
+@triton.jit
+def nvfp4_down(
+    x, qt, st, factor, top, count,
+    rows, columns, stride, k, qt_stride4, across, id0, id1, seed0, seed1, seed2, seed3,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
+    HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """The transpose of x [rows, columns], as `nvfp4_along` of it: blocks of 16 rows of x, k codes for `rows`. Exact."""
+    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    block_down(
+        x, qt, st, factor, top, count, down, right, rows, columns, stride, k, qt_stride4, across,
+        id0, id1, seed0, seed1, seed2, seed3,
+        BM, BN, EVEN, False, POWER_OF_TWO, SQUARE, HADAMARD, STOCHASTIC, INTEGERS,
+    )  # fmt: skip
+
+
+@triton.jit
+def nvfp4_both(
+    x, q, s, inverse, top, qt, st, turned_inverse, turned_top, drawn,
+    rows, columns, first, a0, a1, b0, b1, seed0, seed1, seed2, seed3,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    BM_2: tl.constexpr, BN_2: tl.constexpr, EVEN_2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, STOCHASTIC: tl.constexpr,
+    HADAMARD: tl.constexpr, TURNED_STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns], whose rows lie one after the other, as `nvfp4_along` writes it, by the `first` programs; its
+    transpose as `nvfp4_down`, HADAMARD and TURNED_STOCHASTIC, by the others. Both in lines; sides are multiples of 16.
+
+    inverse, turned_inverse float32 [1]: reciprocals of the tensors' factors, NaN where the amax is not finite. drawn
+    int64 [2]: counts of both. a0 … seed3: halves of both ids and of the seed. BM, BN; BM_2, BN_2: of both. Exact.
+    """
+    p = tl.program_id(0)
+    # Rows of codes are whole sixteens of bytes, and so a compiler knows it.
+    if p < first:
+        across = tl.cdiv(columns, BN)
+        block_along(
+            x, q, s, inverse, top, drawn, p // across, p % across, rows, columns, columns, columns,
+            tl.cdiv(columns, 32) * 4, tl.cdiv(columns, 64), a0, a1, seed0, seed1, seed2, seed3,
+            BM, BN, EVEN, True, POWER_OF_TWO, False, False, STOCHASTIC, INTEGERS,
+        )  # fmt: skip
+    else:
+        count = drawn
+        if TURNED_STOCHASTIC:
+            count = drawn + 1
+        across_2 = tl.cdiv(columns, BN_2)
+        block_down(
+            x, qt, st, turned_inverse, turned_top, count, (p - first) // across_2, (p - first) % across_2,
+            rows, columns, columns, rows, tl.cdiv(rows, 32) * 4, tl.cdiv(rows, 64), b0, b1, seed0, seed1, seed2, seed3,
+            BM_2, BN_2, EVEN_2, True, POWER_OF_TWO, False, HADAMARD, TURNED_STOCHASTIC, INTEGERS,
+        )  # fmt: skip

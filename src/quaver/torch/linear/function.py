@@ -106,7 +106,9 @@ def _decided(setup: Setup, tensors: Sequence[Any]) -> tuple[list[Tensor], list[A
             run.note(operands)
         outputs.append(run.output(operands, weight, bias))
         of_biases.append(bias is not None and bias.dtype)
-    values = [*weights, *first.turned(x, operands), *saved]
+    kept, scale = first.turned(x, operands)
+    # Tensors alone are not taken apart.
+    values = [*weights, kept, *scale, *saved] if scale.__class__ is list else [*weights, kept, scale, *saved]
     return outputs, values, (setup, runs, y.shape, setup.dtype, [setup.dtype] * n, of_biases)
 
 
@@ -149,7 +151,7 @@ def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
 #: In `_pack`'s layouts a tensor or None.
 PLAIN = 1, None
 #: What it takes apart.
-PACKED = frozenset((Quantized, float, list))
+PACKED = frozenset((Quantized, float))
 
 
 def _pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[int, Any]]]:
@@ -159,7 +161,7 @@ def _pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[in
     tensors: list[Tensor | None] = []
     layouts: list[tuple[int, Any]] = []
     for value in values:
-        if isinstance(value, (Quantized, float, list)):
+        if isinstance(value, (Quantized, float)):
             parts, layout = take_apart(value)
             layouts.append((len(parts), layout))
             tensors += parts
@@ -198,6 +200,8 @@ def _gradients(
     setup, runs, shape, dtype, weight_dtypes, bias_dtypes = facts
     n, taken = len(setup.layers), setup.taken
     of_layers, weights, kept, saved = gs[-n:], values[:n], (values[n], values[n + 1]), values[n + 2 :]
+    if setup.runs and runs[0].step.rows.levels == 2:  # type: ignore[index]
+        kept, saved = (values[n], values[n + 1 : n + 3]), values[n + 3 :]
     if runs is None:
         runs, saved = _again(setup, of_layers, saved[:n]), saved[n:]
     if kept[0] is None and any(needs[taken : taken + n]):

@@ -211,14 +211,10 @@ def of_host(scale: float) -> Tensor:
     return torch.scalar_tensor(scale, dtype=torch.float64, device="cpu")
 
 
-def take_apart(
-    value: Tensor | Quantized | float | list[Tensor] | None,
-) -> tuple[list[Tensor | None], tuple[Any, ...] | None]:
+def take_apart(value: Tensor | Quantized | float | None) -> tuple[list[Tensor | None], tuple[Any, ...] | None]:
     """The tensors of an operand or a scale, which autograd may keep, and what `put_together` needs besides."""
     if isinstance(value, float):
         return [of_host(value)], ()
-    if isinstance(value, list):
-        return [*value], (len(value),)
     if not isinstance(value, Quantized):
         return [value], None
     scale = value.scale if isinstance(value.scale, Tensor) else of_host(value.scale)
@@ -230,8 +226,6 @@ def put_together(layout: tuple[Any, ...] | None, tensors: Sequence[Any]) -> Any:
     """What `take_apart` took apart."""
     if not layout:
         return tensors[0] if layout is None else tensors[0].item()
-    if len(layout) == 1:
-        return list(tensors)
     spec, shape, turned, on_host, swizzled = layout
     scale = tensors[1].item() if on_host else tensors[1]
     return Quantized(tensors[0], scale, spec, shape, turned, tensors[2], swizzled=swizzled)

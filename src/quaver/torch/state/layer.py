@@ -20,7 +20,7 @@ class LayerState:
     """A quantizable layer's, by `state_of`."""
 
     __slots__ = (
-        *("__weakref__", "announced", "copied", "delayed", "factors", "initial", "last", "newest", "number"),
+        *("__weakref__", "announced", "copied", "delayed", "drawn", "factors", "initial", "last", "newest", "number"),
         *("prepared", "serial", "stacked", "step", "streams", "views", "weights"),
     )
 
@@ -49,6 +49,8 @@ class LayerState:
         self.step: Any = None
         #: The streams of its noise, and the name or serial that they are of: `quaver.torch.state.noise`.
         self.streams: tuple[Any, dict[str, Tensor], dict[str, int]] | None = None
+        #: What a decided step on a GPU draws from.
+        self.drawn: Any = None
         #: The value in high precision that a weight of codes began with, on the CPU.
         self.initial: Tensor | None = None
         #: Whether a warning has told of its features.

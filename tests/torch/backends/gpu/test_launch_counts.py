@@ -14,7 +14,7 @@ CEILINGS = {
     "blockwise": 6,
     "mxfp8": 6,
     # Eight of them the weight's, which the general way quantizes.
-    "nvfp4": 18,
+    "nvfp4": 15,
 }
 
 

@@ -283,6 +283,53 @@ def test_what_one_direction_draws_moves_its_own_count_alone(
         assert_bitwise(a, b, str(number))
 
 
+def test_noise_goes_on_from_step_to_step_whatever_comes_between(
+    generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other shapes by turns, a length without a plan, a second layer, evaluation, a checkpoint that runs the forward
+    again, a micro-batch whose backward comes later; then another seed and other counts, a name, and a copy."""
+    become(100, monkeypatch)
+    layers = [qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="nvfp4") for _ in range(2)]
+    others = copy.deepcopy(layers)
+    for layer, other in zip(layers, others, strict=True):
+        other.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()})
+    x = torch.randn(T, K).bfloat16()
+
+    def step(layer: qt.Linear, tokens: int, run: Callable[..., Tensor] | None = None) -> list[Tensor]:
+        leaf = x[:tokens].clone().requires_grad_()
+        y = layer(leaf) if run is None else run(leaf)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), (leaf, layer.weight))]
+
+    def program(layers: list[qt.Linear]) -> list[Tensor]:
+        first, second = layers
+        results = [*step(first, T), *step(first, 16), *step(second, T), *step(first, T), *step(first, 17)]
+        with torch.no_grad():
+            results.append(first.eval()(x))
+        first.train()
+        results += step(first, T, lambda x: qt.checkpoint(first, x))
+        leaf = x.clone().requires_grad_()
+        late = first(leaf)
+        results += step(first, 16)
+        results += torch.autograd.grad(late.float().square().sum(), (leaf, first.weight))
+        first.seed = 5
+        results += step(first, T)
+        first.count.add_(3)  # type: ignore[operator, union-attr]
+        results += step(first, T)
+        qt.convert(torch.nn.ModuleDict({"name": first}), "nvfp4")
+        results += step(first, T)
+        again = copy.deepcopy(first)
+        results += [*step(again, T), *step(first, T)]
+        return [*results, *(b.clone() for layer in (*layers, again) for b in layer.buffers())]
+
+    ours = program(layers)
+    assert is_direct(layers[0](x.clone().requires_grad_()))
+    with pytest.MonkeyPatch.context() as patch:
+        generally(patch)
+        theirs = program(others)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_bitwise(a, b, str(number))
+
+
 @pytest.mark.parametrize("arch", [100, 120])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(

@@ -172,6 +172,7 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> St
             None if gemms["wgrad"] is None else _product(gemms["wgrad"], x.dtype, False),
             True,
             0,
+            levels=2 if recipe.fprop.a.two_level else 1,  # type: ignore[union-attr]
             draws=recipe.stochastic,
         ),
     )
@@ -181,7 +182,8 @@ def _cast(cast: BothWays, recipe: Recipe, column: int) -> Callable[[Tensor, Any]
     """A cast that is given what delayed scaling has for its column of the history, or what it draws from."""
     if recipe.fprop.a is not None and recipe.fprop.a.two_level:
         specs = (recipe.dgrad.a, recipe.wgrad.a) if column == amax.GRAD_OUTPUT else ()
-        return _drawing(cast, [spec is not None and spec.rounding == "stochastic" for spec in specs])
+        random = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
+        return _drawing(cast) if random else _in_two_levels(cast)
     if recipe.delayed is None:
         return cast
 
@@ -191,36 +193,56 @@ def _cast(cast: BothWays, recipe: Recipe, column: int) -> Callable[[Tensor, Any]
     return delayed_cast
 
 
-def _drawing(cast: BothWays, rounded: Sequence[bool]) -> Callable[[Tensor, Any], Operands]:
-    """A cast to two levels, which moves on the counts of the noise of what it rounds at random.
+def _in_two_levels(cast: BothWays) -> Callable[[Tensor, Any], Operands]:
+    """A cast whose scales are lists of two."""
 
-    Args:
-        rounded: whether that is the matrix, and whether its transpose; nothing where neither can be.
-    """
-    random = any(rounded)
-    # By whether the matrix and its transpose are wanted.
-    moves = {
-        wanted: torch.tensor([*map(bool.__and__, wanted, rounded), 0], dtype=torch.int64, device=cast.device)
-        for wanted in ((True, True), (True, False), (False, True))
-        if random
-    }
-
-    def quantized(x: Tensor, given: tuple[nn.Module, Recipe, Sequence[bool]] | None) -> Operands:
-        drawn = None
-        if random:
-            layer, _, (straight, turned, *_) = given  # type: ignore[misc]
-            if not (straight or turned):
-                return (None,) * 5
-            seed, stream, turned_stream, counts = noise_of(layer, cast.device)
-            drawn = Drawn((seed, stream, turned_stream), (straight, turned), counts)
-        codes, scales, turned_codes, turned_scales, sums, inverse, turned_inverse = cast(x, drawn)
-        if random:
-            torch.add(counts, moves[straight, turned], out=counts)
-            if counts is not layer._buffers.get("count"):
-                bring_back(layer, counts)
+    def quantized(x: Tensor, _: None) -> Operands:
+        codes, scales, turned_codes, turned_scales, sums, inverse, turned_inverse = cast(x)
         return codes, [scales, inverse], turned_codes, [turned_scales, turned_inverse], sums
 
     return quantized
+
+
+def _drawing(cast: BothWays) -> Callable[[Tensor, Any], Operands]:
+    """The same of a grad_output that is rounded at random; what no gradient needs is not drawn."""
+
+    def quantized(x: Tensor, given: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
+        layer, _, needs = given
+        if not (needs[0] or needs[1]):
+            return (None,) * 5
+        drawn = _drawn(layer, cast.device)[needs[0], needs[1]]
+        codes, scales, turned_codes, turned_scales, sums, inverse, turned_inverse = cast(x, drawn)
+        if drawn.factors is not layer._buffers.get("count"):
+            bring_back(layer, drawn.factors)
+        return codes, [scales, inverse], turned_codes, [turned_scales, turned_inverse], sums
+
+    return quantized
+
+
+class Draws(NamedTuple):
+    """What a layer draws from until its counts, its seed or its name are others."""
+
+    counts: Tensor
+    address: int
+    #: Seed, name and serial.
+    source: tuple[Any, ...]
+    #: By whether the matrix and its transpose are wanted.
+    each: dict[tuple[bool, bool], Drawn]
+
+
+def _drawn(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bool], Drawn]:
+    """What grad_output draws from, by which of it and its transpose are wanted."""
+    state, facts, count = layer._state, layer.__dict__, layer._buffers.get("count")
+    source = facts.get("seed", 0), facts.get("qualified_name"), state.serial  # type: ignore[union-attr]
+    kept: Draws | None = state.drawn  # type: ignore[union-attr, assignment]
+    if kept is not None and kept.counts is count and kept.address == count.data_ptr() and kept.source == source:
+        return kept.each
+    seed, stream, turned_stream, counts = noise_of(layer, device)
+    streams = seed, stream, turned_stream
+    each = {wanted: Drawn(streams, wanted, counts) for wanted in ((True, True), (True, False), (False, True))}
+    # A count elsewhere is copied for each call.
+    state.drawn = Draws(counts, counts.data_ptr(), source, each) if counts is count else None  # type: ignore[union-attr]
+    return each
 
 
 def _product(gemm: Gemm, dtype: torch.dtype, kept: bool) -> Multiply:

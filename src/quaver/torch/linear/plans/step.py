@@ -93,6 +93,8 @@ class Rows:
     form: str = ""
     #: What a weight is kept as: "fprop" of what the general way reads too.
     kept_as: str = "fprop"
+    #: Tensors of a scale: a list of them where it is two.
+    levels: int = 1
     #: Whether `grad_output` may round at random: then it is told the layer, the recipe and which gradients are needed.
     draws: bool = False
     #: What `dgrad` and `wgrad` gave, or None, to the gradients; None where they gave those.

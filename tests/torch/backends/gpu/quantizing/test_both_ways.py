@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quaver import E4M3, E5M2, QuantSpec
+from quaver import E2M1, E4M3, E5M2, QuantSpec
 from quaver.torch.backends.gpu import families
 from quaver.torch.backends.gpu.quantizing.both_ways import BothWays
-from quaver.torch.backends.gpu.quantizing.ways import Wanted, Way, of_matrix, share
+from quaver.torch.backends.gpu.quantizing.ways import Drawn, Wanted, Way, of_matrix, share
 from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import Quantized
+from tests.kernels.quantizing.test_nvfp4 import assert_as_stored
 from tests.operands import nasty
 from tests.torch.backends.gpu.pretend import as_on_a_gpu
 
@@ -77,6 +79,46 @@ def meeting(both: BothWays) -> list[Tensor]:
     rooms = [i for i, room in enumerate(both.rooms) if room is not None and room.zeros]
     assert rooms
     return [tensors[i] for tensors, _ in both.places.values() for i in rooms]
+
+
+@pytest.mark.parametrize(
+    ("scale", "rounding", "hadamard", "wanted", "shape"),
+    [
+        ("two_level", "nearest", True, (True, True), (128, 128)),
+        ("two_level", "nearest", False, (True, True), (48, 80)),
+        ("two_level_fp32", "stochastic", False, (True, True), (80, 16)),
+        ("two_level", "stochastic", True, (True, True), (144, 80)),
+        ("two_level", "stochastic", True, (True, False), (48, 80)),
+        ("two_level", "stochastic", True, (False, True), (48, 80)),
+        ("two_level_fp32", "nearest", False, (False, True), (16, 272)),
+    ],
+)
+def test_four_bits_in_both_directions_by_one_launch_equal_the_reference(
+    scale: Any, rounding: Any, hadamard: bool, wanted: tuple[bool, bool], shape: tuple[int, int]
+) -> None:
+    """Those that are wanted, whose counts move on."""
+    specs = [QuantSpec(E2M1, (1, 16), scale, rounding, rotated) for rotated in (False, hadamard)]
+    family = families.family_of(specs[0], None)
+    assert family is not None and family.decided is not None
+    decided = family.decided(torch.empty(shape, dtype=torch.bfloat16), *specs, Wanted())
+    assert decided is not None
+    both, counts, seed = BothWays(torch.device("cpu"), decided), torch.tensor([2**33 + 7, 5, 3]), 0x1234_5678_9ABC_DEF0
+    ids, random = (3_456_789_012, 11), rounding == "stochastic"
+    for x in (torch.from_numpy(x).bfloat16() for x in nasty(shape).values()):
+        before = counts.tolist()
+        written = both(x, Drawn((seed, *ids), wanted, counts) if random or not all(wanted) else None)
+        for i, (matrix, spec) in enumerate(zip((x, x.t()), specs, strict=True)):
+            assert counts[i] == before[i] + (wanted[i] and random)
+            if wanted[i]:
+                expected = reference.quantize(matrix, spec, None, None, (seed, ids[i], before[i]))
+                codes, of_codes, inverse = written[2 * i].view(torch.uint8), written[2 * i + 1], written[5 + i]
+                assert expected.tensor_factor is not None
+                torch.testing.assert_close(inverse, 1.0 / expected.tensor_factor, rtol=0, atol=0, equal_nan=True)
+                got = Quantized(codes[:, : matrix.shape[1] // 2], of_codes.view(torch.uint8), spec, matrix.shape)  # type: ignore[arg-type]
+                got.tensor_factor, got.swizzled = expected.tensor_factor, True
+                assert_as_stored(got, expected)
+        assert counts[2] == 3
+    assert not any(t.any() for t in meeting(both)), "what launches meet in is left as it was found"
 
 
 @pytest.mark.parametrize("known", [True, False])

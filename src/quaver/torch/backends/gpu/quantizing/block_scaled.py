@@ -13,14 +13,14 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.kernels.emulating.two_level import amaxes
 from quaver.kernels.quantizing.mxfp8 import mxfp8_columns, mxfp8_rows
-from quaver.kernels.quantizing.nvfp4 import nvfp4_along, nvfp4_down, rotated_amax
+from quaver.kernels.quantizing.nvfp4 import nvfp4_along, nvfp4_both, nvfp4_down, rotated_amax
 from quaver.torch.backends.gpu.launching.launch import workspace
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import FOURS, Room, in_words, row_major, whole
 from quaver.torch.backends.gpu.quantizing.codes import DTYPES, codes_in_words, integers, room_for_codes
 from quaver.torch.backends.gpu.quantizing.codes import grid as over
 from quaver.torch.backends.gpu.quantizing.tensorwise import measure
-from quaver.torch.backends.gpu.quantizing.ways import COUNT, SMALL, TURNED_COUNT, Wanted, Way, without_memory, zeros
+from quaver.torch.backends.gpu.quantizing.ways import COUNTS, SMALL, Wanted, Way, without_memory, zeros
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.numerics.swizzling import BLOCKS, ROWS
@@ -182,15 +182,15 @@ def _nv_pass(given: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], 
     height, k = (x.shape[1], spec.padded(x.shape[0])) if down else (x.shape[0], spec.padded(x.shape[1]))
     q = in_words(whole((height, -(-k // 32) * 16), torch.uint8))
     s, factor = whole((_scales(height, k, 16),), torch.uint8), whole((1, 1), torch.float32)
-    return Pass(given, (q, s, factor), [_nv_launch((x, q, s, factor, None, top, count), spec, key_words, down)])
+    return Pass(given, (q, s, factor), [_nv_launch((x, q, s, factor, top, count), spec, key_words, down)])
 
 
 _nv = Passes(_nv_pass)
 
 
 def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> Launch:
-    """Of x, codes and scales of it or, if `down`, of its transpose, the tensor's factor and its inverse, the amax, and
-    the count of the noise."""
+    """Of x, codes and scales of it or, if `down`, of its transpose, the tensor's factor, the amax, and the count of the
+    noise."""
     x = tensors[0]
     rows, columns = x.shape
     k = spec.padded(rows if down else columns)
@@ -213,59 +213,83 @@ def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, 
 
 def decided_in_two_levels(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted) -> Way | None:
     """`by_two_levels` of matrices like x, contiguous, whose sides are multiples of 16, and of their transposes, both in
-    lines; or None. One launch measures for both, then each has its own; inverses of the tensor's factors, as GEMMs
-    take them, are the last of the results.
+    lines; or None. One launch measures for both and moves the counts of the noise on, one writes both; inverses of the
+    tensor's factors, as GEMMs take them, are the last of the results.
 
     What goes to the launches is what each direction draws by, (seed, tensor id, transpose's id), and which are wanted.
     """
-    if other is None or spec.hadamard or not other.two_level or not spec.block == other.block == (1, 16):
+    if other is None or spec.hadamard or spec.scale != other.scale or not spec.block == other.block == (1, 16):
         return None
-    kept, random = wanted.transpose, "stochastic" in (spec.rounding, other.rounding)
-    if kept and random:
+    kept = wanted.transpose
+    moving = spec.rounding == "stochastic", other.rounding == "stochastic"
+    if kept and any(moving):
         return None
     x = without_memory(x)
     (rows, k), large = x.shape, x.numel() > SMALL
-    q, s, inverse, factor = _nv_rooms(rows, k, large or wanted.codes, False)
-    qt, st, turned_inverse, turned_factor = _nv_rooms(k, rows, large or kept, kept)
+    along, down = _nv_rooms(rows, k, large or wanted.codes, False), _nv_rooms(k, rows, large or kept, kept)
     top, turned_top, work = whole((1, 1), torch.float32), whole((1, 1), torch.float32), zeros(4)
+    drawn = whole((2,), torch.int64) if any(moving) else None
 
-    def launches(drawn: Any, which: Any) -> list[Launch]:
+    def launches(streams: Any, which: Any) -> list[Launch]:
         straight, turned = which or (True, True)
-        rotated = turned_top if turned and other.hadamard else None
-        plain = top if straight or rotated is None else None
-        each = [_amaxes_launch(x, plain, rotated, work)]
-        seed, *streams = drawn or (0, 0, 0)
-        words = [(*halves(stream), *halves(seed), *halves(seed >> 32)) for stream in streams]
-        counts = (COUNT, TURNED_COUNT) if random else (None, None)
-        if straight:
-            each.append(_nv_launch((x, q, s, factor, inverse, top, counts[0]), spec, words[0], False))
-        if turned:
-            tensors = x, qt, st, turned_factor, turned_inverse, rotated or top, counts[1]
-            each.append(_nv_launch(tensors, other, words[1], True))
-        return each
+        rotated = turned and other.hadamard
+        tops = top if straight or not rotated else None, turned_top if rotated else None
+        moves = straight and moving[0], turned and moving[1]
+        measured = _amaxes_launch(x, (*tops, work, None if drawn is None else COUNTS, drawn), moves)
+        seed, *ids = streams or (0, 0, 0)
+        key_words = [half for word in (*ids, seed, seed >> 32) for half in halves(word)]
+        tensors = x, *along, top, *down, turned_top if other.hadamard else top, drawn
+        return [measured, _nv_both_launch(tensors, (spec, other), (straight, turned), key_words)]
 
-    rooms = (q, s, qt, st, None, inverse, turned_inverse, factor, turned_factor, top, turned_top, work)
-    return Way(x, rooms, launches, (1, 2, 3, 4, 5, 6, 7), given=(COUNT, TURNED_COUNT))
+    rooms = (*along[:2], *down[:2], None, along[2], down[2], top, turned_top, work, drawn)
+    return Way(x, rooms, launches, (1, 2, 3, 4, 5, 6, 7), given=(COUNTS, None))
 
 
-def _nv_rooms(rows: int, k: int, fresh: bool, turned: bool) -> tuple[Room, Room, Room, Room]:
-    """For codes, scales, the inverse of the tensor's factor, and that."""
+def _nv_rooms(rows: int, k: int, fresh: bool, turned: bool) -> tuple[Room, Room, Room]:
+    """For codes, scales, and the inverse of the tensor's factor."""
     # What is new in each call is made of bytes: see `rooms.empty`.
     codes = in_words(row_major((rows, -(-k // 32) * 16), torch.uint8 if fresh else FOURS, turned, fresh))
     scales = Room((_scales(rows, k, 16),), (1,), torch.float8_e4m3fn, _as_bytes, fresh)
-    one = whole((1, 1), torch.float32)
-    return codes, scales, one._replace(fresh=fresh), one
+    return codes, scales, whole((1, 1), torch.float32)._replace(fresh=fresh)
 
 
-def _amaxes_launch(x: Tensor, top: Room | None, turned_top: Room | None, work: Room) -> Launch:
-    """What measures a matrix as it is, and after the rotation of groups of its rows."""
+def _nv_both_launch(
+    tensors: tuple[Any, ...], specs: tuple[QuantSpec, QuantSpec], wanted: tuple[bool, bool], key_words: Sequence[int]
+) -> Launch:
+    """Of x, its codes and scales, its factor's inverse and its amax, the transpose's four, and the counts; what is not
+    wanted has no programs."""
+    (rows, columns), (spec, other) = tensors[0].shape, specs
+    constants: dict[str, Any] = {
+        "POWER_OF_TWO": spec.scale == "two_level",
+        "STOCHASTIC": spec.rounding == "stochastic",
+        "HADAMARD": other.hadamard,
+        "TURNED_STOCHASTIC": other.rounding == "stochastic",
+        "INTEGERS": integers(tensors[0].device),
+    }
+    programs = []
+    for down, one in enumerate(specs):
+        bm, bn, warps = NV_STOCHASTIC_BLOCKS[down] if one.rounding == "stochastic" else NV_BLOCK
+        end, even = "_2" * down, rows % bm == 0 and columns % bn == 0
+        constants |= {f"BM{end}": bm, f"BN{end}": bn, f"EVEN{end}": even}
+        programs.append(wanted[down] * -(-rows // bm) * -(-columns // bn))
+    numbers = rows, columns, programs[0], *key_words
+    return Launch(nvfp4_both, (sum(programs),), tensors, numbers, constants, warps)
+
+
+def _amaxes_launch(x: Tensor, own: tuple[Room | None, ...], moves: tuple[bool, bool]) -> Launch:
+    """What measures a matrix as it is, and after the rotation of groups of its rows.
+
+    Args:
+        own: room for both, where programs meet, the counts of the noise, and room for what they were.
+        moves: which of the counts move on.
+    """
     rows, columns = x.shape
     bm, bn, warps = NV_BLOCK
     grid, tall = over(-(-rows // bm), -(-columns // bn))
     even = rows % bm == 0 and columns % bn == 0
-    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "FIRST": False, "SECOND": False}
+    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "FIRST": moves[0], "SECOND": moves[1]}
     numbers = rows, columns, x.stride(0), grid[0] * grid[1]
-    return Launch(amaxes, grid, (x, top, turned_top, work, None, None), numbers, constants, warps)
+    return Launch(amaxes, grid, (x, *own), numbers, constants, warps)
 
 
 def rotated(x: Tensor, down: bool) -> Tensor:

@@ -67,8 +67,9 @@ def of_two(a: Launch, b: Launch) -> Launch | None:
 
 #: In the place of tensors: the encode factor that delayed scaling gives for a matrix, and its history's newest amax.
 FACTOR, NEWEST = row_major((1, 1), torch.float32), row_major((1, 1), torch.float32)
-#: Or, where a matrix is rounded at random, how often it was, and its transpose.
-COUNT, TURNED_COUNT = row_major((1, 1), torch.int64), row_major((1, 1), torch.int64)
+#: Or, where a matrix is rounded at random, how often it was, and its transpose: the first of two, which may lie
+#: anywhere.
+COUNTS = row_major((1, 1), torch.int64)
 
 
 @dataclass(slots=True)
@@ -88,22 +89,18 @@ class Delayed:
 
 
 class Drawn:
-    """What a matrix that is rounded at random draws from, in the place of what delayed scaling gives."""
+    """What a matrix that is rounded at random draws from, in the place of what delayed scaling gives: seed and streams,
+    its own and its transpose's; which of the two are wanted; and how often each was rounded so."""
 
-    __slots__ = ("factor_at", "factors", "known_and_noted", "newest_at")
+    __slots__ = ("factor_at", "factors", "known_and_noted")
 
-    column = 0
+    column = slice(None)
+    newest = newest_at = None
 
     def __init__(self, streams: tuple[int, int, int], wanted: tuple[bool, bool], counts: Tensor) -> None:
-        #: What the launches are chosen by: seed and streams, and whether the matrix and its transpose are wanted.
+        #: What the launches are chosen by.
         self.known_and_noted = streams, wanted
         self.factors, self.factor_at = counts, counts.data_ptr()
-        self.newest_at = self.factor_at + 8
-
-    @property
-    def newest(self) -> Tensor:
-        """The transpose's count."""
-        return self.factors[1]
 
 
 def of_matrix(factors: Tensor, column: int, known: bool, newest: Tensor | None) -> Delayed:
@@ -139,7 +136,7 @@ class Way(NamedTuple):
     #: Whether the transpose is a view of the codes, in the place of the third room.
     turned: bool = False
     #: What a call gives besides the matrix.
-    given: tuple[Room | Tensor, Room | Tensor] = (FACTOR, NEWEST)
+    given: tuple[Room, Room | None] = (FACTOR, NEWEST)
 
 
 def share(a: Way, b: Way) -> bool:
