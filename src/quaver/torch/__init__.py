@@ -23,15 +23,16 @@ from quaver.torch.linear.grouped import grouped_matmul
 from quaver.torch.linear.layer import Linear
 from quaver.torch.model.conversion import convert, revert
 from quaver.torch.model.explanation import explain
-from quaver.torch.model.freezing import frozen
-from quaver.torch.model.quantized_weights import (
+from quaver.torch.model.report.report import Report
+from quaver.torch.model.weights.freezing import frozen
+from quaver.torch.model.weights.quantized import (
     dequantize_weights,
     drop_initial_value,
     initial_value,
     quantize_weights,
     quantized_init,
 )
-from quaver.torch.model.report.report import Report
+from quaver.torch.model.weights.state_dicts import load_scaling_state_dict, plain_state_dict, scaling_state_dict
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import dequantize, matmul, quantize
 from quaver.torch.operations.ops import only
@@ -71,13 +72,16 @@ __all__ = [
     "grouped_matmul",
     "initial_value",
     "linear_cross_entropy",
+    "load_scaling_state_dict",
     "matmul",
     "only",
+    "plain_state_dict",
     "quantize",
     "quantize_weights",
     "quantized_init",
     "refresh",
     "revert",
+    "scaling_state_dict",
 ]
 
 

@@ -23,7 +23,7 @@ from quaver.torch.linear.stored import stored, storing
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state import kept_weights, recomputation
-from quaver.torch.state.buffers import STATE, match_state, outlast, prepare
+from quaver.torch.state.buffers import STATE, match_state, outlast, prepare, saving
 from quaver.torch.state.context import ambient, in_force
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer import NEVER, LayerState, device_of, state_of
@@ -120,6 +120,12 @@ class Quantizable(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if saving.decoded is not None:
+            for name in STATE:
+                destination.pop(prefix + name, None)
+            if self.weight_spec is not None:
+                storing.decode(self, destination, prefix, saving.decoded)
+            return
         storing.portable(destination, prefix + "weight")
         key = prefix + "history"
         if key in destination:

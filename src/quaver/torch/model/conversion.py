@@ -313,6 +313,9 @@ def _convert_attention(model: nn.Module, choice: Choice, chosen: Mapping[Rule, R
 
 #: What DistributedDataParallel reads to know which buffers it need not broadcast.
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+#: What transformers' `save_pretrained` reads to know which names of the state dict it leaves out of the folder. Where a
+#: version lacks it, the folder has what recipes add; with `state_dict=plain_state_dict(model)` it has not.
+FOLDER_IGNORES = "_keys_to_ignore_on_save"
 #: In eval mode these read the weights of the layers in them without calling them, unless this attribute is false.
 FAST_PATHS = {nn.TransformerEncoder: "use_nested_tensor", nn.TransformerEncoderLayer: "activation_relu_or_gelu"}
 
@@ -348,6 +351,9 @@ def _settle(model: nn.Module) -> None:
         model.register_forward_pre_hook(RollHistories(), prepend=True)
         _roots.add(model)
     _ignore_histories(model)
+    for module in model.modules():
+        if isinstance(module.__dict__.get(FOLDER_IGNORES), set):
+            _keep_out_of_folders(module)
 
 
 def _switch_off(module: nn.Module, switch: str, off: bool) -> None:
@@ -370,3 +376,16 @@ def _ignore_histories(model: nn.Module) -> None:
         setattr(model, DDP_IGNORES, names)
     elif before:
         delattr(model, DDP_IGNORES)
+
+
+def _keep_out_of_folders(model: nn.Module) -> None:
+    """Make the folder that a model of transformers saves itself to that of the unconverted one, in names."""
+    layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if kind_of(m) is not None]
+    # Its class has made this set for the model alone, and copies have their own.
+    ignored: set[str] = getattr(model, FOLDER_IGNORES)
+    for name, module in layers:
+        names = {f"{name}.{buffer}".lstrip(".") for buffer in STATE}
+        if isinstance(module, Quantizable):
+            ignored |= names
+        else:
+            ignored -= names

@@ -1,10 +1,11 @@
 """The buffers that recipes keep state in: making them, and making a checkpoint of any recipe fit."""
 
+import threading
 import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.state import recomputation
@@ -14,6 +15,16 @@ from quaver.torch.state.noise import fresh_count, streams
 
 #: Buffers that recipes add.
 STATE = ("history", "factor", "count")
+
+
+class _Saving(threading.local):
+    """What a thread's state dicts are."""
+
+    #: None for all of a layer; else those of unconverted layers, with weights that were decoded so far by layer.
+    decoded: dict[nn.Module, Tensor] | None = None
+
+
+saving = _Saving()
 
 
 def prepare(layer: nn.Module, recipe: Recipe) -> None:
@@ -47,13 +58,18 @@ def outlast(layer: nn.Module) -> None:
 
 
 def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) -> None:
-    """Make a checkpoint of any recipe fit: adopt state that the layer may need yet, drop what its recipe does not."""
+    """Make a checkpoint of any recipe fit: adopt state that the layer may need yet, drop what its recipe does not.
+
+    What lacks state altogether is of the unconverted model, or of a recipe without any: this layer's starts fresh.
+    """
+    stateless = not any(prefix + name in state_dict for name in STATE)
     for name in STATE:
         key = prefix + name
         held, given = layer._buffers.get(name), state_dict.get(key)
         if given is None:
             if held is not None and name != "factor":
-                _warn_once(load, f"{key} is not in the checkpoint (another recipe wrote it): it starts fresh")
+                if not stateless:
+                    _warn_once(load, f"{key} is not in the checkpoint (another recipe wrote it): it starts fresh")
                 _start_fresh(layer, name, state_dict, prefix)
         elif held is None and layer.recipe is not None:
             del state_dict[key]

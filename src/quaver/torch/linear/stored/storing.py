@@ -183,6 +183,29 @@ def _refuse_others(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[
             state_dict.pop(prefix + name)
 
 
+def decode(layer: Any, state_dict: Any, prefix: str, decoded: dict[nn.Module, Tensor]) -> None:
+    """Put the weight's values in place of its codes and scales.
+
+    Args:
+        decoded: of the layers so far, to which this one is added: a layer with two names has one value.
+    Raises:
+        ValueError: a weight that is sharded.
+    """
+    weight = layer._parameters["weight"]
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is not None:
+        raise ValueError(
+            f"{prefix}weight is codes that are sharded over {mesh}; take the state dict before sharding "
+            "the model, or keep weights in high precision"
+        )
+    if layer not in decoded:
+        with torch.no_grad():
+            decoded[layer] = dequantized(layer, weight, layer.__dict__["weight_dtype"])
+    state_dict[prefix + "weight"] = decoded[layer]
+    for name in SCALES:
+        state_dict.pop(prefix + name, None)
+
+
 def portable(state_dict: Any, key: str) -> None:
     """Packed codes as bytes, which every safetensors takes."""
     if key in state_dict and state_dict[key].dtype is PACKED:

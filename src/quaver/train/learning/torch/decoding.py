@@ -10,7 +10,7 @@ import torch
 from quaver.core.spec import Recipe
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
-from quaver.torch.model.freezing import frozen
+from quaver.torch.model.weights.freezing import frozen
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.torch.decoder import Cache, build, quantize_layers

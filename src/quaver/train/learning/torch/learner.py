@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from quaver.core.spec import Recipe
-from quaver.torch.model.freezing import frozen
 from quaver.torch.model.graph import CapturedStep
+from quaver.torch.model.weights.freezing import frozen
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.learner import Tensors

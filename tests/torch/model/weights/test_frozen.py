@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.model.freezing import _held
+from quaver.torch.model.weights.freezing import _held
 from quaver.torch.state import kept_weights
 from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise
