@@ -88,7 +88,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("inputs", "implementations", "op", "dot_product", "explanation", "rope", "cache", "multihead"),
     ),
     "quaver.torch.model": (
-        *("matrices", "attention_modules", "reach", "explanation", "report", "conversion", "graph", "weights"),
+        *("matrices", "attention_modules", "reach", "explanation", "report", "conversion", "huggingface", "graph"),
+        "weights",
     ),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
     "quaver.train": (

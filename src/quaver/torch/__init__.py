@@ -23,6 +23,7 @@ from quaver.torch.linear.grouped import grouped_matmul
 from quaver.torch.linear.layer import Linear
 from quaver.torch.model.conversion import convert, revert
 from quaver.torch.model.explanation import explain
+from quaver.torch.model.huggingface.layer import from_huggingface
 from quaver.torch.model.report.report import Report
 from quaver.torch.model.weights.freezing import frozen
 from quaver.torch.model.weights.quantized import (
@@ -68,6 +69,7 @@ __all__ = [
     "dequantize_weights",
     "drop_initial_value",
     "explain",
+    "from_huggingface",
     "frozen",
     "grouped_matmul",
     "initial_value",
