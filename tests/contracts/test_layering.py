@@ -88,7 +88,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("inputs", "implementations", "op", "dot_product", "explanation", "rope", "cache", "multihead"),
     ),
     "quaver.torch.model": (
-        *("matrices", "attention_modules", "reach", "explanation", "report", "conversion", "huggingface", "graph"),
+        *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "graph"),
         "weights",
     ),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),

@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps of an unmodified Hugging Face Llama between forward and backward, as `convert` leaves it.
+"""Bytes that autograd keeps of a Hugging Face Llama between forward and backward, as `convert` leaves it.
 
 Every tensor saved for backward is seen by `torch.autograd.graph.saved_tensors_hooks`; each storage counts once,
 parameters do not count.
@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import quaver.torch as qt
 from benchmarks.cases.linear.memory import SAVING
-from benchmarks.measuring.figure import Case, Figure, NotMeasurable, at_most
+from benchmarks.measuring.figure import Case, Figure, NotMeasurable, Target, at_most
 from benchmarks.subjects import peer
 
 #: Features, of the MLP too, layers, batch and tokens.
@@ -23,6 +23,10 @@ BY_TENSOR, BY_BLOCKS = at_most(93.0), at_most(93.5)
 TARGETS = dict.fromkeys(("tensorwise", "delayed"), BY_TENSOR) | dict.fromkeys(
     ("rowwise", "blockwise", "mxfp8"), BY_BLOCKS
 )
+#: With blocks in place: norms and MLPs; and all that there is.
+IN_PLACE = {"blocks": qt.Blocks(), "all blocks": qt.Blocks(loss=True, eight_bit_activations=True)}
+OF_BLOCKS = dict.fromkeys(TARGETS, at_most(65.0)) | dict.fromkeys(("tensorwise", "delayed"), at_most(60.0))
+OF_ALL = dict.fromkeys(("tensorwise", "delayed"), at_most(50.0))
 HEAD = "lm_head"
 
 
@@ -69,25 +73,31 @@ def measure(quick: bool) -> list[Figure]:
     for name in SAVING:
         model = copy.deepcopy(base)
         qt.convert(model, name, skip=[HEAD])
-        figures += row(f"quaver {name}", kept(model, tokens), plain, "" if quick else name)
+        figures += row(f"quaver {name}", kept(model, tokens), plain, None if quick else TARGETS.get(name))
+    for subject, blocks in IN_PLACE.items():
+        targets = OF_ALL if blocks.loss else OF_BLOCKS
+        for name in ("bf16", *SAVING):
+            model = copy.deepcopy(base)
+            qt.convert(model, name, skip=[HEAD], blocks=blocks)
+            target = None if quick else targets.get(name)
+            figures += row(f"quaver {name}, {subject}", kept(model, tokens), plain, target)
     return figures
 
 
-def row(subject: str, count: int, base: int, judged: str = "") -> list[Figure]:
-    return [
-        Figure(subject, "kept", count / 2**20, "MiB"),
-        Figure(subject, "of bf16", 100 * count / base, "%", TARGETS.get(judged)),
-    ]
+def row(subject: str, count: int, base: int, target: Target | None = None) -> list[Figure]:
+    return [Figure(subject, "kept", count / 2**20, "MiB"), Figure(subject, "of bf16", 100 * count / base, "%", target)]
 
 
 CASE = Case(
     name="memory-llama",
-    title="Activation bytes saved for backward: an unmodified Hugging Face Llama, eager",
+    title="Activation bytes saved for backward: a Hugging Face Llama, eager",
     notes=(
         f"transformers' LlamaForCausalLM in bf16, {SIZE[2]} layers of {SIZE[0]} features, MLP {SIZE[1]}, 2048 words, "
         f"{SIZE[3]} sequences of {SIZE[4]} tokens, converted but for its head; q, k and v quantize their input once, "
-        "and so do gate and up. Norms, activations and attention are transformers' own and keep what they keep. Each "
-        "storage saved for backward counts once, parameters apart."
+        "and so do gate and up. Norms, activations and attention are transformers' own and keep what they keep, "
+        "but in the rows of blocks: there norms and MLPs are computed in place (`blocks=True`), and in those of all "
+        "blocks the head with its loss too, with eight-bit activations. Each storage saved for backward counts once, "
+        "parameters apart."
     ),
     measure=measure,
 )

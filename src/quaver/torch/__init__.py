@@ -22,8 +22,9 @@ from quaver.torch.blocks.transformer import TransformerLayer
 from quaver.torch.linear.grouped import grouped_matmul
 from quaver.torch.linear.layer import Linear
 from quaver.torch.model.conversion import convert, revert
-from quaver.torch.model.explanation import explain
+from quaver.torch.model.fusing.placing import Blocks
 from quaver.torch.model.huggingface.layer import from_huggingface
+from quaver.torch.model.report.explanation import explain
 from quaver.torch.model.report.report import Report
 from quaver.torch.model.weights.freezing import frozen
 from quaver.torch.model.weights.quantized import (
@@ -45,6 +46,7 @@ from quaver.torch.state.kept_weights import refresh
 __all__ = [
     "ACTIVATIONS",
     "MLP",
+    "Blocks",
     "DotProductAttention",
     "KVCache",
     "LayerNorm",

@@ -152,16 +152,23 @@ class Choice:
 
     def decide(self, names: Sequence[str], in_features: int, out_features: int) -> tuple[Rule | None, str]:
         """The first rule that fits any of a layer's names, and "", or why `convert` leaves the layer alone."""
-        for pattern in self.skip:
-            if any(matches(pattern, name) for name in names):
-                self._used.add(pattern)
-                return None, f"skip pattern {pattern!r}"
+        skipped = self.skips(names)
+        if skipped:
+            return None, skipped
         fitting = [rule for n in names if (rule := self.rules.match(n, in_features, out_features)) is not None]
         if not fitting:
             return None, "no rule matches it"
         rule = min(fitting, key=self.rules.rules.index)
         self._used.add(rule)
         return rule, f"rule {str(rule)!r} leaves it untouched" if rule.recipe is None else ""
+
+    def skips(self, names: Sequence[str]) -> str:
+        """The pattern that leaves alone what has any of these names, in words, or ""."""
+        for pattern in self.skip:
+            if any(matches(pattern, name) for name in names):
+                self._used.add(pattern)
+                return f"skip pattern {pattern!r}"
+        return ""
 
     def leaves(self, name: str, in_features: int, out_features: int) -> bool:
         """Whether rules or patterns leave alone a module that is not asked about otherwise: it counts as no use."""

@@ -21,6 +21,7 @@ from quaver.torch.blocks.attention.dot_product import DotProductAttention
 from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.linear.stored import storing
 from quaver.torch.model import attention_modules
+from quaver.torch.model.fusing.placing import Blocks, place, take_away
 from quaver.torch.model.matrices import gemm_parameters
 from quaver.torch.model.reach import kinds
 from quaver.torch.model.reach.exchanging import exchange, give_back
@@ -42,6 +43,7 @@ def convert(
     skip: Skip = (),
     seed: int = 0,
     head: bool = False,
+    blocks: bool | Blocks = False,
 ) -> Report:
     """Convert every layer that the rules name, in place, and give every `DotProductAttention` its recipe.
 
@@ -60,6 +62,9 @@ def convert(
             and of its parameters. A layer that was converted before keeps its recipe.
         seed: of stochastic rounding.
         head: True converts output heads too, tied or not; a rule whose pattern names one does so for that one.
+        blocks: True has our blocks compute the norms and MLPs of the model that they compute alike, in place and under
+            every recipe, and so does a `Blocks` that says which; `skip` leaves out by name. False changes nothing
+            about what blocks compute.
     Returns:
         What was converted, what was not and why, the shares of parameters and FLOPs, and the patterns that matched
         nothing. A layer that the model holds under several names is matched by any of them and listed under the first.
@@ -68,13 +73,19 @@ def convert(
     Raises:
         ValueError: an unknown recipe, before anything is changed.
     """
+    blocks = Blocks() if blocks is True else blocks
+    if blocks and not isinstance(blocks, Blocks):
+        raise ValueError(f"blocks is {blocks!r}; give True, False, or a quaver.torch.Blocks")
     choice = Choice(recipe, skip)
     chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
     report = Report(kind="nn.Linear")
     heads = set() if head else output_heads(model)
     walk = _Walk(model, choice, chosen, heads, seed, report)
-    for module, names in attention_modules.instances(model, nn.Module):
+    modules = attention_modules.instances(model, nn.Module)
+    for module, names in modules:
         walk.visit(module, names)
+    if blocks:
+        report.blocks = place([(m, names[0], choice.skips(names)) for m, names in modules], blocks)
     _convert_attention(model, choice, chosen, report)
     report.others = _others(model, walk.reached)
     report.unused = choice.unused
@@ -84,7 +95,7 @@ def convert(
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Give every converted layer its old class back; weights stay, state of recipes goes. Returns their names.
+    """Give all that was converted its old class back; weights stay, state of recipes goes. Returns the layers' names.
 
     Weights that exist only in eight bits are dequantized; attention has no recipe of its own any more.
     """
@@ -100,6 +111,7 @@ def revert(model: nn.Module) -> list[str]:
             for attribute in OWN:
                 module.__dict__.pop(attribute, None)
             names.append(name)
+    take_away(model)
     _settle(model)
     return names
 
@@ -256,7 +268,7 @@ def _warn(model: nn.Module, choice: Choice, walk: _Walk, report: Report) -> None
     unknown = choice.unknown(names)
     if unknown:
         warnings.warn(f"no layer has a name that fits {', '.join(map(repr, unknown))}", stacklevel=3)
-    if not report.converted and not report.attention:
+    if not report.converted and not report.attention and not any(row.block for row in report.blocks):
         warnings.warn(f"convert changed nothing:\n{report}", stacklevel=3)
     elif report.other_attention and not report.attention:
         warnings.warn(f"the recipe's attention=True quantizes nothing here:\n{report}", stacklevel=3)

@@ -1,10 +1,11 @@
-"""The class of a module exchanged for one whose GEMMs follow a recipe, and given back.
+"""The class of a module exchanged for one that computes otherwise, as a recipe or a block says, and given back.
 
 The module stays the object that it is, with its parameters, hooks and attributes. Its new class stands above the old
 one, so that code which asks for the old class still gets it.
 """
 
 import copy
+from collections.abc import Hashable
 from typing import Any
 
 from torch import nn
@@ -12,41 +13,44 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from quaver.torch.linear.layer import Linear
 
-#: The classes made here, by the class that is converted and what stands above it.
-_counterparts: dict[tuple[type, type], type] = {(nn.Linear, Linear): Linear}
+#: The classes made here, by the class that is converted, what stands above it, and its formula.
+_counterparts: dict[tuple[type, type, Hashable], type] = {(nn.Linear, Linear, None): Linear}
 
 
-def exchange(module: nn.Module, over: type) -> None:
+def exchange(module: nn.Module, over: type, formula: Hashable = None) -> None:
     """Put a class above a module's own."""
-    _set_class(module, counterpart(_bare(module), over))
+    _set_class(module, counterpart(bare_class(module), over, formula))
 
 
 def give_back(module: nn.Module) -> bool:
     """Give a module the class that it had; False for one that was not exchanged."""
-    before = original(_bare(module))
+    before = original(bare_class(module))
     if before is None:
         return False
     _set_class(module, before)
     return True
 
 
-def counterpart(kind: type, over: type) -> type:
+def counterpart(kind: Any, over: type, formula: Hashable = None) -> type:
     """The class that a module of a class gets.
 
     Args:
         kind: what is converted.
         over: `Linear` for an nn.Linear and its subclasses, whose own methods come first but for the forward; else a
             class whose methods come before those of `kind`.
+        formula: what else `over` goes by, as the attribute `_formula` of the class; it is pickled with the module.
     """
-    if (kind, over) not in _counterparts:
-        members = {"__reduce_ex__": _reduce, "__module__": kind.__module__, "_original": kind, "_over": over}
+    key = kind, over, formula
+    if key not in _counterparts:
+        members: dict[str, Any] = {"__reduce_ex__": _reduce, "__module__": kind.__module__}
+        members.update(_original=kind, _over=over, _formula=formula, _compared=kind.forward)
         bases: tuple[type, ...] = (over, kind)
         if over is Linear:
             bases = (kind, over)
             members["forward"] = Linear.forward
         # Another thread may have made one: a class is one object.
-        _counterparts.setdefault((kind, over), type(kind.__name__, bases, members))
-    return _counterparts[kind, over]
+        _counterparts.setdefault(key, type(kind.__name__, bases, members))
+    return _counterparts[key]
 
 
 def original(kind: type) -> type | None:
@@ -54,7 +58,7 @@ def original(kind: type) -> type | None:
     return nn.Linear if kind is Linear else vars(kind).get("_original")
 
 
-def _bare(module: nn.Module) -> type:
+def bare_class(module: nn.Module) -> type:
     """A module's class without the one that a parametrization has put above it."""
     kind = type(module)
     return kind.__bases__[0] if is_parametrized(module) else kind
@@ -84,9 +88,9 @@ def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _reduce(module: Any, protocol: int) -> Any:
     """Pickle a module of a class that was made here: by the class it was made from."""
     kind = type(module)
-    return _rebuild, (kind._original, kind._over), module.__getstate__()
+    return _rebuild, (kind._original, kind._over, kind._formula), module.__getstate__()
 
 
-def _rebuild(kind: type, over: type) -> Any:
-    exchanged: Any = counterpart(kind, over)
+def _rebuild(kind: type, over: type, formula: Hashable = None) -> Any:
+    exchanged: Any = counterpart(kind, over, formula)
     return exchanged.__new__(exchanged)

@@ -1,1 +1,1 @@
-"""What `convert` says it did, layer by layer, and whether a run of the model bears it out; it converts nothing."""
+"""What `convert` says it did, what runs in a layer, and whether a run bears it out; it converts nothing."""

@@ -1,6 +1,7 @@
 """The report of `convert` for torch: a row for each layer, its shares of parameters and FLOPs, and a check by a run."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,9 @@ from quaver.core.converting import conversion
 from quaver.core.costs.ledger import saved_bytes
 from quaver.core.spec import Recipe
 from quaver.core.text.tables import html_table
-from quaver.torch.model.explanation import fprop_runs
+from quaver.torch.model.fusing.placing import Placed
 from quaver.torch.model.report.checking import Check, checked
+from quaver.torch.model.report.explanation import fprop_runs
 
 #: Tokens of the input that the bytes are counted for.
 TOKENS = 4096
@@ -44,6 +46,8 @@ class Report(conversion.Report):
     """What `convert` did, and why it left the rest alone."""
 
     rows: list[Row] = field(default_factory=list)
+    #: Of `blocks=`: each module that one of our blocks may compute, what computes it, and why its own forward does.
+    blocks: list[Placed] = field(default_factory=list)
 
     @property
     def flops_share(self) -> float:
@@ -85,6 +89,10 @@ class Report(conversion.Report):
             lines.append(
                 f"  {self.flops_share:.0%} of the FLOPs of GEMMs; backward keeps {self.saved:,.0f} bytes a token less"
             )
+        placed = Counter((row.kind, row.block, row.why) for row in self.blocks)
+        for (kind, block, why), count in placed.items():
+            reason = f" ({why})" if why else ""
+            lines.append(f"  {count} {kind}: {f'computed as {block}' if block else 'computed by itself'}{reason}")
         return lines
 
     def _repr_html_(self) -> str:

@@ -1,0 +1,121 @@
+"""Which modules of a model our blocks compute in place: each kind is tried, and what came of it is a row."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from quaver.torch.model.fusing import losses, mlps, norms
+from quaver.torch.model.fusing.fused import Fused
+from quaver.torch.model.reach.exchanging import bare_class, exchange, give_back
+from quaver.torch.model.reach.same import PLAIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Which parts of a model `convert(..., blocks=...)` has computed by our blocks, where they compute the same."""
+
+    # RMSNorm and LayerNorm, by whatever class and names.
+    norm: bool = True
+    # Two matrices, or three, and what is between them.
+    mlp: bool = True
+    # Keep what goes into a gated activation in eight bits; gradients change (docs/blocks/mlp.md).
+    eight_bit_activations: bool = False
+    # The head with its loss: where labels are given in training, outputs have a loss and no logits.
+    loss: bool = False
+
+
+class Placed(NamedTuple):
+    """A module that one of our blocks may compute."""
+
+    name: str
+    #: Its class.
+    kind: str
+    #: What computes it, or "".
+    block: str
+    #: Why its own forward runs, or "".
+    why: str
+
+
+class Part(NamedTuple):
+    """A kind of parts: functions of a module."""
+
+    name: str
+    #: Whether a module may be one.
+    takes: Callable[[nn.Module], bool]
+    #: What it computes, or None and why it is left alone.
+    formula: Callable[[nn.Module, Blocks], tuple[Any, str]]
+    over: type[Fused]
+    #: Why a module that is placed runs its own forward all the same, such as a hook on a part inside, or "".
+    in_the_way: Callable[[nn.Module, Any], str] = lambda module, formula: ""
+
+
+PARTS = (
+    Part("norm", norms.is_norm, lambda m, _: norms.formula_of(m), norms.FusedNorm),
+    Part(
+        "mlp",
+        mlps.is_mlp,
+        lambda m, blocks: mlps.formula_of(m, blocks.eight_bit_activations),
+        mlps.FusedMLP,
+        mlps.hooked,
+    ),
+    Part("loss", losses.is_causal, lambda m, _: losses.formula_of(m), losses.FusedLoss),
+)
+
+
+def place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> list[Placed]:
+    """Have our blocks compute the modules that they compute alike, and say of each what came of it.
+
+    Args:
+        modules: of the model, each with its name and why its owner leaves it alone, or "".
+    """
+    known: dict[Any, tuple[Any, str]] = {}
+    rows = []
+    for module, name, left in modules:
+        part = _part(module, blocks)
+        if part is None:
+            continue
+        formula, why = (None, left) if left else _formula(module, part, blocks, known)
+        if formula is not None:
+            if isinstance(module, Fused):
+                give_back(module)
+            exchange(module, part.over, formula)
+            kind: Any = bare_class(module)
+            kind._compared = kind._original.forward
+            why = part.in_the_way(module, formula)
+        rows.append(Placed(name, bare_class(module).__name__, "" if formula is None else str(formula), why))
+    return rows
+
+
+def take_away(model: nn.Module) -> None:
+    """Give every module that a block computes its own class back."""
+    for module in model.modules():
+        if isinstance(module, Fused):
+            give_back(module)
+
+
+def _part(module: nn.Module, blocks: Blocks) -> Part | None:
+    if not isinstance(module, Fused) and type(module).__module__.partition(".")[0] == "quaver":
+        return None
+    return next((part for part in PARTS if getattr(blocks, part.name) and part.takes(module)), None)
+
+
+def _formula(module: nn.Module, part: Part, blocks: Blocks, known: dict[Any, tuple[Any, str]]) -> tuple[Any, str]:
+    """Asked once of modules that differ in no attribute."""
+    if "forward" in module.__dict__:
+        return None, "its forward was replaced on the instance"
+    key = part.name, _looks(module), tuple((name, _looks(child)) for name, child in module._modules.items())
+    if key not in known:
+        known[key] = part.formula(module, blocks)
+    return known[key]
+
+
+def _looks(module: nn.Module | None) -> Any:
+    """What tells modules of one class apart: plain attributes by value, others by identity, and sizes."""
+    if module is None:
+        return None
+    own = tuple((k, v if isinstance(v, PLAIN) else id(v)) for k, v in sorted(module.__dict__.items()) if k[0] != "_")
+    shapes = tuple((k, None if p is None else (p.shape, p.dtype)) for k, p in module._parameters.items())
+    kind = type(module)
+    return kind, getattr(kind, "_original", kind).forward, own, shapes
