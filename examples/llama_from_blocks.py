@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import quaver.torch as qt
 
 DIM, HEADS, GROUPS, HIDDEN, LAYERS = 128, 4, 2, 352, 2
-TOKENS, BATCH, STEPS = 64, 8, 60
+TOKENS, BATCH, STEPS = 32, 4, 40
 
 
 class Llama(nn.Module):

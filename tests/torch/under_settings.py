@@ -117,6 +117,9 @@ def run(setting: str, cases: list[tuple[str, str]], file: Path) -> None:
 
 def main(settings: list[str], cases: list[tuple[str, str]], folder: str) -> None:
     """Each setting in a fork of a process that has imported torch alone; a word of each that failed."""
+    # torch's own, which a first backward imports: half of the time of each fork.
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
     for setting in settings:
         sys.stdout.flush()
         child = os.fork()

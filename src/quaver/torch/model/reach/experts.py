@@ -9,6 +9,9 @@ Stateless recipes, in eager mode: a function keeps no history.
 """
 
 import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +39,19 @@ class Experts(Quantizable):
             # Families name them differently.
             args = inspect.signature(super().forward).bind(*args, **kwargs).args
         hidden_states, expert_ids, routing_weights = args
-        return routed(self, hidden_states, expert_ids, routing_weights, recipe)
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{described(self)}: experts are not compiled yet, since how many tokens each has decides which operations "
+                "run; without fullgraph=True they run in eager mode"
+            )
+        run = _left_alone() if "torch._dynamo" in sys.modules else routed
+        return run(self, hidden_states, expert_ids, routing_weights, recipe)
+
+
+@cache
+def _left_alone() -> Callable[..., Tensor]:
+    """`routed`, whose parts a compiler that broke its graph here would else compile one by one, by the token counts."""
+    return torch.compiler.disable(routed)  # type: ignore[no-any-return]
 
 
 def routed(module: Any, hidden_states: Tensor, expert_ids: Tensor, routing_weights: Tensor, recipe: Recipe) -> Tensor:
