@@ -22,6 +22,9 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorte
 EMPTY = {"found", "made", "about", "mine", "lying"}
 #: Names that a reader remembers for so many lines and no more.
 SHORT, LINES = {"what", "_what", "_What"}, 10
+#: Without either a source is not parsed for it, which takes most of the time.
+SOME_EMPTY = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(sorted(EMPTY))})(?![A-Za-z0-9])")
+SOME_SHORT = re.compile(rf"\b(?:{'|'.join(sorted(SHORT))})\b")
 PUBLIC = {("src/quaver/core/costs/gpus.py", "about")}
 #: A sentence says which part of the program, or which condition, it means.
 PERSON = re.compile(r"\b(somebody|someone|anybody|anyone|nobody|whoever)\b('s)?", re.IGNORECASE)
@@ -48,12 +51,16 @@ def bound(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def empty_names(source: str) -> list[tuple[int, str]]:
+    if not SOME_EMPTY.search(source):
+        return []
     return sorted({(line, name) for line, name in bound(parsed(source)) if name.strip("_") in EMPTY})
 
 
 def far(source: str) -> list[tuple[int, str]]:
     """(line, name) of functions in which a short name is used more than so many lines after it was given."""
-    offences = []
+    offences: list[tuple[int, str]] = []
+    if not SOME_SHORT.search(source):
+        return offences
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = {(part.lineno, part.id) for part in ast.walk(node) if isinstance(part, ast.Name)}

@@ -25,6 +25,7 @@ from quaver.torch.linear.layer import Quantizable
 from quaver.torch.model.reach import experts, packed, same
 from quaver.torch.state import kept_weights
 from tests.close import assert_bitwise
+from tests.pairs import turns
 from tests.torch.model.families import tiny, tokens
 
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
@@ -509,8 +510,9 @@ def test_experts_in_high_precision_are_the_familys_own(family: str, monkeypatch:
     assert_near(*results, 2e-5)
 
 
-@pytest.mark.parametrize("recipe", STATELESS)
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize(
+    ("recipe", "family"), turns(STATELESS, ["mixtral", "gpt_oss", "llama4_text"], ["mxfp8", "nvfp4"])
+)
 def test_experts_are_quantized_train_and_come_back(family: str, recipe: str) -> None:
     model, plain = tiny(family), tiny(family)
     x = tokens()

@@ -20,6 +20,7 @@ from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops, siblings
 from tests.close import assert_bitwise
+from tests.pairs import turns
 
 ALL = [name for name, build in recipes.RECIPES.items() if build().fprop.a is not None]
 EACH = pytest.mark.parametrize("name", ALL)
@@ -114,8 +115,9 @@ def step(net: nn.Module, x: Tensor) -> list[Tensor]:
 # Bits.
 
 
-@EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), turns(ALL, [torch.float32, torch.bfloat16], ["tensorwise", "delayed", "nvfp4"]), ids=str
+)
 def test_training_is_that_of_layers_that_quantize_for_themselves(
     name: str, dtype: torch.dtype, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,8 +373,10 @@ def test_without_gradients_nothing_is_noted(
     alike(scenario, counted, 0, monkeypatch)
 
 
-@EACH
-@pytest.mark.parametrize("how", ["ours", "reentrant", "not reentrant", "nested"])
+# Every way under what keeps state; one way, by turns, under the others.
+@pytest.mark.parametrize(
+    ("name", "how"), turns(ALL, ["ours", "reentrant", "not reentrant", "nested"], ["delayed", "nvfp4"])
+)
 def test_checkpointing(name: str, how: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     def scenario() -> list[Tensor]:
         net, results = model(name), []

@@ -12,7 +12,6 @@ from quaver.torch.backends.cpu import narrow
 from quaver.torch.numerics.reference import double
 from tests.close import assert_bitwise, assert_close
 from tests.operands import GEMMS, MAGNITUDES
-from tests.pairs import pairs
 
 every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
 #: Rows, k and columns: slices that end between blocks, sums of several pieces, one long row.
@@ -37,7 +36,16 @@ def operands(gemm: GemmSpec, m: int, k: int, n: int, magnitude: str, turned: boo
     return qt.quantize(a, gemm.a), qt.quantize(b, gemm.b)
 
 
-@pytest.mark.parametrize(("name", "magnitude", "turned"), pairs(GEMMS, MAGNITUDES, [False, True]))
+# Every other magnitude, with the next GEMM the others: five in a row still meet the five shapes.
+@pytest.mark.parametrize(
+    ("name", "magnitude", "turned"),
+    [
+        (name, magnitude, bool((g + m) // 2 % 2))
+        for g, name in enumerate(GEMMS)
+        for m, magnitude in enumerate(MAGNITUDES)
+        if (g + m) % 2 == 0
+    ],
+)
 def test_narrow_products_are_within_1e_6_of_float64(name: str, magnitude: str, turned: bool) -> None:
     """Every GEMM and every magnitude meets every shape, one a case by turns."""
     m, k, n = SHAPES[(list(GEMMS).index(name) + list(MAGNITUDES).index(magnitude)) % len(SHAPES)]

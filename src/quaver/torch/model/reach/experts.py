@@ -41,8 +41,8 @@ class Experts(Quantizable):
         hidden_states, expert_ids, routing_weights = args
         if torch.compiler.is_compiling():
             raise NotImplementedError(
-                f"{described(self)}: experts are not compiled yet, since how many tokens each has decides which operations "
-                "run; without fullgraph=True they run in eager mode"
+                f"{described(self)}: experts are not compiled yet, since how many tokens each has decides which "
+                "operations run; without fullgraph=True they run in eager mode"
             )
         run = _left_alone() if "torch._dynamo" in sys.modules else routed
         return run(self, hidden_states, expert_ids, routing_weights, recipe)
