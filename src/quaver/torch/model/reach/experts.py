@@ -51,7 +51,7 @@ class Experts(Quantizable):
 @cache
 def _left_alone() -> Callable[..., Tensor]:
     """`routed`, whose parts a compiler that broke its graph here would else compile one by one, by the token counts."""
-    return torch.compiler.disable(routed)  # type: ignore[no-any-return]
+    return torch.compiler.disable(routed)
 
 
 def routed(module: Any, hidden_states: Tensor, expert_ids: Tensor, routing_weights: Tensor, recipe: Recipe) -> Tensor:
