@@ -12,7 +12,7 @@ import quaver
 import quaver.jax as qj
 import quaver.jax.nnx as qn
 
-DIM, LAYERS, TOKENS, BATCH = 64, 3, 64, 8
+DIM, LAYERS, TOKENS, BATCH = 64, 3, 32, 8
 
 
 class GPT(nnx.Module):

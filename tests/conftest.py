@@ -61,6 +61,8 @@ OPTIMIZED = (
 )
 #: XLA's options everywhere else, beside JAX_DISABLE_MOST_OPTIMIZATIONS: a layer compiles in a third of the time.
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+#: The same for processes that tests start, as the environment's XLA_FLAGS.
+QUICK_FLAGS = " ".join(f"--{option}={str(value).lower()}" for option, value in QUICK.items())
 #: And for programs of those files whose claim no optimizer could break.
 QUICKEST = QUICK | {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 

@@ -1,6 +1,7 @@
 """Bits are part of the API: what JAX stores is what numpy and torch store, eager and under jit."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,7 +33,6 @@ OTHERS = {
     "columns": QuantSpec(E4M3, (None, 1), "power_of_two"),
 }
 EVERY = SPECS | OTHERS
-every_spec = pytest.mark.parametrize("spec", EVERY.values(), ids=EVERY)
 #: Of float32 operands: beyond the largest block and ragged in both directions; one program a spec serves all of them.
 RAGGED = (147, 294)
 SMALLEST = [(1, 1), (0, 5), (5, 0)]
@@ -48,10 +48,24 @@ KINDS = list({kind(spec): name for name, spec in reversed(EVERY.items())}.values
 
 
 def _smallest() -> Iterator[Any]:
-    """Each kind of spec in each shape, and the others by turns."""
+    """Each kind of spec as one number and as one of two that have none; the others by turns."""
     for at, (name, spec) in enumerate(EVERY.items()):
-        for shape in SMALLEST if name in KINDS else [SMALLEST[at % len(SMALLEST)]]:
+        for shape in [SMALLEST[0], SMALLEST[1 + at % 2]] if name in KINDS else [SMALLEST[at % len(SMALLEST)]]:
             yield pytest.param(spec, shape, id=f"{shape}-{name}")
+
+
+def _one_of_each_kind() -> Iterator[Any]:
+    """Each spec; quick is one of each kind."""
+    for name, spec in EVERY.items():
+        yield pytest.param(spec, id=name, marks=[] if name in KINDS else [pytest.mark.slow])
+
+
+def _optimized(kinds: Collection[str]) -> Iterator[Any]:
+    """Each spec with what runs it: a program that LLVM optimized for these; of the others that is slow."""
+    for name, spec in EVERY.items():
+        yield pytest.param(spec, stored if name in kinds else stored_quickly, id=name)
+        if name not in kinds:
+            yield pytest.param(spec, stored, id=f"{name}, optimized", marks=pytest.mark.slow)
 
 
 def _narrow() -> Iterator[Any]:
@@ -74,6 +88,15 @@ stored_quickly = jax.jit(
     static_argnames=("spec", "seed"),
     compiler_options=QUICKEST,
 )
+
+
+@pytest.fixture
+def hardly_optimized() -> Iterator[None]:
+    """Each operation is a program of its own, in which there is little to optimize."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def same(got: tuple[Any, Any, Any], expected: reference.Quantized, case: str, exact: bool = False) -> None:
@@ -132,26 +155,27 @@ def floats(bits: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), x, np.float32(1))
 
 
-@every_spec
-def test_every_bf16_value_is_stored_alike(spec: QuantSpec) -> None:
+@pytest.mark.parametrize("spec, run", list(_optimized(())))
+def test_every_bf16_value_is_stored_alike(spec: QuantSpec, run: Any) -> None:
+    """Optimized programs of bf16 are those of test_a_rounding_before_the_operand_is_not_skipped."""
     for name, x in every_bf16():
-        agree(x, spec, None, name, **STREAM)
+        agree(x, spec, None, name, run, **STREAM)
 
 
-@every_spec
-def test_random_float32_bits_are_stored_alike(spec: QuantSpec) -> None:
+@pytest.mark.parametrize("spec, run", list(_optimized(KINDS)))
+def test_random_float32_bits_are_stored_alike(spec: QuantSpec, run: Any) -> None:
     rng = np.random.default_rng(0)
     x = floats(rng.integers(0, 2**32, RAGGED))
-    agree(x, spec, None, "any bits", **STREAM)
+    agree(x, spec, None, "any bits", run, **STREAM)
     # All exponents within reach of one another, every mantissa bit in use.
     near = floats(rng.integers(0, 2**23, RAGGED) + (rng.integers(117, 137, RAGGED) << 23))
-    agree(near * rng.choice(np.array([-1, 1], np.float32), near.shape), spec, None, "near one", **STREAM)
+    agree(near * rng.choice(np.array([-1, 1], np.float32), near.shape), spec, None, "near one", run, **STREAM)
 
 
-@every_spec
-def test_what_breaks_careless_code_is_stored_alike(spec: QuantSpec) -> None:
+@pytest.mark.parametrize("spec, run", list(_optimized(KINDS)))
+def test_what_breaks_careless_code_is_stored_alike(spec: QuantSpec, run: Any) -> None:
     for name, x in nasty(RAGGED).items():
-        agree(x, spec, None, name, **STREAM)
+        agree(x, spec, None, name, run, **STREAM)
 
 
 @pytest.mark.parametrize(("spec", "shape"), list(_smallest()))
@@ -159,7 +183,7 @@ def test_the_smallest_shapes_are_stored_alike(spec: QuantSpec, shape: tuple[int,
     agree(np.full(shape, -1.7, np.float32), spec, None, str(shape), stored_quickly, **STREAM)
 
 
-@every_spec
+@pytest.mark.parametrize("spec", list(_one_of_each_kind()))
 def test_a_given_amax_is_used_alike(spec: QuantSpec) -> None:
     shape = (1, 1) if spec.two_level else spec.blocks(19, spec.padded(70))
     values = nasty((19, 70))
@@ -176,9 +200,8 @@ def test_a_given_factor_is_used_alike(spec: QuantSpec) -> None:
             agree(x, spec, None, f"{name}, factor {factor}", stored_quickly, factor=factor)
 
 
-@pytest.mark.parametrize(
-    "spec", [pytest.param(s, id=n, marks=[] if n in KINDS else [pytest.mark.slow]) for n, s in EVERY.items()]
-)
+@pytest.mark.usefixtures("hardly_optimized")
+@pytest.mark.parametrize("spec", list(_one_of_each_kind()))
 def test_eager_calls_store_what_compiled_ones_do(spec: QuantSpec) -> None:
     hard = nasty((37, 128))
     for name in ("normal", "wide", "subnormal", "NaN", "huge"):
@@ -187,6 +210,7 @@ def test_eager_calls_store_what_compiled_ones_do(spec: QuantSpec) -> None:
         same(eager(narrow, spec, **STREAM), reference.quantize(narrow.astype(np.float32), spec, **STREAM), name)
 
 
+@pytest.mark.usefixtures("hardly_optimized")
 @pytest.mark.parametrize("name", ["mxfp8(weight_2d=True).fprop.b", "nvfp4.wgrad.a"])
 def test_nothing_rests_on_operations_being_compiled_together(name: str) -> None:
     x = nasty((19, 70))["normal"]
@@ -204,14 +228,20 @@ def test_a_rounding_before_the_operand_is_not_skipped(name: str, dtype: Any) -> 
         y = x * jnp.asarray(0.37, dtype) + x
         return eager(y, spec, **STREAM), jax.lax.optimization_barrier(y)
 
-    x = jax.random.normal(jax.random.key(0), (64, 96), dtype)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 96)).astype(dtype))
     got, y = step(x)
     same(got, reference.quantize(np.asarray(y, np.float32), spec, **STREAM), "after two operations")
 
 
 @pytest.mark.parametrize("spec", [s for s in EVERY.values() if s.transposable], ids=str)
 def test_the_transpose_of_a_square_block_is_that_of_numpy(spec: QuantSpec) -> None:
-    turn = jax.jit(lambda x: (lambda q: (q.scales(), q.codes(), q.dequantize()))(qj.quantize(x, spec, **STREAM).T))
+    options = {} if spec in map(EVERY.get, KINDS) else QUICKEST
+
+    @partial(jax.jit, compiler_options=options)
+    def turn(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        turned = qj.quantize(x, spec, **STREAM).T
+        return turned.scales(), turned.codes(), turned.dequantize()
+
     x = nasty((37, 71))["normal"]
     q = reference.quantize(x, spec, **STREAM)
     for got, right in zip(turn(x), (q.scales(), q.codes(), q.dequantize()), strict=True):

@@ -35,8 +35,10 @@ SHAPES = {
 OTHERS = ("mxfp8(weight_2d=True)", *(f"nvfp4({o}=False)" for o in ("stochastic_rounding", "hadamard", "weight_2d")))
 #: Those that are also run in bfloat16, one of every kind of state.
 NARROW = ("delayed", "mxfp8", "nvfp4")
+#: Slow: the codes of another case, or of its recipe without one of two switches.
+REPEATED = ("tensorwise", "nvfp4(stochastic_rounding=False)", "nvfp4(hadamard=False)")
 CASES = [
-    pytest.param(recipe, dtype, id=f"{name}, {dtype}")
+    pytest.param(recipe, dtype, id=f"{name}, {dtype}", marks=[pytest.mark.slow] if name in REPEATED else [])
     for name, recipe in variants().items()
     for dtype in ("float32", "bfloat16")
     if recipe.quantizes and name in (NARROW if dtype == "bfloat16" else (*RECIPES, *OTHERS))

@@ -15,15 +15,17 @@ import quaver.jax.nnx as qn
 from quaver.jax.blocks.dot_product import attention
 
 QUANTIZED = quaver.recipes.tensorwise(attention=True)
+# Threefry takes seconds to compile.
+KEY = jax.random.key(0, impl="unsafe_rbg")
 X = jnp.ones((1, 3, 8))
 HEADS = jnp.ones((1, 3, 2, 4))
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "the function": lambda recipe: attention(HEADS, HEADS, HEADS, recipe=recipe),
     "linen's core": lambda recipe: ql.DotProductAttention(recipe=recipe).apply({}, HEADS, HEADS, HEADS),
-    "linen": lambda recipe: ql.MultiHeadAttention(2, recipe=recipe).init(jax.random.key(0), X),
+    "linen": lambda recipe: ql.MultiHeadAttention(2, recipe=recipe).init(KEY, X),
     "nnx's core": lambda recipe: qn.DotProductAttention(recipe=recipe)(HEADS, HEADS, HEADS),
-    "nnx": lambda recipe: qn.MultiHeadAttention(8, 2, recipe=recipe, rngs=nnx.Rngs(0))(X),
+    "nnx": lambda recipe: qn.MultiHeadAttention(8, 2, recipe=recipe, rngs=nnx.Rngs(KEY))(X),
 }
 
 
@@ -41,6 +43,6 @@ def test_a_recipe_that_quantizes_attention_is_refused(call: Callable[[Any], Any]
 
 
 def test_convert_refuses_it_before_anything_is_changed() -> None:
-    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(KEY))
     with pytest.raises(ValueError, match="attention=True"):
         qn.convert(model, {"*": QUANTIZED})

@@ -105,7 +105,7 @@ def nnx_layer(wrap: Callable[..., Any] = lambda f: f) -> Layer:
     """NNX's DenseGeneral, perhaps called inside nnx.remat or nnx.jit."""
 
     def apply(w: Any, s: Any, x: Array, recipe: Any) -> Array:
-        dense = qn.DenseGeneral(D, D, recipe=recipe, rngs=nnx.Rngs(0))
+        dense = qn.DenseGeneral(D, D, recipe=recipe, rngs=nnx.Rngs(jax.random.key(0, impl="unsafe_rbg")))
         dense.kernel[...], dense.bias[...] = w
         for name, value in s.items():
             getattr(dense.state, name)[...] = value

@@ -84,6 +84,7 @@ def test_the_output_has_the_dtype_that_is_preferred() -> None:
 def test_it_fills_flaxs_slot() -> None:
     x, _ = pair((2, 4, 8, 16), ())
     layer = nn.DenseGeneral((3, 5), axis=(-2, -1), dot_general=partial(qj.dot_general, recipe="rowwise"))
-    y, variables = layer.init_with_output(jax.random.key(0), x)
+    # Threefry takes seconds to compile.
+    y, variables = jax.jit(layer.init_with_output)(jax.random.key(0, impl="unsafe_rbg"), x)
     kernel = variables["params"]["kernel"].reshape(128, 15)
     assert_close("output", y.reshape(8, 15), qj.linear(x.reshape(8, 128), kernel, recipe="rowwise"), 1e-6)

@@ -39,19 +39,19 @@ def gradients(model: nn.Dense) -> Any:
 
 
 def test_dense_has_the_state_where_flaxs_own_has_it(model: nn.Dense) -> None:
-    variables = model.init(KEY, A)
+    variables = jax.jit(model.init)(KEY, A)
     assert set(variables) == {"params", fp8_ops.OVERWRITE_WITH_GRADIENT}
     assert set(variables["params"]) == {"kernel", "bias"}
     assert jax.tree.map(jnp.shape, variables[fp8_ops.OVERWRITE_WITH_GRADIENT]) == {
         "DotGeneral_0": {"history": (4, 3), "factor": (3,)}
     }
-    flaxs = nn.Dense(features=64, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp).init(KEY, A)
+    flaxs = jax.jit(nn.Dense(features=64, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp).init)(KEY, A)
     assert set(flaxs) == set(variables)
     assert_bitwise(flaxs["params"]["kernel"], variables["params"]["kernel"])
 
 
 def test_the_guides_update_by_hand(model: nn.Dense, gradients: Any) -> None:
-    params = model.init(KEY, A)
+    params = jax.jit(model.init)(KEY, A)
     grads, _ = gradients(params, A)
     old = flax.traverse_util.flatten_dict(params, sep="/")
     new = flax.traverse_util.flatten_dict(grads, sep="/")
@@ -67,7 +67,7 @@ def test_the_guides_update_by_hand(model: nn.Dense, gradients: Any) -> None:
 
 
 def test_train_state_overwrites_the_state_and_keeps_it_from_the_optimizer(model: nn.Dense, gradients: Any) -> None:
-    state = TrainState.create(apply_fn=model.apply, params=model.init(KEY, A), tx=optax.adam(1e-2))
+    state = TrainState.create(apply_fn=model.apply, params=jax.jit(model.init)(KEY, A), tx=optax.adam(1e-2))
     assert "_overwrite_with_gradient" not in str(jax.tree.structure(state.opt_state))
     for _ in range(3):
         grads, _ = gradients(state.params, A)
@@ -80,7 +80,7 @@ def test_train_state_overwrites_the_state_and_keeps_it_from_the_optimizer(model:
 
 
 def test_the_result_is_linears(model: nn.Dense, gradients: Any) -> None:
-    variables = model.init(KEY, A)
+    variables = jax.jit(model.init)(KEY, A)
     p, state = variables["params"], variables["_overwrite_with_gradient"]["DotGeneral_0"]
     expected = qj.linear(A, p["kernel"], recipe=DELAYED, state=state)
     assert_bitwise(jax.jit(model.apply)(variables, A), expected + p["bias"])
@@ -130,8 +130,8 @@ class Mixer(nn.Module):
 
 def test_einsum_goes_where_flaxs_goes() -> None:
     ours, flaxs = Mixer(ql.einsum_cls(DELAYED)), Mixer(fp8_ops.Fp8Einsum)
-    variables = ours.init(KEY, A)
-    assert set(variables) == set(flaxs.init(KEY, A))
+    variables = jax.jit(ours.init)(KEY, A)
+    assert set(variables) == set(jax.jit(flaxs.init)(KEY, A))
     assert set(variables["_overwrite_with_gradient"]) == {"Einsum_0"}
     kernel = variables["params"]["kernel"]
     state = variables["_overwrite_with_gradient"]["Einsum_0"]
@@ -152,7 +152,7 @@ def test_flaxs_attention_takes_it_for_all_four_projections() -> None:
 
 def test_the_slot_takes_the_ambient_recipe_too_and_names_are_checked_at_once() -> None:
     model = nn.Dense(8, dot_general_cls=ql.dot_general_cls())
-    variables = model.init(KEY, A)
+    variables = jax.jit(model.init)(KEY, A)
     assert set(variables) == {"params"}
     with qj.autocast(DELAYED):
         assert set(jax.eval_shape(model.init, KEY, A)) == {"params", ql.COLLECTION}

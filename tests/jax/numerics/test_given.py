@@ -25,6 +25,8 @@ from tests.jax.transformed import integers
 
 SPEC = recipes.get("mxfp8").fprop.a
 assert SPEC is not None
+# Threefry takes seconds to compile.
+KEY = jax.random.key(0, impl="unsafe_rbg")
 X, W = integers(0, 4, 16), integers(1, 16, 8)
 Q = qj.quantize(X, SPEC)
 RECIPE = recipes.delayed(history=2)
@@ -73,7 +75,7 @@ WRONG: dict[str, Any] = {
     "an array of text": np.array([["a"]]),
     "complex numbers": np.ones((4, 16), complex),
     "a matrix of no gradient": np.zeros((4, 16), jax.dtypes.float0),
-    "random keys": jax.random.split(jax.random.key(0), 4),
+    "random keys": jax.random.split(KEY, 4),
 }
 #: What is taken all the same.
 TAKEN = {
@@ -119,7 +121,7 @@ def test_arrays_of_numpy_and_of_float64_are_taken(name: str) -> None:
 
 
 def test_variables_of_nnx_and_their_gradients_are_taken() -> None:
-    layer = DenseGeneral(16, 8, rngs=nnx.Rngs(0))
+    layer = DenseGeneral(16, 8, rngs=nnx.Rngs(KEY))
     assert_bitwise(qj.linear(X, layer.kernel, recipe="mxfp8"), qj.linear(X, layer.kernel[...], recipe="mxfp8"))
     of_variable = nnx.grad(lambda layer: qj.linear(X, layer.kernel, recipe="mxfp8").sum())(layer)
     of_array = jax.grad(lambda w: qj.linear(X, w, recipe="mxfp8").sum())(layer.kernel[...])
@@ -160,10 +162,10 @@ def test_trees_of_states_that_do_not_fit_are_told() -> None:
 
 #: Functions and modules of blocks, of x.
 BLOCKS: dict[str, Callable[[Any], Any]] = {
-    "linen DenseGeneral": lambda x: linen.DenseGeneral(8).init(jax.random.key(0), x),
-    "linen LayerNormMLP": lambda x: linen.LayerNormMLP(8).init(jax.random.key(0), x),
-    "nnx DenseGeneral": lambda x: DenseGeneral(16, 8, rngs=nnx.Rngs(0))(x),
-    "nnx MLP": lambda x: MLP(16, 8, rngs=nnx.Rngs(0))(x),
+    "linen DenseGeneral": lambda x: linen.DenseGeneral(8).init(KEY, x),
+    "linen LayerNormMLP": lambda x: linen.LayerNormMLP(8).init(KEY, x),
+    "nnx DenseGeneral": lambda x: DenseGeneral(16, 8, rngs=nnx.Rngs(KEY))(x),
+    "nnx MLP": lambda x: MLP(16, 8, rngs=nnx.Rngs(KEY))(x),
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
     "activate": lambda x: activate("gelu", x),

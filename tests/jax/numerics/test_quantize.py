@@ -17,10 +17,12 @@ from quaver.core.spec import QuantSpec
 from quaver.jax.numerics.hadamard import rotate
 from quaver.jax.numerics.philox import uniform
 from tests.close import assert_bitwise
+from tests.conftest import QUICKEST
 from tests.operands import SPECS
 
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-LINE, SQUARE, ROTATED = SPECS["mxfp8.fprop.a"], SPECS["delayed.fprop.a"], SPECS["nvfp4.wgrad.a"]
+LINE, SQUARE = SPECS["mxfp8.fprop.a"], SPECS["delayed.fprop.a"]
+NOISY = QuantSpec(E4M3, (1, 32), "e8m0", "stochastic")
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -29,7 +31,9 @@ def normal(*shape: int) -> np.ndarray:
 
 @cache
 def operand(spec: QuantSpec) -> qj.Quantized:
-    return qj.quantize(normal(20, 70), spec)
+    """What it holds is nobody's claim here, so the program that makes it is not optimized."""
+    make = jax.jit(lambda x: qj.quantize(x, spec), compiler_options=QUICKEST)
+    return make(normal(20, 70))
 
 
 def same(a: qj.Quantized, b: qj.Quantized) -> None:
@@ -42,7 +46,7 @@ def same(a: qj.Quantized, b: qj.Quantized) -> None:
 @every_spec
 def test_a_quantized_operand_goes_through_jit_and_back(spec: QuantSpec) -> None:
     q = operand(spec)
-    same(jax.jit(lambda q: q)(q), q)
+    same(jax.jit(lambda q: q, compiler_options=QUICKEST)(q), q)
     leaves, structure = jax.tree.flatten(q)
     same(jax.tree.unflatten(structure, leaves), q)
 
@@ -105,16 +109,19 @@ def test_a_batch_is_quantized_matrix_by_matrix(name: str) -> None:
 @pytest.mark.parametrize("shape", [(300, 301), (7, 3), (5, 8), (0, 4), (4, 0)])
 def test_jax_draws_the_numbers_of_numpy(shape: tuple[int, int]) -> None:
     seed, stream = 0x1234567890ABCDEF, 0xDEADBEEF
-    for count in (5, (7 << 32) + 5):
-        expected = philox.uniform(*shape, seed, stream, count)
-        assert_bitwise(np.asarray(uniform(*shape, seed, stream, count)), expected)
+    expected = philox.uniform(*shape, seed, stream, 5)
+    if min(shape) > 0 and max(shape) < 10:
+        # Elsewhere no operation is compiled by itself.
+        for count in (5, (7 << 32) + 5):
+            assert_bitwise(philox.uniform(*shape, seed, stream, count), expected)
+            assert_bitwise(np.asarray(uniform(*shape, seed, stream, count)), expected)
     traced = jax.jit(lambda count: uniform(*shape, seed, jnp.uint32(stream), count))(jnp.float32(5))
     assert_bitwise(np.asarray(traced), expected)
 
 
 @pytest.mark.parametrize("columns", [12, 10])
 def test_a_piece_draws_what_the_whole_would_have_drawn(columns: int) -> None:
-    whole = np.asarray(uniform(12, 3 * columns, 1, 2, 3))
+    whole = np.asarray(jax.jit(lambda stream: uniform(12, 3 * columns, 1, stream, 3))(2))
     piece = jax.jit(lambda row, column: uniform(4, columns, 1, 2, 3, (row, column, 3 * columns)))
     for row in (0, 4, 8):
         for column in (0, columns, 2 * columns):
@@ -129,8 +136,12 @@ def test_counters_beyond_32_bits_carry_over() -> None:
     words = philox.philox4x32((counter & 0xFFFFFFFF, counter >> 32, np.uint64(2), np.uint64(3)), (1, 0)).reshape(1, k)
     expected = (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
     assert (counter >> 32).max() == 1
-    assert_bitwise(np.asarray(uniform(1, k, 1, 2, 3, (row, 0, k))), expected)
-    assert_bitwise(np.asarray(uniform(1, k - 1, 1, 2, 3, (row, 0, k))), expected[:, :-1])
+    for columns in (k, k - 1):
+        piece = jax.jit(lambda row, columns=columns: uniform(1, columns, 1, 2, 3, (row, 0, k)))
+        assert_bitwise(np.asarray(piece(row)), expected[:, :columns])
+
+
+rotated = jax.jit(rotate)
 
 
 @pytest.mark.parametrize("exponent", [-149, -130, -126, -100, -61, 0, 100, 123])
@@ -140,7 +151,7 @@ def test_the_rotation_has_the_bits_of_numpy_at_every_size(exponent: int) -> None
         expected = hadamard.rotate(x)
     tiny = np.finfo(np.float32).tiny
     assert_bitwise(
-        np.asarray(rotate(jnp.asarray(x))),
+        np.asarray(rotated(x)),
         np.where(np.abs(expected) < tiny, np.copysign(np.float32(0), expected), expected),
     )
 
@@ -154,7 +165,7 @@ def test_an_old_jax_is_refused_with_a_sentence() -> None:
 def test_noise_follows_seed_tensor_and_count() -> None:
     x = normal(64, 96)
     codes = [
-        np.asarray(qj.quantize(x, ROTATED, **{"seed": 3, "tensor_id": 4, "count": 5} | change).codes())
+        np.asarray(qj.quantize(x, NOISY, **{"seed": 3, "tensor_id": 4, "count": 5} | change).codes())
         for change in ({}, {}, {"seed": 1}, {"tensor_id": 1}, {"count": 1})
     ]
     assert_bitwise(codes[0], codes[1])

@@ -15,9 +15,14 @@ from quaver.core.spec import GemmSpec, QuantSpec
 from tests.close import assert_bitwise, assert_close
 from tests.operands import GEMMS, MAGNITUDES
 
-every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
 #: GEMMs that stand for the ways in which one is computed.
 KINDS = ["delayed.dgrad", "rowwise(power_of_two=False).fprop", "blockwise.fprop", "mxfp8.fprop", "nvfp4.wgrad"]
+#: Those of recipes as they come; a switch changes codes, and seldom how they are multiplied.
+QUICK = [*KINDS, "mxfp8(weight_2d=True).fprop", "nvfp4(power_of_two=False).fprop", *(n for n in GEMMS if "(" not in n)]
+every_gemm = pytest.mark.parametrize(
+    "gemm",
+    [pytest.param(gemm, id=n, marks=[] if n in QUICK else [pytest.mark.slow]) for n, gemm in GEMMS.items()],
+)
 each_kind = pytest.mark.parametrize("gemm", [GEMMS[name] for name in KINDS], ids=KINDS)
 
 
@@ -34,13 +39,17 @@ def operands(magnitude: str, gemm: GemmSpec, m: int, k: int, n: int) -> tuple[qj
     return quantized(a, rng.normal(size=(n, k)).astype(np.float32) * np.float32(scale), gemm)
 
 
-def double(q: qj.Quantized) -> np.ndarray:
-    """The operand in float64, where no scale overflows."""
-    return np.asarray(q.values(), np.float64) * spread(np.asarray(q.scales(), np.float64), q.spec.block, q.shape)
+#: As one program: eagerly each operation of reading an operand would be compiled.
+read = jax.jit(lambda *operands: [(q.values(), q.scales()) for q in operands])
 
 
 def exact(a: qj.Quantized, b: qj.Quantized) -> np.ndarray:
-    return double(a) @ double(b).T
+    """The product in float64, where no scale overflows."""
+    x, y = (
+        np.asarray(values, np.float64) * spread(np.asarray(scales, np.float64), q.spec.block, q.shape)
+        for q, (values, scales) in zip((a, b), read(a, b), strict=True)
+    )
+    return x @ y.T
 
 
 def within(a: qj.Quantized, b: qj.Quantized, what: str) -> None:
