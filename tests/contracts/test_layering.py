@@ -86,6 +86,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.torch.blocks": ("prologue", "activation", "norm", "norm_linear", "mlp", "attention", "loss", "transformer"),
     "quaver.torch.blocks.attention": (
         *("inputs", "implementations", "op", "dot_product", "explanation", "rope", "cache", "multihead"),
+        "latent",
     ),
     "quaver.torch.model": (
         *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "graph"),

@@ -10,6 +10,7 @@ from quaver.torch.blocks.activation import ACTIVATIONS, activate
 from quaver.torch.blocks.attention import DotProductAttention
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
+from quaver.torch.blocks.attention.latent import Latent, LatentAttention
 from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
@@ -49,6 +50,8 @@ __all__ = [
     "Blocks",
     "DotProductAttention",
     "KVCache",
+    "Latent",
+    "LatentAttention",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -46,6 +46,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "Llama 4 without rope": {"groups": 2, "normalization": "RMSNorm", "temperature": (0.3, 2)},
     "Whisper": {"mask_type": "none", "key_bias": False, "fused": False, "activation": "gelu_exact"},
     "T5": {"normalization": "RMSNorm", "mask_type": "none", "scale": 1.0, "bias": False, "position_bias": True},
+    "DeepSeek-V3": {
+        "normalization": "RMSNorm",
+        "bias": False,
+        "activation": "swiglu",
+        "latent": qt.Latent(q_rank=24, kv_rank=32, plain_dim=8, rope_dim=16, value_dim=12),
+        "rope": True,
+    },
+    "DeepSeek-V2 Lite": {"latent": qt.Latent(kv_rank=32, plain_dim=8, rope_dim=16, value_dim=12), "rope": True},
     "ALiBi": {"alibi": True, "residual_scale": 0.5, "fused": False},
     "decoder with memory": {"cross_attention": True, "memory_dim": 24},
 }

@@ -31,6 +31,19 @@ T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 9
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 TWO = ["sliding_attention", "full_attention"]
 
+MLA = OF_HEADS | {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+}
+MLA |= {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 0.8}
+
 #: The configuration, its options beside sizes, the layer, and its number in the model.
 LAYERS: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "llama": ("LlamaConfig", SIZES, "LlamaDecoderLayer", 0),
@@ -92,6 +105,13 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, int]] = {
         "Llama4TextDecoderLayer",
         1,
     ),
+    "deepseek_v3": ("DeepseekV3Config", MLA, "DeepseekV3DecoderLayer", 0),
+    "deepseek_v3, mixture": (
+        "DeepseekV3Config",
+        MLA | {"q_lora_rank": None, "attention_bias": True, "rope_parameters": YARN, "rope_interleave": False},
+        "DeepseekV3DecoderLayer",
+        1,
+    ),
     "gpt_oss": (
         "GptOssConfig",
         SIZES
@@ -113,7 +133,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, int]] = {
 }
 EACH = pytest.mark.parametrize("name", LAYERS)
 #: Where the derivative jumps, a rounding moves gradients by chance.
-JUMPS = ("t5", "llama4, no rope, mixture", "gpt_oss")
+JUMPS = ("t5", "deepseek_v3, mixture", "llama4, no rope, mixture", "gpt_oss")
 
 
 def layer_of(name: str) -> tuple[Any, dict[str, Any]]:
@@ -241,7 +261,7 @@ def test_parameters_are_the_layers_own_where_they_are_stored_alike() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-@pytest.mark.parametrize("name", ["qwen3", "olmo2", "gpt_neox", "t5"])
+@pytest.mark.parametrize("name", ["qwen3", "olmo2", "gpt_neox", "t5", "deepseek_v3"])
 def test_what_is_read_trains_under_recipes_and_keeps_no_noise_from_outside(name: str, recipe: str) -> None:
     theirs, read = layer_of(name)
     torch.manual_seed(5)
@@ -259,7 +279,7 @@ def test_what_is_read_trains_under_recipes_and_keeps_no_noise_from_outside(name:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
 
 
-@pytest.mark.parametrize("name", ["olmo2", "exaone4", "llama4", "gpt2", "mpt"])
+@pytest.mark.parametrize("name", ["olmo2", "exaone4", "llama4", "gpt2", "mpt", "deepseek_v3"])
 def test_it_decodes_as_it_runs_whole(name: str) -> None:
     theirs, read = layer_of(name)
     ours, x = qt.from_huggingface(theirs, **read), torch.randn(2, TOKENS, DIM)

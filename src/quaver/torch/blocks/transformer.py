@@ -1,6 +1,6 @@
 """A whole layer: attention, perhaps attention to a memory, and an MLP, around the residual stream."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from quaver.core.options import pick, takes
 from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
+from quaver.torch.blocks.attention.latent import Latent, LatentAttention, LatentOptions
 from quaver.torch.blocks.attention.multihead import AttentionOptions, MultiheadAttention
 from quaver.torch.blocks.mlp import MLP, MLPOptions
 from quaver.torch.blocks.norm import check_normalization
@@ -23,6 +24,8 @@ from quaver.torch.state.checkpointing import checkpoint
 NORM_POSITIONS = ("pre", "post", "sandwich", "res_post")
 #: Those with a norm before each part.
 BEFORE = ("pre", "sandwich")
+#: The options that latent attention takes.
+LATENT = {field.name for field in fields(LatentOptions)}
 #: What is made again in backward.
 RECOMPUTE = (None, "mlp", "full")
 
@@ -39,6 +42,8 @@ class TransformerArguments(AttentionOptions, MLPOptions):
     normalization: str = "LayerNorm"
     norm_position: str = "pre"
     parallel: bool | str = False
+    # Sizes of multi-head latent attention, in the place of heads of one kind.
+    latent: Latent | None = None
     cross_attention: bool = False
     memory_dim: int | None = None
     mask_type: str = "causal"
@@ -71,6 +76,10 @@ class TransformerArguments(AttentionOptions, MLPOptions):
         return pick(AttentionOptions, self) | own
 
     @property
+    def of_latent_attention(self) -> dict[str, Any]:
+        return {name: value for name, value in self.of_attention.items() if name in LATENT}
+
+    @property
     def of_cross_attention(self) -> dict[str, Any]:
         """As attention, without what asks for positions or distances, and without norms of heads and sinks."""
         names = (
@@ -96,6 +105,7 @@ class TransformerLayer(Parts):
             qk_norm_scope, mask_type, window, chunk, scale, soft_cap, sinks, alibi, layout: of the attention; see
             `MultiheadAttention`.
         hidden, activation, activation_options, eight_bit_activations: of the MLP; see `MLP`.
+        latent: a `Latent`: attention is a `LatentAttention`; of attention's options it takes those of that.
         normalization: "LayerNorm" or "RMSNorm"; with eps, zero_centered and norm_bias.
         norm_position: one of `NORM_POSITIONS`.
         parallel: attention and MLP read the same x and are added at once: True, after one norm that they share
@@ -127,7 +137,11 @@ class TransformerLayer(Parts):
         self.dropout, self.drop_path, self.residual_scale = options.dropout, options.drop_path, options.residual_scale
         dim, heads = options.dim, options.heads
         self.register_module("norm", options.norm(dim) if options.one_norm else None)
-        self.attention = MultiheadAttention(dim, heads, **options.of_attention)
+        self.attention: MultiheadAttention | LatentAttention
+        if options.latent is None:
+            self.attention = MultiheadAttention(dim, heads, **options.of_attention)
+        else:
+            self.attention = LatentAttention(dim, heads, options.latent, **options.of_latent_attention)
         cross = MultiheadAttention(dim, heads, **options.of_cross_attention) if options.cross_attention else None
         self.register_module("cross_attention", cross)
         self.mlp = MLP(dim, options.hidden, options.activation, **options.of_mlp)
@@ -240,6 +254,13 @@ def _check(options: TransformerArguments) -> None:
         raise ValueError("a parallel TransformerLayer normalizes before its parts and has no cross attention")
     if norm_position != "pre" or options.one_norm:
         check_normalization(options.normalization)
+    if options.latent is not None:
+        others = {f.name for f in fields(AttentionOptions)} - LATENT - {"fused"}
+        plain = AttentionOptions()
+        given = sorted(name for name in others if getattr(options, name) != getattr(plain, name))
+        if given or options.cross_attention:
+            said = ", ".join(given) or "cross_attention"
+            raise ValueError(f"latent attention has no {said}: leave it out, or leave out latent")
     if options.cross_attention and options.layout == "thd":
         raise ValueError("cross attention takes sequences of one length: layout 'bshd' or 'sbhd', not 'thd'")
     if recompute not in RECOMPUTE:

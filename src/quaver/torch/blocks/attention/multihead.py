@@ -142,11 +142,7 @@ class MultiheadAttention(Parts):
         Raises:
             ValueError: a memory is missing or not wanted; a cache with a memory or another layout.
         """
-        if x.dim() != DIMS[self.layout] or x.shape[-1] != self.dim:
-            raise ValueError(
-                f"MultiheadAttention({self.dim}) got an input of shape {tuple(x.shape)}; "
-                f"layout {self.layout!r} is {SHAPES[self.layout]} with {self.dim} features"
-            )
+        check_input(self, x)
         if self.cross is (memory is None):
             raise ValueError(
                 "this MultiheadAttention has memory_dim and needs a memory"
@@ -156,7 +152,9 @@ class MultiheadAttention(Parts):
         if memory is not None and memory.shape[-1] != self.memory_dim:
             raise ValueError(f"the memory has shape {tuple(memory.shape)}; its last axis must be {self.memory_dim}")
         if cache is not None:
-            self._check_cached(x, mask, cache)
+            if self.cross:
+                raise ValueError("a cache holds keys and values of x itself, and this attention has a memory")
+            check_cached(self.core, self.layout, x, mask, cache)
         elif mask is not None or bias is not None or cu_seqlens is not None:
             where = 1 if self.layout == "bshd" else 0
             batch = 1 if self.layout == "thd" else x.shape[1 - where]
@@ -178,18 +176,6 @@ class MultiheadAttention(Parts):
         y = parts["core"](q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, mask_type=mask_type)
         projected: Tensor = parts["o_proj"](y.flatten(-2))
         return projected
-
-    def _check_cached(self, x: Tensor, mask: Any, cache: KVCache | PagedKVCache) -> None:
-        """Refuse, before the cache has taken anything, what does not go with one."""
-        core = self.core
-        if self.cross or self.layout != "bshd":
-            raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
-        if "causal" not in core.mask_type and (core.window is not None or core.chunk is not None or core.alibi):
-            raise ValueError(
-                "with a cache queries stand at the last keys, and a window, chunks or ALiBi with mask_type "
-                f"{core.mask_type!r} count from the first; make the layer with mask_type='causal'"
-            )
-        cache.check_mask(mask, core.mask_type, (x.shape[0], x.shape[1]))
 
     def _with_position_bias(self, q: Tensor, k: Tensor, bias: Tensor | None, before: int | Tensor) -> Tensor:
         parts: Any = self._modules
@@ -271,6 +257,27 @@ def _check(options: AttentionArguments, heads: int, wide: int) -> None:
             f"position_bias is of {bias.heads} heads, this attention has {heads} in layout {options.layout!r}: give "
             "one of as many heads, layout 'bshd' or 'sbhd', and no memory"
         )
+
+
+def check_input(module: Any, x: Tensor) -> None:
+    """Raise a ValueError unless x is of a module's layout and features."""
+    if x.dim() != DIMS[module.layout] or x.shape[-1] != module.dim:
+        raise ValueError(
+            f"{type(module).__name__}({module.dim}) got an input of shape {tuple(x.shape)}; "
+            f"layout {module.layout!r} is {SHAPES[module.layout]} with {module.dim} features"
+        )
+
+
+def check_cached(core: DotProductAttention, layout: str, x: Tensor, mask: Any, cache: KVCache | PagedKVCache) -> None:
+    """Refuse, before the cache has taken anything, what does not go with one."""
+    if layout != "bshd":
+        raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
+    if "causal" not in core.mask_type and (core.window is not None or core.chunk is not None or core.alibi):
+        raise ValueError(
+            "with a cache queries stand at the last keys, and a window, chunks or ALiBi with mask_type "
+            f"{core.mask_type!r} count from the first; make the layer with mask_type='causal'"
+        )
+    cache.check_mask(mask, core.mask_type, (x.shape[0], x.shape[1]))
 
 
 def head_sizes(dim: int, heads: int, head_dim: int | tuple[int, int] | None) -> tuple[int, int]:

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quaver.torch.blocks.attention.latent import Latent, LatentAttention
 from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
 from quaver.torch.model.huggingface.calling import Surroundings, attribute
 from quaver.torch.model.huggingface.choices import Choices
 from quaver.torch.model.huggingface.parts import Rows, fill, linear_of, norm_of
-from quaver.torch.model.huggingface.watching import Watched
+from quaver.torch.model.huggingface.watching import ATTENTION, Watched
+
+#: The further matrices of latent attention.
+LATENT = ("q_up", "kv_up")
 
 
 @dataclass(frozen=True)
@@ -33,24 +37,23 @@ def attentions(
     seen: Watched,
     fused: bool | None,
     choices: Choices,
-) -> Iterator[tuple[dict[str, Any], MultiheadAttention]]:
+) -> Iterator[tuple[dict[str, Any], MultiheadAttention | LatentAttention]]:
     """Ours that the layer's attention may be: the options that a `TransformerLayer` takes, and the module with its
     parameters, without a norm before it.
 
     Raises:
         ValueError: matrices whose sizes are no heads', norms that are none of ours.
     """
-    linears = {
-        role: linear_of(layer.get_submodule(roles[role])) for role in ("qkv", "q", "k", "v", "o") if role in roles
-    }
+    known = (*ATTENTION, *LATENT, "o")
+    linears = {role: linear_of(layer.get_submodule(name)) for role, name in roles.items() if role in known}
+    if "kv_down" in linears:
+        return _latents(layer, around, linears, seen, choices)
     counts = _heads(around, linears)
     whole = "qkv" in linears
     together = whole if fused is None else fused
     base = _options(layer, around, counts, linears) | {"fused": together}
     norms, scope = _head_norms(seen, counts, choices)
-    turns: list[Any] = [None]
-    if getattr(around.config, "rope_parameters", None) is not None:
-        turns = [*(_rope(around, counts.dim, interleaved, seen.output.device) for interleaved in (False, True)), None]
+    turns = _turns(around, counts.dim, seen.output.device)
     orders = list(_orders(counts)) if whole else [None]
     alibis = (False, True) if type(layer).__name__ == "MptBlock" else (False,)
     afters = (False, True) if norms else (False,)
@@ -69,6 +72,51 @@ def attentions(
             yield options, ours
 
     return candidates()
+
+
+def _latents(
+    layer: nn.Module, around: Surroundings, linears: Mapping[str, Any], seen: Watched, choices: Choices
+) -> Iterator[tuple[dict[str, Any], LatentAttention]]:
+    """The same of multi-head latent attention."""
+    heads, rows = around.config.num_attention_heads, {role: weight.shape[0] for role, (weight, _) in linears.items()}
+    kv_rank = linears["kv_up"][0].shape[1]
+    rope_dim, value_dim = rows["kv_down"] - kv_rank, linears["o"][0].shape[1] // heads
+    q_rank = rows.get("q_down")
+    latent = Latent(
+        kv_rank=kv_rank,
+        plain_dim=rows["kv_up"] // heads - value_dim,
+        rope_dim=rope_dim,
+        value_dim=value_dim,
+        q_rank=q_rank,
+    )
+    base = {
+        "scale": attribute(layer, "scaling"),
+        "mask_type": "causal" if around.causal else "none",
+        "window": around.window,
+        "bias": linears["kv_down"][1] is not None,
+        "out_bias": linears["o"][1] is not None,
+    }
+    norms = [norm_of(event.module, event.input, choices) for event in seen.head_norms()]
+    names = ("kv_norm",) if q_rank is None else ("q_norm", "kv_norm")
+
+    def candidates() -> Iterator[tuple[dict[str, Any], LatentAttention]]:
+        for rope in _turns(around, rope_dim, seen.output.device):
+            options = base | {"rope": rope}
+            ours = LatentAttention(linears["o"][0].shape[0], heads, latent, device="meta", **options)
+            for role, parameters in linears.items():
+                fill(ours._modules[f"{role}_proj"], [parameters])
+            for name, norm in zip(names, norms, strict=True):
+                ours.register_module(name, norm)
+            yield options | {"latent": latent}, ours
+
+    return candidates()
+
+
+def _turns(around: Surroundings, dim: int, device: torch.device) -> list[RotaryEmbedding | None]:
+    """Ways in which rope may turn the heads."""
+    if getattr(around.config, "rope_parameters", None) is None:
+        return [None]
+    return [_rope(around, dim, False, device), _rope(around, dim, True, device), None]
 
 
 def _options(layer: nn.Module, around: Surroundings, counts: Heads, linears: Mapping[str, Any]) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def _dropouts(layer: nn.Module) -> dict[str, float]:
 
 def _input(layer: nn.Module, roles: Mapping[str, str]) -> Tensor:
     """Random, [B, S, dim]."""
-    if "o" not in roles or not {"qkv", "q"} & set(roles) or not {"up", "gate_up", "mixture"} & set(roles):
+    if "o" not in roles or not {"qkv", "q", "q_down"} & set(roles) or not {"up", "gate_up", "mixture"} & set(roles):
         raise ValueError(
             f"{type(layer).__name__} has no attention and MLP by any known names of their matrices; make a "
             "TransformerLayer by hand, as docs/blocks/transformer.md shows"

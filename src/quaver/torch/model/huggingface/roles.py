@@ -16,6 +16,10 @@ ROLES: dict[str, re.Pattern[str]] = {
         "v": "v_proj|value|v_lin|v",
         "o": r"o_proj|out_proj|out_lin|SelfAttention\.o|attn\.c_proj|attention\.output\.dense"
         r"|(?:self_|)att(?:ention|n)\.dense",
+        "q_down": "q_a_proj",
+        "q_up": "q_b_proj",
+        "kv_down": "kv_a_proj_with_mqa|kv_a_proj",
+        "kv_up": "kv_b_proj",
         "gate_up": "gate_up_proj",
         "gate": "gate_proj|wi_0",
         "up": r"up_proj|wi_1|wi|fc1|fc_in|lin1|mlp\.c_fc|dense_h_to_4h|intermediate\.dense",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quaver.torch.model.huggingface.roles import is_norm
 
 #: What attention begins with, and an MLP.
-ATTENTION, MLP = ("qkv", "q", "k", "v"), ("gate_up", "gate", "up", "mixture")
+ATTENTION, MLP = ("qkv", "q", "k", "v", "q_down", "kv_down"), ("gate_up", "gate", "up", "mixture")
 
 
 @dataclass(frozen=True)
