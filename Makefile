@@ -12,8 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CHECKED := tests/contracts/test_layering.py tests/contracts/test_bits.py tests/torch/linear/test_linear.py
 
-.PHONY: demo check test slow test-lowering test-gpu-ready test-gpu test-versions accept accept-attention bench bench-gpu
-.PHONY: lint format clean
+.PHONY: demo check test slow test-lowering test-integrations test-gpu-ready test-gpu test-versions
+.PHONY: accept accept-attention bench bench-gpu lint format clean
 
 # Kernels that were compiled beforehand, and for which cards: the machine that will have the card needs the Python and
 # the triton that filled it (`tests/versions/card.py` names them).
@@ -46,6 +46,10 @@ test-gpu-ready: $(VENV)/.dev
 		tests/torch/backends/gpu/test_launch_counts.py
 	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --dry-run
 	PYTHONPATH=src $(BIN)/python -m tests.versions.card -m benchmarks.gpu --compile $(ARCH) --cache $(CACHE) --check
+
+## What other libraries do with converted models: tests that `make test` skips where a library is missing.
+test-integrations: $(VENV)/.integrations
+	$(BIN)/python -m pytest -n 0 tests/torch/integrations
 
 ## The tests that need a GPU, eight at a time on one card, with the kernels of CACHE, in the Python that has its torch.
 test-gpu:
@@ -96,6 +100,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet torch
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.train
+
+$(VENV)/.integrations: $(VENV)/.dev
+	$(BIN)/pip install --quiet --editable '.[dev,integrations]'
+	touch $@
 
 # Beside the environment, not in it: there the plugin would look for a GPU whenever jax is imported.
 $(VENV)/.cuda: $(VENV)/.dev

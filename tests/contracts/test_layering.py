@@ -63,7 +63,17 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "train"),
     "quaver.core": (*("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs"),),
     "quaver.kernels": ("bits", "quantizing", "emulating", "fused", "attention"),
-    "quaver.torch": ("internals", "numerics", "backends", "state", "operations", "linear", "blocks", "model"),
+    "quaver.torch": (
+        "internals",
+        "numerics",
+        "backends",
+        "state",
+        "operations",
+        "linear",
+        "blocks",
+        "model",
+        "integrations",
+    ),
     "quaver.torch.backends": ("cpu", "gpu"),
     "quaver.torch.backends.gpu": (
         *("launching", "quantizing", "emulating", "gemms", "families", "fused", "attention", "announcing"),
@@ -92,6 +102,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "graph"),
         "weights",
     ),
+    "quaver.torch.integrations": ("huggingface",),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
     "quaver.train": (
         *("files", "configuration", "data", "records", "learning", "running", "showing", "commands", "__main__"),

@@ -364,7 +364,8 @@ def _settle(model: nn.Module) -> None:
         _roots.add(model)
     _ignore_histories(model)
     for module in model.modules():
-        if isinstance(module.__dict__.get(FOLDER_IGNORES), set):
+        # A model that transformers calls quantized is written by its quantizer.
+        if isinstance(module.__dict__.get(FOLDER_IGNORES), set) and not module.__dict__.get("is_quantized"):
             _keep_out_of_folders(module)
 
 

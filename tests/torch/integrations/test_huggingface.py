@@ -1,0 +1,171 @@
+"""A recipe as transformers' quantization config: folders keep all state, and no class takes codes for weights."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.integrations.huggingface import QuaverConfig
+from quaver.torch.integrations.huggingface.callback import FILE, load, saturation, save
+from quaver.torch.integrations.huggingface.config import METHOD
+from quaver.torch.linear.layer import Quantizable
+from tests.close import assert_bitwise
+from tests.torch.model.families import tiny, tokens
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an unconverted Llama."""
+    folder = tmp_path_factory.mktemp("plain")
+    tiny("llama").save_pretrained(folder)
+    return folder
+
+
+def loaded(folder: Path, config: QuaverConfig | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    given = {} if config is None else {"quantization_config": config}
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **given)
+    assert not any(report.values())
+    return model
+
+
+def loss_of(model: Any) -> Tensor:
+    x = tokens()
+    loss: Tensor = model(input_ids=x, labels=x).loss
+    return loss
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    a, b = one.state_dict(), other.state_dict()
+    assert list(a) == list(b)
+    for name in a:
+        assert a[name].dtype is b[name].dtype and a[name].stride() == b[name].stride(), name
+        assert_bitwise(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8), name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_a_folder_brings_histories_and_counts_back(
+    recipe: str, dtype: torch.dtype, plain: Path, tmp_path: Path
+) -> None:
+    model = loaded(plain, QuaverConfig(recipe, seed=3), dtype)
+    for _ in range(2):
+        loss_of(model).backward()
+    state = qt.scaling_state_dict(model)
+    assert state and all(v.any() for name, v in state.items() if name.endswith(("history", "count")))
+    model.save_pretrained(tmp_path)
+    again = loaded(tmp_path, dtype=dtype)
+    assert_same(again, model)
+    losses = []
+    for each in (model, again):
+        each.zero_grad()
+        loss = loss_of(each)
+        loss.backward()
+        losses.append([loss, *(p.grad for p in each.parameters())])
+    for a, b in zip(*losses, strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
+def test_stored_weights_come_back_bit_for_bit_from_a_small_file(recipe: str, plain: Path, tmp_path: Path) -> None:
+    model = loaded(plain, QuaverConfig(recipe, weights="stored"))
+    other = AutoModelForCausalLM.from_pretrained(plain)
+    qt.quantize_weights(other, recipe)
+    assert_same(model, other)
+    model.save_pretrained(tmp_path)
+    again = loaded(tmp_path)
+    assert_same(again, model)
+    with torch.no_grad():
+        assert_bitwise(loss_of(again), loss_of(model))
+    before, after = (os.path.getsize(f / "model.safetensors") for f in (plain, tmp_path))
+    assert after < before * 0.45
+    again.load_state_dict({name: v.clone() for name, v in model.state_dict().items()})
+
+
+def test_a_process_without_the_import_refuses_codes_and_says_what_to_import(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    loaded(plain, QuaverConfig("mxfp8", weights="stored")).save_pretrained(tmp_path)
+    monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, METHOD)
+    monkeypatch.delitem(AUTO_QUANTIZER_MAPPING, METHOD)
+    monkeypatch.setattr("transformers.quantizers.auto.logger.warning", said.append)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "import quaver.torch.integrations.huggingface" in said[0]
+
+
+def test_dequantize_gives_the_plain_model_and_its_folder(plain: Path, tmp_path: Path) -> None:
+    model = loaded(plain, QuaverConfig("delayed"))
+    model.dequantize()
+    assert not any(isinstance(m, Quantizable) for m in model.modules())
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert_same(loaded(tmp_path), loaded(plain))
+
+
+def test_the_order_of_rules_options_and_skips_outlive_the_folder(plain: Path, tmp_path: Path) -> None:
+    config = QuaverConfig({"*.v_proj": None, "*.self_attn.*": "mxfp8", "*": "delayed"}, skip=["*.down_proj"], head=True)
+    model = loaded(plain, config)
+    model.save_pretrained(tmp_path)
+    again = loaded(tmp_path)
+    kinds = [{n: str(getattr(m, "recipe", None)) for n, m in each.named_modules()} for each in (model, again)]
+    assert (
+        kinds[0] == kinds[1]
+        and kinds[0]["lm_head"] == "delayed"
+        and kinds[0]["model.layers.0.self_attn.q_proj"] == "mxfp8"
+    )
+    assert kinds[0]["model.layers.0.self_attn.v_proj"] == kinds[0]["model.layers.0.mlp.down_proj"] == "None"
+    loaded(plain, QuaverConfig("delayed", options={"history": 5})).save_pretrained(tmp_path)
+    assert loaded(tmp_path).model.layers[0].mlp.up_proj.history.shape == (5, 3)
+
+
+def test_a_config_that_no_folder_keeps_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"give QuaverConfig\('mxfp8', options="):
+        QuaverConfig(recipes.mxfp8())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no recipe 'mxfp9'"):
+        QuaverConfig("mxfp9")
+    with pytest.raises(ValueError, match="has no option 'histories'"):
+        QuaverConfig("delayed", options={"histories": 4})
+    with pytest.raises(ValueError, match=r"options \['history'\] are of one recipe"):
+        QuaverConfig({"*": "delayed"}, options={"history": 4})
+    with pytest.raises(ValueError, match="weights is 'eight'"):
+        QuaverConfig("mxfp8", weights="eight")
+    with pytest.raises(ValueError, match=r"give a list of patterns, such as \['lm_head'\]"):
+        QuaverConfig("mxfp8", skip="lm_head")
+
+
+def test_an_optimizer_that_cannot_step_codes_says_so_at_its_first_step(plain: Path) -> None:
+    model = loaded(plain, QuaverConfig("mxfp8", weights="stored"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model).backward()
+    with pytest.raises(ValueError, match="would write to its codes"):
+        optimizer.step()
+
+
+def test_the_callbacks_file_holds_the_scaling_state(plain: Path, tmp_path: Path) -> None:
+    model, fresh = (loaded(plain, QuaverConfig("delayed")) for _ in range(2))
+    assert not load(model, tmp_path)
+    for _ in range(2):
+        loss_of(model).backward()
+    save(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert load(fresh, tmp_path)
+    assert_same(fresh, model)
+
+
+def test_saturation_is_a_share_of_each_operand() -> None:
+    layer = nn.Sequential(nn.Linear(32, 32))
+    qt.convert(layer, "delayed")
+    for size in (1.0, 1.0, 100.0):
+        with qt.count(layer) as counters:
+            layer(torch.full((4, 32), size)).sum().backward()
+    shares = saturation(counters)
+    assert shares["saturated_input"] == 1.0 and shares["saturated_weight"] == shares["nonfinite_grad_output"] == 0.0
