@@ -55,19 +55,19 @@ def losses(rows: list[dict[str, float]]) -> list[tuple[float, float]]:
 def test_a_resumed_run_has_the_uninterrupted_runs_losses(recipe: str, by: str, tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "plain")
 
-    def made() -> Any:
+    def build() -> Any:
         if by == "config":
             return AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=QuaverConfig(recipe))
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
         qt.convert(model, recipe)
         return model
 
-    whole = train(made(), tmp_path / "run", [ScalingCallback(saturation=False)])
+    whole = train(build(), tmp_path / "run", [ScalingCallback(saturation=False)])
     assert (tmp_path / "run" / f"checkpoint-{SAVED}" / FILE).is_file()
-    again = train(made(), tmp_path / "run", [ScalingCallback(saturation=False)], resume=True)
+    again = train(build(), tmp_path / "run", [ScalingCallback(saturation=False)], resume=True)
     assert len(whole) == STEPS and losses(again[-STEPS + SAVED :]) == losses(whole[SAVED:])
     # The state counts: without it the losses are others.
-    without = train(made(), tmp_path / "run", [], resume=True) if by == "convert" else None
+    without = train(build(), tmp_path / "run", [], resume=True) if by == "convert" else None
     assert without is None or losses(without[-STEPS + SAVED :]) != losses(whole[SAVED:])
 
 

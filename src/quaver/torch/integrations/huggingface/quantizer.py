@@ -1,7 +1,7 @@
 """What transformers calls around the loading and the saving of a model whose config is a `QuaverConfig`.
 
-A folder holds the state dict. Codes lie in it as bytes of one axis under the weight's own name: a class that does not
-know them refuses the shape, where it would have taken codes for weights.
+A folder holds the state dict. Codes lie in it as bytes [1, N·K, 1] under the weight's own name: a class that does not
+know them refuses the shape, where it would have taken codes for weights. (Models look at two axes of what they load.)
 """
 
 from typing import Any
@@ -56,11 +56,11 @@ class QuaverQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The state dict, with codes as bytes [N·K], or [N·K/2] of four bits."""
+        """The state dict, with codes as bytes [1, N·K, 1], half as many of four bits."""
         state = model.state_dict()
         for name, value in scaling_state_dict(model).items():
             if name.rpartition(".")[2] == "weight":
-                state[name] = value.contiguous().view(torch.uint8).reshape(-1)
+                state[name] = value.contiguous().view(torch.uint8).reshape(1, -1, 1)
         return state, {}
 
     def is_serializable(self, *_: Any) -> bool:
@@ -87,7 +87,7 @@ def _as_bytes(model: nn.Module) -> dict[Linear, nn.Parameter]:
             weight = layer._parameters["weight"]
             assert weight is not None
             held[layer] = weight
-            empty = torch.empty(weight.numel() * weight.element_size(), dtype=torch.uint8, device=weight.device)
+            empty = torch.empty((1, weight.numel(), 1), dtype=torch.uint8, device=weight.device)
             layer._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
     return held
 
@@ -95,7 +95,7 @@ def _as_bytes(model: nn.Module) -> dict[Linear, nn.Parameter]:
 def _as_codes(held: dict[Linear, nn.Parameter]) -> None:
     """Make parameters of codes of what was loaded."""
     for layer, weight in held.items():
-        codes = layer._parameters["weight"].detach().view(weight.dtype).view(weight.shape)  # type: ignore[union-attr]
+        codes = layer._parameters["weight"].detach().view(-1).view(weight.dtype).view(weight.shape)  # type: ignore[union-attr]
         layer._parameters["weight"] = nn.Parameter(codes, requires_grad=weight.requires_grad)
         storing.settle(layer)
 

@@ -160,9 +160,10 @@ def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
                 state_dict.pop(prefix + name, None)
     elif given.dtype is torch.uint8 or given.dtype in CODES:
         if given.dtype is torch.uint8:
-            codes = given.view(CODE_DTYPES[spec.format.name])
-            # A folder of transformers has them in one axis.
-            state_dict[key] = codes.view(layer.weight.shape) if codes.numel() == layer.weight.numel() else codes
+            # A folder of transformers has them in another shape.
+            same = given.numel() == layer.weight.numel()
+            given = given.reshape(layer.weight.shape) if same else given
+            state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
         # Not what these codes are of.
         state_of(layer).initial = None
         _refuse_others(layer, state_dict, prefix, errors)
