@@ -86,8 +86,8 @@ def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor,
     return tuple(outputs)
 
 
-def _decided(setup: Setup, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Any], Facts]:
-    """The outputs, what backward needs, the weights first, and what `_gradients` is told besides.
+def _decided(setup: Setup, tensors: Sequence[Any], flat: bool = False) -> tuple[list[Tensor], list[Any], Facts]:
+    """The outputs, matrices if `flat`; what backward needs, the weights first; and what `_gradients` is told besides.
 
     What wgrad consumes is kept though the prologue could make it again: it is small, and that takes launches.
     """
@@ -104,7 +104,7 @@ def _decided(setup: Setup, tensors: Sequence[Any]) -> tuple[list[Tensor], list[A
     for run, weight, bias in zip(runs, weights, tensors[taken + n :], strict=True):
         if run is not first:
             run.note(operands)
-        outputs.append(run.output(operands, weight, bias))
+        outputs.append(run.output(operands, weight, bias, flat))
         of_biases.append(bias is not None and bias.dtype)
     kept, scale = first.turned(x, operands)
     # Tensors alone are not taken apart.
@@ -128,7 +128,8 @@ class Chained:
         self.setup, self.after = setup, after
 
     def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, Sequence[Any]]:
-        outputs, saved, self.facts = _decided(self.setup, x)
+        # They go to `after` alone: another shape of each, and of its gradient, would take time.
+        outputs, saved, self.facts = _decided(self.setup, x, True)
         self.needs = [t is not None and t.requires_grad for t in x]
         self.own = len(saved)
         y, kept = self.after.forward(*outputs, decided=decided)

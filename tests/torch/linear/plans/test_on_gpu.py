@@ -181,9 +181,9 @@ def test_layers_of_one_input_have_the_bits_of_the_general_way(
     become(arch, monkeypatch)
     run, decided = function._decided, []
 
-    def noted(setup: Any, tensors: Any) -> Any:
+    def noted(setup: Any, *rest: Any) -> Any:
         decided.append((len(setup.runs), setup.prologue.__class__ is function.Chained))
-        return run(setup, tensors)
+        return run(setup, *rest)
 
     monkeypatch.setattr(function, "_decided", noted)
     first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
@@ -261,6 +261,25 @@ def test_two_levels_in_every_kind_have_the_bits_of_the_general_way(
         theirs = some(second, False)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert_bitwise(a, b, str(number))
+
+
+def test_two_levels_run_where_torch_fills_what_it_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four-bit codes it fills none."""
+    become(100, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipes.nvfp4(stochastic_rounding=False))
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    layer(x)
+    grads = []
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for on in (False, True):
+            torch.use_deterministic_algorithms(on)
+            y = layer(x)
+            assert is_direct(y)
+            grads.append(torch.autograd.grad(y.float().square().sum(), (x, layer.weight)))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])

@@ -16,7 +16,6 @@ from quaver.torch.backends.gpu.families import family_of
 from quaver.torch.backends.gpu.fused import column_sums, producers
 from quaver.torch.backends.gpu.gemms.operands import any_matrix, matrix, scales
 from quaver.torch.backends.gpu.gemms.scaled_mm import FAST, SCALING, SWIZZLE, Kind, reads_transposes, role, way
-from quaver.torch.backends.gpu.launching.rooms import FOURS
 from quaver.torch.backends.gpu.quantizing.both_ways import BothWays
 from quaver.torch.backends.gpu.quantizing.codes import empty_codes
 from quaver.torch.backends.gpu.quantizing.ways import TOGETHER, Decided, Drawn, Wanted, Way, of_matrix, share
@@ -232,16 +231,20 @@ class Draws(NamedTuple):
 
 def _drawn(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bool], Drawn]:
     """What grad_output draws from, by which of it and its transpose are wanted."""
-    state, facts, count = layer._state, layer.__dict__, layer._buffers.get("count")
-    source = facts.get("seed", 0), facts.get("qualified_name"), state.serial  # type: ignore[union-attr]
-    kept: Draws | None = state.drawn  # type: ignore[union-attr, assignment]
-    if kept is not None and kept.counts is count and kept.address == count.data_ptr() and kept.source == source:
-        return kept.each
+    state: LayerState = layer._state  # type: ignore[assignment]
+    facts, count = layer.__dict__, layer._buffers.get("count")
+    kept: Draws | None = state.drawn
+    source = facts.get("seed", 0), facts.get("qualified_name"), state.serial
+    if kept is not None:
+        # Taken apart in less time than its fields are read.
+        counts, address, known, each = kept
+        if counts is count and known == source and address == counts.data_ptr():
+            return each
     seed, stream, turned_stream, counts = noise_of(layer, device)
     streams = seed, stream, turned_stream
     each = {wanted: Drawn(streams, wanted, counts) for wanted in ((True, True), (True, False), (False, True))}
     # A count elsewhere is copied for each call.
-    state.drawn = Draws(counts, counts.data_ptr(), source, each) if counts is count else None  # type: ignore[union-attr]
+    state.drawn = Draws(counts, counts.data_ptr(), source, each) if counts is count else None
     return each
 
 
@@ -256,8 +259,6 @@ def _product(gemm: Gemm, dtype: torch.dtype, kept: bool) -> Multiply:
 
         def multiply_fours(left: Tensor, of_left: Any, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
             # Scales are lists already.
-            left = left if left.dtype is FOURS else left.view(FOURS)
-            right = right if right.dtype is FOURS else right.view(FOURS)
             return torch._scaled_mm_v2(
                 left, right, of_left, a, a_swizzle, of_right, b, b_swizzle, bias, dtype, (), fast
             )

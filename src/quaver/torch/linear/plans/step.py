@@ -223,8 +223,8 @@ class Run:
         if self.factors is not None:
             self.factors.note(self.layer, amax.INPUT, operands[4])
 
-    def output(self, operands: Operands, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., n]."""
+    def output(self, operands: Operands, weight: Tensor, bias: Tensor | None, flat: bool = False) -> Tensor:
+        """[..., n], or if `flat` [tokens, n]."""
         step, w = self.step, self.ready
         rows, shape = step.rows, step.of_output
         if w is None:
@@ -234,7 +234,7 @@ class Run:
         self.ready = None
         y = rows.fprop(operands[0], operands[1], w.fprop, w.fprop_scale, bias)
         # No view, which could not be written to: see `linear.function`. torch reads numbers faster than a shape.
-        return y if len(shape) == 2 else y.resize_(*shape)
+        return y if flat or len(shape) == 2 else y.resize_(*shape)
 
     def _kept(self, weight: Tensor) -> tuple[kept_weights.Entry, Weight] | None:
         """What is kept of the weight until it, or its factor, changes."""

@@ -247,8 +247,7 @@ def decided_in_two_levels(x: Tensor, spec: QuantSpec, other: QuantSpec | None, w
 
 def _nv_rooms(rows: int, k: int, fresh: bool, turned: bool) -> tuple[Room, Room, Room]:
     """For codes, scales, and the inverse of the tensor's factor."""
-    # What is new in each call is made of bytes: see `rooms.empty`.
-    codes = in_words(row_major((rows, -(-k // 32) * 16), torch.uint8 if fresh else FOURS, turned, fresh))
+    codes = in_words(row_major((rows, -(-k // 32) * 16), FOURS, turned, fresh))
     scales = Room((_scales(rows, k, 16),), (1,), torch.float8_e4m3fn, _as_bytes, fresh)
     return codes, scales, whole((1, 1), torch.float32)._replace(fresh=fresh)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import capture, launch
-from quaver.torch.backends.gpu.launching.rooms import Room, empty, pattern
+from quaver.torch.backends.gpu.launching.rooms import FOURS, Room, empty, pattern
 from quaver.torch.backends.gpu.quantizing.ways import Delayed, Drawn, Way, shared_launches
 
 
@@ -26,7 +26,20 @@ class BothWays:
         ways: one a matrix; of two, such as `share`.
     """
 
-    __slots__ = ("again", "card", "device", "fresh", "parts", "places", "results", "rooms", "second", "turned", "ways")
+    __slots__ = (
+        "again",
+        "card",
+        "device",
+        "fours",
+        "fresh",
+        "parts",
+        "places",
+        "results",
+        "rooms",
+        "second",
+        "turned",
+        "ways",
+    )
 
     def __init__(self, device: torch.device, *ways: Way) -> None:
         self.device, self.ways = device, ways
@@ -47,6 +60,8 @@ class BothWays:
         self.results: Callable[[list[Any]], Any] = itemgetter(*results)
         #: What each call makes, and patterns of it.
         self.fresh = [(i, pattern(room, device)) for i, room in enumerate(self.rooms) if room and room.fresh]
+        #: Whether codes of four bits are among them.
+        self.fours = any(like.dtype is FOURS for _, like in self.fresh)
         #: The launches, by what delayed scaling gives and by stream.
         self.parts: dict[Any, list[Part]] = {}
         #: Tensors and addresses of the other rooms by thread and stream.
@@ -60,8 +75,9 @@ class BothWays:
         tensors, addresses = self.places.get((get_ident(), stream)) or self._place(stream)
         if self.fresh:
             tensors = tensors.copy()
+            fills = self.fours and torch.are_deterministic_algorithms_enabled()
             for i, like in self.fresh:
-                tensor = tensors[i] = torch.empty_like(like)
+                tensor = tensors[i] = empty(self.rooms[i], self.device) if fills else torch.empty_like(like)  # type: ignore[arg-type]
                 addresses[i] = tensor.data_ptr()
             if self.again:
                 self._turn(tensors, self.again)
