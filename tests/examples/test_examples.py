@@ -1,11 +1,14 @@
 """Every example runs, on a CPU, and is short."""
 
+import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import QUICK_FLAGS
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
@@ -16,7 +19,8 @@ def test_an_example_runs_and_says_something(path: Path, capfd: pytest.CaptureFix
     assert len(text.splitlines()) < 100
     if "jax_num_cpu_devices" in text:
         # JAX counts its devices once in a process.
-        subprocess.run([sys.executable, "-W", "error", str(path)], check=True)
+        environment = os.environ | {"XLA_FLAGS": QUICK_FLAGS}
+        subprocess.run([sys.executable, "-W", "error", str(path)], check=True, env=environment)
     else:
         runpy.run_path(str(path), run_name="__main__")
     assert capfd.readouterr().out.strip()

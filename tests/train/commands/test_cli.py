@@ -14,6 +14,7 @@ from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.torch import trials
 from quaver.train.records.metrics import losses, read
+from tests.conftest import QUICK_FLAGS
 from tests.train.conftest import MakeConfig
 
 
@@ -115,7 +116,8 @@ def test_compare_reports_and_names_its_pictures(toml: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path) -> None:
+def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", QUICK_FLAGS)
     arguments = ["--framework", "jax", "--recipes", "tensorwise", "--steps", 2, "--jobs", 1, "--quiet"]
     result = quaver("compare", "--config", toml, *arguments)
     assert result.exit_code == 0, result.output
@@ -124,6 +126,7 @@ def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path) ->
     assert re.search(r"[+-]0\.\d{4} one seed \| [+-]0\.\d\d %", row) and "jax 0." in report
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_compare_tells_of_a_failed_run(toml: Path) -> None:
     result = quaver("compare", "--config", toml, "--recipes", "bf16", "--lr", 1e30, "--clip", 0, "--quiet")
     assert result.exit_code == 1 and "bf16 seed 0 failed: stopped at step" in result.stderr
@@ -247,8 +250,8 @@ def test_generate_without_a_run_is_one_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name.endswith("-tiny")])
 def test_every_family_is_a_word_after_model(toml: Path, tmp_path: Path, model: str) -> None:
-    options = ("--model", model, "--recipe", "mxfp8", "--recompute", "mlp", "--steps", 5, "--quiet")
-    result = quaver("train", "--config", toml, *options)
+    options = ("--model", model, "--recipe", "mxfp8", "--recompute", "mlp", "--steps", 3, "--quiet")
+    result = quaver("train", "--config", toml, *options, "--checkpoint-every", 0, "--validate-every", 0)
     assert result.exit_code == 0, result.output
     seen = losses(read(tmp_path / "run" / "metrics.jsonl"))
-    assert seen[5] < seen[1]
+    assert seen[3] < seen[1]
