@@ -28,6 +28,8 @@ OF_HEADS = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
 FALCON = {k: v for k, v in OF_HEADS.items() if k != "intermediate_size"} | {"ffn_hidden_size": 48}
 T5 = {"d_model": DIM, "d_kv": 8, "num_heads": 4, "d_ff": 48, "num_layers": 2, "vocab_size": 8}
 T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 9, "attn_implementation": "eager"}
+WHISPER = {"d_model": DIM, "attn_implementation": "eager"}
+WHISPER |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")} | {"encoder_ffn_dim": 48}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 TWO = ["sliding_attention", "full_attention"]
 
@@ -120,6 +122,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, int]] = {
         "GptOssDecoderLayer",
         0,
     ),
+    "whisper": ("WhisperConfig", WHISPER, "WhisperEncoderLayer", 0),
     "bert": ("BertConfig", OF_HEADS, "BertLayer", 0),
     "t5": ("T5Config", T5, "T5Block", 0),
     "t5, gated": ("T5Config", T5 | {"feed_forward_proj": "gated-gelu"}, "T5Block", 1),
@@ -131,7 +134,6 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, int]] = {
         0,
     ),
 }
-EACH = pytest.mark.parametrize("name", LAYERS)
 #: Where the derivative jumps, a rounding moves gradients by chance.
 JUMPS = ("t5", "deepseek_v3, mixture", "llama4, no rope, mixture", "gpt_oss")
 
@@ -142,7 +144,7 @@ def layer_of(name: str) -> tuple[Any, dict[str, Any]]:
     config = getattr(transformers, config_class)(**options)
     module = inspect.getmodule(getattr(transformers, config_class)).__name__.replace("configuration", "modeling")  # type: ignore[union-attr]
     more = {"has_relative_attention_bias": name == "t5"} if layer_class == "T5Block" else {}
-    numbered = {"layer_idx": index}
+    numbered = {} if name == "whisper" else {"layer_idx": index}
     theirs = getattr(importlib.import_module(module), layer_class)(config, **more, **numbered)
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -191,13 +193,22 @@ def gradients(theirs: Any, read: dict[str, Any], fused: bool | None) -> dict[str
     return {n: p.detach() for n, p in qt.from_huggingface(other, fused=fused, **read).named_parameters()}
 
 
-# MPT's bias goes by the keys' positions alone, which is ALiBi for causal layers only.
-@pytest.mark.parametrize(
-    ("name", "mask"),
-    [(name, mask) for name in LAYERS for mask in ("own", "none", "padding") if (name, mask) != ("mpt", "none")],
-)
+def masks() -> list[Any]:
+    """Every layer with its own mask and, by turns, with padding or none; the others in the slow run.
+
+    MPT's bias goes by the keys' positions alone, which is ALiBi for causal layers only.
+    """
+    rows = []
+    for number, name in enumerate(LAYERS):
+        for turn, mask in enumerate(("padding", "none")):
+            marks = [] if number % 2 == turn or name == "mpt" else [pytest.mark.slow]
+            rows += [pytest.param(name, mask, marks=marks)] if (name, mask) != ("mpt", "none") else []
+    return [*(pytest.param(name, "own") for name in LAYERS), *rows]
+
+
+@pytest.mark.parametrize(("name", "mask"), masks())
 def test_outputs_and_gradients_are_those_of_transformers(name: str, mask: str) -> None:
-    (theirs, read), fused = layer_of(name), {"none": True, "padding": False}.get(mask)
+    (theirs, read), fused = layer_of(name), {"none": name != "whisper" or None, "padding": False}.get(mask)
     x, g = torch.randn(2, TOKENS, DIM), torch.randn(2, TOKENS, DIM)
     real = (~padding())[..., None].float() if mask == "padding" else torch.ones(2, TOKENS, 1)
     given = of_theirs(theirs, read, x, mask)
@@ -221,7 +232,9 @@ def test_outputs_and_gradients_are_those_of_transformers(name: str, mask: str) -
         assert off <= 1e-5, f"gradient of {parameter}: {off:.1e}"
 
 
-@EACH
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 3 else []) for i, name in enumerate(LAYERS)]
+)
 def test_in_bf16_it_is_no_further_from_float32_than_theirs(name: str) -> None:
     theirs, read = layer_of(name)
     for p in theirs.parameters():
@@ -344,6 +357,7 @@ def test_bad_input_is_a_sentence() -> None:
         (falcon, {"dropout": 0.0, "attention_dropout": 0.0}, "is handed ALiBi's bias"),
         (llama, {"mask_type": "casual"}, "did you mean 'causal'"),
         (llama, {"mask_type": "arbitrary"}, "does not say whether the layer is causal"),
+        (layer_of("whisper")[0], {"dropout": 0.0, "attention_dropout": 0.0, "fused": True}, "apart: fused=False"),
         (llama.self_attn, {}, "has no attention and MLP by any known names"),
     ):
         with pytest.raises(ValueError, match=says):
