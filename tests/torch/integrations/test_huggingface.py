@@ -74,6 +74,18 @@ def test_a_folder_brings_histories_and_counts_back(
         assert_bitwise(a, b)
 
 
+def test_blocks_in_place_come_back_with_the_folder(plain: Path, tmp_path: Path) -> None:
+    model = loaded(plain, QuaverConfig("delayed", blocks=True))
+    loss_of(model).backward()
+    model.save_pretrained(tmp_path)
+    again = loaded(tmp_path)
+    assert_same(again, model)
+    kinds = [
+        [type(m).__mro__ for m in each.modules()] for each in (model, again, loaded(plain, QuaverConfig("delayed")))
+    ]
+    assert kinds[0] == kinds[1] != kinds[2]
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
 def test_stored_weights_come_back_bit_for_bit_from_a_small_file(recipe: str, plain: Path, tmp_path: Path) -> None:
     model = loaded(plain, QuaverConfig(recipe, weights="stored"))
@@ -139,6 +151,8 @@ def test_a_config_that_no_folder_keeps_is_a_sentence() -> None:
         QuaverConfig("delayed", options={"histories": 4})
     with pytest.raises(ValueError, match=r"options \['history'\] are of one recipe"):
         QuaverConfig({"*": "delayed"}, options={"history": 4})
+    with pytest.raises(ValueError, match="a folder keeps no options of blocks"):
+        QuaverConfig("mxfp8", blocks=qt.Blocks(loss=True))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weights is 'eight'"):
         QuaverConfig("mxfp8", weights="eight")
     with pytest.raises(ValueError, match=r"give a list of patterns, such as \['lm_head'\]"):

@@ -63,6 +63,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "conv1d": (lambda: tiny("gpt2"), tokens),
     "experts": (lambda: tiny("mixtral"), tokens),
     "block": (lambda: qt.TransformerLayer(32, 2, 48), stream),
+    "in place": (lambda: tiny("llama"), tokens),
 }
 
 
@@ -77,7 +78,8 @@ def converted(kind: str, recipe: str) -> tuple[nn.Module, nn.Module, Tensor]:
     torch.manual_seed(0)
     net, x = make(), inputs()
     other = copy.deepcopy(net)
-    qt.convert(other, {"*experts": "tensorwise", "*": recipe} if kind == "experts" else recipe)
+    rules = {"*experts": "tensorwise", "*": recipe} if kind == "experts" else recipe
+    qt.convert(other, rules, blocks=kind == "in place")
     for _ in range(2):
         output(other, x).square().mean().backward()
     return net, other, x

@@ -26,6 +26,7 @@ class QuaverConfig(QuantizationConfigMixin):
         skip: patterns of names to leave alone, as of `quaver.torch.convert`.
         head: True converts output heads too.
         seed: of stochastic rounding.
+        blocks: True has our blocks compute norms and MLPs in place, as of `quaver.torch.convert`.
         weights: "high" keeps them as they are, to train; "stored" turns them into codes, as `quantize_weights` does.
         quant_method: written into folders; leave it out.
     Raises:
@@ -40,18 +41,21 @@ class QuaverConfig(QuantizationConfigMixin):
         skip: Iterable[str] = (),
         head: bool = False,
         seed: int = 0,
+        blocks: bool = False,
         weights: str = "high",
         quant_method: str = METHOD,
     ) -> None:
         if weights not in WEIGHTS:
             raise ValueError(f"weights is {weights!r}; give 'high' to train them, or 'stored' to keep codes alone")
+        if not isinstance(blocks, bool):
+            raise ValueError(f"blocks is {blocks!r}; give True or False: a folder keeps no options of blocks")
         if isinstance(skip, str):
             raise ValueError(f"skip is {skip!r}; give a list of patterns, such as [{skip!r}]")
         self.quant_method: Any = quant_method
         # A folder's JSON has its names sorted, and the order of rules counts: they are a list.
         self.recipe = recipe if isinstance(recipe, str) else [list(rule) for rule in _pairs(recipe)]
         self.options = dict(options or {})
-        self.skip, self.head, self.seed, self.weights = list(skip), head, seed, weights
+        self.skip, self.head, self.seed, self.blocks, self.weights = list(skip), head, seed, blocks, weights
         self.rules()
 
     def rules(self) -> Recipe | Rules:

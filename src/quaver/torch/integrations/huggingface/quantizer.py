@@ -49,7 +49,7 @@ class QuaverQuantizer(HfQuantizer):
         config = self.quantization_config
         if config.weights == "stored":
             quantize_weights(model, config.rules(), skip=config.skip, head=config.head)
-        convert(model, config.rules(), skip=config.skip, seed=config.seed, head=config.head)
+        convert(model, config.rules(), skip=config.skip, seed=config.seed, head=config.head, blocks=config.blocks)
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         revert(model)
