@@ -275,7 +275,7 @@ def test_parameters_are_the_layers_own_where_they_are_stored_alike() -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 @pytest.mark.parametrize("name", ["qwen3", "olmo2", "gpt_neox", "t5", "deepseek_v3"])
-def test_what_is_read_trains_under_recipes_and_keeps_no_noise_from_outside(name: str, recipe: str) -> None:
+def test_what_is_read_trains_under_recipes_and_reading_draws_no_noise(name: str, recipe: str) -> None:
     theirs, read = layer_of(name)
     torch.manual_seed(5)
     ours = qt.from_huggingface(theirs, **read)

@@ -60,7 +60,7 @@ class NormThen(Parts):
         norm: Any = self._modules["norm"]
         y = self.module(x if norm is None else norm(x))
         first: Tensor = y[0] if isinstance(y, tuple | list) else y
-        return first.view(x.shape)
+        return first.reshape(x.shape)
 
 
 def from_huggingface(
