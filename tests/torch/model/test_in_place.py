@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
+from quaver.torch.model.fusing import ropes
 from quaver.torch.model.fusing.fused import Fused
+from quaver.torch.model.fusing.ropes import HALVES, Rope, tables
 from tests.close import assert_bitwise, assert_close
 from tests.torch.model.coverage import PAGE
 from tests.torch.model.families import tiny, tokens
@@ -333,7 +335,7 @@ def test_skip_leaves_a_module_alone() -> None:
 
 def test_parts_by_choice_and_bad_ones() -> None:
     model = llama()
-    report = qt.convert(model, "bf16", blocks=qt.Blocks(mlp=False))
+    report = qt.convert(model, "bf16", blocks=qt.Blocks(mlp=False, attention=False))
     assert {row.kind for row in report.blocks} == {"LlamaRMSNorm"}
     qt.convert(model, "bf16", blocks=True)
     qt.convert(model, "tensorwise")
@@ -373,7 +375,7 @@ def test_a_training_step_with_the_fused_loss() -> None:
     labels[0, :5] = -100
     for family in ("llama", "gemma2", "granite", "cohere", "gpt2", "falcon", "mixtral"):
         plain, model = model_of(family), model_of(family)
-        report = qt.convert(model, "bf16", blocks=qt.Blocks(norm=False, mlp=False, loss=True))
+        report = qt.convert(model, "bf16", blocks=qt.Blocks(norm=False, mlp=False, attention=False, loss=True))
         assert report.blocks[0].block, str(report)
         for options in ({}, {"num_items_in_batch": torch.tensor(11)}):
             results = []
@@ -405,6 +407,67 @@ def test_generation_and_caches_go_on() -> None:
     x = tokens()[:1]
     options = {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(model.generate(x, **options), plain.generate(x, **options))
+
+
+@pytest.mark.parametrize(("family", "attends"), [("mistral", "sdpa"), ("gemma3_text", "eager"), ("gpt_oss", "eager")])
+def test_windows_padding_and_both_ways_to_attend(family: str, attends: str) -> None:
+    models = [tiny(family, sliding_window=4) for _ in range(2)]
+    for model in models:
+        model.set_attn_implementation(attends)
+    mask = torch.ones_like(tokens())
+    mask[1, :5] = 0
+    assert all(row.block for row in qt.convert(models[1], "bf16", blocks=True).blocks)
+    results = []
+    for model in models:
+        outputs = model(input_ids=tokens(), attention_mask=mask, labels=tokens())
+        outputs.loss.backward()
+        results.append([outputs.logits[mask.bool()], *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*reversed(results), strict=True):
+        assert apart(ours, theirs) <= FLOAT32
+
+
+def test_attention_is_ours_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quaver.torch.model.fusing import attentions
+
+    plain, model, x = llama(), llama(), tokens()
+    qt.convert(model, "bf16", blocks=True)
+    calls = []
+    attend = attentions.attention
+    monkeypatch.setattr(attentions, "attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    model(input_ids=x)
+    assert len(calls) == 2
+    # Weights are asked for; the configuration says otherwise; another function turns than was compared.
+    for m in (plain, model):
+        m.set_attn_implementation("eager")
+    expected, got = (m(input_ids=x, output_attentions=True).attentions for m in (plain, model))
+    assert all(apart(a.detach(), b.detach()) <= FLOAT32 for a, b in zip(got, expected, strict=True))
+    model(input_ids=x)
+    for m in (plain, model):
+        m.set_attn_implementation("sdpa")
+    source = type(plain.model.layers[0].self_attn).forward.__globals__
+    monkeypatch.setitem(source, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+    assert_close("", model(input_ids=x).logits, plain(input_ids=x).logits, FLOAT32)
+    assert len(calls) == 2
+    monkeypatch.undo()
+    eager = llama()
+    eager.set_attn_implementation("eager")
+    assert "computed as rope" in str(qt.convert(eager, "bf16", blocks=True))
+    assert_close("", eager(input_ids=x).logits, plain(input_ids=x).logits, FLOAT32)
+    flash = llama()
+    flash.config._attn_implementation = "flash_attention_2"
+    assert "flash_attention_2" in str(qt.convert(flash, "bf16", blocks=True))
+
+
+def test_tables_that_were_written_to_are_laid_out_anew() -> None:
+    rope = Rope(HALVES, False)
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
+    cos, sin = tables(HALVES, 8, 5, torch.float32)
+    first = rope(q, k, cos, sin)
+    assert_bitwise(rope(q, k, cos, sin)[0], first[0])
+    cos.mul_(0.5)
+    assert_bitwise(rope(q, k, cos, sin)[0], rope(q, k, cos.clone(), sin.clone())[0])
+    del cos
+    assert not ropes._thread.last or ropes._thread.last[0]() is not None
 
 
 def test_a_checkpoint_of_a_part() -> None:

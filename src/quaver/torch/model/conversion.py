@@ -62,9 +62,9 @@ def convert(
             and of its parameters. A layer that was converted before keeps its recipe.
         seed: of stochastic rounding.
         head: True converts output heads too, tied or not; a rule whose pattern names one does so for that one.
-        blocks: True has our blocks compute the norms and MLPs of the model that they compute alike, in place and under
-            every recipe, and so does a `Blocks` that says which; `skip` leaves out by name. False changes nothing
-            about what blocks compute.
+        blocks: True has our blocks compute the norms, MLPs and attention of the model that they compute alike, in place
+            and under every recipe, and so does a `Blocks` that says which; `skip` leaves out by name. False changes
+            nothing about what blocks compute.
     Returns:
         What was converted, what was not and why, the shares of parameters and FLOPs, and the patterns that matched
         nothing. A layer that the model holds under several names is matched by any of them and listed under the first.

@@ -1,12 +1,13 @@
 """Which modules of a model our blocks compute in place: each kind is tried, and what came of it is a row."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from quaver.torch.model.fusing import losses, mlps, norms
+from quaver.torch.model.fusing import attentions, losses, mlps, norms
 from quaver.torch.model.fusing.fused import Fused
 from quaver.torch.model.reach.exchanging import bare_class, exchange, give_back
 from quaver.torch.model.reach.same import PLAIN
@@ -20,6 +21,8 @@ class Blocks:
     norm: bool = True
     # Two matrices, or three, and what is between them.
     mlp: bool = True
+    # What is between the projections of attention: rotary positions and the attending, caches apart.
+    attention: bool = True
     # Keep what goes into a gated activation in eight bits; gradients change (docs/blocks/mlp.md).
     eight_bit_activations: bool = False
     # The head with its loss: where labels are given in training, outputs have a loss and no logits.
@@ -59,6 +62,12 @@ PARTS = (
         lambda m, blocks: mlps.formula_of(m, blocks.eight_bit_activations),
         mlps.FusedMLP,
         mlps.hooked,
+    ),
+    Part(
+        "attention",
+        attentions.is_attention,
+        lambda m, _: attentions.formula_of(m),
+        attentions.FusedAttention,
     ),
     Part("loss", losses.is_causal, lambda m, _: losses.formula_of(m), losses.FusedLoss),
 )
@@ -111,11 +120,18 @@ def _formula(module: nn.Module, part: Part, blocks: Blocks, known: dict[Any, tup
     return known[key]
 
 
+#: The name of an attribute.
+NAME = operator.itemgetter(0)
+#: What tells layers of a model apart that compute the same, as caches want it.
+PLACES = {"layer_idx", "layer_id", "layer_number"}
+
+
 def _looks(module: nn.Module | None) -> Any:
     """What tells modules of one class apart: plain attributes by value, others by identity, and sizes."""
     if module is None:
         return None
-    own = tuple((k, v if isinstance(v, PLAIN) else id(v)) for k, v in sorted(module.__dict__.items()) if k[0] != "_")
+    held = [(k, v) for k, v in sorted(module.__dict__.items(), key=NAME) if k[0] != "_" and k not in PLACES]
+    own = tuple((k, v if isinstance(v, PLAIN) else id(v)) for k, v in held)
     shapes = tuple((k, None if p is None else (p.shape, p.dtype)) for k, p in module._parameters.items())
     kind = type(module)
     return kind, getattr(kind, "_original", kind).forward, own, shapes

@@ -1,0 +1,303 @@
+"""Attention of any family by our operation and rotary positions, between the projections and caches of its own.
+
+The forward of a class of transformers' looks two functions up by name: one that turns queries and keys, and one that
+attends, in a registry. Here that very forward runs with ours in their place, in a copy of the function that has other
+globals; nothing of the framework is written to. Masks, caches and projections are what they were.
+"""
+
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.torch.blocks.attention.op import attention
+from quaver.torch.model.fusing.comparing import differs, drawn, twin
+from quaver.torch.model.fusing.fused import Fused, stands_aside
+from quaver.torch.model.fusing.mlps import sizes
+from quaver.torch.model.fusing.ropes import COMPLEX, HALVES, ONCE, PAIRS, Rope, rope_of, tables
+from quaver.torch.model.reach.exchanging import bare_class, original
+
+#: What forwards call the registry of functions that attend: a name of transformers' modeling files.
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+#: The way to attend that ours takes the place of. Eager attention gives weights, and to a query that sees nothing the
+#: average of all values: there ours turn alone.
+SDPA, EAGER = "sdpa", "eager"
+#: Arguments of a function that attends, beside those that none reads here.
+OURS = {"dropout", "scaling", "is_causal", "softcap", "s_aux", "position_bias"}
+#: Arguments that only theirs knows what to do with, where they are given.
+THEIRS = ("output_attentions", "cache")
+
+
+@dataclass(frozen=True)
+class AttentionFormula:
+    """Which functions of a forward's ours take the place of."""
+
+    #: The name of the function that turns, or "", what it was, and ours.
+    turns: str
+    function: Any
+    rope: Rope | None
+    #: How the configuration says to attend, and the function of "sdpa" or None.
+    implementation: str
+    attends: Any
+
+    def __str__(self) -> str:
+        parts = ["attention"] * (self.attends is not None) + ["rope"] * (self.rope is not None)
+        return " and ".join(parts)
+
+
+class FusedAttention(Fused):
+    """Stands above a class of attention whose forward asks the registry."""
+
+    _formula: AttentionFormula
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = type(self)._compared
+        x = args[0] if args else kwargs.get("hidden_states")
+        if torch.compiler.is_compiling() or stands_aside(self, x) or _asks(self, kwargs):
+            return super().forward(*args, **kwargs)
+        return rebuilt(own, self._formula)(self, *args, **kwargs)
+
+
+def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether weights are asked for, another way to attend, or another function turns than was compared."""
+    formula, config = module._formula, module.config
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        return True
+    if config._attn_implementation != formula.implementation:
+        return True
+    return bool(formula.turns) and type(module)._compared.__globals__.get(formula.turns) is not formula.function
+
+
+@functools.lru_cache(maxsize=256)
+def rebuilt(forward: Any, formula: AttentionFormula) -> Callable[..., Any]:
+    """A forward that finds our functions among its globals."""
+    names = _Globals(forward.__globals__)
+    names[REGISTRY] = _Registry(forward.__globals__[REGISTRY], formula.attends)
+    if formula.rope is not None:
+        names[formula.turns] = formula.rope
+    copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+class _Globals(dict[str, Any]):
+    """Another module's names as they are now, beside those of its own."""
+
+    def __init__(self, others: dict[str, Any]) -> None:
+        super().__init__(__builtins__=others["__builtins__"], __name__=others["__name__"])
+        self.others = others
+
+    def __missing__(self, name: str) -> Any:
+        return self.others[name]
+
+
+class _Registry:
+    """Gives our function in the place of the one that was compared."""
+
+    def __init__(self, theirs: Any, attends: Any) -> None:
+        self.theirs, self.attends = theirs, attends
+        #: Whether a forward has asked for the function.
+        self.asked = False
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        function = self.theirs.get_interface(name, default)
+        if name != SDPA or function is not self.attends:
+            return function
+        self.asked = True
+        return functools.partial(_attend, function)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.theirs, name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.theirs[name]
+
+
+def _attend(
+    theirs: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Of [B, heads, S, D], as transformers hands them: [B, S, heads, D], and no weights."""
+    if any(options.get(name) not in (None, False) for name in THEIRS):
+        return theirs(module, query, key, value, attention_mask, **options)
+    given = {name: options.get(name) for name in OURS}
+    queries, keys = query.shape[2], key.shape[2]
+    causal = given["is_causal"] if given["is_causal"] is not None else getattr(module, "is_causal", True)
+    mask_type, mask, bias = "none", None, given["position_bias"]
+    if attention_mask is None:
+        if causal and queries > 1:
+            mask_type, key, value = "causal", key[:, :, :queries], value[:, :, :queries]
+            bias = None if bias is None else bias[..., :queries]
+    elif attention_mask.dtype is torch.bool:
+        mask_type, mask = "arbitrary", ~attention_mask[..., :keys]
+    else:
+        added = attention_mask[..., :keys]
+        bias = added if bias is None else bias + added
+    y = attention(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        mask_type=mask_type,
+        mask=mask,
+        bias=bias,
+        sinks=given["s_aux"],
+        scale=given["scaling"],
+        soft_cap=given["softcap"],
+        dropout=given["dropout"] or 0.0,
+    )
+    return y, None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """True for a class whose forward asks the registry how to attend."""
+    kind: Any = bare_class(module)
+    forward = getattr(kind, "_original", kind).forward
+    return REGISTRY in getattr(forward, "__code__", is_attention.__code__).co_names and hasattr(module, "config")
+
+
+def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
+    """Which functions of its forward ours replace, or None and why it is left alone."""
+    implementation = module.config._attn_implementation
+    if implementation not in (SDPA, EAGER):
+        return None, f"its configuration asks for {implementation}, and ours takes the place of {SDPA}"
+    kind: Any = original(bare_class(module)) or bare_class(module)
+    forward = kind.forward
+    held = forward.__globals__
+    turns = [name for name in forward.__code__.co_names if "rotary" in name and callable(held.get(name))]
+    rope = rope_of(held[turns[0]]) if len(turns) == 1 else None
+    name = turns[0] if rope is not None else ""
+    attends = held[REGISTRY].get_interface(SDPA, None) if implementation == SDPA else None
+    if attends is None and rope is None:
+        return None, f"its configuration asks for {EAGER} attention, and ours takes the place of {SDPA}"
+    formula = AttentionFormula(name, held.get(name), rope, implementation, attends)
+    try:
+        copied = [small(module, torch.float32, last) for last in (True, False)]
+    except NotImplementedError as error:
+        return None, str(error)
+    why = ""
+    for last, lies in itertools.product((True, False), (HALVES, PAIRS, ONCE, COMPLEX) if turns else (HALVES,)):
+        for width in _widths(copied[not last]):
+            why = _differs(module, forward, formula, _Case(last, lies, width))
+            registry: _Registry = rebuilt(forward, formula).__globals__[REGISTRY]
+            if not why and (formula.attends is None or registry.asked):
+                return formula, ""
+            why = why or "it does not ask the registry how to attend"
+            if "does not run" not in why:
+                return None, why
+    return None, why
+
+
+class _Case(NamedTuple):
+    """How a twin is made and called."""
+
+    #: Whether its last matrix leads back to the features of the input.
+    last: bool
+    #: How tables of rotary positions lie, and for how many features.
+    lies: str
+    width: int
+
+
+#: Tokens, and features of the input.
+TOKENS, SMALL = 5, 16
+
+
+def _differs(module: Any, forward: Any, formula: AttentionFormula, case: _Case) -> str:
+    """Where they differ, or "": without a mask, with a causal one, and with one that pads and bounds a window."""
+    for mask in ("none", "causal", "padding and window"):
+
+        def theirs(copied: Any, x: Tensor, mask: str = mask) -> Tensor:
+            return _first(forward(copied, **_arguments(copied, x, mask, formula.implementation, case)))
+
+        def ours(copied: Any, x: Tensor, mask: str = mask) -> Tensor:
+            named = _arguments(copied, x, mask, formula.implementation, case)
+            return _first(rebuilt(forward, formula)(copied, **named))
+
+        why = differs(
+            lambda dtype: small(module, dtype, case.last),
+            ours,
+            lambda dtype: iter([(drawn((2, TOKENS, SMALL), dtype, 5),)]),
+            theirs,
+        )
+        if why:
+            return why
+    return ""
+
+
+def _first(outputs: Any) -> Tensor:
+    y: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+    return y
+
+
+def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _Case) -> dict[str, Any]:
+    """Of a forward, by name, as a model of transformers gives them."""
+    names = inspect.signature(type(copied).forward).parameters
+    i = torch.arange(TOKENS)
+    seen = i[:, None] >= i
+    if mask == "padding and window":
+        seen = (seen & (i[:, None] - i < 3)).expand(2, 1, TOKENS, TOKENS).clone()
+        seen[1, :, :, :1] = torch.eye(TOKENS, dtype=torch.bool)[:, :1]
+    seen = seen.expand(2, 1, TOKENS, TOKENS)
+    added = torch.where(seen, 0.0, torch.finfo(x.dtype).min).to(x.dtype)
+    given = None if mask == "none" else seen if implementation == SDPA else added
+    named: dict[str, Any] = {"hidden_states": x, "mask" if "mask" in names else "attention_mask": given}
+    if "position_embeddings" in names:
+        named["position_embeddings"] = tables(case.lies, case.width, TOKENS, x.dtype)
+    for name, parameter in names.items():
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            named.setdefault(name, None)
+    named.pop("self", None)
+    return named
+
+
+def _widths(copied: Any) -> list[int]:
+    """Features that may turn, as the attributes of classes say."""
+    named = ("rotary_ndims", "rotary_dim", "qk_rope_head_dim", "head_dim", "head_size", "attention_head_size")
+    widths = [getattr(copied, name, None) for name in named]
+    whole = [width for width in widths if isinstance(width, int) and width > 1]
+    part = getattr(copied.config, "partial_rotary_factor", None) or 1.0
+    return list(dict.fromkeys([*(int(w * part) // 2 * 2 for w in whole[-1:]), *whole])) or [2]
+
+
+def small(module: Any, dtype: torch.dtype, last: bool) -> nn.Module:
+    """A twin of few features of input and output, whose heads are those of the module.
+
+    Args:
+        last: whether the last matrix leads back to the features of the input.
+    Raises:
+        NotImplementedError: what is inside cannot be made again.
+    """
+    parts: dict[str, nn.Module] = {}
+    shapes = {name: size for name, part in module._modules.items() if (size := sizes(part)) is not None}
+    if not shapes:
+        raise NotImplementedError("it holds no matrices")
+    wide = next(iter(shapes.values()))[0]
+    for i, (name, part) in enumerate(module._modules.items()):
+        if name in shapes:
+            k, n, bias = shapes[name]
+            is_last = last and name == list(shapes)[-1]
+            k, n = (k, SMALL) if is_last else (SMALL if k == wide else k, n)
+            parts[name] = nn.Linear(k, n, bias, device="cpu", dtype=dtype)
+            with torch.no_grad():
+                for j, p in enumerate(parts[name].parameters()):
+                    p.copy_(drawn(p.shape, torch.float32, 2 * i + j, scale=0.3 if j else k**-0.5))
+        elif part is None or part._modules or any(b.is_meta for b in part.buffers()):
+            raise NotImplementedError(f"it holds a {type(part).__name__}")
+        else:
+            values = {n: drawn(p.shape, dtype, i, 0.5, 0.2) for n, p in part._parameters.items() if p is not None}
+            bare = bare_class(part)
+            parts[name] = twin(part, original(bare) or bare, {}, values)
+            parts[name]._buffers.update(part._buffers)
+    kind = original(bare_class(module)) or bare_class(module)
+    own = {name: drawn(p.shape, dtype, 99) for name, p in module._parameters.items() if p is not None}
+    copied = twin(module, kind, parts, own)
+    copied._buffers.update(module._buffers)
+    return copied
