@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from quaver.torch.integrations.huggingface.callback import FILE, load, saturatio
 from quaver.torch.integrations.huggingface.config import METHOD
 from quaver.torch.linear.layer import Quantizable
 from tests.close import assert_bitwise
-from tests.torch.model.families import tiny, tokens
+from tests.torch.model.families import FAMILIES, tiny, tokens
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,29 @@ def test_stored_weights_come_back_bit_for_bit_from_a_small_file(recipe: str, pla
     # As a Trainer that resumes loads a folder.
     again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     assert_same(again, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", ["high", "stored"])
+def test_every_family_comes_back_from_its_folder(family: str, weights: str, tmp_path: Path) -> None:
+    kind, model = FAMILIES[family], tiny(family)
+    if family == "gpt_neo":
+        pytest.skip("transformers refuses to save a model of two layers of it")
+    rules = {"*experts*": "tensorwise", "*": "delayed"}
+    with warnings.catch_warnings():
+        # Of families without experts no name fits.
+        warnings.simplefilter("ignore")
+        qt.convert(model, rules)
+        model.save_pretrained(tmp_path / "plain")
+        plain, report = kind.from_pretrained(tmp_path / "plain", output_loading_info=True)
+        assert not any(report.values())
+        assert_same(plain, tiny(family))
+        one = kind.from_pretrained(tmp_path / "plain", quantization_config=QuaverConfig(rules, weights=weights))
+        one.save_pretrained(tmp_path / "own")
+        again, report = kind.from_pretrained(tmp_path / "own", output_loading_info=True)
+    assert not any(report.values())
+    assert_same(again, one)
 
 
 def test_a_process_without_the_import_refuses_codes_and_says_what_to_import(
