@@ -217,7 +217,7 @@ class NormOfEachHead(nn.Module):
         plain = replace(options, zero_centered=False, norm_bias=False).norm(dim)
         assert plain is not None
         self.formula, self.zero_centered = plain.formula, options.zero_centered
-        self.weight = nn.Parameter(torch.empty(heads, dim, **options.like))
+        self.weight = nn.Parameter(torch.empty(heads, dim, device=options.device, dtype=options.dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -85,7 +85,7 @@ def arguments(layer: nn.Module, around: Surroundings, x: Tensor) -> dict[str, An
         ValueError: it asks for something that is not known.
     """
     given: dict[str, Any] = {}
-    positions = torch.arange(x.shape[1], device=x.device)[None]
+    positions = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)[None]
     for name, parameter in list(inspect.signature(layer.forward).parameters.items())[1:]:
         if name == "position_embeddings":
             given[name] = _rotated(layer, around, x, positions)

@@ -166,8 +166,9 @@ def _input(layer: nn.Module, roles: Mapping[str, str]) -> Tensor:
             "TransformerLayer by hand, as docs/blocks/transformer.md shows"
         )
     weight = linear_of(layer.get_submodule(roles["o"]))[0]
-    drawn = torch.randn(*SIZES, weight.shape[0], generator=torch.Generator().manual_seed(0))
-    return drawn.to(weight.device, weight.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(*SIZES, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu")
+    return x.to(weight.device, weight.dtype)
 
 
 def _same(

@@ -77,7 +77,7 @@ def activations_of(modules: Sequence[nn.Module], gated: bool) -> list[str]:
     function = next((f for f in functions if callable(f)), None)
     if function is None:
         return rows
-    x = torch.linspace(-8, 8, 321)
+    x = torch.linspace(-8, 8, 321, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         y = function(x.clone())
         ones = [torch.ones_like(x)] if gated else []
@@ -102,8 +102,8 @@ def _norms(eps: float, dim: int, weight: nn.Parameter | None, bias: nn.Parameter
 
 def _inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     """Two that tell norms apart: off zero, and so small that eps matters."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(x.shape, generator=generator).to(x)
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(x)
     return drawn + 0.5, drawn * 1e-3
 
 
