@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quaver.torch.blocks.attention.op import attention
 from quaver.torch.model.fusing.comparing import differs, drawn, twin
-from quaver.torch.model.fusing.fused import Fused, stands_aside
+from quaver.torch.model.fusing.fused import Fused, replaced, stands_aside
 from quaver.torch.model.fusing.mlps import sizes
 from quaver.torch.model.fusing.ropes import COMPLEX, HALVES, ONCE, PAIRS, Rope, rope_of, tables
 from quaver.torch.model.reach.exchanging import bare_class, original
@@ -57,9 +57,9 @@ class FusedAttention(Fused):
     _formula: AttentionFormula
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = type(self)._compared
+        own = type(self)._original.forward
         x = args[0] if args else kwargs.get("hidden_states")
-        if torch.compiler.is_compiling() or stands_aside(self, x) or _asks(self, kwargs):
+        if torch.compiler.is_compiling() or replaced(self) or stands_aside(self, x) or _asks(self, kwargs):
             return super().forward(*args, **kwargs)
         return rebuilt(own, self._formula)(self, *args, **kwargs)
 
@@ -71,7 +71,7 @@ def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
         return True
     if config._attn_implementation != formula.implementation:
         return True
-    return bool(formula.turns) and type(module)._compared.__globals__.get(formula.turns) is not formula.function
+    return bool(formula.turns) and type(module)._original.forward.__globals__.get(formula.turns) is not formula.function
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quaver.torch.model.fusing.fused import OF_ALL
 from quaver.torch.model.reach.same import BOUNDS, close
 
-#: Attributes of every module.
-OF_ALL = {*nn.Module().__dict__}
 Function = Callable[..., Tensor]
 
 
@@ -118,7 +117,8 @@ def agree(
 
 def _plain(module: nn.Module) -> str:
     own = {name: value for name, value in module.__dict__.items() if name not in OF_ALL}
-    return repr({name: value for name, value in own.items() if isinstance(value, str | int | float | list | tuple)})
+    plain = str | int | float | list | tuple
+    return repr({name: value if isinstance(value, plain) else type(value) for name, value in own.items()})
 
 
 def rows(width: int, dtype: torch.dtype) -> Iterator[Tensor]:

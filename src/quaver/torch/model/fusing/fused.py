@@ -1,12 +1,20 @@
 """What stands above the class of a module that one of our blocks computes, and when the module's own forward runs."""
 
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.torch.internals import forward_level, transforms_active
+from quaver.torch.model.reach.same import PLAIN
 from quaver.torch.operations import ops
+
+#: Attributes of every module.
+OF_ALL = {*nn.Module().__dict__}
+#: An attribute's name, and what it is.
+Named = tuple[tuple[str, Any], ...]
 
 #: What blocks compute in.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,17 +28,49 @@ class Fused(nn.Module):
 
     #: What the block computes, and of which of the module's parts.
     _formula: Any
-    #: The class below, and its forward as it was compared with the block.
+    #: The class below, and of its members those that were compared with the block.
     _original: Any
-    _compared: Any
+    _compared: Named
+
+
+def fixed(attributes: Mapping[str, Any]) -> Named:
+    """Those attributes that are told by their value: numbers, names, tuples of them, and functions."""
+    return tuple((name, value) for name, value in attributes.items() if name not in OF_ALL and _told(value))
+
+
+def _told(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(part, PLAIN) for part in value)
+    return isinstance(value, (*PLAIN, FunctionType, BuiltinFunctionType))
+
+
+def changed(attributes: Mapping[str, Any], before: Named) -> bool:
+    """Whether an attribute is another than `fixed` has seen."""
+    for name, value in before:
+        now = attributes.get(name, nn.Module)
+        if now is not value and (type(now) is not type(value) or now != value):
+            return True
+    return False
+
+
+def replaced(module: Fused) -> bool:
+    """Whether the class has another forward than was compared."""
+    kind = type(module)
+    return kind._original.forward is not dict(kind._compared)["forward"]
+
+
+def patched(module: Fused) -> bool:
+    """Whether the class or the instance has another forward, or another function that it calls, than was compared."""
+    kind = type(module)
+    for name, value in kind._compared:
+        if name in module.__dict__ or getattr(kind._original, name, None) is not value:
+            return True
+    return False
 
 
 def stands_aside(module: Fused, x: Any) -> bool:
-    """True if the module's own forward must run on x: it was patched since, x is no plain tensor, or a transform that
-    our functions have no rules for is active."""
-    kind = type(module)
-    if kind._original.forward is not kind._compared:
-        return True
+    """True if the module's own forward must run on x: x is no plain tensor, or a transform that our functions have no
+    rules for is active."""
     if torch.compiler.is_compiling():
         return not isinstance(x, Tensor) or x.dtype not in DTYPES
     if (x.__class__ is not Tensor and x.__class__ is not nn.Parameter) or x.dtype not in DTYPES or x.is_nested:

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.torch.blocks.loss.cross_entropy import linear_cross_entropy
+from quaver.torch.internals import forward_level, transforms_active
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.projections import is_bare
 from quaver.torch.model.fusing.comparing import agree, differentiated, drawn, twin, wide
-from quaver.torch.model.fusing.fused import Fused
+from quaver.torch.model.fusing.fused import Fused, Named, changed, fixed, patched
 from quaver.torch.model.reach.exchanging import bare_class, original
 from quaver.torch.model.reach.same import BOUNDS
 from quaver.torch.state.context import in_force
@@ -30,6 +31,8 @@ IGNORED = -100
 OF_THE_HEAD = {"labels", "logits_to_keep", "return_dict"}
 #: What the loss takes beside labels, as Trainer gives it.
 OF_THE_LOSS = {"num_items_in_batch", "shift_labels"}
+#: Those of its arguments that are answered.
+KNOWN = OF_THE_HEAD | OF_THE_LOSS | {"output_router_logits"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class LossFormula:
     others: tuple[str, ...]
     scale: float = 1.0
     soft_cap: float | None = None
+    #: Names of arguments by which the forward or the function makes another loss.
+    others_ask: frozenset[str] = frozenset()
+    #: Attributes of the model and of its configuration as they were compared.
+    attributes: Named = ()
+    of_config: Named = ()
 
     def __str__(self) -> str:
         return "head and loss, without logits in training"
@@ -66,7 +74,11 @@ class LossFormula:
         )
         if count is None:
             return loss
-        return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
+        # Of no token at all the loss is NaN and the gradients are zeros, as theirs.
+        if not isinstance(count, Tensor):
+            return loss / count if count else loss.detach() / count + 0 * loss
+        count = count.to(loss.device)
+        return torch.where(count == 0, loss.detach() / count, loss / torch.where(count == 0, 1, count))
 
 
 class FusedLoss(Fused):
@@ -79,7 +91,7 @@ class FusedLoss(Fused):
         labels = kwargs.get("labels")
         if labels is None or len(args) > 1 or not self.training or not torch.is_grad_enabled() or _asks(self, kwargs):
             return super().forward(*args, **kwargs)
-        if type(self)._original.forward is not type(self)._compared or not _plain_head(self):
+        if patched(self) or changed(self.__dict__, formula.attributes) or not _plain_head(self):
             return super().forward(*args, **kwargs)
         given = dict(zip((formula.first,), args, strict=False)) | kwargs
         of_loss = {name: given[name] for name in OF_THE_LOSS if name in given}
@@ -94,8 +106,11 @@ class FusedLoss(Fused):
 
 
 def _asks(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for what is made of logits, of routers, or for another kind of output."""
-    config = model.config
+    """Whether a call asks for what is made of logits, of routers, for another loss or another kind of output, or the
+    configuration's numbers are others by now."""
+    config, formula = model.config, model._formula
+    if not torch.compiler.is_compiling() and (transforms_active() or forward_level() >= 0):
+        return True
     keeps = kwargs.get("logits_to_keep", 0)
     return (
         isinstance(keeps, Tensor)
@@ -103,7 +118,9 @@ def _asks(model: Any, kwargs: dict[str, Any]) -> bool:
         or kwargs.get("return_dict") is False
         or getattr(config, "return_dict", True) is False
         or bool(kwargs.get("output_router_logits") or getattr(config, "output_router_logits", False))
-        or model.loss_function is not model._formula.loss
+        or model.loss_function is not formula.loss
+        or any(kwargs.get(name) is not None for name in formula.others_ask)
+        or changed(config.__dict__, formula.of_config)
     )
 
 
@@ -156,9 +173,16 @@ def formula_of(model: Any) -> tuple[LossFormula | None, str]:
     lost = {n for n, p in own.items() if p.kind is p.POSITIONAL_OR_KEYWORD} - OF_THE_HEAD - OF_THE_LOSS - {"self"}
     if takes is not None and not lost <= takes:
         return None, f"its body does not take {', '.join(sorted(lost - takes))}"
+    if own[first].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return None, "its forward names no input"
+    of_loss = inspect.signature(model.loss_function).parameters
+    others_ask = frozenset({*own, *of_loss}) - {*parameters, "self", "kwargs", "logits", "vocab_size"} - KNOWN
+    of_config = fixed({name: value for name, value in model.config.__dict__.items() if "logit" in name})
     why = "no scale and no soft cap of its logits gives its loss"
     for scale, cap in _numbers(model):
-        formula = LossFormula(*names, first, takes, model.loss_function, type(output), others, scale, cap)
+        formula = LossFormula(
+            *names, first, takes, model.loss_function, type(output), others, scale, cap, others_ask, of_config=of_config
+        )
         if _gives(model, formula):
             return formula, ""
     return None, why

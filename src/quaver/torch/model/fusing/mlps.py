@@ -18,7 +18,7 @@ from quaver.torch.blocks.activation import ACTIVATIONS, Activated, option_values
 from quaver.torch.linear.entrance import GIVEN
 from quaver.torch.linear.projections import is_bare, project
 from quaver.torch.model.fusing.comparing import differs, drawn, rows, twin
-from quaver.torch.model.fusing.fused import Fused, stands_aside
+from quaver.torch.model.fusing.fused import Fused, Named, changed, fixed, patched, stands_aside
 from quaver.torch.model.reach.exchanging import bare_class, original
 
 
@@ -30,13 +30,17 @@ class MLPFormula:
     #: Gate and up, or the one that is both, or up alone.
     entrance: tuple[str, ...]
     down: str
-    #: Activations, which our block does not call, and their classes.
-    skipped: tuple[tuple[str, type], ...]
+    #: The names of all parts.
+    parts: tuple[str, ...]
+    #: Activations, which our block does not call, their classes, and their attributes as they were compared.
+    skipped: tuple[tuple[str, type, Named], ...]
     #: Dropout before down and after it.
     inner: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     #: Whether the forward takes a second tensor, which it adds.
     residual: bool = False
+    #: Attributes as they were compared.
+    attributes: Named = ()
 
     def __str__(self) -> str:
         return f"MLP, {self.activated.name}" + ", eight_bit_activations" * self.activated.eight_bits
@@ -64,7 +68,9 @@ class FusedMLP(Fused):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         formula = self._formula
-        if len(args) != 1 + formula.residual or kwargs or any(stands_aside(self, x) for x in args):
+        if len(args) != 1 + formula.residual or kwargs or patched(self) or changed(self.__dict__, formula.attributes):
+            return super().forward(*args, **kwargs)
+        if any(stands_aside(self, x) for x in args):
             return super().forward(*args, **kwargs)
         if in_the_way(self, formula):
             return super().forward(*args, **kwargs)
@@ -72,11 +78,14 @@ class FusedMLP(Fused):
 
 
 def in_the_way(module: nn.Module, formula: MLPFormula) -> str:
-    """The part that our block would not call and that must be: a hook stands on it, or it was exchanged; or ""."""
+    """The part that our block would not call and that must be: it is new, a hook stands on it, it was exchanged, or an
+    attribute of it; or ""."""
     parts: Any = module._modules
-    for name, kind in formula.skipped:
-        part = parts.get(name)
-        if type(part) is not kind or not is_bare(parts[name]):
+    if tuple(parts) != formula.parts:
+        return "the parts"
+    for name, kind, attributes in formula.skipped:
+        part = parts[name]
+        if type(part) is not kind or not is_bare(parts[name]) or changed(part.__dict__, attributes):
             return name
     if not module.training:
         for name in formula.inner:
@@ -278,7 +287,8 @@ def _candidates(module: nn.Module, trace: _Trace) -> Iterator[MLPFormula]:
     dropout = [name for name in trace.called if isinstance(parts[name], nn.Dropout)]
     inner = tuple(name for name in dropout if trace.called.index(name) < last)
     after = tuple(name for name in dropout if name not in inner)
-    skipped = tuple((n, p.__class__) for n, p in parts.items() if sizes(p) is None and n not in dropout)
+    others = {n: p for n, p in parts.items() if sizes(p) is None and n not in dropout}
+    skipped = tuple((n, p.__class__, fixed(p.__dict__)) for n, p in others.items())
     features = layout(module)
     gated = features is not None and (len(entrance) == 2 or features[entrance[0]][1] > features[down][0])
     for name, row in ACTIVATIONS.items():
@@ -286,4 +296,4 @@ def _candidates(module: nn.Module, trace: _Trace) -> Iterator[MLPFormula]:
             continue
         activated = Activated(name, option_values(name, {}))
         for order in itertools.permutations(entrance):
-            yield MLPFormula(activated, order, down, skipped, inner, after, trace.residual)
+            yield MLPFormula(activated, order, down, tuple(parts), skipped, inner, after, trace.residual)

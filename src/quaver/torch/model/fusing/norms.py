@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quaver.torch.blocks.norm import NORMALIZATIONS, Normalization
 from quaver.torch.model.fusing.comparing import differs, drawn, rows, twin
-from quaver.torch.model.fusing.fused import Fused, casts, stands_aside
+from quaver.torch.model.fusing.fused import Fused, Named, casts, changed, patched, stands_aside
 from quaver.torch.model.reach.exchanging import bare_class, original
 
 #: Features of a twin whose norm has no parameters.
@@ -25,6 +25,8 @@ class NormFormula:
     normalization: Normalization
     weight: str | None
     bias: str | None
+    #: Attributes as they were compared.
+    attributes: Named = ()
 
     def __str__(self) -> str:
         n = self.normalization
@@ -43,7 +45,9 @@ class FusedNorm(Fused):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         formula = self._formula
-        if len(args) != 1 or kwargs or stands_aside(self, args[0]) or casts(args[0]) or not _fits(self, args[0]):
+        if len(args) != 1 or kwargs or patched(self) or changed(self.__dict__, formula.attributes):
+            return super().forward(*args, **kwargs)
+        if stands_aside(self, args[0]) or casts(args[0]) or not _fits(self, args[0]):
             return super().forward(*args, **kwargs)
         return formula.of(self, args[0])
 
@@ -54,6 +58,8 @@ def _fits(module: FusedNorm, x: Tensor) -> bool:
     if name is None:
         return x.dim() > 0
     weight = getattr(module, name)
+    if weight is None:
+        return False
     return x.dim() > 0 and weight.dtype is x.dtype and weight.dim() == 1 and weight.shape[0] == x.shape[-1]
 
 

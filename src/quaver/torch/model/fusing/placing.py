@@ -1,16 +1,14 @@
 """Which modules of a model our blocks compute in place: each kind is tried, and what came of it is a row."""
 
-import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from quaver.torch.model.fusing import attentions, losses, mlps, norms
-from quaver.torch.model.fusing.fused import Fused
-from quaver.torch.model.reach.exchanging import bare_class, exchange, give_back
-from quaver.torch.model.reach.same import PLAIN
+from quaver.torch.model.fusing.fused import OF_ALL, Fused, fixed
+from quaver.torch.model.reach.exchanging import bare_class, exchange, give_back, read_of_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +50,12 @@ class Part(NamedTuple):
     over: type[Fused]
     #: Why a module that is placed runs its own forward all the same, such as a hook on a part inside, or "".
     in_the_way: Callable[[nn.Module, Any], str] = lambda module, formula: ""
+    #: Attributes that do not tell two of them apart.
+    alike: frozenset[str] = frozenset()
 
 
+#: Where a layer stands in its model, as caches want it.
+PLACES = frozenset({"layer_idx", "layer_id", "layer_number"})
 PARTS = (
     Part("norm", norms.is_norm, lambda m, _: norms.formula_of(m), norms.FusedNorm),
     Part(
@@ -68,6 +70,8 @@ PARTS = (
         attentions.is_attention,
         lambda m, _: attentions.formula_of(m),
         attentions.FusedAttention,
+        # Its own forward runs.
+        alike=PLACES,
     ),
     Part("loss", losses.is_causal, lambda m, _: losses.formula_of(m), losses.FusedLoss),
 )
@@ -89,9 +93,11 @@ def place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> list
         if formula is not None:
             if isinstance(module, Fused):
                 give_back(module)
+            if hasattr(formula, "attributes"):
+                formula = replace(formula, attributes=fixed(module.__dict__))
             exchange(module, part.over, formula)
             kind: Any = bare_class(module)
-            kind._compared = kind._original.forward
+            kind._compared = read_of_class(kind._original, kind._formula)
             why = part.in_the_way(module, formula)
         rows.append(Placed(name, bare_class(module).__name__, "" if formula is None else str(formula), why))
     return rows
@@ -114,24 +120,28 @@ def _formula(module: nn.Module, part: Part, blocks: Blocks, known: dict[Any, tup
     """Asked once of modules that differ in no attribute."""
     if "forward" in module.__dict__:
         return None, "its forward was replaced on the instance"
-    key = part.name, _looks(module), tuple((name, _looks(child)) for name, child in module._modules.items())
+    children = tuple((name, _looks(child, part.alike)) for name, child in module._modules.items())
+    key = part.name, _looks(module, part.alike), children
     if key not in known:
         known[key] = part.formula(module, blocks)
     return known[key]
 
 
-#: The name of an attribute.
-NAME = operator.itemgetter(0)
-#: What tells layers of a model apart that compute the same, as caches want it.
-PLACES = {"layer_idx", "layer_id", "layer_number"}
+def _looks(module: nn.Module | None, alike: frozenset[str]) -> Any:
+    """What tells modules of one class apart: plain attributes by value, others by identity, and sizes; of a matrix the
+    latter alone.
 
-
-def _looks(module: nn.Module | None) -> Any:
-    """What tells modules of one class apart: plain attributes by value, others by identity, and sizes."""
+    Args:
+        alike: attributes that tell none apart.
+    """
     if module is None:
         return None
-    held = [(k, v) for k, v in sorted(module.__dict__.items(), key=NAME) if k[0] != "_" and k not in PLACES]
-    own = tuple((k, v if isinstance(v, PLAIN) else id(v)) for k, v in held)
+    size = mlps.sizes(module)
+    if size is not None:
+        return size, *(None if p is None else p.dtype for p in module._parameters.values())
+    told = tuple((k, v) for k, v in fixed(module.__dict__) if k not in alike)
+    names = {*OF_ALL, *alike, *(name for name, _ in told)}
+    own = told, tuple((k, id(v)) for k, v in module.__dict__.items() if k not in names)
     shapes = tuple((k, None if p is None else (p.shape, p.dtype)) for k, p in module._parameters.items())
     kind = type(module)
     return kind, getattr(kind, "_original", kind).forward, own, shapes

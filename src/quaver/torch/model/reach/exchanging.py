@@ -5,6 +5,7 @@ one, so that code which asks for the old class still gets it.
 """
 
 import copy
+import inspect
 from collections.abc import Hashable
 from typing import Any
 
@@ -43,7 +44,7 @@ def counterpart(kind: Any, over: type, formula: Hashable = None) -> type:
     key = kind, over, formula
     if key not in _counterparts:
         members: dict[str, Any] = {"__reduce_ex__": _reduce, "__module__": kind.__module__}
-        members.update(_original=kind, _over=over, _formula=formula, _compared=kind.forward)
+        members.update(_original=kind, _over=over, _formula=formula, _compared=read_of_class(kind, formula))
         bases: tuple[type, ...] = (over, kind)
         if over is Linear:
             bases = (kind, over)
@@ -51,6 +52,25 @@ def counterpart(kind: Any, over: type, formula: Hashable = None) -> type:
         # Another thread may have made one: a class is one object.
         _counterparts.setdefault(key, type(kind.__name__, bases, members))
     return _counterparts[key]
+
+
+def read_of_class(kind: Any, formula: Any) -> tuple[tuple[str, Any], ...]:
+    """The forward of a class, and what it and the functions that it calls read of the class, by name, unless the
+    instance has an attribute of that name."""
+    names, read = ["forward"], dict[str, Any]()
+    shadowed = dict(getattr(formula, "attributes", ()))
+    while names:
+        name = names.pop()
+        if name in read or (hasattr(nn.Module, name) and name != "forward"):
+            continue
+        member = getattr(kind, name, None)
+        if member is None or member is not getattr(kind, name):
+            # Bound anew at each look.
+            continue
+        read[name] = member
+        for function in (member, inspect.unwrap(member)) if callable(member) else ():
+            names.extend(getattr(getattr(function, "__code__", None), "co_names", ()))
+    return tuple(item for item in read.items() if item[0] not in shadowed)
 
 
 def original(kind: type) -> type | None:
