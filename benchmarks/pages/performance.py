@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.pages.published import Forecast, of_torchao, of_transformer_engine, other_cards, seven
 from quaver import recipes
-from quaver.core.costs import ledger
+from quaver.core.costs import attention, ledger
 from quaver.core.costs.gpus import GPUS, Figure, Gpu
 from quaver.train.commands.planning import plan
 
@@ -132,6 +132,24 @@ def emulated() -> str:
     return markdown([*head, "MB", "launches", "bf16, µs", "emulated, µs", "over bf16"], rows)
 
 
+#: One for each way to quantize attention.
+ATTENTION_RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+#: Tokens, heads, groups of keys and features of a head of a Llama-3-8B layer.
+ATTENTION = 8192, 32, 8, 128
+
+
+def of_attention() -> str:
+    """Causal attention of such a layer in eight bits, forward and backward, beside bf16's."""
+    rows, specs = [], {name: recipes.get(name, attention=True).attention for name in ATTENTION_RECIPES}
+    for gpu in ("a100", "h100", "h200", "b200"):
+        costs = [attention.attention(spec, *ATTENTION, gpu) for spec in specs.values() if spec is not None]
+        cells = [f"{cost.seconds * 1e3:.3g} ({cost.speedup:.2f})" for cost in costs]
+        rows.append([gpu, f"{costs[0].bf16_seconds * 1e3:.3g}", *cells])
+    counts = [" + ".join(map(str, attention.products(spec))) for spec in specs.values() if spec is not None]
+    rows.append(["products", " + ".join(map(str, attention.PLAIN)), *counts])
+    return markdown(["GPU", "bf16, ms", *ATTENTION_RECIPES], rows)
+
+
 TABLES = {
     "rates": rates,
     "bytes": moved,
@@ -142,6 +160,7 @@ TABLES = {
     "floors on a B200": lambda: floors("b200", BLACKWELL),
     "emulated": emulated,
     "models": models,
+    "attention": of_attention,
 }
 
 
