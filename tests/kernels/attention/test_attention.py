@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 import quaver.torch as qt
@@ -198,6 +199,35 @@ def test_only_what_needs_a_gradient_gets_one_and_frozen_forwards_keep_nothing() 
             assert_bitwise(alone, together[which + 1], NAMES[which + 1])
             with torch.no_grad():
                 assert_bitwise(attention_fp8(*leaves[:3], sinks=leaves[3], spec=SPECS["rowwise"]), out.detach())
+
+
+@pytest.mark.parametrize("way", ["quaver", "torch", "reentrant"])
+def test_recomputed_attention_has_the_bits_of_attention_that_is_kept(way: str, launched: list[str]) -> None:
+    arrays = operands(1, 2, 1, 20, 70, 32, 32)
+    recompute: Any = {
+        "quaver": qt.checkpoint,
+        "torch": lambda *a: torch.utils.checkpoint.checkpoint(*a, use_reentrant=False),
+        "reentrant": lambda *a: torch.utils.checkpoint.checkpoint(*a, use_reentrant=True),
+    }[way]
+
+    def attend(*leaves: Tensor) -> Tensor:
+        q, k, v, sinks = leaves
+        # Under the recomputation too, which runs in backward.
+        with qt.only("triton"):
+            return attention_fp8(q, k, v, sinks=sinks, spec=SPECS["tensorwise"])
+
+    results = []
+    for run in (lambda *leaves: attend(*leaves), lambda *leaves: recompute(attend, *leaves)):
+        *leaves, grad = (torch.tensor(x, device=DEVICE) for x in arrays)
+        leaves = [x.requires_grad_() for x in leaves]
+        launched.clear()
+        with qt.only("triton"):
+            out = run(*leaves)
+            out.backward(grad)
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    assert launched == ["forward", "forward", "backward"]
+    for name, kept, again in zip(NAMES, *results, strict=True):
+        assert_bitwise(again, kept, name)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -114,6 +114,22 @@ def test_a_capture_of_a_block_launches_what_its_rehearsal_launched(
     assert set(captured) <= driver.loaded
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_a_capture_of_attention_in_eight_bits_launches_what_its_rehearsal_launched(
+    recipe: str, gpu: Callable[[str, int], Driver]
+) -> None:
+    """The amax of a head's dS is met in memory that each launch begins with zeros."""
+    driver = gpu(recipe, 90)
+    options = {"groups": 1, "bias": False, "window": (8, 0)}
+    block = qt.MultiheadAttention(64, 2, recipe=recipes.get(recipe, attention=True), dtype=torch.bfloat16, **options)
+    x = torch.randn(1, 2, 16, 64).bfloat16().requires_grad_()
+    *_, rehearsed, captured = launches(driver, block, recipe, x, WARM_UP)
+    names = {kernel[0].__name__ for kernel in captured}
+    assert {"attention", "attention_rows", "attention_columns"} <= names
+    assert captured == rehearsed
+    assert set(captured) <= driver.loaded
+
+
 def captured_names(driver: Driver, recipe: str, layer: qt.Linear) -> list[str]:
     x = torch.randn(1, 32, layer.in_features).bfloat16().requires_grad_()
     return [kernel[0].__name__ for kernel in launches(driver, layer, recipe, x, WARM_UP)[-1]]
