@@ -142,7 +142,7 @@ def of_attention() -> str:
     """Causal attention of such a layer in eight bits, forward and backward, beside bf16's."""
     rows, specs = [], {name: recipes.get(name, attention=True).attention for name in ATTENTION_RECIPES}
     for gpu in ("a100", "h100", "h200", "b200"):
-        costs = [attention.attention(spec, *ATTENTION, gpu) for spec in specs.values() if spec is not None]
+        costs = [attention.cost(spec, *ATTENTION, gpu) for spec in specs.values() if spec is not None]
         cells = [f"{cost.seconds * 1e3:.3g} ({cost.speedup:.2f})" for cost in costs]
         rows.append([gpu, f"{costs[0].bf16_seconds * 1e3:.3g}", *cells])
     counts = [" + ".join(map(str, attention.products(spec))) for spec in specs.values() if spec is not None]

@@ -25,7 +25,7 @@ def test_products_are_those_of_the_kernels(name: str) -> None:
 
 
 def test_time_is_that_of_the_products_and_of_quantizing() -> None:
-    cost = attention.attention(spec_of("mxfp8"), 8192, 32, 8, 128, "h200")
+    cost = attention.cost(spec_of("mxfp8"), 8192, 32, 8, 128, "h200")
     card = GPUS["h200"]
     flops = 2 * 32 * 128 * (8192 * 8193 / 2)
     # q, k and v as they lie, and turned after a copy; the same of the gradient of the output.
@@ -35,7 +35,7 @@ def test_time_is_that_of_the_products_and_of_quantizing() -> None:
     expected = 12 * flops / (card.rates["bf16"].value * 1e12) + moved / (card.copy.value * 1e12) + launches * 2e-6
     assert cost.seconds == pytest.approx(expected)
     assert cost.bf16_seconds == pytest.approx(7 * flops / (card.rates["bf16"].value * 1e12) + 2 * 2e-6)
-    whole = attention.attention(spec_of("mxfp8"), 8192, 32, 8, 128, "h200", causal=False)
+    whole = attention.cost(spec_of("mxfp8"), 8192, 32, 8, 128, "h200", causal=False)
     assert whole.seconds == pytest.approx(2 * cost.seconds, rel=0.1)
 
 
@@ -44,4 +44,4 @@ def test_time_is_that_of_the_products_and_of_quantizing() -> None:
 )
 def test_sizes_that_no_attention_has_are_a_sentence(sizes: tuple[int, int, int, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        attention.attention(spec_of("mxfp8"), *sizes, "h200")
+        attention.cost(spec_of("mxfp8"), *sizes, "h200")

@@ -54,7 +54,7 @@ def products(spec: AttentionSpec) -> Products:
     return Products(1 + PLAIN[0], rows, columns)
 
 
-def attention(
+def cost(
     spec: AttentionSpec,
     tokens: int,
     heads: int,
