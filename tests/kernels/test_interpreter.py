@@ -208,10 +208,10 @@ def nearest_float32(exact: Fraction, ours: float) -> bool:
 
 
 @pytest.mark.usefixtures("mended")
-def test_unmended_it_rounds_a_product_and_a_sum_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once this fails, `interpreter.mend` may leave them alone."""
+def test_unmended_it_rounds_a_product_and_a_sum_twice_before_triton_3_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once no version that is supported does, `interpreter.mend` may leave them alone."""
     monkeypatch.setattr(tritons.InterpreterBuilder, "create_fma", interpreter._mended[3])
     x, out = torch.full((16,), 1 + 2**-12), torch.empty(16)
     z = torch.full((16,), -1 - 2**-11)
     launch.launcher(fused, (1,), (x, x, z, out), (), {"N": 16})(x, x, z, out)
-    assert out[0] != 2**-24
+    assert (out[0] == 2**-24) == (tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))

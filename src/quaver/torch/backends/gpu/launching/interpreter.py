@@ -2,8 +2,8 @@
 
 Versions 3.6 to 3.9 round ties away from zero on the way to FP8, drop the carry into the exponent, turn NaN into a
 number, and truncate float32 to bf16 (triton-lang/triton#11897); with numpy 2.4 and later a loop whose bound is computed
-fails. Products of bf16 are taken of the bits, as whole numbers, and `tl.fma` rounds twice. `mend` replaces the
-conversion by torch's, saturating as `cvt.rn.satfinite` does, multiplies in float32, and rounds `tl.fma` once.
+fails. Products of bf16 are taken of the bits, as whole numbers, and before 3.9 `tl.fma` rounds twice. `mend` replaces
+the conversion by torch's, saturating as `cvt.rn.satfinite` does, multiplies in float32, and rounds `tl.fma` once.
 """
 
 import warnings
