@@ -49,6 +49,8 @@ class Case:
     times: Mapping[str, int] = field(default_factory=dict)
     #: By the name of a rule (`tests.kernels.gate.rules.RULES`), why it does not hold for this row.
     exceptions: Mapping[str, str] = field(default_factory=dict)
+    #: Whether `make slow` alone compiles it, for what it holds and moves, and not for how often it goes round loops.
+    rare: bool = False
 
 
 def matrix(rows: int = ROWS, columns: int = COLUMNS, dtype: torch.dtype = BF16) -> Tensor:
@@ -582,6 +584,12 @@ def _attention() -> list[Case]:
         "attention_rows #2": (1, tiles["attention_rows"]),
         "attention_columns": (heads // groups, 1, tiles["attention_columns"]),
     }
+    # Of rows whose share of a rate is not asked.
+    uncounted = {
+        **few,
+        "local memory": "of 64 features too where codes are made of bits; of scales of rows on Hopper too",
+        "trips": "how often it goes round is not told: it is read for what it holds and moves",
+    }
     return [
         Case(
             name="attention by heads",
@@ -595,7 +603,17 @@ def _attention() -> list[Case]:
             launch=launch("tensorwise", True),
             trips_beside=trips,
             products=back,
-            exceptions=few,
+            exceptions={**few, "trips": "on Ampere Δ takes 32 keys at a time: twice the rounds"},
+        ),
+        *(
+            Case(name=f"attention {title}", launch=launch(recipe, back, **how), exceptions=uncounted, rare=True)
+            for title, recipe, back, how in (
+                ("by heads, 64 features", "tensorwise", False, {"features": 64}),
+                ("by heads, 64 features, back", "tensorwise", True, {"features": 64}),
+                ("by rows back", "rowwise", True, {}),
+                ("1x32 and a mask", "mxfp8", False, {"mask": True}),
+                ("1x32 back", "mxfp8", True, {}),
+            )
         ),
     ]
 

@@ -60,7 +60,7 @@ def test_every_row_is_compiled_and_every_kernel_on_both_sides_of_hopper_and_what
         parts = [name.partition(": ") for name in launched[arch]]
         return {kernel.split()[0] for row, _, kernel in parts if row in rows}
 
-    rows = {name.partition(":")[0] for name in table}
+    rows = {name.partition(":")[0] for name in table} - {case.name for case in CASES if case.rare}
     # One side rounds codes on the bits, the other by a cast.
     for side in (ARCHITECTURES[:3], ARCHITECTURES[3:]):
         assert {k for arch in side for k in kernels(arch, turns[arch])} == {k for a in side for k in kernels(a, rows)}
@@ -175,8 +175,8 @@ def test_kernels_that_no_h200_can_run_at_its_copy_rate_are_few_and_have_a_reason
         and floors.share(row["sm_90"]["a_byte"], "H200") < 1
     }
     assert slow <= {case.name for case in CASES if "instructions" in case.exceptions}
-    # Random codes, whose words are the specification's.
-    assert len(slow) <= 3
+    # Four that draw words of the specification's, and one of two ways of which the longer is counted.
+    assert len(slow) <= 5
 
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:

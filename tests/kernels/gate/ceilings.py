@@ -40,7 +40,10 @@ def figures(recorded: Recorded, code: Code) -> Row:
     share = recorded.threads_an_element
     if share is not None:
         row["per_element"] = round(code.instructions * share, 2)
-    row |= {"bytes": recorded.bytes, "a_byte": instructions_a_byte(recorded, code)}
+    row["bytes"] = recorded.bytes
+    if not recorded.case.rare:
+        # How often the others go round their loops is not told.
+        row["a_byte"] = instructions_a_byte(recorded, code)
     if recorded.products:
         row["products"] = recorded.products
     row["programs"] = programs(code.registers, code.shared, recorded.launch.warps, code.arch)

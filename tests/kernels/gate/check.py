@@ -58,9 +58,10 @@ def in_turn(launched: Collection[str], cases: Sequence[Case], arch: int) -> set[
     Args:
         launched: names of all launches on sm_`arch`.
     """
-    order = {case.name: at for at, case in enumerate(cases)}
+    order = {case.name: at for at, case in enumerate(case for case in cases if not case.rare)}
     place, side = ARCHITECTURES.index(arch) % 3, ARCHITECTURES.index(arch) // 3
-    launches = [(row, kernel.split()[0]) for row, _, kernel in (name.partition(": ") for name in launched)]
+    parts = (name.partition(": ") for name in launched)
+    launches = [(row, kernel.split()[0]) for row, _, kernel in parts if row in order]
     rows = {row for row, _ in launches if order[row] % 2 == side}
     covered = {kernel for row, kernel in launches if row in rows}
     rows |= {

@@ -21,6 +21,9 @@ FEATURES = 32, 64, 128
 WIDTHS = 32, 64, 128
 #: Tokens of a program, those that it takes at a time, and its warps: forward, for dQ, and for dK and dV.
 FORWARD, ROWS, COLUMNS = (128, 64, 8), (64, 64, 8), (64, 32, 8)
+#: For Δ and dQ where one scale serves each matrix and products are of warp groups: eight warps would share 64 queries
+#: by taking half of each product twice. And for Δ alone on other cards, where codes are made of bits, and elsewhere.
+OF_GROUPS, SUMS_ON_BITS, SUMS = (64, 64, 4), (64, 32, 4), (64, 64, 4)
 #: Architectures whose multiprocessors have 99 KiB of shared memory for a program, less than half of the others'.
 NARROW = 86, 89, 120
 LOG2_E = 1.4426950408889634
@@ -125,6 +128,16 @@ def _stages(device: torch.device, crowded: bool = False) -> int:
     return 1 if crowded or architecture(device) in NARROW else 2
 
 
+def _rows(device: torch.device, half: bool, sums: bool) -> tuple[tuple[int, int, int], int]:
+    """The tiles and warps of `attention_rows`, and `_stages`: with float16 tiles or not, for Δ alone or not."""
+    arch = architecture(device)
+    if half and arch >= 90 and arch not in NARROW:
+        return OF_GROUPS, _stages(device)
+    if not (half and sums):
+        return ROWS, _stages(device)
+    return (SUMS_ON_BITS if integers(device) == 2 else SUMS), _stages(device, crowded=True)
+
+
 def _forward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype, turned: bool) -> Pass:
     q, q_scale, k, k_scale, v, v_scale, _, hidden, _ = given
     batch, heads, queries, dim = q.shape
@@ -177,21 +190,21 @@ def _backward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
     sizes = (heads, heads // groups, queries, keys)
     blocks = [_blocks(spec.input, x) for x in (q_scale, k_scale, v_scale)]
     apart, numbers = _apart(hidden), (scale * LOG2_E, scale)
-    bm, bn, warps = ROWS
-    of_rows = {**constants, "TURNED": kt is not None, "HALF": spec.input.per_tensor and by_head, "BM": bm, "BN": bn}
+    half = spec.input.per_tensor and by_head
+    of_rows = {**constants, "TURNED": kt is not None, "HALF": half}
     kt_given = (k, k_scale) if kt is None else (kt, kt_scale)
     tensors = (
         *(q, q_scale, k, k_scale, v, v_scale, *kt_given, do, do_scale, runs, hidden, logsumexp, delta, shift, tops, dq),
     )
     of_do = _blocks(spec.grad_output, do_scale)
     row_numbers = (*sizes, *blocks, _blocks(spec.input, kt_given[1]), of_do, *apart, *dq.strides[:3], *numbers)
-    grid = -(-queries // bm), batch * heads
+    launches = []
     # The amax of a head is known once all its programs have met.
-    steps = [(True, False), (False, True)] if by_head else [(True, True)]
-    launches = [
-        Launch(attention_rows, grid, tensors, row_numbers, {**of_rows, "SUMS": sums, "GRADIENT": gradient}, warps)
-        for sums, gradient in steps
-    ]
+    for sums, gradient in [(True, False), (False, True)] if by_head else [(True, True)]:
+        (bm, bn, warps), stages = _rows(q.device, half, sums and not gradient)
+        own = {**of_rows, "BM": bm, "BN": bn, "STAGES": stages, "SUMS": sums, "GRADIENT": gradient}
+        grid = -(-queries // bm), batch * heads
+        launches.append(Launch(attention_rows, grid, tensors, row_numbers, own, warps))
     bn, bm, warps = COLUMNS
     of_columns = {**constants, "TURNED": qt is not None, "GRAD_TURNED": dot is not None, "BM": bm, "BN": bn}
     qt_given = (q, q_scale) if qt is None else (qt, qt_scale)
