@@ -339,6 +339,8 @@ def test_bad_input_is_a_sentence() -> None:
     decoder = importlib.import_module("transformers.models.t5.modeling_t5").T5Block(
         transformers.T5Config(**T5, is_decoder=True), layer_idx=0
     )
+    clipped: Any = copy.deepcopy(layer_of("mpt")[0])
+    clipped.attn.clip_qkv = 8.0
     falcon = transformers.models.falcon.modeling_falcon.FalconDecoderLayer(
         transformers.FalconConfig(**FALCON, alibi=True), 0
     )
@@ -355,6 +357,7 @@ def test_bad_input_is_a_sentence() -> None:
         (bert, {}, r"drops at random \(attention.self.dropout = 0.1.*say dropout="),
         (decoder, {"dropout": 0.0, "attention_dropout": 0.0}, "EncDecAttention attends to a memory"),
         (falcon, {"dropout": 0.0, "attention_dropout": 0.0}, "is handed ALiBi's bias"),
+        (clipped, {"mask_type": "causal", "config": layer_of("mpt")[1]["config"]}, r"clamps .* to ±8 \(clip_qkv\)"),
         (llama, {"mask_type": "casual"}, "did you mean 'causal'"),
         (llama, {"mask_type": "arbitrary"}, "does not say whether the layer is causal"),
         (layer_of("whisper")[0], {"dropout": 0.0, "attention_dropout": 0.0, "fused": True}, "apart: fused=False"),

@@ -68,6 +68,13 @@ def surroundings(layer: nn.Module, config: Any, causal: bool | None) -> Surround
         raise ValueError(
             f"{type(layer).__name__} is handed ALiBi's bias, scaled by its own rule; a TransformerLayer has none"
         )
+    clip = attribute(layer, "clip_qkv", getattr(config, "clip_qkv", None))
+    if clip is not None:
+        # Random input may never reach the bound, and a real one does.
+        raise ValueError(
+            f"{type(layer).__name__} clamps queries, keys and values to ±{clip:g} (clip_qkv), which a TransformerLayer "
+            "does not"
+        )
     return Surroundings(config, index, bool(causal), kind)
 
 
