@@ -83,6 +83,21 @@ def test_less_is_kept_under_every_recipe(recipe: str) -> None:
     assert kept(ours, x) < 0.85 * kept(converted, x) <= 0.86 * kept(plain, x)
 
 
+def test_subclasses_of_linear_make_the_activation_again() -> None:
+    from benchmarks.cases.blocks.model_memory import kept
+
+    # Of fewer tokens codes are kept: making them again would take longer.
+    x, models = tokens().repeat(8, 2), [model_of("falcon", torch.bfloat16) for _ in range(2)]
+    for model, blocks in zip(models, (qt.Blocks(mlp=False), True), strict=True):
+        qt.convert(model, "mxfp8", blocks=blocks)
+    first, second = (step(model) for model in models)
+    for name, value in first.items():
+        assert_bitwise(second[name], value, name)
+    # The codes of what the activation gives, of 2 layers.
+    width = models[0].config.ffn_hidden_size
+    assert kept(models[0], x) - kept(models[1], x) >= 2 * x.numel() * width
+
+
 def test_a_hook_on_an_activation_runs_and_the_report_says_so() -> None:
     model, plain = llama(), llama()
     mlp = mlp_of(model)

@@ -96,7 +96,9 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
         return None
     recipe, compiling = None, torch.compiler.is_compiling()
     for layer in layers:
-        if layer.__class__ is not Linear:
+        kind = layer.__class__
+        if kind is not Linear and (getattr(kind, "_over", None) is not Linear or "parametrizations" in layer._modules):
+            # A subclass with a forward of its own; `convert` gives those that compute a linear layer this mark.
             return None
         own = recipe_of(layer, compiling)
         if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
