@@ -82,7 +82,7 @@ def test_drawn_operands_and_layers_equal_the_reference(first: int) -> None:
         check_layer(seed)
 
 
-@pytest.mark.parametrize("seed", [1001, 1002, pytest.param(1003, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1001, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1002, 1003))])
 def test_drawn_layers_equal_the_reference_compiled_and_in_jax(seed: int) -> None:
     check_operand(seed, in_jax=True)
     check_layer(seed, compiled=True, in_jax=True)
