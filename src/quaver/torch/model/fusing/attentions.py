@@ -240,11 +240,11 @@ def _first(outputs: Any) -> Tensor:
 def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _Case) -> dict[str, Any]:
     """Of a forward, by name, as a model of transformers gives them."""
     names = inspect.signature(type(copied).forward).parameters
-    i = torch.arange(TOKENS)
+    i = torch.arange(TOKENS, dtype=torch.int64, device="cpu")
     seen = i[:, None] >= i
     if mask == "padding and window":
         seen = (seen & (i[:, None] - i < 3)).expand(2, 1, TOKENS, TOKENS).clone()
-        seen[1, :, :, :1] = torch.eye(TOKENS, dtype=torch.bool)[:, :1]
+        seen[1, :, :, :1] = torch.eye(TOKENS, dtype=torch.bool, device="cpu")[:, :1]
     seen = seen.expand(2, 1, TOKENS, TOKENS)
     added = torch.where(seen, 0.0, torch.finfo(x.dtype).min).to(x.dtype)
     given = None if mask == "none" else seen if implementation == SDPA else added

@@ -70,7 +70,8 @@ def wide(theirs: Function, copied: nn.Module, x: Sequence[Tensor]) -> list[Tenso
 
 def differentiated(function: Function, module: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
     """The output, and the gradients of the inputs and of the module's parameters."""
-    torch.manual_seed(0)
+    # The CPU's generator alone, which `differs` gives back: torch.manual_seed would set a GPU's too.
+    torch.default_generator.manual_seed(0)
     given = [a.clone().requires_grad_() for a in x]
     with torch.enable_grad():
         y = function(module, *given)

@@ -189,7 +189,7 @@ def formula_of(model: Any) -> tuple[LossFormula | None, str]:
 
 
 #: A twin's labels, and how wide its states and its vocabulary are.
-IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, IGNORED, 10]], device="cpu")
+IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, IGNORED, 10]], dtype=torch.int64, device="cpu")
 WIDTH, WORDS = 8, 11
 
 
@@ -246,7 +246,11 @@ def _numbers(model: Any) -> Iterator[tuple[float, float | None]]:
 def _gives(model: Any, formula: LossFormula) -> bool:
     """Whether the loss and the gradients of states and head are theirs, for each way to count tokens."""
     for dtype in BOUNDS:
-        for of_loss in ({}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": IDS.roll(1, 1)}):
+        for of_loss in (
+            {},
+            {"num_items_in_batch": torch.tensor(7, dtype=torch.int64, device="cpu")},
+            {"shift_labels": IDS.roll(1, 1)},
+        ):
 
             def theirs(copied: Any, of_loss: dict[str, Any] = of_loss) -> Tensor:
                 loss: Tensor = copied(input_ids=IDS, labels=IDS, **of_loss).loss
