@@ -23,8 +23,7 @@ from tests.operands import SPECS, by_turns, nasty, variants
 
 STREAM = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LARGEST = (130, 257)
-SHAPES = [(37, 70), (1, 1), LARGEST, (16, 16), (3, 129), (0, 5), (5, 0), (0, 0)]
+SHAPES = [(37, 70), (1, 1), (130, 257), (16, 16), (3, 129), (0, 5), (5, 0), (0, 0)]
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
@@ -85,7 +84,7 @@ def amaxes(spec: QuantSpec, shape: tuple[int, int]) -> tuple[int, int]:
 def test_torch_stores_the_bits_of_numpy(spec: QuantSpec, shape: tuple[int, int], implementation: str) -> None:
     # By turns, so that each spec meets each operand in several shapes, and each shape under several specs.
     at = list(SPECS.values()).index(spec) + SHAPES.index(shape)
-    for what, t, expected in dtype_by_dtype(spec, shape, at, 3 if shape == LARGEST else 2, **STREAM):
+    for what, t, expected in dtype_by_dtype(spec, shape, at, 3, **STREAM):
         same(qt.quantize(t, spec, **STREAM), expected, what)  # type: ignore[arg-type]
 
 
@@ -98,7 +97,7 @@ def test_torch_stores_the_bits_of_numpy_under_a_given_amax(spec: QuantSpec, amax
     shape = (19, 70)
     given = torch.full(amaxes(spec, shape), amax)
     at = list(SPECS.values()).index(spec) + AMAXES.index(amax)
-    for what, t, expected in dtype_by_dtype(spec, shape, at, 3, amax):
+    for what, t, expected in dtype_by_dtype(spec, shape, at, 5, amax):
         same(qt.quantize(t, spec, given), expected, what)
         if spec.per_tensor:
             same(qt.quantize(t, spec, amax), expected, f"{what}, given as a number")

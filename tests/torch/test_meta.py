@@ -127,7 +127,8 @@ def test_shapes_can_be_propagated(name: str) -> None:
 @ALL
 def test_shapes_can_be_propagated_backward(name: str) -> None:
     for net in (model(None, "meta"), qt.MLP(32, 16, "swiglu", normalization="RMSNorm", device="meta")):
-        for _ in range(2):
+        # The first step gives what keeps state its buffers, which the second finds.
+        for _ in range(2 if name in ("delayed", "nvfp4") else 1):
             x = torch.empty(3, 32, device="meta", requires_grad=True)
             with qt.autocast(name):
                 net(x).sum().backward()

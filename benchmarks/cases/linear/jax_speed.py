@@ -17,7 +17,9 @@ def measure(quick: bool) -> list[Figure]:
 
     at = layers.arrays(QUICK_FEATURES if quick else FEATURES)
     peers = {name: layers.flax(at, op) for name, op in layers.FLAX.items()}
-    peers |= {name: layers.with_qwix(at, options) for name, options in layers.QWIX.items()}
+    peers |= {
+        name: layers.with_qwix(at, options) for name, options in list(layers.QWIX.items())[: 1 if quick else None]
+    }
     steps = {"x @ w in bf16": layers.plain(at), **peers}
     names = QUICK_RECIPES if quick else RECIPES
     steps |= {f"quaver {name}": layers.ours(at, RECIPES[name]()) for name in names}

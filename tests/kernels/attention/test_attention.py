@@ -127,7 +127,8 @@ def test_masks_hide_what_they_hide_from_the_plain_passes(how: str) -> None:
     if how == "pairs":
         options["mask"] = torch.rand(2, 1, queries, keys, device=DEVICE) < 0.5
         options["mask"][:, :, 7] = True
-    batch = () if "layout" in options else (2,)
+    # Two sequences where a mask tells them apart.
+    batch = () if "layout" in options else (2,) if "mask" in options else (1,)
     q, k, v, g = (
         torch.randn(*batch, n, h, 32, device=DEVICE) for n, h in ((queries, 2), (keys, 1), (keys, 1), (queries, 2))
     )

@@ -84,8 +84,9 @@ def test_other_layers_have_eagers_bits(kind: str, recipe: str, backend: str) -> 
     assert_same_training(make(kind, dtype=torch.bfloat16), [eager, compiled], recipe, inputs(torch.bfloat16))
 
 
-def test_float32_has_eagers_bits() -> None:
-    assert_same_training(make("Llama"), [eager, Compiled()], "tensorwise", inputs(torch.float32))
+@pytest.mark.parametrize("backend", [WITHOUT_CODE, SLOWLY])
+def test_float32_has_eagers_bits(backend: str) -> None:
+    assert_same_training(make("Llama"), [eager, Compiled(backend=backend)], "tensorwise", inputs(torch.float32))
 
 
 @pytest.mark.parametrize("backend", [WITHOUT_CODE, SLOWLY])

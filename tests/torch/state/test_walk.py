@@ -14,7 +14,8 @@ KINDS = pytest.mark.parametrize("kind", MODELS)
 
 @KINDS
 def test_whatever_a_loop_does_each_result_is_that_of_a_fresh_copy(kind: str) -> None:
-    for recipe in QUANTIZING:
+    # Every other recipe, and with the next kind the others.
+    for recipe in QUANTIZING[list(MODELS).index(kind) % 2 :: 2]:
         walk(kind, recipe, 0, 7)
 
 

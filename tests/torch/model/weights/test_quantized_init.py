@@ -525,7 +525,8 @@ def test_a_whole_graph_of_training_is_an_error_that_says_why(recipe: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+# Three seconds each.
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_compiled_blocks_train_such_weights_too(recipe: str) -> None:
     torch.compiler.reset()
     with qt.quantized_init("mxfp8"):
