@@ -339,6 +339,9 @@ def test_bad_input_is_a_sentence() -> None:
     decoder = importlib.import_module("transformers.models.t5.modeling_t5").T5Block(
         transformers.T5Config(**T5, is_decoder=True), layer_idx=0
     )
+    t5 = importlib.import_module("transformers.models.t5.modeling_t5").T5Block(transformers.T5Config(**T5))
+    inside: Any = copy.deepcopy(layer_of("whisper")[0])
+    inside.activation_dropout = 0.1
     clipped: Any = copy.deepcopy(layer_of("mpt")[0])
     clipped.attn.clip_qkv = 8.0
     falcon = transformers.models.falcon.modeling_falcon.FalconDecoderLayer(
@@ -358,6 +361,8 @@ def test_bad_input_is_a_sentence() -> None:
         (decoder, {"dropout": 0.0, "attention_dropout": 0.0}, "EncDecAttention attends to a memory"),
         (falcon, {"dropout": 0.0, "attention_dropout": 0.0}, "is handed ALiBi's bias"),
         (clipped, {"mask_type": "causal", "config": layer_of("mpt")[1]["config"]}, r"clamps .* to ±8 \(clip_qkv\)"),
+        (inside, {"dropout": 0.1, "attention_dropout": 0.0}, r"between the matrices of its MLP \(activation_dropout"),
+        (t5, {"dropout": 0.1, "attention_dropout": 0.0}, r"between the matrices of its MLP \(layer.1.DenseRelu"),
         (llama, {"mask_type": "casual"}, "did you mean 'causal'"),
         (llama, {"mask_type": "arbitrary"}, "does not say whether the layer is causal"),
         (layer_of("whisper")[0], {"dropout": 0.0, "attention_dropout": 0.0, "fused": True}, "apart: fused=False"),

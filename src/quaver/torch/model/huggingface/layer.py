@@ -94,7 +94,7 @@ def from_huggingface(
         The layer, in `layer`'s mode. Rotary positions are its own: hand it `positions`, not cosines and sines.
     Raises:
         ValueError: outputs that differ, with the part that does and by how much; no outputs to compare, as on meta;
-            cross attention, dropout that was not said, layers that were converted.
+            cross attention, dropout that was not said or that falls inside the MLP, layers that were converted.
     Bounded: outputs within 1e-5 of the largest of drawn weights, 3e-4 of the layer's own, in float32; 4e-2 in bfloat16.
     """
     _check(layer, mask_type, dropout, attention_dropout)
@@ -144,6 +144,21 @@ def _check(layer: nn.Module, mask_type: str | None, dropout: float | None, atten
             f"{type(layer).__name__} drops at random ({said}): say dropout= (of each part's output) and "
             "attention_dropout= (of probabilities), 0.0 for none"
         )
+    inside = _inside_mlp(layer, rates)
+    if inside and dropout:
+        raise ValueError(
+            f"{type(layer).__name__} drops between the matrices of its MLP ({inside} = {rates[inside]}), where a "
+            "TransformerLayer does not: set that to 0.0 first, or say dropout=0.0 to have none"
+        )
+
+
+def _inside_mlp(layer: nn.Module, rates: Mapping[str, float]) -> str:
+    """The name of a dropout of hidden features, or "": BART's activation_dropout, T5's beside its `wo`."""
+    for name in rates:
+        parent, _, last = name.rpartition(".")
+        if "activation" in last or "wo" in layer.get_submodule(parent)._modules:
+            return name
+    return ""
 
 
 def _dropouts(layer: nn.Module) -> dict[str, float]:
