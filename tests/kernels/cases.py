@@ -51,6 +51,8 @@ class Case:
     exceptions: Mapping[str, str] = field(default_factory=dict)
     #: Whether `make slow` alone compiles it, for what it holds and moves, and not for how often it goes round loops.
     rare: bool = False
+    #: The first architecture on which a step launches it, such as 100: the GEMM that reads what it writes is there.
+    since: int = 80
 
 
 def matrix(rows: int = ROWS, columns: int = COLUMNS, dtype: torch.dtype = BF16) -> Tensor:
@@ -406,6 +408,7 @@ def _in_narrow_blocks() -> list[Case]:
         ),
         Case(
             name="nvfp4 both",
+            since=100,
             launch=nv_both("nearest"),
             times={"x": 2},
             exceptions={
@@ -415,6 +418,7 @@ def _in_narrow_blocks() -> list[Case]:
         ),
         Case(
             name="nvfp4 both random",
+            since=100,
             launch=nv_both("stochastic"),
             times={"x": 2},
             exceptions={
