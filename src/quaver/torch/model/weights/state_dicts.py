@@ -15,8 +15,8 @@ from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored.stored import SCALES
 from quaver.torch.state.buffers import STATE, saving
 
-#: Last names of what recipes add; a weight is among them where it is codes.
-ADDED = (*STATE, *SCALES, "weight")
+#: Last names of what recipes add. A weight is among them where it is codes, which have their scales beside them.
+ADDED = (*STATE, *SCALES)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -62,21 +62,27 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         model: converted with the recipe of the state; stored weights are stored as they were.
         state: of the whole model. A layer whose state is not in it starts fresh, as after a plain checkpoint.
     Raises:
-        ValueError: names that the model has no layer for, before anything is loaded.
+        ValueError: names that the model has no layer for, and parameters, before anything is loaded.
         RuntimeError: codes of another recipe, or of a weight that is not stored in few bits here; the sentence says
             what to do.
     """
     layers = {name.rpartition(".")[0] for name in model.state_dict()}
-    unknown = [name for name in state if name.rpartition(".")[0] not in layers or name.rpartition(".")[2] not in ADDED]
+    unknown = [name for name in state if name.rpartition(".")[0] not in layers or not _is_added(name, state)]
     if unknown:
         others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise ValueError(
-            f"this model has no layer for {unknown[0]!r}{others}; give what scaling_state_dict gave for a model of the "
-            "same layers, and load weights by model.load_state_dict"
+            f"this model has no layer for {unknown[0]!r}{others}, or that is no scaling state; give what "
+            "scaling_state_dict gave for a model of the same layers, and load weights by model.load_state_dict"
         )
     if state and not any(isinstance(module, Quantizable) for module in model.modules()):
         raise ValueError("no layer of this model is converted; call quaver.torch.convert(model, recipe) before loading")
     model.load_state_dict(dict(state), strict=False)
+
+
+def _is_added(name: str, state: Mapping[str, Any]) -> bool:
+    """Whether recipes add a name of a state: of buffers, and of codes."""
+    layer, dot, last = name.rpartition(".")
+    return last in ADDED or (last == "weight" and any(f"{layer}{dot}{scale}" in state for scale in SCALES))
 
 
 def _differs(value: Any, plain: Any) -> bool:
