@@ -1,5 +1,6 @@
 """A recipe as transformers' quantization config: folders keep all state, and no class takes codes for weights."""
 
+import copy
 import json
 import os
 import warnings
@@ -10,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerState
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.integrations.huggingface import QuaverConfig
+from quaver.torch.integrations.huggingface import QuaverConfig, QuaverQuantizer, ScalingCallback
 from quaver.torch.integrations.huggingface.callback import FILE, load, saturation, save
 from quaver.torch.integrations.huggingface.config import METHOD
 from quaver.torch.linear.layer import Quantizable
@@ -212,3 +213,82 @@ def test_saturation_is_a_share_of_each_operand() -> None:
             layer(torch.full((4, 32), size)).sum().backward()
     shares = saturation(counters)
     assert shares["saturated_input"] == 1.0 and shares["saturated_weight"] == shares["nonfinite_grad_output"] == 0.0
+
+
+class Arguments:
+    """What the callback reads of TrainingArguments, which need accelerate; test_trainer.py has those."""
+
+    def __init__(self, folder: Path, rank: int = 0, ranks: int = 1, **more: Any) -> None:
+        self.output_dir, self.process_index, self.world_size = str(folder), rank, ranks
+        self.resume_from_checkpoint: str | None = None
+        self.logging_strategy, self.logging_first_step, self.gradient_accumulation_steps = "steps", False, 1
+        self.__dict__.update(more)
+
+
+def recorded(scale: float = 1.0) -> nn.Sequential:
+    """A converted model whose histories hold something of this size, and whose weights do not depend on it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32))
+    qt.convert(net, "delayed")
+    net(torch.full((16, 32), scale)).sum().backward()
+    return net
+
+
+def test_each_rank_goes_on_with_its_own_histories(tmp_path: Path) -> None:
+    ranks, state = [recorded(1.0), recorded(5.0)], TrainerState(global_step=3)
+    for rank, model in enumerate(ranks):
+        ScalingCallback().on_save(Arguments(tmp_path, rank, 2), state, None, model)
+    for rank, model in enumerate(ranks):
+        fresh = recorded(9.0)
+        ScalingCallback().on_train_begin(Arguments(tmp_path, rank, 2), state, None, fresh)
+        assert_same(fresh, model)
+    with pytest.raises(ValueError, match=r"scaling-00002-of-00003.* is not there.* as many processes as saved it"):
+        ScalingCallback().on_train_begin(Arguments(tmp_path, 2, 3), state, None, recorded())
+
+
+def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
+    """A folder of the same name in the Trainer's own output, and the one that the arguments resume from."""
+    own, other, state = recorded(), recorded(5.0), TrainerState(global_step=3)
+    with torch.no_grad():
+        other[0].weight[0, 0] += 1.0
+    for folder, model in ((tmp_path / "own", own), (tmp_path / "other", other)):
+        (folder / "checkpoint-3").mkdir(parents=True)
+        ScalingCallback().on_save(Arguments(folder), state, None, model)
+    fresh = copy.deepcopy(other)
+    with pytest.raises(ValueError, match=r"is of other weights: it belongs to another run\. Give ScalingCallback"):
+        ScalingCallback().on_train_begin(Arguments(tmp_path / "own"), state, None, fresh)
+    assert_same(fresh, other)
+    given = str(tmp_path / "other/checkpoint-3")
+    ScalingCallback().on_train_begin(Arguments(tmp_path / "own", resume_from_checkpoint=given), state, None, fresh)
+    with pytest.raises(ValueError, match=r"resumes at step 4, and .* is of step 3"):
+        ScalingCallback(resume_from=given).on_train_begin(Arguments(tmp_path), TrainerState(global_step=4), None, fresh)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "counted"),
+    [("no", False, []), ("no", True, [1]), ("epoch", False, [3, 6, 7]), ("steps", False, [2, 4, 6])],
+)
+def test_saturation_is_counted_in_steps_that_are_logged(
+    strategy: str, first: bool, counted: list[int], tmp_path: Path
+) -> None:
+    """Seven steps of three, of five batches, two a step; logging_steps is 2."""
+    arguments = Arguments(tmp_path, logging_strategy=strategy, logging_first_step=first, gradient_accumulation_steps=2)
+    seen = []
+    for step in range(7):
+        callback, state = ScalingCallback(), TrainerState(global_step=step, max_steps=7, logging_steps=2)
+        callback.on_step_begin(arguments, state, None, recorded(), train_dataloader=range(5))
+        callback.on_step_end(arguments, state, None)
+        seen += [] if callback._counters is None else [step + 1]
+    assert seen == counted
+
+
+@pytest.mark.filterwarnings("ignore:convert changed nothing")
+def test_a_model_that_nothing_of_was_converted_is_refused(plain: Path) -> None:
+    with pytest.raises(ValueError, match=r"converted nothing of LlamaForCausalLM \(.*load it without device_map"):
+        AutoModelForCausalLM.from_pretrained(plain, quantization_config=QuaverConfig("mxfp8", skip=["*"]))
+    # As accelerate's hooks leave a layer.
+    net = nn.Sequential(nn.Linear(32, 32))
+    layer: Any = net[0]
+    layer.forward = layer.forward
+    with pytest.raises(ValueError, match=r"converted nothing of Sequential \(0: .*whose hooks replace forwards"):
+        QuaverQuantizer(QuaverConfig("mxfp8"))._convert(net)

@@ -1,37 +1,50 @@
 """What a Trainer of transformers calls while it trains a converted model: saturation logged, scaling state kept.
 
 A Trainer's checkpoint is a folder of weights. What recipes add to them goes into a file beside them, so that a resumed
-run goes on with the bits of one that was not interrupted.
+run goes on with the bits of one that was not interrupted. Histories are each rank's own, and so is the file: a run
+resumes on as many processes as it was saved by.
 """
 
 import os
+import zlib
+from collections.abc import Sized
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
+from quaver.torch.linear.layer import Quantizable
 from quaver.torch.model.weights.state_dicts import load_scaling_state_dict, scaling_state_dict
 from quaver.torch.state.counters import Counters, count
 
-#: The file in each checkpoint's folder.
+#: The file in each checkpoint's folder of a run of one process.
 FILE = "quaver_scaling.safetensors"
 #: The operands whose counts are logged; each with those of its copy for another GEMM.
 OPERANDS = ("input", "weight", "grad_output")
+#: Bytes of a weight that tell one run's checkpoint from another's.
+COMPARED = 1 << 20
 
 
 class ScalingCallback(TrainerCallback):
     """Keeps a converted model's scaling state with a Trainer's checkpoints, and logs what saturates.
 
+    Each process keeps a file of its own: `quaver_scaling.safetensors`, or one with its rank and their number.
+
     Args:
         saturation: True counts in each step that is logged, which takes some times its time (`quaver.torch.count`).
             `saturated_input`, `flushed_input` and so on are shares of the elements of all layers; they stand in the
             Trainer's `log_history`, and reach callbacks that come after this one.
-        resume_from: the folder to resume from, if it is none of the Trainer's own output folder.
+        resume_from: the folder to resume from, if it is neither the path in the arguments' `resume_from_checkpoint` nor
+            in the Trainer's own output folder.
     Raises:
-        ValueError: when training resumes from a checkpoint without the file, before a step is spent on it.
+        ValueError: when training resumes from a checkpoint without the process's file, or with one of another step or
+            of other weights, before a step is spent on it.
     """
 
     def __init__(self, *, saturation: bool = True, resume_from: str | os.PathLike[str] | None = None) -> None:
@@ -44,27 +57,31 @@ class ScalingCallback(TrainerCallback):
         self._counting.close()
         if state.global_step == 0:
             return
-        folder = self.resume_from or _folder(args, state.global_step)
-        if not load(model, folder):
+        folder = self.resume_from or _given_folder(args) or _folder(args, state.global_step)
+        file = file_of(args.process_index, args.world_size)
+        if not load(model, folder, file, step=state.global_step):
+            ranks = f", or resume on as many processes as saved it (here {args.world_size})"
             raise ValueError(
-                f"training resumes at step {state.global_step}, and {Path(folder) / FILE} is not there: give "
-                "ScalingCallback(resume_from=the folder that you resume from), or leave the callback out to let "
-                "histories and counts start fresh"
+                f"training resumes at step {state.global_step}, and {Path(folder) / file} is not there: give "
+                f"ScalingCallback(resume_from=the folder that you resume from){ranks}, or leave the callback out to "
+                "let histories and counts start fresh"
             )
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         folder = _folder(args, state.global_step)
-        if args.should_save and folder.is_dir():
-            save(model, folder)
+        if args.world_size > 1:
+            # The rank that writes the weights may not have come to make it yet.
+            folder.mkdir(parents=True, exist_ok=True)
+        if folder.is_dir():
+            save(model, folder, file_of(args.process_index, args.world_size), step=state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._counting.close()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            load(model, state.best_model_checkpoint)
+            load(model, state.best_model_checkpoint, file_of(args.process_index, args.world_size))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        every = state.logging_steps
-        if self.saturation and every and (state.global_step + 1) % every == 0:
+        if self.saturation and _logs(args, state, kwargs.get("train_dataloader")):
             self._counters = self._counting.enter_context(count(model))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -80,22 +97,61 @@ class ScalingCallback(TrainerCallback):
             state.log_history[-1].update(shares)
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def file_of(rank: int, ranks: int) -> str:
+    """The name of a process's file: `FILE` of one process, or with the rank and their number in it."""
+    path = Path(FILE)
+    return FILE if ranks == 1 else f"{path.stem}-{rank:05d}-of-{ranks:05d}{path.suffix}"
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str], file: str = FILE, *, step: int | None = None) -> None:
     """Write a model's scaling state into a folder, whole or not at all; an empty one too."""
     state = {name: value.contiguous().clone() for name, value in scaling_state_dict(model).items()}
-    path = Path(folder) / FILE
+    path = Path(folder) / file
     partial = path.with_suffix(".partial")
-    save_file(state, partial)
+    save_file(state, partial, metadata={"step": str(step), "weight": checksum(model)})
     os.replace(partial, path)
 
 
-def load(model: nn.Module, folder: str | os.PathLike[str]) -> bool:
-    """Load what `save` wrote; False where a folder has no such file."""
-    path = Path(folder) / FILE
+def load(model: nn.Module, folder: str | os.PathLike[str], file: str = FILE, *, step: int | None = None) -> bool:
+    """Load what `save` wrote; False where a folder has no such file.
+
+    Args:
+        step: if given, that of the file, whose weights the model then has.
+    Raises:
+        ValueError: a file of another step or of other weights, before anything is loaded.
+    """
+    path = Path(folder) / file
     if not path.is_file():
         return False
-    load_scaling_state_dict(model, load_file(path))
+    with safe_open(path, framework="pt") as opened:
+        kept = opened.metadata() or {}
+        state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    if step is not None and kept.get("step", str(step)) != str(step):
+        raise ValueError(f"training resumes at step {step}, and {path} is of step {kept['step']}: {_OTHER_RUN}")
+    own = checksum(model)
+    if step is not None and kept.get("weight", own) != own:
+        raise ValueError(f"training resumes at step {step}, and {path} is of other weights: {_OTHER_RUN}")
+    load_scaling_state_dict(model, state)
     return True
+
+
+_OTHER_RUN = (
+    "it belongs to another run. Give ScalingCallback(resume_from=the folder that you resume from), or leave the "
+    "callback out to let histories and counts start fresh"
+)
+
+
+def checksum(model: nn.Module) -> str:
+    """CRC-32 of the first bytes of a weight that training changes: of a converted layer where there is one."""
+    layers = [module for module in model.modules() if isinstance(module, Quantizable)]
+    weights = [p for layer in layers for p in layer.parameters(recurse=False)] + list(model.parameters())
+    weight: Any = next((p for p in weights if p.requires_grad), weights[0] if weights else None)
+    if weight is None or weight.is_meta:
+        return ""
+    weight = weight.detach()
+    part = weight.to_local() if hasattr(weight, "to_local") else weight
+    held = part.contiguous().reshape(-1).view(torch.uint8)[:COMPARED].cpu()
+    return f"{zlib.crc32(held.numpy()):08x}"
 
 
 def saturation(counters: Counters) -> dict[str, float]:
@@ -111,5 +167,25 @@ def saturation(counters: Counters) -> dict[str, float]:
     return shares
 
 
+def _logs(args: Any, state: Any, batches: Any) -> bool:
+    """Whether the step that begins is one that the Trainer's strategy logs after."""
+    step = state.global_step + 1
+    if step == 1 and args.logging_first_step:
+        return True
+    if args.logging_strategy == IntervalStrategy.STEPS:
+        return bool(state.logging_steps) and step % state.logging_steps == 0
+    if args.logging_strategy == IntervalStrategy.EPOCH:
+        # A data set without a length does not say where an epoch ends.
+        epoch = -(-len(batches) // args.gradient_accumulation_steps) if isinstance(batches, Sized) else 0
+        return step == state.max_steps or (bool(epoch) and step % epoch == 0)
+    return False
+
+
 def _folder(args: Any, step: int) -> Path:
     return Path(args.output_dir) / f"checkpoint-{step}"
+
+
+def _given_folder(args: Any) -> str | None:
+    """What the arguments say to resume from, where that is a folder."""
+    given = args.resume_from_checkpoint
+    return given if isinstance(given, str) and os.path.isdir(given) else None

@@ -49,7 +49,16 @@ class QuaverQuantizer(HfQuantizer):
         config = self.quantization_config
         if config.weights == "stored":
             quantize_weights(model, config.rules(), skip=config.skip, head=config.head)
-        convert(model, config.rules(), skip=config.skip, seed=config.seed, head=config.head, blocks=config.blocks)
+        report = convert(
+            model, config.rules(), skip=config.skip, seed=config.seed, head=config.head, blocks=config.blocks
+        )
+        if not report.converted and not report.attention and not any(row.block for row in report.blocks):
+            why = next((f" ({row.name}: {row.why})" for row in report.rows if row.why), "")
+            raise ValueError(
+                f"QuaverConfig converted nothing of {type(model).__name__}{why}, and its folder would say that it did: "
+                "load it without device_map, whose hooks replace forwards, and move it by model.to(device), or give a "
+                "recipe and a skip that name its layers"
+            )
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         revert(model)
