@@ -15,7 +15,7 @@ from transformers import masking_utils
 
 import quaver.torch as qt
 from quaver.torch.model.huggingface.calling import arguments, surroundings
-from quaver.torch.model.huggingface.choices import distance
+from quaver.torch.model.huggingface.choices import Choices, distance
 from tests.close import assert_bitwise
 
 DIM, TOKENS = 32, 11
@@ -342,6 +342,11 @@ def test_bad_input_is_a_sentence() -> None:
     t5 = importlib.import_module("transformers.models.t5.modeling_t5").T5Block(transformers.T5Config(**T5))
     inside: Any = copy.deepcopy(layer_of("whisper")[0])
     inside.activation_dropout = 0.1
+    between: Any = copy.deepcopy(layer_of("whisper")[0])
+    between.activation_fn = nn.Sequential(between.activation_fn, nn.Dropout(0.1))
+    no_bias: Any = copy.deepcopy(layer_of("mpt")[0])
+    # As if its file had lost the function that makes ALiBi's bias.
+    no_bias.__class__ = type("Block", (type(no_bias),), {"__module__": __name__})
     clipped: Any = copy.deepcopy(layer_of("mpt")[0])
     clipped.attn.clip_qkv = 8.0
     falcon = transformers.models.falcon.modeling_falcon.FalconDecoderLayer(
@@ -362,6 +367,12 @@ def test_bad_input_is_a_sentence() -> None:
         (falcon, {"dropout": 0.0, "attention_dropout": 0.0}, "is handed ALiBi's bias"),
         (clipped, {"mask_type": "causal", "config": layer_of("mpt")[1]["config"]}, r"clamps .* to ±8 \(clip_qkv\)"),
         (inside, {"dropout": 0.1, "attention_dropout": 0.0}, r"between the matrices of its MLP \(activation_dropout"),
+        (
+            between,
+            {"dropout": 0.1, "attention_dropout": 0.0},
+            r"between the matrices of its MLP \(activation_fn\.1 = 0\.1",
+        ),
+        (no_bias, layer_of("mpt")[1], "its file has no build_mpt_alibi_tensor; make a TransformerLayer"),
         (t5, {"dropout": 0.1, "attention_dropout": 0.0}, r"between the matrices of its MLP \(layer.1.DenseRelu"),
         (llama, {"mask_type": "casual"}, "did you mean 'causal'"),
         (llama, {"mask_type": "arbitrary"}, "does not say whether the layer is causal"),
@@ -370,3 +381,21 @@ def test_bad_input_is_a_sentence() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             qt.from_huggingface(layer, **options)
+
+
+def test_a_layer_is_read_by_its_structure_whatever_its_classs_name() -> None:
+    theirs, read = layer_of("mpt")
+    theirs.__class__ = type("Renamed", (type(theirs),), {"__module__": type(theirs).__module__})
+    assert qt.from_huggingface(theirs, **read).attention.core.alibi is not None
+
+
+def test_a_setting_that_rounds_products_is_named_where_outputs_differ() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    for precision, ends in (("highest", "of the largest$"), ("high", r"set_float32_matmul_precision\('highest'\)")):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            with pytest.raises(ValueError, match=ends):
+                Choices().first([1.0], lambda off: off, torch.float32, "they are others")
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.mkldnn.matmul.fp32_precision = before[1]  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from quaver.torch.blocks.attention.latent import Latent, LatentAttention
 from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
-from quaver.torch.model.huggingface.calling import Surroundings, attribute
+from quaver.torch.model.huggingface.calling import Surroundings, asks_for_alibi, attribute
 from quaver.torch.model.huggingface.choices import Choices
 from quaver.torch.model.huggingface.parts import Rows, fill, linear_of, norm_of
 from quaver.torch.model.huggingface.watching import ATTENTION, Watched
@@ -55,7 +55,7 @@ def attentions(
     norms, scope = _head_norms(seen, counts, choices)
     turns = _turns(around, counts.dim, seen.output.device)
     orders = list(_orders(counts)) if whole else [None]
-    alibis = (False, True) if type(layer).__name__ == "MptBlock" else (False,)
+    alibis = (False, True) if asks_for_alibi(layer) else (False,)
     afters = (False, True) if norms else (False,)
 
     def candidates() -> Iterator[tuple[dict[str, Any], MultiheadAttention]]:

@@ -102,13 +102,19 @@ def arguments(layer: nn.Module, around: Surroundings, x: Tensor) -> dict[str, An
             given.setdefault(name, _mask(around, x))
         elif name == "alibi":
             given[name] = None
-        elif name == "position_bias" and parameter.default is inspect.Parameter.empty:
+        elif name == "position_bias" and asks_for_alibi(layer):
             build: Any = _of_its_file(layer, "build_mpt_alibi_tensor")
             given[name] = build(around.config.num_attention_heads, x.shape[1], device=x.device)
             given["attention_mask"] = _mask(around, x, boolean=True)
         elif parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
             raise ValueError(f"{type(layer).__name__}.forward asks for {name!r}, which is not known here")
     return given
+
+
+def asks_for_alibi(layer: nn.Module) -> bool:
+    """Whether its forward cannot do without a bias of positions: MPT's, which is ALiBi's."""
+    parameter = inspect.signature(layer.forward).parameters.get("position_bias")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _rotated(layer: nn.Module, around: Surroundings, x: Tensor, positions: Tensor) -> Any:
@@ -132,7 +138,10 @@ def _rotaries(layer: nn.Module) -> Iterator[Any]:
 def _of_its_file(layer: nn.Module, name: str) -> Any:
     function = getattr(sys.modules[type(layer).__module__], name, None)
     if function is None:
-        raise ValueError(f"{type(layer).__name__}.forward asks for a bias of positions that is not known here")
+        raise ValueError(
+            f"{type(layer).__name__}.forward asks for a bias of positions, and its file has no {name}; "
+            "make a TransformerLayer with alibi=True by hand"
+        )
     return function
 
 

@@ -5,7 +5,7 @@ A layer's own weights may hide a difference: zeros do, and so do 16 bits.
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,18 @@ class Choices:
                     self.taken.append(number)
                     return candidate
                 nearest = min(nearest, off)
-        raise ValueError(f"{says}: they differ by {nearest:.1e} of the largest")
+        raise ValueError(f"{says}: they differ by {nearest:.1e} of the largest{_rounded()}")
+
+
+def _rounded() -> str:
+    """A sentence on settings by which float32 products are not float32's, "" where there are none."""
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    if all(backend.fp32_precision in ("none", "ieee") for backend in backends):
+        return ""
+    return (
+        ". This process lets float32 products round (TF32): call "
+        "torch.set_float32_matmul_precision('highest') while the layer is read"
+    )
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -117,6 +117,8 @@ def _read(
     roles = roles_of(layer)
     x = _input(layer, roles)
     seen = watched(layer, roles, x, arguments(layer, around, x))
+    inside: Any = {event.name: event.module for event in seen.hidden_dropouts()}
+    _refuse_inside(layer, {name: module.p for name, module in inside.items()}, rates["dropout"])
     candidates = attentions(layer, roles, around, seen, fused, choices)
     options, attention = _same(candidates, seen, ATTENTION, "o", choices, "attention")
     mlp_options, mlp = _mlp(layer, roles, seen, fused, choices)
@@ -144,21 +146,20 @@ def _check(layer: nn.Module, mask_type: str | None, dropout: float | None, atten
             f"{type(layer).__name__} drops at random ({said}): say dropout= (of each part's output) and "
             "attention_dropout= (of probabilities), 0.0 for none"
         )
-    inside = _inside_mlp(layer, rates)
-    if inside and dropout:
-        raise ValueError(
-            f"{type(layer).__name__} drops between the matrices of its MLP ({inside} = {rates[inside]}), where a "
-            "TransformerLayer does not: set that to 0.0 first, or say dropout=0.0 to have none"
-        )
+    # A rate of a function in the layer's forward, such as BART's, is known by its name alone.
+    _refuse_inside(
+        layer, {name: rate for name, rate in rates.items() if "activation" in name.rpartition(".")[2]}, dropout
+    )
 
 
-def _inside_mlp(layer: nn.Module, rates: Mapping[str, float]) -> str:
-    """The name of a dropout of hidden features, or "": BART's activation_dropout, T5's beside its `wo`."""
-    for name in rates:
-        parent, _, last = name.rpartition(".")
-        if "activation" in last or "wo" in layer.get_submodule(parent)._modules:
-            return name
-    return ""
+def _refuse_inside(layer: nn.Module, rates: Mapping[str, float], dropout: float | None) -> None:
+    """Refuse dropout between the matrices of an MLP where dropout is asked for."""
+    for name, rate in rates.items():
+        if rate and dropout:
+            raise ValueError(
+                f"{type(layer).__name__} drops between the matrices of its MLP ({name} = {rate}), where a "
+                "TransformerLayer does not: set that to 0.0 first, or say dropout=0.0 to have none"
+            )
 
 
 def _dropouts(layer: nn.Module) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""One call of a layer, watched: in which order its norms and matrices run, on what, and what they give."""
+"""One call of a layer, watched: in which order its norms, matrices and dropouts run, on what, and what they give."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ ATTENTION, MLP = ("qkv", "q", "k", "v", "q_down", "kv_down"), ("gate_up", "gate"
 class Event:
     """A module that ran."""
 
-    #: Of `roles_of`, or "norm".
+    #: Of `roles_of`, "norm" or "dropout".
     role: str
     name: str
     module: nn.Module
@@ -52,6 +52,15 @@ class Watched:
         first, last = self._span(ATTENTION, "o")
         return [e for i, e in enumerate(self.events) if e.role == "norm" and not first < i < last]
 
+    def hidden_dropouts(self) -> list[Event]:
+        """Dropouts of the MLP's hidden features: they run before its last matrix, on what is as wide as its input."""
+        last = next((i for i, event in enumerate(self.events) if event.role == "down"), None)
+        if last is None:
+            return []
+        first = next(i for i, event in enumerate(self.events) if event.role in MLP)
+        width = self.events[last].input.shape[-1]
+        return [e for e in self.events[first:last] if e.role == "dropout" and e.input.shape[-1] == width]
+
     def order(self) -> str:
         """The order of norms ("n"), attention ("a") and MLP ("m")."""
         first, last = self._span(ATTENTION, "o")
@@ -84,7 +93,7 @@ def watched(layer: nn.Module, roles: Mapping[str, str], x: Tensor, arguments: Ma
     was_training = [(module, module.training) for module in layer.modules()]
     with ExitStack() as stack:
         for name, module in layer.named_modules():
-            role = names.get(name) or ("norm" if is_norm(module) else None)
+            role = names.get(name) or _kind(module)
             if role is not None and not any(name.startswith(f"{other}.") for other in names):
                 hook = _noted(events, role, name)
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
@@ -96,6 +105,13 @@ def watched(layer: nn.Module, roles: Mapping[str, str], x: Tensor, arguments: Ma
     if missing:
         raise ValueError(f"a call of {type(layer).__name__} runs no {', '.join(missing)}: another path computes it")
     return Watched(x, _first(output), tuple(events))
+
+
+def _kind(module: nn.Module) -> str | None:
+    """What a module is that has no role by its name."""
+    if isinstance(module, nn.Dropout):
+        return "dropout"
+    return "norm" if is_norm(module) else None
 
 
 def _noted(events: list[Event], role: str, name: str) -> Any:
