@@ -485,6 +485,16 @@ def test_tables_that_were_written_to_are_laid_out_anew() -> None:
     assert not ropes._thread.last or ropes._thread.last[0]() is not None
 
 
+def test_tables_of_inference_are_not_kept_for_training() -> None:
+    rope = Rope(HALVES, False)
+    q, k = (torch.randn(1, heads, 5, 8, requires_grad=True) for heads in (2, 1))
+    cos, sin = tables(HALVES, 8, 5, torch.float32)
+    with torch.inference_mode():
+        rope(q, k, cos, sin)
+    rope(q, k, cos, sin)[0].sum().backward()
+    assert q.grad is not None
+
+
 def test_a_checkpoint_of_a_part() -> None:
     model = llama()
     qt.convert(model, "mxfp8", blocks=True)

@@ -49,16 +49,20 @@ class Rope:
         """The tables of the last pair of tensors, which all layers of a model are given: made and kept once."""
         if cos.is_inference() or sin.is_inference() or cos.requires_grad or sin.requires_grad:
             return self._tables(cos, sin)
+        # What a graph allocates is filled at its replays alone.
+        if capture.as_captured(cos.device):
+            return self._tables(cos, sin)
         stream = capture.stream_of(cos.device) if cos.is_cuda else 0
-        facts = self, cos._version, sin._version, stream
-        last = _thread.last
+        facts = self, cos._version, sin._version, stream, torch.is_inference_mode_enabled()
+        # A copy: the entry may be cleared meanwhile, by another thread.
+        last = tuple(_thread.last)
         if last and last[0]() is cos and last[1]() is sin and last[2] == facts:
             kept: tuple[Tensor, Tensor] = last[3]
             return kept
         entry: list[Any] = []
-        entry += [weakref.ref(cos, lambda _: entry.clear()), weakref.ref(sin), facts, self._tables(cos, sin)]
+        fresh = self._tables(cos, sin)
+        entry += [weakref.ref(cos, lambda _: entry.clear()), weakref.ref(sin), facts, fresh]
         _thread.last = entry
-        fresh: tuple[Tensor, Tensor] = entry[3]
         return fresh
 
     def _tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
