@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.blocks.attention.op import attention
-from quaver.torch.model.fusing.comparing import differs, drawn, twin
+from quaver.torch.model.fusing.comparing import buffers_of, differs, drawn, twin
 from quaver.torch.model.fusing.fused import Fused, replaced, stands_aside
 from quaver.torch.model.fusing.mlps import sizes
 from quaver.torch.model.fusing.ropes import COMPLEX, HALVES, ONCE, PAIRS, Rope, rope_of, tables
@@ -69,7 +69,7 @@ def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
     formula, config = module._formula, module.config
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return True
-    if config._attn_implementation != formula.implementation:
+    if getattr(config, "_attn_implementation", None) != formula.implementation:
         return True
     return bool(formula.turns) and type(module)._original.forward.__globals__.get(formula.turns) is not formula.function
 
@@ -166,7 +166,9 @@ def is_attention(module: nn.Module) -> bool:
 
 def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
     """Which functions of its forward ours replace, or None and why it is left alone."""
-    implementation = module.config._attn_implementation
+    implementation = getattr(module.config, "_attn_implementation", None)
+    if implementation is None:
+        return None, "its configuration does not say how to attend"
     if implementation not in (SDPA, EAGER):
         return None, f"its configuration asks for {implementation}, and ours takes the place of {SDPA}"
     kind: Any = original(bare_class(module)) or bare_class(module)
@@ -277,6 +279,8 @@ def small(module: Any, dtype: torch.dtype, last: bool) -> nn.Module:
     """
     parts: dict[str, nn.Module] = {}
     shapes = {name: size for name, part in module._modules.items() if (size := sizes(part)) is not None}
+    if any(b is not None and b.is_meta for b in module._buffers.values()):
+        raise NotImplementedError("its buffers have no values yet")
     if not shapes:
         raise NotImplementedError("it holds no matrices")
     wide = next(iter(shapes.values()))[0]
@@ -295,9 +299,9 @@ def small(module: Any, dtype: torch.dtype, last: bool) -> nn.Module:
             values = {n: drawn(p.shape, dtype, i, 0.5, 0.2) for n, p in part._parameters.items() if p is not None}
             bare = bare_class(part)
             parts[name] = twin(part, original(bare) or bare, {}, values)
-            parts[name]._buffers.update(part._buffers)
+            parts[name]._buffers.update(buffers_of(part))
     kind = original(bare_class(module)) or bare_class(module)
     own = {name: drawn(p.shape, dtype, 99) for name, p in module._parameters.items() if p is not None}
     copied = twin(module, kind, parts, own)
-    copied._buffers.update(module._buffers)
+    copied._buffers.update(buffers_of(module))
     return copied

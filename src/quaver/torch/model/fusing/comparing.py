@@ -17,6 +17,21 @@ from quaver.torch.model.reach.same import BOUNDS, close
 Function = Callable[..., Tensor]
 
 
+class BlockError(RuntimeError):
+    """Our block, and not the forward that it is compared with, does not run."""
+
+
+def why_not(error: Exception) -> str:
+    """Why a module is left alone for an error."""
+    whose = "our block on a small copy" if isinstance(error, BlockError) else "a small copy of it"
+    return f"{whose} does not run: {str(error).partition(chr(10))[0][:100]}"
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of a module's own buffers on the CPU, where twins are: a forward may write to them."""
+    return {n: None if b is None else b.detach().to("cpu", copy=True) for n, b in module._buffers.items()}
+
+
 def twin(module: nn.Module, kind: Any, submodules: dict[str, nn.Module], parameters: dict[str, Tensor]) -> nn.Module:
     """A module of a class with another's attributes, without its hooks, and with parts of its own."""
     copied: nn.Module = kind.__new__(kind)
@@ -43,24 +58,36 @@ def differs(
         inputs: of the forward.
         theirs: calls the twin.
     """
-    # What is asked is not what surrounds the call.
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
-        for dtype in BOUNDS:
-            for training in (True, False):
-                copied = of_dtype(dtype).train(training)
-                before = _plain(copied)
-                for x in inputs(dtype):
-                    try:
-                        expected = differentiated(theirs, copied, x)
-                        results = differentiated(ours, copied, x)
-                        if not agree(results, expected, dtype, lambda: wide(theirs, copied, x)):  # noqa: B023
-                            where = "training" if training else "evaluation"
-                            return f"a small copy gives other results in {str(dtype).partition('.')[2]}, in {where}"
-                    except Exception as error:
-                        return f"a small copy of it does not run: {str(error).partition(chr(10))[0][:100]}"
-                if _plain(copied) != before:
-                    return "its forward changes it"
+    for dtype in BOUNDS:
+        for training in (True, False):
+            copied = of_dtype(dtype).train(training)
+            # Held, so that no buffer made later has the identity of one of these.
+            before, held = _plain(copied), list(copied.buffers())
+            for x in inputs(dtype):
+                try:
+                    expected = differentiated(theirs, copied, x)
+                    results = of_block(ours, copied, x)
+                    if not agree(results, expected, dtype, lambda: wide(theirs, copied, x)):  # noqa: B023
+                        where = "training" if training else "evaluation"
+                        return f"a small copy gives other results in {str(dtype).partition('.')[2]}, in {where}"
+                except Exception as error:
+                    return why_not(error)
+            if _plain(copied) != before:
+                return "its forward changes it"
+            del held
     return ""
+
+
+def of_block(ours: Function, module: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
+    """As `differentiated`, of our block.
+
+    Raises:
+        BlockError: it does not run.
+    """
+    try:
+        return differentiated(ours, module, x)
+    except Exception as error:
+        raise BlockError(str(error)) from error
 
 
 def wide(theirs: Function, copied: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
@@ -70,7 +97,7 @@ def wide(theirs: Function, copied: nn.Module, x: Sequence[Tensor]) -> list[Tenso
 
 def differentiated(function: Function, module: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
     """The output, and the gradients of the inputs and of the module's parameters."""
-    # The CPU's generator alone, which `differs` gives back: torch.manual_seed would set a GPU's too.
+    # The CPU's generator alone, which `placing.place` gives back: torch.manual_seed would set a GPU's too.
     torch.default_generator.manual_seed(0)
     given = [a.clone().requires_grad_() for a in x]
     with torch.enable_grad():
@@ -117,9 +144,11 @@ def agree(
 
 
 def _plain(module: nn.Module) -> str:
+    """Attributes by value, and buffers by identity and version."""
     own = {name: value for name, value in module.__dict__.items() if name not in OF_ALL}
     plain = str | int | float | list | tuple
-    return repr({name: value if isinstance(value, plain) else type(value) for name, value in own.items()})
+    buffers = [(name, id(b), b._version) for name, b in module.named_buffers()]
+    return repr(({name: value if isinstance(value, plain) else type(value) for name, value in own.items()}, buffers))
 
 
 def rows(width: int, dtype: torch.dtype) -> Iterator[Tensor]:

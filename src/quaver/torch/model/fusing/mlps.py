@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quaver.torch.blocks.activation import ACTIVATIONS, Activated, option_values
 from quaver.torch.linear.entrance import GIVEN
 from quaver.torch.linear.projections import is_bare, project
-from quaver.torch.model.fusing.comparing import differs, drawn, rows, twin
+from quaver.torch.model.fusing.comparing import differs, drawn, rows, twin, why_not
 from quaver.torch.model.fusing.fused import Fused, Named, changed, fixed, patched, stands_aside
 from quaver.torch.model.reach.exchanging import bare_class, original
 
@@ -117,8 +117,10 @@ def kept_more(module: nn.Module, formula: MLPFormula) -> int:
         for name, pair in features.items()
         for small, real in zip(pair, _features(module, name), strict=True)
     }
-    matrix = next(p for p in module.parameters() if p.dim() > 1)
-    dtype = matrix.dtype if matrix.dtype.is_floating_point and matrix.element_size() > 1 else torch.bfloat16
+    # Packed weights may be buffers.
+    matrix = next((p for p in module.parameters() if p.dim() > 1), None)
+    wide_enough = matrix is not None and matrix.dtype.is_floating_point and matrix.element_size() > 1
+    dtype = matrix.dtype if matrix is not None and wide_enough else torch.bfloat16
     copied = small(module, dtype)
     own = {p.data_ptr() for p in copied.parameters()}
     totals = []
@@ -269,7 +271,7 @@ def _traced(module: nn.Module) -> tuple[_Trace | None, str]:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 copied(*next(_inputs(module, torch.float32, residual)))
         except Exception as error:
-            why = why or f"a small copy of it does not run: {str(error).partition(chr(10))[0][:100]}"
+            why = why or why_not(error)
             continue
         matrices = [name for name in called if isinstance(copied._modules[name], nn.Linear)]
         if len(matrices) != len(set(matrices)) or set(matrices) != {

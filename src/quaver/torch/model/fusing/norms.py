@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.blocks.norm import NORMALIZATIONS, Normalization
-from quaver.torch.model.fusing.comparing import differs, drawn, rows, twin
+from quaver.torch.model.fusing.comparing import differs, drawn, rows, twin, why_not
 from quaver.torch.model.fusing.fused import Fused, Named, casts, changed, patched, stands_aside
 from quaver.torch.model.reach.exchanging import bare_class, original
 
@@ -94,7 +94,7 @@ def formula_of(module: nn.Module) -> tuple[NormFormula | None, str]:
         with torch.no_grad():
             expected = copied(probe)
     except Exception as error:
-        return None, f"a small copy of it does not run: {str(error).partition(chr(10))[0][:100]}"
+        return None, why_not(error)
     for formula in _candidates(module, names):
         with torch.no_grad():
             y = formula.of(copied, probe)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from quaver.torch.model.fusing import attentions, losses, mlps, norms
@@ -83,6 +84,12 @@ def place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> list
     Args:
         modules: of the model, each with its name and why its owner leaves it alone, or "".
     """
+    # What is asked is not what surrounds the call, and twins draw from the CPU's generator and seed it.
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        return _place(modules, blocks)
+
+
+def _place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> list[Placed]:
     known: dict[Any, tuple[Any, str]] = {}
     rows = []
     for module, name, left in modules:
@@ -90,9 +97,10 @@ def place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> list
         if part is None:
             continue
         formula, why = (None, left) if left else _formula(module, part, blocks, known)
+        if isinstance(module, Fused):
+            # Of an earlier call; one that is left alone computes by itself from now on.
+            give_back(module)
         if formula is not None:
-            if isinstance(module, Fused):
-                give_back(module)
             if hasattr(formula, "attributes"):
                 formula = replace(formula, attributes=fixed(module.__dict__))
             exchange(module, part.over, formula)
