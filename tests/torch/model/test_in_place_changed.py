@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quaver.torch as qt
+from quaver.torch.model.fusing.attentions import small
+from quaver.torch.model.fusing.comparing import differs, drawn
 from quaver.torch.model.fusing.mlps import MLPFormula
 from tests.torch.model.in_place import model_of, tokens
 
@@ -213,3 +215,110 @@ def test_a_forward_with_an_option_of_its_own() -> None:
     model = copy.deepcopy(plain)
     qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
     assert_same(loss_of(model, weight=3.0), loss_of(plain, weight=3.0))
+
+
+@pytest.mark.parametrize("blocks", [qt.Blocks(eight_bit_activations=True, loss=True), qt.Blocks()])
+def test_convert_leaves_the_generator_as_it_was(blocks: qt.Blocks) -> None:
+    model = nn.ModuleList([model_of("llama"), Norm(1e-6), Norm(1e-6), MLP(F.silu), MLP(F.mish)])
+    for _ in range(2):
+        torch.manual_seed(7)
+        before = torch.get_rng_state()
+        report = qt.convert(model, "bf16", blocks=blocks)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert {bool(row.block) for row in report.blocks} == {True, False}
+
+
+def test_a_module_that_a_later_convert_leaves_alone_computes_by_itself() -> None:
+    model = nn.ModuleDict({"mlp": MLP(F.silu), "norm": Norm(1e-6)})
+    qt.convert(model, "bf16", blocks=True)
+    report = qt.convert(model, "bf16", blocks=True, skip=["*mlp*"])
+    assert {row.name: bool(row.block) for row in report.blocks} == {"mlp": False, "norm": True}
+    assert type(model["mlp"]) is MLP
+
+
+def test_a_loss_whose_body_is_given_other_tensors_is_left_alone() -> None:
+    model = model_of("llama")
+    kind: Any = type(model)
+
+    class Shifted(kind):
+        def forward(self, input_ids: Any = None, labels: Any = None, **options: Any) -> Any:
+            return super().forward(input_ids=(input_ids + 1) % 96, labels=labels, **options)
+
+    model.__class__ = Shifted
+    report = qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
+    whys = {row.why for row in report.blocks if row.kind == "Shifted"}
+    assert whys == {"its body is given other tensors than its forward"}
+
+
+def test_a_forward_that_takes_no_options_of_the_loss_is_left_alone() -> None:
+    model = model_of("llama")
+    kind: Any = type(model)
+
+    class Bare(kind):
+        def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+            return super().forward(input_ids=input_ids, labels=labels)
+
+    model.__class__ = Bare
+    report = qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
+    whys = [row.why for row in report.blocks if row.kind == "Bare"]
+    assert len(whys) == 1 and whys[0].startswith("a small copy of it does not run")
+
+
+def test_float16_is_the_modules_own() -> None:
+    class Clamped(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y.clamp(-0.01, 0.01) if y.dtype is torch.float16 else y
+
+    plain = Clamped(F.silu)
+    model = copy.deepcopy(plain)
+    assert qt.convert(model, "bf16", blocks=True).blocks[0].block
+    x = torch.randn(4, DIM)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(model(x), plain(x))
+    assert torch.equal(model.half()(x.half()), plain.half()(x.half()))
+    assert plain(x.half()).abs().max() <= 0.011
+
+
+def test_a_hook_on_the_activation_of_packed_weights_is_reported() -> None:
+    class Packed(nn.Linear):
+        """Its weight is no parameter."""
+
+        def __init__(self, k: int, n: int) -> None:
+            super().__init__(k, n, bias=False)
+            weight = self.weight.data
+            del self.weight
+            self.register_buffer("weight", weight)
+
+    model = nn.Sequential(Packed(DIM, 48), nn.GELU(), Packed(48, DIM))
+    model[1].register_forward_hook(lambda *_: None)
+    assert "a hook on 1" in qt.convert(model, "bf16", blocks=True).blocks[0].why
+
+
+def test_a_twin_has_buffers_of_its_own_and_one_that_is_written_tells() -> None:
+    attention: Any = model_of("llama").model.layers[0].self_attn
+    attention.register_buffer("count", torch.zeros(()))
+    assert small(attention, torch.float32, True).count is not attention.count
+    attention.register_buffer("count", torch.zeros((), device="meta"))
+    with pytest.raises(NotImplementedError, match="no values"):
+        small(attention, torch.float32, True)
+
+    class Counting(nn.LayerNorm):
+        def __init__(self) -> None:
+            super().__init__(DIM)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x)
+
+    def inputs(dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
+        return iter([(drawn((3, DIM), dtype, 0),)])
+
+    def fails(*_: Any) -> Tensor:
+        raise ValueError("ours")
+
+    assert differs(lambda dtype: Counting().to(dtype), nn.LayerNorm.forward, inputs) == "its forward changes it"
+    assert differs(lambda dtype: nn.LayerNorm(DIM, dtype=dtype), nn.LayerNorm.forward, inputs) == ""
+    why = differs(lambda dtype: nn.LayerNorm(DIM, dtype=dtype), fails, inputs)
+    assert why == "our block on a small copy does not run: ours"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.internals import forward_level, transforms_active
+from quaver.torch.internals import any_autocast_enabled, forward_level, transforms_active
 from quaver.torch.model.reach.same import PLAIN
 from quaver.torch.operations import ops
 
@@ -16,8 +16,8 @@ OF_ALL = {*nn.Module().__dict__}
 #: An attribute's name, and what it is.
 Named = tuple[tuple[str, Any], ...]
 
-#: What blocks compute in.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: What blocks compute in: what was compared. Forwards may do otherwise in float16, such as clamp.
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Fused(nn.Module):
@@ -74,6 +74,8 @@ def stands_aside(module: Fused, x: Any) -> bool:
     if torch.compiler.is_compiling():
         return not isinstance(x, Tensor) or x.dtype not in DTYPES
     if (x.__class__ is not Tensor and x.__class__ is not nn.Parameter) or x.dtype not in DTYPES or x.is_nested:
+        return True
+    if any_autocast_enabled() and torch.get_autocast_dtype(ops.autocast_device(x)) not in DTYPES:
         return True
     return transforms_active() or forward_level() >= 0
 

@@ -7,7 +7,7 @@ labels a model's loss is, with a scale or a soft cap of logits, is asked of a tw
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from quaver.torch.blocks.loss.cross_entropy import linear_cross_entropy
 from quaver.torch.internals import forward_level, transforms_active
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.projections import is_bare
-from quaver.torch.model.fusing.comparing import agree, differentiated, drawn, twin, wide
-from quaver.torch.model.fusing.fused import Fused, Named, changed, fixed, patched
+from quaver.torch.model.fusing.comparing import agree, differentiated, drawn, of_block, twin, why_not, wide
+from quaver.torch.model.fusing.fused import DTYPES, Fused, Named, changed, fixed, patched
 from quaver.torch.model.reach.exchanging import bare_class, original
 from quaver.torch.model.reach.same import BOUNDS
 from quaver.torch.state.context import in_force
@@ -131,7 +131,7 @@ def _plain_head(model: Any) -> bool:
     if kind is not nn.Linear and kind is not Linear:
         return False
     recipe = in_force(head.recipe) if kind is Linear else None
-    return is_bare(head) and (recipe is None or not recipe.quantizes) and head.weight.is_floating_point()
+    return is_bare(head) and (recipe is None or not recipe.quantizes) and head.weight.dtype in DTYPES
 
 
 def is_causal(module: nn.Module) -> bool:
@@ -154,13 +154,16 @@ def _names(model: Any) -> tuple[str, str] | None:
 
 def formula_of(model: Any) -> tuple[LossFormula | None, str]:
     """What a model's loss is, or None and why it is left alone."""
+    try:
+        return _formula_of(model)
+    except Exception as error:
+        return None, why_not(error)
+
+
+def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
     names = _names(model)
     assert names is not None
-    try:
-        copied = _small(model, torch.float32)
-        output = copied(input_ids=IDS, labels=IDS)
-    except Exception as error:
-        return None, f"a small copy of it does not run: {str(error).partition(chr(10))[0][:100]}"
+    output = _small(model, torch.float32)(input_ids=IDS, labels=IDS)
     fields = [field.name for field in dataclasses.fields(output)] if dataclasses.is_dataclass(output) else []
     if "loss" not in fields or "logits" not in fields:
         return None, "its outputs are of a class of their own"
@@ -175,6 +178,8 @@ def formula_of(model: Any) -> tuple[LossFormula | None, str]:
         return None, f"its body does not take {', '.join(sorted(lost - takes))}"
     if own[first].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return None, "its forward names no input"
+    if not _hands_on(model, frozenset(own)):
+        return None, "its body is given other tensors than its forward"
     of_loss = inspect.signature(model.loss_function).parameters
     others_ask = frozenset({*own, *of_loss}) - {*parameters, "self", "kwargs", "logits", "vocab_size"} - KNOWN
     of_config = fixed({name: value for name, value in model.config.__dict__.items() if "logit" in name})
@@ -206,11 +211,15 @@ class _Outputs(tuple[Any, ...]):
 
 
 class _Body(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, names: Sequence[str], dtype: torch.dtype) -> None:
         super().__init__()
         self.states = nn.Parameter(drawn((*IDS.shape, WIDTH), dtype, 1, scale=3.0))
+        self.names = names
+        #: The arguments of the last call, by name.
+        self.given: dict[str, Any] = {}
 
-    def forward(self, *_: Any, **__: Any) -> _Outputs:
+    def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
+        self.given = dict(zip(self.names, args, strict=False)) | kwargs
         return _Outputs((self.states,))
 
 
@@ -222,12 +231,35 @@ def _small(model: Any, dtype: torch.dtype) -> Any:
         for i, p in enumerate(linear.parameters()):
             p.copy_(drawn(p.shape, torch.float32, 2 + i))
     kind = bare_class(model)
-    copied: Any = twin(model, original(kind) or kind, {body: _Body(dtype), head: linear}, {})
+    taken = list(inspect.signature(model._modules[body].forward).parameters)
+    copied: Any = twin(model, original(kind) or kind, {body: _Body(taken, dtype), head: linear}, {})
     copied.config = copy.copy(model.config)
     words = model._modules[head].out_features
     for holder in (copied.config.__dict__, copied.__dict__):
         holder.update({k: WORDS for k, v in holder.items() if v == words and type(v) is int and "vocab" in k})
     return copied.train()
+
+
+def _hands_on(model: Any, own: frozenset[str]) -> bool:
+    """Whether the body is given the very tensors that the forward is given, and no others.
+
+    Args:
+        own: names of the forward's arguments.
+    """
+    beside: dict[str, Tensor] = {
+        name: IDS.ne(IGNORED).long() for name in ("attention_mask", "position_ids") if name in own
+    }
+    calls: list[dict[str, Tensor]] = [{"input_ids": IDS}, {"input_ids": IDS, **beside}]
+    if "inputs_embeds" in own:
+        calls.append({"inputs_embeds": drawn((*IDS.shape, WIDTH), torch.float32, 4), **beside})
+    for given in calls:
+        copied = _small(model, torch.float32)
+        copied(labels=IDS, **given)
+        body = next(part for part in copied._modules.values() if isinstance(part, _Body))
+        handed = {name: value for name, value in body.given.items() if isinstance(value, Tensor)}
+        if handed.keys() != given.keys() or any(handed[name] is not value for name, value in given.items()):
+            return False
+    return True
 
 
 def _numbers(model: Any) -> Iterator[tuple[float, float | None]]:
@@ -261,6 +293,6 @@ def _gives(model: Any, formula: LossFormula) -> bool:
 
             copied = _small(model, dtype)
             expected = differentiated(theirs, copied, ())
-            if not agree(differentiated(ours, copied, ()), expected, dtype, lambda: wide(theirs, copied, ())):  # noqa: B023
+            if not agree(of_block(ours, copied, ()), expected, dtype, lambda: wide(theirs, copied, ())):  # noqa: B023
                 return False
     return True
