@@ -13,6 +13,8 @@ from quaver.torch.operations import ops
 
 #: Attributes of every module.
 OF_ALL = {*nn.Module().__dict__}
+#: What transformers notes of a module that it has loaded or initialized, and no forward reads.
+NOTES = {"_is_hf_initialized"}
 #: An attribute's name, and what it is.
 Named = tuple[tuple[str, Any], ...]
 
@@ -35,7 +37,8 @@ class Fused(nn.Module):
 
 def fixed(attributes: Mapping[str, Any]) -> Named:
     """Those attributes that are told by their value: numbers, names, tuples of them, and functions."""
-    return tuple((name, value) for name, value in attributes.items() if name not in OF_ALL and _told(value))
+    own = ((name, value) for name, value in attributes.items() if name not in OF_ALL and name not in NOTES)
+    return tuple((name, value) for name, value in own if _told(value))
 
 
 def _told(value: Any) -> bool:
