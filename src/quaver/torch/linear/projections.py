@@ -97,7 +97,8 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
     recipe, compiling = None, torch.compiler.is_compiling()
     for layer in layers:
         kind = layer.__class__
-        if kind is not Linear and (getattr(kind, "_over", None) is not Linear or "parametrizations" in layer._modules):
+        marked = getattr(kind, "_over", None) is Linear and kind.forward is Linear.forward
+        if kind is not Linear and (not marked or "parametrizations" in layer._modules):
             # A subclass with a forward of its own; `convert` gives those that compute a linear layer this mark.
             return None
         own = recipe_of(layer, compiling)

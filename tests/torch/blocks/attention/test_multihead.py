@@ -254,6 +254,7 @@ def test_bad_input_is_a_sentence() -> None:
         qt.MultiheadAttention(64, 4, rope=qt.RotaryEmbedding(8))
     for options, sentence in (
         ({"qk_norm": "RMSNorm", "qk_norm_scope": "heads"}, "no qk_norm_scope 'heads'"),
+        ({"qk_norm_scope": "all_heads"}, "without a norm: give qk_norm"),
         ({"qk_norm": "L2", "qk_norm_scope": "each_head"}, "has no gamma that each head could have"),
         ({"key_bias": False}, "wants matrices apart: fused=False"),
         ({"temperature": (0.1, 0)}, "give .gain, length., a length in tokens above 0"),

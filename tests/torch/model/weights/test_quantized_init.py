@@ -335,6 +335,18 @@ def test_set_weight_writes_in_place_and_the_next_forward_sees_it(name: str) -> N
         one.set_weight(torch.randn(3, 3))
 
 
+def test_codes_of_other_sides_are_refused_and_those_of_a_folder_are_not() -> None:
+    with qt.quantized_init("tensorwise"):
+        one, other, turned = qt.Linear(16, 32), qt.Linear(16, 32), qt.Linear(32, 16, bias=False)
+    state = one.state_dict()
+    codes = state["weight"].view(torch.uint8)
+    other.load_state_dict(state | {"weight": codes.reshape(1, -1, 1)})
+    assert_bitwise(other.weight, one.weight)
+    del state["bias"]
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        turned.load_state_dict(state | {"weight": codes})
+
+
 def test_a_weight_that_is_not_finite_gives_nan() -> None:
     for name in NAMES:
         one, value = layer(name), torch.randn(N, K)

@@ -248,6 +248,8 @@ def _check(options: AttentionArguments, heads: int, wide: int) -> None:
     if options.fused and options.key_bias not in (None, options.bias):
         raise ValueError(f"key_bias={options.key_bias} beside bias={options.bias} wants matrices apart: fused=False")
     check_name("qk_norm_scope", options.qk_norm_scope, QK_NORM_SCOPES)
+    if options.qk_norm_scope != "head" and options.qk_norm is None:
+        raise ValueError(f"qk_norm_scope={options.qk_norm_scope!r} without a norm: give qk_norm, such as 'RMSNorm'")
     if options.qk_norm_scope == "each_head" and options.qk_norm == "L2":
         raise ValueError("qk_norm 'L2' has no gamma that each head could have; give qk_norm_scope='head'")
     pair = isinstance(temperature, tuple) and len(temperature) == 2

@@ -223,7 +223,7 @@ class Draws(NamedTuple):
 
     counts: Tensor
     address: int
-    #: Seed, name and serial.
+    #: Seed, name, serial and the GPU.
     source: tuple[Any, ...]
     #: By whether the matrix and its transpose are wanted.
     each: dict[tuple[bool, bool], Drawn]
@@ -234,7 +234,7 @@ def _drawn(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bool], Dr
     state: LayerState = layer._state  # type: ignore[assignment]
     facts, count = layer.__dict__, layer._buffers.get("count")
     kept: Draws | None = state.drawn
-    source = facts.get("seed", 0), facts.get("qualified_name"), state.serial
+    source = facts.get("seed", 0), facts.get("qualified_name"), state.serial, device
     if kept is not None:
         # Taken apart in less time than its fields are read.
         counts, address, known, each = kept

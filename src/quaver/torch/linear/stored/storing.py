@@ -160,8 +160,8 @@ def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
                 state_dict.pop(prefix + name, None)
     elif given.dtype is torch.uint8 or given.dtype in CODES:
         if given.dtype is torch.uint8:
-            # A folder of transformers has them in another shape.
-            same = given.numel() == layer.weight.numel()
+            # A folder of transformers has them as [1, elements, 1].
+            same = tuple(given.shape) == (1, layer.weight.numel(), 1)
             given = given.reshape(layer.weight.shape) if same else given
             state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
         # Not what these codes are of.

@@ -70,6 +70,8 @@ BY_TURNS = [
     for j, arch in enumerate(ARCHITECTURES)
     if (i + j) % 2 == 0
 ]
+#: And the GPUs that have the GEMMs of these two.
+BY_TURNS += [("blockwise", 90, CALLS[0]), ("nvfp4", 100, CALLS[0])]
 EVERY = [
     pytest.param(recipe, arch, *call, marks=() if (recipe, arch, call) in BY_TURNS else pytest.mark.slow)
     for recipe, arch, call in product(RECIPES, ARCHITECTURES, product((32, 37), (True, False)))
