@@ -20,11 +20,11 @@ from quaver.torch.backends.gpu.families import LONGEST_SIDE
 from quaver.torch.backends.gpu.gemms.decoded import finished
 from quaver.torch.backends.gpu.gemms.products import fills, narrow, wide
 from quaver.torch.backends.gpu.gemms.scaled_mm import unavailable
+from quaver.torch.linear.plans.drawing import bring_back, noise_of
 from quaver.torch.linear.plans.step import Multiply, Operands, Rows, Step, Weight
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state import kept_weights
-from quaver.torch.state.noise import fresh_count, tensor_ids
 
 #: What is kept of a weight, and the form of its operands: see `step.Rows.form`.
 VALUES = "values"
@@ -141,23 +141,6 @@ def _grad_output(of_grad_output: Kernels) -> Callable[[Tensor, Any], Operands]:
         return along, None, along if down is None else down, None, None
 
     return quantized
-
-
-def noise_of(layer: nn.Module, device: torch.device) -> two_level.Noise:
-    """What grad_output and its transpose draw from: `state.noise.draw` of both, the count not copied."""
-    count = layer._buffers.get("count")
-    count = fresh_count(layer) if count is None else count
-    if count.device != device or count.dtype is not torch.int64:
-        count = count.to(device, torch.int64)
-    straight, turned = tensor_ids(layer, "grad_output")
-    return two_level.Noise(layer.__dict__.get("seed", 0), straight, turned, count)
-
-
-def bring_back(layer: nn.Module, count: Tensor) -> None:
-    """A layer's count, from where the kernels moved it on."""
-    own = layer._buffers.get("count")
-    if own is not None:
-        own.copy_(count)
 
 
 def _weight(

@@ -21,7 +21,7 @@ from quaver.torch.backends.gpu.quantizing.codes import empty_codes
 from quaver.torch.backends.gpu.quantizing.ways import TOGETHER, Decided, Drawn, Wanted, Way, of_matrix, share
 from quaver.torch.backends.gpu.quantizing.ways import Delayed as OfMatrix
 from quaver.torch.linear.gemms import Call, quantized_weight
-from quaver.torch.linear.plans.emulated import bring_back, noise_of
+from quaver.torch.linear.plans.drawing import bring_back, noise_of
 from quaver.torch.linear.plans.step import Multiply, Operands, Rows, Step, Weight
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.operations import ops
