@@ -22,6 +22,7 @@ from quaver.torch.model.fusing.fused import Fused, replaced, stands_aside
 from quaver.torch.model.fusing.mlps import sizes
 from quaver.torch.model.fusing.ropes import COMPLEX, HALVES, ONCE, PAIRS, Rope, rope_of, tables
 from quaver.torch.model.reach.exchanging import bare_class, original
+from quaver.torch.model.reach.same import first_of
 
 #: What forwards call the registry of functions that attend: a name of transformers' modeling files.
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -217,11 +218,11 @@ def _differs(module: Any, forward: Any, formula: AttentionFormula, case: _Case) 
     for mask in ("none", "causal", "padding and window"):
 
         def theirs(copied: Any, x: Tensor, mask: str = mask) -> Tensor:
-            return _first(forward(copied, **_arguments(copied, x, mask, formula.implementation, case)))
+            return first_of(forward(copied, **_arguments(copied, x, mask, formula.implementation, case)))
 
         def ours(copied: Any, x: Tensor, mask: str = mask) -> Tensor:
             named = _arguments(copied, x, mask, formula.implementation, case)
-            return _first(rebuilt(forward, formula)(copied, **named))
+            return first_of(rebuilt(forward, formula)(copied, **named))
 
         why = differs(
             lambda dtype: small(module, dtype, case.last),
@@ -232,11 +233,6 @@ def _differs(module: Any, forward: Any, formula: AttentionFormula, case: _Case) 
         if why:
             return why
     return ""
-
-
-def _first(outputs: Any) -> Tensor:
-    y: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
-    return y
 
 
 def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _Case) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.model.fusing.fused import OF_ALL
-from quaver.torch.model.reach.same import BOUNDS, close
+from quaver.torch.model.reach.same import BOUNDS, close, differentiated
 
 Function = Callable[..., Tensor]
 
@@ -93,20 +93,6 @@ def of_block(ours: Function, module: nn.Module, x: Sequence[Tensor]) -> list[Ten
 def wide(theirs: Function, copied: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
     """The same in float32, of the values that there are."""
     return differentiated(theirs, copy.deepcopy(copied).float(), [a.float() if a.is_floating_point() else a for a in x])
-
-
-def differentiated(function: Function, module: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
-    """The output, and the gradients of the inputs and of the module's parameters."""
-    # The CPU's generator alone, which `placing.place` gives back: torch.manual_seed would set a GPU's too.
-    torch.default_generator.manual_seed(0)
-    given = [a.clone().requires_grad_() for a in x]
-    with torch.enable_grad():
-        y = function(module, *given)
-    if not isinstance(y, Tensor):
-        raise TypeError(f"its forward returns a {type(y).__name__}")
-    g = torch.linspace(-1, 1, y.numel(), dtype=torch.float32, device="cpu").view(y.shape).to(y.dtype)
-    taken = [*given, *module.parameters()]
-    return [y.detach(), *torch.autograd.grad(y, taken, g, allow_unused=True)]
 
 
 #: How much further than theirs from float32 a result of ours may be, where both are rounded to fewer bits.

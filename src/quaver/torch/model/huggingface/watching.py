@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.model.huggingface.roles import is_norm
+from quaver.torch.model.reach.same import first_of
 
 #: What attention begins with, and an MLP.
 ATTENTION, MLP = ("qkv", "q", "k", "v", "q_down", "kv_down"), ("gate_up", "gate", "up", "mixture")
@@ -104,7 +105,7 @@ def watched(layer: nn.Module, roles: Mapping[str, str], x: Tensor, arguments: Ma
     missing = [name for name, role in names.items() if all(event.role != role for event in events)]
     if missing:
         raise ValueError(f"a call of {type(layer).__name__} runs no {', '.join(missing)}: another path computes it")
-    return Watched(x, _first(output), tuple(events))
+    return Watched(x, first_of(output), tuple(events))
 
 
 def _kind(module: nn.Module) -> str | None:
@@ -118,14 +119,9 @@ def _noted(events: list[Event], role: str, name: str) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         given = args[0] if args else next(iter(options.values()))
         # Falcon's layers add to what their MLP gave, in place.
-        events.append(Event(role, name, module, given.clone(), _first(output).clone()))
+        events.append(Event(role, name, module, given.clone(), first_of(output).clone()))
 
     return hook
-
-
-def _first(output: Any) -> Tensor:
-    first: Tensor = output[0] if isinstance(output, tuple | list) else output
-    return first
 
 
 def _restore(was_training: list[tuple[nn.Module, bool]]) -> None:

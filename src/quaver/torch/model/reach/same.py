@@ -1,12 +1,12 @@
-"""Which subclasses of nn.Linear with a forward of their own compute what nn.Linear computes: asked of their outputs.
+"""Whether two functions compute the same, asked of their outputs and gradients: so are subclasses of nn.Linear taken.
 
-The forward runs on a small stand-in for the layer, with its attributes and other sizes, and is compared with
-`F.linear`: outputs, dtypes and gradients, in training and in evaluation, for inputs of all sizes, infinities and NaN. A
-layer with parameters, buffers or modules beside weight and bias is never taken: they may count later (LoRA's begin at
-zero). Falcon's layers pass.
+The forward of a subclass runs on a small stand-in for the layer, with its attributes and other sizes, and is compared
+with `F.linear`: outputs, dtypes and gradients, in training and in evaluation, for inputs of all sizes, infinities and
+NaN. A layer with parameters, buffers or modules beside weight and bias is never taken: they may count later (LoRA's
+begin at zero). Falcon's layers pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,15 +68,15 @@ def _agrees(module: nn.Linear, own: dict[str, Any], dtype: torch.dtype, training
         )
         before = {name: _copied(value) for name, value in stand_in.__dict__.items() if not name.startswith("_")}
         try:
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                y, *gradients = _differentiated(lambda x: type(module).forward(stand_in, x), x, stand_in)  # noqa: B023
+            with torch.random.fork_rng(devices=[]):
+                results = differentiated(type(module).forward, stand_in, (x,))
         except Exception:
             # It wants what an nn.Linear does not: more arguments, other sizes.
             return False
         after = {name: value for name, value in stand_in.__dict__.items() if not name.startswith("_")}
-        with torch.enable_grad():
-            expected = _differentiated(lambda x: F.linear(x, stand_in.weight, stand_in.bias), x, stand_in)  # noqa: B023
-        if not all(map(close, (y, *gradients), expected)) or repr(after) != repr(before):
+        with torch.random.fork_rng(devices=[]):
+            expected = differentiated(lambda layer, x: F.linear(x, layer.weight, layer.bias), stand_in, (x,))
+        if not all(map(close, results, expected)) or repr(after) != repr(before):
             return False
     return True
 
@@ -90,13 +90,26 @@ def _inputs(k: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[
     yield x.to(dtype)
 
 
-def _differentiated(function: Any, x: Tensor, stand_in: nn.Linear) -> list[Tensor | None]:
-    """The output and the gradients of input, weight and bias."""
-    x = x.clone().requires_grad_()
-    y = function(x)
-    taken = [x, *(p for p in stand_in._parameters.values() if p is not None)]
+def differentiated(function: Callable[..., Any], module: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
+    """The output of (module, *x), and the gradients of the inputs and of the module's parameters.
+
+    It seeds the CPU's generator alone, which callers give back: torch.manual_seed would set a GPU's too.
+    """
+    torch.default_generator.manual_seed(0)
+    given = [a.clone().requires_grad_() for a in x]
+    with torch.enable_grad():
+        y = function(module, *given)
+    if not isinstance(y, Tensor):
+        raise TypeError(f"its forward returns a {type(y).__name__}")
     g = torch.linspace(-1, 1, y.numel(), dtype=torch.float32, device="cpu").view(y.shape).to(y.dtype)
+    taken = [*given, *module.parameters()]
     return [y.detach(), *torch.autograd.grad(y, taken, g, allow_unused=True)]
+
+
+def first_of(outputs: Any) -> Tensor:
+    """What a module gives: a tensor, or the first of several."""
+    first: Tensor = outputs[0] if isinstance(outputs, tuple | list) else outputs
+    return first
 
 
 def close(a: Tensor | None, b: Tensor | None, within: torch.dtype | None = None) -> bool:
