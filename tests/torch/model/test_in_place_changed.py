@@ -160,6 +160,24 @@ def test_a_forward_that_keeps_a_tensor_is_left_alone() -> None:
     assert qt.convert(model, "bf16", blocks=True).blocks[0].why == "its forward changes it"
 
 
+@pytest.mark.parametrize("value", [[2.0], {"by": 2.0}, torch.tensor(2.0)], ids=["list", "dict", "tensor"])
+@pytest.mark.parametrize("where", ["norm", "mlp", "its activation"])
+def test_what_reads_a_container_that_may_be_written_to_is_left_alone(value: Any, where: str) -> None:
+    class Held(nn.GELU):
+        factor: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.factor["by"] if isinstance(self.factor, dict) else self.factor
+            return super().forward(x) * (first[0] if isinstance(first, list) else first)
+
+    part: Any = {"norm": lambda: nn.LayerNorm(DIM), "mlp": lambda: MLP(nn.GELU())}.get(where, lambda: MLP(Held()))()
+    (part.function if where == "its activation" else part).factor = value
+    model = nn.Sequential(part, nn.Linear(DIM, DIM))
+    (row,) = (row for row in qt.convert(model, "bf16", blocks=True).blocks if row.name == "0")
+    assert row.why == f"its factor is a {type(value).__name__}, and nothing would tell that it was written to"
+    assert not row.block
+
+
 def loss_of(model: Any, **options: Any) -> list[Tensor]:
     x = tokens()
     loss = model(input_ids=x, **{"labels": x} | options).loss
@@ -274,8 +292,12 @@ def test_float16_is_the_modules_own() -> None:
     model = copy.deepcopy(plain)
     assert qt.convert(model, "bf16", blocks=True).blocks[0].block
     x = torch.randn(4, DIM)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(model(x), plain(x))
+        assert torch.equal(compiled(x), plain(x))
+    torch._dynamo.reset()
     assert torch.equal(model.half()(x.half()), plain.half()(x.half()))
     assert plain(x.half()).abs().max() <= 0.011
 

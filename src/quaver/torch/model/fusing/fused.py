@@ -47,6 +47,14 @@ def _told(value: Any) -> bool:
     return isinstance(value, (*PLAIN, FunctionType, BuiltinFunctionType))
 
 
+def untold(attributes: Mapping[str, Any]) -> str:
+    """Why a block must not compute a module with these attributes, or "": one may be written to, and nothing tells."""
+    for name, value in attributes.items():
+        if name not in OF_ALL and name not in NOTES and isinstance(value, Tensor | list | dict | set):
+            return f"its {name} is a {type(value).__name__}, and nothing would tell that it was written to"
+    return ""
+
+
 def changed(attributes: Mapping[str, Any], before: Named) -> bool:
     """Whether an attribute is another than `fixed` has seen."""
     for name, value in before:
@@ -75,12 +83,16 @@ def stands_aside(module: Fused, x: Any) -> bool:
     """True if the module's own forward must run on x: x is no plain tensor, or a transform that our functions have no
     rules for is active."""
     if torch.compiler.is_compiling():
-        return not isinstance(x, Tensor) or x.dtype not in DTYPES
+        return not isinstance(x, Tensor) or x.dtype not in DTYPES or _narrowed(x)
     if (x.__class__ is not Tensor and x.__class__ is not nn.Parameter) or x.dtype not in DTYPES or x.is_nested:
         return True
-    if any_autocast_enabled() and torch.get_autocast_dtype(ops.autocast_device(x)) not in DTYPES:
-        return True
-    return transforms_active() or forward_level() >= 0
+    return (any_autocast_enabled() and _narrowed(x)) or transforms_active() or forward_level() >= 0
+
+
+def _narrowed(x: Tensor) -> bool:
+    """Whether torch.autocast gives x's operations a dtype that was not compared."""
+    kind = ops.autocast_device(x)
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) not in DTYPES
 
 
 def casts(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ from quaver.torch.blocks.activation import ACTIVATIONS, Activated, option_values
 from quaver.torch.linear.entrance import GIVEN
 from quaver.torch.linear.projections import is_bare, project
 from quaver.torch.model.fusing.comparing import differs, drawn, rows, twin, why_not
-from quaver.torch.model.fusing.fused import Fused, Named, changed, fixed, patched, stands_aside
+from quaver.torch.model.fusing.fused import Fused, Named, changed, fixed, patched, stands_aside, untold
 from quaver.torch.model.reach.exchanging import bare_class, original
 
 
@@ -194,6 +194,9 @@ def formula_of(module: nn.Module, eight_bits: bool) -> tuple[MLPFormula | None, 
     dtypes = {p.dtype for p in module.parameters() if p.dim() > 1 and p.dtype in (torch.float32, *NARROW)}
     if len(dtypes) > 1:
         return None, "its matrices have several dtypes"
+    for part in (module, *(p for p in module._modules.values() if p is not None and sizes(p) is None)):
+        if why := untold(part.__dict__):
+            return None, why
     traced, why = _traced(module)
     if traced is None:
         return None, why

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quaver.torch.blocks.norm import NORMALIZATIONS, Normalization
 from quaver.torch.model.fusing.comparing import differs, drawn, rows, twin, why_not
-from quaver.torch.model.fusing.fused import Fused, Named, casts, changed, patched, stands_aside
+from quaver.torch.model.fusing.fused import Fused, Named, casts, changed, patched, stands_aside, untold
 from quaver.torch.model.reach.exchanging import bare_class, original
 
 #: Features of a twin whose norm has no parameters.
@@ -79,6 +79,8 @@ def formula_of(module: nn.Module) -> tuple[NormFormula | None, str]:
     width = next((p.shape[0] for p in module._parameters.values() if p is not None), _width(module))
     if any(p is not None and p.shape[0] != width for p in module._parameters.values()):
         return None, "its parameters have several sizes"
+    if why := untold(module.__dict__):
+        return None, why
 
     def of_dtype(dtype: torch.dtype) -> nn.Module:
         values = {name: drawn((width,), dtype, i, 0.5, 0.2) for i, name in enumerate(names)}
