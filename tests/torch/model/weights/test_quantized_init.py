@@ -335,16 +335,26 @@ def test_set_weight_writes_in_place_and_the_next_forward_sees_it(name: str) -> N
         one.set_weight(torch.randn(3, 3))
 
 
-def test_codes_of_other_sides_are_refused_and_those_of_a_folder_are_not() -> None:
+def test_codes_of_other_sides_are_refused_and_those_without_a_third_axis_are_not() -> None:
     with qt.quantized_init("tensorwise"):
         one, other, turned = qt.Linear(16, 32), qt.Linear(16, 32), qt.Linear(32, 16, bias=False)
     state = one.state_dict()
-    codes = state["weight"].view(torch.uint8)
-    other.load_state_dict(state | {"weight": codes.reshape(1, -1, 1)})
-    assert_bitwise(other.weight, one.weight)
+    codes = state["weight"]
+    assert codes.dtype is torch.uint8 and codes.shape == (32, 16, 1) and codes.data_ptr() == one.weight.data_ptr()
+    for same in (codes, codes.squeeze(-1), one.weight.detach()):
+        other.set_weight(torch.zeros(32, 16))
+        other.load_state_dict(state | {"weight": same})
+        assert_bitwise(other.weight, one.weight)
     del state["bias"]
+    for same in (codes, codes.squeeze(-1)):
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            turned.load_state_dict(state | {"weight": same})
+
+
+@QUANTIZED
+def test_codes_are_nothing_that_an_ordinary_layer_of_torch_takes(name: str) -> None:
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        turned.load_state_dict(state | {"weight": codes})
+        nn.Linear(K, N).load_state_dict(layer(name).state_dict(), strict=False)
 
 
 def test_a_weight_that_is_not_finite_gives_nan() -> None:

@@ -240,3 +240,25 @@ def test_without_transformers_name_a_plain_state_dict_makes_the_same_folder(tmp_
     kind: Any = type(model)
     _, report = kind.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
+
+
+def test_a_folder_of_codes_is_refused_by_the_plain_class_and_one_of_values_is_not(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model, again = tiny("llama"), tiny("llama")
+    kind: Any = type(model)
+    for each in (model, again):
+        qt.quantize_weights(each, "tensorwise")
+        each.requires_grad_(False)
+    with torch.no_grad():
+        again.model.layers[0].mlp.up_proj.set_weight(torch.zeros(96, 64))
+    model.save_pretrained(tmp_path / "codes")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        kind.from_pretrained(tmp_path / "codes")
+    again.load_state_dict(load_file(tmp_path / "codes" / "model.safetensors"))
+    assert_same(again.state_dict(), model.state_dict())
+    values: Any = qt.plain_state_dict(model)
+    model.save_pretrained(tmp_path / "values", state_dict=values)
+    loaded, report = kind.from_pretrained(tmp_path / "values", output_loading_info=True)
+    assert not any(report.values())
+    assert_same(loaded.state_dict(), values)

@@ -1,13 +1,13 @@
 """What transformers calls around the loading and the saving of a model whose config is a `QuaverConfig`.
 
-A folder holds the state dict. Codes lie in it as bytes [1, N·K, 1] under the weight's own name: a class that does not
-know them refuses the shape, where it would have taken codes for weights. (Models look at two axes of what they load.)
+A folder holds the state dict. Codes lie in it as bytes [N, K, 1] under the weight's own name: a class that does not
+know them refuses the shape, where it would have taken codes for weights.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
@@ -16,7 +16,6 @@ from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.linear.stored import storing
 from quaver.torch.model.conversion import convert, revert
 from quaver.torch.model.weights.quantized import quantize_weights
-from quaver.torch.model.weights.state_dicts import scaling_state_dict
 
 
 @register_quantizer(METHOD)
@@ -64,14 +63,6 @@ class QuaverQuantizer(HfQuantizer):
         revert(model)
         return model
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The state dict, with codes as bytes [1, N·K, 1], half as many of four bits."""
-        state = model.state_dict()
-        for name, value in scaling_state_dict(model).items():
-            if name.rpartition(".")[2] == "weight":
-                state[name] = value.contiguous().view(torch.uint8).reshape(1, -1, 1)
-        return state, {}
-
     def is_serializable(self, *_: Any) -> bool:
         return True
 
@@ -96,7 +87,7 @@ def _as_bytes(model: nn.Module) -> dict[Linear, nn.Parameter]:
             weight = layer._parameters["weight"]
             assert weight is not None
             held[layer] = weight
-            empty = torch.empty((1, weight.numel(), 1), dtype=torch.uint8, device=weight.device)
+            empty = torch.empty((*weight.shape, 1), dtype=torch.uint8, device=weight.device)
             layer._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
     return held
 
@@ -104,7 +95,7 @@ def _as_bytes(model: nn.Module) -> dict[Linear, nn.Parameter]:
 def _as_codes(held: dict[Linear, nn.Parameter]) -> None:
     """Make parameters of codes of what was loaded."""
     for layer, weight in held.items():
-        codes = layer._parameters["weight"].detach().view(-1).view(weight.dtype).view(weight.shape)  # type: ignore[union-attr]
+        codes = layer._parameters["weight"].detach().squeeze(-1).view(weight.dtype)  # type: ignore[union-attr]
         layer._parameters["weight"] = nn.Parameter(codes, requires_grad=weight.requires_grad)
         storing.settle(layer)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.linear.stored.stored import CODE_DTYPES, CODES, PACKED, SCALES, dequantized
+from quaver.torch.linear.stored.stored import CODE_DTYPES, CODES, SCALES, dequantized
 from quaver.torch.numerics.philox import QUIET
 from quaver.torch.operations import ops
 from quaver.torch.operations.flattening import empty_parts, parts
@@ -160,9 +160,7 @@ def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
                 state_dict.pop(prefix + name, None)
     elif given.dtype is torch.uint8 or given.dtype in CODES:
         if given.dtype is torch.uint8:
-            # A folder of transformers has them as [1, elements, 1].
-            same = tuple(given.shape) == (1, layer.weight.numel(), 1)
-            given = given.reshape(layer.weight.shape) if same else given
+            given = given.squeeze(-1) if given.dim() == 3 else given
             state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
         # Not what these codes are of.
         state_of(layer).initial = None
@@ -210,9 +208,9 @@ def decode(layer: Any, state_dict: Any, prefix: str, decoded: dict[nn.Module, Te
 
 
 def portable(state_dict: Any, key: str) -> None:
-    """Packed codes as bytes, which every safetensors takes."""
-    if key in state_dict and state_dict[key].dtype is PACKED:
-        state_dict[key] = state_dict[key].detach().view(torch.uint8)
+    """Codes as bytes [N, bytes of a row, 1]: every safetensors takes them, and nn.Linear and its like refuse them."""
+    if key in state_dict and state_dict[key].dtype in CODES:
+        state_dict[key] = state_dict[key].detach().view(torch.uint8).unsqueeze(-1)
 
 
 def moved(layer: Any, fn: Any, apply: Any) -> None:
