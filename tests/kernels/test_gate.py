@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from quaver.torch.backends.gpu.launching.device import KERNELS, TRAITS
 from tests.kernels.cases import CASES
 from tests.kernels.gate import ceilings, floors
 from tests.kernels.gate.best import BEHIND, BEST
 from tests.kernels.gate.ceilings import Ceilings
 from tests.kernels.gate.check import Checked, failures, in_turn
-from tests.kernels.gate.record import ARCHITECTURES
+from tests.kernels.gate.record import ARCHITECTURES, SIBLINGS
 
 ROOT = Path(__file__).parents[2]
 #: What would change the machine code, or keep Triton from making any.
@@ -46,6 +47,12 @@ def test_compiled_kernels_keep_the_rules_and_their_ceilings(archs: tuple[int, ..
 def test_all_kernels_keep_them_on_every_architecture(arch: int) -> None:
     done = compiling("-m", "tests.kernels.gate", "--arch", str(arch))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_architecture_is_compiled_for_or_launches_what_one_launches_that_is() -> None:
+    # That it does, the gate holds.
+    assert {arch for arch in TRAITS if arch >= KERNELS} == {*ARCHITECTURES, *SIBLINGS}
+    assert set(SIBLINGS.values()) <= set(ARCHITECTURES) and not set(SIBLINGS) & set(ARCHITECTURES)
 
 
 def test_every_row_is_compiled_and_every_kernel_on_both_sides_of_hopper_and_what_was_reached_before_on_its_own() -> (

@@ -14,7 +14,7 @@ import triton
 from tests.kernels.cases import CASES
 from tests.kernels.gate import ceilings
 from tests.kernels.gate.check import Checked, failures, in_turn, measure
-from tests.kernels.gate.record import ARCHITECTURES, record
+from tests.kernels.gate.record import ARCHITECTURES, record, unlike
 
 
 def main(arguments: list[str]) -> int:
@@ -32,6 +32,7 @@ def main(arguments: list[str]) -> int:
         # Rows before the chosen ones own what those launch too.
         launches = record(CASES, arch)
         names = [recorded.name for recorded in launches]
+        wrong += [f"sm_{arch} {what}" for what in unlike(CASES, launches, arch)] if asked.only == "*" else []
         rows = {case.name for case in cases}
         if asked.in_turn:
             rows &= in_turn(names, CASES, arch)

@@ -7,7 +7,9 @@ from quaver.torch.backends.gpu.launching import launch as launching
 from quaver.torch.backends.gpu.launching.launch import Launch
 from tests.kernels.cases import Case
 
+#: Those that kernels are compiled for, and what the others that kernels run on launch all the same.
 ARCHITECTURES = 80, 86, 89, 90, 100, 120
+SIBLINGS = {87: 80, 101: 100, 103: 100, 110: 100, 121: 120}
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,17 @@ def record(cases: Sequence[Case], arch: int) -> list[Recorded]:
     if repeated:
         raise ValueError(f"two rows of tests/kernels/cases.py are called {', '.join(sorted(repeated))}")
     return recorded
+
+
+def unlike(cases: Sequence[Case], launches: Sequence[Recorded], arch: int) -> list[str]:
+    """What sm_`arch`, that has these launches, and its siblings do not launch both, a sentence each."""
+    ours = {identity(recorded.launch): recorded.name for recorded in launches}
+    sentences = []
+    for sibling in (one for one, of in SIBLINGS.items() if of == arch):
+        theirs = {identity(recorded.launch): recorded.name for recorded in record(cases, sibling)}
+        sentences += [f"{theirs[one]}: sm_{sibling} launches it so, sm_{arch} does not" for one in theirs.keys() - ours]
+        sentences += [f"{ours[one]}: sm_{sibling} does not launch it so" for one in ours.keys() - theirs]
+    return sorted(sentences)
 
 
 def identity(launch: Launch) -> str:

@@ -201,16 +201,18 @@ class NormOptions:
 
 
 class NormOfEachHead(nn.Module):
-    """A normalization of each head's features by a gamma of its own: norm(x) gamma, in float32, rounded once.
+    """A normalization of each head's features by parameters of its own: norm(x) gamma + bias, in float32, rounded once.
 
     Args:
-        options: of the norm, which has no bias.
+        options: of the norm.
         heads, dim: x is [..., heads, dim].
-    Parameter: `weight` [heads, dim], gamma, or gamma - 1 if the options say zero_centered.
-    Source: Cohere's, in transformers' CohereLayerNorm.
+    Parameters: `weight` [heads, dim], gamma, or gamma - 1 if the options say zero_centered; and of a LayerNorm `bias`
+        [heads, dim], unless the options say norm_bias=False.
+    Source: Cohere's, in transformers' CohereLayerNorm, which has no bias.
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, options: NormOptions, heads: int, dim: int) -> None:
         super().__init__()
@@ -218,16 +220,22 @@ class NormOfEachHead(nn.Module):
         assert plain is not None
         self.formula, self.zero_centered = plain.formula, options.zero_centered
         self.weight = nn.Parameter(torch.empty(heads, dim, device=options.device, dtype=options.dtype))
+        centred, _ = NORMALIZATIONS[plain.formula.normalization]
+        biased = centred and options.norm_bias
+        self.register_parameter("bias", nn.Parameter(torch.empty_like(self.weight)) if biased else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """gamma 1."""
+        """gamma 1 and bias 0."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         gamma = self.weight.to(wide)
-        return (self.formula(x.to(wide), None, None) * (gamma + 1 if self.zero_centered else gamma)).to(x.dtype)
+        y = self.formula(x.to(wide), None, None) * (gamma + 1 if self.zero_centered else gamma)
+        return (y if self.bias is None else y + self.bias.to(wide)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.formula.normalization}, {tuple(self.weight.shape)}, eps={self.formula.eps}"

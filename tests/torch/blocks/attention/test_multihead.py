@@ -117,15 +117,32 @@ def test_norms_of_queries_and_keys_are_the_plain_formula(qk_norm: str, after: bo
     assert_close("output", attention(x), y, 1e-6)
     shape = {"head": (16,), "each_head": (4, 16), "all_heads": (64,)}[scope]
     assert attention.q_norm.weight.shape == shape and attention.k_norm.weight.shape[-1] == min(shape[-1], 32)
+    assert {n for n, _ in attention.q_norm.named_parameters()} == (
+        {"weight"} if qk_norm == "RMSNorm" else {"weight", "bias"}
+    )
 
 
-def test_a_norm_of_each_head_rounds_once() -> None:
-    attention = qt.MultiheadAttention(64, 4, qk_norm="RMSNorm", qk_norm_scope="each_head", zero_centered=True)
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_a_norm_of_each_head_rounds_once(kind: str) -> None:
+    attention = qt.MultiheadAttention(64, 4, qk_norm=kind, qk_norm_scope="each_head", zero_centered=True)
     norm: Any = attention.q_norm
-    nn.init.normal_(norm.weight)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
     x = torch.randn(2, 9, 4, 16).bfloat16()
     assert_bitwise(norm(x), norm(x.float()).bfloat16())
-    assert torch.isnan(norm(x * torch.nan)).all() and not norm(x * 0).any()
+    of_zeros = norm(x * 0)
+    expected = torch.zeros_like(of_zeros) if norm.bias is None else norm.bias.bfloat16().expand_as(of_zeros)
+    assert torch.isnan(norm(x * torch.nan)).all() and torch.equal(of_zeros, expected)
+
+
+@pytest.mark.parametrize("scope", ["head", "each_head", "all_heads"])
+def test_norms_of_queries_and_keys_have_a_bias_unless_the_options_say_none(scope: str) -> None:
+    options: dict[str, Any] = {"qk_norm": "LayerNorm", "qk_norm_scope": scope}
+    for norm_bias in (True, False):
+        attention: Any = qt.MultiheadAttention(64, 4, groups=2, norm_bias=norm_bias, **options)
+        for norm in (attention.q_norm, attention.k_norm):
+            assert norm.bias.shape == norm.weight.shape if norm_bias else norm.bias is None
+            assert norm.bias is None or not norm.bias.any()
 
 
 def test_keys_without_a_bias() -> None:

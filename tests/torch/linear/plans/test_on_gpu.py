@@ -1,5 +1,6 @@
 """A layer's step on a GPU, decided beforehand, has the bits, gradients and state of the general one."""
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -285,6 +286,49 @@ def test_two_levels_run_where_torch_fills_what_it_allocates(monkeypatch: pytest.
     finally:
         torch.use_deterministic_algorithms(before)
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def to_host(x: Tensor) -> tuple[torch.device, Tensor]:
+    """As `torch.autograd.graph.save_on_cpu` of a GPU's tensor: `.cpu()` allocates, and copies."""
+    return x.device, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").copy_(x)
+
+
+def to_pinned(x: Tensor) -> tuple[torch.device, Tensor]:
+    """With pin_memory=True, which has rows lie one after the other whatever lay how."""
+    return x.device, torch.empty(x.size(), dtype=x.dtype, device="cpu").copy_(x)
+
+
+def from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
+    device, x = packed
+    return x.to(device, copy=True)
+
+
+@pytest.mark.parametrize(("recipe", "arch"), DECIDED)
+def test_what_backward_keeps_may_go_to_the_host_and_back(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In deterministic mode, which every test runs in: torch fills what it allocates, and of four-bit codes it fills
+    none."""
+    become(arch, monkeypatch)
+    first = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    layers = [first, *(copy.deepcopy(first) for _ in range(2))]
+    x, results = torch.randn(T, K).bfloat16(), []
+    for layer, pack in zip(layers, (None, to_host, to_pinned), strict=True):
+        tensors = []
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, from_host) if pack else contextlib.nullcontext()
+            with qt.autocast(recipe), hooks:
+                y = layer(leaf)
+            # Delayed scaling measures first.
+            assert is_direct(y) or recipe == "delayed"
+            y.square().sum().backward()
+            assert leaf.grad is not None
+            tensors += [y.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())]
+        results.append(tensors)
+    for other in results[1:]:
+        for number, (a, b) in enumerate(zip(results[0], other, strict=True)):
+            assert_bitwise(b, a, str(number))
 
 
 @pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])

@@ -10,7 +10,7 @@ from quaver.core.spec import AttentionSpec, QuantSpec
 from quaver.kernels.attention.backward import attention_columns, attention_rows
 from quaver.kernels.attention.forward import attention as forward_kernel
 from quaver.kernels.attention.tiles import UNBOUNDED
-from quaver.torch.backends.gpu.launching.device import architecture
+from quaver.torch.backends.gpu.launching.device import traits
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import Room, whole
 from quaver.torch.backends.gpu.quantizing.codes import DTYPES, SECOND_AXIS, format_constants, integers
@@ -24,8 +24,8 @@ FORWARD, ROWS, COLUMNS = (128, 64, 8), (64, 64, 8), (64, 32, 8)
 #: For Δ and dQ where one scale serves each matrix and products are of warp groups: eight warps would share 64 queries
 #: by taking half of each product twice. And for Δ alone on other cards, where codes are made of bits, and elsewhere.
 OF_GROUPS, SUMS_ON_BITS, SUMS = (64, 64, 4), (64, 32, 4), (64, 64, 4)
-#: Architectures whose multiprocessors have 99 KiB of shared memory for a program, less than half of the others'.
-NARROW = 86, 89, 120
+#: KiB of shared memory that two stages of the tiles' loads have room in.
+TWO_STAGES = 160
 LOG2_E = 1.4426950408889634
 
 #: Codes [B, heads, rows, k], contiguous, and their scales, as `Heads` keeps them.
@@ -124,14 +124,13 @@ def _tokens_first(x: Tensor, features: int, dtype: torch.dtype) -> Room:
 
 
 def _stages(device: torch.device, crowded: bool = False) -> int:
-    """Tiles of a sweep that are loaded at once; one where registers do not suffice for two."""
-    return 1 if crowded or architecture(device) in NARROW else 2
+    """Tiles of a sweep that are loaded at once; one where registers or shared memory do not suffice for two."""
+    return 1 if crowded or traits(device).shared < TWO_STAGES else 2
 
 
 def _rows(device: torch.device, half: bool, sums: bool) -> tuple[tuple[int, int, int], int]:
     """The tiles and warps of `attention_rows`, and `_stages`: with float16 tiles or not, for Δ alone or not."""
-    arch = architecture(device)
-    if half and arch >= 90 and arch not in NARROW:
+    if half and traits(device).groups:
         return OF_GROUPS, _stages(device)
     if not (half and sums):
         return ROWS, _stages(device)

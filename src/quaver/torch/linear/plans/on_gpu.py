@@ -14,8 +14,9 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu import families
 from quaver.torch.backends.gpu.families import family_of
 from quaver.torch.backends.gpu.fused import column_sums, producers
-from quaver.torch.backends.gpu.gemms.operands import any_matrix, matrix, scales
+from quaver.torch.backends.gpu.gemms.operands import any_matrix, by_columns, matrix, scales
 from quaver.torch.backends.gpu.gemms.scaled_mm import FAST, SCALING, SWIZZLE, Kind, reads_transposes, role, way
+from quaver.torch.backends.gpu.launching.rooms import FOURS
 from quaver.torch.backends.gpu.quantizing.both_ways import BothWays
 from quaver.torch.backends.gpu.quantizing.codes import empty_codes
 from quaver.torch.backends.gpu.quantizing.ways import TOGETHER, Decided, Drawn, Wanted, Way, of_matrix, share
@@ -197,6 +198,9 @@ def _in_two_levels(cast: BothWays) -> Callable[[Tensor, Any], Operands]:
 
     def quantized(x: Tensor, _: None) -> Operands:
         codes, scales, turned_codes, turned_scales, sums, inverse, turned_inverse = cast(x)
+        if turned_codes is not None and torch.are_deterministic_algorithms_enabled():
+            # For backward, as bytes: what hooks of saved tensors allocate then is filled, which codes cannot be.
+            turned_codes = turned_codes.view(torch.uint8)
         return codes, [scales, inverse], turned_codes, [turned_scales, turned_inverse], sums
 
     return quantized
@@ -252,12 +256,16 @@ def _product(gemm: Gemm, dtype: torch.dtype, kept: bool) -> Multiply:
     """torch.nn.functional.scaled_mm without what it does to lists.
 
     Args:
-        kept: whether the right side is a weight, whose scales are a list already.
+        kept: whether the right side is a weight, whose scales are a list already; else backward has kept it.
     """
-    a, a_swizzle, b, b_swizzle, fast, *_ = gemm
+    a, a_swizzle, b, b_swizzle, fast, kind, views = gemm
+    saved = not kept and not views
     if len(a) == 2:
 
         def multiply_fours(left: Tensor, of_left: Any, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
+            if saved and right.stride(0) != 1:
+                right, _ = _laid_anew(right, of_right, kind)
+            right = right if right.dtype is FOURS else right.view(FOURS)
             # Scales are lists already.
             return torch._scaled_mm_v2(
                 left, right, of_left, a, a_swizzle, of_right, b, b_swizzle, bias, dtype, (), fast
@@ -266,10 +274,18 @@ def _product(gemm: Gemm, dtype: torch.dtype, kept: bool) -> Multiply:
         return multiply_fours
 
     def multiply(left: Tensor, of_left: Tensor, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
+        if saved and right.stride(0) != 1:
+            right, of_right = _laid_anew(right, of_right, kind)
         scales = of_right if kept else [of_right]
         return torch._scaled_mm_v2(left, right, [of_left], a, a_swizzle, scales, b, b_swizzle, bias, dtype, (), fast)
 
     return multiply
+
+
+def _laid_anew(right: Tensor, of_right: Any, kind: Kind) -> tuple[Tensor, Any]:
+    """Codes and scales as a GEMM takes them, of such as a hook of saved tensors has brought back with their rows one
+    after the other: that of `torch.autograd.graph.save_on_cpu` with pin_memory=True does."""
+    return right.t().contiguous().t(), by_columns(of_right) if kind.b == "1x128" else of_right
 
 
 def _way(like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: Wanted) -> Way | None:

@@ -92,7 +92,13 @@ def _norms(eps: float, dim: int, weight: nn.Parameter | None, bias: nn.Parameter
         for zero_centered in (False, True) if weighted else (False,):
             ours: Norm | NormOfEachHead
             if weight is not None and weight.dim() == 2:
-                options = NormOptions(normalization=kind, eps=eps, zero_centered=zero_centered, device="meta")
+                options = NormOptions(
+                    normalization=kind,
+                    eps=eps,
+                    zero_centered=zero_centered,
+                    norm_bias=bias is not None,
+                    device="meta",
+                )
                 ours = NormOfEachHead(options, *weight.shape)
             else:
                 ours = named(kind, dim, eps, zero_centered=zero_centered, bias=bias is not None, device="meta")

@@ -1,6 +1,6 @@
 """Grouped GEMMs by CUTLASS, by way of `torch.nn.functional.scaled_grouped_mm`: which operands it takes, tried once.
 
-Source: the checks of torch's aten/src/ATen/native/cuda/GroupedBlas.cpp (2.13): compute capability 9.0 or 10.0, E4M3 by
+Source: the checks of torch's aten/src/ATen/native/cuda/GroupedBlas.cpp (2.13): compute capability 9 or 10, E4M3 by
 E4M3 with a scale a row, bf16 results, int32 offsets, k and n multiples of 16. MXFP8 and NVFP4 it takes in builds with
 FBGEMM_GENAI, their scales swizzled group by group, which no kernel here does yet. Not measured on a GPU yet.
 """
@@ -21,8 +21,8 @@ from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.groups import Groups, Offsets
 
-#: Compute capabilities that have it.
-ARCHITECTURES = (90, 100)
+#: Compute capabilities that torch asks it of, whole: 9.0, and 10.0 with its like.
+MAJORS = (9, 10)
 
 _probes: dict[tuple[torch.device, bool], str] = {}
 
@@ -38,8 +38,8 @@ def reason(a: Groups, b: Groups, offsets: Offsets, n: int, dtype: torch.dtype, f
     if why:
         return why
     arch = architecture(left.device)
-    if arch not in ARCHITECTURES:
-        return f"torch multiplies groups on sm_90 and sm_100, and this GPU is sm_{arch}"
+    if arch // 10 not in MAJORS:
+        return f"torch multiplies groups on compute capabilities 9 and 10, and this GPU is sm_{arch}"
     if dtype is not torch.bfloat16:
         return f"it writes bfloat16, and the result is to be {dtype}"
     if n % 16:

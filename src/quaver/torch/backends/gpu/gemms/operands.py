@@ -88,11 +88,11 @@ def scales(q: Quantized, kind: str, right: bool) -> list[Tensor]:
         # A stride along one column means nothing, but it is looked at.
         return [rows if rows.stride(1) == 1 else rows.view(-1).unsqueeze(1)]
     if kind == "1x128":
-        return [_by_columns(scale)]
+        return [by_columns(scale)]
     return [scale if kind == "tensor" else _squares(scale)]
 
 
-def _by_columns(scale: Tensor) -> Tensor:
+def by_columns(scale: Tensor) -> Tensor:
     """[rows, blocks], strides (1, rows)."""
     rows, blocks = scale.shape
     if scale.stride(0) != 1 or (scale.stride(1) != rows and blocks > 1):

@@ -8,13 +8,42 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 #: The oldest capabilities that the kernels run on, and that have FP8 GEMMs.
 KERNELS, FP8_GEMMS = 80, 89
+
+
+class Traits(NamedTuple):
+    """What differs from one architecture to the next other than by its age."""
+
+    #: KiB of shared memory that a program may take.
+    shared: int
+    #: Whether tensor cores take the products of four warps at once (Hopper's wgmma, Blackwell's tcgen05).
+    groups: bool = False
+
+
+#: Every architecture that CUDA compiles for, from Turing on; 101 is what CUDA 12 called 110. Source: NVIDIA, CUDA C++
+#: Programming Guide, "Technical Specifications per Compute Capability"; PTX ISA, wgmma and tcgen05.
+TRAITS = {
+    75: Traits(64),
+    80: Traits(163),
+    86: Traits(99),
+    87: Traits(163),
+    89: Traits(99),
+    90: Traits(227, groups=True),
+    100: Traits(227, groups=True),
+    101: Traits(227, groups=True),
+    103: Traits(227, groups=True),
+    110: Traits(227, groups=True),
+    120: Traits(99),
+    121: Traits(99),
+}
+#: What one that is not there yet is taken to have: tiles for it run on every card from Ampere on.
+LEAST = Traits(99)
 #: Versions that the kernels are checked with, the first and the last.
 TRITON = (3, 6), (3, 9)
 #: What `quaver.torch.only` asks for: an implementation that runs on a CPU where it is named, and never else.
@@ -41,6 +70,11 @@ def architecture(device: torch.device) -> int:
     """80, 86, 89, 90, 100, 120: the compute capability times ten; of the recording where there is one; 90 off a GPU."""
     arch = recorded[-1]
     return _architecture(device) if arch is None else arch
+
+
+def traits(device: torch.device) -> Traits:
+    """Those of a device's architecture, or `LEAST`."""
+    return TRAITS.get(architecture(device), LEAST)
 
 
 def recorded_arch() -> int | None:
