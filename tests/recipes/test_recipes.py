@@ -1,8 +1,11 @@
 """The recipes are the table of the design, row by row; a misspelt name or option suggests the nearest."""
 
+import dataclasses
 import inspect
+import itertools
 import pickle
 
+import numpy as np
 import pytest
 
 import quaver
@@ -140,6 +143,40 @@ def test_equal_recipes_are_one_object(label: str) -> None:
 
 def test_recipes_with_other_numbers_are_other_objects() -> None:
     assert len(set(VARIANTS.values())) == len(VARIANTS)
+
+
+def test_a_text_is_one_recipes() -> None:
+    """What recipes are interned by: each field of theirs is in it."""
+    high, rows = GemmSpec(None, None), GemmSpec(ROW, ROW)
+    scaled = GemmSpec(QuantSpec(E4M3), QuantSpec(E4M3))
+    attention = [AttentionSpec(ROW, ROW), AttentionSpec(ROW, QuantSpec(E5M2)), AttentionSpec(QuantSpec(E5M2), ROW)]
+    histories = [Delayed(), Delayed(length=3), Delayed(margin=3), Delayed(algorithm="most_recent")]
+    recipes = [
+        *(
+            Recipe(name, *gemms)
+            for name in ("a", "a fast;", "b")
+            for gemms in itertools.product((high, rows), repeat=3)
+        ),
+        *(Recipe("a", dataclasses.replace(rows, fast_accum=True), rows, rows), Recipe("a", scaled, scaled, scaled)),
+        *(
+            Recipe("a", rows, rows, GemmSpec(ROW, QuantSpec(E5M2))),
+            Recipe("a", rows, rows, GemmSpec(QuantSpec(E5M2), ROW)),
+        ),
+        *(Recipe("a", rows, rows, rows, attention=one) for one in attention),
+        *(Recipe("a", scaled, scaled, scaled, delayed=one) for one in histories),
+        Recipe("a", scaled, scaled, scaled, delayed=histories[0], attention=attention[0]),
+        *VARIANTS.values(),
+    ]
+    assert len(set(recipes)) == len({recipe.text for recipe in recipes}) == len(recipes)
+    assert all(get(recipe) == recipe for recipe in recipes)
+
+
+def test_what_is_no_flag_is_refused_after_one_that_is_was_taken() -> None:
+    """What a recipe function has built before it looks up, by what was given."""
+    assert get("mxfp8", weight_2d=True) is get("mxfp8", weight_2d=True)
+    for other in (1, 1.0, np.True_, "True"):
+        with pytest.raises(ValueError, match="weight_2d is"):
+            get("mxfp8", weight_2d=other)
 
 
 def test_a_recipe_of_ones_own_is_taken_as_it_is_and_interned() -> None:

@@ -10,18 +10,26 @@ from quaver.core.text.spelling import suggest
 
 P = ParamSpec("P")
 
-#: torch.compile guards on identity: an equal but distinct recipe would compile again.
-_interned: dict[Recipe, Recipe] = {}
+#: By text. torch.compile guards on identity: an equal but distinct recipe would compile again. Of a dictionary with
+#: texts as keys it guards the one that is looked up; with recipes as keys it would guard all, and each new recipe would
+#: compile again whatever builds one.
+_interned: dict[str, Recipe] = {}
+#: Options of these classes are told apart by their repr.
+PLAIN = frozenset((bool, int, float, str))
 
 
 def intern(recipe: Recipe) -> Recipe:
     """The first recipe seen that equals this one."""
-    return _interned.setdefault(recipe, recipe)
+    first = _interned.get(recipe.text)
+    if first is None:
+        first = _interned[recipe.text] = recipe
+    return first
 
 
 def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
     """Turn an unknown option into a sentence with the nearest one, and intern what is built."""
     known = list(inspect.signature(function).parameters)
+    built: dict[str, Recipe] = {}
 
     @wraps(function)
     def build(*args: P.args, **options: P.kwargs) -> Recipe:
@@ -31,7 +39,13 @@ def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
                 raise ValueError(f"recipe {function.__name__!r} has no option {option!r}; {hint}")
         if args:
             raise ValueError(f"give the options of recipe {function.__name__!r} by name: {', '.join(known)}")
-        return intern(function(*args, **options))
+        if not all(type(value) in PLAIN for value in options.values()):
+            return intern(function(*args, **options))
+        # A compiler looks up what is there; how a recipe is built and checked it would follow for a second.
+        given = ", ".join([f"{option}={value!r}" for option, value in options.items()])
+        if given not in built:
+            built[given] = intern(function(*args, **options))
+        return built[given]
 
     return build
 

@@ -246,8 +246,9 @@ class Recipe:
     plan: Plan = field(init=False, repr=False, compare=False)
     #: True if any operand is rounded at random; its layer then counts the quantizations.
     stochastic: bool = field(init=False, repr=False, compare=False)
-    #: Of all fields, found once: that of a table of tables takes longer than a small GEMM.
-    hash: int = field(init=False, repr=False, compare=False)
+    #: The recipe in a line that no other recipe has. It remembers its hash: that of a table of tables takes longer than
+    #: a small GEMM.
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -271,7 +272,7 @@ class Recipe:
                 grad_output=reusable(self.dgrad.a, self.wgrad.a),
             ),
             "stochastic": any(spec.rounding == "stochastic" for spec in specs),
-            "hash": hash((self.name, self.fprop, self.dgrad, self.wgrad, self.delayed, self.attention)),
+            "text": f"{self.name!r} {_fields_text(self)}",
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -280,7 +281,7 @@ class Recipe:
             _check_history(self)
 
     def __hash__(self) -> int:
-        return self.hash
+        return hash(self.text)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         # Made again where it is unpickled: another process hashes strings otherwise.
@@ -325,6 +326,21 @@ class Recipe:
         if products is not None:
             texts.append(f"attention {products.input}, grad_output {products.grad_output}")
         return texts
+
+
+def _fields_text(recipe: Recipe) -> str:
+    """All that two recipes of one name may differ in; a compiler follows how it is written."""
+    texts = []
+    for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad):
+        # Both operands or neither.
+        texts.append("" if gemm.a is None or gemm.b is None else f"{gemm.a.text} {gemm.b.text}")
+        texts.append(" fast;" if gemm.fast_accum else ";")
+    history, products = recipe.delayed, recipe.attention
+    if history is not None:
+        texts.append(f" {history.length} {history.margin} {history.algorithm}")
+    if products is not None:
+        texts.append(f" {products.input.text} {products.grad_output.text}")
+    return "".join(texts)
 
 
 #: What stands for an operand that no recipe quantizes.

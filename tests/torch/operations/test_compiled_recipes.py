@@ -1,5 +1,7 @@
 """Specs and recipes that are built inside a compiled function: data, which a compiler makes as eager mode does."""
 
+import itertools
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -44,6 +46,10 @@ def recipe_of_ones_own(x: Tensor) -> Tensor:
 OWN = Format(name="e3m4", bits=8, exponent_bits=3, mantissa_bits=4, bias=3, max=15.5)
 
 
+#: Options that nobody else gives.
+unseen = itertools.count(1001)
+
+
 @pytest.mark.parametrize(
     "function", [spec, spec_of_own_format, recipe_of_the_table, recipe_by_name, recipe_of_ones_own]
 )
@@ -54,5 +60,26 @@ def test_what_is_built_inside_a_compiled_function_gives_eagers_bits(function: Ca
     for _ in range(3):
         x = torch.randn(16, 64)
         assert torch.equal(compiled(x), function(x))
+    # Nor does a recipe that is built elsewhere compile it again.
+    quaver.recipes.delayed(history=next(unseen))
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled(torch.randn(16, 64))
+
+
+def test_a_thread_that_has_entered_no_autocast_compiles_once() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        with qt.autocast("mxfp8"):
+            return x * 2
+
+    torch.compiler.reset()
+    compiled, results = torch.compile(doubled, fullgraph=True, backend="eager"), []
+
+    def run() -> None:
+        for x in (torch.ones(2), torch.zeros(2)):
+            results.append(compiled(x).sum().item())
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert results == [4, 0]

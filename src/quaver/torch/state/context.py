@@ -16,13 +16,18 @@ from quaver.torch.state.recomputation import recomputing
 class _Ambient(threading.local):
     # Dynamo traces a thread-local; it does not trace a ContextVar. One tuple is one look-up.
     #: The recipe, whether autocast(enabled=False) rules, and how many autocasts are open.
-    now: tuple[Recipe | None, bool, int] = None, False, 0
+    now: tuple[Recipe | None, bool, int]
     #: True once a quantizable layer has asked for its recipe since this thread entered an outermost autocast.
     asked = False
     #: True once one has asked in any autocast of this thread, or before the first.
     ever = False
     #: True once a compiled layer has run in this thread: such layers ask nothing when they run.
     compiled = False
+
+    def __init__(self) -> None:
+        # Dynamo guards on whether an object has an attribute: one of the class alone, which a first autocast sets,
+        # would compile that function again.
+        self.now = None, False, 0
 
 
 ambient = _Ambient()
