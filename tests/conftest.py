@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
+@cache
+def place(path: Path) -> str:
+    """Of a file of cases in the repository; there are fifty cases a file."""
+    return path.relative_to(ROOT).as_posix()
+
+
 def turn(item: pytest.Item) -> int:
     """Where the file of a case stands in LONGEST, or after all of them; others stay in their order."""
-    path = item.path.relative_to(ROOT).as_posix()
+    path = place(item.path)
     return next((at for at, longest in enumerate(LONGEST) if path.startswith(longest)), len(LONGEST))
 
 
@@ -130,7 +137,7 @@ def compile_quickly() -> None:
 
 def place_on_a_machine(item: pytest.Item, gpu: bool, interpreting: bool) -> None:
     """Mark what `-m gpu` should take on a machine with a GPU, and skip what this one cannot run."""
-    path = item.path.relative_to(ROOT).as_posix()
+    path = place(item.path)
     if not gpu:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -158,7 +165,7 @@ def _alike() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _optimized_where_that_is_the_claim(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "jax" not in sys.modules or not request.path.relative_to(ROOT).as_posix().startswith(OPTIMIZED):
+    if "jax" not in sys.modules or not place(request.path).startswith(OPTIMIZED):
         yield
         return
     import jax

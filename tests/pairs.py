@@ -13,11 +13,12 @@ def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     """
     lists = [list(values) for values in parameters]
     rows = list(product(*(range(len(values)) for values in lists)))
-    left = {pair for row in rows for pair in _pairs(row)}
+    of_row = {row: _pairs(row) for row in rows}
+    left = set().union(*of_row.values())
     chosen = []
     while left:
-        row = max(rows, key=lambda row: len(left & _pairs(row)))
-        left -= _pairs(row)
+        row = max(rows, key=lambda row: len(left & of_row[row]))
+        left -= of_row[row]
         chosen.append(row)
     return [tuple(values[i] for values, i in zip(lists, row, strict=True)) for row in sorted(chosen)]
 

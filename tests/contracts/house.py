@@ -5,6 +5,7 @@ functions counted. It is upward if the floors, a tuple of rooms from the ground 
 """
 
 import ast
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -31,8 +32,18 @@ class Link(NamedTuple):
 
 @cache
 def parsed(source: str) -> ast.Module:
-    """A file's tree, which several contracts walk over; nobody changes it."""
-    return ast.parse(source)
+    """A file's tree, which several contracts walk over; nobody changes it.
+
+    It stays until the end: a collector that walked over all trees again and again took four fifths of the time.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        gc.freeze()
+        if collecting:
+            gc.enable()
 
 
 @cache

@@ -37,9 +37,9 @@ def operands(magnitude: str, gemm: GemmSpec, m: int, k: int, n: int) -> tuple[qt
 
 
 def by_turns(gemm: GemmSpec, magnitude: str) -> list[tuple[int, int, int]]:
-    """Every third size, so that each GEMM and each magnitude meet each size."""
+    """One size, so that each GEMM and each magnitude meet each size."""
     turn = list(GEMMS.values()).index(gemm) + list(MAGNITUDES).index(magnitude)
-    return SIZES[turn % 3 :: 3]
+    return SIZES[turn % len(SIZES) :: len(SIZES)]
 
 
 def exact(a: qt.Quantized, b: qt.Quantized) -> torch.Tensor:
@@ -65,11 +65,11 @@ def test_half_precision_output_is_float64_rounded_once(gemm: GemmSpec, dtype: to
     turn = list(GEMMS.values()).index(gemm) + (dtype is torch.float16)
     for at, magnitude in enumerate(("normal", "rows spread", "zeros", "one outlier")[turn % 2 :: 2]):
         wrong = total = 0
-        # Every size under one of the two magnitudes; with the next GEMM but one the other half.
-        for m, k, n in SIZES[(turn // 2 + at) % 2 :: 2]:
+        # Two sizes under each of the two magnitudes; with the next GEMM but one, others.
+        for m, k, n in SIZES[(turn // 2 + at) % 3 :: 3]:
             a, b = operands(magnitude, gemm, m, k, n)
+            y = exact(a, b)
             for bias in (None, torch.randn(n)):
-                y = exact(a, b)
                 # Through float32 by way of rounding: twice rounded only where float32 falls on a tie, once in 2**16.
                 once = (y if bias is None else y + bias.double()).float().to(dtype)
                 got = qt.matmul(a, b, dtype, bias)
@@ -179,12 +179,13 @@ def test_a_process_that_lets_torch_round_float32_products_gets_the_same_precisio
 def test_a_product_lies_row_by_row(gemm: GemmSpec) -> None:
     # What calls it gives the result another shape where it lies. By turns, so that each size meets every other GEMM.
     sizes = [*SIZES, (100, 64, 2), (2, 64, 100), (300, 4000, 4), (100, 4096, 1)]
-    for m, k, n in sizes[list(GEMMS.values()).index(gemm) % 2 :: 2]:
+    turn = list(GEMMS.values()).index(gemm)
+    for at, (m, k, n) in enumerate(sizes[turn % 2 :: 2], turn // 2):
         a, b = operands("normal", gemm, m, k, n)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for bias in (None, torch.ones(n)):
-                y = qt.matmul(a, b, dtype, bias)
-                assert y.is_contiguous(), f"m {m}, k {k}, n {n}, {dtype}: strides {y.stride()}"
+        # With a bias or without by turns of dtypes, of sizes, and of every other GEMM.
+        for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16), at):
+            y = qt.matmul(a, b, dtype, torch.ones(n) if number % 2 else None)
+            assert y.is_contiguous(), f"m {m}, k {k}, n {n}, {dtype}: strides {y.stride()}"
 
 
 def test_operands_that_do_not_share_k_and_odd_dtypes_are_refused() -> None:

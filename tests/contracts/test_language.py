@@ -50,8 +50,14 @@ def bound(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.name
 
 
+@cache
+def code(source: str) -> str:
+    """A source without its strings and comments, whose prose has most of the words that no name may be."""
+    return COMMENT.sub("", source)
+
+
 def empty_names(source: str) -> list[tuple[int, str]]:
-    if not SOME_EMPTY.search(source):
+    if not SOME_EMPTY.search(code(source)):
         return []
     return sorted({(line, name) for line, name in bound(parsed(source)) if name.strip("_") in EMPTY})
 
@@ -59,7 +65,7 @@ def empty_names(source: str) -> list[tuple[int, str]]:
 def far(source: str) -> list[tuple[int, str]]:
     """(line, name) of functions in which a short name is used more than so many lines after it was given."""
     offences: list[tuple[int, str]] = []
-    if not SOME_SHORT.search(source):
+    if not SOME_SHORT.search(code(source)):
         return offences
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
