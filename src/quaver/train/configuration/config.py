@@ -19,6 +19,7 @@ from quaver.train.files import whole_file
 FRAMEWORKS = ("torch", "jax")
 RECOMPUTE = ("none", "mlp", "full")
 CAPTURE = ("none", "step")
+TRACKERS = ("tensorboard", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class TrainConfig:
     validation_batches: Annotated[int, "batches of a validation, the same in every run"] = 16
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
     keep: Annotated[int, "newest checkpoints that stay; 0: all"] = 2
+    report_to: Annotated[tuple[str, ...], "what gets the records beside metrics.jsonl: tensorboard, wandb"] = ()
 
     def __post_init__(self) -> None:
         choose("model", self.model, MODELS)
@@ -65,6 +67,8 @@ class TrainConfig:
         choose("dtype", self.dtype, ("bfloat16", "float32"))
         choose("recompute", self.recompute, RECOMPUTE)
         choose("capture", self.capture, CAPTURE)
+        for tracker in self.report_to:
+            choose("report_to", tracker, TRACKERS)
         if not self.tokens.endswith(".json"):
             choose("tokens", self.tokens, ("byte", "bpe"))
         for name, least in SMALLEST.items():

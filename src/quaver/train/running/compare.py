@@ -13,7 +13,7 @@ from quaver.train.configuration.config import TrainConfig, read_toml, shown, to_
 from quaver.train.data import frozen, tokens
 from quaver.train.files import lock, whole_file
 from quaver.train.learning import frameworks
-from quaver.train.records import checkpoint
+from quaver.train.records import checkpoint, trackers
 from quaver.train.records.comparison import BASELINE, Comparison, Run
 from quaver.train.records.metrics import Record, newest, read
 from quaver.train.running import loop
@@ -55,6 +55,7 @@ def compare_runs(
         raise ValueError(f"jobs is {shown(jobs)}; it must be at least 0, which is as many as fill the cores")
     for recipe in recipes:
         frameworks.check(config, recipe_name.find(recipe))
+    trackers.check(config)
     framework = "" if config.framework == "torch" else f"-{config.framework}"
     folder = Path(config.out or f"runs/compare-{config.model}{framework}")
     threads = config.threads or 1

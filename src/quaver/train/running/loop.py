@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from quaver.train.files import lock, whole_file
 from quaver.train.learning import frameworks
 from quaver.train.learning.learner import Learner
 from quaver.train.learning.nonfinite import NonFiniteError
-from quaver.train.records import checkpoint
+from quaver.train.records import checkpoint, trackers
 from quaver.train.records.metrics import Metrics, Record, losses, read, validation_losses
+from quaver.train.records.trackers import Tracker
 from quaver.train.running.interrupt import Interrupt, Interrupted
 from quaver.train.running.resuming import take_up
 
 #: What a run's folder holds besides checkpoints; the last is the command line's.
-FILES = ("config.toml", "metrics.jsonl", "tokenizer.json", "loss.png")
+FILES = ("config.toml", "metrics.jsonl", "tokenizer.json", trackers.ID, "loss.png")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ def run_training(
     folder = folder_of(config)
     recipe = recipe or recipe_name.find(config.recipe)
     frameworks.check(config, recipe)  # before the text is read
+    trackers.check(config)
     with lock.held(folder, "training"), memory.told("--batch, --accumulate, --sequence or --model"):
         check_folder(folder, resume)
         saved_tokenizer = folder / "tokenizer.json"
@@ -83,8 +85,12 @@ def run_training(
             start = take_up(last, trained, facts, config, tokens.vocab)
         if start < config.steps:
             prepare(folder, config, tokens)
-        with Metrics(folder / "metrics.jsonl", start) as metrics, Interrupt() as interrupt:
-            log = Log(folder, metrics, watch)
+        with (
+            Metrics(folder / "metrics.jsonl", start) as metrics,
+            trackers.opened(folder, config, metrics.records) as tracked,
+            Interrupt() as interrupt,
+        ):
+            log = Log(folder, metrics, tracked, watch)
             go_on(trained, tokens, config, facts, start, log, interrupt)
     return TrainResult(
         folder=folder,
@@ -123,12 +129,14 @@ def go_on(
 
 
 class Log:
-    """Writes a run's records, with the time that the run has taken, and shows them to `watch`."""
+    """Writes a run's records, with the time that the run has taken, and shows them to trackers and `watch`."""
 
-    def __init__(self, folder: Path, metrics: Metrics, watch: Callable[[Record], None]) -> None:
+    def __init__(
+        self, folder: Path, metrics: Metrics, tracked: Sequence[Tracker], watch: Callable[[Record], None]
+    ) -> None:
         self.folder = folder
         self.metrics = metrics
-        self.watch = watch
+        self.shown_to: tuple[Callable[[Record], None], ...] = (*tracked, watch)
         self.begun = time.perf_counter() - metrics.seconds
 
     def __call__(self, record: Record) -> None:
@@ -145,7 +153,8 @@ class Log:
                 f"stopped after step {record['step']}: could not write {self.metrics.path}: {reason(error)}; "
                 f"{checkpoint.last_good(self.folder)}; mend that, such as by making room, then go on with --resume"
             ) from error
-        self.watch(self.metrics.records[-1])
+        for show in self.shown_to:
+            show(self.metrics.records[-1])
 
 
 def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConfig) -> Record:
