@@ -1,4 +1,4 @@
-"""The pages of the blocks are kept true: their Python runs, their links lead somewhere, and the index has them all."""
+"""The pages of blocks and guides are kept true: their Python runs, their links lead somewhere, an index has each."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 
 from tests.contracts.test_readme import ROOT, python_blocks
 
-BLOCKS = ROOT / "docs" / "blocks"
-PAGES = sorted(BLOCKS.glob("*.md"))
+FOLDERS = [ROOT / "docs" / "blocks", ROOT / "docs" / "guides"]
+PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
 #: Of files, not of the web and not within a page.
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
@@ -25,13 +25,14 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
             raise
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "limits.md"], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "limits.md"], ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_links_lead_to_files(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
 
 
-def test_the_index_has_every_page() -> None:
-    listed = set(LINK.findall((BLOCKS / "README.md").read_text()))
-    missing = {p.name for p in PAGES} - listed - {"README.md"}
-    assert not missing, f"docs/blocks/README.md does not list {sorted(missing)}"
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_the_index_has_every_page(folder: Path) -> None:
+    listed = set(LINK.findall((folder / "README.md").read_text()))
+    missing = {p.name for p in folder.glob("*.md")} - listed - {"README.md"}
+    assert not missing, f"docs/{folder.name}/README.md does not list {sorted(missing)}"

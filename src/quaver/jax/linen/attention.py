@@ -68,7 +68,7 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         qk_norm_after_rope: turn first.
         mask_type, window, scale, soft_cap, dropout: of `quaver.jax.blocks.dot_product.attention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for flax's logical sharding rules.
-        The others are DenseGeneral's.
+        others: those of DenseGeneral.
     """
 
     heads: int

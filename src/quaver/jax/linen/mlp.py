@@ -19,7 +19,7 @@ class MLP(nn.Module, MLPOptions):
         activation: a row of `quaver.jax.blocks.activation.ACTIVATIONS`.
         out: features of the output; None keeps the input's.
         partition: name the kernels' axes "embed" and "mlp", for flax's logical sharding rules.
-        The others are DenseGeneral's.
+        others: those of DenseGeneral.
     """
 
     hidden: int

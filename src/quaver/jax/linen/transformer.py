@@ -27,7 +27,7 @@ class TransformerLayer(nn.Module, TransformerOptions):
         parallel: attention and MLP read the same normalized input and are added at once.
         dropout: of each part's output; attention_dropout: of the probabilities.
         drop_path: probability of leaving a part out of a sample.
-        The others are those of MultiHeadAttention and MLP.
+        others: those of MultiHeadAttention and MLP.
     Submodules: `attention`, `cross_attention`, `mlp`, and `attention_norm`, `cross_attention_norm`, `mlp_norm`
     (parallel: `norm` alone).
     """

@@ -85,7 +85,7 @@ class MultiHeadAttention(nnx.Module):
         qk_norm_after_rope: turn first.
         mask_type, window, scale, soft_cap, dropout: of `quaver.jax.blocks.dot_product.attention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for nnx.logical_axis_rules.
-        The others are DenseGeneral's.
+        others: those of DenseGeneral.
     """
 
     @takes(AttentionArguments)

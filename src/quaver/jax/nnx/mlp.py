@@ -30,7 +30,7 @@ class MLP(nnx.Module):
         activation: a row of `quaver.jax.blocks.activation.ACTIVATIONS`.
         out: features of the output; None keeps the input's.
         partition: name the kernels' axes "embed" and "mlp", for nnx.logical_axis_rules.
-        The others are DenseGeneral's.
+        others: those of DenseGeneral.
     """
 
     @takes(MLPArguments)

@@ -84,7 +84,7 @@ class LayerNormDenseGeneral(nnx.Module):
     Args:
         in_features, features: sizes of input and output.
         normalization, eps, zero_centered: of the norm.
-        The others are DenseGeneral's.
+        others: those of DenseGeneral.
     Calling it returns the output, and the normalized input.
     """
 

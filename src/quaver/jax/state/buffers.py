@@ -351,7 +351,7 @@ def fitting(state: State, recipe: Recipe, where: str) -> None:
     """Refuse a state that lacks what a delayed recipe needs, or has it in another dtype or length.
 
     Raises:
-        ValueError.
+        ValueError: it lacks that, or has it otherwise.
     """
     if recipe.stochastic and "count" in state:
         _fits(state, {"count": (2,)}, recipe, where)

@@ -101,9 +101,9 @@ class TransformerLayer(Parts):
 
     Args:
         dim: features of the residual stream.
-        heads, groups, head_dim, rope, temperature, position_bias, qk_norm, qk_norm_eps, qk_norm_after_rope,
-            qk_norm_scope, mask_type, window, chunk, scale, soft_cap, sinks, alibi, layout: of the attention; see
-            `MultiheadAttention`.
+        heads, groups, head_dim, rope, temperature, position_bias: of the attention; see `MultiheadAttention`.
+        qk_norm, qk_norm_eps, qk_norm_after_rope, qk_norm_scope: likewise.
+        mask_type, window, chunk, scale, soft_cap, sinks, alibi, layout: likewise.
         hidden, activation, activation_options, eight_bit_activations: of the MLP; see `MLP`.
         latent: a `Latent`: attention is a `LatentAttention`; of attention's options it takes those of that.
         normalization: "LayerNorm" or "RMSNorm"; with eps, zero_centered and norm_bias.
