@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CHECKED := tests/contracts/test_layering.py tests/contracts/test_bits.py tests/torch/linear/test_linear.py
 
 .PHONY: demo check test slow test-lowering test-integrations test-gpu-ready test-gpu test-versions
-.PHONY: accept accept-attention bench bench-gpu lint format clean
+.PHONY: accept accept-attention bench bench-gpu docs lint format clean
 
 # Kernels that were compiled beforehand, and for which cards: the machine that will have the card needs the Python and
 # the triton that filled it (`tests/versions/card.py` names them).
@@ -49,7 +49,7 @@ test-gpu-ready: $(VENV)/.dev
 
 ## What other libraries do with converted models: tests that `make test` skips where a library is missing.
 test-integrations: $(VENV)/.integrations
-	$(BIN)/python -m pytest -n 0 tests/torch/integrations
+	$(BIN)/python -m pytest -n 0 tests/torch/integrations tests/train/records/test_trackers.py
 
 ## The tests that need a GPU, eight at a time on one card, with the kernels of CACHE, in the Python that has its torch.
 test-gpu:
@@ -77,6 +77,10 @@ bench: $(VENV)/.dev
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --cache $(CACHE)
 
+## The site, with the reference, in build/site; broken links are errors, and nothing is fetched while it is built.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -103,6 +107,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 
 $(VENV)/.integrations: $(VENV)/.dev
 	$(BIN)/pip install --quiet --editable '.[dev,integrations]'
+	touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[docs]'
 	touch $@
 
 # Beside the environment, not in it: there the plugin would look for a GPU whenever jax is imported.

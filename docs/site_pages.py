@@ -1,0 +1,143 @@
+"""What `make docs` adds to the folder docs: README and its like as pages, the reference, and the files they link to.
+
+mkdocs calls the functions `on_...`. Pages are written for a reader of the repository, so that their links
+lead to its files. Where such a file is a page of the site, the link leads to the page; else the site has a copy of it.
+"""
+
+import ast
+import os
+import re
+import subprocess
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+#: Pages made of files outside of docs.
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
+#: Pages of the reference: the public names of a module each.
+REFERENCE = {
+    "quaver": "Recipes, specs, formats, rules",
+    "quaver.recipes": "Recipes",
+    "quaver.rules": "Rules: what is not worth quantizing",
+    "quaver.torch": "PyTorch",
+    "quaver.torch.integrations.huggingface": "transformers",
+    "quaver.jax": "JAX",
+    "quaver.jax.linen": "Flax linen",
+    "quaver.jax.nnx": "Flax NNX",
+    "quaver.train": "Training from Python",
+}
+LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
+FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: Any) -> Any:
+    """The parts of the navigation that are lists of files: blocks in the order of their index, and the reference."""
+    index = (ROOT / "docs" / "blocks" / "README.md").read_text(encoding="utf-8")
+    blocks = dict.fromkeys(target for _, target, _ in LINK.findall(index) if "/" not in target)
+    lists = {
+        "blocks": ["blocks/README.md", *(f"blocks/{name}" for name in blocks)],
+        "api": [f"api/{module}.md" for module in REFERENCE],
+    }
+    config.nav = [
+        {title: lists.get(part, part) if isinstance(part, str) else part for title, part in entry.items()}
+        if isinstance(entry, dict)
+        else entry
+        for entry in config.nav
+    ]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for module, title in REFERENCE.items():
+        files.append(File.generated(config, f"api/{module}.md", content=reference(module, title)))
+    for file in [file for file in files if file.is_documentation_page()]:
+        for _, target, _ in LINK.findall(plain(file.content_string)):
+            add(files, config, repository_path(file.src_uri, target))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """The page by the rules of Python-Markdown: links to pages of the site, and lists that a blank line begins."""
+
+    def link(match: re.Match[str]) -> str:
+        path = repository_path(page.file.src_uri, match[2])
+        to = os.path.relpath(site_path(path), PurePosixPath(page.file.src_uri).parent)
+        return f"{match[1]}{PurePosixPath(to)}{match[3]}"
+
+    def prose(text: str) -> str:
+        text = LINK.sub(link, text)
+        text = re.sub(r"^  (?=\S)", "    ", text, flags=re.MULTILINE)
+        return re.sub(r"^(?![\s\-|#<]|\d+\. )(.+\n)(?=- )", r"\1\n", text, flags=re.MULTILINE)
+
+    parts, at = [], 0
+    for fence in FENCE.finditer(markdown):
+        parts += [prose(markdown[at : fence.start()]), fence[0]]
+        at = fence.end()
+    return "".join([*parts, prose(markdown[at:])])
+
+
+def reference(module: str, title: str) -> str:
+    """A page of the reference: what each public name says of itself."""
+    names = [name for name in public(module) if f"{module}.{name}" not in REFERENCE]
+    entries = "\n\n".join(f"::: {module}.{name}" for name in names)
+    return f"# {title}\n\n`{module}`\n\n{entries}\n"
+
+
+def public(module: str) -> list[str]:
+    """The names in a module's `__all__`, read and not imported: the site needs neither torch nor jax."""
+    path = ROOT / "src" / Path(*module.split(".")) / "__init__.py"
+    path = path if path.exists() else path.parent.with_suffix(".py")
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(statement.value)
+            return names
+    raise ValueError(f"{path} has no __all__ to make a page of the reference of")
+
+
+def plain(markdown: str) -> str:
+    """Without code, whose brackets are no links."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", markdown))
+
+
+def repository_path(page: str, target: str) -> str:
+    """What a link of a page leads to, from the root of the repository."""
+    sources = {name: source for source, name in PAGES.items()}
+    source = sources.get(page, page.removeprefix("files/") if page.startswith("files/") else f"docs/{page}")
+    return os.path.normpath(PurePosixPath(source).parent / target)
+
+
+def site_path(path: str) -> str:
+    """Where a file of the repository is in the site."""
+    if path in PAGES:
+        return PAGES[path]
+    if (ROOT / path).is_dir():
+        return f"files/{path}.md"
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"files/{path}"
+
+
+def add(files: Files, config: Any, path: str) -> None:
+    """Put a copy of a file, or a list of a folder's files, into the site; mkdocs tells what is not there."""
+    to = site_path(path)
+    if files.get_file_from_path(to) is not None or not (ROOT / path).exists() or not to.startswith("files/"):
+        return
+    if (ROOT / path).is_file():
+        files.append(File.generated(config, to, abs_src_path=str(ROOT / path)))
+        return
+    tracked = subprocess.run(["git", "ls-files", path], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = tracked.stdout.split()
+    here = PurePosixPath(path)
+    lines = [
+        f"- [{PurePosixPath(name).relative_to(here)}]({PurePosixPath(name).relative_to(here.parent)})" for name in names
+    ]
+    files.append(File.generated(config, to, content=f"# {path}\n\n" + "\n".join(lines) + "\n"))
+    for name in names:
+        add(files, config, name)
