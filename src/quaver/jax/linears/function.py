@@ -23,6 +23,7 @@ from quaver.jax.linears import gemms
 from quaver.jax.linears.differentiation import differentiated_once, unwrapped
 from quaver.jax.linears.gemms import Call
 from quaver.jax.numerics.constants import without_derivative
+from quaver.jax.numerics.elementwise import without_elements
 from quaver.jax.numerics.given import array, floating, state_of
 from quaver.jax.numerics.quantized import Quantized, as_bytes, as_codes
 from quaver.jax.operations.gather import Along, Gather, along_input, along_weight, piece, whole_lead, whole_shape
@@ -153,7 +154,7 @@ def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, 
         assert xq is not None and wq is not None
         amaxes = xq.amax, wq.amax
     # Gradients have their dtypes; an array without elements carries one, and its type under shard_map.
-    likes = [None if isinstance(p, Quantized) or p is None else p[..., :0] for p in (x, w, bias)]
+    likes = [None if isinstance(p, Quantized) or p is None else without_elements(p) for p in (x, w, bias)]
     return y, (jnp.zeros((*needs, 0), jnp.bool_), _Cut(axes), kept_x, kept_w, likes, amaxes, ready)
 
 
@@ -171,7 +172,7 @@ def _kept(needed: bool, operand: Any, given: Any, serves: bool, make: Callable[[
     """
     if not needed:
         unfit = isinstance(operand, Quantized) and not serves
-        return None if unfit else jax.tree.map(lambda a: a[..., :0], as_bytes(make()))
+        return None if unfit else jax.tree.map(without_elements, as_bytes(make()))
     kept = make()
     if isinstance(kept, Quantized):
         return checkpoint_name(as_bytes(kept), KEPT)

@@ -25,6 +25,7 @@ from quaver.jax.linears.differentiation import differentiated_once, unwrapped
 from quaver.jax.linears.function import next_state, warn_unquantized
 from quaver.jax.linears.gemms import Call
 from quaver.jax.numerics.constants import without_derivative
+from quaver.jax.numerics.elementwise import without_elements
 from quaver.jax.numerics.given import array, floating, state_of
 from quaver.jax.numerics.quantized import Quantized, as_bytes, as_codes
 from quaver.jax.operations.native import decoded, scaled
@@ -113,7 +114,7 @@ def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array,
     # What is kept as it was given JAX neither copies nor stacks.
     kept_w = wq if recipe.plan.weight else given_w
     amaxes = None if recipe.delayed is None else (xq.amax, wq.amax.max())
-    return y, (as_bytes(kept_x), as_bytes(kept_w), lay, amaxes, state, x[..., :0], w[..., :0])
+    return y, (as_bytes(kept_x), as_bytes(kept_w), lay, amaxes, state, without_elements(x), without_elements(w))
 
 
 def _backward(call: Call, kept: Any, g: Array) -> tuple[Any, ...]:
@@ -214,7 +215,7 @@ def _by_rows(a: Any, b: Any, lay: Layout) -> Array:
     tiles = lay.expert.shape[0]
     x = _take(x, lay.token).astype(wide)
     y = lax.platform_dependent(x, w.astype(wide), lay, cuda=_rows_ragged, default=_rows_tiled)
-    s = _take(s, lay.token).reshape(tiles, -1, 1) if s.shape[0] > 1 else s
+    s = (_take(s, lay.token) if s.shape[0] > 1 else s).reshape(tiles if s.shape[0] > 1 else 1, -1, 1)
     y = scaled(y.reshape(tiles, -1, y.shape[1]), s, jnp.swapaxes(t, 1, 2)[lay.expert])
     return _take(y.reshape(-1, y.shape[2]), lay.slot)
 
@@ -224,7 +225,7 @@ def _by_tokens(a: tuple[Array, Array], b: tuple[Array, Array], lay: Layout) -> A
     (x, s), (g, t) = a, b
     wide = jnp.promote_types(x.dtype, g.dtype)
     y = lax.platform_dependent(x.astype(wide), g.astype(wide), lay, cuda=_tokens_ragged, default=_tokens_tiled)
-    return scaled(y, s, t.T)
+    return scaled(y, lax.expand_dims(s, (0,)), lax.expand_dims(t.T, (0,)))
 
 
 def _rows_tiled(x: Array, w: Array, lay: Layout) -> Array:

@@ -5,6 +5,7 @@ import numpy as np
 from jax import Array, lax
 
 from quaver.core.numbers.hadamard import GROUP, SIGNS
+from quaver.jax.numerics.elementwise import copysign, largest, padded, where
 from quaver.jax.numerics.rounding import magnitude_bits, widen
 
 #: Groups whose largest magnitude lies below 2**-SMALL are rotated times 2**LIFT.
@@ -20,22 +21,20 @@ def rotate(x: Array) -> Array:
     x = widen(x)
     rows, k = x.shape
     groups = -(-k // GROUP)
-    y = jnp.pad(x, ((0, 0), (0, groups * GROUP - k))).reshape(rows, groups, GROUP)
-    small = magnitude_bits(y).max(-1, keepdims=True, initial=0) < (127 - SMALL) << 23
-    y = jnp.where(small, _lifted(y), y) * np.array(SIGNS, np.float32)
+    y = padded(x, 0, groups * GROUP - k).reshape(rows, groups, GROUP)
+    small = lax.lt(largest(magnitude_bits(y), (2,)), (127 - SMALL) << 23)
+    y = lax.mul(where(small, _lifted(y), y), np.array(SIGNS, np.float32).reshape(1, 1, GROUP))
     for stride in (1, 2, 4, 8):
         pairs = y.reshape(rows, groups, GROUP // (2 * stride), 2, stride)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        y = jnp.stack([a + b, a - b], -2).reshape(rows, groups, GROUP)
-    y = y * jnp.where(small, jnp.float32(0.25 * 2.0**-LIFT), jnp.float32(0.25))
-    return y.reshape(rows, groups * GROUP)
+        a, b = (lax.slice_in_dim(pairs, i, i + 1, axis=3) for i in (0, 1))
+        y = lax.concatenate([lax.add(a, b), lax.sub(a, b)], 3).reshape(rows, groups, GROUP)
+    quarter = lax.full(small.shape, np.float32(0.25))
+    return lax.mul(y, where(small, 0.25 * 2.0**-LIFT, quarter)).reshape(rows, groups * GROUP)
 
 
 def _lifted(x: Array) -> Array:
     """x × 2**LIFT for magnitudes below 2**-SMALL, subnormals included: on the bits, since XLA would flush them."""
     bits = magnitude_bits(x)
-    normal = lax.bitcast_convert_type(bits + (LIFT << 23), jnp.float32)
-    subnormal = bits.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149))
-    y = jnp.where(bits < 1 << 23, subnormal, normal)
-    sign = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**31))
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(y, jnp.int32) | sign, jnp.float32)
+    normal = lax.bitcast_convert_type(lax.add(bits, LIFT << 23), jnp.float32)
+    subnormal = lax.mul(bits.astype(jnp.float32), np.float32(2.0 ** (LIFT - 149)))
+    return copysign(where(lax.lt(bits, 1 << 23), subnormal, normal), x)

@@ -4,9 +4,11 @@ JAX has no 64-bit integers unless it is asked for them: products are put togethe
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from quaver.core.numbers.philox import MULTIPLIERS, ROUNDS, WEYL
+from quaver.jax.numerics.elementwise import where
 
 _LOW = 0xFFFFFFFF
 
@@ -38,13 +40,16 @@ def uniform(
     high, low = product(row, whole // step)
     low, high = low + column, high + (low + column < column)
     if together:
-        words = jnp.stack(philox4x32((low, high, _word(tensor_id), _word(count)), seed), -1)
+        drawn = philox4x32((low, high, _word(tensor_id), _word(count)), seed)
+        words = lax.concatenate([lax.expand_dims(word, (2,)) for word in drawn], 2)
     else:
         lane = low & 3
         drawn = philox4x32((low >> 2 | high << 30, high >> 2, _word(tensor_id), _word(count)), seed)
-        words = jnp.where(lane < 2, jnp.where(lane == 0, *drawn[:2]), jnp.where(lane == 2, *drawn[2:]))
+        first, second = (where(lax.eq(lane, np.uint32(i)), *drawn[i : i + 2]) for i in (0, 2))
+        words = where(lax.lt(lane, np.uint32(2)), first, second)
     # As signed integers, which machines turn into floats faster: they have 24 bits.
-    return ((words >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)).reshape(rows, k)
+    top = lax.shift_right_logical(words, np.uint32(8)).astype(jnp.int32).astype(jnp.float32)
+    return lax.mul(top, np.float32(2.0**-24)).reshape(rows, k)
 
 
 def philox4x32(counter: tuple[Array, Array, Array, Array], seed: int) -> tuple[Array, Array, Array, Array]:
@@ -54,18 +59,22 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], seed: int) -> tuple[A
     for _ in range(ROUNDS):
         high0, low0 = product(c0, MULTIPLIERS[0])
         high1, low1 = product(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ jnp.uint32(k0), low1, high0 ^ c3 ^ jnp.uint32(k1), low0
+        c0 = lax.bitwise_xor(lax.bitwise_xor(high1, c1), np.uint32(k0))
+        c2 = lax.bitwise_xor(lax.bitwise_xor(high0, c3), np.uint32(k1))
+        c1, c3 = low1, low0
         k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
     return c0, c1, c2, c3
 
 
 def product(a: Array, m: int) -> tuple[Array, Array]:
     """High and low word of a 32 × 32 bit product, from 16-bit halves: XLA does not compile `lax.mulhi` for shards."""
-    mh, ml = jnp.uint32(m >> 16), jnp.uint32(m & 0xFFFF)
-    ah, al = a >> 16, a & jnp.uint32(0xFFFF)
-    middle = ah * ml + (al * ml >> 16)
-    other = al * mh + (middle & jnp.uint32(0xFFFF))
-    return ah * mh + (middle >> 16) + (other >> 16), a * jnp.uint32(m)
+    sixteen, half = np.uint32(16), np.uint32(0xFFFF)
+    mh, ml = np.uint32(m >> 16), np.uint32(m & 0xFFFF)
+    ah, al = lax.shift_right_logical(a, sixteen), lax.bitwise_and(a, half)
+    middle = lax.add(lax.mul(ah, ml), lax.shift_right_logical(lax.mul(al, ml), sixteen))
+    other = lax.add(lax.mul(al, mh), lax.bitwise_and(middle, half))
+    carried = lax.add(lax.shift_right_logical(middle, sixteen), lax.shift_right_logical(other, sixteen))
+    return lax.add(lax.mul(ah, mh), carried), lax.mul(a, np.uint32(m))
 
 
 def _word(x: Array | int) -> Array:

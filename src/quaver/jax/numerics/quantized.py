@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from quaver.core.numbers import rounding
 from quaver.core.numbers.formats import Format
 from quaver.core.numbers.rounding import NAN_CODE
 from quaver.core.spec import Block, QuantSpec
+from quaver.jax.numerics.elementwise import padded, where
 
 #: Formats that codes are cast to. Those of others are bytes; two E2M1 codes share one, the lower nibble being the even
 #: index of k.
@@ -68,21 +70,23 @@ class Quantized:
         codes = lax.bitcast_convert_type(self.data, jnp.uint8)
         # Above infinity's code, or where E4M3 has none at 0x7F itself.
         last = (fmt.emax + fmt.bias << fmt.mantissa_bits) + (fmt.max_mantissa >> 23 - fmt.mantissa_bits)
-        nan = (codes & 0x7F) > (last if fmt.name == "e4m3" else last + 1)
-        return jnp.where(nan, jnp.uint8(NAN_CODE), codes)
+        nan = lax.gt(lax.bitwise_and(codes, np.uint8(0x7F)), np.uint8(last if fmt.name == "e4m3" else last + 1))
+        return where(nan, NAN_CODE, codes)
 
     def scales(self) -> Array:
         """float32 decode scales [blocks of rows, blocks of k], both levels multiplied."""
         if self.spec.scale == "e8m0":
             bits = self.scale.astype(jnp.int32)
             # Code 0 is 2**-127, whose float32 is subnormal: its mantissa holds the one bit. Code 255 is NaN.
-            wide = jnp.where(bits == 0, 0x00400000, jnp.where(bits == 255, 0x7FC00000, bits << 23))
+            wide = where(lax.eq(bits, 255), 0x7FC00000, lax.shift_left(bits, 23))
+            wide = where(lax.eq(bits, 0), 0x00400000, wide)
             return lax.bitcast_convert_type(wide, jnp.float32)
         if self.spec.two_level:
             assert self.tensor_factor is not None
             blocks = lax.bitcast_convert_type(self.scale, jnp.float8_e4m3fn).astype(jnp.float32)
             # Divided by one number for each: XLA would multiply by the reciprocal of a broadcast scalar.
-            return blocks / lax.optimization_barrier(jnp.broadcast_to(self.tensor_factor, blocks.shape))
+            factor = lax.broadcast_in_dim(self.tensor_factor, blocks.shape, (0, 1))
+            return lax.div(blocks, lax.optimization_barrier(factor))
         return self.scale
 
     def values(self, dtype: Any = jnp.float32) -> Array:
@@ -133,10 +137,10 @@ def over_blocks(x: Array, factor: Array, block: Block) -> Array:
     if x.size == 0:
         return x
     if block in ((None, None), (1, None), (None, 1)):
-        return x * factor
+        return lax.mul(x, factor)
     view = blocked(x, block)
-    y = view * factor[:, None, :, None]
-    return y.reshape(view.shape[0] * view.shape[1], -1)[:rows, :k]
+    y = lax.mul(view, lax.expand_dims(factor, (1, 3)))
+    return cut(y.reshape(view.shape[0] * view.shape[1], -1), rows, k)
 
 
 def blocked(x: Array, block: Block) -> Array:
@@ -144,35 +148,41 @@ def blocked(x: Array, block: Block) -> Array:
     rows, k = x.shape
     br, bk = min(block[0] or rows, rows), min(block[1] or k, k)
     nr, nk = -(-rows // br), -(-k // bk)
-    if (nr * br, nk * bk) != (rows, k):
-        x = jnp.pad(x, ((0, nr * br - rows), (0, nk * bk - k)))
-    return x.reshape(nr, br, nk, bk)
+    return padded(x, nr * br - rows, nk * bk - k).reshape(nr, br, nk, bk)
+
+
+def cut(x: Array, rows: int, k: int) -> Array:
+    """The first rows and columns of a matrix."""
+    return x if x.shape == (rows, k) else lax.slice(x, (0, 0), (rows, k))
 
 
 def pack(codes: Array) -> Array:
     """Two four-bit codes to a byte: uint8 [rows, k] to [rows, ceil(k / 2)]."""
     rows, k = codes.shape
-    if k % 2:
-        codes = jnp.pad(codes, ((0, 0), (0, 1)))
-    pairs = codes.reshape(rows, (k + 1) // 2, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4
+    pairs = padded(codes, 0, k % 2).reshape(rows, (k + 1) // 2, 2)
+    low, high = (lax.index_in_dim(pairs, i, 2, keepdims=False) for i in (0, 1))
+    return lax.bitwise_or(low, lax.shift_left(high, np.uint8(4)))
 
 
 def unpack(packed: Array, k: int) -> Array:
     """uint8 [rows, ceil(k / 2)] to one code an element, [rows, k]."""
     rows, half = packed.shape
-    shifts = jnp.array([0, 4], jnp.uint8)
-    return (packed[..., None] >> shifts & 15).reshape(rows, 2 * half)[:, :k]
+    pairs = lax.broadcast_in_dim(packed, (rows, half, 2), (0, 1))
+    shifts = lax.broadcast_in_dim(np.array([0, 4], np.uint8), (rows, half, 2), (2,))
+    codes = lax.bitwise_and(lax.shift_right_logical(pairs, shifts), np.uint8(15))
+    return cut(codes.reshape(rows, 2 * half), rows, k)
 
 
 def e2m1_values(codes: Array, dtype: Any) -> Array:
     """E2M1 codes to their values: the bits of a bfloat16 are put together."""
     code = codes.astype(jnp.uint16)
-    magnitude = code & 7
+    magnitude = lax.bitwise_and(code, np.uint16(7))
     # 1/2 is a subnormal of the format; the others are normal numbers with one bit of mantissa.
-    bits = jnp.where(magnitude == 1, jnp.uint16(0x3F00), (magnitude << 6) + jnp.uint16(0x3F00))
-    bits = jnp.where(magnitude == 0, jnp.uint16(0), bits) | (code & 8) << 12
-    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(dtype)
+    normal = lax.add(lax.shift_left(magnitude, np.uint16(6)), np.uint16(0x3F00))
+    bits = where(lax.eq(magnitude, np.uint16(1)), 0x3F00, normal)
+    bits = where(lax.eq(magnitude, np.uint16(0)), 0, bits)
+    sign = lax.shift_left(lax.bitwise_and(code, np.uint16(8)), np.uint16(12))
+    return lax.bitcast_convert_type(lax.bitwise_or(bits, sign), jnp.bfloat16).astype(dtype)
 
 
 def values_of(codes: Array, fmt: Format, dtype: Any) -> Array:

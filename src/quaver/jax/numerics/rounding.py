@@ -1,10 +1,14 @@
 """Rounding float32 to codes in JAX arrays: the twin of `quaver.core.numbers.rounding`."""
 
+from functools import reduce
+
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from quaver.core.numbers.formats import Format
 from quaver.core.numbers.rounding import NAN_CODE
+from quaver.jax.numerics.elementwise import copysign, isnan, where
 from quaver.jax.numerics.quantized import FLOAT8
 
 INFINITY_BITS = 0x7F800000
@@ -14,19 +18,19 @@ SMALLEST_NORMAL_BITS = 0x00800000
 def widen(x: Array) -> Array:
     """An operand's float32 values, rounded to its own dtype even where XLA would skip that rounding within a fusion."""
     if x.dtype == jnp.bfloat16:
-        bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
-        return lax.bitcast_convert_type(bits, jnp.float32)
+        bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        return lax.bitcast_convert_type(lax.shift_left(bits, np.uint32(16)), jnp.float32)
     return x if x.dtype == jnp.float32 else lax.optimization_barrier(x).astype(jnp.float32)
 
 
 def magnitude_bits(x: Array) -> Array:
     """The bits of |float32 x| as int32: they order as NaN > infinity > finite."""
-    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    return lax.bitwise_and(lax.bitcast_convert_type(x, jnp.int32), 0x7FFFFFFF)
 
 
 def flush(x: Array) -> Array:
     """Subnormals to zeros of their sign."""
-    return jnp.where(magnitude_bits(x) < SMALLEST_NORMAL_BITS, jnp.copysign(jnp.float32(0), x), x)
+    return where(lax.lt(magnitude_bits(x), SMALLEST_NORMAL_BITS), copysign(lax.full_like(x, 0), x), x)
 
 
 def encode(y: Array, fmt: Format, u: Array | None) -> Array:
@@ -46,7 +50,7 @@ def encode(y: Array, fmt: Format, u: Array | None) -> Array:
     if u is not None:
         y = _round_stochastically(y, fmt, u)
     # No version of XLA's casts saturates, and its clamp need not keep a NaN.
-    clipped = jnp.where(jnp.isnan(y), y, lax.clamp(jnp.float32(-fmt.max), y, jnp.float32(fmt.max)))
+    clipped = where(isnan(y), y, lax.clamp(np.float32(-fmt.max), y, np.float32(fmt.max)))
     return clipped.astype(FLOAT8[fmt.name])
 
 
@@ -55,49 +59,53 @@ _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def _e2m1(y: Array, u: Array | None) -> Array:
-    a = jnp.abs(y)
+    a = lax.abs(y)
     if u is None:
-        steps = [a > tie if i % 2 == 0 else a >= tie for i, tie in enumerate(_TIES)]
-        code = sum(step.astype(jnp.uint8) for step in steps)
+        steps = [lax.gt(a, tie) if i % 2 == 0 else lax.ge(a, tie) for i, tie in enumerate(_TIES)]
+        code = reduce(lax.add, (step.astype(jnp.uint8) for step in steps))
     else:
-        a = jnp.minimum(a, jnp.float32(6))
+        a = lax.min(a, np.float32(6))
         # The grid has step 1/2 below 2, 1 below 4 and 2 above: codes count from 0, 2 and 4 there.
-        per_step = jnp.where(a >= 4, jnp.float32(0.5), jnp.where(a >= 2, jnp.float32(1), jnp.float32(2)))
-        first = jnp.where(a >= 4, jnp.float32(4), jnp.where(a >= 2, jnp.float32(2), jnp.float32(0)))
-        whole = jnp.floor(a * per_step)
-        up = (u < a * per_step - whole).astype(jnp.float32)
-        code = (whole + up + first).astype(jnp.int32).astype(jnp.uint8)
-    sign = (lax.bitcast_convert_type(y, jnp.uint32) >> 28).astype(jnp.uint8) & 8
-    return jnp.where(jnp.isnan(y), jnp.uint8(7), code | sign)
+        beyond_2, beyond_4 = lax.ge(a, 2.0), lax.ge(a, 4.0)
+        per_step = where(beyond_4, lax.full_like(a, 0.5), where(beyond_2, lax.full_like(a, 1), 2))
+        first = where(beyond_4, lax.full_like(a, 4), where(beyond_2, lax.full_like(a, 2), 0))
+        steps_of_a = lax.mul(a, per_step)
+        whole = lax.floor(steps_of_a)
+        up = lax.lt(u, lax.sub(steps_of_a, whole)).astype(jnp.float32)
+        code = lax.add(lax.add(whole, up), first).astype(jnp.int32).astype(jnp.uint8)
+    sign = lax.shift_right_logical(lax.bitcast_convert_type(y, jnp.uint32), np.uint32(28)).astype(jnp.uint8)
+    return where(isnan(y), 7, lax.bitwise_or(code, lax.bitwise_and(sign, np.uint8(8))))
 
 
 def _round_stochastically(y: Array, fmt: Format, u: Array) -> Array:
     """float32 to the format's grid, away from zero where u is below the fraction of a step."""
     whole, e = _steps(y, fmt, u)
-    return jnp.where(jnp.isnan(y), y, jnp.copysign(whole * two_to_the(e), y))
+    return where(isnan(y), y, copysign(lax.mul(whole, two_to_the(e)), y))
 
 
 def _in_bytes(y: Array, fmt: Format, u: Array | None) -> Array:
     """float32 to uint8 codes of any format, NaN as 0x7F or the largest code."""
     whole, e = _steps(y, fmt, u)
     # A number of a binade counts 2**mantissa_bits steps from its start, where the field of its exponent begins.
-    code = whole.astype(jnp.int32) + (e + (fmt.mantissa_bits - fmt.emin) << fmt.mantissa_bits)
-    sign = (lax.bitcast_convert_type(y, jnp.uint32) >> 31).astype(jnp.int32) << (fmt.bits - 1)
+    binade = lax.shift_left(lax.add(e, fmt.mantissa_bits - fmt.emin), fmt.mantissa_bits)
+    code = lax.add(whole.astype(jnp.int32), binade)
+    negative = lax.shift_right_logical(lax.bitcast_convert_type(y, jnp.int32), 31)
     nan = NAN_CODE if fmt.has_nan else fmt.max_code
-    return jnp.where(jnp.isnan(y), nan, code | sign).astype(jnp.uint8)
+    return where(isnan(y), nan, lax.bitwise_or(code, lax.shift_left(negative, fmt.bits - 1))).astype(jnp.uint8)
 
 
 def _steps(y: Array, fmt: Format, u: Array | None) -> tuple[Array, Array]:
     """|y|, held to the largest, in rounded steps of the format's grid: float32, and the exponent of a step, int32."""
-    a = jnp.minimum(jnp.abs(y), jnp.float32(fmt.max))
-    e = jnp.clip((magnitude_bits(a) >> 23) - 127, fmt.emin, fmt.emax) - fmt.mantissa_bits
-    steps = a * two_to_the(-e)
+    a = lax.min(lax.abs(y), np.float32(fmt.max))
+    binade = lax.sub(lax.shift_right_arithmetic(magnitude_bits(a), 23), 127)
+    e = lax.sub(lax.clamp(fmt.emin, binade, fmt.emax), fmt.mantissa_bits)
+    steps = lax.mul(a, two_to_the(lax.neg(e)))
     if u is None:
-        return jnp.rint(steps), e
-    whole = jnp.floor(steps)
-    return whole + (u < steps - whole).astype(jnp.float32), e
+        return lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN), e
+    whole = lax.floor(steps)
+    return lax.add(whole, lax.lt(u, lax.sub(steps, whole)).astype(jnp.float32)), e
 
 
 def two_to_the(p: Array) -> Array:
     """float32 2**p for int32 p in [-126, 127]."""
-    return lax.bitcast_convert_type((p + 127) << 23, jnp.float32)
+    return lax.bitcast_convert_type(lax.shift_left(lax.add(p, 127), 23), jnp.float32)

@@ -12,6 +12,7 @@ from quaver.core.numbers.formats import E4M3, Format
 from quaver.core.numbers.rounding import magnitudes
 from quaver.core.numbers.scaling import FACTOR_EXPONENTS, FLT_MAX, TENSOR_EXPONENTS, TWO_LEVEL_MAX
 from quaver.core.spec import QuantSpec
+from quaver.jax.numerics.elementwise import isnan, largest, where
 from quaver.jax.numerics.quantized import blocked
 from quaver.jax.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, magnitude_bits, two_to_the
 
@@ -25,19 +26,22 @@ def block_bits(x: Array, spec: QuantSpec) -> Array:
     if x.size == 0:
         return jnp.zeros(shape, jnp.int32)
     if spec.per_tensor:
-        top = magnitude_bits(x).max().reshape(1, 1)
+        top = largest(magnitude_bits(x), (0, 1))
     elif spec.block == (1, None):
-        top = magnitude_bits(x).max(1, keepdims=True)
+        top = largest(magnitude_bits(x), (1,))
     else:
-        top = magnitude_bits(blocked(x, spec.block)).max((1, 3))
-    return jnp.where(top < SMALLEST_NORMAL_BITS, 0, top)
+        top = lax.reduce_max(magnitude_bits(blocked(x, spec.block)), (1, 3))
+    return _normal(top)
+
+
+def _normal(bits: Array) -> Array:
+    return where(lax.lt(bits, SMALLEST_NORMAL_BITS), 0, bits)
 
 
 def given_bits(amax: Array | float, shape: tuple[int, int]) -> Array:
     """The bits of an amax that was given, in the shape of the scales."""
     a = jnp.asarray(amax, jnp.float32)
-    bits = magnitude_bits(jnp.broadcast_to(a.reshape(()), shape) if a.size == 1 else a.reshape(shape))
-    return jnp.where(bits < SMALLEST_NORMAL_BITS, 0, bits)
+    return _normal(magnitude_bits(jnp.broadcast_to(a.reshape(()), shape) if a.size == 1 else a.reshape(shape)))
 
 
 def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array | float | None) -> "Factors":
@@ -53,14 +57,17 @@ def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array
     e = encode_factor(top, spec.format, spec.power_of_two)
     if factor is not None:
         given = jnp.asarray(factor, jnp.float32).reshape(())
-        e = jnp.where(given == 0, e, given)
-    finite = (top < INFINITY_BITS) & (measured < INFINITY_BITS)
+        e = lax.select(lax.eq(given, np.float32(0)), e, lax.broadcast(given, shape))
+    finite = lax.lt(top, INFINITY_BITS)
+    if top is not measured:
+        finite = lax.bitwise_and(finite, lax.lt(measured, INFINITY_BITS))
     if spec.scale == "e8m0":
-        code = jnp.where(top == 0, 0, 254 - (lax.bitcast_convert_type(e, jnp.int32) >> 23))
-        scale = jnp.where(finite, code, 255).astype(jnp.uint8)
-        e = jnp.where(top == 0, jnp.float32(0), e)
+        zero = lax.eq(top, 0)
+        code = lax.sub(254, lax.shift_right_arithmetic(lax.bitcast_convert_type(e, jnp.int32), 23))
+        scale = where(finite, where(zero, 0, code), 255).astype(jnp.uint8)
+        e = where(zero, 0, e)
     else:
-        scale = jnp.where(finite, reciprocal(e), jnp.float32(jnp.nan))
+        scale = where(finite, reciprocal(e), jnp.nan)
     return e, scale, None, _float(measured) if spec.per_tensor else None
 
 
@@ -69,31 +76,32 @@ Factors = tuple[Array, Array, Array | None, Array | None]
 
 
 def _two_level(blocks: Array, spec: QuantSpec, amax: Array | float | None) -> Factors:
-    top = blocks.max(initial=0).reshape(1, 1)
+    top = largest(blocks, (0, 1))
     tensor = top if amax is None else given_bits(amax, (1, 1))
     if spec.scale == "two_level":
         big = two_to_the(exponent(tensor, TWO_LEVEL_MAX, TENSOR_EXPONENTS))
     else:
         big = _ratio(TWO_LEVEL_MAX, tensor)
-    sixth = lax.optimization_barrier(big * jnp.float32(1 / 6))
-    wanted = _float(blocks) * sixth
-    small = jnp.where(wanted > E4M3.max, jnp.float32(E4M3.max), wanted).astype(jnp.float8_e4m3fn)
+    sixth = lax.optimization_barrier(lax.mul(big, np.float32(1 / 6)))
+    wanted = lax.mul(_float(blocks), sixth)
+    small = where(lax.gt(wanted, np.float32(E4M3.max)), E4M3.max, wanted).astype(jnp.float8_e4m3fn)
     small = lax.optimization_barrier(small)
     code = lax.bitcast_convert_type(small, jnp.uint8)
     # A look-up, so that nothing divides where the factor is a power of two.
     one_by = jnp.asarray(_RECIPROCALS)[code]
     if spec.scale == "two_level":
-        e = big * one_by
+        e = lax.mul(big, one_by)
     else:
         # Transformer Engine's order: 1 / (scale × (1 / factor)). XLA on a CPU would flush the reciprocal of a factor
         # beyond 2**126, so it is taken of a smaller one.
-        lower = jnp.where(big > 2.0**100, jnp.float32(2.0**-32), jnp.float32(1))
-        divided = lax.optimization_barrier(small.astype(jnp.float32) * lax.optimization_barrier(1 / (big * lower)))
-        e = 1 / divided / lower
-    e = jnp.where(one_by == 0, jnp.float32(0), jnp.minimum(e, FLT_MAX))
-    stored = jnp.where(blocks < INFINITY_BITS, code, jnp.uint8(0x7F))
-    tensor_factor = jnp.where(tensor < INFINITY_BITS, big, jnp.float32(jnp.nan))
-    return jnp.where(jnp.isnan(one_by), one_by, e), stored, tensor_factor, _float(top)
+        lower = where(lax.gt(big, np.float32(2.0**100)), lax.full_like(big, 2.0**-32), 1)
+        inverse = lax.optimization_barrier(lax.div(np.float32(1), lax.mul(big, lower)))
+        divided = lax.optimization_barrier(lax.mul(small.astype(jnp.float32), inverse))
+        e = lax.div(lax.div(np.float32(1), divided), lower)
+    e = where(lax.eq(one_by, np.float32(0)), 0, lax.min(e, np.float32(FLT_MAX)))
+    stored = where(lax.lt(blocks, INFINITY_BITS), code, 0x7F)
+    tensor_factor = where(lax.lt(tensor, INFINITY_BITS), big, jnp.nan)
+    return where(isnan(one_by), one_by, e), stored, tensor_factor, _float(top)
 
 
 def _reciprocals() -> np.ndarray:
@@ -113,32 +121,35 @@ def encode_factor(bits: Array, fmt: Format, power_of_two: bool) -> Array:
     return two_to_the(exponent(bits, fmt.max)) if power_of_two else _ratio(fmt.max, bits)
 
 
-def exponent(bits: Array, largest: float, bounds: tuple[int, int] = FACTOR_EXPONENTS) -> Array:
-    """The largest p within bounds with amax × 2**p <= largest, from amax's bits; 0 where amax is 0 or not finite."""
-    mantissa, e = np.frexp(np.float32(largest))
+def exponent(bits: Array, most: float, bounds: tuple[int, int] = FACTOR_EXPONENTS) -> Array:
+    """The largest p within bounds with amax × 2**p <= most, from amax's bits; 0 where amax is 0 or not finite."""
+    mantissa, e = np.frexp(np.float32(most))
     top_mantissa = int((2 * mantissa - 1) * 2**23)
-    p = int(e) - 1 + 127 - ((bits + (0x7FFFFF - top_mantissa)) >> 23)
-    return jnp.where(usable(bits), jnp.clip(p, *bounds), 0)
+    binade = lax.shift_right_arithmetic(lax.add(bits, 0x7FFFFF - top_mantissa), 23)
+    p = lax.sub(int(e) - 1 + 127, binade)
+    return where(usable(bits), lax.clamp(bounds[0], p, bounds[1]), 0)
 
 
 def usable(bits: Array) -> Array:
     """Where an amax defines a factor: finite, normal and so not zero."""
-    return (bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS)
+    return lax.bitwise_and(lax.ge(bits, SMALLEST_NORMAL_BITS), lax.lt(bits, INFINITY_BITS))
 
 
 def reciprocal(e: Array) -> Array:
     """1 / e for normal e; of a power of two on its bits, for a GPU divides approximately."""
     bits = lax.bitcast_convert_type(e, jnp.int32)
-    exact = lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
-    return jnp.where((bits & 0x7FFFFF == 0) & (bits < 254 << 23), exact, 1 / lax.optimization_barrier(e))
+    exact = lax.bitcast_convert_type(lax.sub(254 << 23, bits), jnp.float32)
+    power = lax.bitwise_and(lax.eq(lax.bitwise_and(bits, 0x7FFFFF), 0), lax.lt(bits, 254 << 23))
+    return where(power, exact, lax.div(np.float32(1), lax.optimization_barrier(e)))
 
 
-def _ratio(largest: float, bits: Array) -> Array:
-    amax = _float(jnp.where(usable(bits), bits, 0x3F800000))
+def _ratio(most: float, bits: Array) -> Array:
+    defined = usable(bits)
+    amax = _float(where(defined, bits, 0x3F800000))
     # Behind a barrier XLA cannot cancel it against the reciprocal that follows.
-    e = lax.optimization_barrier(jnp.float32(largest) / amax)
-    e = jnp.clip(e, np.finfo(np.float32).tiny, FLT_MAX)
-    return jnp.where(usable(bits), e, jnp.float32(1))
+    e = lax.optimization_barrier(lax.div(np.float32(most), amax))
+    e = lax.clamp(np.finfo(np.float32).tiny, e, np.float32(FLT_MAX))
+    return where(defined, e, 1)
 
 
 def _float(bits: Array) -> Array:

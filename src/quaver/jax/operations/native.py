@@ -16,12 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 from quaver.core.spec import QuantSpec
 from quaver.jax.numerics.constants import constant
-from quaver.jax.numerics.quantized import FLOAT8, Quantized, over_blocks
+from quaver.jax.numerics.elementwise import isnan, padded, where
+from quaver.jax.numerics.quantized import FLOAT8, Quantized, cut, over_blocks
 from quaver.jax.numerics.rounding import SMALLEST_NORMAL_BITS, two_to_the
 
 NT = (((1,), (1,)), ((), ()))
@@ -45,6 +47,8 @@ def matmul(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_a
         return _finish(jnp.zeros((m, n), jnp.float32), bias, dtype)
     if jax.default_backend() == "gpu":
         tell(on_cuda(a.spec, b.spec), a.spec, b.spec, getattr(jax.devices()[0], "compute_capability", None))
+    if on_cuda(a.spec, b.spec) == "emulated":
+        return _emulated(a, b, bias, dtype=dtype)
     cuda = partial(_on_cuda, dtype=dtype, fast_accum=fast_accum)
     return lax.platform_dependent(a, b, bias, cuda=cuda, default=partial(_emulated, dtype=dtype))
 
@@ -86,13 +90,10 @@ def _hardware_block(spec: QuantSpec) -> str:
 
 
 def _on_cuda(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_accum: bool) -> Array:
-    kind = on_cuda(a.spec, b.spec)
-    if kind == "emulated":
-        return _emulated(a, b, bias, dtype=dtype)
     # Scales that are powers of two may be applied after the one rounding, which then is the GEMM's own.
     exact = bias is None and all(q.spec.scale not in ("fp32", "two_level_fp32") for q in (a, b))
     out = dtype if exact and dtype == jnp.bfloat16 else jnp.float32
-    y, s, t = _fp8(a, b, out, fast_accum) if kind == "fp8" else _block_scaled(a, b, out)
+    y, s, t = _fp8(a, b, out, fast_accum) if on_cuda(a.spec, b.spec) == "fp8" else _block_scaled(a, b, out)
     return _finish(scaled(y, s, t), bias, dtype)
 
 
@@ -107,7 +108,7 @@ def _emulated(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any) -> 
 
 
 def _finish(y: Array, bias: Array | None, dtype: Any) -> Array:
-    return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
+    return (y if bias is None else lax.add(y, lax.expand_dims(bias.astype(jnp.float32), (0,)))).astype(dtype)
 
 
 def _fp8(a: Quantized, b: Quantized, out: Any, fast_accum: bool) -> tuple[Array, Array, Array]:
@@ -153,16 +154,18 @@ def _blocks(q: Quantized) -> tuple[Array, Array]:
     assert block is not None
     padding = -k % block
     if q.spec.format.packed:
-        data = jnp.pad(q.data, ((0, 0), (0, (k + padding) // 2 - q.data.shape[1])))
+        data = padded(q.data, 0, (k + padding) // 2 - q.data.shape[1])
         data = lax.bitcast_convert_type(data, jnp.float4_e2m1fn).reshape(rows, k + padding)
     else:
-        data = jnp.pad(q.data, ((0, 0), (0, padding))) if padding else q.data
+        data = padded(q.data, 0, padding)
     kind = jnp.float8_e4m3fn if q.spec.two_level else jnp.float8_e8m0fnu
     return data, lax.bitcast_convert_type(rows_of(q.scale, q.spec, rows), kind)
 
 
 def _tensor_scale(q: Quantized) -> Array:
-    return jnp.ones((1, 1), jnp.float32) if q.tensor_factor is None else 1 / lax.optimization_barrier(q.tensor_factor)
+    if q.tensor_factor is None:
+        return jnp.ones((1, 1), jnp.float32)
+    return lax.div(np.float32(1), lax.optimization_barrier(q.tensor_factor))
 
 
 def decoded(q: Quantized) -> tuple[Array, Array]:
@@ -179,35 +182,39 @@ def decoded(q: Quantized) -> tuple[Array, Array]:
     if spec.block[1] is None:
         return values, rows_of(q.scales(), spec, q.shape[0])
     scale = rows_of(q.scales(), spec, q.shape[0])
-    top = jnp.where(jnp.isfinite(scale), scale, 0).max(1, keepdims=True)
-    lift = two_to_the(jnp.clip(127 + TOP - (lax.bitcast_convert_type(top, jnp.int32) >> 23), -126, 126))
-    return over_blocks(values, (scale * lift).astype(dtype), (1, spec.block[1])), 1 / lift
+    top = lax.expand_dims(lax.reduce_max(where(lax.is_finite(scale), scale, 0), (1,)), (1,))
+    binade = lax.shift_right_arithmetic(lax.bitcast_convert_type(top, jnp.int32), 23)
+    lift = two_to_the(lax.clamp(-126, lax.sub(127 + TOP, binade), 126))
+    blocks = over_blocks(values, lax.mul(scale, lift).astype(dtype), (1, spec.block[1]))
+    return blocks, lax.div(np.float32(1), lift)
 
 
 def rows_of(scale: Array, spec: QuantSpec, rows: int) -> Array:
     """A scale for each block of rows to one for each row; a single one for the tensor stays."""
     if spec.block[0] is None or spec.block[0] == 1:
         return scale
-    return jnp.repeat(scale, min(spec.block[0], max(rows, 1)), axis=0)[:rows]
+    (blocks, k), each = scale.shape, min(spec.block[0], max(rows, 1))
+    return cut(lax.broadcast_in_dim(scale, (blocks, each, k), (0, 2)).reshape(blocks * each, k), rows, k)
 
 
 def scaled(y: Array, s: Array, t: Array) -> Array:
     """y [m, n] × s × t in an order that leaves the range of y's dtype only if the result does.
 
     Args:
-        y: float32, or bfloat16 where both scales are powers of two.
-        s: float32 [m, 1] or [1, 1].
-        t: float32 [1, n] or [1, 1].
+        y: float32, or bfloat16 where both scales are powers of two; or several such, [batch, m, n].
+        s: float32 [m, 1] or [1, 1], with as many axes as y.
+        t: float32 [1, n] or [1, 1], likewise.
     """
     (sm, se), (tm, te) = _split(s), _split(t)
-    p = se + te
-    half = p >> 1
-    return y * (sm * tm * two_to_the(half)).astype(y.dtype) * two_to_the(p - half).astype(y.dtype)
+    p = lax.add(se, te)
+    half = lax.shift_right_arithmetic(p, 1)
+    first, second = lax.mul(lax.mul(sm, tm), two_to_the(half)), two_to_the(lax.sub(p, half))
+    return lax.mul(lax.mul(y, first.astype(y.dtype)), second.astype(y.dtype))
 
 
 def _split(s: Array) -> tuple[Array, Array]:
     """Mantissa in [1, 2) and exponent. NaN stays; a scale that is no normal number, which XLA's CPU flushes, is 0."""
     bits = lax.bitcast_convert_type(s, jnp.int32)
-    mantissa = lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
-    mantissa = jnp.where(bits < SMALLEST_NORMAL_BITS, 0, mantissa)
-    return jnp.where(jnp.isnan(s), s, mantissa), (bits >> 23) - 127
+    mantissa = lax.bitcast_convert_type(lax.bitwise_or(lax.bitwise_and(bits, 0x7FFFFF), 0x3F800000), jnp.float32)
+    mantissa = where(lax.lt(bits, SMALLEST_NORMAL_BITS), 0, mantissa)
+    return where(isnan(s), s, mantissa), lax.sub(lax.shift_right_arithmetic(bits, 23), 127)

@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from quaver.core.spec import QuantSpec
+from quaver.jax.numerics.elementwise import largest
 from quaver.jax.numerics.hadamard import rotate
 from quaver.jax.numerics.quantized import Quantized
 from quaver.jax.numerics.rounding import widen
@@ -118,7 +119,7 @@ def shared_amax(x: Array, spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, 
         return None
     bits = block_bits(rotate(x) if spec.hadamard else widen(x), spec)
     if spec.two_level:
-        bits = bits.max(initial=0).reshape(1, 1)
+        bits = largest(bits, (0, 1))
     # As integers, so that a NaN anywhere is seen everywhere.
     return lax.bitcast_convert_type(lax.pmax(bits, over), jnp.float32)
 

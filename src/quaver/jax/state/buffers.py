@@ -29,6 +29,7 @@ from quaver import recipes
 from quaver.core.numbers.scaling import FACTOR_EXPONENTS, FLT_MAX
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.jax.numerics.constants import without_derivative
+from quaver.jax.numerics.elementwise import where
 from quaver.jax.numerics.given import array
 from quaver.jax.numerics.rounding import two_to_the
 from quaver.jax.numerics.scaling import encode_factor, exponent
@@ -64,7 +65,7 @@ def columns(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
 
 def factor_of(state: State, column: int) -> Array | None:
     """The encode factor of a column; None where the state has no history."""
-    return state["factor"][column] if "factor" in state else None
+    return lax.index_in_dim(state["factor"], column, keepdims=False) if "factor" in state else None
 
 
 def roll(state: State, recipe: Recipe) -> State:
@@ -75,12 +76,15 @@ def roll(state: State, recipe: Recipe) -> State:
     if recipe.delayed is None:
         return state
     history, factor = state["history"], state["factor"]
-    newest = history[0]
-    top = history.max(0) if recipe.delayed.algorithm == "max" else newest
+    newest = lax.slice_in_dim(history, 0, 1)
+    top = history.max(0) if recipe.delayed.algorithm == "max" else newest.reshape(3)
     e = _factors(top, recipe)
-    rolled = jnp.concatenate([jnp.zeros((1, 3), jnp.float32), history[2:], newest[None]])[: len(history)]
-    recorded = newest > 0
-    return state | {"history": jnp.where(recorded, rolled, history), "factor": jnp.where(recorded, e, factor)}
+    rolled = lax.concatenate(
+        [lax.full_like(newest, 0), lax.slice_in_dim(history, min(2, len(history)), None), newest], 0
+    )
+    recorded = lax.gt(newest, np.float32(0))
+    rolled = where(recorded, lax.slice_in_dim(rolled, 0, len(history)), history)
+    return state | {"history": rolled, "factor": where(recorded.reshape(3), e, factor)}
 
 
 def ready(state: State, recipe: Recipe) -> State:
@@ -90,29 +94,36 @@ def ready(state: State, recipe: Recipe) -> State:
         return state
     state = roll(state, recipe)
     history, factor = state["history"], state["factor"]
-    top = history.max(0) if recipe.delayed.algorithm == "max" else history[-1]
+    top = history.max(0) if recipe.delayed.algorithm == "max" else lax.index_in_dim(history, -1, keepdims=False)
     # Values that have left the window since can only have made it smaller. A factor that is no power of two may be an
     # ulp off.
-    wrong = (top > 0) & (factor > 1.5 * _factors(top, recipe))
+    larger = lax.gt(factor, lax.mul(_factors(top, recipe), np.float32(1.5)))
+    wrong = lax.bitwise_and(lax.gt(top, np.float32(0)), larger)
     if all(spec.power_of_two for spec in columns(recipe)):
-        wrong |= lax.bitcast_convert_type(factor, jnp.int32) & 0x7FFFFF != 0
-    return state | {"factor": jnp.where(wrong, jnp.float32(jnp.nan), factor)}
+        mantissa = lax.bitwise_and(lax.bitcast_convert_type(factor, jnp.int32), 0x7FFFFF)
+        wrong = lax.bitwise_or(wrong, lax.ne(mantissa, 0))
+    return state | {"factor": where(wrong, jnp.nan, factor)}
 
 
 def amaxes_of(state: State, *amaxes: Array | None) -> Array:
     """The amaxes of input, weight and grad_output as float32 [3], 0 for what was not quantized, and all shards' if
     the state is all shards'."""
-    given = [jnp.float32(0) if a is None else a.reshape(()) for a in amaxes]
-    return max_like(jnp.stack(given), state["factor"])
+    given = [np.zeros(1, np.float32) if a is None else a.reshape(1) for a in amaxes]
+    return max_like(lax.concatenate(given, 0), state["factor"])
 
 
 def record(state: State, amaxes: Array, recipe: Recipe) -> State:
     """The next state: the amaxes [3] of a step, those that are not finite excepted, rolled into the windows."""
-    newest = jnp.where(jnp.isfinite(amaxes), jnp.maximum(state["history"][0], amaxes), state["history"][0])
-    rolled = roll(state | {"history": state["history"].at[0].set(newest)}, recipe)
+    before = lax.index_in_dim(state["history"], 0, keepdims=False)
+    newest = where(lax.is_finite(amaxes), lax.max(before, amaxes), before)
+    rolled = roll(state | {"history": _with_row_0(state["history"], newest)}, recipe)
     # The sign of row 0 says that a column recorded nothing.
-    row = jnp.where(newest > 0, jnp.float32(0), jnp.float32(-0.0))
-    return rolled | {"history": rolled["history"].at[0].set(row)}
+    row = where(lax.gt(newest, np.float32(0)), 0, lax.full_like(newest, -0.0))
+    return rolled | {"history": _with_row_0(rolled["history"], row)}
+
+
+def _with_row_0(history: Array, row: Array) -> Array:
+    return lax.concatenate([row.reshape(1, 3), lax.slice_in_dim(history, 1, None)], 0)
 
 
 def _factors(amax: Array, recipe: Recipe) -> Array:
@@ -122,7 +133,7 @@ def _factors(amax: Array, recipe: Recipe) -> Array:
     e = _factor(amax, specs[0], recipe.delayed.margin)
     for i, spec in enumerate(specs):
         if spec != specs[0]:
-            e = jnp.where(jnp.arange(3) == i, _factor(amax, spec, recipe.delayed.margin), e)
+            e = lax.select(np.arange(3) == i, _factor(amax, spec, recipe.delayed.margin), e)
     return e
 
 
@@ -130,17 +141,18 @@ def _factor(amax: Array, spec: QuantSpec, margin: int) -> Array:
     """`quaver.core.reference.history.factor_from`."""
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     if spec.power_of_two:
-        return two_to_the(jnp.clip(exponent(bits, spec.format.max) - margin, *FACTOR_EXPONENTS))
+        p = lax.sub(exponent(bits, spec.format.max), margin)
+        return two_to_the(lax.clamp(FACTOR_EXPONENTS[0], p, FACTOR_EXPONENTS[1]))
     # In two halves, each of which float32 can hold.
     half = margin // 2
-    e = lax.optimization_barrier(encode_factor(bits, spec.format, False) * np.float32(2.0**-half))
-    e = e * np.float32(2.0 ** -(margin - half))
-    return jnp.clip(e, np.finfo(np.float32).tiny, FLT_MAX)
+    e = lax.optimization_barrier(lax.mul(encode_factor(bits, spec.format, False), np.float32(2.0**-half)))
+    e = lax.mul(e, np.float32(2.0 ** -(margin - half)))
+    return lax.clamp(np.finfo(np.float32).tiny, e, np.float32(FLT_MAX))
 
 
 def unless_overrun(x: Array, count: Array) -> Array:
     """x, or NaN where a count is so large that float32 would count no further, and every step draw the same noise."""
-    return jnp.where(count <= MOST_COUNTED, x, jnp.nan)
+    return where(lax.le(count, np.float32(MOST_COUNTED)), x, jnp.nan)
 
 
 def is_state(node: Any) -> bool:

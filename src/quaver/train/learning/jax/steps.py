@@ -39,7 +39,7 @@ def update(
     norm = norm_of(grads)
     after = *adamw(params, moments, grads, norm, rates), next_state
     fine = jnp.isfinite(loss) & jnp.isfinite(norm)
-    kept = jax.tree.map(lambda new, old: jnp.where(fine, new, old), after, (params, moments, state))
+    kept = jax.tree.map(lambda new, old: lax.select(fine, new, old), after, (params, moments, state))
     return loss, norm, *kept
 
 
