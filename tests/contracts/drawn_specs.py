@@ -265,13 +265,13 @@ def by_torch(step: Step, compiled: bool = False) -> tuple[tuple[Any, ...], tuple
     return tuple(t.double().numpy() for t in got), expected_step(step, lambda name: tensor_id(layer, name))  # type: ignore[union-attr]
 
 
-def by_jax(step: Step) -> tuple[tuple[Any, ...], tuple[Expected, ...]] | None:
-    """None where JAX refuses the recipe in a sentence."""
+def by_jax(step: Step, options: dict[str, Any] | None = None) -> tuple[tuple[Any, ...], tuple[Expected, ...]] | None:
+    """None where JAX refuses the recipe in a sentence. The options are the compiler's."""
     x, w, g = (jnp.asarray(a, step.dtype) for a in (step.x, step.w.T, step.g))
     bias = None if step.bias is None else jnp.asarray(step.bias, step.dtype)
     state = qj.state.init(step.recipe)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=options)
     def run(x: Any, w: Any, state: Any) -> Any:
         y, back = jax.vjp(lambda x, w, s: qj.linear(x, w, bias, recipe=step.recipe, state=s), x, w, state)
         return y, *back(g)[:2]
