@@ -138,7 +138,7 @@ class Watched:
         self.ledger.part = self.beside
         return y
 
-    def forward(self, *x: Tensor | None, decided: bool = False) -> Any:
+    def forward(self, *x: Tensor | None, decided: int | None = None) -> Any:
         y, saved = self.prologue.forward(*x, decided=decided)
         self.ledger.name(self.own_part, (tensor for value in saved for tensor in take_apart(value)[0]))
         self.ledger.part = self.beside
