@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state.history import rolling
+from tests import forked
 from tests.close import assert_bitwise, assert_close
 
 RANKS = 2
@@ -210,4 +211,10 @@ def _run(rank: int, meeting: str) -> None:
 def test_two_ranks_are_one_model(tmp_path: Path) -> None:
     """One start of two processes for all of `CASES`; the failing case is named."""
     # They meet in a file: a port that is free now may be another process's by then.
-    multiprocessing.spawn(_run, ((tmp_path / "meeting").as_uri(),), nprocs=RANKS)
+    multiprocessing.start_processes(
+        _run,
+        ((tmp_path / "meeting").as_uri(),),
+        nprocs=RANKS,
+        # Forked, where that is possible, from a process that has imported torch and Dynamo.
+        start_method="spawn" if forked.FORKING is None else "forkserver",
+    )

@@ -98,7 +98,7 @@ SMALL_BF16 = Case(
         steps=50,
         targets={"tensorwise": (1.7, 1.9), "delayed": (2.1, 2.4)},
         recipes=SMALL,
-        quick=(32, 5),
+        quick=(32, 2),
     ).measure,
 )
 SMALL_FLOAT32 = Case(
@@ -112,7 +112,7 @@ SMALL_FLOAT32 = Case(
         steps=50,
         targets={"tensorwise": (3.6, None), "delayed": (4.6, None)},
         recipes=SMALL,
-        quick=(32, 5),
+        quick=(32, 2),
     ).measure,
 )
 LARGE_BF16 = Case(

@@ -230,10 +230,21 @@ def test_every_optimizer_makes_the_weight_be_quantized_again(name: str) -> None:
 #: One form of each, and every form of those whose fused kernels leave the version alone.
 COMPILED = {name: "eager" for name in OPTIMIZERS if name.endswith(("-plain", "SGD-fused", "Adagrad-fused"))}
 COMPILED |= {"AdamW-foreach": "aot_eager", "AdamW-fused": "aot_eager"}
+#: Plain forms that write to a weight as one of the others does: compiling takes half a second each.
+ALIKE = tuple(
+    f"{name}-plain" for name in ("Adadelta", "Adagrad", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop")
+)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", [name for name in COMPILED if not name.startswith("LBFGS")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name
+        for name in COMPILED
+        if not name.startswith("LBFGS")
+    ],
+)
 def test_a_compiled_optimizer_step_makes_the_weight_be_quantized_again(name: str) -> None:
     torch.compiler.reset()
     layer = layer_with("tensorwise", bias=False)
