@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks cpu`, `accept` and `accept-attention`."""
+"""The command line: `python -m benchmarks cpu`, `accept`, `accept-attention` and `families`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,6 +57,22 @@ def accept_attention(
     from benchmarks.acceptance.command import ATTENDING
 
     judge(jobs, steps=steps, seeds=seeds, model=model, folder=runs, recipes=ATTENDING, name="accept-attention")
+
+
+@app.command()
+def families(
+    steps: Steps = 100,
+    seeds: Seeds = 2,
+    only: Annotated[str, typer.Option(help="Families, with commas between; all by default.")] = "",
+    write: Annotated[bool, typer.Option("--write/--no-write", help="Write the table into docs/loops.md.")] = False,
+) -> None:
+    """Train models of transformers by its Trainer in bf16, under recipes, and from weights that were nudged."""
+    from benchmarks.acceptance.families import run
+
+    try:
+        run(steps, seeds, [name for name in only.split(",") if name], write, Console())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def judge(jobs: int, **of_plan: Any) -> None:

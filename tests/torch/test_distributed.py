@@ -4,11 +4,14 @@ import copy
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
@@ -183,7 +186,60 @@ def kept_weights_follow_collectives(rank: int) -> None:
                         layer.weight.grad = None
 
 
+def a_root_that_is_not_called(rank: int) -> None:
+    """Its layers' maxima are reduced all the same, where a step begins."""
+    nets = [model(), model()]
+    for net in nets:
+        qt.convert(net, recipes.delayed(history=3, algorithm="most_recent"))
+    for step in range(3):
+        x = data(rank, step)
+        outputs = [nets[0](x), nets[1].forward(x)]
+        assert_bitwise(outputs[1], outputs[0], f"step {step}")
+        for y in outputs:
+            y.square().mean().backward()
+    rolling.roll_all()
+    assert_bitwise(nets[1][0].factor, nets[0][0].factor)
+    assert_bitwise(*gathered(nets[1][0].factor))
+
+
+def made_on_meta_and_sharded(rank: int) -> None:
+    """In torchtitan's order: made and converted on meta, sharded, given memory, initialized, trained."""
+    for name in ("delayed", "mxfp8", "nvfp4"):
+        with torch.device("meta"):
+            net: Any = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+        qt.convert(net, name)
+        for part in (net[0], net[2], net):
+            fully_shard(part)
+        net.to_empty(device="cpu")
+        assert not any(b.is_meta or (b.any() and not n.endswith("count")) for n, b in net.named_buffers())
+        for layer in (net[0], net[2]):
+            layer.reset_parameters()
+            # Half of a layer's rows is on each rank.
+            assert layer.weight.to_local().shape[0] * RANKS == layer.out_features
+            assert layer.weight.to_local().abs().max() <= layer.in_features**-0.5
+        whole = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+        torch.manual_seed(0)
+        for p in whole.parameters():
+            nn.init.normal_(p, std=0.1)
+        qt.convert(whole, name)
+        full = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(net, qt.plain_state_dict(whole), options=full)
+        beside = DistributedDataParallel(whole)
+        optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (net, whole)]
+        for step in range(4):
+            outputs = [each(data(rank, step)) for each in (net, beside)]
+            assert_bitwise(outputs[0], outputs[1], f"{name}, step {step}")
+            for y, optimizer in zip(outputs, optimizers, strict=True):
+                y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for (what, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
+            assert_bitwise(p.full_tensor().detach(), q.detach(), f"{name}: {what}")
+
+
 CASES = [
+    a_root_that_is_not_called,
+    made_on_meta_and_sharded,
     kept_weights_follow_collectives,
     converted_delayed,
     autocast_around_ddp,

@@ -104,3 +104,29 @@ def test_a_checkpoint_of_a_converted_model_is_a_plain_folder(tmp_path: Path) -> 
     train(model, tmp_path, [ScalingCallback(saturation=False)])
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{SAVED}", output_loading_info=True)
     assert not any(report.values())
+
+
+def test_the_block_of_the_loss_is_taken_in_mixed_precision(tmp_path: Path) -> None:
+    """accelerate replaces the instance's forward by a wrapper of the class's, and the wrapper calls the block."""
+    runs = []
+    for loss in (False, True):
+        model = tiny("llama")
+        qt.convert(model, "mxfp8", blocks=qt.Blocks(norm=False, mlp=False, attention=False, loss=loss))
+        logits: list[Any] = []
+        model.register_forward_hook(lambda _m, _a, outputs, kept=logits: kept.append(outputs.logits))
+        runs.append(train(model, tmp_path / str(loss), [], bf16=True, save_steps=STEPS))
+        assert "forward" in model.__dict__
+        assert len(logits) == STEPS and all((kept is None) is loss for kept in logits)
+    for ours, theirs in zip(runs[1], runs[0], strict=True):
+        assert abs(ours["loss"] - theirs["loss"]) < 0.02 * theirs["loss"]
+
+
+def test_trainer_reads_its_columns_off_a_model_with_the_block_of_the_loss(tmp_path: Path) -> None:
+    plain, model = tiny("llama"), tiny("llama")
+    qt.convert(model, "mxfp8", blocks=qt.Blocks(loss=True))
+    columns = []
+    for each in (plain, model):
+        trainer = Trainer(model=each, args=arguments(tmp_path), train_dataset=Text())
+        trainer._set_signature_columns_if_needed()
+        columns.append(trainer._signature_columns)
+    assert columns[0] == columns[1] and {"input_ids", "attention_mask", "labels"} <= {*columns[0]}

@@ -1,7 +1,11 @@
 """Blocks in place beside what differs in private or is changed after convert: the module's own forward runs."""
 
 import copy
+import functools
+import inspect
 import io
+import pickle
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -344,3 +348,25 @@ def test_a_twin_has_buffers_of_its_own_and_one_that_is_written_tells() -> None:
     assert differs(lambda dtype: nn.LayerNorm(DIM, dtype=dtype), nn.LayerNorm.forward, inputs) == ""
     why = differs(lambda dtype: nn.LayerNorm(DIM, dtype=dtype), fails, inputs)
     assert why == "our block on a small copy does not run: ours"
+
+
+def test_a_wrapper_of_the_forward_is_the_call_itself_and_another_forward_is_not() -> None:
+    """On the instance: one by functools.wraps has called the block; one that is no wrapper may want logits."""
+    model, plain = placed_loss("llama")
+    signature = inspect.signature(plain.forward)
+    assert inspect.signature(model.forward) == signature
+    called = model.forward
+
+    @functools.wraps(called.__func__)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return called.__func__(self, *args, **kwargs)
+
+    model.forward = types.MethodType(wrapper, model)
+    assert inspect.signature(model.forward) == signature
+    x = tokens()
+    assert model(input_ids=x, labels=x).logits is None
+    model.forward = lambda **kwargs: called(**kwargs)
+    assert model(input_ids=x, labels=x).logits is not None
+    del model.forward
+    again = pickle.loads(pickle.dumps(model))
+    assert inspect.signature(again.forward) == signature and again(input_ids=x, labels=x).logits is None

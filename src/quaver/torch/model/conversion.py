@@ -25,7 +25,7 @@ from quaver.torch.model.fusing.placing import Blocks, place, take_away
 from quaver.torch.model.matrices import gemm_parameters
 from quaver.torch.model.reach import kinds
 from quaver.torch.model.reach.exchanging import exchange, give_back
-from quaver.torch.model.reach.heads import LEFT, output_heads
+from quaver.torch.model.reach.heads import ADAPTER, LEFT, adapter_layers, output_heads
 from quaver.torch.model.reach.kinds import Kind, kind_of
 from quaver.torch.model.report.report import Implementations, Report, Row, saved_a_token
 from quaver.torch.state.buffers import STATE, prepare
@@ -48,9 +48,10 @@ def convert(
     """Convert every layer that the rules name, in place, and give every `DotProductAttention` its recipe.
 
     Layers are nn.Linear and its subclasses that compute the same, transformers' Conv1D, the projections that
-    nn.MultiheadAttention holds, and stacked experts of transformers. With a delayed recipe the model rolls its
-    histories at the start of its own forward, unless an autocast around it has done so. Convert the module that
-    DistributedDataParallel wraps, before wrapping it.
+    nn.MultiheadAttention holds, and stacked experts of transformers; not PEFT's adapters. With a delayed recipe the
+    model rolls its histories at the start of its own forward, unless an autocast around it has done so, or where its
+    layers run after a backward if its forward is not called. Convert the module that DistributedDataParallel wraps,
+    before wrapping it.
 
     Args:
         model: any module; itself an nn.Linear too.
@@ -79,8 +80,8 @@ def convert(
     choice = Choice(recipe, skip)
     chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
     report = Report(kind="nn.Linear")
-    heads = set() if head else output_heads(model)
-    walk = _Walk(model, choice, chosen, heads, seed, report)
+    policy = dict.fromkeys(adapter_layers(model), ADAPTER) | dict.fromkeys(() if head else output_heads(model), LEFT)
+    walk = _Walk(model, choice, chosen, policy, seed, report)
     modules = attention_modules.instances(model, nn.Module)
     for module, names in modules:
         walk.visit(module, names)
@@ -137,11 +138,13 @@ class _Walk:
         model: nn.Module,
         choice: Choice,
         chosen: Mapping[Rule, Recipe | None],
-        heads: set[nn.Module],
+        policy: Mapping[nn.Module, str],
         seed: int,
         report: Report,
     ) -> None:
-        self.choice, self.chosen, self.heads, self.seed, self.report = choice, chosen, heads, seed, report
+        self.choice, self.chosen, self.seed, self.report = choice, chosen, seed, report
+        #: Layers that only a rule that names them converts, and why.
+        self.policy = policy
         #: Parameters that some layer's row counts.
         self.seen: set[int] = set()
         #: Modules that were converted, and those in them whose parameters they multiply by.
@@ -178,7 +181,7 @@ class _Walk:
         self._row(module, kind, names[0], weights, recipe, why, by_choice)
 
     def _decide(self, module: nn.Module, kind: Kind, names: list[str]) -> tuple[Recipe | None, str, bool]:
-        """The recipe of a module, or None, why, and whether its owner's choice or the policy of heads is the reason."""
+        """The recipe of a module, or None, why, and whether its owner's choice or a policy is the reason."""
         asked = [*names, *(f"{n}.{p}".lstrip(".") for n in names for p in _parameter_names(module, kind))]
         sizes = kind.sizes(module)
         rule, why = self.choice.decide(asked, *sizes)
@@ -186,8 +189,8 @@ class _Walk:
             return None, why, True
         recipe = self.chosen[rule]
         assert recipe is not None
-        if module in self.heads and not names_a_module(rule.pattern):
-            return None, LEFT, True
+        if module in self.policy and not names_a_module(rule.pattern):
+            return None, self.policy[module], True
         why = self.inside.get(module, "") if recipe.quantizes else ""
         why = why or kinds.why_not(module, kind) or kinds.refuses(module, kind, recipe)
         if why:
@@ -339,8 +342,13 @@ class RollHistories:
     """A root's forward pre-hook: ends a step of delayed scaling, as entering an outermost autocast would."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if ambient.now[2] == 0 and torch.is_grad_enabled() and not recomputing():
-            steps.roll_root(_with_history(module))
+        end_step(module)
+
+
+def end_step(model: nn.Module) -> None:
+    """What a converted root's own forward does first, for a wrapper that knows where a step begins and calls parts."""
+    if ambient.now[2] == 0 and torch.is_grad_enabled() and not recomputing():
+        steps.roll_root(_with_history(model))
 
 
 def _with_history(model: nn.Module) -> list[nn.Module]:

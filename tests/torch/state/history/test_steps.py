@@ -396,3 +396,113 @@ def test_without_torchs_word_a_graph_counts_as_freed(monkeypatch: pytest.MonkeyP
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
     assert not again.graph_is_retained()
+
+
+def bypassed(model: nn.Module, x: Tensor) -> Tensor:
+    """As PEFT calls a model: its hooks do not run."""
+    y: Tensor = model.forward(x)
+    return y
+
+
+def by_parts(model: Any, x: Tensor) -> Tensor:
+    """As a LightningModule's training_step does."""
+    for part in model:
+        x = part(x)
+    return x
+
+
+def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(by_parts, model, x, use_reentrant=False)
+    return y
+
+
+def scaled(model: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], micro: int) -> list[Tensor]:
+    """Losses of a loop with a GradScaler whose third step overflows, and with validation between steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for i in range(6):
+        for part in range(micro):
+            loss = call(model, data(i * micro + part, float("inf") if i == 2 else 1.0)).square().mean()
+            losses.append(loss.detach())
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(call(model, data(99, 100.0)).square().mean())
+    return losses
+
+
+@pytest.mark.parametrize("call", [bypassed, by_parts, checkpointed])
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["converted", "in a wrapper that was converted"])
+def test_a_model_whose_root_is_not_called_trains_as_one_whose_root_is(
+    call: Callable[[nn.Module, Tensor], Tensor], micro: int, wrapped: bool
+) -> None:
+    models = [net() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        qt.convert(nn.ModuleDict({"m": model}) if wrapped and model is models[1] else model, RECIPE)
+    expected = scaled(models[0], lambda model, x: model(x), micro)
+    got = scaled(models[1], call, micro)
+    assert_bitwise(torch.stack(got), torch.stack(expected))
+    rolling.roll_all()
+    for name, value in models[0].state_dict().items():
+        assert_bitwise(models[1].state_dict()[name], value, name)
+
+
+def test_two_models_in_turns_whose_roots_are_not_called_train_as_each_alone() -> None:
+    """The second starts its step between the first's forward and backward, and has its first of two."""
+    models = [net(), net()]
+    for model in models:
+        qt.convert(model, RECIPE)
+    alone = [copy.deepcopy(model) for model in models]
+    expected = [scaled(model, lambda model, x: model(x), 1)[::2] for model in alone]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in models]
+    got: list[list[Tensor]] = [[], []]
+    for i in range(6):
+        losses = [bypassed(m, data(i, float("inf") if i == 2 else 1.0)).square().mean() for m in models]
+        for number in (1, 0) if i % 2 else (0, 1):
+            scalers[number].scale(losses[number]).backward()
+            got[number].append(losses[number].detach())
+            scalers[number].step(optimizers[number])
+            scalers[number].update()
+            optimizers[number].zero_grad()
+    for number in range(2):
+        assert_bitwise(torch.stack(got[number]), torch.stack(expected[number]))
+
+
+@pytest.mark.parametrize("keeps", ["its graphs", "a retained graph"])
+def test_a_loop_that_keeps_graphs_alive_rolls_nevertheless(keeps: str) -> None:
+    model, other = net(), net()
+    other.load_state_dict(model.state_dict())
+    qt.convert(model, RECIPE)
+    qt.convert(other, RECIPE)
+    held: list[Tensor] = []
+    for i in range(4):
+        for each, call in ((model, bypassed), (other, lambda model, x: model(x))):
+            loss = call(each, data(i)).square().sum()
+            loss.backward(retain_graph=keeps == "a retained graph")
+            if keeps == "its graphs":
+                held.append(call(each, data(i + 1)))
+            else:
+                held.append(loss)
+            for p in each.parameters():
+                p.grad = None
+    assert model[0].history[1:].any()
+    # A forward that nothing follows joins the step of the next one, or has one of its own: factors follow either way.
+    assert_bitwise(model[0].factor != 0, other[0].factor != 0)
+
+
+def test_a_layer_with_a_recipe_of_its_own_rolls_without_autocast() -> None:
+    layer, other = (qt.Linear(16, 16, recipe=RECIPE) for _ in range(2))
+    other.load_state_dict(layer.state_dict())
+    for i in range(4):
+        y = layer(data(i))
+        with qt.autocast(RECIPE):
+            z = other(data(i))
+        assert_bitwise(y, z)
+        y.square().sum().backward()
+        z.square().sum().backward()
+    assert layer.history[1:].all() and layer.factor.all()

@@ -1,5 +1,6 @@
 """What stands above the class of a module that one of our blocks computes, and when the module's own forward runs."""
 
+import inspect
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -70,13 +71,26 @@ def replaced(module: Fused) -> bool:
     return kind._original.forward is not dict(kind._compared)["forward"]
 
 
-def patched(module: Fused) -> bool:
-    """Whether the class or the instance has another forward, or another function that it calls, than was compared."""
+def patched(module: Fused, called: bool = False) -> bool:
+    """Whether the class or the instance has another forward, or another function that it calls, than was compared.
+
+    Args:
+        called: True leaves out a forward of the instance that says that it wraps the class's, as accelerate's does in
+            mixed precision: it has called what asks.
+    """
     kind = type(module)
     for name, value in kind._compared:
-        if name in module.__dict__ or getattr(kind._original, name, None) is not value:
+        if name in module.__dict__ and not (called and name == "forward" and _wraps(module, kind)):
+            return True
+        if getattr(kind._original, name, None) is not value:
             return True
     return False
+
+
+def _wraps(module: Fused, kind: type) -> bool:
+    """Whether the instance's forward is a wrapper, by functools.wraps, of its class's."""
+    forward = module.__dict__["forward"]
+    return not torch.compiler.is_compiling() and inspect.unwrap(getattr(forward, "__func__", forward)) is kind.forward  # type: ignore[attr-defined]
 
 
 def stands_aside(module: Fused, x: Any) -> bool:

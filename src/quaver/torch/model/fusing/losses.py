@@ -86,12 +86,22 @@ class FusedLoss(Fused):
 
     _formula: LossFormula
 
+    @staticmethod
+    def forward_like(kind: Any) -> Callable[..., Any]:
+        """Our forward with the signature of a class's, off which Trainer reads the columns of its data."""
+
+        def forward(self: FusedLoss, *args: Any, **kwargs: Any) -> Any:
+            return FusedLoss.forward(self, *args, **kwargs)
+
+        forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+        return forward
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         formula = self._formula
         labels = kwargs.get("labels")
         if labels is None or len(args) > 1 or not self.training or not torch.is_grad_enabled() or _asks(self, kwargs):
             return super().forward(*args, **kwargs)
-        if patched(self) or changed(self.__dict__, formula.attributes) or not _plain_head(self):
+        if patched(self, called=True) or changed(self.__dict__, formula.attributes) or not _plain_head(self):
             return super().forward(*args, **kwargs)
         given = dict(zip((formula.first,), args, strict=False)) | kwargs
         of_loss = {name: given[name] for name in OF_THE_LOSS if name in given}

@@ -38,7 +38,7 @@ def counterpart(kind: Any, over: type, formula: Hashable = None) -> type:
     Args:
         kind: what is converted.
         over: `Linear` for an nn.Linear and its subclasses, whose own methods come first but for the forward; else a
-            class whose methods come before those of `kind`.
+            class whose methods come before those of `kind`; its `forward_like`, if any, makes the forward.
         formula: what else `over` goes by, as the attribute `_formula` of the class; it is pickled with the module.
     """
     key = kind, over, formula
@@ -49,6 +49,8 @@ def counterpart(kind: Any, over: type, formula: Hashable = None) -> type:
         if over is Linear:
             bases = (kind, over)
             members["forward"] = Linear.forward
+        elif hasattr(over, "forward_like"):
+            members["forward"] = over.forward_like(kind)
         # Another thread may have made one: a class is one object.
         _counterparts.setdefault(key, type(kind.__name__, bases, members))
     return _counterparts[key]

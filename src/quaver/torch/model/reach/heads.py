@@ -1,9 +1,14 @@
-"""Which layers are output heads: they make logits, and published recipes leave them in high precision.
+"""Which layers stay in high precision unless a rule names them: output heads, and adapters of PEFT.
 
-Sources: DeepSeek-V3 (arXiv:2412.19437, section 3.3.1) and NVIDIA's NVFP4 pre-training (arXiv:2509.25149).
+Heads make logits, and published recipes leave them out; adapters are few, and are trained beside a base that is not.
+
+Sources: DeepSeek-V3 (arXiv:2412.19437, section 3.3.1), NVIDIA's NVFP4 pre-training (arXiv:2509.25149), and QLoRA
+(arXiv:2305.14314, section 3), whose adapters are in bfloat16 over a base of four bits.
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -21,6 +26,10 @@ NAMES = {
 }
 
 LEFT = "the output head stays in high precision; convert(..., head=True) or a rule that names it converts it"
+
+#: The attribute by which PEFT's layers name their adapters.
+ADAPTERS = "adapter_layer_names"
+ADAPTER = "an adapter of PEFT stays in high precision; a rule that names it converts it"
 
 
 def output_heads(model: nn.Module) -> set[nn.Module]:
@@ -68,3 +77,20 @@ def _answers(model: nn.Module, method: str) -> list[nn.Module]:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """PEFT's layers around a layer of the model, by the attributes that all of them have."""
+    for module in model.modules():
+        if isinstance(getattr(type(module), ADAPTERS, None), tuple) and "base_layer" in module._modules:
+            yield module
+
+
+def adapter_layers(model: nn.Module) -> set[nn.Module]:
+    """All modules inside of those that PEFT's layers name their adapters."""
+    layers: set[nn.Module] = set()
+    for wrapper in wrappers(model):
+        names: Any = getattr(type(wrapper), ADAPTERS)
+        held = [wrapper._modules.get(name) for name in names]
+        layers.update(part for adapter in held if adapter is not None for part in adapter.modules())
+    return layers

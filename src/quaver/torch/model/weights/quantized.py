@@ -18,6 +18,7 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored import stored, storing
 from quaver.torch.model.conversion import convert
+from quaver.torch.model.reach.heads import wrappers
 from quaver.torch.state import kept_weights
 from quaver.torch.state.layer import state_of
 
@@ -84,6 +85,7 @@ def quantize_weights(
     report = convert(model, recipe, skip=skip, head=head)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     read: set[nn.Module] = {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    merging = {wrapper.base_layer: wrapper for wrapper in wrappers(model) if not hasattr(wrapper, "merges_codes")}
     saved = Saved(skipped=dict(report.skipped))
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, chosen in report.converted.items():
@@ -93,7 +95,7 @@ def quantize_weights(
                 f"{type(layer).__name__} computes in eight bits, and only nn.Linear's weights are kept so"
             )
             continue
-        why = _unfit(layer, chosen, owners, read)
+        why = _unfit(layer, chosen, owners, read) or (MERGES if layer in merging else "")
         if why:
             saved.skipped[name] = why
             continue
@@ -107,6 +109,12 @@ def quantize_weights(
         saved.after += _bytes(layer)
         saved.layers.append(name)
     return saved
+
+
+MERGES = (
+    "an adapter of PEFT would add its weights to codes; quantize before get_peft_model(model, "
+    "quaver.torch.integrations.peft.over_codes(config))"
+)
 
 
 def dequantize_weights(model: nn.Module) -> list[str]:

@@ -4,7 +4,9 @@ A step lasts, in its thread, from one outermost `autocast` that is entered with 
 ran in it roll together: where the next step begins if no backward is owed to any of them, else when the first of them
 runs in a later step. So a model between its forward and its backward is left alone whatever other models do meanwhile,
 and micro-batches whose backwards come later roll before each forward. A converted model that runs outside of any
-autocast rolls its own layers at each forward of its root.
+autocast rolls its own layers at each forward of its root. Where neither comes by, since a wrapper calls a part of the
+model or `model.forward` itself, a step is over once a backward has run in it: the first layer that then runs forward
+with gradients begins the next, as an autocast there would.
 
 Compiled layers belong to no step, since a compiler does not come by here: they roll where any thread begins one.
 """
@@ -35,7 +37,7 @@ graph_is_retained: Callable[[], bool] = getattr(
 class Step:
     """One step of one thread."""
 
-    __slots__ = ("group", "inside", "number", "of_root", "owed", "rolled_in", "thread")
+    __slots__ = ("group", "inside", "number", "of_root", "owed", "rolled_in", "settled", "thread")
 
     def __init__(self, thread: object, group: Any = None, of_root: bool = False) -> None:
         self.thread = thread
@@ -48,6 +50,8 @@ class Step:
         self.inside = False
         #: Forwards that have not run their backward; adding and discarding is safe in any thread.
         self.owed: set[weakref.ref[Owed]] = set()
+        #: Whether a backward of its layers has run.
+        self.settled = False
         #: The number of the step in which its layers rolled last.
         self.rolled_in = -1
 
@@ -65,17 +69,18 @@ _thread = _Thread()
 class Owed:
     """A forward that owes its backward, and lives as long as its graph."""
 
-    __slots__ = ("__weakref__", "entry", "owed")
+    __slots__ = ("__weakref__", "entry", "step")
 
-    #: The step's.
-    owed: "set[weakref.ref[Owed]]"
-    #: In it. Where this object goes the entry goes, without a call of Python.
+    step: Step
+    #: In what the step is owed. Where this object goes the entry goes, without a call of Python.
     entry: "weakref.ref[Owed]"
 
     def settle(self) -> None:
         """Its backward runs now, and not again unless the graph is retained."""
+        step = self.step
+        step.settled = True
         if not graph_is_retained():
-            self.owed.discard(self.entry)
+            step.owed.discard(self.entry)
 
 
 def enter(rolls: bool, group: Any, recipe: Recipe | None) -> Step | None:
@@ -90,15 +95,20 @@ def enter(rolls: bool, group: Any, recipe: Recipe | None) -> Step | None:
     if not rolls:
         _thread.now = None
         return before
+    _begin(group, recipe).inside = True
+    return before
+
+
+def _begin(group: Any = None, recipe: Recipe | None = None) -> Step:
+    """A step begins in this thread, and the earlier ones that are over end."""
     step = Step(_thread.me, group)
-    step.inside = True
     layers = amax.layers()
     if layers:
         if rolling.has_ranks(group):
             rolling.reduce([layer for layer in layers if _reduced_over(layer, group)], group)
         _end_earlier(layers, step, recipe)
     _thread.now = step
-    return before
+    return step
 
 
 def _end_earlier(layers: Sequence[nn.Module], step: Step, recipe: Recipe | None) -> None:
@@ -146,23 +156,26 @@ def factors(layer: nn.Module, record: bool) -> Tensor | list[float]:
 
 def join(layer: nn.Module, record: bool) -> None:
     """The layer runs in this thread's step; what it ran in an earlier one rolls first."""
-    step = _thread.now
-    if step is None or layer._state.step is step:  # type: ignore[union-attr]
+    step, old = _thread.now, layer._state.step  # type: ignore[union-attr]
+    if step is None or (old is step and (step.inside or not step.settled)):
         return
     # A forward without gradients rolls only inside an autocast that was entered with them, as reentrant checkpoints do.
     if not (record or step.inside) or recomputing():
         return
     with _lock:
-        old: Step | None = state_of(layer).step
+        old = state_of(layer).step
         if old is not None:
             if old.inside and old.thread is not step.thread:
                 # A layer that two threads share, in the other's step yet.
                 return
-            if old.of_root and not step.inside:
+            if old.of_root and not step.inside and not old.settled:
                 return
-            if old.rolled_in != step.number:
-                old.rolled_in = step.number
-                rolling.roll([other for other in amax.layers() if state_of(other).step is old])
+        if not step.inside and (step.settled or (old is not None and old.of_root)):
+            # Neither an autocast nor the root has come by since a backward.
+            step = _begin(step.group)
+        if old is not None and old.rolled_in != step.number:
+            old.rolled_in = step.number
+            rolling.roll([other for other in amax.layers() if state_of(other).step is old])
         state_of(layer).step = step
 
 
@@ -172,7 +185,7 @@ def owed(layer: nn.Module) -> Owed | None:
     if step is None:
         return None
     forward = Owed()
-    owed = forward.owed = step.owed
+    forward.step, owed = step, step.owed
     entry = forward.entry = weakref.ref(forward, owed.discard)
     owed.add(entry)
     return forward

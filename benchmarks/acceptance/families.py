@@ -1,0 +1,176 @@
+"""Models of transformers trained by its Trainer on the default text, in bf16 and under recipes, paired by seed.
+
+A null model, whose initial weights differ from bf16's by 1e-5 at most, says how far apart two runs come by themselves.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import quaver.torch as qt
+from benchmarks.measuring import machine
+from quaver.train.data.text import read, split
+from quaver.train.data.tokens import join_bytes
+
+PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
+BEGIN, END = "<!-- python -m benchmarks families writes from here -->", "<!-- to here, families -->"
+#: What each model is given, by the names of its configuration: two layers of 64, bytes as tokens.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "t5": {"d_model": 64, "d_kv": 32, "d_ff": 192, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2},
+    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 64},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "llama": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+}
+RECIPES = ("delayed", "mxfp8")
+BASELINE, NULL = "bf16", "null"
+#: How far the null model's weights are from bf16's, and the shape of a batch.
+NUDGE, BATCH, SEQUENCE, VALIDATION = 1e-5, 8, 32, 64
+VOCABULARY = 256
+
+
+class Windows(torch.utils.data.Dataset[Any]):
+    """Windows of a text at drawn places; of an encoder and decoder the second half follows from the first."""
+
+    def __init__(self, text: np.ndarray, count: int, seed: int, halves: bool) -> None:
+        starts = np.random.default_rng(seed).integers(0, len(text) - SEQUENCE, count)
+        self.rows = torch.from_numpy(text[starts[:, None] + np.arange(SEQUENCE)].astype(np.int64))
+        self.halves = halves
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        row = self.rows[i]
+        if self.halves:
+            return {"input_ids": row[: SEQUENCE // 2], "labels": row[SEQUENCE // 2 :]}
+        return {"input_ids": row, "labels": row}
+
+
+def text() -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of the default text, and of what is held out of it."""
+    train, held_out = split(read(()))
+    return join_bytes(train), join_bytes(held_out)
+
+
+def model_of(family: str, seed: int, run: str) -> Any:
+    """A model of random weights: bf16's, the null model, or one that is converted."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    config = AutoConfig.for_model(family, vocab_size=VOCABULARY, **FAMILIES[family], **ids)
+    kind: Any = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    torch.manual_seed(seed)
+    model = kind.from_config(config)
+    if run == NULL:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.empty_like(p).uniform_(-NUDGE, NUDGE))
+    elif run != BASELINE:
+        qt.convert(model, run)
+    return model
+
+
+def loss_of(family: str, seed: int, run: str, steps: int, train: np.ndarray, held_out: np.ndarray) -> float:
+    """The loss on held-out text, in nats a byte, after so many steps of transformers' Trainer in bf16."""
+    from transformers import Trainer, TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=BATCH,
+            per_device_eval_batch_size=BATCH,
+            learning_rate=2e-3,
+            warmup_steps=steps // 10,
+            bf16=True,
+            use_cpu=True,
+            seed=seed,
+            report_to=[],
+            disable_tqdm=True,
+            logging_strategy="no",
+            save_strategy="no",
+        )
+        halves = family == "t5"
+        trainer = Trainer(
+            model=model_of(family, seed, run),
+            args=arguments,
+            train_dataset=Windows(train, steps * BATCH, seed, halves),
+            eval_dataset=Windows(held_out, VALIDATION, 0, halves),
+        )
+        trainer.train()
+        return float(trainer.evaluate()["eval_loss"])
+
+
+def measured(
+    families: Sequence[str], runs: Sequence[str], steps: int, seeds: int, told: Callable[[str], None]
+) -> dict[tuple[str, str], list[float]]:
+    """Losses by family and run, a seed each."""
+    train, held_out = text()
+    losses: dict[tuple[str, str], list[float]] = {}
+    for family in families:
+        for seed in range(seeds):
+            for run in (BASELINE, NULL, *runs):
+                loss = loss_of(family, seed, run, steps, train, held_out)
+                losses.setdefault((family, run), []).append(loss)
+                told(f"{family}, seed {seed}, {run}: {loss:.4f}")
+    return losses
+
+
+def rows(losses: dict[tuple[str, str], list[float]], runs: Sequence[str]) -> list[list[str]]:
+    """The table's cells: bf16's loss, and of each other run the mean difference from it, and each seed's."""
+    table = []
+    for family in dict.fromkeys(family for family, _ in losses):
+        base = losses[family, BASELINE]
+        cells = [family, f"{statistics.mean(base):.4f}"]
+        for run in (NULL, *runs):
+            apart = [a - b for a, b in zip(losses[family, run], base, strict=True)]
+            cells.append(f"{statistics.mean(apart):+.4f} ({', '.join(f'{d:+.4f}' for d in apart)})")
+        table.append(cells)
+    return table
+
+
+def header(runs: Sequence[str]) -> list[str]:
+    return ["family", "bf16, nats", *(f"{run} less bf16 (by seed)" for run in (NULL, *runs))]
+
+
+def written(page: str, table: list[list[str]], runs: Sequence[str], said: str) -> str:
+    """The page with this table."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    lines = [f"| {' | '.join(cells)} |" for cells in (header(runs), ["---", *["---:"] * (len(runs) + 2)], *table)]
+    return "\n".join([before + BEGIN, "", said, "", *lines, "", END + after])
+
+
+def run(steps: int, seeds: int, only: Sequence[str], write: bool, console: Console) -> None:
+    """Train all, show the table, and write it into docs/loops.md.
+
+    Raises:
+        ValueError: a family that is not among them; a library that is missing.
+    """
+    unknown = [family for family in only if family not in FAMILIES]
+    if unknown:
+        raise ValueError(f"no family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
+    missing = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"transformers' Trainer needs {missing[0]}: pip install 'quaver[integrations]'")
+    losses = measured(list(only) or list(FAMILIES), RECIPES, steps, seeds, console.print)
+    table = Table(*header(RECIPES))
+    cells = rows(losses, RECIPES)
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+    if write:
+        said = (
+            f"{steps} steps of {BATCH} windows of {SEQUENCE} bytes, AdamW, `bf16=True`, {seeds} seeds; loss on "
+            f"{VALIDATION} windows of held-out files. {machine.cpu()}, torch {torch.__version__}, {machine.today()}."
+        )
+        PAGE.write_text(written(PAGE.read_text(), cells, RECIPES, said))

@@ -1,0 +1,161 @@
+"""Lightning's seam: a `Precision` plugin that converts the LightningModule and ends its steps of delayed scaling.
+
+Lightning calls `training_step`, not the module's forward, and loads a checkpoint before plugins convert. So the plugin
+ends a step where a training step begins, and keeps what recipes record in its own part of the checkpoint: the module's
+part has the names of the unconverted one.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+if find_spec("lightning") is None:
+    raise ModuleNotFoundError(
+        f"{__name__} needs lightning, which is not installed: pip install lightning", name="lightning"
+    )
+
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from quaver import recipes
+from quaver.core.converting.rules import Rules, Skip
+from quaver.core.spec import Recipe
+from quaver.torch.linear.layer import Quantizable
+from quaver.torch.model.conversion import convert, end_step
+from quaver.torch.model.fusing.placing import Blocks
+from quaver.torch.model.weights.state_dicts import load_scaling_state_dict, scaling_state_dict
+from quaver.torch.state.buffers import STATE
+from quaver.torch.state.history import rolling
+
+#: What is computed in high precision, and in what.
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+
+
+class QuaverPrecision(MixedPrecision):
+    """Trains a LightningModule under a recipe.
+
+    Args:
+        recipe: as of `quaver.torch.convert`. A module of which a layer is converted already is left as it is.
+        precision: "32-true"; "bf16-mixed" or "16-mixed", which run it under torch.autocast, "16-mixed" with a
+            GradScaler.
+        device: the kind of device for torch.autocast; "cuda" where there is one, else "cpu".
+        skip, head, seed, blocks: as of `quaver.torch.convert`.
+    Losses are those of a plain loop that converts the LightningModule and calls it once a batch, bit for bit; a resumed
+    run's are those of one that was not interrupted. A training step that runs the module several times is one step of
+    delayed scaling, until a backward has run in it.
+    Raises:
+        ValueError: an unknown recipe or precision.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None],
+        precision: str = "bf16-mixed",
+        device: str | None = None,
+        *,
+        skip: Skip = (),
+        head: bool = False,
+        seed: int = 0,
+        blocks: bool | Blocks = False,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(
+                f"precision is {precision!r}; QuaverPrecision has {', '.join(PRECISIONS)}. To keep weights in "
+                "bfloat16, cast the module in configure_model and give '32-true', which leaves dtypes alone"
+            )
+        if not isinstance(recipe, Rules | Mapping):
+            recipe = recipes.get(recipe)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        # Its mixed precisions are two; what it does for bfloat16 but for autocast is what float32 needs.
+        super().__init__("16-mixed" if precision == "16-mixed" else "bf16-mixed", device)
+        self.precision: Any = precision
+        self.recipe = recipe
+        self.options: dict[str, Any] = {"skip": skip, "head": head, "seed": seed, "blocks": blocks}
+        self._module: weakref.ref[nn.Module] | None = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the LightningModule, once."""
+        if not any(isinstance(part, Quantizable) for part in module.modules()):
+            convert(module, self.recipe, **self.options)
+        if module not in _hooked:
+            module.register_state_dict_post_hook(_Plain())
+            _hooked.add(module)
+        self._module = weakref.ref(module)
+        return module
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """torch.autocast, but for "32-true"."""
+        if self.precision == "32-true":
+            yield
+            return
+        with self.autocast_context_manager():
+            yield
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """A step of delayed scaling begins with a training step."""
+        module = None if self._module is None else self._module()
+        if module is not None:
+            end_step(module)
+        with self.forward_context():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """The GradScaler's state, and what recipes have recorded; all ranks call it together."""
+        state: dict[str, Any] = super().state_dict()
+        module = None if self._module is None else self._module()
+        if module is not None:
+            # One rank writes the file: it has every rank's maxima.
+            rolling.reduce([m for m in module.modules() if isinstance(m, Quantizable) and "history" in m._buffers])
+            with _whole():
+                scaling = scaling_state_dict(module)
+            state[SCALING] = {name: value.clone() for name, value in scaling.items() if _is_state(name)}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave, into a module of the same recipe."""
+        state = dict(state_dict)
+        scaling = state.pop(SCALING, None)
+        super().load_state_dict(state)
+        module = None if self._module is None else self._module()
+        if scaling and module is not None:
+            load_scaling_state_dict(module, scaling)
+
+
+#: The plugin's name for it in a checkpoint.
+SCALING = "quaver_scaling"
+#: Modules whose state dicts are plain.
+_hooked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def _is_state(name: str) -> bool:
+    return name.rpartition(".")[2] in STATE
+
+
+class _Plain:
+    """A hook after which a module's state dict has no state of recipes, which the plugin keeps."""
+
+    #: How many callers want it whole.
+    whole = 0
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if _Plain.whole:
+            return
+        for name, part in module.named_modules(remove_duplicate=False):
+            if isinstance(part, Quantizable):
+                for buffer in STATE:
+                    state.pop(prefix + f"{name}.{buffer}".lstrip("."), None)
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    _Plain.whole += 1
+    try:
+        yield
+    finally:
+        _Plain.whole -= 1

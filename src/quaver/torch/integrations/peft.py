@@ -1,0 +1,149 @@
+"""PEFT's seam: LoRA over weights that exist only as codes. Over weights in high precision PEFT needs nothing of ours.
+
+PEFT gives an adapter the dtype of its base's weight, and merges into that weight as it lies. Both are wrong for codes:
+here adapters have the dtype that the weight had, and merging decodes it first. All private names of PEFT are in this
+file; `over_codes` refuses a version that lacks one.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, nn
+
+if find_spec("peft") is None:
+    raise ModuleNotFoundError(f"{__name__} needs peft, which is not installed: pip install peft", name="peft")
+
+import peft
+from peft import LoraConfig
+from peft.tuners import lora
+
+from quaver.torch.linear.layer import Linear
+from quaver.torch.linear.stored import storing
+from quaver.torch.linear.stored.stored import SCALES
+
+#: By which a config is told of layers (PEFT calls it experimental), and what a layer is asked for its adapters' dtype.
+REGISTER, DTYPE = "_register_custom_module", "_get_base_layer_device_and_dtype"
+#: Starting values that PEFT makes of the base's weight, or writes into it.
+FROM_NOTHING = (True, False, "gaussian", "eva")
+
+
+class LoraOverCodes(lora.Linear):
+    """PEFT's LoRA of a linear layer, over a `quaver.torch.Linear` whose weight may exist only as codes.
+
+    Merging gives the base a weight in high precision, in the dtype that it had before it was quantized, and adds the
+    adapter in float32: codes of the sum would lose most of an adapter. `unmerge` gives the very codes back. After
+    `merge_and_unload` the weights are in high precision: `quaver.torch.quantize_weights(model, recipe)` makes codes of
+    them again.
+    """
+
+    #: What `quaver.torch.quantize_weights` asks before it makes codes of the base.
+    merges_codes = True
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, *args: Any, **kwargs: Any) -> None:
+        if _is_stored(base_layer):
+            _refuse(config)
+        super().__init__(base_layer, adapter_name, config, *args, **kwargs)
+        #: What the base held before the first adapter was merged: its weight, scales and attributes.
+        self._codes: tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]] | None = None
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> Any:
+        device, dtype = super()._get_base_layer_device_and_dtype(base_layer)
+        return device, base_layer.__dict__.get("weight_dtype", dtype) if _is_stored(base_layer) else dtype
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """As PEFT's, into a decoded weight where the base has codes."""
+        base = self.get_base_layer()
+        if not _is_stored(base):
+            super().merge(safe_merge, adapter_names)
+            return
+        merged = len(self.merged_adapters)
+        self._codes = _taken(base)
+        storing.restore(base)
+        try:
+            super().merge(safe_merge, adapter_names)
+        finally:
+            if len(self.merged_adapters) == merged:
+                self._give_back()
+
+    def unmerge(self) -> None:
+        """As PEFT's; codes that were merged into are what they were, bit for bit."""
+        if self._codes is None:
+            super().unmerge()
+            return
+        base = self.get_base_layer()
+        for name in reversed(self.merged_adapters):
+            if self.lora_bias.get(name):
+                base.bias.data -= self.lora_B[name].bias * self.scaling[name]
+        self.merged_adapters.clear()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        assert self._codes is not None
+        base = self.get_base_layer()
+        weight, scales, about = self._codes
+        self._codes = None
+        base.__dict__.update(about)
+        base._parameters["weight"] = weight
+        for name, scale in scales.items():
+            base.register_buffer(name, scale)
+        storing.settle(base)
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """PEFT's, in float32: one rounding, to the weight's dtype, remains."""
+        a, b = self.lora_A[adapter].weight.float(), self.lora_B[adapter].weight.float()
+        delta: Tensor = (b @ a) * self.scaling[adapter]
+        return delta
+
+
+def over_codes(config: LoraConfig) -> LoraConfig:
+    """Have a LoRA config make `LoraOverCodes` of the layers that `quaver.torch.quantize_weights` made codes of.
+
+    Call it before `get_peft_model`, and give a loaded adapter's config to `PeftModel.from_pretrained(..., config=)`
+    after it. Layers whose weights are in high precision may be among them; what is no `quaver.torch.Linear` is PEFT's.
+
+    Returns:
+        The config, which is changed: PEFT writes nothing of that into its files.
+    Raises:
+        TypeError: a config of another method than LoRA, which knows nothing of codes.
+        ValueError: a version of PEFT without the seam.
+    """
+    if not isinstance(config, LoraConfig):
+        raise TypeError(
+            f"{type(config).__name__} has no seam for weights that are codes; give a peft.LoraConfig, or call "
+            "quaver.torch.dequantize_weights(model) before get_peft_model"
+        )
+    register = getattr(config, REGISTER, None)
+    if register is None or not hasattr(lora.Linear, DTYPE):
+        raise ValueError(
+            f"peft {peft.__version__} has no {REGISTER} or no {DTYPE} (0.21 has): call "
+            "quaver.torch.dequantize_weights(model) and have PEFT adapt weights in high precision"
+        )
+    register({Linear: LoraOverCodes})
+    return config
+
+
+def _is_stored(layer: nn.Module) -> bool:
+    return isinstance(layer, Linear) and layer.weight_spec is not None
+
+
+def _taken(base: Any) -> tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]]:
+    scales = {name: base._buffers[name] for name in SCALES if base._buffers.get(name) is not None}
+    return base._parameters["weight"], scales, {name: base.__dict__[name] for name in storing.ABOUT}
+
+
+def _refuse(config: LoraConfig) -> None:
+    """Refuse what reads or writes the base's weight while it is made.
+
+    Raises:
+        ValueError: with what to give instead.
+    """
+    if config.init_lora_weights not in FROM_NOTHING:
+        raise ValueError(
+            f"init_lora_weights={config.init_lora_weights!r} starts from the base's weight, which exists only as codes "
+            "here; give True or 'gaussian', or quantize the weights after the adapter was made and saved"
+        )
+    if getattr(config, "use_dora", False):
+        raise ValueError(
+            "use_dora reads the base's weight in every step, which exists only as codes here; leave it out, or call "
+            "quaver.torch.dequantize_weights(model)"
+        )
