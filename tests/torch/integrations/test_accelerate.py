@@ -36,7 +36,7 @@ def fresh() -> Iterator[None]:
     PartialState._reset_state()
 
 
-def made(mixed: str, recipe: Any = RECIPE, **more: Any) -> Any:
+def accelerator_of(mixed: str, recipe: Any = RECIPE, **more: Any) -> Any:
     if mixed == "fp8":
         return QuaverAccelerator(cpu=True, mixed_precision="fp8", recipe=recipe, **more)
     return accelerate.Accelerator(cpu=True, mixed_precision=mixed, **more)
@@ -79,7 +79,7 @@ def run(accelerator: Any, model: Any, optimizer: Any, steps: list[list[Tensor]])
 def test_losses_are_those_of_a_plain_loop(mixed: str, micro: int, recipe: Any) -> None:
     model = tiny("llama")
     alone = copy.deepcopy(model)
-    accelerator = made(mixed, recipe, gradient_accumulation_steps=micro)
+    accelerator = accelerator_of(mixed, recipe, gradient_accumulation_steps=micro)
     if mixed == "bf16":
         qt.convert(model, recipe)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
@@ -94,7 +94,7 @@ def test_a_resumed_run_has_the_uninterrupted_runs_losses(mixed: str, recipe: str
     for part in ("whole", "resumed"):
         torch.manual_seed(0)
         model = tiny("llama")
-        accelerator = made(mixed, recipe)
+        accelerator = accelerator_of(mixed, recipe)
         if mixed == "bf16":
             qt.convert(model, recipe)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
@@ -112,7 +112,7 @@ def test_a_resumed_run_has_the_uninterrupted_runs_losses(mixed: str, recipe: str
 def test_two_models_with_two_optimizers_train_as_each_alone() -> None:
     models = [tiny("llama"), tiny("qwen2")]
     alone = [copy.deepcopy(model) for model in models]
-    accelerator = made("fp8")
+    accelerator = accelerator_of("fp8")
     optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
     prepared = accelerator.prepare(*models, *optimizers)
     losses: list[list[float]] = [[], []]
@@ -128,7 +128,7 @@ def test_two_models_with_two_optimizers_train_as_each_alone() -> None:
 
 
 def test_options_are_converts_and_a_converted_model_is_left_alone() -> None:
-    accelerator = made("fp8", skip=["*.down_proj"], head=True)
+    accelerator = accelerator_of("fp8", skip=["*.down_proj"], head=True)
     model = accelerator.prepare(tiny("llama"))
     kinds = {name: isinstance(part, Quantizable) for name, part in model.named_modules()}
     assert kinds["lm_head"] and kinds["model.layers.0.mlp.up_proj"] and not kinds["model.layers.0.mlp.down_proj"]
@@ -150,10 +150,10 @@ def test_the_seam_of_this_version_is_the_known_one() -> None:
 def test_a_version_without_the_seam_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(accelerate.Accelerator, SEAM)
     with pytest.raises(ValueError, match=r"has no _prepare_ao.*call quaver\.torch\.convert.*mixed_precision='bf16'"):
-        made("fp8")
+        accelerator_of("fp8")
     monkeypatch.setattr(accelerate.Accelerator, SEAM, lambda self, model, config: model, raising=False)
     with pytest.raises(ValueError, match="has no _prepare_ao"):
-        made("fp8")
+        accelerator_of("fp8")
 
 
 def test_a_version_that_has_torchao_convert_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_version_that_has_torchao_convert_elsewhere_is_refused(monkeypatch: py
                     setattr(part, name, nn.Linear(1, 1))
         return model
 
-    accelerator = made("fp8")
+    accelerator = accelerator_of("fp8")
     monkeypatch.setattr(accelerate.Accelerator, "prepare_model", torchaos)
     with pytest.raises(ValueError, match="replaced converted layers of LlamaForCausalLM"):
         accelerator.prepare(tiny("llama"))
@@ -173,4 +173,4 @@ def test_a_version_that_has_torchao_convert_elsewhere_is_refused(monkeypatch: py
 def test_another_library_that_accelerate_would_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
     with pytest.raises(ValueError, match=r"would have MSAMP run in eight bits; leave its recipe out"):
-        made("fp8")
+        accelerator_of("fp8")

@@ -80,9 +80,9 @@ class LoraOverCodes(lora.Linear):
     def _give_back(self) -> None:
         assert self._codes is not None
         base = self.get_base_layer()
-        weight, scales, about = self._codes
+        weight, scales, attributes = self._codes
         self._codes = None
-        base.__dict__.update(about)
+        base.__dict__.update(attributes)
         base._parameters["weight"] = weight
         for name, scale in scales.items():
             base.register_buffer(name, scale)
