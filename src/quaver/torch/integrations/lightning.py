@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if find_spec("lightning") is None:
     raise ModuleNotFoundError(
@@ -27,7 +27,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.model.conversion import convert, end_step
 from quaver.torch.model.fusing.placing import Blocks
-from quaver.torch.model.weights.state_dicts import load_scaling_state_dict, scaling_state_dict
+from quaver.torch.model.weights.state_dicts import load_scaling_state_dict
 from quaver.torch.state.buffers import STATE
 from quaver.torch.state.history import rolling
 
@@ -81,9 +81,7 @@ class QuaverPrecision(MixedPrecision):
         """Convert the LightningModule, once."""
         if not any(isinstance(part, Quantizable) for part in module.modules()):
             convert(module, self.recipe, **self.options)
-        if module not in _hooked:
-            module.register_state_dict_post_hook(_Plain())
-            _hooked.add(module)
+        module.register_state_dict_post_hook(_plain)
         self._module = weakref.ref(module)
         return module
 
@@ -112,9 +110,7 @@ class QuaverPrecision(MixedPrecision):
         if module is not None:
             # One rank writes the file: it has every rank's maxima.
             rolling.reduce([m for m in module.modules() if isinstance(m, Quantizable) and "history" in m._buffers])
-            with _whole():
-                scaling = scaling_state_dict(module)
-            state[SCALING] = {name: value.clone() for name, value in scaling.items() if _is_state(name)}
+            state[SCALING] = {name: value.detach().contiguous().clone() for name, value in _state(module)}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -129,33 +125,19 @@ class QuaverPrecision(MixedPrecision):
 
 #: The plugin's name for it in a checkpoint.
 SCALING = "quaver_scaling"
-#: Modules whose state dicts are plain.
-_hooked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
-def _is_state(name: str) -> bool:
-    return name.rpartition(".")[2] in STATE
+def _state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """What recipes record, by the names that it has in a state dict."""
+    for name, part in module.named_modules(prefix=prefix, remove_duplicate=False):
+        if isinstance(part, Quantizable):
+            for buffer in STATE:
+                value = part._buffers.get(buffer)
+                if value is not None:
+                    yield f"{name}.{buffer}".lstrip("."), value
 
 
-class _Plain:
+def _plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A hook after which a module's state dict has no state of recipes, which the plugin keeps."""
-
-    #: How many callers want it whole.
-    whole = 0
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if _Plain.whole:
-            return
-        for name, part in module.named_modules(remove_duplicate=False):
-            if isinstance(part, Quantizable):
-                for buffer in STATE:
-                    state.pop(prefix + f"{name}.{buffer}".lstrip("."), None)
-
-
-@contextmanager
-def _whole() -> Iterator[None]:
-    _Plain.whole += 1
-    try:
-        yield
-    finally:
-        _Plain.whole -= 1
+    for name, _ in _state(module, prefix.removesuffix(".")):
+        state.pop(name, None)
