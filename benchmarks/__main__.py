@@ -64,7 +64,9 @@ def families(
     steps: Steps = 100,
     seeds: Seeds = 2,
     only: Annotated[str, typer.Option(help="Families, with commas between; all by default.")] = "",
-    write: Annotated[bool, typer.Option("--write/--no-write", help="Write the table into docs/loops.md.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write/--no-write", help="Write the table into docs/guides/loops.md.")
+    ] = False,
 ) -> None:
     """Train models of transformers by its Trainer in bf16, under recipes, and from weights that were nudged."""
     from benchmarks.acceptance.families import run

@@ -20,7 +20,7 @@ from benchmarks.measuring import machine
 from quaver.train.data.text import read, split
 from quaver.train.data.tokens import join_bytes
 
-PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "loops.md"
 BEGIN, END = "<!-- python -m benchmarks families writes from here -->", "<!-- to here, families -->"
 #: What each model is given, by the names of its configuration: two layers of 64, bytes as tokens.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -151,7 +151,7 @@ def written(page: str, table: list[list[str]], runs: Sequence[str], said: str) -
 
 
 def run(steps: int, seeds: int, only: Sequence[str], write: bool, console: Console) -> None:
-    """Train all, show the table, and write it into docs/loops.md.
+    """Train all, show the table, and write it into docs/guides/loops.md.
 
     Raises:
         ValueError: a family that is not among them; a library that is missing.

@@ -26,6 +26,8 @@ from quaver.torch.linear.layer import Quantizable
 from quaver.torch.model.conversion import convert
 from quaver.torch.model.fusing.placing import Blocks
 
+__all__ = ["QuaverAccelerator"]
+
 #: What accelerate 1.15 calls to have torchao convert models: `prepare` gives it all that was to be prepared.
 SEAM = "_prepare_ao"
 INSTEAD = (

@@ -31,6 +31,8 @@ from quaver.torch.model.weights.state_dicts import load_scaling_state_dict
 from quaver.torch.state.buffers import STATE
 from quaver.torch.state.history import rolling
 
+__all__ = ["QuaverPrecision"]
+
 #: What is computed in high precision, and in what.
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 

@@ -21,6 +21,8 @@ from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import SCALES
 
+__all__ = ["LoraOverCodes", "over_codes"]
+
 #: By which a config is told of layers (PEFT calls it experimental), and what a layer is asked for its adapters' dtype.
 REGISTER, DTYPE = "_register_custom_module", "_get_base_layer_device_and_dtype"
 #: Starting values that PEFT makes of the base's weight, or writes into it.
