@@ -31,15 +31,19 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_recipe_that_quantizes_attention_is_refused(call: Callable[[Any], Any]) -> None:
+    # What is refused is refused while JAX traces.
+    def traced(recipe: Any) -> None:
+        jax.eval_shape(lambda: call(recipe))
+
     with pytest.raises(ValueError, match="'tensorwise' has attention=True and quaver"):
-        call(QUANTIZED)
+        traced(QUANTIZED)
     with qj.autocast(QUANTIZED):
         with pytest.raises(ValueError, match="attention=True"):
-            call(None)
+            traced(None)
         # One's own recipe comes before the ambient one.
-        call("tensorwise")
+        traced("tensorwise")
     with qj.autocast(QUANTIZED), qj.autocast(enabled=False):
-        call(None)
+        traced(None)
 
 
 def test_convert_refuses_it_before_anything_is_changed() -> None:

@@ -113,7 +113,7 @@ def test_parameters_used_twice_take_the_maximum() -> None:
         y = qj.linear(jnp.full((1, 1), 3.0), kernel, recipe=DELAYED, state=second)
         return (x + y).sum()
 
-    after = jax.grad(reuse)(before)
+    after = jax.jit(jax.grad(reuse))(before)
     assert after["history"][:, 0].tolist() == [0, 0, 0, 3]
 
 
