@@ -5,7 +5,7 @@ a quantized layer keeps of it in eight bits is all there is.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ class Normalization:
     eps: float
     zero_centered: bool
     remakes: bool = False
+    #: eps for a compiler: of dynamic shapes a number is a symbol, which two autograd functions cannot share.
+    written: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "written", repr(float(self.eps)))
 
     def __call__(self, *x: Tensor | None) -> Tensor:
         return alone(self, SENTENCE, *x)
@@ -49,7 +54,8 @@ class Normalization:
         assert value is not None
         gamma, beta = gamma_and_beta(value, gamma, beta, self.zero_centered)
         run = ops.chosen(NORMALIZE, value) if decided is None else NORMALIZE.impls[decided].run
-        y, mean, factor = run(value, gamma, beta, self.normalization, self.eps)
+        eps = float(self.written) if torch.compiler.is_compiling() else self.eps
+        y, mean, factor = run(value, gamma, beta, self.normalization, eps)
         return y, (value, gamma, beta, mean, factor)
 
     def quantized(

@@ -1,0 +1,102 @@
+"""Whole converted models under torch.compile: one graph, one compilation for all lengths, policies of checkpoints."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import quaver.torch as qt
+from quaver.torch.operations import ops
+from tests.close import assert_bitwise
+from tests.torch.model.families import tiny
+from tests.torch.model.in_place import model_of
+from tests.torch.test_compile import WITHOUT_CODE
+
+#: Sequences and their tokens. torch gives a size of one a compilation of its own, whatever is compiled.
+LENGTHS = ((2, 12), (3, 2), (2, 1000), (2, 4096))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+# Fifteen seconds each: the first has norms that share what they compute, which one alone does not show.
+@pytest.mark.parametrize(
+    "blocks", [qt.Blocks(loss=True), pytest.param(False, marks=pytest.mark.slow)], ids=["blocks", "layers"]
+)
+def test_a_whole_llama_is_one_graph_and_one_compilation_for_all_lengths(blocks: Any) -> None:
+    model = tiny("llama", num_hidden_layers=1, max_position_embeddings=4096)
+    qt.convert(model, "tensorwise", blocks=blocks)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=WITHOUT_CODE)
+    for batch, length in LENGTHS:
+        x = torch.randint(1, 90, (batch, length), generator=torch.Generator().manual_seed(length))
+        loss = compiled(input_ids=x, labels=x).loss
+        loss.backward()
+        if length <= 12:
+            expected = model(input_ids=x, labels=x).loss.detach()
+            assert (loss.detach() - expected).abs() <= 1e-5 * expected
+    assert counters["stats"]["unique_graphs"] == 1
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: LlamaRMSNorm(64), lambda: nn.LayerNorm(64), lambda: qt.RMSNorm(64)], ids=["Llama", "torch", "ours"]
+)
+def test_norms_of_one_formula_share_a_graph_of_any_length(make: Callable[[], nn.Module]) -> None:
+    """Where sizes are symbols so are numbers, and a symbol that one autograd function made was no other's."""
+    model = nn.Sequential(make(), make())
+    model.append(model[0])
+    if not isinstance(model[0], qt.RMSNorm):
+        qt.convert(model, "bf16", blocks=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((2, 12, 64), (3, 5, 64)):
+        x = torch.randn(shape, requires_grad=True)
+        y = compiled(x)
+        assert_bitwise(y.detach(), model(x).detach())
+        y.square().sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_policy_of_checkpoints_keeps_quantized_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then backward quantizes what it makes itself, and no input once more."""
+    done: list[Any] = []
+    quantize = ops.QUANTIZE.eager
+    monkeypatch.setattr(ops.QUANTIZE, "eager", lambda x, *args: done.append(x.shape) or quantize(x, *args))
+    x = torch.randint(1, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    plain: Any = model_of("llama", num_hidden_layers=1)
+    qt.convert(plain, "tensorwise", blocks=True)
+    counts, gradients = {}, {}
+    for keeps in (False, True):
+
+        def policy(ctx: Any, op: Any, *args: Any, keeps: bool = keeps, **kwargs: Any) -> CheckpointPolicy:
+            kept = keeps and op is torch.ops.quaver.quantize.default
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        model = copy.deepcopy(plain)
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        for layer in model.model.layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+        torch._dynamo.reset()
+        run = torch.compile(model, fullgraph=True, backend=WITHOUT_CODE)
+        loss: Tensor = run(input_ids=x, labels=x, use_cache=False).loss
+        done.clear()
+        loss.backward()
+        counts[keeps] = len(done)
+        gradients[keeps] = {name: p.grad for name, p in model.named_parameters()}
+    plain(input_ids=x, labels=x, use_cache=False).loss.backward()
+    for name, parameter in plain.named_parameters():
+        for each in gradients.values():
+            assert (each[name] - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max(), name
+    assert counts[True] < counts[False]
