@@ -28,10 +28,10 @@ DROPOUT = dict.fromkeys(
 )
 
 
-def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def model_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """A tiny model without dropout, whose norms' parameters are not what they begin with."""
     config = type(tiny(family).config)()
-    model = tiny(family, **{name: value for name, value in DROPOUT.items() if hasattr(config, name)})
+    model = tiny(family, **{name: value for name, value in DROPOUT.items() if hasattr(config, name)}, **more)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -39,9 +39,9 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype).train()
 
 
-def step(model: Any, padded: bool = False) -> dict[str, Tensor]:
+def step(model: Any, padded: bool = False, seed: int = 0) -> dict[str, Tensor]:
     """Logits, loss and all gradients of one step; padded: the first tokens of one sample are padding."""
-    x = tokens()
+    x = tokens(seed)
     mask = torch.ones_like(x)
     if padded:
         mask[1, -4:] = 0

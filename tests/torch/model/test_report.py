@@ -334,7 +334,8 @@ def test_a_layer_that_is_left_alone_keeps_its_recipe_and_the_report_says_so() ->
 # Size.
 
 
-def test_a_billion_parameters_on_meta_are_converted_in_a_second() -> None:
+@pytest.mark.parametrize("blocks", [False, qt.Blocks(loss=True)], ids=["layers", "blocks"])
+def test_a_billion_parameters_on_meta_are_converted_in_a_second(blocks: Any) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=16, vocab_size=32000
@@ -343,9 +344,11 @@ def test_a_billion_parameters_on_meta_are_converted_in_a_second() -> None:
         model = transformers.LlamaForCausalLM(config)
     assert sum(p.numel() for p in model.parameters()) > 1e9
     start = time.process_time()
-    report = qt.convert(model, "delayed")
+    report = qt.convert(model, "delayed", blocks=blocks)
     assert time.process_time() - start <= 1.0
     assert len(report.converted) == 24 * 7 and report.rows[0].implementation == "not on a device yet"
+    # Two norms, an MLP and attention a layer, the last norm, and the loss.
+    assert sum(bool(row.block) for row in report.blocks) == (24 * 4 + 2 if blocks else 0)
 
 
 def test_explain_speaks_of_what_is_no_linear_layer() -> None:
