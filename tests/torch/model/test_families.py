@@ -6,6 +6,7 @@ import torch
 import quaver.torch as qt
 from quaver.torch.linear.layer import Quantizable
 from tests.close import assert_bitwise
+from tests.torch.model import logits
 from tests.torch.model.coverage import PAGE, covered, written
 from tests.torch.model.families import FAMILIES, tiny, tokens
 
@@ -70,3 +71,19 @@ def test_the_page_has_the_table() -> None:
     page = PAGE.read_text()
     assert page == written(page), "python -m tests.torch.model.coverage writes it anew"
     assert len(FAMILIES) >= 40
+
+
+def test_the_page_has_the_noise_of_every_familys_logits() -> None:
+    assert sorted(FAMILIES) == list(logits.shown(PAGE.read_text())), "python -m tests.torch.model.logits writes it anew"
+
+
+# Half a second each, and one of a kind tells of the others.
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[] if f in ("llama", "gpt2", "mixtral", "t5") else pytest.mark.slow) for f in FAMILIES],
+)
+def test_the_noise_of_logits_is_the_pages(family: str) -> None:
+    figures = logits.shown(PAGE.read_text())[family]
+    # Processors sum products in another order.
+    for recipe, figure, decibels in zip(logits.RECIPES, figures, logits.decibels(family), strict=True):
+        assert abs(figure - decibels) <= 1, recipe
