@@ -141,7 +141,7 @@ def place_on_a_machine(item: pytest.Item, gpu: bool, interpreting: bool) -> None
     if not gpu:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    elif path.startswith(INTERPRETED):
+    elif path.startswith(INTERPRETED) and not item.get_closest_marker("gpu"):
         if not interpreting:
             item.add_marker(pytest.mark.skip(reason="interprets kernels on a CPU: set TRITON_INTERPRET=1"))
     elif path.startswith(ON_A_GPU) and not path.startswith(ANYWHERE):

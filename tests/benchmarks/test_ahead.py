@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.ahead import building, cache, cards, hollow, lenient
@@ -86,6 +87,24 @@ def test_a_walk_over_tests_goes_on_where_they_would_fail() -> None:
     exec(compile(lenient.Computed().visit(ast.parse(others)), "case", "exec"), names)
     with pytest.raises(ValueError, match="stays"):
         names["case"]()
+
+
+def test_what_a_test_wants_raised_need_not_be_raised_there() -> None:
+    may_raise = lenient._may_raise(pytest.raises)
+    with may_raise(ValueError):
+        pass
+    with may_raise(ValueError, match="this") as caught:
+        raise ValueError("this")
+    assert str(caught.value) == "this"
+    with pytest.raises(TypeError), may_raise(ValueError):
+        raise TypeError
+
+
+def test_a_product_that_no_cpu_has_gives_zeros_however_small_it_is() -> None:
+    x = torch.ones(4, 8, dtype=torch.bfloat16)
+    with hollow.Hollow():
+        y = torch.mm(x, x.t(), out_dtype=torch.float32)
+    assert y.shape == (4, 4) and y.dtype is torch.float32
 
 
 def test_a_list_of_files_is_written_anew_where_it_lies(tmp_path: Path) -> None:

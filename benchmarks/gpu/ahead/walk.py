@@ -1,7 +1,8 @@
 """What a child process of `building` runs, in an environment of `stub_driver`: `python -m benchmarks.gpu.ahead.walk`.
 
 It launches all that the gate's rows, the benchmark or the tests marked `gpu` launch on a card of an architecture, and
-prints as JSON what Triton compiled for that and what it found in its cache.
+prints as JSON what Triton compiled for that and what it found in its cache. `reach 90 PATH ...`, by hand, compiles
+nothing and tells which tests do not come to their ends.
 """
 
 import argparse
@@ -71,6 +72,21 @@ def tests(arch: int, paths: list[str]) -> list[str]:
     return told.failed
 
 
+def reach(arch: int, paths: list[str]) -> list[str]:
+    """The same, of which nothing is compiled: in minutes, which tests would not come to their ends on a card."""
+    from quaver.torch.backends.gpu.launching import launch
+
+    launched: set[Any] = set()
+
+    def loaded(one: launch.Launch, index: int) -> launch._Loaded:
+        counting.counts["kernels launched"] += one.kernel not in launched
+        launched.add(one.kernel)
+        return launch._Loaded(Told(), lambda *_: None, None, ())
+
+    launch._loaded = loaded
+    return tests(arch, paths)
+
+
 class Told:
     """Of the tests, how many came to their ends, and what stopped the others."""
 
@@ -108,6 +124,7 @@ WALKS: dict[str, Callable[[int, list[str]], list[str]]] = {
     "rows": rows,
     "benchmark": benchmark,
     "tests": tests,
+    "reach": reach,
     "layer": layer,
 }
 

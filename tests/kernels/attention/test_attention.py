@@ -153,6 +153,22 @@ def test_odd_values_spoil_what_they_spoil_in_the_specification(name: str, which:
         assert_close(label, got, exact, BOUND)
 
 
+#: Of a standard normal: beyond 1.3e36, 256 times a number is none that float32 has.
+HUGE = {"v": {"v": 1e37, "grad": 1e-3}, "grad": {"grad": 1e37, "v": 0.1}, "q and k": {"q": 1e18, "k": 1e18}}
+
+
+@every_spec
+@pytest.mark.parametrize("how", HUGE)
+def test_huge_values_give_what_the_specification_gives(spec: AttentionSpec, how: str) -> None:
+    q, k, v, _, grad = arrays = operands(1, 2, 1, 40, 70, 32, 32)
+    for name, factor in HUGE[how].items():
+        {"q": q, "k": k, "v": v, "grad": grad}[name][...] *= np.float32(factor)
+    ours, want = by_kernels(arrays, spec), specified(arrays, spec)
+    for name, got, exact in zip(NAMES, ours, want, strict=False):
+        assert np.isfinite(exact).all(), name
+        assert_close(name, got, exact, BOUND)
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_all_zeros_give_zeros(name: str) -> None:
     arrays = [np.zeros_like(x) for x in operands(1, 1, 1, 5, 70, 32, 32)]

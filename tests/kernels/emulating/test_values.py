@@ -10,6 +10,7 @@ from torch import Tensor
 from quaver import E2M1, E2M3, E3M2, E4M3, E5M2, QuantSpec
 from quaver.torch.backends.gpu.emulating import blocks, two_level
 from quaver.torch.numerics import reference
+from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
 from tests.operands import nasty
 
@@ -45,11 +46,7 @@ def held(x: Tensor, spec: QuantSpec, *given: Any) -> Tensor:
 
 def assert_values(name: str, ours: Tensor | None, expected: Tensor) -> None:
     assert ours is not None and ours.dtype is BF16, name
-    one, other = ours.float(), expected.float()
-    same = (one == other) & (one.signbit() == other.signbit()) | (one.isnan() & other.isnan())
-    if not same.all():
-        at = tuple((~same).nonzero()[0].tolist())
-        raise AssertionError(f"{name}: {int((~same).sum())} values differ, first at {at}: {one[at]}, not {other[at]}")
+    assert_bitwise(ours.float(), expected.float(), name)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

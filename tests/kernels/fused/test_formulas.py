@@ -54,10 +54,10 @@ def test_a_formula_is_near_float64_at_every_bf16_value(name: str) -> None:
         at &= wide > TAIL
         tail = finite & (wide <= TAIL)
         assert (error[tail] <= 1e-8 * wide[tail].abs()).all()
-    worst = (error[at] / expected[at].abs()).max().item()
-    print(
-        f"{name}: {worst:.1e} of the result, {(error / wide.abs())[finite & (wide != 0)].max().item():.1e} of the input"
-    )
+    # Where nothing is asked, 0: what a mask leaves of a tensor has a size that a card which is not there does not know.
+    worst = torch.where(at, error / expected.abs(), 0.0).max().item()
+    of_input = torch.where(finite & (wide != 0), error / wide.abs(), 0.0).max().item()
+    print(f"{name}: {worst:.1e} of the result, {of_input:.1e} of the input")
     assert worst <= RELATIVE[name]
     assert (error[finite] <= ABSOLUTE * wide[finite].abs() + 2e-37).all()
 
@@ -66,7 +66,7 @@ def test_a_formula_is_near_float64_at_every_bf16_value(name: str) -> None:
 def test_a_slope_is_near_float64_at_every_bf16_value(name: str) -> None:
     x = all_values()
     # Beyond, a product on the way overflows, or an exponential ends; the slope is 0 or 1.
-    x = x[x.abs() < 80].view(1, -1)
+    x = torch.where(x.abs() < 80, x, 0.0)
     (slope,) = gpu.backward(name, (), torch.ones_like(x), [x])
     (expected,) = _plain_backward(name, (), torch.ones_like(x).double(), [x.double()])
     worst = (slope.double() - expected).abs().max().item()

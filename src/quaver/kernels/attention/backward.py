@@ -10,6 +10,7 @@ import triton.language as tl
 
 from quaver.kernels.attention.tiles import (
     FACTOR,
+    INVERSE,
     UNBOUNDED,
     along_tokens,
     half,
@@ -192,6 +193,8 @@ def attention_columns(
         span = (stop + BM) // BM * BM
         start = start // BM * BM
     dx, dy = tl.zeros([BN, D], tl.float32), tl.zeros([BN, DV], tl.float32)
+    # What P multiplies has P's factor taken off; a dP of that has it put back, in the rounding that Δ is taken off by.
+    BY: tl.constexpr = 1.0 if GRAD_TURNED else INVERSE
     for member in range(shared):
         h = g * shared + member
         head = b * heads + h
@@ -222,17 +225,22 @@ def attention_columns(
                 first, last = run_of(runs, i, queries, keys)
                 seen = visible(first, last, mask, i, j, hidden_query, hidden_key)
                 right = rows_of(q_here, q_scale_here, m, queries, q_blocks, BM, D, WIDTH, CODES, INTEGERS)
-                y = rows_of(do_here, do_scale_here, m, queries, do_blocks, BM, DV, GRAD_WIDTH, dtype, INTEGERS)
+                y = rows_of(
+                    do_here, do_scale_here, m, queries, do_blocks, BM, DV, GRAD_WIDTH, dtype, INTEGERS, False, BY
+                )
                 p, dp = _both(
                     left, right, x, y, tl.load(total + i, mask=i < queries, other=0.0), seen, scale, 1.0, False
                 )
                 if GRAD_TURNED:
                     at = dot_scale + head * DV * dot_blocks
                     y = along_tokens(
-                        dot + head * queries * DV, at, m, queries, dot_blocks, BM, DV, GRAD_WIDTH, dtype, INTEGERS, True
-                    )
+                        dot + head * queries * DV, at, m, queries, dot_blocks, BM, DV, GRAD_WIDTH, dtype, INTEGERS,
+                        True, False, INVERSE,
+                    )  # fmt: skip
                 dy = tl.dot(probability_codes(p, INTEGERS), y, dy)
-                ds = tl.where(seen, (dp - tl.load(own + i, mask=i < queries, other=0.0)) * p, 0.0)
+                less = tl.load(own + i, mask=i < queries, other=0.0)
+                dp = dp - less if GRAD_TURNED else tl.fma(dp, FACTOR, -less)
+                ds = tl.where(seen, dp * p, 0.0)
                 if GRAD_WIDTH > BM:
                     ds = rounded(ds, bits[:, None], dtype, EMAX, TOP_MANTISSA, MAX, INTEGERS)
                 else:
@@ -247,4 +255,4 @@ def attention_columns(
     at = dk + b * dk_batch + g * dk_head + tokens * dk_token + tl.arange(0, D)[None, :]
     tl.store(at, (dx * slope).to(dk.dtype.element_ty), mask=j < keys)
     at = dv + b * dv_batch + g * dv_head + tokens * dv_token + tl.arange(0, DV)[None, :]
-    tl.store(at, (dy * (1 / FACTOR)).to(dv.dtype.element_ty), mask=j < keys)
+    tl.store(at, dy.to(dv.dtype.element_ty), mask=j < keys)

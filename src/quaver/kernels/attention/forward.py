@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from quaver.kernels.attention.tiles import (
-    FACTOR,
+    INVERSE,
     LOG2_E,
     along_tokens,
     probability_codes,
@@ -55,10 +55,10 @@ def attention(
     k_scale += group * tl.maximum(keys * k_blocks, 1)
     v += group * keys * DV
     v_scale += group * tl.maximum((DV if TURNED else keys) * v_blocks, 1)
-    of_v = 1 / FACTOR
+    of_v = 1.0
     if HALF:
         scale = scale * tl.load(q_scale + head) * tl.load(k_scale)
-        of_v = of_v * tl.load(v_scale)
+        of_v = INVERSE * tl.load(v_scale)
     if hidden is not None:
         hidden += b * hidden_batch + h * hidden_head
     first, last = run_of(runs, i, queries, keys)
@@ -90,6 +90,7 @@ def attention(
         s = tl.dot(queried, tl.trans(right)) * scale
         seen = visible(first[:, None], last[:, None], hidden, i[:, None], j[None, :], hidden_query, hidden_key)
         p = probability_codes(tl.where(seen, tl.exp2(s - shift[:, None]), 0.0), INTEGERS, HALF)
-        y = tl.dot(p, along_tokens(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS, TURNED, HALF), y)
+        value = along_tokens(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS, TURNED, HALF, INVERSE)
+        y = tl.dot(p, value, y)
     at = out + b * out_batch + h * out_head + i[:, None].to(tl.int64) * out_token + tl.arange(0, DV)[None, :]
     tl.store(at, (y * of_v).to(out.dtype.element_ty), mask=i[:, None] < queries)

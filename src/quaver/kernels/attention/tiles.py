@@ -13,6 +13,9 @@ from quaver.kernels.quantizing.decode import decoded_scale
 
 #: What probabilities are multiplied by before they are rounded, as `quaver.core.spec.PROBABILITY_FACTOR`.
 FACTOR = tl.constexpr(256.0)
+#: Its inverse, which the scales of what probabilities multiply take: in sums it would leave less of float32's range.
+#: No scale is below 2^-100, so that codes times such a scale are bfloat16 still.
+INVERSE = tl.constexpr(1 / 256.0)
 #: The width of a block that is a whole row or matrix: wider than any tile.
 UNBOUNDED = tl.constexpr(1 << 30)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -20,14 +23,17 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _times(
-    codes, stored, R: tl.constexpr, C: tl.constexpr, NB: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr
-):
-    """bfloat16 [R, C]: codes [R, C] of a format times scales [R, NB] as they are stored."""
+    codes, stored, R: tl.constexpr, C: tl.constexpr, NB: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
+    BY: tl.constexpr,
+):  # fmt: skip
+    """bfloat16 [R, C]: codes [R, C] of a format times scales [R, NB] as they are stored, times BY, a power of two."""
     x = decoded(codes.to(tl.uint8, bitcast=True), CODES, INTEGERS)
     if stored.dtype == tl.uint8:
         s = decoded_scale(stored, None, "e8m0", True, INTEGERS)
     else:
         s = stored
+    if BY != 1.0:
+        s = s * BY
     return tl.reshape(tl.reshape(x, [R, NB, C // NB]) * s[:, :, None], [R, C]).to(tl.bfloat16)
 
 
@@ -51,10 +57,10 @@ def half(codes, dtype: tl.constexpr, INTEGERS: tl.constexpr):
 def rows_of(
     codes, scales, first, rows, blocks,
     R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
-    HALF: tl.constexpr = False,
+    HALF: tl.constexpr = False, BY: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """bfloat16 [R, D]: rows from `first` of an operand [rows, D] with scales [rows, blocks]; blocks 0: one for all.
-    HALF: float16, the codes alone."""
+    """bfloat16 [R, D]: rows from `first` of an operand [rows, D] with scales [rows, blocks], times BY, a power of two;
+    blocks 0: one scale for all. HALF: float16, the codes alone."""
     NB: tl.constexpr = D // WIDTH if WIDTH < D else 1
     r = first + tl.arange(0, R)[:, None]
     x = tl.load(codes + r * D + tl.arange(0, D)[None, :], mask=r < rows, other=0.0)
@@ -62,7 +68,7 @@ def rows_of(
         tile = half(x.to(tl.uint8, bitcast=True), CODES, INTEGERS)
     else:
         stored = tl.load(scales + r * blocks + tl.arange(0, NB)[None, :], mask=r < rows, other=0)
-        tile = _times(x, stored, R, D, NB, CODES, INTEGERS)
+        tile = _times(x, stored, R, D, NB, CODES, INTEGERS, BY)
     return tile
 
 
@@ -70,28 +76,29 @@ def rows_of(
 def columns_of(
     codes, scales, first, columns, blocks,
     C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
+    BY: tl.constexpr,
 ):  # fmt: skip
-    """bfloat16 [C, D]: columns from `first` of an operand [D, columns] with scales [D, blocks]."""
+    """bfloat16 [C, D]: columns from `first` of an operand [D, columns] with scales [D, blocks], times BY."""
     NB: tl.constexpr = C // WIDTH if WIDTH < C else 1
     d, c = tl.arange(0, D)[:, None], first + tl.arange(0, C)[None, :]
     x = tl.load(codes + d * columns + c, mask=c < columns, other=0.0)
     b = first // WIDTH + tl.arange(0, NB)[None, :]
     stored = tl.load(scales + d * blocks + b, mask=b < blocks, other=0)
-    return tl.trans(_times(x, stored, D, C, NB, CODES, INTEGERS))
+    return tl.trans(_times(x, stored, D, C, NB, CODES, INTEGERS, BY))
 
 
 @triton.jit
 def along_tokens(
     codes, scales, first, tokens, blocks,
     C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
-    TURNED: tl.constexpr, HALF: tl.constexpr = False,
+    TURNED: tl.constexpr, HALF: tl.constexpr = False, BY: tl.constexpr = 1.0,
 ):  # fmt: skip
     """bfloat16 [C, D] of C tokens, what a sum over tokens takes: of an operand [D, tokens] where TURNED, else of
-    [tokens, D]."""
+    [tokens, D]; HALF and BY as `rows_of` has them."""
     if TURNED:
-        x = columns_of(codes, scales, first, tokens, blocks, C, D, WIDTH, CODES, INTEGERS)
+        x = columns_of(codes, scales, first, tokens, blocks, C, D, WIDTH, CODES, INTEGERS, BY)
     else:
-        x = rows_of(codes, scales, first, tokens, blocks, C, D, WIDTH, CODES, INTEGERS, HALF)
+        x = rows_of(codes, scales, first, tokens, blocks, C, D, WIDTH, CODES, INTEGERS, HALF, BY)
     return x
 
 

@@ -10,7 +10,7 @@ from quaver.core.spec import AttentionSpec, QuantSpec
 from quaver.kernels.attention.backward import attention_columns, attention_rows
 from quaver.kernels.attention.forward import attention as forward_kernel
 from quaver.kernels.attention.tiles import UNBOUNDED
-from quaver.torch.backends.gpu.launching.device import traits
+from quaver.torch.backends.gpu.launching.device import architecture, traits
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import Room, whole
 from quaver.torch.backends.gpu.quantizing.codes import DTYPES, SECOND_AXIS, format_constants, integers
@@ -26,6 +26,8 @@ FORWARD, ROWS, COLUMNS = (128, 64, 8), (64, 64, 8), (64, 32, 8)
 OF_GROUPS, SUMS_ON_BITS, SUMS = (64, 64, 4), (64, 32, 4), (64, 64, 4)
 #: KiB of shared memory that two stages of the tiles' loads have room in.
 TWO_STAGES = 160
+#: The oldest capability with a memory for sums of products, which take registers before.
+TENSOR_MEMORY = 100
 LOG2_E = 1.4426950408889634
 
 #: Codes [B, heads, rows, k], contiguous, and their scales, as `Heads` keeps them.
@@ -128,12 +130,13 @@ def _stages(device: torch.device, crowded: bool = False) -> int:
     return 1 if crowded or traits(device).shared < TWO_STAGES else 2
 
 
-def _rows(device: torch.device, half: bool, sums: bool) -> tuple[tuple[int, int, int], int]:
-    """The tiles and warps of `attention_rows`, and `_stages`: with float16 tiles or not, for Δ alone or not."""
+def _rows(device: torch.device, half: bool, sums: bool, spans: bool) -> tuple[tuple[int, int, int], int]:
+    """The tiles and warps of `attention_rows`, and `_stages`: with float16 tiles or not, for Δ alone or not, with a
+    sweep for an amax of dS beside dQ or not."""
     if half and traits(device).groups:
         return OF_GROUPS, _stages(device)
     if not (half and sums):
-        return ROWS, _stages(device)
+        return ROWS, _stages(device, crowded=spans and architecture(device) < TENSOR_MEMORY)
     return (SUMS_ON_BITS if integers(device) == 2 else SUMS), _stages(device, crowded=True)
 
 
@@ -200,7 +203,8 @@ def _backward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
     launches = []
     # The amax of a head is known once all its programs have met.
     for sums, gradient in [(True, False), (False, True)] if by_head else [(True, True)]:
-        (bm, bn, warps), stages = _rows(q.device, half, sums and not gradient)
+        spans = sums and gradient and width > ROWS[1]
+        (bm, bn, warps), stages = _rows(q.device, half, sums and not gradient, spans)
         own = {**of_rows, "BM": bm, "BN": bn, "STAGES": stages, "SUMS": sums, "GRADIENT": gradient}
         grid = -(-queries // bm), batch * heads
         launches.append(Launch(attention_rows, grid, tensors, row_numbers, own, warps))
