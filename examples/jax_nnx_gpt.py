@@ -12,7 +12,7 @@ import quaver
 import quaver.jax as qj
 import quaver.jax.nnx as qn
 
-DIM, LAYERS, TOKENS, BATCH = 64, 3, 32, 8
+DIM, LAYERS, TOKENS, BATCH = 64, 3, 32, 4
 
 
 class GPT(nnx.Module):
@@ -57,11 +57,11 @@ random = np.random.default_rng(0)
 with qj.autocast(quaver.recipes.delayed(history=8)):  # layers are made with this recipe's state
     model = GPT(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(5e-3), wrt=nnx.Param)
-    for i in range(40):
+    for i in range(30):
         starts = random.integers(0, len(text) - TOKENS, BATCH)
         batch = jnp.asarray(text[starts[:, None] + np.arange(TOKENS)])
         loss = step(model, optimizer, batch)
-        if i % 10 == 0 or i == 39:
+        if i % 10 == 0 or i == 29:
             print(f"step {i:>2}  loss {loss:.3f}")
 
 print("weight factors of the three layers' wi:", model.layers.mlp.wi.state.factor[:, 1])

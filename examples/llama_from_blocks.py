@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 
-DIM, HEADS, GROUPS, HIDDEN, LAYERS = 128, 4, 2, 352, 2
+DIM, HEADS, GROUPS, HIDDEN, LAYERS = 64, 4, 2, 176, 2
 TOKENS, BATCH, STEPS = 32, 4, 40
 
 

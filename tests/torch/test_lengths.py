@@ -1,13 +1,13 @@
 """Memory does not grow with each new length of sequence: in float32 hardly, in bf16 no more than nn.Linear's."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from quaver.recipes import RECIPES
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 #: Megabytes. A compiled product of each of 500 lengths takes hundreds; a layer and what it holds takes a dozen.
@@ -18,10 +18,11 @@ linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resid
 
 def growth(recipe: str, dtype: str) -> float:
     command = [sys.executable, "-m", "tests.torch.lengths", recipe, dtype]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
+    pipes = {"stdout": forked.quick.PIPE, "stderr": forked.quick.PIPE}
+    walk = forked.quick.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+    said, errors = walk.communicate()
+    assert walk.returncode == 0, errors.decode()
+    return float(said)
 
 
 @linux

@@ -162,9 +162,9 @@ def test_accumulated_gradients_land_in_the_same_tensor(name: str) -> None:
 )
 def test_a_small_model_learns(name: str, dtype: torch.dtype) -> None:
     net, teacher = model(dtype), nn.Linear(32, 16, dtype=dtype)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=6e-3)
     losses = []
-    for _ in range(60):
+    for _ in range(30):
         x = torch.randn(64, 32, dtype=dtype)
         with qt.autocast(name):
             loss = (net(x) - teacher(x).detach()).float().square().mean()
