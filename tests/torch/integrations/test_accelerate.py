@@ -20,7 +20,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: make test
 pytestmark = pytest.mark.filterwarnings("default")
 
 import accelerate  # noqa: E402
-from accelerate.state import AcceleratorState, PartialState  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 
 from quaver.torch.integrations.accelerate import SEAM, QuaverAccelerator, check_seam  # noqa: E402
 
@@ -30,10 +30,10 @@ RECIPE = recipes.delayed(history=3, algorithm="most_recent")
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """accelerate keeps one state a process."""
+    """accelerate keeps one state a process; a Trainer's is one too."""
+    AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
-    PartialState._reset_state()
 
 
 def accelerator_of(mixed: str, recipe: Any = RECIPE, **more: Any) -> Any:
