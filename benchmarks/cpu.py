@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import re
 import time
 import traceback
 from collections.abc import Sequence
@@ -73,7 +74,9 @@ def run(
         console.print("quick: small sizes or few rounds; only what does not depend on them is judged", highlight=False)
     if write:
         heading = "# Benchmarks on a CPU" + (", quick" if quick else "")
-        name = "cpu" if threads == 1 else f"cpu-{threads}-threads"
+        # A part of the cases lies beside whole runs, not in their place.
+        part = "" if pattern is None else "-" + re.sub(r"[^\w]+", "-", pattern).strip("-")
+        name = f"cpu{part}" if threads == 1 else f"cpu{part}-{threads}-threads"
         lines = [heading, "", summary(done), *(line for result in done for line in results.case_markdown(result))]
         data = {"quick": quick, "cases": [results.case_data(result) for result in done]}
         for path in results.write(folder, name, setting, lines, data):

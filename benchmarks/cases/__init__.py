@@ -1,6 +1,13 @@
 """The registry of cases: a new one is a file and a line here; how to measure is not said here."""
 
-from benchmarks.cases.blocks import attention_noise, block_gradients, block_memory, block_speed, model_memory
+from benchmarks.cases.blocks import (
+    attention_noise,
+    block_gradients,
+    block_memory,
+    block_speed,
+    model_memory,
+    model_step,
+)
 from benchmarks.cases.host import host_cost, imports
 from benchmarks.cases.linear import frozen, jax_speed, memory, noise, speed
 
@@ -20,6 +27,7 @@ CASES = (
     block_memory.TOTALS,
     block_memory.SHARES,
     model_memory.CASE,
+    model_step.CASE,
     block_gradients.CASE,
     frozen.CASE,
     host_cost.CASE,

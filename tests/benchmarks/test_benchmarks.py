@@ -144,6 +144,15 @@ def test_results_are_written_for_reading_and_for_computing(tmp_path: Path, monke
     assert set(data["machine"]) >= {"cpu", "flags", "torch", "torchao", "python", "commit"}
 
 
+def test_a_part_of_the_cases_lies_beside_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.cpu.CASES", (toy("llama-one", 1.5), toy("llama-two", 1.5), toy("other", 1.5)))
+    run(False, "llama*", True, Console(quiet=True), tmp_path)
+    run(False, None, True, Console(quiet=True), tmp_path)
+    day = machine.today()
+    names = {f"cpu-{day}.json", f"cpu-{day}.md", f"cpu-llama-{day}.json", f"cpu-llama-{day}.md"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
 def test_what_cannot_be_judged_is_shown_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unjudged(quick: bool) -> list[Figure]:
         raise NotMeasurable("not measurable here: no such kernel", [Figure("quaver", "time", 1.0, "ms")])
