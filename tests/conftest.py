@@ -27,7 +27,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 #: Megabytes that a worker may grow by before it gives back, between two files of tests, what compilers keep.
-GROWTH = 600
+GROWTH = 1500
 
 ROOT = Path(__file__).parents[1]
 #: Tests of kernels: on a machine with a GPU they run there, and `pytest -m gpu` takes them.

@@ -445,6 +445,8 @@ def test_layers_whose_histories_differ_quantize_for_themselves(
     # k's factor is another until its history rolls: with the root's forward, at once.
     alike(scenario, counted, None, monkeypatch)
     first, second = net[0].q, net[0].k
+    # Without the root's forward: the first layer after a backward begins a step, in which all histories roll.
+    first(inputs()), second(inputs())
     h = inputs().requires_grad_() * 1.0
     counted["taken"] = 0
     second.factor[0] *= 0.5
