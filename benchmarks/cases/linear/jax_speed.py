@@ -6,7 +6,7 @@ from quaver.recipes import RECIPES
 
 FEATURES, QUICK_FEATURES = 1024, 64
 ROUNDS, QUICK_ROUNDS = 9, 2
-#: One with a history, one that draws noise: each recipe is four seconds of compiling.
+#: One with a history: each recipe is four seconds of compiling.
 QUICK_RECIPES = ("delayed",)
 #: Recipes that the peers have something to set beside: eight bits, a scale for a tensor, a channel or a block.
 FP8 = [n for n, build in RECIPES.items() if build().quantizes and n not in ("nvfp4", "mxfp4", "mxfp6")]

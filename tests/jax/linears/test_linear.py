@@ -155,6 +155,23 @@ def test_float64_is_computed_in_high_precision_and_says_so() -> None:
         assert_close("output", y, np.asarray(x) @ np.asarray(w) + np.asarray(bias), 1e-15)
 
 
+@QUANTIZED
+def test_a_step_is_traced_where_64_bits_are_enabled(name: str) -> None:
+    """A number of Python's has 64 bits there, and primitives take operands of one dtype."""
+    state, (x, w, bias, g) = qj.state.init(name), operands((4,), 33, 17, jnp.bfloat16)
+    step = partial(run.__wrapped__, name)
+    expected = jax.eval_shape(step, x, w, bias, state, g)
+    with jax.enable_x64(True):
+        assert jax.eval_shape(step, x, w, bias, state, g) == expected
+
+
+def test_a_step_has_the_same_bits_where_64_bits_are_enabled() -> None:
+    state, (x, w, bias, g) = qj.state.init("nvfp4"), operands((4,), 33, 17, jnp.bfloat16)
+    expected = run("nvfp4", x, w, bias, state, g)
+    with jax.enable_x64(True):
+        jax.tree.map(assert_bitwise, run("nvfp4", x, w, bias, state, g), expected)
+
+
 def kept_bytes(function: Any, *args: Any) -> int:
     """What lies between forward and backward; nothing is computed."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args))

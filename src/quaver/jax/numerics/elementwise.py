@@ -2,7 +2,8 @@
 
 A function of jax.numpy, and so an operator between two arrays, is a program within the program: of a shape that is new
 it takes four times as long to trace as a primitive of `jax.lax`, and twice as long to lower. What every operand passes
-through is written in primitives; they ask for operands of one dtype, and of one rank unless one of them is a number.
+through is written in primitives; they ask for operands of one dtype, and of one rank unless one of them is a number. A
+number is numpy's, of that dtype: Python's has 64 bits where `jax_enable_x64` is set.
 """
 
 import numpy as np
@@ -42,7 +43,7 @@ def copysign(magnitude: Array, y: Array) -> Array:
 def largest(x: Array, axes: tuple[int, ...]) -> Array:
     """The largest int32, at least 0, over these axes, which stay with length one. Exact."""
     kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
-    return lax.reshape(lax.max(lax.reduce_max(x, axes), 0), kept)
+    return lax.reshape(lax.max(lax.reduce_max(x, axes), np.int32(0)), kept)
 
 
 def padded(x: Array, *after: int) -> Array:

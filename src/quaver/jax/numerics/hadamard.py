@@ -22,7 +22,7 @@ def rotate(x: Array) -> Array:
     rows, k = x.shape
     groups = -(-k // GROUP)
     y = padded(x, 0, groups * GROUP - k).reshape(rows, groups, GROUP)
-    small = lax.lt(largest(magnitude_bits(y), (2,)), (127 - SMALL) << 23)
+    small = lax.lt(largest(magnitude_bits(y), (2,)), np.int32((127 - SMALL) << 23))
     y = lax.mul(where(small, _lifted(y), y), np.array(SIGNS, np.float32).reshape(1, 1, GROUP))
     for stride in (1, 2, 4, 8):
         pairs = y.reshape(rows, groups, GROUP // (2 * stride), 2, stride)
@@ -35,6 +35,6 @@ def rotate(x: Array) -> Array:
 def _lifted(x: Array) -> Array:
     """x × 2**LIFT for magnitudes below 2**-SMALL, subnormals included: on the bits, since XLA would flush them."""
     bits = magnitude_bits(x)
-    normal = lax.bitcast_convert_type(lax.add(bits, LIFT << 23), jnp.float32)
+    normal = lax.bitcast_convert_type(lax.add(bits, np.int32(LIFT << 23)), jnp.float32)
     subnormal = lax.mul(bits.astype(jnp.float32), np.float32(2.0 ** (LIFT - 149)))
-    return copysign(where(lax.lt(bits, 1 << 23), subnormal, normal), x)
+    return copysign(where(lax.lt(bits, np.int32(1 << 23)), subnormal, normal), x)

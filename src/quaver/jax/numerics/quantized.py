@@ -78,8 +78,8 @@ class Quantized:
         if self.spec.scale == "e8m0":
             bits = self.scale.astype(jnp.int32)
             # Code 0 is 2**-127, whose float32 is subnormal: its mantissa holds the one bit. Code 255 is NaN.
-            wide = where(lax.eq(bits, 255), 0x7FC00000, lax.shift_left(bits, 23))
-            wide = where(lax.eq(bits, 0), 0x00400000, wide)
+            wide = where(lax.eq(bits, np.int32(255)), 0x7FC00000, lax.shift_left(bits, np.int32(23)))
+            wide = where(lax.eq(bits, np.int32(0)), 0x00400000, wide)
             return lax.bitcast_convert_type(wide, jnp.float32)
         if self.spec.two_level:
             assert self.tensor_factor is not None

@@ -11,8 +11,8 @@ from quaver.core.numbers.rounding import NAN_CODE
 from quaver.jax.numerics.elementwise import copysign, isnan, where
 from quaver.jax.numerics.quantized import FLOAT8
 
-INFINITY_BITS = 0x7F800000
-SMALLEST_NORMAL_BITS = 0x00800000
+INFINITY_BITS = np.int32(0x7F800000)
+SMALLEST_NORMAL_BITS = np.int32(0x00800000)
 
 
 def widen(x: Array) -> Array:
@@ -25,7 +25,7 @@ def widen(x: Array) -> Array:
 
 def magnitude_bits(x: Array) -> Array:
     """The bits of |float32 x| as int32: they order as NaN > infinity > finite."""
-    return lax.bitwise_and(lax.bitcast_convert_type(x, jnp.int32), 0x7FFFFFFF)
+    return lax.bitwise_and(lax.bitcast_convert_type(x, jnp.int32), np.int32(0x7FFFFFFF))
 
 
 def flush(x: Array) -> Array:
@@ -55,7 +55,7 @@ def encode(y: Array, fmt: Format, u: Array | None) -> Array:
 
 
 #: Halfway between one magnitude of E2M1 and the next; a tie goes to the even code, down at the first.
-_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_TIES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
 
 
 def _e2m1(y: Array, u: Array | None) -> Array:
@@ -66,7 +66,7 @@ def _e2m1(y: Array, u: Array | None) -> Array:
     else:
         a = lax.min(a, np.float32(6))
         # The grid has step 1/2 below 2, 1 below 4 and 2 above: codes count from 0, 2 and 4 there.
-        beyond_2, beyond_4 = lax.ge(a, 2.0), lax.ge(a, 4.0)
+        beyond_2, beyond_4 = lax.ge(a, np.float32(2)), lax.ge(a, np.float32(4))
         per_step = where(beyond_4, lax.full_like(a, 0.5), where(beyond_2, lax.full_like(a, 1), 2))
         first = where(beyond_4, lax.full_like(a, 4), where(beyond_2, lax.full_like(a, 2), 0))
         steps_of_a = lax.mul(a, per_step)
@@ -87,18 +87,19 @@ def _in_bytes(y: Array, fmt: Format, u: Array | None) -> Array:
     """float32 to uint8 codes of any format, NaN as 0x7F or the largest code."""
     whole, e = _steps(y, fmt, u)
     # A number of a binade counts 2**mantissa_bits steps from its start, where the field of its exponent begins.
-    binade = lax.shift_left(lax.add(e, fmt.mantissa_bits - fmt.emin), fmt.mantissa_bits)
+    binade = lax.shift_left(lax.add(e, np.int32(fmt.mantissa_bits - fmt.emin)), np.int32(fmt.mantissa_bits))
     code = lax.add(whole.astype(jnp.int32), binade)
-    negative = lax.shift_right_logical(lax.bitcast_convert_type(y, jnp.int32), 31)
+    negative = lax.shift_right_logical(lax.bitcast_convert_type(y, jnp.int32), np.int32(31))
+    sign = lax.shift_left(negative, np.int32(fmt.bits - 1))
     nan = NAN_CODE if fmt.has_nan else fmt.max_code
-    return where(isnan(y), nan, lax.bitwise_or(code, lax.shift_left(negative, fmt.bits - 1))).astype(jnp.uint8)
+    return where(isnan(y), nan, lax.bitwise_or(code, sign)).astype(jnp.uint8)
 
 
 def _steps(y: Array, fmt: Format, u: Array | None) -> tuple[Array, Array]:
     """|y|, held to the largest, in rounded steps of the format's grid: float32, and the exponent of a step, int32."""
     a = lax.min(lax.abs(y), np.float32(fmt.max))
-    binade = lax.sub(lax.shift_right_arithmetic(magnitude_bits(a), 23), 127)
-    e = lax.sub(lax.clamp(fmt.emin, binade, fmt.emax), fmt.mantissa_bits)
+    binade = lax.sub(lax.shift_right_arithmetic(magnitude_bits(a), np.int32(23)), np.int32(127))
+    e = lax.sub(lax.clamp(np.int32(fmt.emin), binade, np.int32(fmt.emax)), np.int32(fmt.mantissa_bits))
     steps = lax.mul(a, two_to_the(lax.neg(e)))
     if u is None:
         return lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN), e
@@ -108,4 +109,4 @@ def _steps(y: Array, fmt: Format, u: Array | None) -> tuple[Array, Array]:
 
 def two_to_the(p: Array) -> Array:
     """float32 2**p for int32 p in [-126, 127]."""
-    return lax.bitcast_convert_type(lax.shift_left(lax.add(p, 127), 23), jnp.float32)
+    return lax.bitcast_convert_type(lax.shift_left(lax.add(p, np.int32(127)), np.int32(23)), jnp.float32)

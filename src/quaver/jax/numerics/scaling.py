@@ -62,8 +62,8 @@ def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array
     if top is not measured:
         finite = lax.bitwise_and(finite, lax.lt(measured, INFINITY_BITS))
     if spec.scale == "e8m0":
-        zero = lax.eq(top, 0)
-        code = lax.sub(254, lax.shift_right_arithmetic(lax.bitcast_convert_type(e, jnp.int32), 23))
+        zero = lax.eq(top, np.int32(0))
+        code = lax.sub(np.int32(254), lax.shift_right_arithmetic(lax.bitcast_convert_type(e, jnp.int32), np.int32(23)))
         scale = where(finite, where(zero, 0, code), 255).astype(jnp.uint8)
         e = where(zero, 0, e)
     else:
@@ -125,9 +125,9 @@ def exponent(bits: Array, most: float, bounds: tuple[int, int] = FACTOR_EXPONENT
     """The largest p within bounds with amax × 2**p <= most, from amax's bits; 0 where amax is 0 or not finite."""
     mantissa, e = np.frexp(np.float32(most))
     top_mantissa = int((2 * mantissa - 1) * 2**23)
-    binade = lax.shift_right_arithmetic(lax.add(bits, 0x7FFFFF - top_mantissa), 23)
-    p = lax.sub(int(e) - 1 + 127, binade)
-    return where(usable(bits), lax.clamp(bounds[0], p, bounds[1]), 0)
+    binade = lax.shift_right_arithmetic(lax.add(bits, np.int32(0x7FFFFF - top_mantissa)), np.int32(23))
+    p = lax.sub(np.int32(e - 1 + 127), binade)
+    return where(usable(bits), lax.clamp(np.int32(bounds[0]), p, np.int32(bounds[1])), 0)
 
 
 def usable(bits: Array) -> Array:
@@ -138,8 +138,9 @@ def usable(bits: Array) -> Array:
 def reciprocal(e: Array) -> Array:
     """1 / e for normal e; of a power of two on its bits, for a GPU divides approximately."""
     bits = lax.bitcast_convert_type(e, jnp.int32)
-    exact = lax.bitcast_convert_type(lax.sub(254 << 23, bits), jnp.float32)
-    power = lax.bitwise_and(lax.eq(lax.bitwise_and(bits, 0x7FFFFF), 0), lax.lt(bits, 254 << 23))
+    exact = lax.bitcast_convert_type(lax.sub(np.int32(254 << 23), bits), jnp.float32)
+    mantissa = lax.bitwise_and(bits, np.int32(0x7FFFFF))
+    power = lax.bitwise_and(lax.eq(mantissa, np.int32(0)), lax.lt(bits, np.int32(254 << 23)))
     return where(power, exact, lax.div(np.float32(1), lax.optimization_barrier(e)))
 
 

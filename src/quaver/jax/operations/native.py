@@ -183,8 +183,8 @@ def decoded(q: Quantized) -> tuple[Array, Array]:
         return values, rows_of(q.scales(), spec, q.shape[0])
     scale = rows_of(q.scales(), spec, q.shape[0])
     top = lax.expand_dims(lax.reduce_max(where(lax.is_finite(scale), scale, 0), (1,)), (1,))
-    binade = lax.shift_right_arithmetic(lax.bitcast_convert_type(top, jnp.int32), 23)
-    lift = two_to_the(lax.clamp(-126, lax.sub(127 + TOP, binade), 126))
+    binade = lax.shift_right_arithmetic(lax.bitcast_convert_type(top, jnp.int32), np.int32(23))
+    lift = two_to_the(lax.clamp(np.int32(-126), lax.sub(np.int32(127 + TOP), binade), np.int32(126)))
     blocks = over_blocks(values, lax.mul(scale, lift).astype(dtype), (1, spec.block[1]))
     return blocks, lax.div(np.float32(1), lift)
 
@@ -207,7 +207,7 @@ def scaled(y: Array, s: Array, t: Array) -> Array:
     """
     (sm, se), (tm, te) = _split(s), _split(t)
     p = lax.add(se, te)
-    half = lax.shift_right_arithmetic(p, 1)
+    half = lax.shift_right_arithmetic(p, np.int32(1))
     first, second = lax.mul(lax.mul(sm, tm), two_to_the(half)), two_to_the(lax.sub(p, half))
     return lax.mul(lax.mul(y, first.astype(y.dtype)), second.astype(y.dtype))
 
@@ -215,6 +215,7 @@ def scaled(y: Array, s: Array, t: Array) -> Array:
 def _split(s: Array) -> tuple[Array, Array]:
     """Mantissa in [1, 2) and exponent. NaN stays; a scale that is no normal number, which XLA's CPU flushes, is 0."""
     bits = lax.bitcast_convert_type(s, jnp.int32)
-    mantissa = lax.bitcast_convert_type(lax.bitwise_or(lax.bitwise_and(bits, 0x7FFFFF), 0x3F800000), jnp.float32)
+    fraction = lax.bitwise_and(bits, np.int32(0x7FFFFF))
+    mantissa = lax.bitcast_convert_type(lax.bitwise_or(fraction, np.int32(0x3F800000)), jnp.float32)
     mantissa = where(lax.lt(bits, SMALLEST_NORMAL_BITS), 0, mantissa)
-    return where(isnan(s), s, mantissa), lax.sub(lax.shift_right_arithmetic(bits, 23), 127)
+    return where(isnan(s), s, mantissa), lax.sub(lax.shift_right_arithmetic(bits, np.int32(23)), np.int32(127))

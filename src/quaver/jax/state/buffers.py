@@ -100,8 +100,8 @@ def ready(state: State, recipe: Recipe) -> State:
     larger = lax.gt(factor, lax.mul(_factors(top, recipe), np.float32(1.5)))
     wrong = lax.bitwise_and(lax.gt(top, np.float32(0)), larger)
     if all(spec.power_of_two for spec in columns(recipe)):
-        mantissa = lax.bitwise_and(lax.bitcast_convert_type(factor, jnp.int32), 0x7FFFFF)
-        wrong = lax.bitwise_or(wrong, lax.ne(mantissa, 0))
+        mantissa = lax.bitwise_and(lax.bitcast_convert_type(factor, jnp.int32), np.int32(0x7FFFFF))
+        wrong = lax.bitwise_or(wrong, lax.ne(mantissa, np.int32(0)))
     return state | {"factor": where(wrong, jnp.nan, factor)}
 
 
@@ -141,8 +141,8 @@ def _factor(amax: Array, spec: QuantSpec, margin: int) -> Array:
     """`quaver.core.reference.history.factor_from`."""
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     if spec.power_of_two:
-        p = lax.sub(exponent(bits, spec.format.max), margin)
-        return two_to_the(lax.clamp(FACTOR_EXPONENTS[0], p, FACTOR_EXPONENTS[1]))
+        p = lax.sub(exponent(bits, spec.format.max), np.int32(margin))
+        return two_to_the(lax.clamp(np.int32(FACTOR_EXPONENTS[0]), p, np.int32(FACTOR_EXPONENTS[1])))
     # In two halves, each of which float32 can hold.
     half = margin // 2
     e = lax.optimization_barrier(lax.mul(encode_factor(bits, spec.format, False), np.float32(2.0**-half)))
