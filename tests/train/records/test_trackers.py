@@ -6,6 +6,7 @@ import os
 import signal
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -104,28 +105,40 @@ def test_a_tracker_changes_no_number(make_config: MakeConfig) -> None:
 
 def wandb_runs(folder: Path) -> list[tuple[str, list[Record]]]:
     """(run's id, records) of each part of a run that W&B wrote offline, in order."""
-    return [history(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
+    return [whole(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
 
 
-def history(path: Path) -> tuple[str, list[Record]]:
+def whole(path: Path) -> tuple[str, list[Record]]:
+    """What W&B's own process has written once the run's exit is there: `finish` may return before."""
+    for _ in range(300):
+        run, rows, ended = history(path)
+        if ended:
+            return run, rows
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no end after 30 s")
+
+
+def history(path: Path) -> tuple[str, list[Record], bool]:
     """W&B's file is LevelDB's log: blocks of 32 KiB, a CRC, a length and a kind before each piece of a record."""
     from wandb.proto.wandb_internal_pb2 import Record as Written
 
-    data, at, piece, run, rows = path.read_bytes(), 7, b"", "", []
+    data, at, piece, run, rows, ended = path.read_bytes(), 7, b"", "", [], False
     while at + 7 <= len(data):
         if (left := -at % 32768) < 7 and left:
             at += left
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):  # still being written
+            break
         piece, at = piece + data[at + 7 : at + 7 + length], at + 7 + length
         if kind in (1, 4):  # whole, or the last piece
             written = Written.FromString(piece)
-            run = written.run.run_id or run
+            run, ended = written.run.run_id or run, ended or written.HasField("exit")
             if written.HasField("history"):
                 items = ((item.key or ".".join(item.nested_key), item.value_json) for item in written.history.item)
                 rows.append({name: json.loads(value) for name, value in items if not name.startswith("_")})
             piece = b""
-    return run, rows
+    return run, rows, ended
 
 
 def test_wandb_gets_the_metrics_and_a_resumed_run_goes_on(make_config: MakeConfig, offline: None) -> None:
