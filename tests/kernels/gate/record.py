@@ -9,7 +9,7 @@ from tests.kernels.cases import Case
 
 #: Those that kernels are compiled for, and what the others that kernels run on launch all the same.
 ARCHITECTURES = 80, 86, 89, 90, 100, 120
-SIBLINGS = {87: 80, 101: 100, 103: 100, 110: 100, 121: 120}
+SIBLINGS = {87: 80, 88: 86, 101: 100, 103: 100, 110: 100, 121: 120}
 
 
 @dataclass(frozen=True)

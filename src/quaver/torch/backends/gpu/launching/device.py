@@ -26,13 +26,15 @@ class Traits(NamedTuple):
     groups: bool = False
 
 
-#: Every architecture that CUDA compiles for, from Turing on; 101 is what CUDA 12 called 110. Source: NVIDIA, CUDA C++
-#: Programming Guide, "Technical Specifications per Compute Capability"; PTX ISA, wgmma and tcgen05.
+#: Every architecture that CUDA compiles for, from Turing on; 101 is what CUDA 12 called 110, and 88, which CUDA 13 has
+#: (PTX ISA 9.0), counts as the least until its numbers are read. Source: NVIDIA, CUDA C++ Programming Guide, "Technical
+#: Specifications per Compute Capability"; PTX ISA, wgmma and tcgen05.
 TRAITS = {
     75: Traits(64),
     80: Traits(163),
     86: Traits(99),
     87: Traits(163),
+    88: Traits(99),
     89: Traits(99),
     90: Traits(227, groups=True),
     100: Traits(227, groups=True),
