@@ -168,6 +168,35 @@ def test_options_are_converts_and_a_converted_module_is_left_alone() -> None:
     assert str(model.m.lm_head.recipe) == "mxfp8"
 
 
+class Twice(Model):
+    """Runs itself, or a part of itself, twice in a training step."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.m = nn.Linear(16, 16)
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.m(x)
+        return y
+
+    def training_step(self, batch: Tensor, number: int) -> Tensor:
+        call = self if self.own else self.m
+        x = torch.full((8, 16), 1.0 + number)
+        return (call(x) + call(10 * x)).square().mean()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a part", "its own forward"])
+def test_a_training_step_of_several_forwards_is_one_step(own: bool) -> None:
+    model = Twice(own)
+    fit(model, QuaverPrecision(RECIPE, "32-true"), max_steps=3)
+    assert model.m.history[:, 0].tolist() == [30.0, 10.0, 20.0]
+    # The module's own hook is where it was: in a plain loop it ends a step at each forward.
+    for value in (2.0, 3.0):
+        model(torch.full((8, 16), value))
+    assert model.m.history[:, 0].tolist() == [3.0, 30.0, 2.0]
+
+
 class Adversaries(Model):
     """Two models and two optimizers by hand: each is called twice in a step."""
 

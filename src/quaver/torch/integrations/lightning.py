@@ -7,7 +7,7 @@ part has the names of the unconverted one.
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,7 +25,7 @@ from quaver import recipes
 from quaver.core.converting.rules import Rules, Skip
 from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Quantizable
-from quaver.torch.model.conversion import convert, end_step
+from quaver.torch.model.conversion import convert, one_step
 from quaver.torch.model.fusing.placing import Blocks
 from quaver.torch.model.weights.state_dicts import load_scaling_state_dict
 from quaver.torch.state.buffers import STATE
@@ -98,11 +98,9 @@ class QuaverPrecision(MixedPrecision):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """A step of delayed scaling begins with a training step."""
+        """A step of delayed scaling begins with a training step, and not where that calls the module's own forward."""
         module = None if self._module is None else self._module()
-        if module is not None:
-            end_step(module)
-        with self.forward_context():
+        with nullcontext() if module is None else one_step(module), self.forward_context():
             yield
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,8 @@ instances and parametrizations are what they were.
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -349,6 +350,21 @@ def end_step(model: nn.Module) -> None:
     """What a converted root's own forward does first, for a wrapper that knows where a step begins and calls parts."""
     if ambient.now[2] == 0 and torch.is_grad_enabled() and not recomputing():
         steps.roll_root(_with_history(model))
+
+
+@contextmanager
+def one_step(model: nn.Module) -> Iterator[None]:
+    """End a step of delayed scaling, and have the root's forward end none within: a backward does."""
+    end_step(model)
+    own = {key: hook for key, hook in model._forward_pre_hooks.items() if isinstance(hook, RollHistories)}
+    for key in own:
+        del model._forward_pre_hooks[key]
+    try:
+        yield
+    finally:
+        for key, hook in own.items():
+            model._forward_pre_hooks[key] = hook
+            model._forward_pre_hooks.move_to_end(key, last=False)
 
 
 def _with_history(model: nn.Module) -> list[nn.Module]:
