@@ -213,6 +213,29 @@ def test_methods_and_starting_values_that_read_the_weight_are_refused() -> None:
         adapted(stored("mxfp8"), use_dora=True)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("more", [{"use_dora": True}, {"init_lora_weights": "pissa"}], ids=str)
+def test_a_second_adapter_that_reads_the_weight_is_refused_too(recipe: str, more: dict[str, Any]) -> None:
+    model = adapted(stored(recipe))
+    with pytest.raises(ValueError, match=r"the base's weight.*which exists only as codes"):
+        model.add_adapter("other", config(target_modules=["q_proj"], **more))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_what_was_moved_or_cast_while_it_was_merged_comes_back_there(recipe: str) -> None:
+    model = adapted(stored(recipe), init_lora_weights=False)
+    model.merge_adapter()
+    model.to(torch.bfloat16)
+    model.unmerge_adapter()
+    layer = next(part for part in model.modules() if isinstance(part, Linear))
+    assert layer.weight_spec is not None and layer.weight_dtype is torch.bfloat16
+    assert qt.plain_state_dict(layer)["weight"].dtype is torch.bfloat16
+    model.merge_adapter()
+    model.to("meta")
+    model.unmerge_adapter()
+    assert all(value.is_meta for value in layer.state_dict().values())
+
+
 def test_a_version_without_the_seam_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(LoraConfig, REGISTER)
     with pytest.raises(ValueError, match=r"has no _register_custom_module.*dequantize_weights"):

@@ -8,6 +8,7 @@ file; `over_codes` refuses a version that lacks one.
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 if find_spec("peft") is None:
@@ -48,6 +49,13 @@ class LoraOverCodes(lora.Linear):
         #: What the base held before the first adapter was merged: its weight, scales and attributes.
         self._codes: tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]] | None = None
 
+    def update_layer(self, *args: Any, **kwargs: Any) -> None:
+        """PEFT's, by which a further adapter is added too."""
+        if _is_stored(self.get_base_layer()):
+            for config in (value for value in (*args, *kwargs.values()) if isinstance(value, LoraConfig)):
+                _refuse(config)
+        super().update_layer(*args, **kwargs)
+
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> Any:
         device, dtype = super()._get_base_layer_device_and_dtype(base_layer)
         return device, base_layer.__dict__.get("weight_dtype", dtype) if _is_stored(base_layer) else dtype
@@ -84,10 +92,15 @@ class LoraOverCodes(lora.Linear):
         base = self.get_base_layer()
         weight, scales, attributes = self._codes
         self._codes = None
-        base.__dict__.update(attributes)
+        # The module may have been moved or cast since.
+        device, dtype = base.weight.device, base.weight.dtype
+        if weight.device != device:
+            codes = weight.detach().view(torch.uint8).to(device).view(weight.dtype)
+            weight = nn.Parameter(codes, requires_grad=weight.requires_grad)
+        base.__dict__.update(attributes, weight_dtype=dtype)
         base._parameters["weight"] = weight
         for name, scale in scales.items():
-            base.register_buffer(name, scale)
+            base.register_buffer(name, scale.to(device))
         storing.settle(base)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
