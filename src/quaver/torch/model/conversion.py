@@ -362,9 +362,10 @@ def one_step(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for key, hook in own.items():
-            model._forward_pre_hooks[key] = hook
-            model._forward_pre_hooks.move_to_end(key, last=False)
+        # First, as they were.
+        others = dict(model._forward_pre_hooks)
+        model._forward_pre_hooks.clear()
+        model._forward_pre_hooks.update({**own, **others})
 
 
 def _with_history(model: nn.Module) -> list[nn.Module]:
