@@ -209,3 +209,35 @@ def test_the_tables_agree() -> None:
     assert tuple(trackers.TRACKERS) == TRACKERS
     with pytest.raises(ValueError, match="report_to 'tensorbord' is not known; did you mean 'tensorboard'"):
         TrainConfig(report_to=("tensorbord",))
+
+
+def test_each_tracker_is_closed_if_another_does_not_begin_or_its_close_raises(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    closed: list[tuple[str, bool]] = []
+
+    class Kept:
+        def __init__(self, *_: Any) -> None: ...
+
+        def close(self, failed: bool) -> None:
+            closed.append((type(self).__name__, failed))
+
+    class Fails(Kept):
+        def close(self, failed: bool) -> None:
+            super().close(failed)
+            raise OSError("no room")
+
+    class Refused(Kept):
+        def __init__(self, *_: Any) -> None:
+            raise ValueError("no key")
+
+    config = make_config(report_to=("tensorboard", "wandb"))
+    monkeypatch.setattr(trackers, "TRACKERS", {"tensorboard": Kept, "wandb": Refused})
+    with pytest.raises(ValueError, match="no key"), trackers.opened(tmp_path, config, []):
+        raise AssertionError("not reached")
+    assert closed == [("Kept", True)]
+    monkeypatch.setattr(trackers, "TRACKERS", {"tensorboard": Kept, "wandb": Fails})
+    closed.clear()
+    with pytest.raises(OSError, match="no room"), trackers.opened(tmp_path, config, []):
+        pass
+    assert closed == [("Fails", False), ("Kept", True)]

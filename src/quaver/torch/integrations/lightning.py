@@ -25,7 +25,7 @@ from quaver import recipes
 from quaver.core.converting.rules import Rules, Skip
 from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Quantizable
-from quaver.torch.model.conversion import convert, one_step
+from quaver.torch.model.conversion import convert, one_step, with_history
 from quaver.torch.model.fusing.placing import Blocks
 from quaver.torch.model.weights.state_dicts import load_scaling_state_dict
 from quaver.torch.state.buffers import STATE
@@ -109,7 +109,7 @@ class QuaverPrecision(MixedPrecision):
         module = None if self._module is None else self._module()
         if module is not None:
             # One rank writes the file: it has every rank's maxima.
-            rolling.reduce([m for m in module.modules() if isinstance(m, Quantizable) and "history" in m._buffers])
+            rolling.reduce(with_history(module))
             state[SCALING] = {name: value.detach().contiguous().clone() for name, value in _state(module)}
         return state
 

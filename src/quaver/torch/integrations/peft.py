@@ -104,7 +104,7 @@ class LoraOverCodes(lora.Linear):
         storing.settle(base)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """PEFT's, in float32: one rounding, to the weight's dtype, remains."""
+        """PEFT's, in float32: one rounding, to the weight's dtype, remains, two with `safe_merge`."""
         a, b = self.lora_A[adapter].weight.float(), self.lora_B[adapter].weight.float()
         delta: Tensor = (b @ a) * self.scaling[adapter]
         return delta

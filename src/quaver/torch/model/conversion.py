@@ -342,33 +342,36 @@ _roots: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 class RollHistories:
     """A root's forward pre-hook: ends a step of delayed scaling, as entering an outermost autocast would."""
 
+    #: True within `one_step`.
+    quiet = False
+
     def __call__(self, module: nn.Module, args: Any) -> None:
-        end_step(module)
+        if not self.quiet:
+            end_step(module)
 
 
 def end_step(model: nn.Module) -> None:
     """What a converted root's own forward does first, for a wrapper that knows where a step begins and calls parts."""
     if ambient.now[2] == 0 and torch.is_grad_enabled() and not recomputing():
-        steps.roll_root(_with_history(model))
+        steps.roll_root(with_history(model))
 
 
 @contextmanager
 def one_step(model: nn.Module) -> Iterator[None]:
     """End a step of delayed scaling, and have the root's forward end none within: a backward does."""
     end_step(model)
-    own = {key: hook for key, hook in model._forward_pre_hooks.items() if isinstance(hook, RollHistories)}
-    for key in own:
-        del model._forward_pre_hooks[key]
+    hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, RollHistories)]
+    for hook in hooks:
+        hook.quiet = True
     try:
         yield
     finally:
-        # First, as they were.
-        others = dict(model._forward_pre_hooks)
-        model._forward_pre_hooks.clear()
-        model._forward_pre_hooks.update({**own, **others})
+        for hook in hooks:
+            hook.quiet = False
 
 
-def _with_history(model: nn.Module) -> list[nn.Module]:
+def with_history(model: nn.Module) -> list[nn.Module]:
+    """The layers that keep a history of amaxes."""
     return [m for m in model.modules() if isinstance(m, Quantizable) and "history" in m._buffers]
 
 
@@ -383,7 +386,7 @@ def _settle(model: nn.Module) -> None:
         for kind, switch in FAST_PATHS.items():
             if isinstance(module, kind):
                 _switch_off(module, switch, any(isinstance(m, Quantizable) for m in module.modules()))
-    rolls = bool(_with_history(model))
+    rolls = bool(with_history(model))
     if rolls and not any(model is part for root in _roots for part in root.modules()):
         model.register_forward_pre_hook(RollHistories(), prepend=True)
         _roots.add(model)

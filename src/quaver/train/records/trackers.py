@@ -6,8 +6,9 @@ metrics.jsonl stays what a run is resumed and judged by. A library is imported w
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -119,12 +120,14 @@ def opened(folder: Path, config: TrainConfig, records: Sequence[Record]) -> Iter
 
     Raises: ValueError if W&B refuses to begin.
     """
-    trackers: list[Tracker] = []
-    failed = True
-    try:
-        trackers += [TRACKERS[name](folder, config, records) for name in dict.fromkeys(config.report_to)]
+    with ExitStack() as stack:
+        trackers: list[Tracker] = []
+        for name in dict.fromkeys(config.report_to):
+            tracker = TRACKERS[name](folder, config, records)
+            stack.push(partial(_close, tracker))
+            trackers.append(tracker)
         yield trackers
-        failed = False
-    finally:
-        for tracker in trackers:
-            tracker.close(failed)
+
+
+def _close(tracker: Tracker, kind: type[BaseException] | None, *_: object) -> None:
+    tracker.close(kind is not None)
