@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,20 +61,20 @@ def walked(archs: Sequence[int], folder: Path, say: Callable[[str], None], compi
             for arch in archs:
                 # What the rows launch is most of it: compiled once, not by two processes at once.
                 for walks in (WALKS[:1], WALKS[1:]):
-                    begun = time.monotonic()
-                    for walk, (counts, names, failed) in zip(
+                    for walk, (counts, names, failed, seconds) in zip(
                         walks, pool.map(one, walks, repeat(arch), repeat(environment)), strict=True
                     ):
                         total.update(counts)
                         for line in failed if compilers else [f"was left to compile {name}" for name in names]:
                             say(f"sm_{arch} {walk}: {line}")
                         told = ", ".join(f"{value} {name}" for name, value in counts.items()) or "nothing launched"
-                        say(f"sm_{arch} {walk}: {told}; {time.monotonic() - begun:.0f} s")
+                        say(f"sm_{arch} {walk}: {told}; {seconds:.0f} s of the processor")
     return total
 
 
-def one(walk: str, arch: int, environment: dict[str, str]) -> tuple[Counter[str], list[str], list[str]]:
-    """What a walk counts in a process of its own, the kernels that it compiles, and what did not come to its end.
+def one(walk: str, arch: int, environment: dict[str, str]) -> tuple[Counter[str], list[str], list[str], float]:
+    """What a walk counts in a process of its own, the kernels that it compiles, what did not come to its end, and the
+    processor's seconds.
 
     Raises:
         RuntimeError: it does not come to its end.
@@ -86,8 +85,8 @@ def one(walk: str, arch: int, environment: dict[str, str]) -> tuple[Counter[str]
     if not lines:
         raise RuntimeError(f"{walk} on sm_{arch} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
     told = json.loads(lines[-1].removeprefix(MARK))
-    names, failed = told.pop("names"), told.pop("failed")
-    return Counter(told), names, failed
+    names, failed, seconds = told.pop("names"), told.pop("failed"), told.pop("seconds")
+    return Counter(told), names, failed, seconds
 
 
 @contextmanager

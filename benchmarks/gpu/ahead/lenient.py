@@ -1,18 +1,18 @@
 """Tests that assert nothing, for a walk over what they launch: no number of theirs means anything on a card that is not
 there, and the first wrong one would end a test before its later launches.
 
-Every `assert` of the tests is still computed, since launches stand in some. Bytecode of this goes to a folder of its
-own: that of ordinary runs lies beside the tests.
+Every `assert` of the tests is still computed, since launches stand in some. The tests' bytecode goes to a folder of its
+own: that of ordinary runs lies beside them.
 """
 
 import ast
 import atexit
 import importlib
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,10 @@ class Computed(ast.NodeTransformer):
 
 def assert_nothing() -> None:
     """In tests that are imported from now on."""
-    sys.pycache_prefix = tempfile.mkdtemp(prefix="asserts-nothing-")
-    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="asserts-nothing-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # Not of `sys.pycache_prefix`: what of torch is imported later would be compiled anew.
+    rewrite.get_cache_dir = lambda path: folder / path.parent.relative_to(path.anchor)
     rewrite.rewrite_asserts = lambda module, *_, **__: Computed().visit(module)
     pytest.register_assert_rewrite("tests")
     homes = {**COMPARING, **{importlib.import_module(name): () for name in OURS}}

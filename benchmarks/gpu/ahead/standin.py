@@ -17,8 +17,9 @@ from torch.autograd.function import BackwardCFunction
 from benchmarks.gpu.ahead.cards import CARDS
 from benchmarks.gpu.ahead.hollow import CARD, Hollow, OnCard
 from benchmarks.measuring.stub_driver import Driver
+from quaver.torch import internals
 from quaver.torch.backends.gpu.gemms import scaled_mm
-from quaver.torch.backends.gpu.launching import capture, device, launch
+from quaver.torch.backends.gpu.launching import device, launch
 from quaver.torch.state.history import on_gpu
 
 
@@ -90,13 +91,22 @@ def become(arch: int) -> None:
     for asked, kind in {**classes, "stream": nothing, "graph": nothing, "device": nothing}.items():
         setattr(torch.cuda, asked, kind)
     drive(arch)
-    capture.raw_stream = lambda _: 0  # type: ignore[assignment]
+    ask_no_driver()
     device._architecture = lambda _: arch  # type: ignore[assignment]
     scaled_mm._probe = tried(scaled_mm._probe)  # type: ignore[assignment]
     on_gpu.Stack._look = arrived  # type: ignore[method-assign]
     BackwardCFunction.apply = on_card(BackwardCFunction.apply)  # type: ignore[method-assign]
     for mode in (OnCard(), Hollow()):
         mode.__enter__()
+
+
+def ask_no_driver() -> None:
+    """Where quaver asks torch's C for a stream or the current card: a build with CUDA ends there without a driver."""
+    for name in ("raw_stream", "current_gpu"):
+        asks = getattr(internals, name)
+        for module in [module for known, module in sys.modules.items() if known.partition(".")[0] == "quaver"]:
+            if vars(module).get(name) is asks:
+                setattr(module, name, lambda *_: 0)
 
 
 def on_card(apply: Any) -> Any:

@@ -8,6 +8,7 @@ nothing and tells which tests do not come to their ends.
 import argparse
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -119,6 +120,12 @@ def layer(arch: int, _: list[str]) -> list[str]:
     return []
 
 
+def processor_seconds() -> float:
+    """Of this process and of what it started, compilers and assemblers, so far."""
+    used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 #: Each says what did not come to its end.
 WALKS: dict[str, Callable[[int, list[str]], list[str]]] = {
     "rows": rows,
@@ -136,4 +143,5 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     counting.count()
     failed = WALKS[asked.walk](asked.arch, asked.paths)
-    print(MARK + json.dumps({**counting.counts, "names": counting.compiled, "failed": failed}), flush=True)
+    told = {"names": counting.compiled, "failed": failed, "seconds": processor_seconds()}
+    print(MARK + json.dumps({**counting.counts, **told}), flush=True)

@@ -69,7 +69,7 @@ def errors(setting: Setting, findings: Findings) -> None:
                 how = runs_as(a, b, FLOAT32, fast)
             error = ((y - expected).square().sum() / expected.square().sum()).sqrt().item()
             findings.add(name, f"error{', fast' if fast else ''}", error * 1e6, "ppm")
-            if not error < 1:
+            if not error < 1 and not setting.hollow:
                 findings.failures.append(f"{name}: the product by {how} is wrong: relative RMS {error:.3g} of float64")
 
 
