@@ -1,18 +1,22 @@
 """One architecture through the gate: rules, ceilings, and the fewest instructions that were reached before."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import triton
 
 from tests.kernels.cases import Case
 from tests.kernels.gate.best import ARCHITECTURE, BEHIND, BEST
-from tests.kernels.gate.ceilings import Ceilings, Row, above, figures
+from tests.kernels.gate.ceilings import Ceilings, Row, Table, above, figures
 from tests.kernels.gate.machine_code import Code, compiled, read
 from tests.kernels.gate.record import ARCHITECTURES, Recorded
 from tests.kernels.gate.rules import RULES
 
 UPDATE = "python -m tests.kernels.gate --update"
+#: Before Hopper, where codes are rounded on the bits, and from it on, where a cast rounds them.
+SIDES = ARCHITECTURES[:3], ARCHITECTURES[3:]
+#: Instructions up to which launches compile in less than half of a second, and above which in more than one and a half.
+SHORT, LONG = 600, 1600
 
 
 @dataclass(frozen=True)
@@ -51,24 +55,49 @@ def broken_rules(recorded: Recorded, code: Code) -> list[str]:
     return [f"{name}: {what}" for name, what in said.items() if what]
 
 
-def in_turn(launched: Collection[str], cases: Sequence[Case], arch: int) -> set[str]:
-    """Rows for sm_`arch`, about a sixth: each row on one architecture, by turns on one before Hopper and on one from it
-    on; on both sides a row of each kernel; and on its own what best.py bounds.
+def in_turn(table: Table, cases: Sequence[Case]) -> dict[int, set[str]]:
+    """Launches for each architecture, a tenth of the whole: each row of short launches on one architecture, by turns
+    on one before Hopper and on one from it on; every kernel on both sides, those whose shortest launch is long on one;
+    and on its own what best.py bounds.
 
     Args:
-        launched: names of all launches on sm_`arch`.
+        table: of ceilings, which says what each architecture launches, and how many instructions that takes.
     """
     order = {case.name: at for at, case in enumerate(case for case in cases if not case.rare)}
-    place, side = ARCHITECTURES.index(arch) % 3, ARCHITECTURES.index(arch) // 3
-    parts = (name.partition(": ") for name in launched)
-    launches = [(row, kernel.split()[0]) for row, _, kernel in parts if row in order]
-    rows = {row for row, _ in launches if order[row] % 2 == side}
-    covered = {kernel for row, kernel in launches if row in rows}
-    rows |= {
-        row for kernel, row in {kernel: row for row, kernel in reversed(launches)}.items() if kernel not in covered
-    }
-    bounded = {name.partition(":")[0] for name in BEST | BEHIND} if arch == ARCHITECTURE else set()
-    return {row for row in rows if order[row] // 2 % 3 == place} | bounded
+    rows: dict[str, dict[str, Mapping[str, Row]]] = {}
+    kernels: dict[str, dict[str, Mapping[str, Row]]] = {}
+    for name, by_arch in table.items():
+        row, kernel = parted(name)
+        if row in order:
+            rows.setdefault(row, {})[name] = by_arch
+            kernels.setdefault(kernel, {})[name] = by_arch
+    turns: dict[int, set[str]] = {arch: set() for arch in ARCHITECTURES}
+    for row, launches in rows.items():
+        if all(length(by_arch) <= SHORT for by_arch in launches.values()):
+            turns[SIDES[order[row] % 2][order[row] // 2 % 3]] |= set(launches)
+    turns[ARCHITECTURE] |= (BEST | BEHIND).keys() & table.keys()
+    long = 0
+    for at, (kernel, launches) in enumerate(kernels.items()):
+        shortest = min(launches, key=lambda name: length(launches[name]))
+        sides = SIDES
+        if length(launches[shortest]) > LONG:
+            long += 1
+            sides = SIDES[long % 2 :][:1]
+        for side in sides:
+            if kernel not in {parted(name)[1] for arch in side for name in turns[arch]}:
+                turns[side[at % 3]].add(shortest)
+    return turns
+
+
+def parted(name: str) -> tuple[str, str]:
+    """The row and the kernel of a launch."""
+    row, _, kernel = name.partition(": ")
+    return row, kernel.split()[0]
+
+
+def length(by_arch: Mapping[str, Row]) -> float:
+    """Instructions of a launch, the mean of its architectures."""
+    return sum(row["instructions"] for row in by_arch.values()) / len(by_arch)
 
 
 def failures(
