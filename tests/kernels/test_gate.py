@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +54,7 @@ def test_every_architecture_is_compiled_for_or_launches_what_one_launches_that_i
     assert set(SIBLINGS.values()) <= set(ARCHITECTURES) and not set(SIBLINGS) & set(ARCHITECTURES)
 
 
-def test_every_short_row_is_compiled_and_every_kernel_on_both_sides_of_hopper_and_what_was_reached_before_on_its_own() -> (
-    None
-):
+def test_short_rows_are_compiled_and_every_kernel_on_both_sides_of_hopper_and_what_was_reached_before() -> None:
     # The gate itself holds the table to be what is launched.
     table = ceilings.load().rows
     turns = in_turn(table, CASES)
