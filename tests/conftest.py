@@ -2,23 +2,20 @@
 
 import ctypes
 import gc
+import importlib
+import json
 import logging
 import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-torch.set_num_threads(1)
-# Kernels are interpreted where there is no GPU; Triton chooses when a kernel is defined, so before any is imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 # Compiling is what JAX's tests spend their time on, here and in processes that they start; see OPTIMIZED.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Inductor compiles in this process: its pool, one for each process that compiles, first imports torch once more.
@@ -68,6 +65,8 @@ QUICK_FLAGS = " ".join(f"--{option}={str(value).lower()}" for option, value in Q
 QUICKEST = QUICK | {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+#: The key of a report of what passed, in what workers send.
+PASSED = "passed"
 #: Raised inside torch by what torch itself does on the first compilation.
 TORCHS_OWN = "ignore:.torch.jit.script.*. is deprecated:DeprecationWarning"
 
@@ -76,14 +75,44 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", TORCHS_OWN)
     # What nobody reads is not printed; pytest's own handler is left out, since it visits every logger six times a case.
     logging.getLogger().addHandler(logging.NullHandler())
+    if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
+        begin()
+
+
+def begin() -> None:
+    """In a process that collects and runs tests. The one that hands them to workers runs none: it imports no torch, for
+    which they would wait."""
+    import torch
+
+    torch.set_num_threads(1)
+    # Kernels are interpreted where there is no GPU; Triton chooses when a kernel is defined, so before any is imported.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.interpreting import spare
 
         spare()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable(report: pytest.TestReport | pytest.CollectReport) -> Iterator[None]:
+    """As one string for what passed: xdist writes and reads a dict entry by entry, which took as long as an empty
+    case."""
+    data = yield
+    return {PASSED: json.dumps(data)} if report.passed else data
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_from_serializable(data: dict[str, Any]) -> Iterator[None]:
+    if PASSED in data:
+        data.update(json.loads(data.pop(PASSED)))
+    return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     for item in items:
         place_on_a_machine(item, torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1")
     items.sort(key=turn)
@@ -102,13 +131,27 @@ def turn(item: pytest.Item) -> int:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """A quarter of the time of collecting were collections of garbage, of which there is none: cases stay."""
     gc.disable()
     try:
+        if hasattr(session.config, "workerinput"):
+            import_in_turn(session.config)
         return (yield)
     finally:
         gc.enable()
+
+
+def import_in_turn(config: Any) -> None:
+    """Import files of tests, each worker from another one on, so that each reads the bytecode that others have written.
+    Without a `__pycache__` every worker rewrote the assertions of all files, in step with the others."""
+    paths = [Path(config.invocation_params.dir, argument.partition("::")[0]) for argument in config.args]
+    files = [file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
+    first = int(config.workerinput["workerid"].removeprefix("gw")) * len(files) // config.workerinput["workercount"]
+    for file in files[first:] + files[:first]:
+        # What cannot be imported is told of where it is collected.
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(place(file.resolve()).removesuffix(".py").replace("/", "."))
 
 
 def pytest_collection_finish() -> None:
@@ -155,6 +198,9 @@ def _alike() -> None:
     if "quaver.torch.linear.plans.direct" in sys.modules:
         # Plans outlive a test, which may change what decided them.
         sys.modules["quaver.torch.linear.plans.direct"].plans.clear()
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     # torch.manual_seed notes the stack for three kinds of device that are not there, which takes a millisecond.
@@ -190,7 +236,7 @@ def _compiled_code_goes(_held: list[float]) -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         # It counts the compilations of a function over all files, and gives up after eight.
-        torch._dynamo.reset()
+        sys.modules["torch"]._dynamo.reset()
     if resident() > _held[0] + GROWTH:
         gc.unfreeze()
         give_back()
@@ -214,7 +260,7 @@ def give_back() -> None:
     if jax is not None:
         jax.clear_caches()
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        sys.modules["torch"]._dynamo.reset()
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
