@@ -17,6 +17,7 @@ from benchmarks.acceptance import command, report, training
 from benchmarks.acceptance.report import BASELINE, CLOSE, RULES, Acceptance
 from benchmarks.acceptance.training import CONTROL, Outcome
 from benchmarks.cases import CASES
+from benchmarks.cases.host import host_cost
 from benchmarks.cases.linear.speed import Setup
 from benchmarks.cpu import chosen, run, run_case, summary
 from benchmarks.measuring import machine
@@ -60,6 +61,16 @@ def test_every_case_runs_quickly_and_gives_finite_figures(case: Case, monkeypatc
     cells = [(figure.subject, figure.column) for figure in figures]
     assert len(set(cells)) == len(cells), "two figures in one cell"
     assert any(subject.startswith(("quaver", "import quaver")) for subject, _ in cells)
+
+
+# Half of a minute of compiling kernels: the case above has two of the recipes.
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "names"), [(90, "tensorwise blockwise"), (100, "rowwise rowwise_bf16_wgrad nvfp4")])
+def test_the_hosts_cost_has_a_row_for_every_recipe(arch: int, names: str) -> None:
+    (rows,) = host_cost.run(arch, {**host_cost.QUICK, "recipes": names}).values()
+    for kind in ("quaver", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"):
+        assert {f"{kind} {name}" for name in names.split()} <= rows.keys()
+    assert all(math.isfinite(value) for row in rows.values() for value in row)
 
 
 @pytest.mark.parametrize(

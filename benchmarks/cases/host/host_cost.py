@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[3]
 HIGHEST, JUDGED = 1.6, "bf16"
 #: What ours are measured against.
 PLAIN = ("nn.Linear", *(f"{kind} of torch's parts" for kind in ("LayerNormLinear", "LayerNormMLP", "TransformerLayer")))
-#: The GPUs that tensors are made to be of, by architecture; when it is quick the last alone, in one dtype, since every
-#: kernel is compiled.
+#: The GPUs that tensors are made to be of, by architecture.
 GPUS = {90: "Hopper", 100: "Blackwell"}
-QUICK_DTYPES = "bf16"
+#: When it is quick the last of them alone, in one dtype, under a recipe with a history and one of blocks, since every
+#: kernel is compiled.
+QUICK: dict[str, int | str] = {"rounds": 2, "steps": 10, "dtypes": "bf16", "recipes": "delayed mxfp8"}
 #: Where a process's memory lies changes its ratios by up to a tenth: each figure is the median of so many.
 PROCESSES = 3
 NOTES = (
@@ -41,7 +42,7 @@ def measure(quick: bool) -> list[Figure]:
         raise NotMeasurable(f"not measurable with triton {triton.__version__}: the stub is of the driver of 3.6")
     figures = []
     for arch, gpu in list(GPUS.items())[-1:] if quick else GPUS.items():
-        options = {"rounds": 2, "steps": 10, "dtypes": QUICK_DTYPES} if quick else {"rounds": 40, "steps": 20}
+        options = QUICK if quick else {"rounds": 40, "steps": 20}
         processes = [run(arch, options) for _ in range(1 if quick else PROCESSES)]
         for dtype, rows in processes[0].items():
             for name in rows:
@@ -55,7 +56,11 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def run(arch: int, options: dict[str, int | str]) -> dict[str, dict[str, tuple[float, float]]]:
-    """By dtype and subject: the ratio to torch's parts, and microseconds of a step; in a process of its own."""
+    """By dtype and subject: the ratio to torch's parts, and microseconds of a step; in a process of its own.
+
+    Args:
+        options: of `benchmarks.host_cost`; several words of one are parted by spaces.
+    """
     with tempfile.TemporaryDirectory() as folder:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment |= stub_driver.build(Path(folder)) | {"OMP_NUM_THREADS": "1"}
@@ -63,7 +68,7 @@ def run(arch: int, options: dict[str, int | str]) -> dict[str, dict[str, tuple[f
             sys.executable,
             "-m",
             "benchmarks.host_cost",
-            *(word for name, value in {"arch": arch, **options}.items() for word in (f"--{name}", str(value))),
+            *(word for name, value in {"arch": arch, **options}.items() for word in (f"--{name}", *str(value).split())),
         ]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
