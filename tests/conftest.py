@@ -20,6 +20,8 @@ import pytest
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Inductor compiles in this process: its pool, one for each process that compiles, first imports torch once more.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# And takes the processor's word for its vectors: trying them is a program of C++ and a process of Python.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Where cuBLAS keeps its work in deterministic mode, which every test runs in; it is read when the first GEMM runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
