@@ -3,7 +3,8 @@
 import contextlib
 import copy
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -203,8 +204,11 @@ class Two(nn.Module):
         return self.rope(x * 1.3, **where) * 0.7
 
 
+#: How a rotation is made, and where its tokens stand.
 COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
+    "float32": ({}, {}),
+    "ragged": ({}, {"layout": "thd", "cu_seqlens": torch.tensor([0, 2, 2, 9])}),
     "offset": ({}, {"offset": 9}),
     "positions": ({}, {"positions": torch.arange(24).view(4, 6) * 50}),
     "interleaved": ({"interleaved": True}, {"offset": torch.tensor([1, 2, 3, 500])}),
@@ -228,46 +232,61 @@ COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 class Several(nn.Module):
     """Rotations that a compiler sees in one graph: it takes hardly longer than for one of them."""
 
-    def __init__(self, cases: Iterable[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.cases = tuple(cases)
-        self.nets = nn.ModuleList(Two(**COMPILED[case][0]) for case in self.cases)
+        self.nets = nn.ModuleDict({case: Two(**options) for case, (options, _) in COMPILED.items()})
 
-    def forward(self, given: list[Tensor]) -> list[Tensor]:
-        return [net(x, **COMPILED[case][1]) for case, net, x in zip(self.cases, self.nets, given, strict=True)]
+    def forward(self, given: dict[str, Tensor], starts: Tensor) -> dict[str, Tensor]:
+        """starts: of the ragged sequences, which are not those that it was compiled with."""
+        turned = {}
+        for case, net in self.nets.items():
+            where = COMPILED[case][1] | ({"offset": starts} if case == "ragged" else {})
+            turned[case] = net(given[case], **where)
+        return turned
 
 
-def assert_compiled_bits(cases: Iterable[str], dtype: torch.dtype) -> None:
-    several = Several(cases)
-    xs = [torch.randn(4, 6, 2, 16).to(dtype) for _ in several.cases]
-    layouts = [COMPILED[case][1].get("layout") for case in several.cases]
-    xs = [x.transpose(0, 1).contiguous() if layout == "sbhd" else x for x, layout in zip(xs, layouts, strict=True)]
-    gradients = [torch.randn_like(x) for x in xs]
-    both_runs = []
-    for run in (several, torch.compile(several, fullgraph=True)):
-        leaves = [x.clone().requires_grad_() for x in xs]
-        results = run(leaves)
-        torch.autograd.backward(results, gradients)
-        both_runs.append([(y.detach(), x.grad) for y, x in zip(results, leaves, strict=True)])
-    for case, eager, compiled in zip(several.cases, *both_runs, strict=True):
-        assert_bitwise(compiled[0], eager[0], f"{case}, output")
-        assert_bitwise(compiled[1], eager[1], f"{case}, gradient")
+def operand(case: str) -> Tensor:
+    shape = {"ragged": (9, 2, 16), "partial": (6, 4, 2, 16)}.get(case, (4, 6, 2, 16))
+    return torch.randn(shape, dtype=torch.float32 if case == "float32" else torch.bfloat16)
+
+
+@cache
+def of_both() -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """By case the outputs and gradients of eager mode and of compiled code, in two steps: one graph for three tests."""
+    several = Several()
+    compiled, steps = torch.compile(several, fullgraph=True), []
+    for starts in (torch.tensor([0, 5, 7]), torch.tensor([3, 5, 8])):
+        given = {case: operand(case) for case in COMPILED}
+        gradients = [torch.randn_like(x) for x in given.values()]
+        runs: list[dict[str, Tensor]] = []
+        for run in (several, compiled):
+            leaves = {case: x.clone().requires_grad_() for case, x in given.items()}
+            results = run(leaves, starts)
+            torch.autograd.backward(list(results.values()), gradients)
+            runs.append({f"{case}, output": y.detach() for case, y in results.items()})
+            runs[-1] |= {f"{case}, gradient": x.grad for case, x in leaves.items() if x.grad is not None}
+        steps.append({name: (value, runs[1][name]) for name, value in runs[0].items()})
+    return steps
+
+
+def assert_compiled_bits(cases: set[str]) -> None:
+    for step in of_both():
+        chosen = {name: both for name, both in step.items() if name.split(",")[0] in cases}
+        assert len(chosen) == 2 * len(cases)
+        for name, (eager, compiled) in chosen.items():
+            assert_bitwise(compiled, eager, name)
 
 
 def test_compiled_bits_are_eagers() -> None:
-    assert_compiled_bits(COMPILED, torch.bfloat16)
+    assert_compiled_bits(set(COMPILED) - {"float32", "ragged"})
 
 
 def test_compiled_bits_of_float32_are_eagers() -> None:
-    assert_compiled_bits(["plain"], torch.float32)
+    assert_compiled_bits({"float32"})
 
 
 def test_compiled_ragged_bits_are_eagers() -> None:
-    net = Two()
-    x, cu_seqlens = torch.randn(9, 2, 16, dtype=torch.bfloat16), torch.tensor([0, 2, 2, 9])
-    for offset in (torch.tensor([0, 5, 7]), torch.tensor([3, 5, 8])):
-        where = {"layout": "thd", "cu_seqlens": cu_seqlens, "offset": offset}
-        assert_bitwise(torch.compile(net, fullgraph=True)(x, **where), net(x, **where))
+    assert_compiled_bits({"ragged"})
 
 
 def test_decoding_compiles_once_for_all_offsets() -> None:
