@@ -1,6 +1,6 @@
 """Bits are part of the API: numpy, torch's plain tensors, the fast CPU path and torch.compile store the same."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -137,19 +137,21 @@ def test_every_bf16_value_is_stored_as_in_numpy(spec: QuantSpec, implementation:
 
 
 def _compiled() -> Iterator[Any]:
-    """Each format as far as Inductor's graph, those of most operands and of four bits to its end."""
+    """Each format as far as Inductor's graph, and to its end one operand of each kind that the graph tells apart."""
+    kinds: dict[Hashable, QuantSpec] = {}
+    for spec in SPECS.values():
+        kinds.setdefault((spec.format.packed, spec.two_level, spec.rounding), spec)
+    yield pytest.param(tuple(kinds.values()), "inductor", id="kinds")
     for name in sorted({spec.format.name for spec in SPECS.values()}):
-        quick = name in ("e4m3", "e2m1")
-        yield pytest.param(name, "inductor", id=name, marks=[] if quick else [pytest.mark.slow])
-        if not quick:
-            yield pytest.param(name, "aot_eager_decomp_partition", id=f"{name}, graph alone")
+        specs = tuple(spec for spec in SPECS.values() if spec.format.name == name)
+        yield pytest.param(specs, "aot_eager_decomp_partition", id=f"{name}, graph alone")
+        yield pytest.param(specs, "inductor", id=name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("format", "backend"), list(_compiled()))
-def test_compiled_code_stores_the_bits_of_numpy(format: str, backend: str) -> None:
-    """Between an operation in bf16 that a compiler would fuse and a GEMM that it would feed; a graph for a format."""
+@pytest.mark.parametrize(("specs", "backend"), list(_compiled()))
+def test_compiled_code_stores_the_bits_of_numpy(specs: tuple[QuantSpec, ...], backend: str) -> None:
+    """Between an operation in bf16 that a compiler would fuse and a GEMM that it would feed, in one graph."""
     torch._dynamo.reset()
-    specs = tuple(spec for spec in SPECS.values() if spec.format.name == format)
     weight = torch.randn(32, 256, dtype=torch.bfloat16)
 
     @partial(torch.compile, fullgraph=True, backend=backend)
