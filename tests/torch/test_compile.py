@@ -134,17 +134,16 @@ def assert_trained_alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> No
 
 
 class ByGraph:
-    """A compiler that leaves a first graph without C++ and compiles what comes after it to the end.
+    """A compiler that gives graphs in their order to these backends, and all that follow to the last.
 
     Under autocast the first graph of a recipe that keeps state makes its buffers, and all further steps are another.
     """
 
-    def __init__(self) -> None:
-        self.graphs = 0
+    def __init__(self, *backends: str) -> None:
+        self.backends = list(backends)
 
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self.graphs += 1
-        name = "inductor" if self.graphs > 1 else WITHOUT_CODE
+        name = self.backends.pop(0) if len(self.backends) > 1 else self.backends[0]
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(name)(module, inputs)
         return compiled
 
@@ -152,11 +151,6 @@ class ByGraph:
 def to_the_end(recipe: str, *those: str) -> str:
     """Inductor for those recipes."""
     return "inductor" if recipe in those else WITHOUT_CODE
-
-
-def after_the_first(end: bool) -> ByGraph | str:
-    """To the end but for a graph that makes buffers, or nothing to the end."""
-    return ByGraph() if end else WITHOUT_CODE
 
 
 def autocast_outside(net: nn.Module, recipe: str | Recipe, compiled: bool, backend: Any = "inductor") -> Step:
@@ -177,7 +171,8 @@ def autocast_inside(net: nn.Module, recipe: str | Recipe, compiled: bool, backen
     return torch.compile(step, fullgraph=True, backend=backend) if compiled else step
 
 
-def converted(net: nn.Module, recipe: str | Recipe, compiled: bool, backend: str = "inductor") -> Step:
+def converted(net: nn.Module, recipe: str | Recipe, compiled: bool, backend: Any = "inductor") -> Step:
+    """Whose buffers are there before the first step: all steps are one graph."""
     qt.convert(net, recipe)
     return torch.compile(net, fullgraph=True, backend=backend) if compiled else net
 
@@ -199,8 +194,8 @@ def turns() -> list[Any]:
             if turn and (not end or quickly != "inductor"):
                 # Eight seconds.
                 rows.append(pytest.param(name, way, "inductor", Net, marks=pytest.mark.slow))
-            # Two layers show a compiler nothing that one does not, but where layers keep state or are compiled whole.
-            kind = Net if end or (turn and keeps_state(name)) else Small
+            # Two layers show a compiler nothing that one does not, but where what they keep is compiled to the end.
+            kind = Net if end else Small
             # Two seconds of tracing what a recipe of its kind has traced, that way or another.
             slow = [] if quick else [pytest.mark.slow]
             rows.append(pytest.param(name, way, quickly if end else WITHOUT_CODE, kind, marks=slow))
@@ -215,7 +210,7 @@ def test_one_graph_with_the_bits_of_eager_mode(
     gc.collect()
     nets = [kind()]
     nets.append(copy.deepcopy(nets[0]))
-    backend = ByGraph() if last == AFTER_THE_FIRST else last
+    backend = ByGraph(WITHOUT_CODE, "inductor") if last == AFTER_THE_FIRST else last
     results = [
         train(net, how(net, name, compiled, backend), 6) for net, compiled in zip(nets, (False, True), strict=True)
     ]
@@ -256,23 +251,24 @@ def test_a_copy_of_a_converted_model_is_one_graph(name: str, copied: Callable[[S
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "end"),
+    ("name", "dtype", "last"),
     [
-        ("delayed", torch.float16, True),
-        ("mxfp8", torch.float16, False),
-        ("tensorwise", torch.float32, False),
-        ("nvfp4", torch.float32, False),
-        # Four seconds.
-        pytest.param("nvfp4", torch.float32, True, marks=pytest.mark.slow),
+        ("delayed", torch.float16, WITHOUT_CODE),
+        ("mxfp8", torch.float16, WITHOUT_CODE),
+        ("tensorwise", torch.float32, WITHOUT_CODE),
+        ("nvfp4", torch.float32, WITHOUT_CODE),
+        # Four seconds each.
+        pytest.param("delayed", torch.float16, "inductor", marks=pytest.mark.slow),
+        pytest.param("nvfp4", torch.float32, "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_other_dtypes_too(name: str, dtype: torch.dtype, end: bool) -> None:
+def test_other_dtypes_too(name: str, dtype: torch.dtype, last: str) -> None:
     nets = [Small(dtype)]
     nets.append(copy.deepcopy(nets[0]))
     nets[0].first.bias.requires_grad_(False)
     nets[1].first.bias.requires_grad_(False)
     results = [
-        train(net, autocast_outside(net, name, compiled, after_the_first(end)), 2, dtype)
+        train(net, converted(net, name, compiled, last), 2, dtype)
         for net, compiled in zip(nets, (False, True), strict=True)
     ]
     assert_trained_alike(results[1], results[0])
@@ -293,7 +289,7 @@ def test_options_too(recipe: Recipe) -> None:
     nets = [Small()]
     nets.append(copy.deepcopy(nets[0]))
     results = [
-        train(net, autocast_outside(net, recipe, compiled, WITHOUT_CODE))
+        train(net, converted(net, recipe, compiled, WITHOUT_CODE))
         for net, compiled in zip(nets, (False, True), strict=True)
     ]
     assert_trained_alike(results[1], results[0])
@@ -305,7 +301,7 @@ def test_under_torch_autocast(name: str) -> None:
     nets.append(copy.deepcopy(nets[0]))
     results = []
     for net, compiled in zip(nets, (False, True), strict=True):
-        inner = autocast_outside(net, name, compiled, after_the_first(name == "delayed"))
+        inner = converted(net, name, compiled, WITHOUT_CODE)
 
         def step(x: Tensor, inner: Step = inner) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
@@ -316,8 +312,8 @@ def test_under_torch_autocast(name: str) -> None:
 
 
 def test_compiling_again_would_be_seen() -> None:
-    net = Net()
-    steps = [autocast_outside(net, name, True, WITHOUT_CODE) for name in ("mxfp8", "rowwise")]
+    net = Small()
+    steps = [autocast_outside(net, name, True, "eager") for name in ("mxfp8", "rowwise")]
     calls = iter([steps[0]] * 3 + [steps[1]])
     with pytest.raises(torch._dynamo.exc.RecompileError):
         train(net, lambda x: next(calls)(x), 4)
@@ -348,7 +344,7 @@ def test_a_layer_used_twice(name: str) -> None:
     nets = [Twice()]
     nets.append(copy.deepcopy(nets[0]))
     unquantized = recipes.get(name).wgrad.a is None
-    last = "inductor" if unquantized else to_the_end(name, "delayed")
+    last = "inductor" if unquantized else WITHOUT_CODE
     results = [
         train(net, converted(net, name, compiled, last), 1) for net, compiled in zip(nets, (False, True), strict=True)
     ]
@@ -405,7 +401,10 @@ def test_blocks_compiled_one_by_one_stay_below_the_recompile_limit(name: str) ->
 @some("rowwise_bf16_wgrad", "blockwise", "mxfp4")
 def test_token_counts_may_vary(name: str) -> None:
     net = Small()
-    compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=after_the_first(name == "delayed"))
+    qt.convert(net, name)
+    # To the end where Inductor has a GEMM of such a count; a count of one is another graph.
+    last = ByGraph("inductor", WITHOUT_CODE) if recipes.get(name).wgrad.a is None else WITHOUT_CODE
+    compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=last)
     for tokens in (5, 3, 48, 17, 1):
         x = torch.randn(tokens, 64, dtype=torch.bfloat16)
         outcomes = []
@@ -414,8 +413,7 @@ def test_token_counts_may_vary(name: str) -> None:
             for module in net.modules():
                 if "count" in module._buffers:
                     module.count[:2] = 0
-            with qt.autocast(name):
-                y = f(x)
+            y = f(x)
             y.backward(torch.ones_like(y))
             outcomes.append((y, net.first.weight.grad))
             if name == "delayed":
@@ -442,17 +440,16 @@ def test_backward_keeps_eight_bits(name: str) -> None:
     net = nn.Sequential(*(qt.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(depth)))
     x = torch.randn(512, 256, dtype=torch.bfloat16)
     parameters = {p.untyped_storage().data_ptr() for p in net.parameters()}
-    step = autocast_outside(net, name, True, WITHOUT_CODE)
-    for _ in range(2):
-        storages: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
-        def pack(t: Tensor, storages: dict[int, int] = storages) -> Tensor:
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = step(x)
-        y.sum().backward()
+    step = converted(net, name, True, WITHOUT_CODE)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = step(x)
+    y.sum().backward()
     saved = sum(size for at, size in storages.items() if at not in parameters)
     recipe, plain = recipes.get(name), depth * 2 * x.numel()
     scales = depth * (saved_bytes(recipe, *x.shape) - x.numel() * recipe.wgrad.b.format.stored_bits // 8)
@@ -491,8 +488,8 @@ def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.Mon
             codes.append(t)
         return t
 
-    step = autocast_outside(net, name, True, WITHOUT_CODE)
-    # The first step of a layer that keeps state is another graph.
+    step = converted(net, name, True, WITHOUT_CODE)
+    qt.convert(eager, name)
     for i in range(2):
         x = (torch.randn(40, 64) * (i + 1)).requires_grad_()
         other = x.detach().clone().requires_grad_()
@@ -503,8 +500,7 @@ def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.Mon
             y = step(x)
             forward = len(done)
             y.square().sum().backward()
-        with qt.autocast(name):
-            expected = eager(other)
+        expected = eager(other)
         expected.square().sum().backward()
         assert_bitwise(y, expected)
         assert_bitwise(x.grad, other.grad)
