@@ -134,6 +134,25 @@ def test_block_by_block_gives_the_bits_of_the_whole(
         assert_bitwise(a, b)
 
 
+@pytest.mark.parametrize("name", [name for name, row in ACTIVATIONS.items() if row.gated])
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_eight_bit_activations_are_decoded_a_few_rows_at_a_time(
+    name: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, g = torch.randn(3, 7, 96).bfloat16(), torch.randn(3, 7, 48).bfloat16()
+    x = [both] if side_by_side else list(both.chunk(2, -1))
+    activated = activation.Activated(name, activation.option_values(name, {}), eight_bits=True)
+    _, kept = activated.forward(*x)
+    whole = activated.backward(g, kept)
+    seen: list[int] = []
+    decoded = activation._decoded
+    monkeypatch.setattr(activation, "BLOCK", 4 * 48)
+    monkeypatch.setattr(activation, "_decoded", lambda q, g: (seen.append(q.shape[0]), decoded(q, g))[1])
+    for a, b in zip(activated.backward(g, kept), whole, strict=True):
+        assert_bitwise(a, b)
+    assert max(seen) == 4 and sum(seen) == len(x) * 21
+
+
 def test_options_reach_the_function() -> None:
     gate, value = torch.full((4,), 5.0), torch.full((4,), 9.0)
     narrow = qt.activate("clamped_swiglu", gate, value, limit=1.0)

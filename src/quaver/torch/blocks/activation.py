@@ -233,10 +233,31 @@ class Activated:
         return ACTIVATE(self.name, self.options, saved)
 
     def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor, ...]:
-        if self.eight_bits:
-            saved = [q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1]) for q in saved]
         run = ops.chosen(ACTIVATE_BACKWARD, g) if decided is None else ACTIVATE_BACKWARD.impls[decided].run
-        return tuple(run(self.name, self.options, g, saved))
+        if not self.eight_bits:
+            return tuple(run(self.name, self.options, g, saved))
+        if not ops.on_host(g) or not _in_blocks(g):
+            return tuple(run(self.name, self.options, g, [_decoded(q, g) for q in saved]))
+        # The values of all codes, in float32 on the way, would be the most memory that a step takes.
+        gradients, start = tuple(g.new_empty((*g.shape[:-1], q.shape[1])) for q in saved), 0
+        for of_y, *outs in _blocks(g, *gradients):
+            end = start + of_y.shape[0]
+            part = [_decoded(_rows(q, start, end), of_y) for q in saved]
+            for out, grad in zip(outs, run(self.name, self.options, of_y, part), strict=True):
+                out.copy_(grad)
+            start = end
+        return gradients
+
+
+def _decoded(q: Quantized, g: Tensor) -> Tensor:
+    """What goes into an activation, from what is kept of it, beside the gradient g of the result."""
+    return q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1])
+
+
+def _rows(q: Quantized, start: int, end: int) -> Quantized:
+    """Some rows of what `KEPT` has quantized."""
+    assert isinstance(q.scale, Tensor)
+    return Quantized(q.data[start:end], q.scale[start:end], q.spec, (end - start, q.shape[1]))
 
 
 #: Elements of a result that a CPU works on at a time: float32 copies of so many stay in its cache.

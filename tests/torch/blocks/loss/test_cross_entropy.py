@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quaver.torch as qt
+from benchmarks.measuring.memory import peak
 from quaver.torch import linear_cross_entropy
+from quaver.torch.blocks.loss import chunked
 from quaver.torch.blocks.loss.chunked import CHUNK_BYTES, _chunk_of
 from quaver.torch.blocks.loss.cross_entropy import _warned
 from tests.close import assert_bitwise, assert_close
@@ -140,6 +142,42 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once() -> None:
     with Watch():
         linear_cross_entropy(x, weight, torch.randint(1000, (512,)), chunk=32)
     assert max(seen) == 32 * 1000
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_pieces_have_the_bits_of_the_whole(
+    options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, targets, bias = operands(dtype)
+
+    def results() -> list[Tensor]:
+        loss = linear_cross_entropy(x, weight, targets, bias, **options)
+        return [loss.detach(), *gradients(loss, x, weight, bias)]
+
+    monkeypatch.setattr(chunked, "PIECE", 1 << 30)
+    whole = results()
+    monkeypatch.setattr(chunked, "PIECE", 4 * 3 * weight.shape[0])
+    assert chunked._piece(weight.shape[0]) == 3 < targets.numel()
+    pieces = results()
+    assert_bitwise(pieces[0], whole[0])
+    for a, b in zip(pieces[1:], whole[1:], strict=True):
+        # A product of fewer columns may add up in another order.
+        assert_close("gradient", a, b, 1e-6 if dtype is torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_forward_takes_little_beside_logits_and_gradients(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(512, 32).to(dtype).requires_grad_(), torch.randn(4096, 32).to(dtype).requires_grad_()
+    targets, held = torch.randint(4096, (512,)), []
+
+    def step() -> None:
+        held[:] = [linear_cross_entropy(x, weight, targets)]
+        held.clear()
+
+    logits = 512 * 4096 * dtype.itemsize
+    rest = x.nbytes + 4 * weight.numel() + 4 * x.numel()
+    assert logits < peak(step).bytes <= logits + rest + 4 * chunked.PIECE
 
 
 def test_a_chunk_is_as_large_as_half_a_gibibyte_allows() -> None:

@@ -2,6 +2,7 @@
 `linear_cross_entropy`. One opaque operator for a compiler; for the rows of a chunk's logits a kernel on a GPU.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from quaver.torch.operations.operation import Impl, Operation
 
 #: The logits of a chunk take at most this many bytes, unless its size is given.
 CHUNK_BYTES = 2**29
+#: Bytes of the float32 copies that a CPU makes of a chunk's logits at a time: they stay in a core's cache.
+PIECE = 2**18
 
 
 class Rule(NamedTuple):
@@ -66,12 +69,29 @@ def _added(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     if grad.is_cuda:
         part = torch.mm(grad.t(), x, out_dtype=torch.float32)
         return part if total is None else total.add_(part)
-    return _added(total, grad.float(), x.float())
+    wide, step = x.float(), _piece(grad.shape[0])
+    if total is None:
+        total = grad.new_zeros((grad.shape[1], x.shape[1]), dtype=torch.float32)
+    for words, part in zip(total.split(step), grad.split(step, 1), strict=True):
+        words.addmm_(part.float().t(), wide)
+    return total
 
 
-def _losses(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+def _losses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
     logits = F.linear(x, weight, bias)
-    return logits, rows(logits, *options)
+    if not logits.is_cpu:
+        return logits, rows(logits, targets, weights, *options)
+    step = _piece(logits.shape[1])
+    scales = itertools.repeat(None) if weights is None else weights.split(step)
+    parts = zip(logits.split(step), targets.split(step), scales, strict=False)
+    return logits, torch.cat([rows(*part, *options) for part in parts])
+
+
+def _piece(count: int) -> int:
+    """So many lines of `count` numbers are `PIECE` bytes in float32; at least one."""
+    return max(1, PIECE // (4 * max(count, 1)))
 
 
 def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool, rule: Rule) -> Tensor:
@@ -101,8 +121,8 @@ def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool
             d -= rule.label_smoothing / count
         if bent is not None:
             d *= 1 - bent.square()
-        scale = torch.where(known, 1.0 if weights is None else weights, torch.nan)
-        logits.copy_(torch.where(kept[:, None], d * scale[:, None], 0.0))
+        d *= torch.where(known, 1.0 if weights is None else weights, torch.nan)[:, None]
+        logits.copy_(d.masked_fill_(~kept[:, None], 0.0))
     return losses
 
 
