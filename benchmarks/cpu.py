@@ -5,7 +5,7 @@ import fnmatch
 import re
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -30,25 +30,41 @@ def chosen(pattern: str | None) -> list[Case]:
     return cases
 
 
-def run_case(case: Case, quick: bool, threads: int = 1) -> Result:
+#: What is told of a case that goes on: its rows so far.
+Tell = Callable[[Result], None]
+
+
+def run_case(case: Case, quick: bool, threads: int = 1, tell: Tell = lambda result: None) -> Result:
     """One case's result; one that breaks is reported as such, and the others still run.
 
     With several threads no figure is judged but those of cases that say so.
+
+    Args:
+        tell: called whenever a row has ended, of a case that gives them one by one.
     """
     begun = time.perf_counter()
     figures: list[Figure] = []
-    reason = ""
+
+    def result(reason: str) -> Result:
+        shown = figures
+        if threads > 1 and not case.of_threads:
+            shown = [dataclasses.replace(figure, target=None) for figure in figures]
+        return Result(case=case, figures=tuple(shown), seconds=time.perf_counter() - begun, reason=reason)
+
     try:
         with of_torch(threads):
-            figures = case.measure(quick)
+            given = case.measure(quick)
+            for figure in given:
+                if figures and figures[-1].subject != figure.subject and not isinstance(given, list):
+                    tell(result("not at its end"))
+                figures.append(figure)
     except NotMeasurable as why:
-        figures, reason = list(why.figures), str(why)
+        figures += why.figures
+        return result(str(why))
     except Exception as error:
         traceback.print_exc()
-        reason = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if threads > 1 and not case.of_threads:
-        figures = [dataclasses.replace(figure, target=None) for figure in figures]
-    return Result(case=case, figures=tuple(figures), seconds=time.perf_counter() - begun, reason=reason)
+        return result(f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    return result("")
 
 
 def run(
@@ -59,29 +75,47 @@ def run(
     folder: Path = results.FOLDER,
     threads: int = 1,
 ) -> list[Result]:
-    """Run, print and, if asked, write the chosen cases."""
+    """Run, print and, if asked, write the chosen cases: after each case, and after each row of one that takes long."""
     cases = chosen(pattern)
     setting = {**machine.describe(), "threads": str(threads) + (", the clock's time" if threads > 1 else "")}
     for key, value in setting.items():
         console.print(f"{key:8} {value}", highlight=False)
-    done = []
+    done: list[Result] = []
+    paths: list[Path] = []
+
+    def keep(results_so_far: Sequence[Result]) -> None:
+        if write:
+            paths[:] = written(results_so_far, quick, pattern, setting, folder, threads)
+
+    def tell(so_far: Result) -> None:
+        subject, row = so_far.rows()[-1]
+        console.print(f"{subject}: {', '.join(str(figure) for figure in row if figure is not None)}", highlight=False)
+        keep([*done, so_far])
+
     for case in cases:
         with console.status(case.title):
-            done.append(run_case(case, quick, threads))
+            done.append(run_case(case, quick, threads, tell))
         show(done[-1], console)
+        keep(done)
     console.print(summary(done), highlight=False)
     if quick:
         console.print("quick: small sizes or few rounds; only what does not depend on them is judged", highlight=False)
-    if write:
-        heading = "# Benchmarks on a CPU" + (", quick" if quick else "")
-        # A part of the cases lies beside whole runs, not in their place.
-        part = "" if pattern is None else "-" + re.sub(r"[^\w]+", "-", pattern).strip("-")
-        name = f"cpu{part}" if threads == 1 else f"cpu{part}-{threads}-threads"
-        lines = [heading, "", summary(done), *(line for result in done for line in results.case_markdown(result))]
-        data = {"quick": quick, "cases": [results.case_data(result) for result in done]}
-        for path in results.write(folder, name, setting, lines, data):
-            console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    for path in paths:
+        console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return done
+
+
+def written(
+    done: Sequence[Result], quick: bool, pattern: str | None, setting: Mapping[str, str], folder: Path, threads: int
+) -> list[Path]:
+    """The files of these results."""
+    heading = "# Benchmarks on a CPU" + (", quick" if quick else "")
+    # A part of the cases lies beside whole runs, not in their place.
+    part = "" if pattern is None else "-" + re.sub(r"[^\w]+", "-", pattern).strip("-")
+    name = f"cpu{part}" if threads == 1 else f"cpu{part}-{threads}-threads"
+    lines = [heading, "", summary(done), *(line for result in done for line in results.case_markdown(result))]
+    data = {"quick": quick, "cases": [results.case_data(result) for result in done]}
+    return results.write(folder, name, setting, lines, data)
 
 
 def show(result: Result, console: Console) -> None:

@@ -5,7 +5,9 @@ from benchmarks.cases.blocks import (
     block_gradients,
     block_memory,
     block_speed,
+    model_gradients,
     model_memory,
+    model_peak,
     model_step,
 )
 from benchmarks.cases.host import host_cost, imports
@@ -27,6 +29,8 @@ CASES = (
     block_memory.TOTALS,
     block_memory.SHARES,
     model_memory.CASE,
+    model_peak.CASE,
+    model_gradients.CASE,
     model_step.CASE,
     block_gradients.CASE,
     frozen.CASE,

@@ -1,7 +1,7 @@
 """What a case measures: figures, each with a target or none, and the case that yields them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 #: Decimals that a unit is shown with.
@@ -71,6 +71,8 @@ class Figure:
     #: A key of DECIMALS.
     unit: str
     target: Target | None = None
+    #: Why there is no number, which is shown in its place, or "".
+    instead: str = ""
 
     @property
     def passed(self) -> bool | None:
@@ -82,6 +84,8 @@ class Figure:
         return {None: "", True: "PASS", False: "MISS"}[self.passed]
 
     def __str__(self) -> str:
+        if self.instead:
+            return self.instead
         shown = f"{self.value:.{DECIMALS[self.unit]}f} {self.unit}"
         return shown if self.target is None else f"{shown} ({self.target}) {self.mark}"
 
@@ -96,8 +100,8 @@ class Case:
     #: How it is measured, and what one must know to read it.
     notes: str
     #: Called with whether to be quick: small sizes or few rounds, and no target where that changes what it is about.
-    #: Raises NotMeasurable.
-    measure: Callable[[bool], list[Figure]]
+    #: Of a generator each row is told as it ends. Raises NotMeasurable.
+    measure: Callable[[bool], Iterable[Figure]]
     #: Whether its targets are for several threads of torch, too.
     of_threads: bool = False
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring.figure import Result
+from benchmarks.measuring.figure import Figure, Result
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
@@ -75,7 +75,7 @@ def cells(result: Result) -> list[list[str]]:
 
 
 def case_data(result: Result) -> dict[str, Any]:
-    figures = [asdict(figure) | {"target": _text(figure.target), "passed": figure.passed} for figure in result.figures]
+    figures = [_data(figure) for figure in result.figures]
     return {
         "name": result.case.name,
         "title": result.case.title,
@@ -83,6 +83,13 @@ def case_data(result: Result) -> dict[str, Any]:
         "reason": result.reason,
         "figures": figures,
     }
+
+
+def _data(figure: Figure) -> dict[str, Any]:
+    data = asdict(figure) | {"target": _text(figure.target), "passed": figure.passed}
+    # Either a number or why there is none.
+    data.pop("value" if figure.instead else "instead")
+    return data
 
 
 def _text(target: object | None) -> str | None:

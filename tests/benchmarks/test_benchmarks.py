@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from benchmarks.measuring.figure import (
     exactly,
     within,
 )
+from benchmarks.measuring.memory import Peak, WideProducts, peak
 from benchmarks.measuring.timing import beside, interleave, no_collection, stopwatch
 from quaver.torch.backends.gpu.launching import interpreter
 from quaver.train import TrainResult
@@ -51,12 +53,12 @@ def test_names_of_cases_are_unique() -> None:
 def test_every_case_runs_quickly_and_gives_finite_figures(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     # Users' processes interpret no kernel, so a CPU's benchmark may launch none.
     monkeypatch.setattr(interpreter, "run", lambda *_: pytest.fail("a kernel is launched on a CPU"))
-    figures = case.measure(True)
+    figures = list(case.measure(True))
     assert figures
     if case.name.startswith(("memory", "frozen")):  # what depends on no machine
         assert not [(f.subject, f.column, str(f)) for f in figures if f.passed is False]
     for figure in figures:
-        assert math.isfinite(figure.value), figure
+        assert figure.instead or math.isfinite(figure.value), figure
         assert figure.unit in DECIMALS
     cells = [(figure.subject, figure.column) for figure in figures]
     assert len(set(cells)) == len(cells), "two figures in one cell"
@@ -188,6 +190,50 @@ def test_with_several_threads_only_targets_for_them_are_judged(tmp_path: Path, m
     assert [result.figures[0].passed for result in done] == [None, True]
     assert seen == [2, 2] and torch.get_num_threads() == before
     assert "- threads: 2, the clock's time" in (tmp_path / f"cpu-2-threads-{machine.today()}.md").read_text("utf-8")
+
+
+def test_a_row_is_written_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"cpu-{machine.today()}.md"
+
+    def measure(quick: bool) -> Iterator[Figure]:
+        yield Figure("one", "time", 1.0, "ms")
+        yield Figure("two", "time", 2.0, "ms")
+        assert "| one | 1.00 ms |" in path.read_text("utf-8") and "two" not in path.read_text("utf-8")
+        yield Figure("three", "time", 0.0, "ms", instead="does not run: no card")
+        raise RuntimeError("it broke")
+
+    monkeypatch.setattr("benchmarks.cpu.CASES", (dataclasses.replace(toy("long", 0.0), measure=measure),))
+    run(True, None, True, Console(quiet=True), tmp_path)
+    text = path.read_text("utf-8")
+    assert "| two | 2.00 ms |" in text and "| three | does not run: no card |" in text
+    assert "failed: RuntimeError: it broke" in text
+    last = json.loads(path.with_suffix(".json").read_text("utf-8"))["cases"][0]["figures"][-1]
+    assert last["instead"] == "does not run: no card" and "value" not in last
+
+
+def test_a_peak_is_that_of_one_step_whatever_was_measured_before() -> None:
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        # What a step leaves behind replaces what the last one left.
+        kept[:] = [torch.empty(1 << 20, dtype=torch.uint8)]
+        torch.empty(1 << 22, dtype=torch.uint8)
+
+    for _ in range(3):
+        assert peak(step) == Peak((1 << 20) + (1 << 22), 1 << 20)
+        # No trace sees it go.
+        kept.clear()
+
+
+def test_wide_products_are_sums_in_float32_rounded_once() -> None:
+    a, b = torch.randn(3, 5, 40).bfloat16(), torch.randn(3, 40, 7).bfloat16()
+    ones = torch.ones(64, 64).bfloat16()
+    with WideProducts(1 << 10):
+        of_matrices, of_batches, too_large = a[0] @ b[0], a @ b, ones @ ones
+        out = torch.mm(a[0], b[0], out=torch.empty(5, 7, dtype=torch.bfloat16))
+    expected = (a.float() @ b.float()).bfloat16()
+    assert torch.equal(of_matrices, expected[0]) and torch.equal(out, expected[0])
+    assert torch.equal(of_batches, expected) and (too_large == 64).all()
 
 
 @pytest.mark.parametrize("runs", [True, False])

@@ -5,43 +5,23 @@ parameters do not count.
 """
 
 import copy
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import quaver.torch as qt
 from benchmarks.cases.linear.memory import SAVING
-from benchmarks.measuring.figure import Case, Figure, NotMeasurable, Target, at_most
+from benchmarks.measuring.figure import Case, Figure, Target, at_most
 from benchmarks.subjects import peer
+from benchmarks.subjects.llama import HEAD, IN_PLACE, QUICK_SIZE, SIZE, llama, loss_of, texts
 
-#: Features, of the MLP too, layers, batch and tokens.
-SIZE, QUICK_SIZE = (512, 1408, 4, 4, 256), (128, 256, 1, 2, 64)
 #: Highest shares of the bf16 model's bytes.
 BY_TENSOR, BY_BLOCKS = at_most(93.0), at_most(93.5)
 TARGETS = dict.fromkeys(("tensorwise", "delayed"), BY_TENSOR) | dict.fromkeys(
     ("rowwise", "blockwise", "mxfp8"), BY_BLOCKS
 )
-#: With blocks in place: norms and MLPs; and all that there is.
-IN_PLACE = {"blocks": qt.Blocks(), "all blocks": qt.Blocks(loss=True, eight_bit_activations=True)}
 OF_BLOCKS = dict.fromkeys(TARGETS, at_most(65.0)) | dict.fromkeys(("tensorwise", "delayed"), at_most(60.0))
 OF_ALL = dict.fromkeys(("tensorwise", "delayed"), at_most(50.0))
-HEAD = "lm_head"
-
-
-def llama(features: int, hidden: int, layers: int) -> nn.Module:
-    """In bf16, of random weights, 64 features a head, two heads on one of keys."""
-    try:
-        with peer.silence():
-            from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
-        raise NotMeasurable(f"not measurable here: {error}; pip install 'transformers>=5'") from error
-    heads = {"num_attention_heads": features // 64, "num_key_value_heads": features // 128}
-    sizes = {"hidden_size": features, "intermediate_size": hidden, "num_hidden_layers": layers, "vocab_size": 2048}
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=512))
-    return model.to(torch.bfloat16)
 
 
 def kept(model: nn.Module, tokens: Tensor) -> int:
@@ -55,7 +35,7 @@ def kept(model: nn.Module, tokens: Tensor) -> int:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(model, tokens)
     assert loss.requires_grad
     return sum(t.untyped_storage().nbytes() for address, t in storages.items() if address not in parameters)
 
@@ -64,7 +44,7 @@ def measure(quick: bool) -> list[Figure]:
     """The shares, judged unless quick."""
     features, hidden, layers, batch, length = QUICK_SIZE if quick else SIZE
     base = llama(features, hidden, layers)
-    tokens = torch.randint(0, 2048, (batch, length), generator=torch.Generator().manual_seed(1))
+    (tokens,) = texts(1, batch, length)
     plain = kept(base, tokens)
     figures = row("bf16", plain, plain)
     for name in peer.RECIPES:
@@ -74,7 +54,7 @@ def measure(quick: bool) -> list[Figure]:
         model = copy.deepcopy(base)
         qt.convert(model, name, skip=[HEAD])
         figures += row(f"quaver {name}", kept(model, tokens), plain, None if quick else TARGETS.get(name))
-    for subject, blocks in IN_PLACE.items():
+    for subject, blocks in list(IN_PLACE.items())[1:]:
         targets = OF_ALL if blocks.loss else OF_BLOCKS
         for name in ("bf16", *SAVING):
             model = copy.deepcopy(base)
