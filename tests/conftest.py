@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -67,6 +69,8 @@ QUICK_FLAGS = " ".join(f"--{option}={str(value).lower()}" for option, value in Q
 QUICKEST = QUICK | {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+#: The variable that holds the folder of the XLA programs of this run.
+PROGRAMS = "QUAVER_TESTS_PROGRAMS"
 #: The key of a report of what passed, in what workers send.
 PASSED = "passed"
 #: Raised inside torch by what torch itself does on the first compilation.
@@ -77,8 +81,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", TORCHS_OWN)
     # What nobody reads is not printed; pytest's own handler is left out, since it visits every logger six times a case.
     logging.getLogger().addHandler(logging.NullHandler())
+    if PROGRAMS not in os.environ:
+        os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="quaver-tests-")
+        config.add_cleanup(forget_programs)
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
         begin()
+
+
+def forget_programs() -> None:
+    shutil.rmtree(os.environ.pop(PROGRAMS), ignore_errors=True)
 
 
 def begin() -> None:
@@ -165,10 +176,15 @@ def pytest_collection_finish() -> None:
 
 
 def compile_quickly() -> None:
-    """Add QUICK to what JAX asks of XLA, but in files of OPTIMIZED; JAX has no public place for that."""
+    """Add QUICK to what JAX asks of XLA, but in files of OPTIMIZED; JAX has no public place for that. And let workers
+    take each other's programs, and of their own those that `jit` of another function has compiled."""
     import jax
-    from jax._src import compiler
+    from jax._src import compiler, lru_cache
 
+    lru_cache.LRUCache.put = put_at_once
+    jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     own = compiler.get_compile_options
 
     def quick(*args: Any, **options: Any) -> Any:
@@ -178,6 +194,14 @@ def compile_quickly() -> None:
         return asked
 
     compiler.get_compile_options = quick
+
+
+def put_at_once(cache: Any, key: str, value: bytes) -> None:
+    """As a file that no other worker reads before it is whole, which JAX does not see to."""
+    whole = Path(cache.path, f"{key}-cache")
+    part = whole.with_name(f"{whole.name}-{os.getpid()}")
+    part.write_bytes(value)
+    part.rename(whole)
 
 
 def place_on_a_machine(item: pytest.Item, gpu: bool, interpreting: bool) -> None:
