@@ -39,22 +39,37 @@ def project(
         then: a prologue that takes these outputs, and the layers behind it, whose outputs are given in their place; one
             autograd function does for both where all have a step that was decided beforehand.
     """
-    decided = None
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not direct.disturbed():
-        decided = _decided(prologue, x, layers, return_input)
-    if decided is not None and then is not None:
+    return _project(prologue, x, layers, _shared_recipe(layers), return_input, then)
+
+
+def _project(
+    prologue: Prologue,
+    x: Sequence[Tensor | None],
+    layers: Sequence[Linear],
+    recipe: Recipe | None,
+    return_input: bool = False,
+    then: tuple[Prologue, Sequence[Linear]] | None = None,
+) -> tuple[Tensor, ...]:
+    """`project` of layers whose shared recipe is known."""
+    decided, behind = None, None if then is None else _shared_recipe(then[1])
+    if recipe is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not direct.disturbed():
+        decided = _decided(prologue, x, layers, recipe, return_input)
+    if decided is not None and then is not None and behind is not None:
         chained: Any = Chained(decided[0], then[0])
-        both = _decided(chained, decided[1], then[1])
+        both = _decided(chained, decided[1], then[1], behind)
         decided, then = (decided, then) if both is None else (both, None)
     outputs: tuple[Tensor, ...]
-    outputs = _general(prologue, x, layers, return_input) if decided is None else apply(decided[0], *decided[1])
-    return outputs if then is None else project(then[0], outputs, then[1])
+    outputs = _general(prologue, x, layers, recipe, return_input) if decided is None else apply(decided[0], *decided[1])
+    return outputs if then is None else _project(then[0], outputs, then[1], behind)
 
 
 def _general(
-    prologue: Prologue, x: Sequence[Tensor | None], layers: Sequence[Linear], return_input: bool
+    prologue: Prologue,
+    x: Sequence[Tensor | None],
+    layers: Sequence[Linear],
+    recipe: Recipe | None,
+    return_input: bool,
 ) -> tuple[Tensor, ...]:
-    recipe = _shared_recipe(layers)
     if recipe is None or x[0] is None or x[0].dtype not in ops.DTYPES:
         y = prologue(*x)
         each = [layer(y) for layer in layers]
@@ -138,12 +153,16 @@ ON_HOST = 1 << 14
 
 
 def _decided(
-    prologue: Prologue, x: Sequence[Tensor | None], layers: Sequence[Linear], return_input: bool = False
+    prologue: Prologue,
+    x: Sequence[Tensor | None],
+    layers: Sequence[Linear],
+    recipe: Recipe,
+    return_input: bool = False,
 ) -> tuple[Setup, Sequence[Tensor | None]] | None:
     """What the autograd function takes where each layer has a decided step, as this call's; none where what a layer
     remembers is for the general way, or where a fused kernel saves a large pass."""
-    first, recipe = x[0], _shared_recipe(layers)
-    if recipe is None or first is None:
+    first = x[0]
+    if first is None:
         return None
     if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
         return None
