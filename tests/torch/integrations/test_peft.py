@@ -204,6 +204,46 @@ def test_orders_that_would_merge_into_codes_are_a_sentence() -> None:
     assert all(part.weight_spec is None for part in other.merge_and_unload().modules() if isinstance(part, Linear))
 
 
+@pytest.mark.parametrize("recipe", STORED)
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("LoRA", torch.float32), ("LoRA", torch.bfloat16), ("IA3", torch.bfloat16)], ids=str
+)
+def test_an_adapter_of_pefts_own_over_codes_says_before_it_trains_what_merges(
+    recipe: str, method: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """torch copies nothing to NVFP4's dtype, which PEFT would give the adapter, and adds nothing to FP8."""
+    plain = config() if method == "LoRA" else IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match=r"cannot be merged into them.*over_codes\(config\).*dequantize_weights"):
+        model = get_peft_model(stored(recipe, dtype), plain, autocast_adapter_dtype=False)
+    added = [p for p in model.parameters() if p.requires_grad]
+    assert added and {p.dtype for p in added} == {dtype}
+    if method == "IA3":
+        return
+    other = get_peft_model(stored(recipe, dtype), over_codes(config()), autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for p, q in zip(adapters(other), adapters(model), strict=True):
+            p.copy_(q)
+    assert train(model) == train(other)
+    # What it has learned can be saved, loaded over codes that merge, and merged.
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(
+        stored(recipe, dtype), tmp_path, config=over_codes(LoraConfig.from_pretrained(tmp_path))
+    )
+    with torch.no_grad():
+        assert_bitwise(loss_of(again.merge_and_unload(), 7), loss_of(other.merge_and_unload(), 7))
+
+
+@pytest.mark.filterwarnings("error:PEFT puts")
+def test_over_codes_and_weights_in_high_precision_warn_of_nothing() -> None:
+    converted, decoded = tiny("llama"), stored("mxfp8")
+    qt.convert(converted, "mxfp8")
+    qt.dequantize_weights(decoded)
+    adapted(stored("nvfp4"))
+    for model in (converted, decoded):
+        get_peft_model(model, config())
+
+
 def test_methods_and_starting_values_that_read_the_weight_are_refused() -> None:
     with pytest.raises(TypeError, match="IA3Config has no seam"):
         over_codes(IA3Config())

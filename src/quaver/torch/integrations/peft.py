@@ -57,8 +57,9 @@ class LoraOverCodes(lora.Linear):
         super().update_layer(*args, **kwargs)
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> Any:
-        device, dtype = super()._get_base_layer_device_and_dtype(base_layer)
-        return device, base_layer.__dict__.get("weight_dtype", dtype) if _is_stored(base_layer) else dtype
+        if not _is_stored(base_layer):
+            return super()._get_base_layer_device_and_dtype(base_layer)
+        return base_layer.weight.device, base_layer.weight_dtype
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As PEFT's, into a decoded weight where the base has codes."""

@@ -69,6 +69,19 @@ class Quantizable(nn.Module):
     #: The dtype that such a weight dequantizes to.
     weight_dtype: torch.dtype | None = None
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """`weight_dtype` of a weight that exists only as codes; no attribute of any other layer's.
+
+        A method of PEFT asks for it where it would else give its parameters the dtype of the codes. It knows nothing of
+        codes, which a warning says: `quaver.torch.integrations.peft.over_codes` has LoRA that does, and does not ask.
+        """
+        if self.weight_spec is None:
+            raise AttributeError(f"{type(self).__name__} has no compute_dtype: its weight is in high precision")
+        warnings.warn(storing.ADAPTED, stacklevel=1)
+        dtype: torch.dtype = self.__dict__["weight_dtype"]
+        return dtype
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             # FSDP2 sets the same parameter at each gather, and nothing on it shows that; another one after that.

@@ -582,6 +582,16 @@ def test_averaged_copies_are_refused_by_torch_and_possible_by_hand(name: str, op
     assert_close("average", average.module.weight, copied.weight, 1e-6)
 
 
+@QUANTIZED
+def test_what_peft_asks_for_a_dtype_is_told_the_weights_and_warned(name: str) -> None:
+    one = layer(name)
+    with pytest.warns(UserWarning, match="cannot be merged"):
+        assert one.compute_dtype is one.weight_dtype
+    qt.dequantize_weights(one)
+    for other in (one, qt.Linear(4, 4)):
+        assert not hasattr(other, "compute_dtype")
+
+
 def test_the_output_projection_of_packed_attention_keeps_its_weight() -> None:
     """Torch's formula reads it raw where no recipe quantizes."""
     model = nn.ModuleDict({"a": nn.MultiheadAttention(64, 4, batch_first=True), "up": nn.Linear(64, 64)})

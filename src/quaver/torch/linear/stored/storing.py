@@ -26,6 +26,14 @@ ABOUT = ("weight_spec", "weight_dtype", "keep_initial")
 NO_DTYPE = f"for whose codes torch has no dtype; weights that exist only as codes are {', '.join(CODE_DTYPES)}"
 
 
+#: Said where a method of PEFT is put over codes without the seam that merges it.
+ADAPTED = (
+    "PEFT puts an adapter of its own over weights that exist only as codes: it trains, and cannot be merged into them. "
+    "For LoRA call get_peft_model(model, quaver.torch.integrations.peft.over_codes(config)); for another method call "
+    "quaver.torch.dequantize_weights(model) first"
+)
+
+
 class _Construction(threading.local):
     """What `quantized_init` has in force: how the weights of new layers are kept, and whether their values are too."""
 
