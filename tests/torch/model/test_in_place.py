@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
+from benchmarks.cases.blocks.model_gradients import noise
+from benchmarks.subjects.llama import gradients
 from quaver.torch.model.fusing import ropes
 from quaver.torch.model.fusing.fused import Fused
 from quaver.torch.model.fusing.ropes import HALVES, Rope, tables
@@ -99,6 +101,20 @@ def test_less_is_kept_under_every_recipe(recipe: str) -> None:
     qt.convert(converted, recipe)
     qt.convert(ours, recipe, blocks=True)
     assert kept(ours, x) < 0.85 * kept(converted, x) <= 0.86 * kept(plain, x)
+
+
+def test_gradients_are_no_noisier_with_blocks_than_without() -> None:
+    """By half a decibel at most, of all gradients, against the model in float32, under every kind of scale."""
+    base, batches = llama(torch.bfloat16), [tokens(seed) for seed in range(3)]
+    wide = copy.deepcopy(base).float()
+    exact = [gradients(wide, x) for x in batches]
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"):
+        decibels = {}
+        for blocks in (False, True):
+            model = copy.deepcopy(base)
+            qt.convert(model, recipe, blocks=blocks)
+            decibels[blocks] = noise(exact, model, batches)
+        assert 10 < decibels[False] < 30 and decibels[True] >= decibels[False] - 0.5, (recipe, decibels)
 
 
 def test_subclasses_of_linear_make_the_activation_again() -> None:
