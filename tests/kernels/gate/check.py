@@ -56,7 +56,7 @@ def broken_rules(recorded: Recorded, code: Code) -> list[str]:
 
 
 def in_turn(table: Table, cases: Sequence[Case]) -> dict[int, set[str]]:
-    """Launches for each architecture, a tenth of the whole: each row of short launches on one architecture, by turns
+    """Launches for each architecture, a ninth of the whole: each row of short launches on one architecture, by turns
     on one before Hopper and on one from it on; every kernel on both sides, those whose shortest launch is long on one;
     and on its own what best.py bounds.
 
