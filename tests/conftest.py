@@ -160,10 +160,15 @@ def import_in_turn(config: Any) -> None:
     paths = [Path(config.invocation_params.dir, argument.partition("::")[0]) for argument in config.args]
     files = [file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
     first = int(config.workerinput["workerid"].removeprefix("gw")) * len(files) // config.workerinput["workercount"]
+    # What libraries print when they are imported is captured, as where pytest imports.
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()
     for file in files[first:] + files[:first]:
         # What cannot be imported is told of where it is collected.
         with suppress(Exception, pytest.skip.Exception):
             importlib.import_module(place(file.resolve()).removesuffix(".py").replace("/", "."))
+    capture.suspend_global_capture()
+    capture.read_global_capture()
 
 
 def pytest_collection_finish() -> None:

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.gate", description=__doc__)
     parser.add_argument("--arch", type=int, nargs="*", default=ARCHITECTURES, help="80 86 89 90 100 120")
     parser.add_argument("--only", default="*", help="rows of tests/kernels/cases.py, as a pattern")
-    parser.add_argument("--in-turn", action="store_true", help="what `make test` compiles: a quarter of it")
+    parser.add_argument("--in-turn", action="store_true", help="what `make test` compiles: a ninth of the launches")
     parser.add_argument("--show", action="store_true", help="print the figures")
     parser.add_argument("--update", action="store_true", help="write them to ceilings.toml as the new ceilings")
     return parser
