@@ -152,11 +152,13 @@ class Walk:
         self.compare(lambda net, x: net(x) + net(x * 0.5))
 
     def do_micro_batch_of_inputs_alone(self) -> None:
-        x, other = self.x(), self.fresh()
-        results = []
-        for net in (self.net, other):
-            leaf = x.clone().requires_grad_()
-            results.append(torch.autograd.grad(net(leaf).square().sum(), leaf)[0])
+        # Both forwards come before either backward: outside of any autocast a backward ends the thread's step, so that
+        # the second model's histories would roll before its forward.
+        x, nets = self.x(), (self.net, self.fresh())
+        leaves = [x.clone().requires_grad_() for _ in nets]
+        outputs = [net(leaf) for net, leaf in zip(nets, leaves, strict=True)]
+        assert_bitwise(*[y.detach() for y in outputs])
+        results = [torch.autograd.grad(y.square().sum(), leaf)[0] for y, leaf in zip(outputs, leaves, strict=True)]
         assert_bitwise(*results)
 
     def do_checkpoint(self) -> None:
