@@ -91,7 +91,8 @@ TAKEN = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_function_does_not_take_is_told_in_a_sentence(name: str) -> None:
     function, arguments = CALLS[name]
-    function(**arguments)
+    # What fits is traced, for nothing is asked of its values; what does not is given as it is.
+    jax.eval_shape(lambda: (function(**arguments), None)[1])
     for argument, (kind, value) in ((a, w) for a in arguments for w in WRONG.items()):
         if (name, argument, kind) in TAKEN or (arguments[argument] is None and value is None):
             continue
@@ -114,17 +115,22 @@ def test_a_list_is_told_to_become_an_array() -> None:
 @pytest.mark.parametrize("name", ["linear", "dot_general", "grouped_dot", "quantize"])
 def test_arrays_of_numpy_and_of_float64_are_taken(name: str) -> None:
     function, arguments = CALLS[name]
-    expected = function(**arguments)
+    expected = jax.jit(partial(function, **arguments))()
     for dtype in (np.float32,) if name == "quantize" else (np.float32, np.float64):
         given = {k: np.asarray(v, dtype) if isinstance(v, Array) and v.ndim == 2 else v for k, v in arguments.items()}
-        jax.tree.map(assert_bitwise, function(**given), expected)
+        jax.tree.map(assert_bitwise, jax.jit(partial(function, **given))(), expected)
 
 
 def test_variables_of_nnx_and_their_gradients_are_taken() -> None:
-    layer = DenseGeneral(16, 8, rngs=nnx.Rngs(KEY))
-    assert_bitwise(qj.linear(X, layer.kernel, recipe="mxfp8"), qj.linear(X, layer.kernel[...], recipe="mxfp8"))
-    of_variable = nnx.grad(lambda layer: qj.linear(X, layer.kernel, recipe="mxfp8").sum())(layer)
-    of_array = jax.grad(lambda w: qj.linear(X, w, recipe="mxfp8").sum())(layer.kernel[...])
+    layer = nnx.jit(lambda: DenseGeneral(16, 8, rngs=nnx.Rngs(KEY)))()
+
+    def loss(w: Any) -> tuple[Array, Array]:
+        y = qj.linear(X, w, recipe="mxfp8")
+        return y.sum(), y
+
+    of_array, expected = jax.jit(jax.grad(loss, has_aux=True))(layer.kernel[...])
+    of_variable, got = nnx.jit(nnx.grad(lambda layer: loss(layer.kernel), has_aux=True))(layer)
+    assert_bitwise(got, expected)
     assert_bitwise(of_variable["kernel"][...], of_array)
 
 
@@ -142,6 +148,19 @@ def test_axes_that_do_not_fit_are_told_by_dot_general() -> None:
         qj.dot_general(X, W, (((0,), (0,)), ((), ())), recipe="mxfp8")
     with pytest.raises(ValueError, match="dimension_numbers are"):
         qj.dot_general(X, W, ((1,), (0,)), recipe="mxfp8")  # type: ignore[arg-type]
+
+
+def test_axes_are_integers_inside_a_trace_too() -> None:
+    several = [1.5, "1", float("inf"), float("nan"), KEY, jnp.float32(1), [1]]
+    wrong = [*WRONG.values(), *((((axis,), (0,)), ((), ())) for axis in several)]
+    for numbers in wrong:
+        run = partial(qj.dot_general, dimension_numbers=numbers, recipe="mxfp8")
+        for call in (run, partial(jax.eval_shape, run)):
+            with pytest.raises(ValueError, match="dimension_numbers are"):
+                call(X, W)
+    for axis in (np.int64(1), jnp.int32(1), True):
+        numbers = (((axis,), np.array([0])), ([], []))
+        assert jax.eval_shape(partial(qj.dot_general, dimension_numbers=numbers, recipe="mxfp8"), X, W).shape == (4, 8)
 
 
 def test_a_count_that_does_not_fit_is_told() -> None:

@@ -1,6 +1,7 @@
 """`lax.dot_general` under a recipe: what goes where a library takes a `dot_general` to call in place of JAX's own."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,7 +74,9 @@ def dot_general(
 def _dimensions(name: str, lhs: Array, rhs: Array, numbers: Any) -> list[list[tuple[int, ...]]]:
     """The dimension numbers as tuples, if `jax.lax.dot_general` takes them."""
     try:
-        contract, batch = ([tuple(map(int, axes)) for axes in pair] for pair in numbers)
+        if not all(_may_be_axes(leaf) for leaf in jax.tree.leaves(numbers)):
+            raise TypeError
+        contract, batch = ([tuple(map(operator.index, axes)) for axes in pair] for pair in numbers)
         if len(contract) != 2 or len(batch) != 2:
             raise ValueError
     except (TypeError, ValueError):
@@ -83,6 +86,11 @@ def _dimensions(name: str, lhs: Array, rhs: Array, numbers: Any) -> list[list[tu
         ) from None
     jax.eval_shape(lambda a, b: lax.dot_general(a, b, (tuple(contract), tuple(batch))), lhs, rhs)  # type: ignore[arg-type]
     return [contract, batch]
+
+
+def _may_be_axes(leaf: object) -> bool:
+    """JAX asserts, where it traces, that what iterates over an array or asks for its index has integers."""
+    return not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
 def _sizes(x: Array, axes: Sequence[int]) -> list[int]:
