@@ -1,9 +1,14 @@
 """Two ways to say that arrays are equal; a failure names the first wrong element and both values."""
 
-from typing import Any
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 #: Values that read better as their bits.
 FLOATS = {np.dtype(np.float32): np.uint32, np.dtype(np.float64): np.uint64, np.dtype(np.float16): np.uint16}
@@ -18,7 +23,7 @@ def assert_bitwise(a: Any, b: Any, what: str = "") -> None:
         what: put before the message.
     """
     prefix = f"{what}: " if what else ""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+    if _is_tensor(a) and _is_tensor(b):
         assert a.dtype == b.dtype, f"{prefix}dtype {a.dtype}, expected {b.dtype}"
     x, y = _array(a), _array(b)
     assert x.dtype == y.dtype, f"{prefix}dtype {x.dtype}, expected {y.dtype}"
@@ -61,12 +66,21 @@ def assert_close(prefix: str, a: Any, b: Any, rms: float) -> None:
 
 def decibels(exact: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
     """Signal to noise of each row, or of a whole vector: 20 log10(‖exact‖ / ‖got - exact‖)."""
+    import torch
+
     exact, got = exact.double(), got.double()
     return 20 * torch.log10(exact.norm(dim=-1) / (got - exact).norm(dim=-1))
 
 
+def _is_tensor(x: Any) -> bool:
+    """Without importing torch, which processes of JAX need not wait for."""
+    return "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor)
+
+
 def _array(x: Any) -> np.ndarray:
-    if isinstance(x, torch.Tensor):
+    if _is_tensor(x):
+        import torch
+
         x = x.detach().cpu()
         narrow = x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
         return (x.float() if narrow else x).numpy()

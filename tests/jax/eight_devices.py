@@ -146,7 +146,8 @@ def check_layer(recipe: Recipe, some: Container[tuple[str, str]]) -> None:
         for how in ("shard_map", "jit"):
             if (how == "jit" and "input" in layout.gathers) or (name, how) not in some:
                 continue
-            run, state, case = pieces(layout, recipe, first, how), first, f"{name} by {how}"
+            run = pieces(layout, recipe, first, how).lower(*args, first).compile()
+            state, case = first, f"{name} by {how}"
             for right in expected:
                 got = run(*args, state)
                 state = got[4]
@@ -155,7 +156,7 @@ def check_layer(recipe: Recipe, some: Container[tuple[str, str]]) -> None:
                 for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(right[4]), strict=True):
                     assert_bitwise(a, b, f"{case}, state")
             if layout.gathers and recipe.wgrad.b is not None:
-                kinds = gathered(run.lower(*args, state).compile().as_text())
+                kinds = gathered(run.as_text())
                 assert kinds and set(kinds) == {"u8"}, f"{case} gathers {kinds}"
 
 
