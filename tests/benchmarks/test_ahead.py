@@ -23,8 +23,9 @@ SELF = ("test_ahead.py", "test_machines.py")
 #: Steps of layers of 8192 tokens, forward and backward, in a process that passes for one on an H200. Its torch asks
 #: the driver as a build with CUDA does, which would end there.
 STEP = """
-import json, os, resource
+import gc, json, os, resource
 import torch
+from triton import JITFunction
 
 torch._C._cuda_getCurrentRawStream = torch._C._cuda_getDevice = lambda *_: os._exit(139)
 from benchmarks.gpu.ahead import counting, standin
@@ -41,6 +42,9 @@ for recipe in ("delayed", "tensorwise"):
         y.backward(torch.empty_like(y))
     assert x.grad.shape == x.shape and layer.weight.grad.shape == (4096, 4096)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+# Each hashed after all that it calls, whose constants the hash else lacks.
+hashed = [fn for fn in gc.get_objects() if isinstance(fn, JITFunction) and fn.hash is not None]
+assert len(hashed) > 10 and not [fn for fn in hashed if JITFunction(fn.fn).cache_key != fn.cache_key]
 print(json.dumps({**counting.counts, "megabytes": peak}))
 """
 

@@ -62,7 +62,7 @@ NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"tor
 FLOORS: dict[str, tuple[str, ...]] = {
     "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "train"),
     "quaver.core": (*("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs"),),
-    "quaver.kernels": ("bits", "quantizing", "emulating", "fused", "attention"),
+    "quaver.kernels": ("hashing", "bits", "quantizing", "emulating", "fused", "attention"),
     "quaver.torch": (
         "internals",
         "numerics",

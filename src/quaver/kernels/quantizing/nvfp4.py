@@ -23,7 +23,7 @@ from quaver.kernels.bits.philox import philox, whole_word
 from quaver.kernels.bits.swizzle import swizzled
 
 #: What a tensor factor brings the largest element to: 2688 = 1.3125 × 2**11.
-LARGEST = tl.constexpr(2688.0)
+LARGEST_DECODED = tl.constexpr(2688.0)
 SIXTH = tl.constexpr(1 / 6)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
@@ -36,7 +36,7 @@ def tensor_factor(bits, POWER_OF_TWO: tl.constexpr):
         p = tl.minimum(tl.maximum(p, -117), 100)
         e = power_of_two(tl.where((bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS), p, 0))
     else:
-        e = encode_factor(bits, False, 0, 0, LARGEST)
+        e = encode_factor(bits, False, 0, 0, LARGEST_DECODED)
     return e
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction
 
+from quaver.kernels.hashing import hash_callees_first
 from quaver.torch.backends.gpu.launching import capture, device, interpreter
 from quaver.torch.internals import current_gpu, raw_stream
 
@@ -62,6 +63,9 @@ class Launch:
     registers: int | None = None
     #: By argument, the bytes of each tensor.
     sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        hash_callees_first(self.fn, *self.constants.values())
 
     @property
     def options(self) -> dict[str, Any]:

@@ -40,18 +40,19 @@ def without_memory(x: Tensor) -> Tensor:
     return pattern(row_major((x.shape[0], x.shape[1]), x.dtype), x.device)
 
 
-#: What does for two matrices, in one launch, what a kernel does for one.
-OF_TWO = {
-    amax.amax: amax.amax_of_two,
-    cast.cast: cast.cast_two,
-    rowwise.rowwise: rowwise.rowwise_two,
-    rowwise.columnwise: rowwise.columnwise_two,
-}
+#: A kernel, and what does for two matrices, in one launch, what it does for one. A dict would hash its keys while this
+#: is imported, before `hash_callees_first` can.
+OF_TWO = (
+    (amax.amax, amax.amax_of_two),
+    (cast.cast, cast.cast_two),
+    (rowwise.rowwise, rowwise.rowwise_two),
+    (rowwise.columnwise, rowwise.columnwise_two),
+)
 
 
 def of_two(a: Launch, b: Launch) -> Launch | None:
     """Two launches as one; None where no kernel does both."""
-    fn = OF_TWO.get(a.kernel)
+    fn = next((two for one, two in OF_TWO if one is a.kernel), None)
     if fn is None or a.kernel is not b.kernel or a.warps != b.warps:
         return None
     # One axis of programs, of which the kernel itself finds rows and columns.
