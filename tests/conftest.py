@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,6 @@ OPTIMIZED = (
 )
 #: XLA's options everywhere else, beside JAX_DISABLE_MOST_OPTIMIZATIONS: a layer compiles in a third of the time.
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-#: The same for processes that tests start, as the environment's XLA_FLAGS.
-QUICK_FLAGS = " ".join(f"--{option}={str(value).lower()}" for option, value in QUICK.items())
 #: And for programs of those files whose claim no optimizer could break.
 QUICKEST = QUICK | {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -84,8 +82,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if PROGRAMS not in os.environ:
         os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="quaver-tests-")
         config.add_cleanup(forget_programs)
+        hold_open(config)
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
         begin()
+
+
+def hold_open(config: pytest.Config) -> None:
+    """The pipe by which processes that programs are forked from (tests/forking.py) know that the run goes on."""
+    if sys.platform == "linux":
+        pipe = Path(os.environ[PROGRAMS], "alive")
+        os.mkfifo(pipe)
+        config.add_cleanup(partial(os.close, os.open(pipe, os.O_RDWR)))
 
 
 def forget_programs() -> None:

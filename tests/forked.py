@@ -1,69 +1,76 @@
-"""Processes that are forked from one that has imported what each of them would: a tenth of their time.
+"""Programs of tests, forked from a process that has imported what each of them would: a tenth of their time.
 
-Arguments, environment, files and signals are those of a process of its own; what Python does before and after a program
-is left out, so some tests start one.
+Arguments, environment, folder, files, signals, session and exit code are those of a process of its own. A test whose
+claim is what Python does before a program's first line, or what importing takes, starts one.
 """
 
-import multiprocessing
+import fcntl
 import os
-import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import termios
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from multiprocessing.reduction import DupFd
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-#: What a training in PyTorch imports; torch's optimizers import Dynamo.
-IMPORTED = ["quaver.train.commands.cli", "quaver.train.learning.torch.learner", "quaver.train.showing.plots"]
-IMPORTED += ["torch._dynamo", "benchmarks.acceptance.training", "tests.forked"]
-FORKING = multiprocessing.get_context("forkserver") if sys.platform == "linux" else None
-if FORKING:
-    FORKING.set_forkserver_preload(IMPORTED)
+from tests import forking
+from tests.conftest import PROGRAMS, ROOT
+
+#: Seconds until a process has imported what its stage has.
+LONGEST = 300
 
 
-class Sent:
-    """A file's number, which is another one in the process that it is sent to."""
+def connected(stage: str) -> socket.socket:
+    """A connection to the process of a stage, which the first who asks for it in a run of the tests starts."""
+    place = os.open(os.environ[PROGRAMS], os.O_RDONLY)
+    try:
+        lock = os.open("lock", os.O_RDWR | os.O_CREAT, dir_fd=place)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            start(stage, place)
+        finally:
+            os.close(lock)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(forking.address(place, stage))
+        return connection
+    finally:
+        os.close(place)
 
-    def __init__(self, number: int) -> None:
-        self.number = number
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (DupFd(self.number),)
-
-
-def _arrived(file: Any) -> int:
-    number: int = file.detach()
-    return number
-
-
-def _run(command: Sequence[str], environment: Mapping[str, str], folder: str, files: Sequence[int]) -> None:
-    """In the forked process: be `python -m MODULE ARGUMENTS`."""
-    for place, file in enumerate(files):
-        os.dup2(file, place)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (as long as the process)
-    for number in (signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    if command[2] == "quaver.train":
-        # A comparison's own runs.
-        from quaver.train.running import compare
-
-        compare.subprocess = quick  # type: ignore[assignment]
-    sys.argv = [*command[2:]]
-    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+def start(stage: str, place: int) -> None:
+    """Have a stage's process and all before it listen, in an open folder that is locked."""
+    stages = list(forking.STAGES)
+    if stage in os.listdir(place):
+        return
+    before = stages[: stages.index(stage)]
+    if before:
+        start(before[-1], place)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(forking.address(place, before[-1]))
+            forking.send(connection, forking.Program(command=[], environment={}, folder="", stage=stage))
+            connection.recv(8)
+    else:
+        command = [sys.executable, "-m", "tests.forking", os.environ[PROGRAMS]]
+        files = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # It forks itself and ends, so that nobody has to wait for it.
+        subprocess.run(command, cwd=ROOT, env=environment, start_new_session=True, check=True, **files)
+    end = time.monotonic() + LONGEST
+    while stage not in os.listdir(place):
+        assert time.monotonic() < end, f"no process with {stage} came"
+        time.sleep(0.01)
 
 
 @contextmanager
-def _opened(asked: Sequence[Any]) -> Iterator[tuple[list[Sent], list[IO[bytes] | None]]]:
-    """What is sent in the place of the three files that a process begins with; and the ends of pipes to read."""
+def _opened(asked: Sequence[Any]) -> Iterator[tuple[list[int], list[IO[bytes] | None]]]:
+    """The numbers of the three files that a process begins with; and the ends of pipes to read."""
     numbers, opened = [], []
     pipes: list[IO[bytes] | None] = [None] * len(asked)
     for place, file in enumerate(asked):
@@ -74,53 +81,80 @@ def _opened(asked: Sequence[Any]) -> Iterator[tuple[list[Sent], list[IO[bytes] |
         elif file == subprocess.DEVNULL:
             number = os.open(os.devnull, os.O_RDWR)
             opened.append(number)
+        elif file is None or isinstance(file, int):
+            number = place if file is None else file
         else:
-            number = place if file is None else file.fileno()
+            number = file.fileno()
         numbers.append(number)
     try:
-        yield list(map(Sent, numbers)), pipes
+        yield numbers, pipes
     finally:
         for number in opened:
             os.close(number)
 
 
+def take_terminal() -> None:
+    """For `preexec_fn`: standard input is the terminal of the session that begins here."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Popen:
-    """What the trainer and tests use of `subprocess.Popen`."""
+    """What the trainer and tests use of `subprocess.Popen`, and the stage that has imported what is already there."""
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: Sequence[Any],
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         stdin: Any = None,
         stdout: Any = None,
         stderr: Any = None,
+        start_new_session: bool = False,
+        preexec_fn: Any = None,
+        stage: str = "quaver",
     ) -> None:
-        assert FORKING is not None and list(command[:2]) == [sys.executable, "-m"]
+        assert command[0] == sys.executable and preexec_fn in (None, take_terminal)
         environment = dict(os.environ if env is None else env)
         with _opened((stdin, stdout, stderr)) as (files, self.pipes):
-            arguments = [*command], environment, str(cwd or os.getcwd()), files
-            self.process = FORKING.Process(target=_run, args=arguments)
-            self.process.start()
-        assert self.process.pid is not None
-        self.pid = self.process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.process.exitcode
+            program = forking.Program(
+                command=[os.fsdecode(part) for part in command[1:]],
+                environment=environment,
+                folder=str(cwd or os.getcwd()),
+                session=start_new_session,
+                terminal=preexec_fn is not None,
+                files=files,
+            )
+            self.connection = connected(stage)
+            forking.send(self.connection, program)
+            said = self.connection.recv(8)
+        assert said, f"the process with {stage} has ended"
+        self.pid = int.from_bytes(said, "little")
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        return self.process.exitcode
+        return self._ended(0.0)
+
+    def _ended(self, seconds: float | None) -> int | None:
+        if self.returncode is None:
+            self.connection.settimeout(seconds)
+            try:
+                code = self.connection.recv(8)
+            except (BlockingIOError, TimeoutError):
+                return None
+            assert code, "the process before it has ended"
+            self.returncode = int.from_bytes(code, "little", signed=True)
+            self.connection.close()
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        self.process.join(timeout)
-        if self.process.exitcode is None:
+        code = self._ended(timeout and max(timeout, 0.001))
+        if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-        return self.process.exitcode
+        return code
 
     def send_signal(self, number: int) -> None:
-        if self.process.exitcode is None:
+        if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -137,5 +171,44 @@ class Popen:
         return said[0], said[1]
 
 
-#: In the place of the module of that name; where there is no such server, the module.
-quick: Any = SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL) if FORKING else subprocess
+def run(
+    command: Sequence[Any],
+    *,
+    capture_output: bool = False,
+    text: bool = False,
+    check: bool = False,
+    timeout: float | None = None,
+    **options: Any,
+) -> "subprocess.CompletedProcess[Any]":
+    """As `subprocess.run` does; what the program writes, however much, goes through files."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        if capture_output:
+            options |= {"stdout": out, "stderr": errors}
+        process = Popen(command, **options)
+        try:
+            process.wait(timeout)
+        except BaseException:
+            process.send_signal(signal.SIGKILL)
+            raise
+        said: list[Any] = [None, None]
+        if capture_output:
+            for place, file in enumerate((out, errors)):
+                file.seek(0)
+                said[place] = file.read().decode() if text else file.read()
+    assert process.returncode is not None
+    done = subprocess.CompletedProcess(list(command), process.returncode, *said)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def bare(stage: str) -> Any:
+    """As `quick`, of processes that have imported the libraries of a stage alone."""
+    if sys.platform != "linux":
+        return subprocess
+    return SimpleNamespace(Popen=partial(Popen, stage=stage), run=partial(run, stage=stage), **KINDS)
+
+
+KINDS = {"PIPE": subprocess.PIPE, "DEVNULL": subprocess.DEVNULL}
+#: In the place of the module of that name; where processes are not forked so, the module.
+quick: Any = SimpleNamespace(Popen=Popen, run=run, **KINDS) if sys.platform == "linux" else subprocess

@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 
+from tests import forked
 from tests.contracts.house import (
     PAGE,
     ROOT,
@@ -351,6 +352,7 @@ def test_importing_quaver_imports_no_framework() -> None:
 #: frozen: to walk over a million of them takes a tenth of a second, in the import or elsewhere as chance will have it.
 FRONT_END = """
 import gc, os, sys, time, warnings, torch
+sys.dont_write_bytecode = False
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # numpy's threads sleep
 gc.collect()
 gc.freeze()
@@ -368,7 +370,10 @@ for number in range({forks}):
 @cache
 def front_end(forks: int) -> list[list[str]]:
     """Seconds, and modules of others, of each fork."""
-    return [line.split() for line in run(FRONT_END.format(forks=forks)).splitlines()]
+    command = [sys.executable, "-W", "error", "-c", FRONT_END.format(forks=forks)]
+    done = forked.bare("torch").run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")

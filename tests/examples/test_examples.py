@@ -1,15 +1,13 @@
 """Every example runs, on a CPU, and is short."""
 
-import os
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import QUICK_FLAGS
+from tests import forked
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
@@ -28,8 +26,7 @@ def test_an_example_runs_and_says_something(path: Path, capfd: pytest.CaptureFix
     assert len(text.splitlines()) < 100
     if "jax_num_cpu_devices" in text:
         # JAX counts its devices once in a process.
-        environment = os.environ | {"XLA_FLAGS": QUICK_FLAGS}
-        subprocess.run([sys.executable, "-W", "error", str(path)], check=True, env=environment)
+        forked.bare("jax").run([sys.executable, "-W", "error", str(path)], check=True)
     else:
         with warnings.catch_warnings():
             if needed is not None:

@@ -1,15 +1,16 @@
 """Two processes on gloo: delayed scaling's maxima are those of all ranks, and DDP sees one model."""
 
 import copy
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +21,7 @@ from quaver.torch.state.history import rolling
 from tests import forked
 from tests.close import assert_bitwise, assert_close
 
+ROOT = Path(__file__).parents[2]
 RANKS = 2
 
 
@@ -263,14 +265,23 @@ def _run(rank: int, meeting: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("default")
 def test_two_ranks_are_one_model(tmp_path: Path) -> None:
     """One start of two processes for all of `CASES`; the failing case is named."""
     # They meet in a file: a port that is free now may be another process's by then.
-    multiprocessing.start_processes(
-        _run,
-        ((tmp_path / "meeting").as_uri(),),
-        nprocs=RANKS,
-        # Forked, where that is possible, from a process that has imported torch and Dynamo.
-        start_method="spawn" if forked.FORKING is None else "forkserver",
-    )
+    command = [sys.executable, "-m", __name__]
+    ranks = []
+    for rank in range(RANKS):
+        arguments = [str(rank), (tmp_path / "meeting").as_uri()]
+        ranks.append(forked.quick.Popen([*command, *arguments], cwd=ROOT, stderr=forked.quick.PIPE))
+    try:
+        while any(each.poll() is None for each in ranks) and not any(each.poll() for each in ranks):
+            time.sleep(0.02)
+    finally:
+        for each in ranks:
+            each.terminate()
+    said = b"".join(each.communicate()[1] for each in ranks).decode()
+    assert [each.returncode for each in ranks] == [0] * RANKS, said
+
+
+if __name__ == "__main__":
+    _run(int(sys.argv[1]), sys.argv[2])

@@ -1,13 +1,13 @@
 """What a process sets for torch reaches no result of a quantized layer: every setting by recipes and paths of a CPU."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forked
 from tests.close import assert_bitwise, assert_close
 from tests.operands import variants
 from tests.torch.under_settings import BOUNDED, SETTINGS, SHAPES
@@ -43,7 +43,7 @@ def run(cases: list[tuple[str, str]], folder: Path) -> None:
     """Fill a folder with a file a setting; see `tests.torch.under_settings`."""
     told = json.dumps([list(SETTINGS), cases, str(folder)])
     command = [sys.executable, "-m", "tests.torch.under_settings", told]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forked.bare("torch").run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (folder / "words").write_text(done.stdout + done.stderr, encoding="utf-8")
 

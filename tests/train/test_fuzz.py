@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from quaver.train.commands.cli import app
 from quaver.train.configuration import recipe_name
+from tests import forked
 from tests.train import fuzzing
 from tests.train.conftest import MakeConfig
 from tests.train.fuzzing import Place
@@ -131,7 +132,7 @@ def test_the_same_holds_in_a_process_of_its_own(where: Place, tmp_path: Path, se
         arguments = fuzzing.command_line(seed, where, tmp_path / f"case-{seed}")
         given = [os.fsencode(argument.replace("\0", "")) for argument in arguments]
         command = [sys.executable, "-m", "quaver.train", *given]
-        done = subprocess.run(command, capture_output=True, timeout=LONGEST, check=False, stdin=subprocess.DEVNULL)
+        done = forked.quick.run(command, capture_output=True, timeout=LONGEST, check=False, stdin=subprocess.DEVNULL)
         said = (done.stdout + done.stderr).decode("utf-8", "replace")
         assert "Traceback" not in said and not judged(done.returncode, said), (seed, arguments, said)
 

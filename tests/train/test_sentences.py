@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -141,10 +142,10 @@ def test_memory_is_what_the_machine_and_its_limits_allow() -> None:
         raise RuntimeError("another")
 
 
-def without(packages: str, code: str) -> subprocess.CompletedProcess[str]:
+def without(packages: str, code: str) -> Any:
     """Run code where packages cannot be imported."""
     hide = f"import sys; sys.modules.update(dict.fromkeys({packages.split()!r}))\n"
-    return subprocess.run([sys.executable, "-c", hide + code], capture_output=True, text=True, check=False)
+    return forked.bare("jax").run([sys.executable, "-c", hide + code], capture_output=True, text=True)
 
 
 def test_the_command_without_its_extras_says_what_to_install() -> None:

@@ -1,6 +1,5 @@
 """Operations: the first implementation without a reason to refuse runs, the others say why not; compilers see one."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from torch import Tensor
 import quaver.torch
 from quaver.torch.operations import operation
 from quaver.torch.operations.operation import Impl, Operation, Unsupported, narrowed
+from tests import forked
 
 assert quaver.torch
 
@@ -143,5 +143,5 @@ def test_every_operator_is_an_operation_and_importing_them_imports_no_triton() -
         "assert names and names == {f'quaver::{o.name}' for o in OPERATIONS if o.operator != o.eager}, names\n"
         "assert 'triton' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked.bare("torch").run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,7 @@
 import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,6 @@ from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.torch import trials
 from quaver.train.records.metrics import losses, read
-from tests.conftest import QUICK_FLAGS
 from tests.train.conftest import MakeConfig
 
 
@@ -116,8 +117,7 @@ def test_compare_reports_and_names_its_pictures(toml: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", QUICK_FLAGS)
+def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path) -> None:
     arguments = ["--framework", "jax", "--recipes", "tensorwise", "--steps", 2, "--jobs", 1, "--quiet"]
     result = quaver("compare", "--config", toml, *arguments)
     assert result.exit_code == 0, result.output
@@ -188,6 +188,15 @@ def test_doctor_tries_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_version_is_said() -> None:
     result = quaver("--version")
     assert result.exit_code == 0 and result.stdout == f"quaver {version}\n"
+
+
+def test_the_module_is_a_program_that_imports_what_its_command_needs() -> None:
+    """From an interpreter's first line on; what draws pictures was half of what it imported."""
+    command = [sys.executable, "-X", "importtime", "-m", "quaver.train", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.stdout == f"quaver {version}\n" and "quaver.train.commands.cli" in imported
+    assert not imported & {"matplotlib", "torch", "jax", "triton", "transformers"}
 
 
 @pytest.mark.usefixtures("forked_runs")

@@ -376,14 +376,12 @@ def test_a_terminal_that_hangs_up_loses_nothing(make_config: MakeConfig, tmp_pat
     """The terminal's end sends SIGHUP, and whatever is written to it from then on fails."""
     config = make_config("stopped", steps=4000, checkpoint_every=0, validate_every=0)
     terminal, end = pty.openpty()
-    owned = (
-        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", owned, *command(config, tmp_path)],
+    process = forked.quick.Popen(
+        command(config, tmp_path),
         **dict.fromkeys(("stdin", "stdout", "stderr"), end),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
+        preexec_fn=forked.take_terminal,
     )
     os.close(end)
     wait_for_steps(process, config, 3)

@@ -4,7 +4,6 @@ Where the processor has no such block, another one stands for it: what surrounds
 """
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from quaver.torch.backends.cpu import brgemm as cpu_brgemm
 from quaver.torch.backends.cpu import pool, scratch
+from tests import forked
 from tests.close import assert_bitwise
 from tests.torch.backends.cpu import block
 
@@ -243,7 +243,8 @@ raise SystemExit(os.waitpid(child, 0)[1])
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_fork_multiplies_though_it_inherits_no_helper() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], timeout=300, capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", "-c", FORK]
+    done = forked.quick.run(command, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

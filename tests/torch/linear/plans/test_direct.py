@@ -1,7 +1,6 @@
 """A small layer's step on a CPU, decided beforehand, has the bits, gradients and state of the general one."""
 
 import math
-import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from quaver.torch.linear.entrance import GIVEN
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.projections import project
 from quaver.torch.state import kept_weights
+from tests import forked
 from tests.close import assert_bitwise
 from tests.operands import nasty
 from tests.pairs import pairs
@@ -295,7 +295,7 @@ assert (y == {K} * 2.0**-30).all()
 y.sum().backward()
 assert (x.grad == {N}).all()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    forked.bare("torch").run([sys.executable, "-c", code], check=True)
 
 
 def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
