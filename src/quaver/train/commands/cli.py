@@ -32,7 +32,6 @@ from quaver.train.running.interrupt import Interrupted
 from quaver.train.running.loop import folder_of, run_training
 from quaver.train.running.sampling import Sampling
 from quaver.train.showing import report
-from quaver.train.showing.plots import plot_comparison, plot_loss
 from quaver.train.showing.progress import Lines, numbers
 
 app = typer.Typer(
@@ -143,6 +142,8 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bar or lines")] = False,
 ) -> None:
     """Train a language model under a recipe."""
+    from quaver.train.showing.plots import plot_loss  # half of what all the command imports
+
     settings = configure(typed, config, more_text)
     before = folder_of(settings) / "config.toml"
     if resume and config is None and before.exists():
@@ -181,6 +182,8 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bars or lines")] = False,
 ) -> None:
     """Train under several recipes with the same data and seeds, and report the differences from bf16."""
+    from quaver.train.showing.plots import plot_comparison
+
     settings = configure(typed, config, more_text)
     with bars(quiet) as progress:
         tasks: dict[str, TaskID] = {}
