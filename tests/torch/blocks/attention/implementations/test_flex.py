@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
 import quaver.torch as qt
 from quaver.torch.blocks.attention import attention
@@ -16,6 +17,13 @@ from tests.torch.blocks.attention.cases import MASK_TYPES, B, H, mask_of
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 3.0])
 SINKS = torch.tensor([-1.0, 0.0, 0.5, 3.0])
 UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator that computes the scores is called, and not traced anew for each case; it is torch's way to debug
+    such functions, and has no backward."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 def operands(queries: int, keys: int, groups: int = 2) -> tuple[torch.Tensor, ...]:
@@ -32,7 +40,7 @@ def compare(inputs: tuple[torch.Tensor, ...], **options: Any) -> None:
     assert_close("output", y, right.transpose(1, 2) if call.ragged is None else right.transpose(0, 1)[None], 2e-6)
 
 
-@UNFUSED
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("mask_type", "lengths", "window", "groups"),
     pairs(MASK_TYPES, [(7, 7), (5, 7), (7, 5)], [None, (2, -1)], [4, 2]),
@@ -43,7 +51,7 @@ def test_masks_equal_the_reference(mask_type: str, lengths: tuple[int, int], win
     compare(operands(queries, keys, groups), mask_type=mask_type, mask=mask, window=window)
 
 
-@UNFUSED
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     "options",
     [
