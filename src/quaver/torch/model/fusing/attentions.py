@@ -9,7 +9,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.blocks.attention.op import attention
-from quaver.torch.model.fusing.comparing import buffers_of, differs, drawn, twin
+from quaver.torch.model.fusing.comparing import buffers_of, differs, drawn, linear, twin
 from quaver.torch.model.fusing.fused import Fused, replaced, stands_aside
 from quaver.torch.model.fusing.mlps import sizes
 from quaver.torch.model.fusing.ropes import COMPLEX, HALVES, ONCE, PAIRS, Rope, rope_of, tables
@@ -237,7 +237,7 @@ def _differs(module: Any, forward: Any, formula: AttentionFormula, case: _Case) 
 
 def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _Case) -> dict[str, Any]:
     """Of a forward, by name, as a model of transformers gives them."""
-    names = inspect.signature(type(copied).forward).parameters
+    names = _parameters(type(copied).forward)
     i = torch.arange(TOKENS, dtype=torch.int64, device="cpu")
     seen = i[:, None] >= i
     if mask == "padding and window":
@@ -254,6 +254,11 @@ def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _Ca
             named.setdefault(name, None)
     named.pop("self", None)
     return named
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(forward).parameters
 
 
 def _widths(copied: Any) -> list[int]:
@@ -285,10 +290,10 @@ def small(module: Any, dtype: torch.dtype, last: bool) -> nn.Module:
             k, n, bias = shapes[name]
             is_last = last and name == list(shapes)[-1]
             k, n = (k, SMALL) if is_last else (SMALL if k == wide else k, n)
-            parts[name] = nn.Linear(k, n, bias, device="cpu", dtype=dtype)
-            with torch.no_grad():
-                for j, p in enumerate(parts[name].parameters()):
-                    p.copy_(drawn(p.shape, torch.float32, 2 * i + j, scale=0.3 if j else k**-0.5))
+            parts[name] = linear(
+                drawn((n, k), dtype, 2 * i, scale=k**-0.5),
+                drawn((n,), dtype, 2 * i + 1, scale=0.3) if bias else None,
+            )
         elif part is None or part._modules or any(b.is_meta for b in part.buffers()):
             raise NotImplementedError(f"it holds a {type(part).__name__}")
         else:

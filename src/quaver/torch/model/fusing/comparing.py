@@ -44,6 +44,16 @@ def twin(module: nn.Module, kind: Any, submodules: dict[str, nn.Module], paramet
     return copied
 
 
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """An nn.Linear of these values, which draws none of its own."""
+    layer = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(layer)
+    layer.out_features, layer.in_features = weight.shape
+    layer.weight = nn.Parameter(weight)
+    layer.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+    return layer
+
+
 def differs(
     of_dtype: Callable[[torch.dtype], nn.Module],
     ours: Function,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quaver.torch.blocks.activation import ACTIVATIONS, Activated, option_values
 from quaver.torch.linear.entrance import GIVEN
 from quaver.torch.linear.projections import is_bare, project
-from quaver.torch.model.fusing.comparing import differs, drawn, rows, twin, why_not
+from quaver.torch.model.fusing.comparing import differs, drawn, linear, rows, twin, why_not
 from quaver.torch.model.fusing.fused import Fused, Named, changed, fixed, patched, stands_aside, untold
 from quaver.torch.model.reach.exchanging import bare_class, original
 
@@ -233,13 +233,8 @@ def small(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             assert part is not None
             parts[name] = twin(part, bare_class(part), {}, {})
             continue
-        (k, n), bias = features[name], size[2]
-        linear = nn.Linear(k, n, bias, device="cpu", dtype=dtype)
-        with torch.no_grad():
-            linear.weight.copy_(drawn((n, k), torch.float32, 2 * i, scale=0.5))
-            if bias:
-                linear.bias.copy_(drawn((n,), torch.float32, 2 * i + 1))
-        parts[name] = linear
+        k, n = features[name]
+        parts[name] = linear(drawn((n, k), dtype, 2 * i, scale=0.5), drawn((n,), dtype, 2 * i + 1) if size[2] else None)
     kind = bare_class(module)
     return twin(module, original(kind) or kind, parts, {})
 
