@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -40,6 +41,11 @@ SPECS, GEMMS = _distinct()
 
 def nasty(shape: tuple[int, int], seed: int = 0) -> dict[str, np.ndarray]:
     """float32 operands of this shape: ordinary, and with what a scale or a rounding can trip over."""
+    return {name: x.copy() for name, x in _nasty(shape, seed).items()}
+
+
+@lru_cache(maxsize=32)
+def _nasty(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     normal = rng.normal(size=shape).astype(np.float32)
     hard = {
