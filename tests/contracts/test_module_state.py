@@ -41,6 +41,7 @@ SAFE = {
     "torch.model.reach.same:_computes": SAME,
     "torch.model.reach.experts:_left_alone": CACHED,
     "torch.model.fusing.attentions:rebuilt": CACHED,
+    "torch.model.fusing.attentions:_parameters": CACHED,
     "torch.model.conversion:_roots": "a thread adds the models that it converts",
     "torch.backends.cpu.brgemm:_functions": CACHED,
     "torch.backends.cpu.decoding:_pairs": SAME,
