@@ -102,3 +102,12 @@ MAGNITUDES: dict[str, tuple[Callable[[np.random.Generator, np.ndarray], np.ndarr
     "all zeros": (lambda rng, x: x * np.float32(0), 1.0),
     "one outlier": (outlier, 1.0),
 }
+
+
+@lru_cache(maxsize=32)
+def factors(magnitude: str, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """a [m, k] and b [n, k] of a product, float32, drawn once for all GEMMs: whoever writes to them copies them."""
+    rng = np.random.default_rng(m * k * n)
+    change, scale = MAGNITUDES[magnitude]
+    a = change(rng, rng.normal(size=(m, k)).astype(np.float32))
+    return a, rng.normal(size=(n, k)).astype(np.float32) * np.float32(scale)

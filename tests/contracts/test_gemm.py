@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from quaver.core.spec import GemmSpec, QuantSpec
 from quaver.torch.backends.cpu.decoding import folds_exactly
 from quaver.torch.numerics.reference import double
 from tests.close import assert_bitwise, assert_close
-from tests.operands import GEMMS, MAGNITUDES
+from tests.operands import GEMMS, MAGNITUDES, factors
 from tests.pairs import pairs
 
 every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
@@ -26,20 +25,11 @@ SIZES = [(8, 16, 8), (100, 300, 70), (192, 512, 256), (1, 2000, 130), (130, 2000
 def operands(magnitude: str, gemm: GemmSpec, m: int, k: int, n: int) -> tuple[qt.Quantized, qt.Quantized]:
     """a [m, k] and b [n, k]; every other size as transposed views."""
     pair = []
-    for t, spec in zip(values(magnitude, m, k, n), (gemm.a, gemm.b), strict=True):
+    for x, spec in zip(factors(magnitude, m, k, n), (gemm.a, gemm.b), strict=True):
         assert spec is not None
+        t = torch.from_numpy(x)
         pair.append(qt.quantize(t.t().contiguous().t() if k == 300 else t, spec, seed=1))
     return pair[0], pair[1]
-
-
-@lru_cache(maxsize=32)
-def values(magnitude: str, m: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is quantized, drawn once for all GEMMs."""
-    rng = np.random.default_rng(m * k * n)
-    change, scale = MAGNITUDES[magnitude]
-    a = change(rng, rng.normal(size=(m, k)).astype(np.float32))
-    b = rng.normal(size=(n, k)).astype(np.float32) * np.float32(scale)
-    return torch.from_numpy(a), torch.from_numpy(b)
 
 
 def by_turns(gemm: GemmSpec, magnitude: str) -> list[tuple[int, int, int]]:

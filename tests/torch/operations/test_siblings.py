@@ -51,9 +51,9 @@ class Attention(nn.Module):
         return y
 
 
-def model(name: str, **options: Any) -> nn.Module:
+def model(name: str, blocks: int = 2, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    net = nn.Sequential(Attention(**options), Attention(**options))
+    net = nn.Sequential(*(Attention(**options) for _ in range(blocks)))
     qt.convert(net, name)
     return net
 
@@ -122,7 +122,7 @@ def test_training_is_that_of_layers_that_quantize_for_themselves(
     name: str, dtype: torch.dtype, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scenario() -> list[Tensor]:
-        net, results = model(name, dtype=dtype), []
+        net, results = model(name, 1, dtype=dtype), []
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for i in range(3):
             x = (inputs(dtype) * (i + 1)).requires_grad_()
@@ -132,7 +132,7 @@ def test_training_is_that_of_layers_that_quantize_for_themselves(
         return results
 
     noisy = any(spec is not None and spec.rounding != "nearest" for spec in of_input(name))
-    alike(scenario, counted, 0 if noisy else 3 * 2 * 3, monkeypatch)
+    alike(scenario, counted, 0 if noisy else 3 * 3, monkeypatch)
 
 
 def of_input(name: str) -> tuple[Any, Any]:

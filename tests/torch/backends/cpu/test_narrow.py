@@ -1,6 +1,5 @@
 """Products with few rows or columns are decoded slice by slice and stay within the bound of every other product."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,7 @@ from quaver.torch.backends.cpu import gemm as cpu_gemm
 from quaver.torch.backends.cpu import narrow
 from quaver.torch.numerics.reference import double
 from tests.close import assert_bitwise, assert_close
-from tests.operands import GEMMS, MAGNITUDES
+from tests.operands import GEMMS, MAGNITUDES, factors
 
 every_gemm = pytest.mark.parametrize("gemm", GEMMS.values(), ids=GEMMS)
 #: Rows, k and columns: slices that end between blocks, sums of several pieces, one long row.
@@ -26,10 +25,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def operands(gemm: GemmSpec, m: int, k: int, n: int, magnitude: str, turned: bool) -> tuple[qt.Quantized, qt.Quantized]:
     """a [m, k] and b [n, k], optionally quantized from transposed views."""
-    rng = np.random.default_rng(m + k + n)
-    change, scale = MAGNITUDES[magnitude]
-    a = torch.from_numpy(change(rng, rng.normal(size=(m, k)).astype(np.float32)))
-    b = torch.from_numpy(rng.normal(size=(n, k)).astype(np.float32) * np.float32(scale))
+    a, b = map(torch.from_numpy, factors(magnitude, m, k, n))
     assert gemm.a is not None and gemm.b is not None
     if turned:
         a, b = a.t().contiguous().t(), b.t().contiguous().t()
