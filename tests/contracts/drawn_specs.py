@@ -267,8 +267,10 @@ def by_torch(step: Step, compiled: bool = False) -> tuple[tuple[Any, ...], tuple
 
 def by_jax(step: Step, options: dict[str, Any] | None = None) -> tuple[tuple[Any, ...], tuple[Expected, ...]] | None:
     """None where JAX refuses the recipe in a sentence. The options are the compiler's."""
-    x, w, g = (jnp.asarray(a, step.dtype) for a in (step.x, step.w.T, step.g))
-    bias = None if step.bias is None else jnp.asarray(step.bias, step.dtype)
+    # numpy converts, for JAX would compile a conversion of each shape.
+    dtype = jnp.dtype(step.dtype)
+    x, w, g = (a.astype(dtype) for a in (step.x, step.w.T, step.g))
+    bias = None if step.bias is None else step.bias.astype(dtype)
     state = qj.state.init(step.recipe)
 
     @partial(jax.jit, compiler_options=options)
@@ -283,7 +285,7 @@ def by_jax(step: Step, options: dict[str, Any] | None = None) -> tuple[tuple[Any
         assert any(s is not None and s.rounding == "stochastic" for s in draws), refusal
         assert "rounds the input at random" in str(refusal)
         return None
-    got = tuple(np.asarray(a, np.float64) for a in (y, dx, dw.T))
+    got = tuple(np.asarray(a, np.float64) for a in (y, dx, np.asarray(dw).T))
     return got, expected_step(step, lambda name: zlib.crc32(f"linear.{name}".encode()))
 
 

@@ -111,7 +111,7 @@ def test_every_operand_has_the_codes_and_scales_of_torchs(recipe: Recipe, dtype:
         grad_x, grad_w, _ = back(g)
         return {name: (q.codes(), q.scales()) for name, q in noted.items()}, (y, grad_x, grad_w)
 
-    args = jnp.asarray(x).astype(wide), jnp.asarray(w), qj.state.init(recipe), jnp.asarray(g).astype(wide)
+    args = x.astype(wide), w, qj.state.init(recipe), g.astype(wide)
     got, ours = step(*args)
     assert set(got) == set(expected)
     assert ("weight.T" in got) != recipe.plan.weight

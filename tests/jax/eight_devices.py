@@ -91,7 +91,7 @@ def arrays() -> tuple[Array, ...]:
     x = rng.normal(size=(B, S, K)) * np.exp2(rng.integers(-6, 7, (B, S, 1)))
     w = rng.normal(size=(K, N)) * np.exp2(rng.integers(-6, 7, (1, N)))
     g = rng.normal(size=(B, S, N)) * np.exp2(rng.integers(-6, 7, (B, S, 1)))
-    return tuple(jnp.asarray(a, jnp.float32) for a in (x, w, rng.normal(size=N), g))
+    return tuple(jax.device_put(a.astype(np.float32)) for a in (x, w, rng.normal(size=N), g))
 
 
 def step(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, state: Any, summed: str = "", **gathers: Any) -> Any:

@@ -37,7 +37,8 @@ RECIPES: dict[str, Any] = {
 
 
 def integers(seed: int, *shape: int) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, shape), jnp.float32)
+    # numpy converts and device_put copies: a conversion and jnp.asarray are a program for each shape.
+    return jax.device_put(np.random.default_rng(seed).integers(-2, 3, shape).astype(np.float32))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Rotary positions against complex multiplication in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,14 +46,15 @@ def test_rope_turns_pairs(interleaved: bool, fraction: float, where: str) -> Non
 
 
 def test_features_beyond_the_fraction_keep_their_bits_and_bf16_is_rounded_once() -> None:
-    x = jnp.asarray(np.random.randn(1, 4, 2, 8), jnp.bfloat16)
-    y = rope(x, fraction=0.5)
+    x = np.random.randn(1, 4, 2, 8).astype(jnp.bfloat16)
+    wide = x.astype(np.float32)
+    y, expected = (np.asarray(jax.jit(partial(rope, fraction=0.5))(a)) for a in (x, wide))
     assert y.dtype == jnp.bfloat16 and (y[..., 4:] == x[..., 4:]).all()
-    assert (y == rope(x.astype(jnp.float32), fraction=0.5).astype(jnp.bfloat16)).all()
+    assert (y == expected.astype(jnp.bfloat16)).all()
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
-    q, k = (jnp.asarray(np.random.randn(1, 1, 1, 16), jnp.float32) for _ in range(2))
+    q, k = (jnp.asarray(np.random.randn(1, 1, 1, 16).astype(np.float32)) for _ in range(2))
     score = jax.jit(lambda a, b: (rope(q, offset=a) * rope(k, offset=b)).sum())
     assert np.isclose(score(9, 4), score(25, 20), rtol=1e-4)
 

@@ -26,7 +26,8 @@ CASES: dict[str, Any] = {
 
 def pair(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Array, Array]:
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.normal(size=a), jnp.float32), jnp.asarray(rng.normal(size=b), jnp.float32)
+    x, y = (jax.device_put(rng.normal(size=shape).astype(np.float32)) for shape in (a, b))
+    return x, y
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -34,23 +35,24 @@ def test_it_is_the_linear_layer(case: Any) -> None:
     shape_a, shape_b, dimensions = case
     a, b = pair(shape_a, shape_b)
     (ca, cb), _ = dimensions
-    x = jnp.moveaxis(a, ca, range(-len(ca), 0))
+    x = np.moveaxis(np.asarray(a), ca, range(-len(ca), 0))
     x = x.reshape(*x.shape[: a.ndim - len(ca)], -1)
-    w = jnp.moveaxis(b, cb, range(len(cb)))
+    w = np.moveaxis(np.asarray(b), cb, range(len(cb)))
     w = w.reshape(x.shape[-1], -1)
-    got = qj.dot_general(a, b, dimensions, recipe="mxfp8")
+    got = jax.jit(lambda a, b: qj.dot_general(a, b, dimensions, recipe="mxfp8"))(a, b)
     assert got.shape == jax.eval_shape(partial(lax.dot_general, dimension_numbers=dimensions), a, b).shape
-    assert_bitwise(got, qj.linear(x, w, recipe="mxfp8").reshape(got.shape))
+    expected = jax.jit(lambda x, w: qj.linear(x, w, recipe="mxfp8"))(x, w)
+    assert_bitwise(got, np.asarray(expected).reshape(got.shape))
 
 
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_batch_axes_are_scaled_one_by_one_and_share_a_state(name: str) -> None:
-    a, b = pair((3, 2, 8, 16), (2, 16, 5, 3))
-    a = a * jnp.float32([1, 1e3, 1e-3])[:, None, None, None]
+    a, b = (np.asarray(t) for t in pair((3, 2, 8, 16), (2, 16, 5, 3)))
+    a = a * np.float32([1, 1e3, 1e-3])[:, None, None, None]
     dimensions = (((3,), (1,)), ((0, 1), (3, 0)))
     state = qj.state.init(recipes.get(name))
 
-    def loss(a: Array, b: Array, state: Any) -> tuple[Array, Array]:
+    def loss(a: Any, b: Any, state: Any) -> tuple[Array, Array]:
         y = qj.dot_general(a, b, dimensions, recipe=name, state=state)
         return (y**2).sum(), y
 
@@ -59,9 +61,9 @@ def test_batch_axes_are_scaled_one_by_one_and_share_a_state(name: str) -> None:
     one = jax.jit(partial(qj.linear, recipe=name))
     for i in range(3):
         for j in range(2):
-            assert_close(f"slice {i}, {j}", y[i, j], one(a[i, j], b[j, ..., i], state=state), 1e-6)
+            assert_close(f"slice {i}, {j}", np.asarray(y)[i, j], one(a[i, j], b[j, ..., i], state=state), 1e-6)
     if name == "delayed":
-        assert_bitwise(after["history"][-1, 0], jnp.abs(a).max())
+        assert_bitwise(np.asarray(after["history"])[-1, 0], np.abs(a).max())
     if name == "nvfp4":
         assert_bitwise(after["count"], np.float32([6, 6]))
 
@@ -77,8 +79,9 @@ def test_without_a_recipe_it_is_jaxs() -> None:
 def test_the_output_has_the_dtype_that_is_preferred() -> None:
     a, b = (t.astype(jnp.bfloat16) for t in pair((8, 32), (32, 16)))
     dimensions = CASES["matrices"][2]
-    assert qj.dot_general(a, b, dimensions, recipe="mxfp8").dtype == jnp.bfloat16
-    assert qj.dot_general(a, b, dimensions, None, jnp.float32, recipe="mxfp8").dtype == jnp.float32
+    for preferred, dtype in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
+        run = partial(qj.dot_general, preferred_element_type=preferred, recipe="mxfp8")
+        assert jax.jit(run, static_argnums=2)(a, b, dimensions).dtype == dtype
 
 
 def test_it_fills_flaxs_slot() -> None:

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -98,12 +97,20 @@ def test_empty_groups_and_rows_of_no_group(name: str, sizes: tuple[int, ...]) ->
 def test_what_cuda_runs_has_the_same_products() -> None:
     """ragged_dot is CUDA's part; it runs on a CPU too, only slower."""
     x, w, g = arrays()
-    lay = grouped._layout(RECIPES["mxfp8"], x, np.array((7, 0, 40, 17), np.int32))
-    rows, gradients = (np.asarray(grouped._take(z, lay.token)) for z in (x, g))
-    turned = jnp.swapaxes(w, 1, 2)
-    assert_close("rows", grouped._rows_ragged(rows, turned, lay), grouped._rows_tiled(rows, turned, lay), 1e-6)
-    operands = rows.T, gradients.T
-    assert_close("tokens", grouped._tokens_ragged(*operands, lay), grouped._tokens_tiled(*operands, lay), 1e-6)
+
+    @jax.jit
+    def products(x: Any, turned: Any, g: Any, sizes: Any) -> tuple[Any, Any]:
+        lay = grouped._layout(RECIPES["mxfp8"], x, sizes)
+        rows, gradients = (grouped._take(z, lay.token) for z in (x, g))
+        operands = rows.T, gradients.T
+        return (
+            (grouped._rows_ragged(rows, turned, lay), grouped._rows_tiled(rows, turned, lay)),
+            (grouped._tokens_ragged(*operands, lay), grouped._tokens_tiled(*operands, lay)),
+        )
+
+    both = products(x, np.swapaxes(w, 1, 2), g, np.array((7, 0, 40, 17), np.int32))
+    for what, (ragged, tiled) in zip(("rows", "tokens"), both, strict=True):
+        assert_close(what, ragged, tiled, 1e-6)
 
 
 def test_a_delayed_state_records_the_largest_of_all_groups() -> None:

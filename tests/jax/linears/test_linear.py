@@ -53,9 +53,9 @@ def operands(lead: tuple[int, ...], k: int, n: int, dtype: Any = jnp.float32) ->
     rng = np.random.default_rng(k)
     shapes = (*lead, k), (k, n), (n,), (*lead, n)
     sizes = 1.0, 0.3, 1.0, 1e-3
-    # numpy converts, for JAX would compile a conversion of each shape.
+    # numpy converts and device_put copies: a conversion and jnp.asarray are a program for each shape.
     drawn = ((rng.normal(size=s) * size).astype(dtype) for s, size in zip(shapes, sizes, strict=True))
-    x, w, bias, g = map(jnp.asarray, drawn)
+    x, w, bias, g = map(jax.device_put, drawn)
     return x, w, bias, g
 
 
@@ -130,21 +130,27 @@ def test_narrow_activations_and_wide_parameters_round_once(name: str, dtype: Any
 def test_without_a_dtype_operands_are_promoted() -> None:
     x, w, bias, _ = operands((4,), 32, 16)
     narrow = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-    assert qj.linear(x, w, recipe="mxfp8").dtype == jnp.float32
-    assert qj.linear(narrow[0], w, recipe="mxfp8").dtype == jnp.float32
-    assert qj.linear(*narrow, bias, recipe="mxfp8").dtype == jnp.bfloat16
+    layer = partial(jax.eval_shape, partial(qj.linear, recipe="mxfp8"))
+    assert layer(x, w).dtype == jnp.float32
+    assert layer(narrow[0], w).dtype == jnp.float32
+    assert layer(*narrow, bias).dtype == jnp.bfloat16
 
 
 def test_without_a_recipe_it_is_flaxs_dense() -> None:
     import flax.linen as nn
 
     x, w, bias, _ = operands((4,), 33, 17, jnp.bfloat16)
-    theirs = nn.Dense(17, dtype=jnp.bfloat16).apply({"params": {"kernel": w, "bias": bias}}, x)
+    theirs = jax.jit(nn.Dense(17, dtype=jnp.bfloat16).apply)({"params": {"kernel": w, "bias": bias}}, x)
     for recipe in (None, "bf16"):
-        assert_bitwise(np.asarray(qj.linear(x, w, bias, recipe=recipe), np.float32), np.asarray(theirs, np.float32))
+        ours = jax.jit(partial(qj.linear, recipe=recipe))(x, w, bias)
+        assert_bitwise(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+
     # Nothing stands in the way of what high precision can do.
-    second = jax.grad(lambda x: jax.grad(lambda x: (qj.linear(x, w) ** 3).sum().astype(jnp.float32))(x).sum())(x)
-    assert second.shape == x.shape
+    def cubed(x: Array) -> Array:
+        return (qj.linear(x, w) ** 3).sum().astype(jnp.float32)
+
+    second = jax.jit(jax.grad(lambda x: jax.grad(cubed)(x).sum()))(x)
+    assert second.shape == x.shape and np.asarray(second).any()
 
 
 def test_float64_is_computed_in_high_precision_and_says_so() -> None:
@@ -202,10 +208,13 @@ def test_operands_that_are_quantized_already_are_used_as_they_are(name: str) -> 
     recipe = recipes.get(name)
     x, w, bias, g = operands((32,), 128, 64)
     wq, xq = qj.quantize(w.T, recipe.fprop.b), qj.quantize(x, recipe.fprop.a)
-    assert_bitwise(qj.linear(x, wq, bias, recipe=recipe), qj.linear(x, w, bias, recipe=recipe))
-    assert_bitwise(qj.linear(xq, wq, bias, recipe=recipe), qj.linear(x, w, bias, recipe=recipe))
+    layer = jax.jit(partial(qj.linear, recipe=recipe))
+    expected = layer(x, w, bias)
+    assert_bitwise(layer(x, wq, bias), expected)
+    assert_bitwise(layer(xq, wq, bias), expected)
     state = qj.state.init(recipe)
 
+    @jax.jit
     def grad_x(weight: Any) -> Array:
         return jax.grad(lambda x, s: (qj.linear(x, weight, recipe=recipe, state=s) * g).sum(), argnums=(0, 1))(
             x, state
@@ -265,7 +274,7 @@ def test_a_state_that_two_calls_read_is_told_at_trace(name: str, how: str) -> No
         "checkpoint": both(jax.checkpoint(loss)),
     }
     with pytest.raises(ValueError, match=r"share\(state, 2\)"):
-        ways[how](w, qj.state.init(name))
+        jax.eval_shape(ways[how], w, qj.state.init(name))
     # Without gradients there is nothing to add up.
     jax.eval_shape(loss, w, qj.state.init(name))
 
@@ -279,7 +288,7 @@ def test_a_vmap_that_shares_a_state_is_told_at_trace(name: str) -> None:
         return jax.vmap(lambda x, s: qj.linear(x, w, recipe=name, state=s), in_axes=(0, axis))(x, state).sum()
 
     with pytest.raises(ValueError, match=r"share\(state, 3\)"):
-        jax.grad(partial(loss, axis=None), argnums=(0, 1))(w, state)
+        jax.eval_shape(jax.grad(partial(loss, axis=None), argnums=(0, 1)), w, state)
     after = jax.jit(jax.grad(lambda w, s: loss(w, qj.state.share(s, 3), 0), argnums=(0, 1)))(w, state)[1]
     if "history" in after:
         assert float(after["history"][-1, 0]) == float(jnp.abs(x).max())
@@ -305,9 +314,9 @@ def test_what_the_state_lacks_is_told(given: Any) -> None:
     with pytest.raises(ValueError, match="scales by a history and got none"):
         qj.linear(x, w, recipe="delayed", state=given)
     with pytest.raises(ValueError, match="would draw the same noise"):
-        jax.grad(lambda w: qj.linear(x, w, recipe="nvfp4", state=given).sum())(w)
+        jax.eval_shape(jax.grad(lambda w: qj.linear(x, w, recipe="nvfp4", state=given).sum()), w)
     # No gradients, no noise.
-    assert qj.linear(x, w, recipe="nvfp4", state=given).shape == (4, 16)
+    assert jax.eval_shape(lambda w: qj.linear(x, w, recipe="nvfp4", state=given), w).shape == (4, 16)
 
 
 def test_a_state_that_does_not_fit_is_told() -> None:

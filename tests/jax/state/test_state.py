@@ -39,12 +39,12 @@ def windows(recipe: Recipe, seed: int, spread: float = 38.0) -> states.State:
     rng = np.random.default_rng(seed)
     window = (10.0 ** rng.uniform(-spread + 0.1, spread, (recipe.delayed.length, 3))).astype(np.float32)
     window[rng.random(window.shape) < 0.3] = 0
-    return {"history": jnp.asarray(window), "factor": jnp.asarray(rng.choice([0, 1, 8], 3).astype(np.float32))}
+    return {"history": jax.device_put(window), "factor": jax.device_put(rng.choice([0, 1, 8], 3).astype(np.float32))}
 
 
 def after(recipe: Recipe, amaxes: Any, before: states.State) -> states.State:
     """The next state of a step that recorded these amaxes, 0 for none."""
-    return record(before, jnp.asarray(amaxes, jnp.float32), recipe=recipe)
+    return record(before, np.asarray(amaxes, np.float32), recipe=recipe)
 
 
 @EVERY
@@ -54,10 +54,10 @@ def test_a_roll_is_the_references(recipe: Recipe) -> None:
         state = windows(recipe, seed)
         got = roll(state, recipe=recipe)
         for i, spec in enumerate(states.columns(recipe)):
-            before = np.asarray(state["history"][:, i]), np.asarray(state["factor"][i])
+            before = np.asarray(state["history"])[:, i], np.asarray(state["factor"])[i]
             history, factor = reference.roll(*before, recipe.delayed, spec.format, spec.power_of_two)  # type: ignore[arg-type]
-            assert_bitwise(got["history"][:, i], history, f"history, column {i}")
-            assert_bitwise(got["factor"][i], np.float32(factor), f"factor, column {i}")
+            assert_bitwise(np.asarray(got["history"])[:, i], history, f"history, column {i}")
+            assert_bitwise(np.asarray(got["factor"])[i], np.float32(factor), f"factor, column {i}")
 
 
 def test_what_is_not_finite_is_not_recorded() -> None:
@@ -71,7 +71,7 @@ def test_a_state_that_torch_left_unrolled_is_rolled_first() -> None:
     """torch rolls when a step begins: what it saved after one holds that step's amaxes in row 0."""
     recipe = recipes.delayed(history=3)
     recorded = jnp.float32([[1, 2, 3], [0, 0, 0], [4, 0, 0]])
-    ready = states.ready({"history": recorded, "factor": jnp.zeros(3)}, recipe)
+    ready = jax.jit(partial(states.ready, recipe=recipe))({"history": recorded, "factor": np.zeros(3, np.float32)})
     assert_bitwise(ready["history"], np.float32([[0, 0, 0], [4, 0, 0], [1, 2, 3]]))
     assert_bitwise(ready["factor"], np.float32([64, 128, 2.0**14]))
 
@@ -80,13 +80,16 @@ def test_a_state_that_torch_left_unrolled_is_rolled_first() -> None:
 def test_merging_micro_batches_is_recording_their_maximum(recipe: Recipe) -> None:
     """Also where one of them recorded nothing, and where the window is constant so that a roll does not show."""
     merge = jax.jit(qj.state.merge)
-    constant = {"history": jnp.ones((recipe.delayed.length, 3)), "factor": jnp.ones(3)}  # type: ignore[union-attr]
+    unrecorded = jax.jit(qj.state.unrecorded)
+    ones = np.ones((recipe.delayed.length, 3), np.float32)  # type: ignore[union-attr]
+    constant = {"history": ones, "factor": np.ones(3, np.float32)}
     for before in [windows(recipe, seed) for seed in range(5)] + [qj.state.init(recipe), constant]:
-        before = before | {"history": before["history"].at[0].set(0.0)}
+        before = {"history": np.array(before["history"]), "factor": np.asarray(before["factor"])}
+        before["history"][0] = 0.0
         for one, other in ([(1, 2, 3), (3, 2, 1)], [(0, 2, 1), (1, 0, 0.5)], [(0, 0, 0), (0.5, 1, 0)], [(0, 0, 0)] * 2):
             parts = [after(recipe, amaxes, before) for amaxes in (one, other)]
             expected = after(recipe, np.maximum(one, other), before)
-            for got in (merge(*parts), merge(*parts[::-1]), merge(qj.state.unrecorded(before), *parts)):
+            for got in (merge(*parts), merge(*parts[::-1]), merge(unrecorded(before), *parts)):
                 assert_bitwise(got["history"], np.asarray(expected["history"]))
                 assert_bitwise(got["factor"], np.asarray(expected["factor"]))
 
@@ -180,7 +183,7 @@ def test_a_layer_that_took_no_part_keeps_its_state() -> None:
     before["skipped"] = before["used"]
     zeros = jax.tree.map(jnp.zeros_like, before["used"])
     new = {"used": after(recipe, [2, 2, 2], before["used"]), "skipped": zeros, "noisy": {"count": jnp.zeros(2)}}
-    got = qj.state.update(before, new)
+    got = jax.jit(qj.state.update)(before, new)
     for key, expected in (("used", new["used"]), ("skipped", before["skipped"]), ("noisy", before["noisy"])):
         jax.tree.map(partial(assert_bitwise, what=key), got[key], expected)
 
@@ -211,13 +214,13 @@ def test_optax_and_clipping_see_no_state() -> None:
     rng = np.random.default_rng(0)
 
     def layer(k: int, n: int) -> Any:
-        w = jnp.asarray(rng.normal(size=(k, n)) / np.sqrt(k), jnp.float32)
-        return {"w": w, "b": jnp.zeros(n), "state": qj.state.init(recipes.delayed(history=4))}
+        w = (rng.normal(size=(k, n)) / np.sqrt(k)).astype(np.float32)
+        return {"w": w, "b": np.zeros(n, np.float32), "state": qj.state.init(recipes.delayed(history=4))}
 
     parameters = {"first": layer(16, 32), "second": layer(32, 8)}
-    x, target = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((64, 16), (64, 8)))
+    x, target = (rng.normal(size=s).astype(np.float32) for s in ((64, 16), (64, 8)))
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
-    optimizer = tx.init(qj.state.split(parameters)[0])
+    optimizer = jax.jit(tx.init)(qj.state.split(parameters)[0])
 
     @jax.jit
     def train(parameters: Any, optimizer: Any) -> Any:
@@ -235,9 +238,9 @@ def test_optax_and_clipping_see_no_state() -> None:
         assert norm < 2
         qj.state.check(parameters, recipes.delayed(history=4))
     assert losses[-1] < losses[0]
-    assert float(parameters["first"]["state"]["history"][-1, 0]) == float(jnp.abs(x).max())
+    assert float(parameters["first"]["state"]["history"][-1, 0]) == np.abs(x).max()
     # The mistake that this keeps from happening: the state's gradient is clipped like any other.
-    clipped = jax.tree.map(lambda leaf: leaf * 0.3, qj.state.split(parameters)[1])
+    clipped = jax.tree.map(lambda leaf: np.asarray(leaf) * np.float32(0.3), qj.state.split(parameters)[1])
     with pytest.raises(ValueError, match="clipped, given to an optimizer"):
         qj.state.check(clipped, recipes.delayed(history=4))
 
