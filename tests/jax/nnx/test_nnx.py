@@ -82,7 +82,7 @@ def filled(shapes: Any) -> Any:
     return jax.tree.map(lambda p: jax.device_put((0.3 * random.standard_normal(p.shape)).astype(np.float32)), shapes)
 
 
-def made(make: Any) -> Any:
+def module_of(make: Any) -> Any:
     """The module that `make` makes, with numpy's weights and fresh states: JAX would compile each operation of each
     shape that draws a weight."""
     model = nnx.eval_shape(make)
@@ -141,7 +141,7 @@ def test_with_a_recipe_gradients_and_states_are_linens_too() -> None:
 
 
 def test_a_step_is_value_and_grad_and_an_optimizer_of_parameters() -> None:
-    model = made(lambda: qn.DenseGeneral(32, 8, recipe=DELAYED, rngs=rngs()))
+    model = module_of(lambda: qn.DenseGeneral(32, 8, recipe=DELAYED, rngs=rngs()))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     @nnx.jit
@@ -159,7 +159,7 @@ def test_a_step_is_value_and_grad_and_an_optimizer_of_parameters() -> None:
 
 def test_a_layer_that_took_no_part_keeps_its_state() -> None:
     dense = partial(qn.DenseGeneral, 32, 4, recipe=DELAYED)
-    model = made(lambda: nnx.Dict(a=dense(rngs=rngs()), b=dense(rngs=rngs())))
+    model = module_of(lambda: nnx.Dict(a=dense(rngs=rngs()), b=dense(rngs=rngs())))
     nnx.jit(qn.value_and_grad(lambda m: squared(m["a"], X) + squared(m["b"], X)))(model)
     before = pure(model["b"], qn.OverwriteWithGradient)
     nnx.jit(qn.value_and_grad(lambda m: squared(m["a"], X)))(model)
@@ -168,14 +168,14 @@ def test_a_layer_that_took_no_part_keeps_its_state() -> None:
 
 
 def test_a_forgotten_or_foreign_state_is_a_sentence() -> None:
-    model = made(lambda: qn.DenseGeneral(32, 8, name="head", rngs=rngs()))
+    model = module_of(lambda: qn.DenseGeneral(32, 8, name="head", rngs=rngs()))
     with (
         qj.autocast(DELAYED),
         pytest.raises(ValueError, match=r"DenseGeneral head runs under recipe 'delayed' and has no"),
     ):
         model(X)
     with qj.autocast(DELAYED):
-        model = made(lambda: qn.DenseGeneral(32, 8, name="head", rngs=rngs()))
+        model = module_of(lambda: qn.DenseGeneral(32, 8, name="head", rngs=rngs()))
         with pytest.raises(
             ValueError, match="head: gradients are taken under recipe 'delayed', but not with respect to"
         ):
@@ -211,7 +211,7 @@ def test_state_under_scan_and_remat_is_that_of_a_loop() -> None:
     def make(rngs: nnx.Rngs) -> Any:
         return qn.DenseGeneral(32, 32, use_bias=False, recipe=DELAYED, rngs=rngs)
 
-    loop = made(lambda: Stack([make(rngs()) for _ in range(2)], False, False))
+    loop = module_of(lambda: Stack([make(rngs()) for _ in range(2)], False, False))
     # State that is not fresh.
     train_step(loop, X)
     graph = nnx.graphdef(loop.layers[0])
@@ -242,8 +242,8 @@ def test_layers_made_and_run_under_vmap_have_states_of_their_own() -> None:
 
 def test_train_and_eval_switch_every_dropout() -> None:
     dropping = {"dropout": 0.3, "attention_dropout": 0.3, "drop_path": 0.3}
-    model = made(lambda: qn.TransformerLayer(32, 2, 8, **dropping, rngs=rngs()))
-    plain = made(lambda: qn.TransformerLayer(32, 2, 8, rngs=rngs()))
+    model = module_of(lambda: qn.TransformerLayer(32, 2, 8, **dropping, rngs=rngs()))
+    plain = module_of(lambda: qn.TransformerLayer(32, 2, 8, rngs=rngs()))
     run = nnx.jit(lambda model, x: model(x))
     first, second = run(model, X), run(model, X)
     assert (np.asarray(first) != np.asarray(second)).any()
@@ -308,7 +308,7 @@ NAMES = [
 
 
 def test_convert_gives_every_layer_its_recipe_and_revert_takes_it_back() -> None:
-    model = made(lambda: Model(rngs()))
+    model = module_of(lambda: Model(rngs()))
     run = nnx.jit(lambda model, ids: model(ids))
     before = run(model, IDS)
     report = qn.convert(model, "tensorwise")
@@ -326,7 +326,7 @@ def test_convert_gives_every_layer_its_recipe_and_revert_takes_it_back() -> None
 
 
 def test_a_converted_layer_is_the_function_with_its_name() -> None:
-    layer = made(lambda: nnx.Dict(up=nnx.Linear(32, 48, use_bias=False, rngs=rngs())))
+    layer = module_of(lambda: nnx.Dict(up=nnx.Linear(32, 48, use_bias=False, rngs=rngs())))
     qn.convert(layer, "nvfp4", seed=5)
     kernel, direction = layer["up"].kernel[...], np.ones((2, 4, 48), np.float32)
     _, gradients = nnx.jit(qn.value_and_grad(lambda m: (m["up"](X) * direction).sum()))(layer)
@@ -340,7 +340,7 @@ def test_a_converted_layer_is_the_function_with_its_name() -> None:
 
 
 def test_rules_skips_and_what_matched_nothing() -> None:
-    model = made(lambda: Model(rngs()))
+    model = module_of(lambda: Model(rngs()))
     rules = quaver.Rules({"*.attention.*": None, "up": "mxfp8", "blocks.[0-9].*": DELAYED, "hed": "nvfp4"})
     report = qn.convert(model, rules, skip=["mix", "lm_head"])
     assert {name: str(recipe) for name, recipe in report.converted.items()} == {
@@ -363,7 +363,7 @@ def test_what_cannot_be_converted_says_why() -> None:
         def __call__(self, x: Any, out_sharding: Any = None) -> Any:
             return x @ self.kernel[...]
 
-    model = made(
+    model = module_of(
         lambda: nnx.Dict(
             custom=Custom(32, 8, rngs=rngs()),
             injected=nnx.Linear(32, 8, dot_general=lambda *a, **k: None, rngs=rngs()),
@@ -384,7 +384,7 @@ def test_what_cannot_be_converted_says_why() -> None:
 
 
 def test_converting_again_keeps_the_state_of_the_same_recipe() -> None:
-    model = made(lambda: nnx.Dict(up=nnx.Linear(32, 8, rngs=rngs()), own=qn.DenseGeneral(32, 8, rngs=rngs())))
+    model = module_of(lambda: nnx.Dict(up=nnx.Linear(32, 8, rngs=rngs()), own=qn.DenseGeneral(32, 8, rngs=rngs())))
     loss = nnx.jit(qn.value_and_grad(lambda m: squared(m["up"], X) + squared(m["own"], X)))
     qn.convert(model, DELAYED)
     loss(model)
@@ -397,7 +397,7 @@ def test_converting_again_keeps_the_state_of_the_same_recipe() -> None:
 
 
 def test_lora_and_stacked_layers_convert() -> None:
-    lora = made(lambda: nnx.Dict(a=nnx.LoRALinear(32, 8, lora_rank=2, rngs=rngs())))
+    lora = module_of(lambda: nnx.Dict(a=nnx.LoRALinear(32, 8, lora_rank=2, rngs=rngs())))
     assert list(qn.convert(lora, "tensorwise").converted) == ["a"]
     assert str(jax.make_jaxpr(lambda x: lora["a"](x))(X)).count("custom_vjp_call[") == 1
 
@@ -456,7 +456,7 @@ def test_norms_and_relative_position_bias_are_linens() -> None:
         y, variables = jax.jit(linen.init_with_output)(KEY, X)
         assert_same(pure(module, nnx.Param), variables["params"])
         assert_close(name, nnx.jit(lambda module: module(X))(module), y, 1e-6)
-    bias = made(lambda: qn.RelativePositionBias(3, buckets=8, rngs=rngs()))
+    bias = module_of(lambda: qn.RelativePositionBias(3, buckets=8, rngs=rngs()))
     linen = ql.RelativePositionBias(3, buckets=8)
     expected = jax.jit(lambda params: linen.apply({"params": params}, 4, 5))(pure(bias, nnx.Param))
     assert_bitwise(nnx.jit(lambda bias: bias(4, 5))(bias), expected)

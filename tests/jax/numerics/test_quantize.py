@@ -71,11 +71,11 @@ def test_another_spec_other_ranks_and_dtypes_are_refused() -> None:
 
 
 def test_data_have_eight_bits_or_four() -> None:
-    made = jax.jit(partial(qj.quantize, normal(64, 96)), static_argnums=0, compiler_options=QUICKEST)
-    assert made(SQUARE).data.dtype == jnp.float8_e4m3fn
-    assert made(QuantSpec(E5M2)).data.dtype == jnp.float8_e5m2
-    assert made(LINE).nbytes == 64 * 96 + 64 * 3
-    assert made(SPECS["nvfp4.fprop.a"]).nbytes == 64 * 48 + 64 * 6 + 4
+    stored = jax.jit(partial(qj.quantize, normal(64, 96)), static_argnums=0, compiler_options=QUICKEST)
+    assert stored(SQUARE).data.dtype == jnp.float8_e4m3fn
+    assert stored(QuantSpec(E5M2)).data.dtype == jnp.float8_e5m2
+    assert stored(LINE).nbytes == 64 * 96 + 64 * 3
+    assert stored(SPECS["nvfp4.fprop.a"]).nbytes == 64 * 48 + 64 * 6 + 4
 
 
 def test_the_amax_is_kept_where_a_history_would_record_it() -> None:

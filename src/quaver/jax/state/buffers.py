@@ -336,7 +336,7 @@ def check(states: Any, recipe: str | Recipe) -> None:
         if not is_state(state):
             continue
         where = jax.tree_util.keystr(path) or "the state"
-        if "count" in state and not (state["count"] <= MOST_COUNTED).all():
+        if "count" in state and not (np.asarray(state["count"]) <= MOST_COUNTED).all():
             raise ValueError(
                 f"{where} counts {state['count'].max()} roundings, and float32 counts to {MOST_COUNTED}. Was it added "
                 "up? A layer used twice needs quaver.jax.state.share, micro-batches quaver.jax.state.merge"
@@ -345,18 +345,21 @@ def check(states: Any, recipe: str | Recipe) -> None:
             continue
         fitting(state, recipe, where)
         # A leading axis is that of a scan or of `share`.
-        slices = zip(
-            state["history"].reshape(-1, recipe.delayed.length, 3), state["factor"].reshape(-1, 3), strict=True
-        )
-        for history, factor in slices:
-            used = ready({"history": history, "factor": factor}, recipe)
-            if not jnp.isfinite(used["factor"]).all() or not jnp.isfinite(history).all():
-                raise ValueError(
-                    f"{where} is not what a step under recipe {recipe.name!r} returns: its factors do not follow from "
-                    "its history. Was it added up (a layer used twice needs quaver.jax.state.share, micro-batches "
-                    "quaver.jax.state.merge), clipped, given to an optimizer, or written under other options? "
-                    "quaver.jax.state.init(recipe) begins afresh"
-                )
+        history = np.asarray(state["history"]).reshape(-1, recipe.delayed.length, 3)
+        factor = np.asarray(_used(history, np.asarray(state["factor"]).reshape(-1, 3), recipe))
+        if not np.isfinite(factor).all() or not np.isfinite(history).all():
+            raise ValueError(
+                f"{where} is not what a step under recipe {recipe.name!r} returns: its factors do not follow from "
+                "its history. Was it added up (a layer used twice needs quaver.jax.state.share, micro-batches "
+                "quaver.jax.state.merge), clipped, given to an optimizer, or written under other options? "
+                "quaver.jax.state.init(recipe) begins afresh"
+            )
+
+
+@partial(jax.jit, static_argnames="recipe")
+def _used(history: Any, factor: Any, recipe: Recipe) -> Array:
+    """The factors [slices, 3] that a step would use: one program, where each operation would be one."""
+    return jax.vmap(lambda h, f: ready({"history": h, "factor": f}, recipe)["factor"])(history, factor)
 
 
 def fitting(state: State, recipe: Recipe, where: str) -> None:
