@@ -59,7 +59,8 @@ def start(stage: str, place: int) -> None:
     else:
         command = [sys.executable, "-m", "tests.forking", os.environ[PROGRAMS]]
         files = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # A second thread that waits takes no core from the other worker.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         # It forks itself and ends, so that nobody has to wait for it.
         subprocess.run(command, cwd=ROOT, env=environment, start_new_session=True, check=True, **files)
     end = time.monotonic() + LONGEST

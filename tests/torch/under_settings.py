@@ -4,6 +4,8 @@ Every setting is applied before quaver is imported, so that what a module or a f
 default of another dtype once let C write beyond a tensor; a process of its own keeps that from the tests.
 """
 
+import gc
+import importlib
 import json
 import os
 import sys
@@ -117,9 +119,14 @@ def run(setting: str, cases: list[tuple[str, str]], file: Path) -> None:
 
 def main(settings: list[str], cases: list[tuple[str, str]], folder: str) -> None:
     """Each setting in a fork of a process that has imported torch alone; a word of each that failed."""
-    # torch's own, which a first backward imports: half of the time of each fork.
+    # torch's own, which a first backward and deterministic mode import: half of the time of a fork, and most of it.
+    import torch._inductor.config
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
+    # numpy's, which quaver imports, and no walk over a million objects of torch in every fork.
+    importlib.import_module("numpy.random")
+    gc.collect()
+    gc.freeze()
     for setting in settings:
         sys.stdout.flush()
         child = os.fork()

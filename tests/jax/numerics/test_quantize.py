@@ -1,6 +1,5 @@
 """What `Quantized` is to JAX, the operands that quantize takes and refuses, and the noise of pieces and batches."""
 
-import subprocess
 import sys
 from functools import cache, partial
 
@@ -16,6 +15,7 @@ from quaver.core.numbers.formats import E4M3, E5M2
 from quaver.core.spec import QuantSpec
 from quaver.jax.numerics.hadamard import rotate
 from quaver.jax.numerics.philox import uniform
+from tests import forked
 from tests.close import assert_bitwise
 from tests.conftest import QUICKEST
 from tests.operands import SPECS
@@ -159,7 +159,7 @@ def test_the_rotation_has_the_bits_of_numpy_at_every_size(exponent: int) -> None
 
 def test_an_old_jax_is_refused_with_a_sentence() -> None:
     code = "import jax; jax.__version_info__, jax.__version__ = (0, 9, 0), '0.9.0'; import quaver.jax"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked.bare("jax").run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "needs jax 0.10.2 or newer and found 0.9.0" in done.stderr.splitlines()[-1]
 
 

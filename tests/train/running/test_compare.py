@@ -174,6 +174,7 @@ def saved_tokenizer(folder: Path, make_config: MakeConfig) -> Path:
     return folder / "tokenizer.json"
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_no_run_goes_on_when_the_comparison_ends(make_config: MakeConfig) -> None:
     """Whatever ends it, such as a disk that fills while a report of its own is written."""
     config = make_config(steps=5000, checkpoint_every=0, validate_every=0)
