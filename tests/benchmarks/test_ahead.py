@@ -32,6 +32,13 @@ from benchmarks.gpu.ahead import counting, standin
 counting.count()
 standin.become(90)
 import quaver.torch as qt
+from quaver.torch.backends.gpu.launching import launch
+
+loaded = launch._loaded
+def read_again(one, index):
+    assert counting.read(counting.written(one)) == one
+    return loaded(one, index)
+launch._loaded = read_again
 
 x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 assert x.is_cuda and str(x.device) == "cuda:0" and torch.cuda.get_device_name() == "NVIDIA H200"
@@ -80,6 +87,21 @@ def test_a_carried_cache_leaves_nothing_to_compile_and_needs_no_compiler(tmp_pat
         second = step(carried, PATH=bare)
     assert "kernels compiled" not in second and "launchers compiled" not in second
     assert second["kernels found"] == first["kernels compiled"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(stub_driver.compiler() is None, reason="needs a C compiler")
+def test_what_walks_note_and_others_compile_leaves_nothing_to_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The compiling processes launch in another order than the walks: kernels have the same names all the same."""
+    monkeypatch.setattr(building, "WALKS", (("tests", ("tests/kernels/quantizing/test_roll.py",)),))
+    said: list[str] = []
+    built = building.build([90], tmp_path / "cache", said.append)
+    assert built["kernels compiled"] >= 10 and built["tests passed"] >= 10, said
+    again = building.check([90], tmp_path / "cache", said.append)
+    assert not again["kernels compiled"] and not again["launchers compiled"], said
+    assert again["kernels found"] >= 10 and again["tests passed"] == built["tests passed"], said
 
 
 def test_a_walk_over_tests_goes_on_where_they_would_fail() -> None:

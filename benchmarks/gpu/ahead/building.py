@@ -1,28 +1,26 @@
 """Builds a cache for a card that is not there, and sees in a second process that it leaves nothing to compile."""
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import repeat
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 
 from benchmarks.gpu.ahead import cache, hollow
+from benchmarks.gpu.ahead.children import NOTED, ROOT, Child
 from benchmarks.measuring import stub_driver
 
-ROOT = Path(__file__).resolve().parents[3]
 #: Where tests marked `gpu` are; the Makefile's target has them too.
 TESTS = ("tests/gpu", "tests/kernels", "tests/torch/blocks/attention/implementations", "tests/torch/backends/gpu/gemms")
-#: In order: the rest compiles little that the gate's rows have not.
-WALKS = "rows", "benchmark", "tests"
-MARK = "benchmarks.gpu.ahead: "
-#: Walks at a time, where the order allows it.
+#: What is walked through, and of tests which paths: those that take longest first, since two run at a time.
+WALKS = ("tests", TESTS[:1]), ("benchmark", ()), ("tests", TESTS[1:]), ("rows", ())
+#: Walks at a time, and compilers beside them.
 PROCESSES = 2
 #: What Triton looks for to compile its launchers.
 COMPILERS = "gcc", "clang", "cc"
@@ -34,10 +32,11 @@ def build(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print
     """Compile all that runs on cards of these architectures into a folder; returns what was compiled and found."""
     folder.mkdir(parents=True, exist_ok=True)
     cache.settle(folder)
-    counts = walked(archs, folder, say, compilers=True)
+    with environment(folder, compilers=True) as own:
+        total = sum((compiled(arch, own, say) for arch in archs), Counter[str]())
     cache.lighten(folder)
     say(f"{folder}: {cache.settle(folder)} kernels, {cache.size(folder) / 2**20:.0f} MiB")
-    return counts
+    return total
 
 
 def check(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print) -> Counter[str]:
@@ -46,47 +45,62 @@ def check(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print
         copy = Path(elsewhere) / "carried"
         shutil.copytree(folder, copy)
         cache.settle(copy)
-        return walked(archs, copy, say, compilers=False)
+        with environment(copy, compilers=False) as own:
+            return sum((launched(arch, own, say) for arch in archs), Counter[str]())
 
 
-def walked(archs: Sequence[int], folder: Path, say: Callable[[str], None], compilers: bool) -> Counter[str]:
-    total: Counter[str] = Counter()
+@contextmanager
+def environment(folder: Path, compilers: bool) -> Iterator[dict[str, str]]:
+    """Of a walk whose kernels are in a folder."""
     with tempfile.TemporaryDirectory() as stubs, path_without_compilers() as bare:
-        library = stub_driver.build(Path(stubs))
-        environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-        environment |= library | hollow.ENVIRONMENT | {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
-        environment["PATH"] = environment["PATH"] if compilers else bare
-        with ThreadPoolExecutor(PROCESSES) as pool:
-            for arch in archs:
-                # What the rows launch is most of it: compiled once, not by two processes at once.
-                for walks in (WALKS[:1], WALKS[1:]):
-                    for walk, (counts, names, failed, seconds) in zip(
-                        walks, pool.map(one, walks, repeat(arch), repeat(environment)), strict=True
-                    ):
-                        total.update(counts)
-                        for line in failed if compilers else [f"was left to compile {name}" for name in names]:
-                            say(f"sm_{arch} {walk}: {line}")
-                        told = ", ".join(f"{value} {name}" for name, value in counts.items()) or "nothing launched"
-                        say(f"sm_{arch} {walk}: {told}; {seconds:.0f} s of the processor")
-    return total
+        own = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        own |= stub_driver.build(Path(stubs)) | hollow.ENVIRONMENT
+        own |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+        own["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
+        own["PATH"] = own["PATH"] if compilers else bare
+        yield own
 
 
-def one(walk: str, arch: int, environment: dict[str, str]) -> tuple[Counter[str], list[str], list[str], float]:
-    """What a walk counts in a process of its own, the kernels that it compiles, what did not come to its end, and the
-    processor's seconds.
+def launched(arch: int, environment: dict[str, str], say: Callable[[str], None]) -> Counter[str]:
+    """What is found and what is compiled where each walk compiles what it lacks."""
 
-    Raises:
-        RuntimeError: it does not come to its end.
-    """
-    command = [sys.executable, "-m", "benchmarks.gpu.ahead.walk", walk, str(arch), *TESTS]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if not lines:
-        raise RuntimeError(f"{walk} on sm_{arch} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
-    told = json.loads(lines[-1].removeprefix(MARK))
-    names, failed, seconds = told.pop("names"), told.pop("failed"), told.pop("seconds")
-    return Counter(told), names, failed, seconds
+    def walked(walk: str, paths: Sequence[str]) -> Counter[str]:
+        with Child(walk, arch, environment, paths) as child:
+            return child.end(say, failures=False)
+
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        return sum(pool.map(walked, *zip(*WALKS, strict=True)), Counter[str]())
+
+
+def compiled(arch: int, environment: dict[str, str], say: Callable[[str], None]) -> Counter[str]:
+    """What is compiled where walks note what they launch and other processes compile it, each kernel once."""
+    launches: SimpleQueue[str | None] = SimpleQueue()
+    known: set[str] = set()
+    new = Lock()
+
+    def noted(walk: str, paths: Sequence[str]) -> Counter[str]:
+        with Child(walk, arch, environment, (*paths, "--note")) as child:
+            for line in child.lines(NOTED):
+                with new:
+                    if line not in known:
+                        known.add(line)
+                        launches.put(line)
+            return child.end(say)
+
+    def compiling(_: int) -> Counter[str]:
+        with Child("compile", arch, environment) as child:
+            while (line := launches.get()) is not None:
+                child.ask(line)
+            return child.end(say)
+
+    with ThreadPoolExecutor(PROCESSES) as walking, ThreadPoolExecutor(PROCESSES) as compilers:
+        compilings = [compilers.submit(compiling, number) for number in range(PROCESSES)]
+        try:
+            counts = list(walking.map(noted, *zip(*WALKS, strict=True)))
+        finally:
+            for _ in compilings:
+                launches.put(None)
+        return sum((*counts, *(one.result() for one in compilings)), Counter[str]())
 
 
 @contextmanager

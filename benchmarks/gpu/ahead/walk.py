@@ -1,8 +1,9 @@
 """What a child process of `building` runs, in an environment of `stub_driver`: `python -m benchmarks.gpu.ahead.walk`.
 
 It launches all that the gate's rows, the benchmark or the tests marked `gpu` launch on a card of an architecture, and
-prints as JSON what Triton compiled for that and what it found in its cache. `reach 90 PATH ...`, by hand, compiles
-nothing and tells which tests do not come to their ends.
+prints as JSON what Triton compiled for that and what it found in its cache. With `--note` it prints the launches, which
+`compile` in another process takes from its input. `reach 90 PATH ...`, by hand, compiles nothing and tells which tests
+do not come to their ends.
 """
 
 import argparse
@@ -19,9 +20,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 from benchmarks.gpu.ahead import counting, standin
+from benchmarks.gpu.ahead.children import COUNTED
 from benchmarks.gpu.ahead.hollow import CARD
-
-MARK = "benchmarks.gpu.ahead: "
 
 
 def rows(arch: int, _: list[str]) -> list[str]:
@@ -107,6 +107,12 @@ class Told:
             self.failed.append(f"{report.nodeid}: {str(report.longrepr).strip().splitlines()[-1][:300]}")
 
 
+def compile_noted(arch: int, _: list[str]) -> list[str]:
+    """What other walks note."""
+    standin.drive(arch)
+    return counting.compile_noted()
+
+
 def layer(arch: int, _: list[str]) -> list[str]:
     """A Llama layer, forward and backward, under each recipe whose GEMMs Hopper has: short, for versions of Triton."""
     standin.become(arch)
@@ -132,6 +138,7 @@ WALKS: dict[str, Callable[[int, list[str]], list[str]]] = {
     "benchmark": benchmark,
     "tests": tests,
     "reach": reach,
+    "compile": compile_noted,
     "layer": layer,
 }
 
@@ -140,8 +147,11 @@ if __name__ == "__main__":
     parser.add_argument("walk", choices=WALKS)
     parser.add_argument("arch", type=int)
     parser.add_argument("paths", nargs="*", help="of tests")
+    parser.add_argument("--note", action="store_true", help="print launches and compile nothing")
     asked = parser.parse_args()
     counting.count()
+    if asked.note:
+        counting.note()
     failed = WALKS[asked.walk](asked.arch, asked.paths)
     told = {"names": counting.compiled, "failed": failed, "seconds": processor_seconds()}
-    print(MARK + json.dumps({**counting.counts, **told}), flush=True)
+    print(COUNTED + json.dumps({**counting.counts, **told}), flush=True)
