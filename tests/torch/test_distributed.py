@@ -1,10 +1,7 @@
 """Two processes on gloo: delayed scaling's maxima are those of all ranks, and DDP sees one model."""
 
 import copy
-import sys
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state.history import rolling
-from tests import forked
+from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
-
-ROOT = Path(__file__).parents[2]
-RANKS = 2
+from tests.two_ranks import RANKS, gathered
 
 
 def model() -> nn.Sequential:
@@ -34,12 +29,6 @@ def data(rank: int, step: int) -> Tensor:
     """Another magnitude on each rank, so that a local maximum is seen."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(64, 32, generator=generator) * (1 + 9 * rank) * (1 + step)
-
-
-def gathered(t: Tensor) -> list[Tensor]:
-    parts = [torch.empty_like(t.contiguous()) for _ in range(RANKS)]
-    dist.all_gather(parts, t.contiguous())
-    return parts
 
 
 def assert_equal_on_ranks(net: nn.Module, what: str) -> None:
@@ -134,6 +123,9 @@ def groups_that_are_the_layers_own(rank: int) -> None:
     for step in range(2):
         with qt.autocast("delayed"):
             other(data(rank, step)).square().mean().backward()
+    assert one[0].history[0].all(), "it rolls when it runs, and not with another group's layers"
+    with qt.autocast("delayed", group=groups[rank]):
+        pass
     assert one[0].factor.all() and not torch.equal(*gathered(one[0].history[-1])), "each rank keeps its own"
     assert_bitwise(*gathered(other[0].history[-1]), "the default group's")
 
@@ -252,36 +244,9 @@ CASES = [
 ]
 
 
-def _run(rank: int, meeting: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
-    try:
-        for case in CASES:
-            try:
-                case(rank)
-            except Exception as error:
-                raise AssertionError(f"{case.__name__} on rank {rank}: {error}") from error
-    finally:
-        dist.destroy_process_group()
-
-
 def test_two_ranks_are_one_model(tmp_path: Path) -> None:
-    """One start of two processes for all of `CASES`; the failing case is named."""
-    # They meet in a file: a port that is free now may be another process's by then.
-    command = [sys.executable, "-m", __name__]
-    ranks = []
-    for rank in range(RANKS):
-        arguments = [str(rank), (tmp_path / "meeting").as_uri()]
-        ranks.append(forked.quick.Popen([*command, *arguments], cwd=ROOT, stderr=forked.quick.PIPE))
-    try:
-        while any(each.poll() is None for each in ranks) and not any(each.poll() for each in ranks):
-            time.sleep(0.02)
-    finally:
-        for each in ranks:
-            each.terminate()
-    said = b"".join(each.communicate()[1] for each in ranks).decode()
-    assert [each.returncode for each in ranks] == [0] * RANKS, said
+    two_ranks.run(__name__, tmp_path)
 
 
 if __name__ == "__main__":
-    _run(int(sys.argv[1]), sys.argv[2])
+    two_ranks.main(CASES)

@@ -92,6 +92,7 @@ def convert(
     report.others = _others(model, walk.reached)
     report.unused = choice.unused
     _settle(model)
+    steps.together(with_history(model))
     _warn(model, choice, walk, report)
     return report
 

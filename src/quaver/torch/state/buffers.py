@@ -66,6 +66,8 @@ def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) ->
     for name in STATE:
         key = prefix + name
         held, given = layer._buffers.get(name), state_dict.get(key)
+        if name == "history" and given is not None:
+            state_of(layer).recorded_apart = True
         if given is None:
             if held is not None and name != "factor":
                 if not stateless:

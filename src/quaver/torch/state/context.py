@@ -49,7 +49,8 @@ class autocast(ContextDecorator):
         recipe: a name from `quaver.recipes.RECIPES` or a Recipe.
         enabled: False switches quantization off inside, also for layers with their own recipe.
         group: process group that delayed scaling's maxima are reduced over; the default group if torch.distributed
-            is initialized. All its ranks must enter alike.
+            is initialized. All its ranks must enter alike. It is the layers' own from then on: outside of autocast they
+            are reduced over it too, and another group's step leaves them alone until they run.
     Raises:
         ValueError: unknown recipe, or none given.
     """

@@ -20,8 +20,8 @@ class LayerState:
     """A quantizable layer's, by `state_of`."""
 
     __slots__ = (
-        *("__weakref__", "announced", "copied", "delayed", "drawn", "factors", "initial", "last", "newest", "number"),
-        *("prepared", "serial", "stacked", "step", "streams", "views", "weights"),
+        *("__weakref__", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last", "newest"),
+        *("number", "prepared", "recorded_apart", "serial", "stacked", "step", "streams", "views", "weights"),
     )
 
     def __init__(self, serial: int = 0, delayed: Recipe | None = None, copied: bool = False) -> None:
@@ -47,6 +47,10 @@ class LayerState:
         self.factors: Any = None
         #: The step that it ran in: `quaver.torch.state.history.steps`.
         self.step: Any = None
+        #: The layers that were converted together, and whether its history has what no step wrote: compiled code's
+        #: amaxes, or a checkpoint's.
+        self.family: Any = None
+        self.recorded_apart = False
         #: The streams of its noise, and the name or serial that they are of: `quaver.torch.state.noise`.
         self.streams: tuple[Any, dict[str, Tensor], dict[str, int]] | None = None
         #: What a decided step on a GPU draws from.

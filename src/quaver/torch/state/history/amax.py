@@ -74,6 +74,8 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
         factor.zero_()
     register(layer)
     state.delayed, state.copied = recipe, False
+    if torch.compiler.is_compiling():
+        state.recorded_apart = True
 
 
 def register(layer: nn.Module) -> None:
@@ -207,7 +209,11 @@ def record_gradient(number: Tensor, amax: Tensor) -> None:
     layer = None if ref is None else ref()
     if layer is not None and layer._buffers.get("history") is not None:
         # Compiled layers belong to no step: see `quaver.torch.state.history.steps`.
-        state_of(layer).step = None
+        state = state_of(layer)
+        state.step, state.recorded_apart = None, True
+        if state.family is not None:
+            # Frozen layers that were compiled with it have no backward to come by here.
+            state.family.recorded_apart = True
         record(layer, GRAD_OUTPUT, amax)
 
 

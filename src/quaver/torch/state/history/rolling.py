@@ -40,12 +40,9 @@ def reduce(layers: Iterable[nn.Module], group: Any = None) -> None:
         _reduce([layer for layer in layers if not state_of(layer).copied and not layer.history.is_meta], group)
 
 
-def same_group(one: Any, other: Any) -> bool:
-    """Whether two process groups are one; None is the default group."""
-    if one is other or not (dist.is_available() and dist.is_initialized()):
-        return True
-    default = dist.group.WORLD
-    return (default if one is None else one) is (default if other is None else other)
+def own(group: Any) -> Any:
+    """A process group as it is compared by identity: None for the default one."""
+    return None if group is None or (dist.is_available() and group is dist.group.WORLD) else group
 
 
 def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:

@@ -8,6 +8,11 @@ autocast rolls its own layers at each forward of its root. Where neither comes b
 model or `model.forward` itself, a step is over once a backward has run in it: the first layer that then runs forward
 with gradients begins the next, as an autocast there would.
 
+With several ranks a layer's maxima are reduced over its own process group: the one of the autocast that it ran in last,
+or that those ran in which were converted with it, and the default one outside of every autocast. A step of one group
+leaves the layers of others alone: they roll when they run. So ranks must run alike what belongs to a group, and nothing
+else; threads that train at once have a group each, as DistributedDataParallel asks of them too.
+
 Compiled layers belong to no step, since a compiler does not come by here: they roll where any thread begins one.
 """
 
@@ -26,7 +31,7 @@ from quaver.torch.state.layer import state_of
 from quaver.torch.state.recomputation import recomputing
 
 _numbers = itertools.count()
-#: Held while layers change steps and while they roll.
+#: Held while layers change steps and while they roll; no rank waits for another one meanwhile.
 _lock = threading.RLock()
 #: Whether the backward that runs was asked to retain its graph; False where torch does not tell.
 graph_is_retained: Callable[[], bool] = getattr(
@@ -37,7 +42,7 @@ graph_is_retained: Callable[[], bool] = getattr(
 class Step:
     """One step of one thread."""
 
-    __slots__ = ("group", "inside", "number", "of_root", "owed", "rolled_in", "settled", "thread")
+    __slots__ = ("group", "inside", "number", "of_root", "owed", "reduced", "rolled_in", "settled", "thread")
 
     def __init__(self, thread: object, group: Any = None, of_root: bool = False) -> None:
         self.thread = thread
@@ -54,6 +59,8 @@ class Step:
         self.settled = False
         #: The number of the step in which its layers rolled last.
         self.rolled_in = -1
+        #: The groups whose layers' maxima have been reduced in it.
+        self.reduced: list[Any] = []
 
 
 class _Thread(threading.local):
@@ -61,9 +68,30 @@ class _Thread(threading.local):
         self.me = object()
         #: None inside an outermost autocast that begins no step: no layer rolls there.
         self.now: Step | None = Step(self.me)
+        #: The latest step of each group.
+        self.latest: dict[Any, Step] = {None: self.now}
+
+    def of(self, group: Any) -> Step:
+        """The latest step of a group."""
+        group = rolling.own(group)
+        if group not in self.latest:
+            self.latest[group] = Step(self.me, group)
+        return self.latest[group]
 
 
 _thread = _Thread()
+
+
+class Family:
+    """Layers that were converted together, of which a rank may run others than another rank does."""
+
+    __slots__ = ("recorded_apart", "step")
+
+    def __init__(self, step: Step | None) -> None:
+        #: The one that a layer of it joined last.
+        self.step = step
+        #: Whether compiled code has run one.
+        self.recorded_apart = False
 
 
 class Owed:
@@ -100,26 +128,34 @@ def enter(rolls: bool, group: Any, recipe: Recipe | None) -> Step | None:
 
 
 def _begin(group: Any = None, recipe: Recipe | None = None) -> Step:
-    """A step begins in this thread, and the earlier ones that are over end."""
-    step = Step(_thread.me, group)
+    """A step of a group begins in this thread, and the earlier ones that are over end."""
+    step = Step(_thread.me, rolling.own(group))
     layers = amax.layers()
     if layers:
-        if rolling.has_ranks(group):
-            rolling.reduce([layer for layer in layers if _reduced_over(layer, group)], group)
+        _reduce(layers, step.group, step)
         _end_earlier(layers, step, recipe)
-    _thread.now = step
+    _thread.now = _thread.latest[step.group] = step
     return step
 
 
+def _reduce(layers: Sequence[nn.Module], group: Any, step: Step) -> None:
+    """Reduce the maxima of a group's layers, once in a step."""
+    if group not in step.reduced and rolling.has_ranks(group):
+        step.reduced.append(group)
+        rolling.reduce([layer for layer in layers if _reduced_over(layer, group)], group)
+
+
 def _end_earlier(layers: Sequence[nn.Module], step: Step, recipe: Recipe | None) -> None:
-    """Roll the layers whose steps in this thread are over, now that another begins."""
+    """Roll the group's layers whose steps in this thread are over, now that another begins."""
     with _lock:
         due = []
         for layer in layers:
             old: Step | None = state_of(layer).step
             if old is None:
-                due.append(layer)
-            elif old.thread is step.thread and not old.owed:
+                known = _last(layer)
+                if known is None or known.group is step.group:
+                    due.append(layer)
+            elif old.thread is step.thread and old.group is step.group and not old.owed:
                 old.rolled_in = step.number
                 due.append(layer)
         rolling.roll(due, recipe)
@@ -133,14 +169,51 @@ def leave(before: Step | None) -> None:
         _thread.now.inside = False
 
 
+def _last(layer: nn.Module) -> Step | None:
+    """The step that a layer ran in last, or one that was converted with it."""
+    state = state_of(layer)
+    step: Step | None = state.step
+    if step is None and state.family is not None:
+        step = state.family.step
+    return step
+
+
 def _reduced_over(layer: nn.Module, group: Any) -> bool:
-    """Whether a group is the layer's own, as far as is known: the same answer on all ranks that run alike.
+    """Whether a group is the layer's own, as far as is known: the same answer on all ranks that run the group's alike,
+    whatever else they run or hold.
 
     It is asked of all layers, those that are not over included, since reducing a maximum twice does no harm, and which
     layers ran may differ from rank to rank.
     """
-    step: Step | None = state_of(layer).step
-    return step is None or rolling.same_group(step.group, group)
+    step = _last(layer)
+    if step is not None:
+        return step.group is group
+    # Of what never ran in a step, one rank may hold more than another.
+    state = state_of(layer)
+    family: Family | None = state.family
+    if state.recorded_apart or (family is not None and family.recorded_apart):
+        return True
+    # What has a recipe of its own by construction has a history from there on, and a rank may have run others of it.
+    return family is None and layer.recipe is not None
+
+
+def together(layers: Sequence[nn.Module]) -> None:
+    """Note that layers are of one model, all of which its ranks hold."""
+    family = Family(_latest(layers))
+    for layer in layers:
+        state_of(layer).family = family
+
+
+def _latest(layers: Sequence[nn.Module]) -> Step | None:
+    known = [step for step in map(_last, layers) if step is not None]
+    return max(known, key=lambda step: step.number, default=None)
+
+
+def _put(layer: nn.Module, step: Step) -> None:
+    state = state_of(layer)
+    state.step = step
+    if state.family is not None:
+        state.family.step = step
 
 
 def factors(layer: nn.Module, record: bool) -> Tensor | list[float]:
@@ -162,21 +235,37 @@ def join(layer: nn.Module, record: bool) -> None:
     # A forward without gradients rolls only inside an autocast that was entered with them, as reentrant checkpoints do.
     if not (record or step.inside) or recomputing():
         return
+    begins = False
     with _lock:
         old = state_of(layer).step
-        if old is not None:
-            if old.inside and old.thread is not step.thread:
-                # A layer that two threads share, in the other's step yet.
+        if _is_elsewhere(old, step):
+            return
+        if not step.inside:
+            if old is not None and old.of_root and not old.settled:
                 return
-            if old.of_root and not step.inside and not old.settled:
-                return
-        if not step.inside and (step.settled or (old is not None and old.of_root)):
+            known = _last(layer)
+            step = _thread.of(None if known is None else known.group)
             # Neither an autocast nor the root has come by since a backward.
-            step = _begin(step.group)
+            begins = step.settled or (old is not None and old.of_root)
+            if old is step and not begins:
+                return
+    # Ranks wait for each other here, and this thread for no other one.
+    if begins:
+        step = _begin(step.group)
+    if old is not None and old.rolled_in != step.number:
+        _reduce(amax.layers(), old.group, step)
+    with _lock:
+        if _is_elsewhere(state_of(layer).step, step):
+            return
         if old is not None and old.rolled_in != step.number:
             old.rolled_in = step.number
             rolling.roll([other for other in amax.layers() if state_of(other).step is old])
-        state_of(layer).step = step
+        _put(layer, step)
+
+
+def _is_elsewhere(old: Step | None, step: Step) -> bool:
+    """Whether a layer that two threads share is in the other's step yet."""
+    return old is not None and old.inside and old.thread is not step.thread
 
 
 def owed(layer: nn.Module) -> Owed | None:
@@ -193,12 +282,14 @@ def owed(layer: nn.Module) -> Owed | None:
 
 def roll_root(layers: Sequence[nn.Module]) -> None:
     """End the step of a converted model, all of whose layers with a history these are."""
-    rolling.reduce(layers)
     if torch.compiler.is_compiling():
+        rolling.reduce(layers)
         rolling.roll(layers)
         return
-    step = Step(_thread.me, of_root=True)
+    known = _latest(layers) if rolling.has_ranks(None) else None
+    step = Step(_thread.me, None if known is None else known.group, of_root=True)
+    rolling.reduce(layers, step.group)
     with _lock:
         rolling.roll(layers)
         for layer in layers:
-            state_of(layer).step = step
+            _put(layer, step)

@@ -1,0 +1,65 @@
+"""Cases that two processes run side by side on gloo: one start of both, and the case that fails is named."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import forked
+from tests.conftest import ROOT
+
+RANKS = 2
+Case = Callable[[int], None]
+
+
+def run(module: str, folder: Path) -> None:
+    """Run a module of tests as a program on each rank: it calls `main` with its cases.
+
+    Args:
+        folder: of this test alone.
+    """
+    # They meet in a file: a port that is free now may be another process's by then.
+    meeting = (folder / "meeting").as_uri()
+    ranks = []
+    for rank in range(RANKS):
+        command = [sys.executable, "-m", module, str(rank), meeting]
+        ranks.append(forked.quick.Popen(command, cwd=ROOT, stderr=forked.quick.PIPE))
+    try:
+        while any(each.poll() is None for each in ranks) and not any(each.poll() for each in ranks):
+            time.sleep(0.02)
+    finally:
+        for each in ranks:
+            each.terminate()
+    said = b"".join(each.communicate()[1] for each in ranks).decode()
+    assert [each.returncode for each in ranks] == [0] * RANKS, said
+
+
+def main(cases: Sequence[Case], seconds: float = 60) -> None:
+    """Call each case with this process's rank.
+
+    Args:
+        seconds: how long a rank waits for the other one before it fails.
+    """
+    rank, meeting = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=seconds))
+    try:
+        for case in cases:
+            try:
+                case(rank)
+            except Exception as error:
+                raise AssertionError(f"{case.__name__} on rank {rank}: {error}") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def gathered(t: Tensor) -> list[Tensor]:
+    """A tensor as each rank has it."""
+    parts = [torch.empty_like(t.contiguous()) for _ in range(RANKS)]
+    dist.all_gather(parts, t.contiguous())
+    return parts
