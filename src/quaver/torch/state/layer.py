@@ -1,7 +1,7 @@
 """What a layer holds from one call to the next beside its parameters and buffers: one object, made with the layer.
 
-One rule for all of it: a copy, a pickle and what moves to another process keep `serial` and `delayed`, and everything
-else is made again when it is wanted.
+One rule for all of it: a copy, a pickle and what moves to another process keep `serial`, `delayed` and who else was
+copied, and everything else is made again when it is wanted.
 """
 
 from typing import Any
@@ -24,7 +24,9 @@ class LayerState:
         *("number", "prepared", "recorded_apart", "serial", "stacked", "step", "streams", "views", "weights"),
     )
 
-    def __init__(self, serial: int = 0, delayed: Recipe | None = None, copied: bool = False) -> None:
+    def __init__(
+        self, serial: int = 0, delayed: Recipe | None = None, copied: bool = False, family: Any = None
+    ) -> None:
         #: Place in the order of construction, by which the noise of a layer without a name is told from others'.
         self.serial = serial
         #: The recipe that the history is kept for.
@@ -49,7 +51,7 @@ class LayerState:
         self.step: Any = None
         #: The layers that were converted together, and whether its history has what no step wrote: compiled code's
         #: amaxes, or a checkpoint's.
-        self.family: Any = None
+        self.family = family
         self.recorded_apart = False
         #: The streams of its noise, and the name or serial that they are of: `quaver.torch.state.noise`.
         self.streams: tuple[Any, dict[str, Tensor], dict[str, int]] | None = None
@@ -61,12 +63,12 @@ class LayerState:
         self.announced = False
 
     def __reduce__(self) -> Any:
-        return _copy, (self.serial, self.delayed)
+        return _copy, (self.serial, self.delayed, self.family)
 
 
-def _copy(serial: int, delayed: Recipe | None) -> LayerState:
+def _copy(serial: int, delayed: Recipe | None, family: Any = None) -> LayerState:
     # The one object of a recipe, by which it is compared.
-    return LayerState(serial, None if delayed is None else recipes.get(delayed), copied=True)
+    return LayerState(serial, None if delayed is None else recipes.get(delayed), copied=True, family=family)
 
 
 def state_of(layer: nn.Module) -> LayerState:

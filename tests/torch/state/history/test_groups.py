@@ -1,6 +1,7 @@
 """A layer's maxima are reduced over its own process group, whatever else a rank runs, in whichever thread."""
 
 import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -208,16 +209,21 @@ class Branches(nn.Module):
 
 
 def branches_that_run_on_one_rank(rank: int) -> None:
-    """Ranks hold the same layers of a converted model, and reduce those that either has run."""
+    """Ranks hold the same layers of a converted model, or of a copy, and reduce those that either has run."""
     for over in (None, group()):
         for kind in ("autocast", "root", "bypassed"):
-            _train_branches(rank, over, kind)
+            _train_branches(rank, over, kind, copied=False)
+            _train_branches(rank, over, kind, copied=True)
 
 
-def _train_branches(rank: int, over: Any, kind: str) -> None:
+def _train_branches(rank: int, over: Any, kind: str, copied: bool) -> None:
     torch.manual_seed(0)
     model = Branches()
     qt.convert(model, RECIPE)
+    if copied:
+        with qt.autocast(RECIPE, group=over):
+            model(data(rank, 0), (True, True)).square().mean().backward()
+        model = copy.deepcopy(model)
     for step in range(STEPS):
         runs = (rank == 0, step > 1)
         if kind == "autocast" or step == 0:
@@ -231,6 +237,48 @@ def _train_branches(rank: int, over: Any, kind: str) -> None:
     for layer in (model.first, *model.branches):
         assert layer.factor.all(), kind
         assert_bitwise(*gathered(layer.factor), kind)
+
+
+def copies_that_train_on(rank: int) -> None:
+    """A copy has what each rank recorded in the step before it, which is reduced where the copy first runs."""
+    for call in CALLS:
+        for made in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+            model = converted()
+            for step in range(2):
+                step_of(model, rank, step, None, call)
+            copied = made(model)
+            assert not torch.equal(*gathered(copied[0].history[0]))
+            # One that a rank alone evaluates, such as an average of weights.
+            average = made(model)
+            before = average[0].history.clone()
+            for _ in range(2):
+                if rank == 0:
+                    with torch.no_grad():
+                        average(data(0, 0))
+                        under_autocast(average, data(0, 0), None)
+                with qt.autocast(RECIPE), torch.no_grad():
+                    if rank == 0:
+                        average(data(0, 0))
+            for step in range(2, 4):
+                y = step_of(copied, rank, step, None, call)
+                assert_bitwise(*gathered(factors(copied)), f"{call.__name__}, step {step}")
+                assert_bitwise(y, step_of(model, rank, step, None, call), call.__name__)
+            assert_bitwise(average[0].history, before, "nothing rolls what is evaluated")
+            step_of(average, rank, 4, None, call)
+            assert_bitwise(*gathered(factors(average)), call.__name__)
+
+
+def maxima_noted_after_a_step_began(rank: int) -> None:
+    """A backward inside of the next step's autocast; its layers roll there when they run again."""
+    one, other = converted(), converted()
+    for step in range(STEPS):
+        with qt.autocast(RECIPE):
+            y = one(data(rank, 2 * step))
+        with qt.autocast(RECIPE):
+            other(data(rank, step)).square().mean().backward()
+            y.square().mean().backward()
+            one(data(rank, 2 * step + 1)).square().mean().backward()
+        assert_bitwise(*gathered(factors(one)), f"step {step}")
 
 
 def maxima_that_a_rank_loaded_are_reduced(rank: int) -> None:
@@ -254,6 +302,8 @@ CASES = [
     a_model_that_one_rank_trains,
     models_that_one_rank_holds_and_does_not_train,
     branches_that_run_on_one_rank,
+    copies_that_train_on,
+    maxima_noted_after_a_step_began,
     maxima_that_a_rank_loaded_are_reduced,
 ]
 

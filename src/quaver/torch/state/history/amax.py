@@ -73,9 +73,10 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
         # Factors for other formats or another margin: the next roll finds new ones.
         factor.zero_()
     register(layer)
-    state.delayed, state.copied = recipe, False
-    if torch.compiler.is_compiling():
-        state.recorded_apart = True
+    state.delayed = recipe
+    if torch.compiler.is_compiling() or recomputation.recomputing():
+        # No step has it: a compiler does not come by where layers join one, nor does a copy in a reentrant checkpoint.
+        state.copied, state.recorded_apart = False, True
 
 
 def register(layer: nn.Module) -> None:

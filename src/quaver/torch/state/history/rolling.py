@@ -23,7 +23,9 @@ from quaver.torch.state.layer import state_of
 def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
     """End a step for every layer with a history, whatever model and thread it belongs to."""
     everything = amax.layers()
-    reduce(everything, group)
+    if has_ranks(group):
+        # A copy that only one rank holds, an average of weights for instance, must not wait for the others.
+        reduce([layer for layer in everything if not state_of(layer).copied], group)
     roll(everything, recipe)
 
 
@@ -35,9 +37,8 @@ def has_ranks(group: Any) -> bool:
 def reduce(layers: Iterable[nn.Module], group: Any = None) -> None:
     """Row 0 of each history becomes the maximum over a process group, the default one if there is any."""
     if has_ranks(group):
-        # A copy that only one rank holds, an average of weights for instance, must not wait for the others.
         # One that is on meta yet has nothing to say.
-        _reduce([layer for layer in layers if not state_of(layer).copied and not layer.history.is_meta], group)
+        _reduce([layer for layer in layers if not layer.history.is_meta], group)
 
 
 def own(group: Any) -> Any:

@@ -42,7 +42,7 @@ graph_is_retained: Callable[[], bool] = getattr(
 class Step:
     """One step of one thread."""
 
-    __slots__ = ("group", "inside", "number", "of_root", "owed", "reduced", "rolled_in", "settled", "thread")
+    __slots__ = ("group", "inside", "number", "of_root", "owed", "reduced_in", "rolled_in", "settled", "thread")
 
     def __init__(self, thread: object, group: Any = None, of_root: bool = False) -> None:
         self.thread = thread
@@ -59,8 +59,8 @@ class Step:
         self.settled = False
         #: The number of the step in which its layers rolled last.
         self.rolled_in = -1
-        #: The groups whose layers' maxima have been reduced in it.
-        self.reduced: list[Any] = []
+        #: The number of the step in which their maxima were reduced last, unless a backward has noted others since.
+        self.reduced_in = -1
 
 
 class _Thread(threading.local):
@@ -72,26 +72,30 @@ class _Thread(threading.local):
         self.latest: dict[Any, Step] = {None: self.now}
 
     def of(self, group: Any) -> Step:
-        """The latest step of a group."""
-        group = rolling.own(group)
-        if group not in self.latest:
-            self.latest[group] = Step(self.me, group)
-        return self.latest[group]
+        """The latest step of a group, as `rolling.own` gives it."""
+        step = self.latest.get(group)
+        if step is None:
+            step = self.latest[group] = Step(self.me, group)
+        return step
 
 
 _thread = _Thread()
 
 
 class Family:
-    """Layers that were converted together, of which a rank may run others than another rank does."""
+    """Layers that were converted together, of which a rank may run others than another rank does; a copy of them is
+    another family."""
 
     __slots__ = ("recorded_apart", "step")
 
-    def __init__(self, step: Step | None) -> None:
+    def __init__(self, step: Step | None = None) -> None:
         #: The one that a layer of it joined last.
         self.step = step
         #: Whether compiled code has run one.
         self.recorded_apart = False
+
+    def __reduce__(self) -> Any:
+        return Family, ()
 
 
 class Owed:
@@ -106,7 +110,7 @@ class Owed:
     def settle(self) -> None:
         """Its backward runs now, and not again unless the graph is retained."""
         step = self.step
-        step.settled = True
+        step.settled, step.reduced_in = True, -1
         if not graph_is_retained():
             step.owed.discard(self.entry)
 
@@ -132,17 +136,21 @@ def _begin(group: Any = None, recipe: Recipe | None = None) -> Step:
     step = Step(_thread.me, rolling.own(group))
     layers = amax.layers()
     if layers:
-        _reduce(layers, step.group, step)
+        _reduce(step.group, step)
         _end_earlier(layers, step, recipe)
     _thread.now = _thread.latest[step.group] = step
     return step
 
 
-def _reduce(layers: Sequence[nn.Module], group: Any, step: Step) -> None:
-    """Reduce the maxima of a group's layers, once in a step."""
-    if group not in step.reduced and rolling.has_ranks(group):
-        step.reduced.append(group)
-        rolling.reduce([layer for layer in layers if _reduced_over(layer, group)], group)
+def _reduce(group: Any, step: Step) -> None:
+    """Reduce the maxima of a group's layers, which roll in a step that has begun."""
+    if not rolling.has_ranks(group):
+        return
+    layers = [layer for layer in amax.layers() if _reduced_over(layer, group)]
+    for old in (state_of(layer).step for layer in layers):
+        if old is not None:
+            old.reduced_in = step.number
+    rolling.reduce(layers, group)
 
 
 def _end_earlier(layers: Sequence[nn.Module], step: Step, recipe: Recipe | None) -> None:
@@ -153,7 +161,7 @@ def _end_earlier(layers: Sequence[nn.Module], step: Step, recipe: Recipe | None)
             old: Step | None = state_of(layer).step
             if old is None:
                 known = _last(layer)
-                if known is None or known.group is step.group:
+                if (known is None or known.group is step.group) and not _is_unseen(layer):
                     due.append(layer)
             elif old.thread is step.thread and old.group is step.group and not old.owed:
                 old.rolled_in = step.number
@@ -185,11 +193,13 @@ def _reduced_over(layer: nn.Module, group: Any) -> bool:
     It is asked of all layers, those that are not over included, since reducing a maximum twice does no harm, and which
     layers ran may differ from rank to rank.
     """
-    step = _last(layer)
+    state, step = state_of(layer), _last(layer)
+    if state.copied:
+        # One rank alone may hold it, such as an average of weights.
+        return False
     if step is not None:
         return step.group is group
     # Of what never ran in a step, one rank may hold more than another.
-    state = state_of(layer)
     family: Family | None = state.family
     if state.recorded_apart or (family is not None and family.recorded_apart):
         return True
@@ -207,6 +217,25 @@ def together(layers: Sequence[nn.Module]) -> None:
 def _latest(layers: Sequence[nn.Module]) -> Step | None:
     known = [step for step in map(_last, layers) if step is not None]
     return max(known, key=lambda step: step.number, default=None)
+
+
+def group_of(layers: Sequence[nn.Module]) -> Any:
+    """The process group over which the maxima of a model's layers are reduced: None for the default one."""
+    known = _latest(layers) if rolling.has_ranks(None) else None
+    return None if known is None else known.group
+
+
+def _is_unseen(layer: nn.Module) -> bool:
+    """Whether this is a copy that has not run, of which other ranks may have none: one rank may evaluate it alone."""
+    return state_of(layer).copied and rolling.has_ranks(None)
+
+
+def _copied_with(layer: nn.Module) -> list[nn.Module]:
+    """A copy that has not run yet, and the layers that were converted and copied with it."""
+    family = state_of(layer).family
+    if family is None:
+        return [layer]
+    return [other for other in amax.layers() if state_of(other).copied and state_of(other).family is family]
 
 
 def _put(layer: nn.Module, step: Step) -> None:
@@ -229,38 +258,58 @@ def factors(layer: nn.Module, record: bool) -> Tensor | list[float]:
 
 def join(layer: nn.Module, record: bool) -> None:
     """The layer runs in this thread's step; what it ran in an earlier one rolls first."""
-    step, old = _thread.now, layer._state.step  # type: ignore[union-attr]
+    state: Any = layer._state
+    step, old = _thread.now, state.step
     if step is None or (old is step and (step.inside or not step.settled)):
         return
     # A forward without gradients rolls only inside an autocast that was entered with them, as reentrant checkpoints do.
-    if not (record or step.inside) or recomputing():
+    if not (record or step.inside) or recomputing() or _is_elsewhere(old, step):
         return
-    begins = False
-    with _lock:
-        old = state_of(layer).step
-        if _is_elsewhere(old, step):
-            return
-        if not step.inside:
-            if old is not None and old.of_root and not old.settled:
+    copied: Sequence[nn.Module] = ()
+    if state.copied:
+        if _is_unseen(layer):
+            if not record:
                 return
-            known = _last(layer)
-            step = _thread.of(None if known is None else known.group)
-            # Neither an autocast nor the root has come by since a backward.
-            begins = step.settled or (old is not None and old.of_root)
-            if old is step and not begins:
-                return
+            copied = _copied_with(layer)
+        elif record:
+            state.copied = False
     # Ranks wait for each other here, and this thread for no other one.
-    if begins:
-        step = _begin(step.group)
-    if old is not None and old.rolled_in != step.number:
-        _reduce(amax.layers(), old.group, step)
-    with _lock:
-        if _is_elsewhere(state_of(layer).step, step):
+    if not step.inside:
+        step = _outside(layer, old)
+        if step is None:
             return
-        if old is not None and old.rolled_in != step.number:
+    rolls = old is not None and old.rolled_in != step.number
+    if rolls and old.reduced_in != step.number:
+        _reduce(old.group, step)
+    if copied:
+        rolling.reduce(copied, step.group)
+    with _lock:
+        if _is_elsewhere(state.step, step):
+            return
+        if copied:
+            _roll_copied(copied)
+        if rolls:
             old.rolled_in = step.number
             rolling.roll([other for other in amax.layers() if state_of(other).step is old])
         _put(layer, step)
+
+
+def _outside(layer: nn.Module, old: Step | None) -> Step | None:
+    """The step that a layer joins outside of every autocast, which begins here where neither one nor the root has come
+    by since a backward; None where it stays in the one that it is in."""
+    if old is not None and old.of_root and not old.settled:
+        return None
+    known = _last(layer)
+    step = _thread.of(None if known is None else known.group)
+    if step.settled or (old is not None and old.of_root):
+        return _begin(step.group)
+    return None if old is step else step
+
+
+def _roll_copied(layers: Sequence[nn.Module]) -> None:
+    rolling.roll(layers)
+    for layer in layers:
+        state_of(layer).copied = False
 
 
 def _is_elsewhere(old: Step | None, step: Step) -> bool:
@@ -286,10 +335,9 @@ def roll_root(layers: Sequence[nn.Module]) -> None:
         rolling.reduce(layers)
         rolling.roll(layers)
         return
-    known = _latest(layers) if rolling.has_ranks(None) else None
-    step = Step(_thread.me, None if known is None else known.group, of_root=True)
+    step = Step(_thread.me, group_of(layers), of_root=True)
     rolling.reduce(layers, step.group)
     with _lock:
-        rolling.roll(layers)
+        _roll_copied(layers)
         for layer in layers:
             _put(layer, step)
