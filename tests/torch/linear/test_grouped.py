@@ -9,6 +9,7 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver import QuantSpec, recipes
 from quaver.core.spec import Recipe
+from quaver.torch.linear import grouped as grouped_module
 from quaver.torch.linear.grouped_operands import quantize_experts, quantize_tokens
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.groups import Offsets
@@ -164,6 +165,31 @@ def test_a_frozen_side_gets_no_gradient() -> None:
     for grad, expected in zip((x.grad, w.grad), grouped(SIZES[0], "tensorwise")[1:], strict=True):
         assert grad is not None
         assert_bitwise(grad, expected)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_quantized_for_them(
+    off: Any, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch says what an operand needs as if gradients were never switched off."""
+    quantized: list[str] = []
+    for name in ("quantize_features", "transposed"):
+        whole = getattr(grouped_module, name)
+
+        def noted(*args: Any, whole: Any = whole, name: str = name) -> Any:
+            quantized.append(name)
+            return whole(*args)
+
+        monkeypatch.setattr(grouped_module, name, noted)
+    x, w, _ = tensors()
+    expected = qt.grouped_matmul(x, w, ends(SIZES[0]), recipe=recipe)
+    assert quantized
+    quantized.clear()
+    with off():
+        y = qt.grouped_matmul(x, w, ends(SIZES[0]), recipe=recipe)
+    assert not quantized
+    assert_bitwise(y, expected.detach())
 
 
 def test_explain_says_what_runs() -> None:

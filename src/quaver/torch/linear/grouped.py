@@ -101,7 +101,8 @@ def grouped_matmul(
     refuse_transforms(x, weight)
     if in_force is None or not in_force.quantizes:
         weight = weight.to(dtype)
-    setup = _Setup(in_force or recipes.get("bf16"), Offsets(offsets, x.shape[0]), dtype, seed, count, name)
+    followed, training = in_force or recipes.get("bf16"), torch.is_grad_enabled()
+    setup = _Setup(followed, Offsets(offsets, x.shape[0]), dtype, seed, count, name, training)
     with ops.without_autocast(device):
         y: Tensor = _Grouped.apply(x.to(dtype), weight, setup)
     return y
@@ -137,6 +138,8 @@ class _Setup(NamedTuple):
     seed: int
     step: Tensor | int
     name: str
+    #: Whether gradients are switched on; what a tensor needs torch says as if they always were.
+    training: bool
 
     def noise(self, operand: str) -> Noise:
         """The streams of an operand's groups."""
@@ -150,7 +153,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, setup: _Setup) -> Tensor:
         gemm, wgrad, offsets = setup.recipe.fprop, setup.recipe.wgrad, setup.offsets
-        need_input, need_weight, _ = ctx.needs_input_grad
+        need_input, need_weight = (setup.training and need for need in ctx.needs_input_grad[:2])
         plan = setup.recipe.plan
         a = None if gemm.a is None else quantize_tokens(x, gemm.a, offsets)
         b = None if gemm.b is None else quantize_experts(weight, gemm.b)
@@ -164,9 +167,11 @@ class _Grouped(torch.autograd.Function):
                 kept_input = transposed(a, offsets.groups)
             else:
                 kept_input = quantize_features(x, wgrad.b, offsets)
-        kept_weight = weight if not plan.weight or b is None else transposed(b, offsets.groups)
+        kept_weight: Groups | Tensor | None = None
+        if need_input:
+            kept_weight = weight if not plan.weight or b is None else transposed(b, offsets.groups)
         ctx.setup, ctx.shape, ctx.weight_dtype = setup, weight.shape, weight.dtype
-        ctx.constants = _save(ctx, kept_input, kept_weight if need_input else None)
+        ctx.constants = _save(ctx, kept_input, kept_weight)
         return y
 
     @staticmethod

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import quaver.torch as qt
 from benchmarks.measuring.memory import peak
@@ -215,6 +216,19 @@ def test_recomputed_it_gives_the_same_bits(checkpoint: Any) -> None:
         assert_bitwise(ours, theirs)
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_none_are_computed(off: Any) -> None:
+    """torch says what an operand needs as if gradients were never switched off: logits are one product of three."""
+    x, weight, targets, bias = operands()
+    without, with_them = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with with_them:
+        expected = linear_cross_entropy(x, weight, targets, bias)
+    with without, off():
+        loss = linear_cross_entropy(x, weight, targets, bias)
+    assert_bitwise(loss, expected.detach())
+    assert with_them.get_total_flops() == 3 * without.get_total_flops() == 3 * 2 * 12 * 16 * 11
+
+
 def test_a_tied_embedding_gets_both_gradients() -> None:
     ids, targets = torch.randint(11, (2, 6)), torch.randint(11, (2, 6))
     table = torch.randn(11, 8, requires_grad=True)
@@ -275,7 +289,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": torch.zeros(12)}, "bias has shape"),
     "smoothing": ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
     "z loss": ({"z_loss": -1.0}, "z_loss -1.0"),
+    "infinite z loss": ({"z_loss": float("inf")}, "z_loss inf"),
+    "z loss of NaN": ({"z_loss": float("nan")}, "z_loss nan"),
     "cap": ({"soft_cap": 0.0}, "soft_cap 0.0"),
+    "infinite cap": ({"soft_cap": float("inf")}, "soft_cap inf"),
     "chunk": ({"chunk": 0}, "chunk is 0"),
     "dtype": ({"weight": torch.zeros(11, 16, dtype=torch.bfloat16)}, "convert one, or enter torch.autocast"),
 }

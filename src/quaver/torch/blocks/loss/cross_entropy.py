@@ -61,10 +61,11 @@ def linear_cross_entropy(
     rule = Rule(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
     check_name("reduction", reduction, REDUCTIONS)
     _check_shapes(x, weight, targets, bias)
-    if not 0 <= rule.label_smoothing <= 1 or rule.z_loss < 0 or (soft_cap is not None and not soft_cap > 0):
+    capped = soft_cap is None or 0 < soft_cap < math.inf
+    if not (0 <= rule.label_smoothing <= 1 and 0 <= rule.z_loss < math.inf and capped):
         raise ValueError(
             f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
-            "0 … 1, the second is not negative, the third above 0 or None"
+            "0 … 1, the second is finite and not negative, the third finite and above 0, or None"
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; give the number of tokens, 1 or more, or None")
@@ -75,7 +76,8 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(kind) if casting else x.dtype
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     labels = targets.reshape(-1).to(torch.int64)
-    losses: Tensor = _LinearCrossEntropy.apply(flat, weight, bias, labels, dtype, rule, reduction, chunk or 0)
+    options = dtype, rule, reduction, chunk or 0, torch.is_grad_enabled()
+    losses: Tensor = _LinearCrossEntropy.apply(flat, weight, bias, labels, *options)
     return losses.view(targets.shape) if reduction == "none" else losses
 
 
@@ -105,8 +107,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rule: Rule,
         reduction: str,
         chunk: int,
+        differentiated: bool,
     ) -> Tensor:
-        needs = ctx.needs_input_grad[:3]
+        # torch says what is needed as if gradients were never switched off.
+        needs = tuple(differentiated and need for need in ctx.needs_input_grad[:3])
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.constants = needs, dtype, rule, reduction, chunk, *dtypes
         if reduction == "none":
@@ -138,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = [
             _scaled(grad, scale, to) if need else None for need, grad, to in zip(needs, grads, dtypes, strict=True)
         ]
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def _scaled(grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -147,6 +151,9 @@ def _scaled(grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         return grad.to(dtype)
     if torch.compiler.is_compiling():
         return (grad * scale).to(dtype)
+    if not grad.is_cpu:
+        # A GPU would round one number, a tensor without axes, to grad's dtype first.
+        scale = scale.view(1)
     return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
 
 
