@@ -242,14 +242,14 @@ def _train_branches(rank: int, over: Any, kind: str, copied: bool) -> None:
 def copies_that_train_on(rank: int) -> None:
     """A copy has what each rank recorded in the step before it, which is reduced where the copy first runs."""
     for call in CALLS:
-        for made in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        for duplicate in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
             model = converted()
             for step in range(2):
                 step_of(model, rank, step, None, call)
-            copied = made(model)
+            copied = duplicate(model)
             assert not torch.equal(*gathered(copied[0].history[0]))
             # One that a rank alone evaluates, such as an average of weights.
-            average = made(model)
+            average = duplicate(model)
             before = average[0].history.clone()
             for _ in range(2):
                 if rank == 0:
