@@ -33,6 +33,7 @@ NEEDED = {
     "pyproject.toml",
     "src/quaver/py.typed",
     "tests/kernels/gate/ceilings.toml",
+    "tests/kernels/gate/measured.json",
 }
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
 

@@ -50,7 +50,7 @@ class Case:
     times: Mapping[str, int] = field(default_factory=dict)
     #: By the name of a rule (`tests.kernels.gate.rules.RULES`), why it does not hold for this row.
     exceptions: Mapping[str, str] = field(default_factory=dict)
-    #: Whether `make slow` alone compiles it, for what it holds and moves, and not for how often it goes round loops.
+    #: Whether `make test` never compiles it; it is read for what it holds and moves, not how often it goes round loops.
     rare: bool = False
     #: The first architecture on which a step launches it, such as 100: the GEMM that reads what it writes is there.
     since: int = 80

@@ -1,13 +1,17 @@
-"""Kernels that do what the rules forbid, so that a test sees each rule fire: `python -m tests.kernels.gate.bad`.
+"""Kernels that do what the rules forbid, so that a test sees each rule fire.
 
-Prints, as JSON, the rules that each breaks on sm_89 and sm_90.
+What became of them on sm_89 and sm_90 is in measured.json. `python -m tests.kernels.gate.bad` compiles them and prints,
+as JSON, the rules that each breaks.
 """
 
 import os
 
-os.environ.pop("TRITON_INTERPRET", None)
+if __name__ == "__main__":
+    # Triton decides whether it interprets when a kernel is defined.
+    os.environ.pop("TRITON_INTERPRET", None)
 
 import json
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -17,11 +21,15 @@ from torch import Tensor
 from quaver.kernels.quantizing.amax import amax
 from quaver.torch.backends.gpu.launching.launch import Launch, describe
 from tests.kernels.cases import Case
-from tests.kernels.gate.machine_code import compiled, read
+from tests.kernels.gate.keys import key
+from tests.kernels.gate.machine_code import Code, compiled, read
+from tests.kernels.gate.measured import Measured, code
 from tests.kernels.gate.record import Recorded
 from tests.kernels.gate.rules import RULES
 
 ARCHITECTURES = 89, 90
+#: The row that these are launches of, which is none of cases.py.
+ROW = "planted"
 
 
 @triton.jit
@@ -120,18 +128,36 @@ def launches() -> dict[str, Launch]:
     }
 
 
-def broken(named: dict[str, Launch], arch: int) -> dict[str, list[str]]:
-    """By the name of a launch, the rules that it breaks."""
-    row = Case(name="planted", launch=lambda: None)
-    codes = read([compiled(launch, arch) for launch in named.values()], arch)
+def recorded() -> list[Recorded]:
+    """The same as launches of one row."""
+    row = Case(name=ROW, launch=lambda: None)
+    return [Recorded(row, f"{ROW}: {name}", launch) for name, launch in launches().items()]
+
+
+def known(kept: Measured) -> dict[int, dict[str, Code]]:
+    """By architecture and name, what measured.json has of the kernels as they are now."""
+    planted = recorded()
+    held = {arch: kept.holding({one.name: key(one, arch) for one in planted}, arch) for arch in ARCHITECTURES}
+    return {arch: {name: code(of, arch) for name, of in figures.items()} for arch, figures in held.items()}
+
+
+def fresh() -> dict[int, dict[str, Code]]:
+    """The same of all, compiled."""
+    planted = recorded()
+    codes = {arch: read([compiled(one.launch, arch) for one in planted], arch) for arch in ARCHITECTURES}
+    return {arch: {one.name: code for one, code in zip(planted, of, strict=True)} for arch, of in codes.items()}
+
+
+def broken(codes: Mapping[int, Mapping[str, Code]]) -> dict[str, dict[str, list[str]]]:
+    """By kernel and architecture, the rules that it breaks."""
     return {
-        name: [rule for rule, offence in RULES.items() if offence(code, Recorded(row, name, launch))]
-        for (name, launch), code in zip(named.items(), codes, strict=True)
+        one.kernel: {
+            str(arch): [rule for rule, offence in RULES.items() if offence(of[one.name], one)]
+            for arch, of in codes.items()
+        }
+        for one in recorded()
     }
 
 
 if __name__ == "__main__":
-    named = launches()
-    by_arch = {arch: broken(named, arch) for arch in ARCHITECTURES}
-    by_name = {name: {arch: rules[name] for arch, rules in by_arch.items()} for name in named}
-    print(json.dumps({"triton": triton.__version__, "broken": by_name}))
+    print(json.dumps(broken(fresh())))

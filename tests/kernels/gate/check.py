@@ -1,22 +1,19 @@
 """One architecture through the gate: rules, ceilings, and the fewest instructions that were reached before."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import triton
 
-from tests.kernels.cases import Case
+from tests.kernels.gate import ceilings, measured
 from tests.kernels.gate.best import ARCHITECTURE, BEHIND, BEST
-from tests.kernels.gate.ceilings import Ceilings, Row, Table, above, figures
+from tests.kernels.gate.ceilings import Ceilings, Row, above
 from tests.kernels.gate.machine_code import Code, compiled, read
-from tests.kernels.gate.record import ARCHITECTURES, Recorded
+from tests.kernels.gate.measured import Measured
+from tests.kernels.gate.record import Recorded
 from tests.kernels.gate.rules import RULES
 
 UPDATE = "python -m tests.kernels.gate --update"
-#: Before Hopper, where codes are rounded on the bits, and from it on, where a cast rounds them.
-SIDES = ARCHITECTURES[:3], ARCHITECTURES[3:]
-#: Instructions up to which launches compile in less than half of a second, and above which in more than one and a half.
-SHORT, LONG = 600, 1600
 
 
 @dataclass(frozen=True)
@@ -26,6 +23,8 @@ class Checked:
     name: str
     row: Row
     broken: tuple[str, ...]
+    #: As measured.json has them, {} where it does not compile.
+    figures: measured.Figures = field(default_factory=dict)
 
 
 def measure(launches: Sequence[Recorded], arch: int) -> list[Checked]:
@@ -40,10 +39,48 @@ def measure(launches: Sequence[Recorded], arch: int) -> list[Checked]:
             said = f"does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             dead.append(Checked(recorded.name, {}, (said,)))
     codes = read(kernels, arch)
-    return dead + [
-        Checked(recorded.name, figures(recorded, code), tuple(broken_rules(recorded, code)))
-        for recorded, code in zip(read_of, codes, strict=True)
-    ]
+    return dead + [judged(recorded, code) for recorded, code in zip(read_of, codes, strict=True)]
+
+
+def judged(recorded: Recorded, code: Code) -> Checked:
+    """A launch by its machine code, read just now or kept."""
+    broken = tuple(broken_rules(recorded, code))
+    return Checked(recorded.name, ceilings.figures(recorded, code), broken, measured.figures(code, recorded))
+
+
+def through(
+    launches: Sequence[Recorded], compiling: Sequence[Recorded], keys: Mapping[str, str], arch: int, kept: Measured
+) -> tuple[list[Checked], list[str]]:
+    """Launches judged, some by compiling them and the others by measured.json; and what that file has otherwise.
+
+    What is neither compiled nor in the file is not judged, and told.
+
+    Args:
+        compiling: those of them that are compiled.
+        keys: of them all, by their names.
+    """
+    fresh = {c.name: c for c in measure(compiling, arch)}
+    held = kept.holding(keys, arch)
+    passed = [r for r in launches if r.name in held and r.name not in fresh]
+    believed = [judged(r, measured.code(held[r.name], arch)) for r in passed]
+    return [*believed, *fresh.values()], unlike(fresh, keys, arch, kept)
+
+
+def unlike(fresh: Mapping[str, Checked], keys: Mapping[str, str], arch: int, kept: Measured) -> list[str]:
+    """Launches that are not in measured.json as they are now, by name, and what compiles to other figures than there.
+
+    Args:
+        fresh: those that were compiled just now; of the others the seal alone is asked.
+        keys: of all launches, by their names.
+    """
+    held = kept.holding(keys, arch)
+    told = [name for name in keys if name not in held] if kept.applies else []
+    for name, before in held.items():
+        now = fresh[name].figures if name in fresh else before
+        other = sorted(figure for figure in {*now, *before} if now.get(figure) != before.get(figure))
+        changes = ", ".join(f"{figure} {now.get(figure, 0)} and not {before.get(figure, 0)}" for figure in other)
+        told += [f"{name} is as it was, and compiles to {changes}"] if changes else []
+    return told
 
 
 def broken_rules(recorded: Recorded, code: Code) -> list[str]:
@@ -53,51 +90,6 @@ def broken_rules(recorded: Recorded, code: Code) -> list[str]:
         return [f"its row excepts {', '.join(sorted(unknown))}; the rules are {', '.join(RULES)}"]
     said = {name: rule(code, recorded) for name, rule in RULES.items() if name not in recorded.case.exceptions}
     return [f"{name}: {what}" for name, what in said.items() if what]
-
-
-def in_turn(table: Table, cases: Sequence[Case]) -> dict[int, set[str]]:
-    """Launches for each architecture, a ninth of the whole: each row of short launches on one architecture, by turns
-    on one before Hopper and on one from it on; every kernel on both sides, those whose shortest launch is long on one;
-    and on its own what best.py bounds.
-
-    Args:
-        table: of ceilings, which says what each architecture launches, and how many instructions that takes.
-    """
-    order = {case.name: at for at, case in enumerate(case for case in cases if not case.rare)}
-    rows: dict[str, dict[str, Mapping[str, Row]]] = {}
-    kernels: dict[str, dict[str, Mapping[str, Row]]] = {}
-    for name, by_arch in table.items():
-        row, kernel = parted(name)
-        if row in order:
-            rows.setdefault(row, {})[name] = by_arch
-            kernels.setdefault(kernel, {})[name] = by_arch
-    turns: dict[int, set[str]] = {arch: set() for arch in ARCHITECTURES}
-    for row, launches in rows.items():
-        if all(length(by_arch) <= SHORT for by_arch in launches.values()):
-            turns[SIDES[order[row] % 2][order[row] // 2 % 3]] |= set(launches)
-    turns[ARCHITECTURE] |= (BEST | BEHIND).keys() & table.keys()
-    long = 0
-    for at, (kernel, launches) in enumerate(kernels.items()):
-        shortest = min(launches, key=lambda name: length(launches[name]))
-        sides = SIDES
-        if length(launches[shortest]) > LONG:
-            long += 1
-            sides = SIDES[long % 2 :][:1]
-        for side in sides:
-            if kernel not in {parted(name)[1] for arch in side for name in turns[arch]}:
-                turns[side[at % 3]].add(shortest)
-    return turns
-
-
-def parted(name: str) -> tuple[str, str]:
-    """The row and the kernel of a launch."""
-    row, _, kernel = name.partition(": ")
-    return row, kernel.split()[0]
-
-
-def length(by_arch: Mapping[str, Row]) -> float:
-    """Instructions of a launch, the mean of its architectures."""
-    return sum(row["instructions"] for row in by_arch.values()) / len(by_arch)
 
 
 def failures(

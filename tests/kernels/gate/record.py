@@ -87,7 +87,7 @@ def record(cases: Sequence[Case], arch: int) -> list[Recorded]:
     return recorded
 
 
-def unlike(cases: Sequence[Case], launches: Sequence[Recorded], arch: int) -> list[str]:
+def unlike_siblings(cases: Sequence[Case], launches: Sequence[Recorded], arch: int) -> list[str]:
     """What sm_`arch`, that has these launches, and its siblings do not launch both, a sentence each."""
     ours = {identity(recorded.launch): recorded.name for recorded in launches}
     sentences = []

@@ -1,0 +1,177 @@
+"""measured.json: what it holds for, that it is seen where it does not, and what is compiled then."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from tests.kernels.cases import CASES
+from tests.kernels.gate import bad, ceilings, check, measured, turns
+from tests.kernels.gate.ceilings import Ceilings
+from tests.kernels.gate.check import Checked
+from tests.kernels.gate.flow import Block
+from tests.kernels.gate.keys import key
+from tests.kernels.gate.machine_code import Code
+from tests.kernels.gate.measured import Measured
+from tests.kernels.gate.record import ARCHITECTURES, Recorded
+
+#: Nothing is spilled, so that some figures are zero.
+CODE = Code(
+    arch=90,
+    registers=40,
+    stack=0,
+    shared=2048,
+    instructions=104,
+    loads={16: 8, 4: 1},
+    stores={16: 4},
+    shared_loads={},
+    local=0,
+    truncating=0,
+    passing_nan=3,
+    exchanged_bytes=0,
+    load_runs={128: 8192},
+    store_runs={64: 4096},
+    way=(Block(10, 4, (), (1,)), Block(60, 16, (0,), (2,)), Block(20, 8, (), ())),
+)
+KEYS = {"row: one": "1" * 64, "row: two": "2" * 64}
+
+
+def planted(name: str = "goes round", **changes: Any) -> Recorded:
+    recorded = next(one for one in bad.recorded() if one.kernel == name)
+    return replace(recorded, case=replace(recorded.case, **changes))
+
+
+def written(path: Path, entries: dict[measured.Place, measured.Entry]) -> Measured:
+    measured.save(entries, path)
+    return measured.load(path)
+
+
+def entries(figures: measured.Figures) -> dict[measured.Place, measured.Entry]:
+    return {(name, arch): measured.entry(KEYS[name], figures) for name in KEYS for arch in (89, 90)}
+
+
+def test_a_code_is_read_as_it_was_written_and_its_way_is_the_longest_with_the_trips_of_its_row() -> None:
+    recorded = planted(trips=(5,))
+    figures = measured.figures(CODE, recorded)
+    again = measured.code(figures, 90)
+    assert replace(again, way=CODE.way) == CODE
+    assert again.way == (Block(10 + 5 * 60 + 20, 4 + 5 * 16 + 8, (), ()),)
+    assert check.judged(recorded, again) == check.judged(recorded, CODE)
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def test_the_file_is_read_as_it_was_written_and_architectures_share_lines(tmp_path: Path) -> None:
+    figures = measured.figures(CODE, planted())
+    of = entries(figures) | {("row: two", 100): measured.entry("3" * 64, figures | {"registers": 41})}
+    kept = written(tmp_path / "one.json", of)
+    assert kept == Measured(triton.__version__, of)
+    lines = (tmp_path / "one.json").read_text().splitlines()
+    assert sum('"registers"' in line for line in lines) == 3
+    written(tmp_path / "other.json", dict(reversed(of.items())))
+    assert (tmp_path / "one.json").read_text() == (tmp_path / "other.json").read_text()
+    assert measured.load(tmp_path / "none.json") == Measured("", {})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"registers":40', '"registers":39'),
+        ('"instructions":104', '"instructions":96'),
+        ('"executed":[90,28]', '"executed":[80,28]'),
+        ('"loads":{"4":1,"16":8}', '"loads":{"16":8}'),
+        ('"load_runs":{"128":8192}', '"load_runs":{"256":8192}'),
+        (',"passing_nan":3', ""),
+        ('"passing_nan":3', '"passing_nan":3,"stack":8'),
+    ],
+)
+def test_a_figure_that_was_changed_by_hand_is_believed_on_no_architecture(old: str, new: str, tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    kept = written(path, entries(measured.figures(CODE, planted())))
+    assert kept.holding(KEYS, 89).keys() == KEYS.keys() and check.unlike({}, KEYS, 89, kept) == []
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    edited = measured.load(path)
+    for arch in (89, 90):
+        assert edited.holding(KEYS, arch).keys() == {"row: two"}
+        assert check.unlike({}, KEYS, arch, edited) == ["row: one"]
+
+
+def test_a_launch_that_changed_or_is_new_is_not_believed_and_one_that_is_gone_is_told(tmp_path: Path) -> None:
+    kept = written(tmp_path / "measured.json", entries(measured.figures(CODE, planted())))
+    keys = {"row: one": "4" * 64, "row: three": "3" * 64}
+    assert kept.holding(keys, 90) == {} and check.unlike({}, keys, 90, kept) == ["row: one", "row: three"]
+    assert kept.gone({90: keys}) == ["sm_90 row: two is launched no more"]
+    said = measured.sentence([f"sm_90 row {i}" for i in range(25)])
+    assert "`python -m tests.kernels.gate --measure`" in said and "sm_90 row 19; and 5 more" in said
+
+
+def test_what_compiles_to_other_figures_than_the_file_has_is_told(tmp_path: Path) -> None:
+    figures = measured.figures(CODE, planted())
+    kept = written(tmp_path / "measured.json", entries(figures))
+    fresh = {"row: one": Checked("row: one", {}, (), figures)}
+    assert check.unlike(fresh, KEYS, 90, kept) == []
+    fresh = {"row: one": Checked("row: one", {}, (), {**figures, "registers": 42, "stack": 8})}
+    (said,) = check.unlike(fresh, KEYS, 90, kept)
+    assert said == "row: one is as it was, and compiles to registers 42 and not 40, stack 8 and not 0"
+
+
+def test_it_holds_for_no_other_version_of_triton(tmp_path: Path) -> None:
+    kept = replace(written(tmp_path / "measured.json", entries(measured.figures(CODE, planted()))), triton="3.9.0")
+    assert kept.holding(KEYS, 90) == {} and check.unlike({}, KEYS, 90, kept) == [] and kept.gone({90: {}}) == []
+
+
+def test_what_is_believed_is_judged_by_the_rules_and_the_ceilings(tmp_path: Path) -> None:
+    """Nothing is compiled."""
+    recorded = planted()
+    keys = {recorded.name: key(recorded, 90)}
+    spilling = measured.figures(replace(CODE, stack=8), recorded)
+    kept = written(tmp_path / "measured.json", {(recorded.name, 90): measured.entry(keys[recorded.name], spilling)})
+    (checked,), other = check.through([recorded], [], keys, 90, kept)
+    assert other == [] and [said.partition(":")[0] for said in checked.broken] == ["local memory", "trips"]
+    low = Ceilings(triton.__version__, {recorded.name: {"sm_90": checked.row | {"registers": 39}}})
+    assert any("registers 40, the table has 39" in said for said in check.failures([checked], 90, low))
+    assert check.through([recorded], [], {recorded.name: "0" * 64}, 90, kept) == ([], [recorded.name])
+
+
+def launches(names: list[str]) -> dict[int, list[Recorded]]:
+    cases = {case.name: case for case in CASES}
+    launch = bad.recorded()[0].launch
+    of = [Recorded(cases[turns.parted(name)[0]], name, launch) for name in names]
+    return dict.fromkeys(ARCHITECTURES, of)
+
+
+def everywhere(names: set[str]) -> dict[int, set[str]]:
+    return dict.fromkeys(ARCHITECTURES, names)
+
+
+def test_what_changed_is_compiled_on_every_architecture_and_of_very_many_those_of_a_choice() -> None:
+    table = ceilings.load().rows
+    of = launches(list(table))
+    chosen = turns.chosen(of, everywhere(set()), table, True)
+    samples = {arch: [r.name for r in chosen[arch]] for arch in ARCHITECTURES}
+    assert samples == {arch: [n for n in names if n in table] for arch, names in by_arch(turns.SAMPLES).items()}
+    few = {"attention by heads: attention", "attention 1x128: attention", "cast bf16: cast"}
+    chosen = turns.chosen(of, everywhere(few), table, True)
+    for arch in ARCHITECTURES:
+        # That `make slow` alone compiles one launch is its row's word.
+        assert {r.name for r in chosen[arch]} == few - {"attention 1x128: attention"} | set(samples[arch])
+    turn = turns.in_turn(table, CASES)
+    for left, measured_before in ((set(table), True), (set(table), False)):
+        chosen = turns.chosen(of, everywhere(left), table, measured_before)
+        for arch in ARCHITECTURES:
+            assert {r.name for r in chosen[arch]} == turn[arch] | set(samples[arch] if measured_before else [])
+
+
+def by_arch(samples: dict[int, str]) -> dict[int, list[str]]:
+    return {arch: [samples[arch]] if arch in samples else [] for arch in ARCHITECTURES}
+
+
+def test_samples_are_in_the_file_and_of_different_kernels_on_both_sides_of_hopper() -> None:
+    kept = measured.load()
+    assert {(name, arch) for arch, name in turns.SAMPLES.items()} <= kept.entries.keys()
+    assert len(set(turns.SAMPLES.values())) == len(turns.SAMPLES) >= 3
+    assert all(set(side) & turns.SAMPLES.keys() for side in turns.SIDES)
