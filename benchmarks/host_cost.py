@@ -2,15 +2,17 @@
 
 quaver.torch.Linear on tensors of 16 × 16 on a CPU, made to take the way that tensors on a GPU take: the same choice of
 implementations, the same kernels launched by Triton's own launcher, with a driver that does nothing; for each scaled
-GEMM `torch.mm` of a matrix of that size. And blocks of such layers, on the same terms. Prints JSON: the ratios to
-torch's own parts by row.
+GEMM `torch.mm` of a matrix of that size. And blocks of such layers, on the same terms. Kernels are checked, and no code
+is made of them. Prints JSON: the ratios to torch's own parts by row.
 """
 
 import argparse
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -20,7 +22,7 @@ import triton
 from torch import nn
 
 import quaver.torch as qt
-from benchmarks.measuring.stub_driver import Driver
+from benchmarks.measuring import stub_driver
 from benchmarks.measuring.timing import Step, beside
 from benchmarks.subjects import blocks, linears
 from quaver import recipes
@@ -44,7 +46,7 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 def pretend(arch: int) -> None:
     """Make this process take CPU tensors for those of a GPU of this architecture."""
     torch.set_num_threads(1)
-    triton.runtime.driver.set_active(Driver(arch))
+    triton.runtime.driver.set_active(stub_driver.Driver(arch))
     device._architecture = lambda _: arch  # type: ignore[assignment]
     launch.card = lambda device: (0, lambda: 0, lambda index: 0, nowhere)
     device.asked |= {"triton", "native"}
@@ -159,6 +161,12 @@ if __name__ == "__main__":
     parser.add_argument("--arch", type=int, default=90, choices=RECIPES)
     parser.add_argument("--recipes", nargs="*")
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--launchers", help="a folder that keeps them for the next process")
+    parser.add_argument("--unoptimized", action="store_true", help="compile them quickly, and time them as they are")
     asked = parser.parse_args()
     names = asked.recipes or RECIPES[asked.arch]
-    print(json.dumps(measure(asked.rounds, asked.steps, names, asked.arch, asked.dtypes)))
+    if asked.unoptimized:
+        stub_driver.make_launchers_quickly()
+    with tempfile.TemporaryDirectory() as elsewhere:
+        stub_driver.make_no_code(Path(asked.launchers or elsewhere))
+        print(json.dumps(measure(asked.rounds, asked.steps, names, asked.arch, asked.dtypes)))

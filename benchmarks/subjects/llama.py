@@ -14,7 +14,7 @@ from benchmarks.measuring.figure import NotMeasurable
 from benchmarks.subjects import peer
 
 #: Features, of the MLP too, layers, batch and tokens.
-SIZE, QUICK_SIZE = (512, 1408, 4, 4, 256), (128, 256, 1, 2, 64)
+SIZE, QUICK_SIZE = (512, 1408, 4, 4, 256), (128, 256, 1, 2, 16)
 HEAD, WORDS = "lm_head", 2048
 PLAIN = "bf16"
 #: Recipes that the rows of steps have.

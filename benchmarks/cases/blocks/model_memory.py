@@ -21,6 +21,8 @@ TARGETS = dict.fromkeys(("tensorwise", "delayed"), BY_TENSOR) | dict.fromkeys(
     ("rowwise", "blockwise", "mxfp8"), BY_BLOCKS
 )
 OF_BLOCKS = dict.fromkeys(TARGETS, at_most(65.0)) | dict.fromkeys(("tensorwise", "delayed"), at_most(60.0))
+#: Under which blocks are put in place when it is quick: scales of a tensor, of a row and of a block, and a history.
+QUICK_RECIPES = "tensorwise", "delayed", "rowwise", "mxfp8"
 OF_ALL = dict.fromkeys(("tensorwise", "delayed"), at_most(50.0))
 
 
@@ -56,7 +58,7 @@ def measure(quick: bool) -> list[Figure]:
         figures += row(f"quaver {name}", kept(model, tokens), plain, None if quick else TARGETS.get(name))
     for subject, blocks in list(IN_PLACE.items())[1:]:
         targets = OF_ALL if blocks.loss else OF_BLOCKS
-        for name in ("bf16", *SAVING):
+        for name in ("bf16", *(QUICK_RECIPES if quick else SAVING)):
             model = copy.deepcopy(base)
             qt.convert(model, name, skip=[HEAD], blocks=blocks)
             target = None if quick else targets.get(name)

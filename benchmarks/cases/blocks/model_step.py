@@ -48,7 +48,7 @@ def measure(quick: bool) -> Iterator[Figure]:
             yield Figure(name, "of bf16's time", 0.0, "x", instead=why)
             continue
         steps = {PLAIN: step, name: trained(copied(base, subject), tokens)}
-        timing = interleave(steps, rounds=2 if quick else 3 if emulated else ROUNDS, steps=1)[name]
+        timing = interleave(steps, rounds=1 if quick else 3 if emulated else ROUNDS, steps=1)[name]
         judged = subject.blocks == "blocks" and not quick and not emulated
         yield Figure(name, "of bf16's time", timing.ratio, "x", TIMES.get(subject.recipe) if judged else None)
         yield Figure(name, "time", timing.seconds * 1e3, "ms")

@@ -21,8 +21,8 @@ PLAIN = ("nn.Linear", *(f"{kind} of torch's parts" for kind in ("LayerNormLinear
 #: The GPUs that tensors are made to be of, by architecture.
 GPUS = {90: "Hopper", 100: "Blackwell"}
 #: When it is quick the last of them alone, in one dtype, under a recipe with a history and one of blocks, since every
-#: kernel is compiled.
-QUICK: dict[str, int | str] = {"rounds": 2, "steps": 10, "dtypes": "bf16", "recipes": "delayed mxfp8"}
+#: kernel is checked and has a launcher compiled, which is then not optimized.
+QUICK: dict[str, int | str] = {"rounds": 1, "steps": 5, "dtypes": "bf16", "recipes": "delayed mxfp8", "unoptimized": ""}
 #: Where a process's memory lies changes its ratios by up to a tenth: each figure is the median of so many.
 PROCESSES = 3
 NOTES = (
@@ -42,8 +42,9 @@ def measure(quick: bool) -> list[Figure]:
         raise NotMeasurable(f"not measurable with triton {triton.__version__}: the stub is of the driver of 3.6")
     figures = []
     for arch, gpu in list(GPUS.items())[-1:] if quick else GPUS.items():
-        options = QUICK if quick else {"rounds": 40, "steps": 20}
-        processes = [run(arch, options) for _ in range(1 if quick else PROCESSES)]
+        with tempfile.TemporaryDirectory() as folder:
+            options = QUICK if quick else {"rounds": 40, "steps": 20, "launchers": folder}
+            processes = [run(arch, options) for _ in range(1 if quick else PROCESSES)]
         for dtype, rows in processes[0].items():
             for name in rows:
                 ratio, microseconds = map(statistics.median, zip(*(one[dtype][name] for one in processes), strict=True))
@@ -59,7 +60,7 @@ def run(arch: int, options: dict[str, int | str]) -> dict[str, dict[str, tuple[f
     """By dtype and subject: the ratio to torch's parts, and microseconds of a step; in a process of its own.
 
     Args:
-        options: of `benchmarks.host_cost`; several words of one are parted by spaces.
+        options: of `benchmarks.host_cost`; several words of one are parted by spaces, and "" is none.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
