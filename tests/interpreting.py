@@ -23,6 +23,7 @@ def spare() -> None:
     interpreter._get_np_dtype = numpys(interpreter._get_np_dtype)
     interpreter._validate_np_data_size = fits(interpreter._validate_np_data_size)
     interpreter.TensorHandle.__init__ = begin_handle
+    interpreter.InterpreterBuilder.binary_op = operate
     core._type_for_tuple_values = TypeOfTuple
     core._unwrap_if_constexpr = unwrap(core._unwrap_if_constexpr)
     core.tuple.__eq__ = equal(core.tuple.__eq__)
@@ -31,7 +32,7 @@ def spare() -> None:
     core.block_type.with_element_ty = lambda self, scalar: core.block_type(scalar, self.sizes)
     core.block_type.to_ir = lambda self, builder: self
     core.tensor.__init__ = begin_tensor
-    core.dtype.serial = None
+    core.dtype.serial = core.dtype.known = None
     for number, one in enumerate(one for one in vars(core).values() if type(one) is core.dtype):
         one.serial = number
     core.dtype.__eq__ = same(core.dtype.__eq__)  # type: ignore[method-assign]
@@ -101,24 +102,36 @@ def unwrap(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def checked(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Two operands brought to one type and shape. Of two types it is known whether they stay as they are, and of a type
-    and a number which constant that is."""
-    stay: dict[Any, bool] = {}
+    """Two operands brought to one type and shape. Of two types it is known what they become, and of a type and a number
+    which constant that is; an address and a whole number keep their types."""
+    become: dict[Any, tuple[Any, Any]] = {}
     constants: dict[Any, Any] = {}
 
     def check(self: Any, lhs: Any, rhs: Any, *flags: Any) -> Any:
         left, right = type(lhs) is core.tensor, type(rhs) is core.tensor
+        if left and type(lhs.dtype) is core.pointer_type and flags[:1] == (True,):
+            if type(rhs) is int:
+                rhs = self.to_tensor(rhs)
+            if type(rhs) is core.tensor and rhs.dtype.name in INTEGERS:
+                return self.broadcast_impl_value(lhs, rhs)
         if left and right:
             key = lhs.type.serial, rhs.type.serial, flags
-            if stay.get(key):
-                return lhs, rhs
+            types = become.get(key)
+            if types is not None:
+                lhs, rhs = self.cast(lhs, types[0]), self.cast(rhs, types[1])
+                return (lhs, rhs) if lhs.type.known is rhs.type.known else self.broadcast_impl_value(lhs, rhs)
             both = own(self, lhs, rhs, *flags)
             if None not in key:
-                stay[key] = both[0] is lhs and both[1] is rhs
+                become[key] = both[0].dtype, both[1].dtype
             return both
         tensor, number = (lhs, rhs) if left else (rhs, lhs)
         # NaN is no key, and zeros of both signs are one.
-        if not (left or right) or tensor.type.serial is None or number != number or not number:
+        if (
+            not (left or right)
+            or tensor.type.serial is None
+            or number != number
+            or (type(number) is float and not number)
+        ):
             return own(self, lhs, rhs, *flags)
         key = tensor.type.serial, number, type(number), left, flags
         constant = constants.get(key)
@@ -140,15 +153,17 @@ def one_number(constant: Any) -> Any:
 
 
 def broadcast(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Two operands brought to one shape, where neither is without one and neither has more sizes, as numpy does it."""
+    """Two operands brought to one shape, as numpy does it."""
     shapes: dict[Any, Any] = {}
 
     def fitting(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
-        if not (a.is_block() and b.is_block()):
-            return own(self, lhs, rhs)
         if a.known is b.known:
             return lhs, rhs
+        if not a.is_block():
+            return spread(lhs, b.sizes), rhs
+        if not b.is_block():
+            return lhs, spread(rhs, a.sizes)
         key = a.known, b.known
         if key not in shapes:
             both = own(self, lhs, rhs)
@@ -159,6 +174,13 @@ def broadcast(own: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(broadcast_to(one, shapes[key]) for one in (lhs, rhs))
 
     return fitting
+
+
+def spread(scalar: Any, sizes: list[int]) -> Any:
+    """A block of one number, as large as that in memory."""
+    data = np.asarray(scalar.handle.data)
+    block = np.ndarray(sizes, data.dtype, data, 0, (0,) * len(sizes))
+    return core.tensor(interpreter.TensorHandle(block, scalar.dtype), core.block_type(scalar.dtype, sizes))
 
 
 def broadcast_to(tensor: Any, sizes: list[int]) -> Any:
@@ -174,9 +196,32 @@ def same(own: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
 
 def cast(own: Callable[..., Any]) -> Callable[..., Any]:
     def to(self: Any, value: Any, dtype: Any, *rest: Any) -> Any:
-        return value if value.dtype is dtype else own(self, value, dtype, *rest)
+        source = value.dtype
+        if source is dtype:
+            return value
+        target = dtype.scalar
+        # What numpy converts as Triton does: bf16 and FP8 are bits to it, and of a truth value a bit is wanted.
+        if source.name in CONVERTED and target.name in CONVERTED and source is not target and rest in ((), (None,)):
+            data = value.handle.data.astype(interpreter._get_np_dtype(target))
+            kind = core.block_type(target, value.type.sizes) if value.type.is_block() else target
+            return core.tensor(interpreter.TensorHandle(data, target), kind)
+        return own(self, value, dtype, *rest)
 
     return to
+
+
+#: Types between which Triton's interpreter converts by `astype` alone, but for those from one float to another.
+CONVERTED = INTEGERS - {"int1"}
+
+
+def operate(self: Any, lhs: Any, rhs: Any, function: Any) -> Any:
+    """What the interpreter computes of two operands, narrowed where numpy has widened it."""
+    output, dtype = function(lhs.data, rhs.data), lhs.dtype
+    if type(dtype) is not core.dtype:
+        dtype = dtype.scalar
+    if output.itemsize > (dtype.itemsize or 1):
+        output = output.astype(interpreter._get_np_dtype(dtype))
+    return interpreter.TensorHandle(output, dtype)
 
 
 def numpys(own: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -146,6 +146,42 @@ def test_the_language_is_searched_once_for_all_launches_and_is_itself_again_afte
 
 
 @triton.jit
+def mixed(small, wide, real, floats, wholes, N: tl.constexpr):
+    at = tl.arange(0, N)
+    byte, long, x, first = tl.load(small + at), tl.load(wide + at), tl.load(real + at), tl.load(real)
+    tl.store(floats + at, x + byte)
+    tl.store(floats + N + at, first - x)
+    tl.store(floats + 2 * N + at, x * 0.0)
+    tl.store(floats + 3 * N + at, x * -1.5)
+    tl.store(floats + 4 * N + at, byte / 4)
+    tl.store(floats + 5 * N + at, tl.where(x > first, x, first))
+    tl.store(wholes + at, byte + long)
+    tl.store(wholes + N + at, byte * 3)
+    tl.store(wholes + 2 * N + at, x.to(tl.int32))
+    tl.store(wholes + 3 * N + at, byte.to(tl.uint8))
+    tl.store(wholes + 4 * N + at, byte.to(tl.uint8).to(tl.int16) + long.to(tl.int16))
+    tl.store(wholes + 5 * N + at, tl.sum(byte[:, None].to(tl.int32) * at[None, :] + 1, 1))
+
+
+def test_operands_of_several_types_become_what_they_become_in_torch() -> None:
+    """See tests/interpreting.py: of types it is known what they become, of numbers nothing."""
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        byte = torch.randint(-128, 128, (32,), generator=generator).to(torch.int8)
+        long = torch.randint(-(2**40), 2**40, (32,), generator=generator)
+        x = 100 * torch.randn(32, generator=generator)
+        floats, wholes = torch.empty(6, 32), torch.empty(6, 32, dtype=torch.int64)
+        given = byte, long, x, floats, wholes
+        launch.launcher(mixed, (1,), given, (), {"N": 32})(*given)
+        real = [x + byte, x[0] - x, x * 0.0, x * -1.5, byte / 4, torch.where(x > x[0], x, x[0])]
+        assert torch.equal(floats.view(torch.int32), torch.stack(real).view(torch.int32))
+        unsigned = byte.view(torch.uint8)
+        sums = (byte[:, None].int() * torch.arange(32) + 1).sum(1)
+        whole = [byte + long, byte * 3, x.int(), unsigned, unsigned.short() + long.short(), sums]
+        assert torch.equal(wholes, torch.stack([value.long() for value in whole]))
+
+
+@triton.jit
 def product(a, b, out):
     at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))

@@ -114,6 +114,8 @@ def _fused(x: Any, y: Any, z: Any) -> Any:
 
 
 def _converted(data: Any, source: torch.dtype, target: torch.dtype, largest: float | None) -> Any:
+    if source is torch.bfloat16 and target is torch.float32:
+        return data.astype(np.uint32) << np.uint32(16)
     signed, _ = _INTEGERS[data.dtype.itemsize]
     flat = np.ascontiguousarray(data).view(_INTEGERS[data.dtype.itemsize][1]).copy()
     x = torch.from_numpy(flat).view(signed).view(source)
