@@ -1,7 +1,8 @@
 """Every launch of a layer's step, compiled: `python -m tests.torch.backends.gpu.compiled_layers --arch 80`.
 
 A CPU passes for a GPU of the architecture (`pretend`); kernels are recorded and not run, so that operands hold nothing.
-Prints JSON: by recipe the kernels that its step launches, and what does not compile, with the compiler's sentence.
+Prints JSON: by recipe the kernels that its step launches, and what does not compile, with the compiler's sentence. What
+stands behind a `+` is asked beside it, in the same process, and printed in a line of its own.
 """
 
 import argparse
@@ -67,6 +68,13 @@ def failures(launches: list[Launch], arch: int) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> None:
+    while arguments:
+        end = arguments.index("+") if "+" in arguments else len(arguments)
+        answer(arguments[:end])
+        arguments = arguments[end + 1 :]
+
+
+def answer(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.torch.backends.gpu.compiled_layers", description=__doc__)
     parser.add_argument("--arch", type=int, required=True, help="what the launches are for")
     parser.add_argument("--target", type=int, help="what they are compiled for, if not that")
