@@ -25,6 +25,8 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # And takes the processor's word for its vectors: trying them is a program of C++ and a process of Python.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Nor does Dynamo look for garbage after each graph, a twentieth of a second: that is done after each file.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # Where cuBLAS keeps its work in deterministic mode, which every test runs in; it is read when the first GEMM runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

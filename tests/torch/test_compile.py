@@ -458,6 +458,31 @@ def test_backward_keeps_eight_bits(name: str) -> None:
     assert saved <= (0.30 * plain if recipe.wgrad.b.format.packed else 0.52 * plain + scales) + weights
 
 
+def test_a_backward_is_traced_once_and_copies_no_gradient() -> None:
+    """One that asks for strides of a gradient is traced again, behind a copy of each gradient that is not contiguous:
+    this graph's are transposed. One layer has codes turned, one quantizes each transpose, one draws noise."""
+    names = ("tensorwise", "rowwise", "delayed", "nvfp4")
+    nets = [nn.Sequential(*(qt.Linear(32, 32, recipe=name) for name in names))]
+    nets.append(copy.deepcopy(nets[0]))
+    called: set[Any] = set()
+
+    def noting(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        called.update(node.target for each in module.modules() for node in each.graph.nodes)  # type: ignore[union-attr]
+        return module
+
+    compiled = torch.compile(nets[1], fullgraph=True, backend=noting)
+    given = torch.randn(24, 32)
+    runs = []
+    for net, step in ((nets[0], nets[0]), (nets[1], compiled)):
+        x = given.clone().requires_grad_()
+        (step(x).t() * torch.arange(24.0)).square().sum().backward()
+        runs.append({"input": x.grad} | {name: p.grad for name, p in net.named_parameters()})
+    assert torch.ops.quaver.matmul.default in called or torch.ops.quaver.matmul in called
+    assert "contiguous" not in called
+    for name, expected in runs[0].items():
+        assert_bitwise(runs[1][name], expected, name)
+
+
 class Siblings(nn.Module):
     """Two layers of one input and one of another."""
 

@@ -110,17 +110,32 @@ class Call:
             assert isinstance(xq, Quantized)
             return xq.T, None
         assert x is not None
-        return x if c is None else quantize(self, amax.INPUT, "input.T", x.t(), c), None
+        return x if c is None else quantize(self, amax.INPUT, "input.T", x.t(), c, True), None
 
     def remade(self, x: Tensor) -> tuple[Tensor | Quantized, None]:
         """`turned` of an x that backward has made again: no history and no counter sees codes twice."""
         a, c = self.recipe.fprop.a, self.recipe.wgrad.b
         factor = None if self.factors is None else self.factors[amax.INPUT]
         if self.plan.input:
-            return self.turned(None, self.quantize(x, a, None, factor))
+            assert a is not None
+            return self.turned(None, self.unnoted(x, a, False, factor))
         if c is None or factor is None:
             return self.turned(x, x)
-        return self.quantize(x.t(), c, None, factor), None
+        return self.unnoted(x.t(), c, True, factor), None
+
+    def unnoted(
+        self, x: Tensor, spec: QuantSpec, turned: bool, factor: Tensor | float | None = None, noise: Noise = QUIET
+    ) -> Quantized:
+        """x quantized where no history and no counter sees it.
+
+        Args:
+            turned: as `QUANTIZE.traced` takes it.
+            noise: to a compiler alone, what tells this quantization from an earlier one.
+        """
+        if self.traced:
+            q: Quantized = ops.QUANTIZE.traced(x, spec, None, factor, noise, turned=turned)
+            return q
+        return self.quantize(x, spec, None, factor)
 
     def gradients(
         self,
@@ -149,7 +164,7 @@ class Call:
                 sums = need_bias and bias_dtype in ops.DTYPES
                 gq, turned = quantize_both(self, amax.GRAD_OUTPUT, "grad_output", g, a, c, sums)
             else:
-                gq = quantize(self, amax.GRAD_OUTPUT, "grad_output", g, a)
+                gq = quantize(self, amax.GRAD_OUTPUT, "grad_output", g, a, False)
         if need_bias:
             grad_bias = ops.bias_gradient(g, bias_dtype, gq.partial_sums if isinstance(gq, Quantized) else None)
         if need_input:
@@ -163,7 +178,7 @@ class Call:
             elif self.plan.grad_output:
                 gt = gq.T
             else:
-                gt = quantize(self, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c)
+                gt = quantize(self, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, True)
             grad_weight = self._wgrad(gt, kept[0], weight_dtype)
             if not self.traced:
                 kept_weights.used(self.layer)
@@ -201,13 +216,19 @@ def matrix(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
-def quantize(call: Call, column: int, operand: str, x: Tensor, spec: QuantSpec) -> Quantized:
-    """Quantize one operand of a layer, with its history or its noise where the recipe has them."""
+def quantize(
+    call: Call, column: int, operand: str, x: Tensor, spec: QuantSpec, turned: bool | None = None
+) -> Quantized:
+    """Quantize one operand of a layer, with its history or its noise where the recipe has them.
+
+    Args:
+        turned: as `QUANTIZE.traced` takes it.
+    """
     layer, factor = call.layer, None if call.factors is None else call.factors[column]
     noise, record = _noise(layer, operand, spec), call.record and factor is not None
     if call.traced:
         number = state_of(layer).number if record and column == amax.GRAD_OUTPUT else None
-        q, record = ops.QUANTIZE.traced(x, spec, None, factor, noise, number=number), record and number is None
+        q, record = ops.QUANTIZE.traced(x, spec, None, factor, noise, number, turned), record and number is None
     elif call.both is None:
         q = call.quantize(x, spec, None, factor, noise)
     else:
@@ -308,9 +329,10 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
     if call.traced:
         if shared:
             factor = None if call.factors is None else call.factors[amax.WEIGHT]
-            return call.quantize(weight, spec, None, factor, ops.AGAIN).T
-        w, operand = (weight, "weight") if side == "fprop" else (weight.t(), "weight.T")
-        return quantize(call, amax.WEIGHT, operand, w, spec)
+            return call.unnoted(weight, spec, False, factor, ops.AGAIN).T
+        if side == "fprop":
+            return quantize(call, amax.WEIGHT, "weight", weight, spec)
+        return quantize(call, amax.WEIGHT, "weight.T", weight.t(), spec, True)
     if call.factors is None:
         written = 0.0
     else:

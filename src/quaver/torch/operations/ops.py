@@ -56,9 +56,16 @@ def _quantize_traced(
     factor: Given = None,
     noise: Noise = QUIET,
     number: Tensor | None = None,
+    turned: bool | None = None,
 ) -> Quantized:
-    """With the number of a layer, the amax is recorded as its grad_output's."""
-    turned = x.stride(1) != 1 and x.stride(0) == 1
+    """With the number of a layer, the amax is recorded as its grad_output's.
+
+    Args:
+        turned: whether x is the transpose of what lies row by row; None looks. A compiler that traces a backward knows
+            no strides: asked for them, it traces that backward once more and copies gradients that are not contiguous.
+    """
+    if turned is None:
+        turned = x.stride(1) != 1 and x.stride(0) == 1
     tensor_id: Tensor | None
     count: Tensor | None
     # Two calls of equal arguments are one to a compiler, as of layers of one input, but for what is made for each.

@@ -87,9 +87,9 @@ def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, sp
         return q.T if transposed else q
     value = _values(q)
     if transposed and reuses:
-        turned: Quantized = call.quantize(value, spec)
+        turned: Quantized = call.unnoted(value, spec, False)
         return turned.T
-    quantized: Quantized = call.quantize(value.t() if transposed else value, spec)
+    quantized: Quantized = call.unnoted(value.t() if transposed else value, spec, transposed)
     return quantized
 
 
