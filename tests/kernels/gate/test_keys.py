@@ -150,7 +150,7 @@ def test_a_key_changes_with_the_kernel_whatever_it_calls_and_what_these_read(
         {"divisible": lambda names: names[:1]},
         {"divisible": lambda names: (*names, "n")},
     ],
-    ids=str,
+    ids=lambda how: next(iter(how)),
 )
 def test_a_key_changes_with_how_a_kernel_is_launched(key: Key, how: dict[str, Any]) -> None:
     assert key(**how) != key()
