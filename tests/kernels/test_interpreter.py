@@ -251,3 +251,31 @@ def test_unmended_it_rounds_a_product_and_a_sum_twice_before_triton_3_9(monkeypa
     z = torch.full((16,), -1 - 2**-11)
     launch.launcher(fused, (1,), (x, x, z, out), (), {"N": 16})(x, x, z, out)
     assert (out[0] == 2**-24) == (tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
+
+
+@triton.jit
+def extremes(x, y, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    a, b = tl.load(x + at), tl.load(y + at)
+    tl.store(out + at, tl.maximum(a, b))
+    tl.store(out + N + at, tl.minimum(a, b))
+    tl.store(out + 2 * N + at, tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 3 * N + at, tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL))
+
+
+def test_extremes_drop_nan_unless_asked_to_keep_it() -> None:
+    """As PTX's `max.f32` and `min.f32` do without and with `.NaN`."""
+    values = torch.tensor([torch.nan, 1.0, -2.0, torch.inf])
+    x, y, out = values.repeat_interleave(4), values.repeat(4), torch.empty(4, 16)
+    launch.launcher(extremes, (1,), (x, y, out), (), {"N": 16})(x, y, out)
+    for got, expected in zip(out, (x.fmax(y), x.fmin(y), x.maximum(y), x.minimum(y)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("mended")
+def test_unmended_its_extremes_keep_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once this fails, `interpreter.mend` may leave extremes alone."""
+    monkeypatch.setattr(tritons.InterpreterBuilder, "create_maxnumf", interpreter._mended[4])
+    x, y, out = torch.full((16,), torch.nan), torch.ones(16), torch.empty(4, 16)
+    launch.launcher(extremes, (1,), (x, y, out), (), {"N": 16})(x, y, out)
+    assert out[0].isnan().all()

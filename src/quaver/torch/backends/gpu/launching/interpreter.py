@@ -2,8 +2,9 @@
 
 Versions 3.6 to 3.9 round ties away from zero on the way to FP8, drop the carry into the exponent, turn NaN into a
 number, and truncate float32 to bf16 (triton-lang/triton#11897); with numpy 2.4 and later a loop whose bound is computed
-fails. Products of bf16 are taken of the bits, as whole numbers, and before 3.9 `tl.fma` rounds twice. `mend` replaces
-the conversion by torch's, saturating as `cvt.rn.satfinite` does, multiplies in float32, and rounds `tl.fma` once.
+fails. Products of bf16 are taken of the bits, as whole numbers, and before 3.9 `tl.fma` rounds twice. `tl.maximum` and
+`tl.minimum` keep a NaN that a GPU drops unless `PropagateNan.ALL` is asked for. `mend` replaces the conversion by torch's,
+saturating as `cvt.rn.satfinite` does, multiplies in float32, rounds `tl.fma` once, and drops those NaN.
 """
 
 import warnings
@@ -74,11 +75,15 @@ def mend() -> None:
             return twice(self, x, y, z)
         return interpreter.TensorHandle(_fused(x.data, y.data, z.data), tl.float32)
 
+    names = "create_maxnumf", "create_minnumf"
+    keeping = [getattr(builder, name) for name in names]
     builder.create_dot = dot
     builder.create_fma = fma
+    for name, dropping in zip(names, (np.fmax, np.fmin), strict=True):
+        setattr(builder, name, lambda self, x, y, dropping=dropping: self.binary_op(x, y, dropping))
     interpreter._convert_float = convert
     interpreter._patch_lang_tensor = patched
-    _mended.extend((original, patch_tensor, product, twice))
+    _mended.extend((original, patch_tensor, product, twice, *keeping))
 
 
 def run(
