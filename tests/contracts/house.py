@@ -47,6 +47,19 @@ def parsed(source: str) -> ast.Module:
 
 
 @cache
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """A node and all nodes in it, in the order of `ast.walk`, kept for the next contract that walks there."""
+    nodes = [tree]
+    for node in nodes:
+        for value in vars(node).values():
+            if isinstance(value, ast.AST):
+                nodes.append(value)
+            elif value.__class__ is list:
+                nodes.extend([one for one in value if isinstance(one, ast.AST)])
+    return nodes
+
+
+@cache
 def modules(root: Path = ROOT, package: str = "quaver") -> Mapping[str, str]:
     """Source text by dotted name."""
     sources = {}
@@ -63,7 +76,7 @@ def everything() -> dict[str, str]:
 
 def imports(name: str, source: str, known: set[str], is_package: bool) -> Iterator[tuple[int, str]]:
     """(line, module) of every import statement anywhere in the file; names of our own are taken down to the module."""
-    for node in ast.walk(parsed(source)):
+    for node in walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

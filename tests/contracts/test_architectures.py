@@ -14,7 +14,7 @@ import pytest
 import triton
 
 from quaver.torch.backends.gpu.launching.device import TRAITS
-from tests.contracts.house import modules, parsed
+from tests.contracts.house import modules, parsed, walk
 
 TABLE = "quaver.torch.backends.gpu.launching.device"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -32,7 +32,7 @@ NAMED = {
 def by_name(tree: ast.AST) -> Iterator[int]:
     """Architectures that code tells from others by their numbers: in a collection, by `==` or `in`, or as the first and
     last of a range of one."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Tuple | ast.List | ast.Set) and all(map(known, node.elts)) and len(node.elts) > 1:
             yield from (element.value for element in node.elts)  # type: ignore[attr-defined]
         elif isinstance(node, ast.Dict) and node.keys and all(known(key) for key in node.keys):

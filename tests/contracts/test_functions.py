@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.contracts.house import modules, parsed
+from tests.contracts.house import modules, parsed, walk
 
 #: What a reader keeps in mind.
 MOST_ARGUMENTS, MOST_LINES = 12, 80
@@ -18,7 +18,7 @@ def functions(sources: dict[str, str]) -> dict[str, tuple[int, int]]:
     """(arguments, lines) of each function by its name."""
     sizes = {}
     for name, source in sources.items():
-        for node in ast.walk(parsed(source)):
+        for node in walk(parsed(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 arguments = len([a for a in given if a.arg not in ("self", "cls")])

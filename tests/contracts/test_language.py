@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.house import parsed
+from tests.contracts.house import parsed, walk
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -37,7 +37,7 @@ COMMENT = re.compile(
 
 def bound(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, name) of everything that a file gives a name to: variables, arguments, attributes, functions, classes."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
         elif isinstance(node, ast.arg):
@@ -67,10 +67,10 @@ def far(source: str) -> list[tuple[int, str]]:
     offences: list[tuple[int, str]] = []
     if not SOME_SHORT.search(code(source)):
         return offences
-    for node in ast.walk(parsed(source)):
+    for node in walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names = {(part.lineno, part.id) for part in ast.walk(node) if isinstance(part, ast.Name)}
-            names |= {(part.lineno, part.arg) for part in ast.walk(node) if isinstance(part, ast.arg)}
+            names = {(part.lineno, part.id) for part in walk(node) if isinstance(part, ast.Name)}
+            names |= {(part.lineno, part.arg) for part in walk(node) if isinstance(part, ast.arg)}
             for short in SHORT:
                 lines = [line for line, name in names if name == short]
                 if lines and max(lines) - min(lines) > LINES:
@@ -94,7 +94,7 @@ def sentences(source: str) -> tuple[tuple[int, str], ...]:
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(parsed(source)):
+    for node in walk(parsed(source)):
         if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and ast.get_docstring(node):

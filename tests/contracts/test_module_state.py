@@ -16,7 +16,7 @@ from torch import nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state.layer import LayerState, state_of
-from tests.contracts.house import parsed
+from tests.contracts.house import parsed, walk
 
 ROOT = Path(__file__).parents[2] / "src" / "quaver"
 #: Whose modules run in several threads: a backward has one of its own on a GPU.
@@ -88,18 +88,18 @@ def filled(name: str, source: str) -> Iterator[str]:
     """Names of a module whose containers its functions fill or replace, and functions whose results are cached."""
     tree = parsed(source)
     names = {node.id for part in tree.body if isinstance(part, ast.Assign | ast.AnnAssign) for node in stored(part)}
-    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+    for function in (node for node in walk(tree) if isinstance(node, ast.FunctionDef)):
         if any("cache" in ast.unparse(one) and "property" not in ast.unparse(one) for one in function.decorator_list):
             yield f"{name}:{function.name}"
-        replaced = {one for node in ast.walk(function) if isinstance(node, ast.Global) for one in node.names}
-        for node in ast.walk(function):
+        replaced = {one for node in walk(function) if isinstance(node, ast.Global) for one in node.names}
+        for node in walk(function):
             yield from (
                 f"{name}:{one}" for one in written(node) if one in names and (one in replaced or not bare(node))
             )
 
 
 def stored(node: ast.AST) -> Iterator[ast.Name]:
-    return (one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    return (one for one in walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
 
 
 def bare(node: ast.AST) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.contracts.house import parsed
+from tests.contracts.house import parsed, walk
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("torch", "triton")
@@ -17,7 +17,7 @@ def private(name: str) -> bool:
 
 def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """What a file calls a module or a name, and its full name."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.asname or alias.name.split(".")[0], alias.name if alias.asname else alias.name.split(".")[0]
@@ -49,7 +49,7 @@ def names(source: str) -> set[str]:
             return roots.get(node.id) or (full(value) if isinstance(value, ast.Attribute) else "")
         return ""
 
-    used |= {name for node in ast.walk(tree) if (name := full(node)) and any(map(private, name.split(".")))}
+    used |= {name for node in walk(tree) if (name := full(node)) and any(map(private, name.split(".")))}
     # Of a chain the whole: torch._C alone says nothing.
     return {name for name in used if not any(other.startswith(f"{name}.") for other in used) and name != "torch._C"}
 

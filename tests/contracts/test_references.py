@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.house import ROOT, modules, parsed
+from tests.contracts.house import ROOT, modules, parsed, walk
 from tests.contracts.test_language import sentences
 
 HOME = ROOT.parent
@@ -48,7 +48,7 @@ def trees() -> dict[str, ast.Module]:
 def bound(node: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
     """What a module or a class, or anything in it, gives a name to, with what it is."""
     names: dict[str, ast.AST] = {}
-    for part in ast.walk(node):
+    for part in walk(node):
         if isinstance(part, ast.FunctionDef | ast.ClassDef):
             names.setdefault(part.name, part)
         elif isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
@@ -80,7 +80,7 @@ def _inside(value: ast.AST, inner: list[str]) -> bool:
 def known() -> tuple[frozenset[str], frozenset[str]]:
     """(parts of modules' names; every name that is bound, an argument, or a word of its own such as a parameter's)."""
     names = {name for tree in trees().values() for name in bound(tree)}
-    for node in (node for tree in trees().values() for node in ast.walk(tree)):
+    for node in (node for tree in trees().values() for node in walk(tree)):
         if isinstance(node, ast.arg):
             names.add(node.arg)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

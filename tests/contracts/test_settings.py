@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from tests.contracts.house import modules, parsed
+from tests.contracts.house import modules, parsed, walk
 
 #: What makes a tensor from no tensor; torch's own list of what a default device moves is a part of it.
 _FACTORIES = """
@@ -76,12 +76,12 @@ def dotted(node: ast.AST, known: dict[str, str]) -> str:
 def aliases(tree: ast.AST) -> dict[str, str]:
     """Names of a file that stand for torch's: imported, or assigned from an attribute."""
     known: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             known |= {a.asname: a.name for a in node.names if a.asname}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Attribute):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             meant = dotted(node.value, known)
@@ -95,7 +95,7 @@ def defaults_taken(source: str) -> Iterator[tuple[int, str]]:
     tree = parsed(source)
     known = aliases(tree)
     called = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if not isinstance(node, ast.Call):
             continue
         called.add(node.func)
@@ -105,7 +105,7 @@ def defaults_taken(source: str) -> Iterator[tuple[int, str]]:
         given = {keyword.arg for keyword in node.keywords}
         if name.rpartition(".")[2] in OLD or not {"dtype", "device"} <= given:
             yield node.lineno, ast.unparse(node)
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Attribute | ast.Name) and node not in called and isinstance(node.ctx, ast.Load):
             name = dotted(node, known)
             if makes_a_tensor(name) and name.rpartition(".")[2] not in OLD:
@@ -130,12 +130,9 @@ def settings_changed(source: str) -> Iterator[tuple[int, str]]:
     tree = parsed(source)
     known = aliases(tree)
     contexts = {
-        item.context_expr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.With | ast.AsyncWith)
-        for item in node.items
+        item.context_expr for node in walk(tree) if isinstance(node, ast.With | ast.AsyncWith) for item in node.items
     }
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Call):
             name = dotted(node.func, known)
             last = name.rpartition(".")[2]
