@@ -10,6 +10,7 @@ import random
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, partial
@@ -32,6 +33,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 #: Megabytes that a worker may grow by before it gives back, between two files of tests, what compilers keep.
 GROWTH = 1500
+
+#: Objects and collections between two collections of garbage, by generation: tracing makes millions of objects that
+#: stay, over which Python's own 700 would walk 30 times as often.
+RARELY = 20_000, 10, 10
 
 ROOT = Path(__file__).parents[1]
 #: Tests of kernels: on a machine with a GPU they run there, and `pytest -m gpu` takes them.
@@ -191,6 +196,7 @@ def pytest_collection_finish() -> None:
     """Modules and cases stay until the end: a collector that walks over millions of them each time takes seconds."""
     if "jax" in sys.modules:
         compile_quickly()
+    gc.set_threshold(*RARELY)
     gc.collect()
     gc.freeze()
 
@@ -199,10 +205,16 @@ def compile_quickly() -> None:
     """Add QUICK to what JAX asks of XLA, but in files of OPTIMIZED; JAX has no public place for that. And let workers
     take each other's programs, and of their own those that `jit` of another function has compiled."""
     import jax
-    from jax._src import compiler, lru_cache
+    from jax._src import compilation_cache, compiler, lru_cache
 
     share_contexts()
     lru_cache.LRUCache.put = put_at_once
+    if hasattr(compilation_cache, "zlib"):
+        # They live as long as the run: packing each took longer than writing it.
+        packing = SimpleNamespace(
+            compress=partial(zlib.compress, level=0), decompress=zlib.decompress, error=zlib.error
+        )
+        compilation_cache.zlib = packing
     jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
