@@ -71,9 +71,16 @@ Step = Callable[[Tensor], Tensor]
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
+    """And code that enters autocast is compiled for the layers with histories that live: those of other tests stay
+    meanwhile, and those of this one are gone after it."""
     torch._dynamo.reset()
+    others = amax.layers()
     yield
     torch._dynamo.reset()
+    del others
+    gc.collect()
+    # What stays is Dynamo's, a quarter of a second to walk over.
+    gc.freeze()
 
 
 class Net(nn.Module):
@@ -102,9 +109,6 @@ class Small(nn.Module):
 def train(net: nn.Module, step: Step, steps: int = 3, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Outputs, gradients and buffers of each step; nothing is compiled again after the second."""
     torch.manual_seed(1)
-    if amax.layers():
-        # A graph that rolls histories is for the layers that are alive: those of other tests must not go meanwhile.
-        gc.collect()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     tensors = {}
     for i in range(steps):
@@ -206,8 +210,6 @@ def turns() -> list[Any]:
 def test_one_graph_with_the_bits_of_eager_mode(
     name: str, how: Callable[..., Step], last: str, kind: type[nn.Module]
 ) -> None:
-    # Code that enters autocast is compiled for the layers with histories that live: those that wait in cycles go first.
-    gc.collect()
     nets = [kind()]
     nets.append(copy.deepcopy(nets[0]))
     backend = ByGraph(WITHOUT_CODE, "inductor") if last == AFTER_THE_FIRST else last

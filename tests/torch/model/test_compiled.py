@@ -84,9 +84,8 @@ def test_a_policy_of_checkpoints_keeps_quantized_operands(monkeypatch: pytest.Mo
     model: Any = model_of("llama", num_hidden_layers=1)
     qt.convert(model, "tensorwise", blocks=True)
     x = torch.randn(2, 12, model.config.hidden_size)
-    where = model.model.rotary_emb(x, torch.arange(12)[None])
-    # The layer alone: checkpoints are its own, and a model's masks and loss take as long to trace.
-    plain = model.model.layers[0]
+    # A part alone: the policy is asked of each operator, and a whole layer has more of the same.
+    plain = model.model.layers[0].mlp
     counts, gradients = {}, {}
     for keeps in (False, True):
 
@@ -94,18 +93,16 @@ def test_a_policy_of_checkpoints_keeps_quantized_operands(monkeypatch: pytest.Mo
             kept = keeps and op is torch.ops.quaver.quantize.default
             return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-        layer = copy.deepcopy(plain)
+        part = copy.deepcopy(plain)
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
         torch._dynamo.reset()
-        run = torch.compile(layer, fullgraph=True, backend=WITHOUT_CODE)
-        y: Tensor = run(x, position_embeddings=where)
+        run = torch.compile(checkpoint, fullgraph=True, backend=WITHOUT_CODE)
+        y: Tensor = run(part, x, use_reentrant=False, context_fn=contexts)
         done.clear()
         y.square().sum().backward()
         counts[keeps] = len(done)
-        gradients[keeps] = {name: p.grad for name, p in layer.named_parameters()}
-    plain(x, position_embeddings=where).square().sum().backward()
+        gradients[keeps] = {name: p.grad for name, p in part.named_parameters()}
+    plain(x).square().sum().backward()
     for name, parameter in plain.named_parameters():
         for each in gradients.values():
             assert (each[name] - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max(), name
