@@ -115,7 +115,7 @@ def test_a_process_that_dies_or_hangs_costs_one_case(
     monkeypatch.setattr(run, "command_of", command)
     monkeypatch.setattr(run, "GRACE", 0.0)
     told: list[Done] = []
-    run.elsewhere(section(), Options(), 60 if goes_on else 3, told.append)
+    run.elsewhere(section(), Options(), 60 if goes_on else 1.5, told.append)
     assert [figure.subject for case in told for figure in case.figures] == ["one", *(["three"] if goes_on else [])]
     (failure,) = [failure for case in told for failure in case.failures]
     assert failure.startswith(said)

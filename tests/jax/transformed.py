@@ -53,6 +53,8 @@ class Layer:
     states: int = 0
     #: Whether every step of it is exact on integers.
     exact: bool = True
+    #: The layer whose function a module is, on the same weights; "" of a function.
+    function: str = ""
 
     def weights(self, seed: int) -> list[Array]:
         return [integers(seed + i, *shape) for i, shape in enumerate(self.shapes)]
@@ -99,7 +101,7 @@ def linen_layer(wrap: Callable[..., Any] = lambda cls: cls) -> Layer:
             variables[ql.COLLECTION] = s
         return jax.nn.relu(wrap(ql.DenseGeneral)(D, recipe=recipe).apply(variables, x))
 
-    return Layer(((D, D), (D,)), apply)
+    return Layer(((D, D), (D,)), apply, function="linear")
 
 
 def nnx_layer(wrap: Callable[..., Any] = lambda f: f) -> Layer:
@@ -112,7 +114,7 @@ def nnx_layer(wrap: Callable[..., Any] = lambda f: f) -> Layer:
             getattr(dense.state, name)[...] = value
         return jax.nn.relu(wrap(lambda dense, x: dense(x))(dense, x))
 
-    return Layer(((D, D), (D,)), apply)
+    return Layer(((D, D), (D,)), apply, function="linear")
 
 
 LAYERS: dict[str, Layer] = {

@@ -165,7 +165,8 @@ FORGERIES = {
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_every_expected_tensor_is_there_and_no_other(make_config: MakeConfig, framework: str) -> None:
-    config = make_config(framework=framework, recipe="delayed(history=4)", steps=1)
+    # In float32 JAX's step is that of another file's runs, which the workers compile once.
+    config = make_config(framework=framework, recipe="delayed(history=4)", dtype="float32", steps=1)
     path = run_training(config).folder / "step-000001"
     kept = path.with_name("kept")
     shutil.copytree(path, kept)
