@@ -53,7 +53,7 @@ def test_a_whole_llama_is_one_graph_and_one_compilation_for_all_lengths(blocks: 
         loss.backward()
         if length <= 12:
             expected = model(input_ids=x, labels=x).loss.detach()
-            assert (loss.detach() - expected).abs() <= 1e-5 * expected
+            assert (loss.detach() - expected).abs() <= 1e-6 * expected
     assert counters["stats"]["unique_graphs"] == 1
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
