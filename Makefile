@@ -44,7 +44,7 @@ test-lowering: $(VENV)/.cuda
 test-gpu-ready: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels/test_gate.py
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/torch/backends/gpu/test_launch_counts.py
-	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --dry-run
+	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --dry-run --processes 2
 	PYTHONPATH=src $(BIN)/python -m tests.versions.card -m benchmarks.gpu --compile $(ARCH) --cache $(CACHE) --check
 
 ## What other libraries do with converted models: tests that `make test` skips where a library is missing.

@@ -18,6 +18,9 @@ def parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="toy sizes on a CPU, interpreted; 1 where a case gives no figure"
     )
     argument_parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="with --dry-run: that many cases at a time"
+    )
+    argument_parser.add_argument(
         "--only", action="append", default=[], metavar="SECTION", help="this section; may be repeated"
     )
     argument_parser.add_argument("--seconds", type=float, default=480.0, help="of the whole run")
@@ -57,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = Options(
         quick=given.quick,
         dry=given.dry_run,
+        processes=given.processes,
         only=tuple(given.only),
         seconds=given.seconds,
         folder=folder,

@@ -1,16 +1,25 @@
-"""One section in this process: its cases one after another, each as a line of JSON the moment it is done."""
+"""A section in this process, its cases one after another, each as a line of JSON the moment it is done; or those of a
+dry run in forked processes, since nothing is timed there and kernels are interpreted on one core each."""
 
 import gc
 import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.measuring.setting import Case, Findings, GpuLost, Section, Setting, check_gpu, first_line
+from benchmarks.gpu.sections.registry import SECTIONS
 from benchmarks.measuring.figure import Figure
 
 #: Exit code of a process whose GPU context broke.
@@ -93,3 +102,44 @@ def measure(case: Case, setting: Setting) -> tuple[Done, GpuLost | None]:
     # No seconds would say that it begins.
     seconds = max(round(time.perf_counter() - begun, 3), 1e-3)
     return Done(case.name, seconds, findings.figures, findings.failures), lost
+
+
+@contextmanager
+def walked(sections: Sequence[Section], setting: Setting, processes: int) -> Iterator[Mapping[str, Iterable[Done]]]:
+    """By section, its cases in their order, each when it is done; {} where the caller is to measure them."""
+    if processes < 2:
+        yield {}
+        return
+    # What is imported is there; a thread of a library would not be, and none runs yet.
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, context, end_with_parent) as pool:
+        begun = {
+            section.name: [pool.submit(dry, section.name, case.name, setting) for case in section.cases(setting)]
+            for section in sections
+        }
+        try:
+            yield {name: (case.result() for case in cases) for name, cases in begun.items()}
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def dry(name: str, case: str, setting: Setting) -> Done:
+    """One case of a section."""
+    section, told = SECTIONS[name], list[Done]()
+    others = [other.name for other in section.cases(setting) if other.name != case]
+    # What is lost is among what was told.
+    with suppress(GpuLost):
+        run(section, setting, math.inf, others, told.append)
+    return told[-1]
+
+
+def end_with_parent() -> None:
+    """Have this process end when the one that forked it does, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_after(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)

@@ -18,6 +18,8 @@ class Options:
 
     quick: bool = False
     dry: bool = False
+    #: Of a dry run, in which nothing is timed.
+    processes: int = 1
     only: tuple[str, ...] = ()
     #: Seconds of the whole run.
     seconds: float = WHOLE

@@ -51,14 +51,24 @@ def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
     begun = time.monotonic()
     # A budget is a share of what is left, so that the time that one section leaves is the next ones'.
     done: list[Result] = []
-    for number, section in enumerate(sections):
-        left = options.seconds - (time.monotonic() - begun)
-        share = section.seconds / sum(other.seconds for other in sections[number:])
-        say(f"\n{section.title} ({section.name}{'' if options.dry else f', at most {left * share:.0f} s'})")
-        # A dry run leaves nothing out: it asks whether everything runs.
-        seconds = math.inf if options.dry else left * share
-        done.append(measure(section, options, seconds, say, lambda part: report.write([*done, part], setting, options)))
-        report.write(done, setting, options)
+    with child.walked(sections, options.setting, options.processes if options.dry else 1) as ahead:
+        for number, section in enumerate(sections):
+            left = options.seconds - (time.monotonic() - begun)
+            share = section.seconds / sum(other.seconds for other in sections[number:])
+            say(f"\n{section.title} ({section.name}{'' if options.dry else f', at most {left * share:.0f} s'})")
+            # A dry run leaves nothing out: it asks whether everything runs.
+            seconds = math.inf if options.dry else left * share
+            done.append(
+                measure(
+                    section,
+                    options,
+                    seconds,
+                    say,
+                    lambda part: report.write([*done, part], setting, options),
+                    ahead.get(section.name),
+                )
+            )
+            report.write(done, setting, options)
     for line in report.summary(done, setting, options.dry):
         say(line)
     say(f"\n{covered(sections, options, done)}")
@@ -88,8 +98,13 @@ def measure(
     seconds: float,
     say: Callable[[str], None],
     keep: Callable[[Result], object] = lambda part: None,
+    ahead: Iterable[Done] | None = None,
 ) -> Result:
-    """One section's table; `keep` is given what there is of it after each case."""
+    """One section's table; `keep` is given what there is of it after each case.
+
+    Args:
+        ahead: its cases where other processes measure them.
+    """
     begun = time.monotonic()
     told: list[Done] = []
 
@@ -101,7 +116,10 @@ def measure(
             say(line)
         keep(table(section, told, begun))
 
-    if options.dry:
+    if ahead is not None:
+        for case in ahead:
+            tell(case)
+    elif options.dry:
         here(section, options, begun + seconds, tell)
     else:
         elsewhere(section, options, seconds, tell)

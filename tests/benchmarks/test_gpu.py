@@ -259,15 +259,18 @@ def test_what_there_is_of_a_section_is_written_after_each_case(tmp_path: Path, m
 
 
 def test_a_run_that_is_killed_leaves_what_it_had_measured(tmp_path: Path) -> None:
-    """In the middle of its second section, all of the first."""
+    """In the middle of its second section, all of the first, and no process that it had forked."""
     command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--dry-run", "--only", "ceilings", "--only", "graph"]
-    process = subprocess.Popen([*command, "--results", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command += ["--processes", "2", "--results", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with process:
         assert process.stdout is not None
         # What is printed of a case is kept right after it.
         said = iter(process.stdout.readline, "")
         assert any("(graph)" in line for line in said), "its second section did not begin"
         process.kill()
+        # Its output ends with the last process that has it open.
+        assert not process.stdout.read()
     assert process.returncode < 0, "it ended before it was killed"
     (path,) = tmp_path.glob("*.json")
     kept = json.loads(path.read_text(encoding="utf-8"))
