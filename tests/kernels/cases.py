@@ -553,6 +553,11 @@ RARE: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     # Nothing more is compiled for these: how many heads share keys is told to the program as it runs.
     ("by heads with keys of their own", "tensorwise", False, {"shared": 1}),
     ("by heads with keys of their own, back", "tensorwise", True, {"shared": 1}),
+    ("by heads that see all", "tensorwise", False, {"limited": False}),
+    ("by heads that see all, back", "tensorwise", True, {"limited": False}),
+    # Backward never sees them.
+    ("by heads with sinks", "tensorwise", False, {"sinks": True}),
+    ("by rows", "rowwise", False, {}),
     ("by rows back", "rowwise", True, {}),
     ("1x128", "blockwise", False, {}),
     ("1x128 back", "blockwise", True, {}),
@@ -570,8 +575,9 @@ def _attention() -> list[Case]:
         return data, torch.empty(batch, number, *spec.blocks(rows, k), dtype=dtype, device="meta")
 
     def launch(
-        name: str, back: bool, features: int = 128, shared: int = 4, masked: bool = False
-    ) -> Callable[[], object]:
+        name: str, back: bool, features: int = 128, shared: int = 4,
+        masked: bool = False, limited: bool = True, sinks: bool = False,
+    ) -> Callable[[], object]:  # fmt: skip
         spec, groups = recipes.get(name, attention=True).attention, heads // shared
         assert spec is not None
         one, other = spec.input, spec.grad_output
@@ -582,10 +588,11 @@ def _attention() -> list[Case]:
         do = operand(*sides[0], other) if back else None
         dot = operand(heads, features, tokens, other) if back and not other.transposable else None
         operands = attention.Operands(q, k, v, do, dot=dot, **turned)
-        runs = torch.empty(2, tokens, dtype=torch.int32, device="meta") if not masked else None
+        runs = torch.empty(2, tokens, dtype=torch.int32, device="meta") if limited and not masked else None
         hidden = torch.empty(batch, 1, tokens, tokens, dtype=torch.bool, device="meta") if masked else None
+        logits = torch.empty(heads, dtype=FLOAT32, device="meta") if sinks else None
         if not back:
-            return lambda: attention.forward(operands, runs, hidden, None, spec, 0.125, BF16)
+            return lambda: attention.forward(operands, runs, hidden, logits, spec, 0.125, BF16)
         total = torch.empty(batch, heads, tokens, dtype=torch.float64, device="meta")
         return lambda: attention.backward(operands, runs, hidden, total, spec, 0.125, BF16)
 

@@ -15,6 +15,7 @@ from quaver.core.reference import dot_product as specification
 from quaver.core.spec import AttentionSpec, QuantSpec
 from quaver.recipes import get
 from quaver.torch.backends.gpu import attention as gpu
+from quaver.torch.backends.gpu.launching import device, passes
 from quaver.torch.blocks.attention.explanation import explain_attention
 from quaver.torch.blocks.attention.implementations import fp8
 from quaver.torch.blocks.attention.inputs.masks import outside_of, runs_of_keys
@@ -87,6 +88,29 @@ def test_output_and_gradients_are_the_specifications(spec: AttentionSpec) -> Non
     ours, want = by_kernels(arrays, spec, scale=0.3), specified(arrays, spec, scale=0.3)
     for name, got, exact in zip(NAMES, ours, want, strict=False):
         assert_close(name, got, exact, BOUND)
+
+
+@every_spec
+def test_so_they_are_in_the_tiles_of_ampere_with_codes_made_of_bits(
+    spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles: list[tuple[int, int, int]] = []
+
+    def noted(*launch: Any) -> Any:
+        constants = launch[4]
+        tiles.append((constants["BM"], constants["BN"], constants["INTEGERS"]))
+        return passes.Launch(*launch)
+
+    monkeypatch.setattr(device, "_architecture", lambda _: 80)
+    monkeypatch.setattr(gpu, "Launch", noted)
+    for one in (gpu._forward, gpu._backward):
+        monkeypatch.setattr(one, "kept", {})
+    arrays = operands(1, 2, 1, 70, 150, 32, 64)
+    ours, want = by_kernels(arrays, spec, scale=0.3), specified(arrays, spec, scale=0.3)
+    for name, got, exact in zip(NAMES, ours, want, strict=False):
+        assert_close(name, got, exact, BOUND)
+    of_rows = [(64, 32, 2), (64, 64, 2)] if spec.input.per_tensor else [(32, 64, 2)]
+    assert tiles == [(128, 64, 2), *of_rows, (32, 64, 2)]
 
 
 @every_spec

@@ -24,6 +24,9 @@ FORWARD, ROWS, COLUMNS = (128, 64, 8), (64, 64, 8), (64, 32, 8)
 #: For Δ and dQ where one scale serves each matrix and products are of warp groups: eight warps would share 64 queries
 #: by taking half of each product twice. And for Δ alone on other cards, where codes are made of bits, and elsewhere.
 OF_GROUPS, SUMS_ON_BITS, SUMS = (64, 64, 4), (64, 32, 4), (64, 64, 4)
+#: For dQ where tiles have scales of their own and products are of single warps: half as many queries, whose sums take
+#: half the registers; no product is taken twice then.
+OF_SCALES = 32, 64, 8
 #: KiB of shared memory that two stages of the tiles' loads have room in.
 TWO_STAGES = 160
 #: The oldest capability with a memory for sums of products, which take registers before.
@@ -133,11 +136,15 @@ def _stages(device: torch.device, crowded: bool = False) -> int:
 def _rows(device: torch.device, half: bool, sums: bool, spans: bool) -> tuple[tuple[int, int, int], int]:
     """The tiles and warps of `attention_rows`, and `_stages`: with float16 tiles or not, for Δ alone or not, with a
     sweep for an amax of dS beside dQ or not."""
-    if half and traits(device).groups:
+    groups = traits(device).groups
+    if half and groups:
         return OF_GROUPS, _stages(device)
-    if not (half and sums):
+    if half and sums:
+        return (SUMS_ON_BITS if integers(device) == 2 else SUMS), _stages(device, crowded=True)
+    if half or groups:
         return ROWS, _stages(device, crowded=spans and architecture(device) < TENSOR_MEMORY)
-    return (SUMS_ON_BITS if integers(device) == 2 else SUMS), _stages(device, crowded=True)
+    # With one it spills 8 and 16 bytes where codes are made of bits; two take 46 KiB.
+    return OF_SCALES, 2
 
 
 def _forward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype, turned: bool) -> Pass:
