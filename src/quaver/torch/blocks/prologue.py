@@ -9,6 +9,7 @@ from torch import Tensor
 from quaver.torch.internals import transforms_active
 from quaver.torch.linear.entrance import Prologue
 from quaver.torch.operations.derivatives import first_derivative
+from quaver.torch.operations.selecting import unseen
 
 
 def alone(prologue: Prologue, sentence: str, *x: Tensor | None) -> Tensor:
@@ -26,6 +27,7 @@ def alone(prologue: Prologue, sentence: str, *x: Tensor | None) -> Tensor:
 
 class _Alone(torch.autograd.Function):
     @staticmethod
+    @unseen
     def forward(ctx: Any, prologue: Prologue, sentence: str, *x: Tensor | None) -> Tensor:
         y, saved = prologue.forward(*x)
         ctx.save_for_backward(*saved)

@@ -19,6 +19,7 @@ from quaver.torch.linear.gemms import Call
 from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
+from quaver.torch.operations.selecting import unseen
 from quaver.torch.operations.sums import add
 
 #: What ran a call: its setup, the runs of its layers (None where a compiler traces them), the shape and dtype of their
@@ -32,6 +33,7 @@ class Projections(torch.autograd.Function):
     """
 
     @staticmethod
+    @unseen
     def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Any:
         if setup.runs:
             return _as_decided(ctx, setup, tensors)

@@ -20,7 +20,7 @@ from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.linear.stored import stored
 from quaver.torch.numerics.philox import QUIET, Noise
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations import ops
+from quaver.torch.operations import ops, selecting
 from quaver.torch.state import counters, kept_weights, recomputation
 from quaver.torch.state.history import amax, steps
 from quaver.torch.state.layer import state_of
@@ -96,11 +96,15 @@ class Call:
             if self.record and not self.traced:
                 # Nothing else looks at the weight here: the gradient could go and come back, and dgrad's codes stay.
                 kept_weights.look(self.layer, weight)
+            if not self.traced and selecting.is_hidden():
+                return selecting.seen(high_precision, x, w, x.dtype, bias)
             return high_precision(x, w, x.dtype, bias)
         assert b is not None
         if weight.is_cuda and (weight.shape[0] | weight.shape[1]) & 15:
             announce_features(self.layer, weight)
         wq = quantized_weight(self, weight, "fprop", b)
+        if not self.traced and selecting.is_hidden():
+            return ops.shown_matmul(x, wq, self.dtype, bias, self.recipe.fprop.fast_accum)
         return self.matmul(x, wq, self.dtype, bias, self.recipe.fprop.fast_accum)
 
     def turned(self, x: Tensor | None, xq: Tensor | Quantized) -> tuple[Tensor | Quantized, None]:

@@ -30,6 +30,7 @@ from quaver.torch.numerics.quantized import put_together, take_apart
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import first_derivative, refuse_transforms
 from quaver.torch.operations.operation import Impl, Operation
+from quaver.torch.operations.selecting import unseen
 from quaver.torch.state.context import recipe_in_force
 
 
@@ -151,6 +152,7 @@ class _Grouped(torch.autograd.Function):
     """Saves plain tensors only: no wrapper subclass is on the way."""
 
     @staticmethod
+    @unseen
     def forward(ctx: Any, x: Tensor, weight: Tensor, setup: _Setup) -> Tensor:
         gemm, wgrad, offsets = setup.recipe.fprop, setup.recipe.wgrad, setup.offsets
         need_input, need_weight = (setup.training and need for need in ctx.needs_input_grad[:2])

@@ -12,9 +12,9 @@ from quaver.torch.numerics.quantized import Quantized, pack, storage
 
 def flat(q: Quantized) -> tuple[Tensor, Tensor, Tensor, str, bool, int, bool]:
     """An operand as `matmul` takes it."""
-    assert isinstance(q.scale, Tensor)
-    factor = q.scale.new_empty(0) if q.tensor_factor is None else q.tensor_factor
-    return q.data, q.scale, factor, q.spec.text, q.turned, q.lying_shape[1], q.swizzled
+    scale = q.scale if isinstance(q.scale, Tensor) else q.data.new_full((1, 1), q.scale, dtype=torch.float32)
+    factor = scale.new_empty(0) if q.tensor_factor is None else q.tensor_factor
+    return q.data, scale, factor, q.spec.text, q.turned, q.lying_shape[1], q.swizzled
 
 
 def restored(

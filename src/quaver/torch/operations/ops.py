@@ -14,6 +14,7 @@ from quaver.torch.backends.gpu.launching import device
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.philox import QUIET, Noise
 from quaver.torch.numerics.quantized import Given, Quantized
+from quaver.torch.operations import selecting
 from quaver.torch.operations.flattening import empty_parts, flat, joined, parts, restored
 from quaver.torch.operations.operation import Impl, Operation, narrowed
 from quaver.torch.state.context import ambient
@@ -169,6 +170,15 @@ MATMUL: Operation[Tensor] = Operation(
     kernel=_matmul_kernel,
     traced=_matmul_traced,
 )
+
+
+def shown_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    """MATMUL where all else is unseen: a selective checkpoint sees torch.ops.quaver.matmul, as in compiled code."""
+    operands, compiled = (*flat(a), *flat(b)), ambient.compiled
+    y: Tensor = selecting.seen(MATMUL.operator, *operands, dtype, bias, fast_accum)
+    ambient.compiled = compiled
+    # What it keeps may not change, and an output may be written to.
+    return y.clone()
 
 
 # An operand and its transpose.

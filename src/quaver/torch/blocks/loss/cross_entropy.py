@@ -16,6 +16,7 @@ from quaver.torch.blocks.loss.chunked import LINEAR_CROSS_ENTROPY, Rule
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored import stored
 from quaver.torch.operations import ops
+from quaver.torch.operations.selecting import unseen
 from quaver.torch.state.context import recipe_in_force
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -97,6 +98,7 @@ def _check_shapes(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | Non
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @unseen
     def forward(
         ctx: Any,
         x: Tensor,

@@ -16,7 +16,7 @@ from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.internals import any_autocast_enabled, forward_level, transforms_active
 from quaver.torch.linear.plans import on_cpu
 from quaver.torch.linear.plans.step import Step
-from quaver.torch.operations import ops
+from quaver.torch.operations import ops, selecting
 from quaver.torch.state import counters, recomputation
 
 #: What a decision reads of a call, the recipe by its identity.
@@ -76,7 +76,8 @@ def decided(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def disturbed() -> bool:
-    """True if counters, recomputation, `only`, torch.autocast, torch.func or forward mode is active."""
+    """True if counters, recomputation, `only`, torch.autocast, torch.func, forward mode or a selective checkpoint is
+    active."""
     logs = recomputation.state
     return (
         counters.active.counters is not None
@@ -87,6 +88,7 @@ def disturbed() -> bool:
         or any_autocast_enabled()
         or transforms_active()
         or forward_level() >= 0
+        or selecting.is_active()
     )
 
 

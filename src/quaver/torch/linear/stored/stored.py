@@ -22,6 +22,7 @@ from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.internals import storage_id
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
 from quaver.torch.operations import ops
+from quaver.torch.operations.selecting import unseen
 from quaver.torch.state import kept_weights
 
 #: Two codes to a byte.
@@ -119,6 +120,7 @@ class _Unquantized(torch.autograd.Function):
     """F.linear that saves codes."""
 
     @staticmethod
+    @unseen
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.layer = layer

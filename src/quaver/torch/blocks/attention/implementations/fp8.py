@@ -20,6 +20,7 @@ from quaver.torch.blocks.attention.inputs.masks import outside_of
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative, refuse_transforms
 from quaver.torch.operations.operation import Impl, Operation
+from quaver.torch.operations.selecting import unseen
 
 #: Dropout's masks are told apart by this many bits.
 _DRAWS = 1 << 31
@@ -73,6 +74,7 @@ class _Attention(torch.autograd.Function):
     """Saves plain tensors only."""
 
     @staticmethod
+    @unseen
     def forward(
         ctx: Any,
         q: Tensor,

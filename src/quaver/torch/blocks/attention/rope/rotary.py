@@ -18,6 +18,7 @@ from quaver.torch.blocks.attention.rope import stretching
 from quaver.torch.internals import forward_level, transforms_active
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation
+from quaver.torch.operations.selecting import unseen
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -89,6 +90,7 @@ class _Launched(torch.autograd.Function):
     or, if it is said how many heads are q's, one tensor to q, k and v, or those back to it."""
 
     @staticmethod
+    @unseen
     def forward(
         ctx: Any, heads: int | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, *x: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -119,6 +121,7 @@ class _Turn(torch.autograd.Function):
     """The opaque turning, whose gradient is the turning back."""
 
     @staticmethod
+    @unseen
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.constants = interleaved, back
