@@ -33,7 +33,8 @@ from benchmarks.measuring.figure import (
     exactly,
     within,
 )
-from benchmarks.measuring.memory import Peak, WideProducts, peak
+from benchmarks.measuring.memory import Peak, peak
+from benchmarks.measuring.products import WideProducts
 from benchmarks.measuring.timing import beside, interleave, no_collection, stopwatch
 from quaver.torch.backends.gpu.launching import interpreter
 from quaver.train import TrainResult

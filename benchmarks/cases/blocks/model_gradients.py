@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring.figure import Case, Figure, at_least
-from benchmarks.measuring.memory import WideProducts
+from benchmarks.measuring.products import WideProducts
 from benchmarks.subjects.llama import QUICK_SIZE, RECIPES, SIZE, copied, gradients, llama, subjects, texts
 
 #: Batches that gradients are compared on, and by how many decibels those with blocks may be noisier.

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.measuring.figure import Case, Figure, at_most
-from benchmarks.measuring.memory import Peak, WideProducts, peak
+from benchmarks.measuring.memory import Peak, peak
+from benchmarks.measuring.products import WideProducts
 from benchmarks.subjects.llama import (
     PLAIN,
     QUICK_SIZE,

@@ -63,7 +63,7 @@ class LoraOverCodes(lora.Linear):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As PEFT's, into a decoded weight where the base has codes."""
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         if not _is_stored(base):
             super().merge(safe_merge, adapter_names)
             return
@@ -81,7 +81,7 @@ class LoraOverCodes(lora.Linear):
         if self._codes is None:
             super().unmerge()
             return
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         for name in reversed(self.merged_adapters):
             if self.lora_bias.get(name):
                 base.bias.data -= self.lora_B[name].bias * self.scaling[name]
@@ -90,7 +90,7 @@ class LoraOverCodes(lora.Linear):
 
     def _give_back(self) -> None:
         assert self._codes is not None
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         weight, scales, attributes = self._codes
         self._codes = None
         # The module may have been moved or cast since.
@@ -106,8 +106,9 @@ class LoraOverCodes(lora.Linear):
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """PEFT's, in float32: one rounding, to the weight's dtype, remains, two with `safe_merge`."""
-        a, b = self.lora_A[adapter].weight.float(), self.lora_B[adapter].weight.float()
-        delta: Tensor = (b @ a) * self.scaling[adapter]
+        down: Any = self.lora_A[adapter]
+        up: Any = self.lora_B[adapter]
+        delta: Tensor = (up.weight.float() @ down.weight.float()) * self.scaling[adapter]
         return delta
 
 

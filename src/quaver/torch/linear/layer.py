@@ -4,6 +4,7 @@
 """
 
 import copy
+import inspect
 import itertools
 import warnings
 import weakref
@@ -74,11 +75,15 @@ class Quantizable(nn.Module):
         """`weight_dtype` of a weight that exists only as codes; no attribute of any other layer's.
 
         A method of PEFT asks for it where it would else give its parameters the dtype of the codes. It knows nothing of
-        codes, which a warning says: `quaver.torch.integrations.peft.over_codes` has LoRA that does, and does not ask.
+        codes, of which it is warned: `quaver.torch.integrations.peft.over_codes` has LoRA that does, and does not ask.
+        Other readers, such as `inspect.getmembers`, adapt nothing.
         """
         if self.weight_spec is None:
             raise AttributeError(f"{type(self).__name__} has no compute_dtype: its weight is in high precision")
-        warnings.warn(storing.ADAPTED, stacklevel=1)
+        frame = inspect.currentframe()
+        reader = None if frame is None else frame.f_back
+        if reader is not None and reader.f_globals.get("__name__", "").partition(".")[0] == "peft":
+            warnings.warn(storing.ADAPTED, stacklevel=2)
         dtype: torch.dtype = self.__dict__["weight_dtype"]
         return dtype
 

@@ -3,16 +3,18 @@
 Every E4M3, E5M2 and E2M1 value is a bf16 value, also after multiplying by a power of two or by an E4M3 scale, and the
 product of two of them is exact in float32. So a bf16 GEMM, or a float32 GEMM that works in bf16 inside, adds up
 exactly the products that the recipe defines. docs/numerics.md describes the decoding. No setting of the process is
-changed for that: other threads would multiply by it.
+changed for that: other threads would multiply by it. Where torch multiplies bf16 without the processor's help, which
+takes up to forty times as long as float32, values are decoded to float32.
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.cpu import brgemm, narrow
+from quaver.torch.backends.cpu import brgemm, narrow, scratch
 from quaver.torch.backends.cpu.decoding import ROWS, decode, folds_exactly, rescales_exactly
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
@@ -60,13 +62,20 @@ def matmul(
         y = narrow.product(a, b)
         return (y if bias is None else y + bias).float().to(dtype)
     tiny = size <= SMALL
+    # A product that torch rounds to bf16 itself.
     half = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
+    half = half and multiplies_bf16()
     blocked = exact and not half and size >= brgemm.SMALLEST and brgemm.takes(m, n, k)
     left, right = decode(a, half or blocked, tiny, "left"), decode(b, half or blocked, tiny, "right")
     if left is None or right is None:
         # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
         return reference.matmul(a, b, dtype, bias)
-    y = brgemm.product(left[0], right[0]) if blocked else torch.mm(left[0], right[0].t())
+    if blocked:
+        y = brgemm.product(left[0], right[0])
+    elif half or dtype is torch.float32:
+        y = torch.mm(left[0], right[0].t())
+    else:
+        y = torch.mm(left[0], right[0].t(), out=scratch.room("product", (m, n), torch.float32))
     y = rescale(y, left[1], right[1])
     if bias is not None:
         y += bias
@@ -115,6 +124,12 @@ def scaled_product(
     if dtype is torch.float32:
         return y
     return y.bfloat16() if dtype is torch.bfloat16 else y.to(dtype)
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether torch hands bf16 products on a CPU to oneDNN; else it computes them number by number."""
+    return bool(getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)())
 
 
 def _rounds() -> bool:
