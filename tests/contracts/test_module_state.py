@@ -44,6 +44,7 @@ SAFE = {
     "torch.model.fusing.attentions:_parameters": CACHED,
     "torch.model.conversion:_roots": "a thread adds the models that it converts",
     "torch.backends.cpu.brgemm:_functions": CACHED,
+    "torch.backends.cpu.gemm:multiplies_bf16": CACHED,
     "torch.backends.cpu.decoding:_pairs": SAME,
     "torch.backends.cpu.decoding:_table": CACHED,
     "torch.backends.cpu.fp4:_table": CACHED,
