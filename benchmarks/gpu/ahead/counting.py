@@ -71,6 +71,10 @@ def read(text: str) -> launch.Launch:
     return replace(one)
 
 
+class Elsewhere:
+    """In the place of a kernel that another process compiles."""
+
+
 def note() -> None:
     """Print launches from now on, each once; only what the tests have for themselves is compiled here."""
     noted: dict[Any, launch._Loaded] = {}
@@ -86,7 +90,7 @@ def note() -> None:
             except ValueError:
                 noted[one.kernel] = compile_here(one, index)
             else:
-                noted[one.kernel] = launch._Loaded(None, lambda *_: None, None, ())
+                noted[one.kernel] = launch._Loaded(Elsewhere(), lambda *_: None, None, ())
         return noted[one.kernel]
 
     launch._loaded = loaded

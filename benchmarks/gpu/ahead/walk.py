@@ -69,6 +69,8 @@ def tests(arch: int, paths: list[str]) -> list[str]:
     torch.use_deterministic_algorithms(True)
     lenient.assert_nothing()
     options = ["-m", "gpu", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    # By the clock: a test that is cut on a busy machine would launch the rest on a card alone.
+    options += ["-o", "timeout=0"]
     pytest.main([*options, "--continue-on-collection-errors", *paths], plugins=[told := Told()])
     return told.failed
 
