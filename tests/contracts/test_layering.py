@@ -103,7 +103,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "graph"),
         "weights",
     ),
-    "quaver.torch.integrations": ("huggingface", "accelerate", "lightning", "peft"),
+    "quaver.torch.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
     "quaver.train": (
         *("files", "configuration", "data", "records", "learning", "running", "showing", "commands", "__main__"),

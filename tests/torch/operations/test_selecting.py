@@ -56,7 +56,7 @@ def layer(recipe: Any) -> nn.Module:
 
 
 def steps(net: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[str, Tensor]:
-    """Outputs and gradients of three steps: in the first weights are quantized and plans are model."""
+    """Outputs and gradients of three steps: in the first weights are quantized and plans are made."""
     results = {}
     for step in range(3):
         torch.manual_seed(step)
