@@ -25,7 +25,8 @@ MODES = tuple(
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
-_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+#: () to the number of modes that see the operations of this thread.
+depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _stack: Callable[[], Sequence[Any]] = getattr(dispatching, "_get_current_dispatch_mode_stack", lambda: ())
 _push: Callable[[Any], None] | None = getattr(dispatching, "_push_mode", None)
 _pop: Callable[[], Any] | None = getattr(dispatching, "_pop_mode", None)
@@ -41,7 +42,7 @@ _thread = _Thread()
 
 def is_active() -> bool:
     """Whether a selective checkpoint sees what runs, eagerly, in this thread."""
-    return _depth() > 0 and _push is not None and _pop is not None and any(isinstance(m, MODES) for m in _stack())
+    return depth() > 0 and _push is not None and _pop is not None and any(isinstance(m, MODES) for m in _stack())
 
 
 def is_hidden() -> bool:
@@ -65,7 +66,7 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
 @contextmanager
 def _without_modes() -> Iterator[None]:
     assert _push is not None and _pop is not None
-    before, modes = _thread.hidden, [_pop() for _ in range(_depth())]
+    before, modes = _thread.hidden, [_pop() for _ in range(depth())]
     _thread.hidden = modes
     try:
         yield

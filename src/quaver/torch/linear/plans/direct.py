@@ -88,7 +88,7 @@ def disturbed() -> bool:
         or any_autocast_enabled()
         or transforms_active()
         or forward_level() >= 0
-        or selecting.is_active()
+        or (selecting.depth() > 0 and selecting.is_active())
     )
 
 
