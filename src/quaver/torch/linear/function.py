@@ -17,9 +17,8 @@ from quaver.torch.internals import any_autocast_enabled
 from quaver.torch.linear.entrance import Prologue, Setup, enter, remade
 from quaver.torch.linear.gemms import Call
 from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
-from quaver.torch.operations import ops
+from quaver.torch.operations import ops, selecting
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
-from quaver.torch.operations.selecting import unseen
 from quaver.torch.operations.sums import add
 
 #: What ran a call: its setup, the runs of its layers (None where a compiler traces them), the shape and dtype of their
@@ -33,36 +32,12 @@ class Projections(torch.autograd.Function):
     """
 
     @staticmethod
-    @unseen
     def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Any:
         if setup.runs:
             return _as_decided(ctx, setup, tensors)
-        n, taken, needs, c = len(setup.layers), setup.taken, ctx.needs_input_grad, setup.recipe.wgrad.b
-        weights, biases = tensors[taken : taken + n], tensors[taken + n :]
-        # Noise is not drawn a second time; and a prologue keeps nothing if none of its own gradients is needed.
-        differentiated = any(needs[1 : 1 + taken])
-        remakes = setup.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
-        keeps = setup.training and not remakes and any(needs[1 + taken : 1 + taken + n])
-        entrance = enter(setup, tensors[:taken], keeps)
-        runs, lead, outputs = entrance.runs, entrance.shape[:-1], []
-        for run, weight, bias in zip(runs, weights, biases, strict=True):
-            assert weight is not None
-            outputs.append(_shaped(run.output(entrance.operand, weight, bias), (*lead, weight.shape[0])))
-        kept: tuple[Any, Any] = entrance.turned, None
-        if keeps and entrance.turned is None:
-            kept = runs[0].turned(entrance.matrix, entrance.operand)
-            if entrance.noted is not None and isinstance(kept[0], Quantized):
-                entrance.noted.operands = entrance.operand, kept[0]
-        # dgrad alone reads the weights: where it does not run, they may be written before backward.
-        of_dgrad = weights if differentiated else (None,) * n
-        # A compiler carries tensors and plain values from forward to backward, no objects.
-        traced = torch.compiler.is_compiling()
-        factors = [run.factors for run in runs] if traced else []
-        saved, layouts = _pack([*kept, *factors, *(entrance.saved if differentiated else ())])
-        ctx.save_for_backward(*of_dgrad, *saved)
-        dtypes = [weight.dtype for weight in weights if weight is not None], [b is not None and b.dtype for b in biases]
-        ctx.constants = layouts, (setup, None if traced else runs, entrance.shape, entrance.dtype, *dtypes)
-        return (entrance.output, *outputs) if setup.return_input else tuple(outputs)
+        if not torch.compiler.is_compiling() and selecting.depth() > 0:
+            return _unseen(ctx, setup, tensors)
+        return _generally(ctx, setup, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> Any:
@@ -76,6 +51,40 @@ class Projections(torch.autograd.Function):
 #: `Projections.apply`, themselves: a function between would be compiled by itself where the layer that calls it runs
 #: eagerly because a compiler would round the gradient of its weight.
 apply: Any = super(torch.autograd.Function, Projections).apply
+
+
+def _generally(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Any:
+    """`Projections.forward` without steps that were decided."""
+    n, taken, needs, c = len(setup.layers), setup.taken, ctx.needs_input_grad, setup.recipe.wgrad.b
+    weights, biases = tensors[taken : taken + n], tensors[taken + n :]
+    # Noise is not drawn a second time; and a prologue keeps nothing if none of its own gradients is needed.
+    differentiated = any(needs[1 : 1 + taken])
+    remakes = setup.prologue.remakes and differentiated and (c is None or c.rounding == "nearest")
+    keeps = setup.training and not remakes and any(needs[1 + taken : 1 + taken + n])
+    entrance = enter(setup, tensors[:taken], keeps)
+    runs, lead, outputs = entrance.runs, entrance.shape[:-1], []
+    for run, weight, bias in zip(runs, weights, biases, strict=True):
+        assert weight is not None
+        outputs.append(_shaped(run.output(entrance.operand, weight, bias), (*lead, weight.shape[0])))
+    kept: tuple[Any, Any] = entrance.turned, None
+    if keeps and entrance.turned is None:
+        kept = runs[0].turned(entrance.matrix, entrance.operand)
+        if entrance.noted is not None and isinstance(kept[0], Quantized):
+            entrance.noted.operands = entrance.operand, kept[0]
+    # dgrad alone reads the weights: where it does not run, they may be written before backward.
+    of_dgrad = weights if differentiated else (None,) * n
+    # A compiler carries tensors and plain values from forward to backward, no objects.
+    traced = torch.compiler.is_compiling()
+    factors = [run.factors for run in runs] if traced else []
+    saved, layouts = _pack([*kept, *factors, *(entrance.saved if differentiated else ())])
+    ctx.save_for_backward(*of_dgrad, *saved)
+    dtypes = [weight.dtype for weight in weights if weight is not None], [b is not None and b.dtype for b in biases]
+    ctx.constants = layouts, (setup, None if traced else runs, entrance.shape, entrance.dtype, *dtypes)
+    return (entrance.output, *outputs) if setup.return_input else tuple(outputs)
+
+
+#: Under a selective checkpoint.
+_unseen = selecting.unseen(_generally)
 
 
 def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
