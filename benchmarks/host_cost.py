@@ -146,11 +146,14 @@ def measure(
         timed = [subjects(DTYPES[dtype], names)]
         if dtype == BLOCK_DTYPE:
             timed += [block_subjects(kind, DTYPES[dtype], names) for kind in BLOCKS]
-        by_dtype[dtype] = {
-            name: (timing.ratio, timing.seconds * 1e6)
-            for each in timed
-            for name, timing in beside(each, rounds=rounds, steps=steps).items()
-        }
+        # One step of delayed scaling, as between micro-batches: outside of an autocast each backward would end one, and
+        # histories roll once for a whole model.
+        with qt.autocast("bf16"):
+            by_dtype[dtype] = {
+                name: (timing.ratio, timing.seconds * 1e6)
+                for each in timed
+                for name, timing in beside(each, rounds=rounds, steps=steps).items()
+            }
     return by_dtype
 
 

@@ -30,7 +30,8 @@ NOTES = (
     "the driver, which is a stub; torch.mm stands for a scaled GEMM. One thread, processor time, 20 steps between 20 "
     "of torch's before and 20 after; the median of 40 such ratios, and of three fresh processes. Blocks are of layers "
     "of that size, against torch's norm, linear layers, gelu and attention. The weight is unchanged and its gradient "
-    "adds up, as between micro-batches. Not in it: the driver's own time, and what cuBLASLt does before it launches."
+    "adds up, as between micro-batches, within one step of delayed scaling. Not in it: the driver's own time, and what "
+    "cuBLASLt does before it launches."
 )
 
 
