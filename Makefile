@@ -49,7 +49,7 @@ test-gpu-ready: $(VENV)/.dev
 
 ## What other libraries do with converted models: tests that `make test` skips where a library is missing.
 test-integrations: $(VENV)/.integrations
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/torch/integrations \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/integrations \
 		tests/train/records/test_trackers.py tests/examples \
 		-k "integrations or trackers or huggingface or lightning or accelerate or peft"
 

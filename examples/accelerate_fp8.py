@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from quaver.torch.integrations.accelerate import QuaverAccelerator
+from quaver.integrations.accelerate import QuaverAccelerator
 
 torch.manual_seed(0)
 x = torch.randn(1024, 64)

@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import quaver.torch as qt
-from quaver.torch.integrations.huggingface import ScalingCallback
+from quaver.integrations.huggingface import ScalingCallback
 
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=128, n_positions=64))

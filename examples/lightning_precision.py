@@ -6,7 +6,7 @@ import lightning
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.integrations.lightning import QuaverPrecision
+from quaver.integrations.lightning import QuaverPrecision
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

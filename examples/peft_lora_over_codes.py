@@ -5,7 +5,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import quaver.torch as qt
-from quaver.torch.integrations.peft import over_codes
+from quaver.integrations.peft import over_codes
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}

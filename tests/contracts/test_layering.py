@@ -44,7 +44,7 @@ OURS: dict[str, set[str]] = {
 OURS["quaver.torch.parallel"] = OURS["quaver.torch"] | {"quaver.torch.parallel"}
 OURS["quaver.torch.optim"] = OURS["quaver.torch"] | {"quaver.torch.optim"}
 OURS["quaver.inspect.plots"] = OURS["quaver.inspect"] | {"quaver.inspect.plots"}
-OURS["quaver.compat"] = OURS["quaver.torch"] | OURS["quaver.jax"] | OURS["quaver.inspect"] | {"quaver.compat"}
+OURS["quaver.integrations"] = OURS["quaver.torch"] | OURS["quaver.jax"] | {"quaver.inspect", "quaver.integrations"}
 #: It imports everything; that it is in nobody else's set means that nobody imports it.
 OURS["quaver.train"] = set(OURS) | {"quaver.train"}
 
@@ -61,20 +61,10 @@ NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"tor
 #: The rooms of a package from the ground up: each may import those before it, and none after. A package whose rooms
 #: are all files needs no row: without a cycle of files there is an order of them.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "train"),
+    "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "integrations", "train"),
     "quaver.core": (*("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs"),),
     "quaver.kernels": ("hashing", "bits", "quantizing", "emulating", "fused", "attention"),
-    "quaver.torch": (
-        "internals",
-        "numerics",
-        "backends",
-        "state",
-        "operations",
-        "linear",
-        "blocks",
-        "model",
-        "integrations",
-    ),
+    "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model"),
     "quaver.torch.backends": ("cpu", "gpu"),
     "quaver.torch.backends.gpu": (
         *("launching", "quantizing", "emulating", "gemms", "families", "fused", "attention", "announcing"),
@@ -103,7 +93,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "graph"),
         "weights",
     ),
-    "quaver.torch.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
+    "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
     "quaver.train": (
         *("files", "configuration", "data", "records", "learning", "running", "showing", "commands", "__main__"),

@@ -66,7 +66,7 @@ def users() -> dict[str, set[str]]:
 
 def test_a_private_name_is_used_in_one_file() -> None:
     several = {name: sorted(files) for name, files in users().items() if len(files) > 1}
-    assert not several, f"put it into quaver.torch.internals: {several}"
+    assert not several, f"give it a name of ours in the lowest room that needs it: {several}"
 
 
 def test_every_private_name_is_in_the_table_of_limits() -> None:

@@ -17,9 +17,8 @@ from torch.autograd.function import BackwardCFunction
 from benchmarks.gpu.ahead.cards import CARDS
 from benchmarks.gpu.ahead.hollow import CARD, Hollow, OnCard
 from benchmarks.measuring.stub_driver import Driver
-from quaver.torch import internals
 from quaver.torch.backends.gpu.gemms import scaled_mm
-from quaver.torch.backends.gpu.launching import device, launch
+from quaver.torch.backends.gpu.launching import capture, device, launch
 from quaver.torch.state.history import on_gpu
 
 
@@ -102,8 +101,8 @@ def become(arch: int) -> None:
 
 def ask_no_driver() -> None:
     """Where quaver asks torch's C for a stream or the current card: a build with CUDA ends there without a driver."""
-    for name in ("raw_stream", "current_gpu"):
-        asks = getattr(internals, name)
+    for home, name in ((capture, "raw_stream"), (launch, "current_gpu")):
+        asks = getattr(home, name)
         for module in [module for known, module in sys.modules.items() if known.partition(".")[0] == "quaver"]:
             if vars(module).get(name) is asks:
                 setattr(module, name, lambda *_: 0)

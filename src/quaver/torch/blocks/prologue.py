@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.internals import transforms_active
 from quaver.torch.linear.entrance import Prologue
-from quaver.torch.operations.derivatives import first_derivative
+from quaver.torch.operations.derivatives import first_derivative, transforms_active
 from quaver.torch.operations.selecting import unseen
 
 

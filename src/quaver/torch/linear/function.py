@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu.launching.device import out_of_memory
-from quaver.torch.internals import any_autocast_enabled
 from quaver.torch.linear.entrance import Prologue, Setup, enter, remade
 from quaver.torch.linear.gemms import Call
 from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
 from quaver.torch.operations import ops, selecting
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
+from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.operations.sums import add
 
 #: What ran a call: its setup, the runs of its layers (None where a compiler traces them), the shape and dtype of their

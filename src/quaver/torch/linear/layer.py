@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.internals import graph_task_id
 from quaver.torch.linear.entrance import GIVEN, Setup
 from quaver.torch.linear.function import Projections, apply
 from quaver.torch.linear.plans import direct
@@ -29,6 +28,7 @@ from quaver.torch.state.context import ambient, in_force
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer import NEVER, LayerState, device_of, state_of
 from quaver.torch.state.noise import fresh_count, name_streams
+from quaver.torch.state.recomputation import graph_task_id
 
 _serials = itertools.count()
 
@@ -75,7 +75,7 @@ class Quantizable(nn.Module):
         """`weight_dtype` of a weight that exists only as codes; no attribute of any other layer's.
 
         A method of PEFT asks for it where it would else give its parameters the dtype of the codes. It knows nothing of
-        codes, of which it is warned: `quaver.torch.integrations.peft.over_codes` has LoRA that does, and does not ask.
+        codes, of which it is warned: `quaver.integrations.peft.over_codes` has LoRA that does, and does not ask.
         Other readers, such as `inspect.getmembers`, adapt nothing.
         """
         if self.weight_spec is None:

@@ -1,13 +1,19 @@
 """An error for a gradient that is differentiated again and would otherwise pass for a constant."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from quaver.torch.internals import forward_level, transforms_active
+_C: Any = torch._C
+#: () to True under vmap, grad and the other transforms of torch.func. Without it torch refuses those in its own words.
+transforms_active: Callable[[], bool] = getattr(_C, "_are_functorch_transforms_active", lambda: False)
+#: () to the level of forward mode, -1 outside of torch.autograd.forward_ad.dual_level. Without it torch refuses forward
+#: mode in its own words.
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
 
 #: The sentence for linear layers.
 NO_DOUBLE_BACKWARD = (

@@ -20,6 +20,16 @@ from quaver.torch.operations.operation import Impl, Operation, narrowed
 from quaver.torch.state.context import ambient
 from quaver.torch.state.history import amax as amax_state
 
+_C: Any = torch._C
+
+
+def _any_autocast() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+#: () to True while torch.autocast is on for a kind of device.
+any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", _any_autocast)
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Where the kernels are, and Triton: imported when a tensor on a GPU comes.
 GPU = "quaver.torch.backends.gpu"

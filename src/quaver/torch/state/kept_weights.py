@@ -11,6 +11,8 @@ What is kept belongs to one layer in one process: it is neither copied, pickled 
 
 import threading
 import warnings
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,9 +21,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from quaver.core.spec import QuantSpec
-from quaver.torch.internals import graph_task_id, storage_id
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.layer import state_of
+from quaver.torch.state.recomputation import graph_task_id
+
+#: Of a storage: which object it is in C++, or without that its address.
+storage_id: Callable[[Any], int] = (
+    attrgetter("_cdata") if hasattr(torch.UntypedStorage, "_cdata") else torch.UntypedStorage.data_ptr
+)
 
 
 class _Steps:

@@ -7,11 +7,14 @@ inside the replay of one goes into those that are being written.
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from quaver.torch.internals import graph_task_id
+_C: Any = torch._C
+#: () to the number of the backward that runs in this thread, -1 outside of one. Without it no recomputation is seen.
+graph_task_id: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)
 
 #: (the layer, what it read).
 Key = tuple[int, str]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
-from quaver.torch.internals import any_autocast_enabled, forward_level, transforms_active
 from quaver.torch.linear.plans import on_cpu
 from quaver.torch.linear.plans.step import Step
 from quaver.torch.operations import ops, selecting
+from quaver.torch.operations.derivatives import forward_level, transforms_active
+from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.state import counters, recomputation
 
 #: What a decision reads of a call, the recipe by its identity.

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
-from quaver.torch.internals import any_autocast_enabled, graph_task_id, raw_stream
+from quaver.torch.backends.gpu.launching.capture import raw_stream
 from quaver.torch.numerics.quantized import of_host
 from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
+from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.operations.siblings import Quantization, free
 from quaver.torch.state import counters, kept_weights
 from quaver.torch.state.history import amax, steps
+from quaver.torch.state.recomputation import graph_task_id
 
 #: A scale as a GEMM takes it: a number of the host's, a tensor on a GPU, or a list of two, its blocks' and its own.
 Scale = Any

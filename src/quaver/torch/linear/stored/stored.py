@@ -19,11 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.gpu.launching import capture
-from quaver.torch.internals import storage_id
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
 from quaver.torch.operations import ops
 from quaver.torch.operations.selecting import unseen
 from quaver.torch.state import kept_weights
+from quaver.torch.state.kept_weights import storage_id
 
 #: Two codes to a byte.
 PACKED = torch.float4_e2m1fn_x2

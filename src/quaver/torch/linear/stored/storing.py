@@ -29,7 +29,7 @@ NO_DTYPE = f"for whose codes torch has no dtype; weights that exist only as code
 #: Said where a method of PEFT is put over codes without the seam that merges it.
 ADAPTED = (
     "PEFT puts an adapter of its own over weights that exist only as codes: it trains, and cannot be merged into them. "
-    "For LoRA call get_peft_model(model, quaver.torch.integrations.peft.over_codes(config)); for another method call "
+    "For LoRA call get_peft_model(model, quaver.integrations.peft.over_codes(config)); for another method call "
     "quaver.torch.dequantize_weights(model) first"
 )
 

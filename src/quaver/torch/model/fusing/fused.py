@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.internals import any_autocast_enabled, forward_level, transforms_active
 from quaver.torch.model.reach.same import PLAIN
 from quaver.torch.operations import ops
+from quaver.torch.operations.derivatives import forward_level, transforms_active
+from quaver.torch.operations.ops import any_autocast_enabled
 
 #: Attributes of every module.
 OF_ALL = {*nn.Module().__dict__}

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.torch.blocks.loss.cross_entropy import linear_cross_entropy
-from quaver.torch.internals import forward_level, transforms_active
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.projections import is_bare
 from quaver.torch.model.fusing.comparing import agree, drawn, of_block, twin, why_not, wide
 from quaver.torch.model.fusing.fused import DTYPES, Fused, Named, changed, fixed, patched
 from quaver.torch.model.reach.exchanging import bare_class, original
 from quaver.torch.model.reach.same import BOUNDS, differentiated
+from quaver.torch.operations.derivatives import forward_level, transforms_active
 from quaver.torch.state.context import in_force
 
 #: Labels that have no loss.

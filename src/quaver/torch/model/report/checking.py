@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quaver.torch.internals import storage_id
 from quaver.torch.linear.layer import Quantizable
+from quaver.torch.state.kept_weights import storage_id
 
 #: Functions that take of a tensor its dtype, device or shape alone; getters are followed by what reads.
 HARMLESS = {"__get__", "to", "type_as", "expand_as", "view_as", "reshape_as"} | {

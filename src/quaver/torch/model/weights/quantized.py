@@ -113,7 +113,7 @@ def quantize_weights(
 
 MERGES = (
     "an adapter of PEFT would add its weights to codes; quantize before get_peft_model(model, "
-    "quaver.torch.integrations.peft.over_codes(config))"
+    "quaver.integrations.peft.over_codes(config))"
 )
 
 

@@ -9,13 +9,22 @@ the capture takes is there.
 Source: CUDA's programming guide, "Prohibited and Unhandled Operations" of stream capture.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from quaver.torch.internals import raw_stream
+_C: Any = torch._C
 
+
+def _raw_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+#: Of a GPU's index: the address of its current stream. Builds of torch for a CPU lack the name, and nothing calls it
+#: there.
+raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _raw_stream)
 #: The streams on which a capture is rehearsed: device and handle. Backward runs in a thread of autograd's, but on the
 #: stream of its forward.
 rehearsed: set[tuple[torch.device, int]] = set()

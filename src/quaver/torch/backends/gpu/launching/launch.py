@@ -23,8 +23,11 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from quaver.kernels.hashing import hash_callees_first
 from quaver.torch.backends.gpu.launching import capture, device, interpreter
-from quaver.torch.internals import current_gpu, raw_stream
+from quaver.torch.backends.gpu.launching.capture import raw_stream
 
+_C: Any = torch._C
+#: () to the index of the current GPU. Builds of torch for a CPU lack the name, and nothing calls it there.
+current_gpu: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
 #: What Triton calls the dtypes.
 TYPES = {
     torch.float64: "fp64",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from quaver.torch.blocks.attention.rope import stretching
-from quaver.torch.internals import forward_level, transforms_active
 from quaver.torch.operations import ops
+from quaver.torch.operations.derivatives import forward_level, transforms_active
 from quaver.torch.operations.operation import Impl, Operation
 from quaver.torch.operations.selecting import unseen
 

@@ -11,7 +11,7 @@ from quaver.core.converting.rules import Rule, Rules
 from quaver.core.spec import Recipe
 
 #: The name of the method. transformers shows it where it does not know it, so it says what to import.
-METHOD = "quaver, by import quaver.torch.integrations.huggingface"
+METHOD = "quaver, by import quaver.integrations.huggingface"
 #: How weights are kept.
 WEIGHTS = ("high", "stored")
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model  # noqa: E402
 
-from quaver.torch.integrations.peft import REGISTER, LoraOverCodes, over_codes  # noqa: E402
+from quaver.integrations.peft import REGISTER, LoraOverCodes, over_codes  # noqa: E402
 
 STEPS = 4
 RECIPE = recipes.delayed(history=3, algorithm="most_recent")
@@ -194,7 +194,7 @@ def test_orders_that_would_merge_into_codes_are_a_sentence() -> None:
     model = get_peft_model(tiny("llama"), config())
     saved = qt.quantize_weights(model, "mxfp8")
     assert not saved.layers
-    wanted = "quantize before get_peft_model(model, quaver.torch.integrations.peft.over_codes"
+    wanted = "quantize before get_peft_model(model, quaver.integrations.peft.over_codes"
     assert any(wanted in why for why in saved.skipped.values())
     # With a config that knows codes, over layers that are converted, the order is free.
     other = tiny("llama")

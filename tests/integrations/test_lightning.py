@@ -23,7 +23,7 @@ import lightning  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
-from quaver.torch.integrations.lightning import SCALING, QuaverPrecision  # noqa: E402
+from quaver.integrations.lightning import SCALING, QuaverPrecision  # noqa: E402
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

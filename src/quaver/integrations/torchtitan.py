@@ -1,7 +1,7 @@
 """torchtitan's seam: a model converter that the configuration of a job names.
 
     [job]
-    custom_config_module = "quaver.torch.integrations.torchtitan"
+    custom_config_module = "quaver.integrations.torchtitan"
     [model]
     converters = ["quaver"]
     [quaver]

@@ -16,9 +16,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.integrations.huggingface import QuaverConfig, QuaverQuantizer, ScalingCallback
-from quaver.torch.integrations.huggingface.callback import FILE, load, saturation, save
-from quaver.torch.integrations.huggingface.config import METHOD
+from quaver.integrations.huggingface import QuaverConfig, QuaverQuantizer, ScalingCallback
+from quaver.integrations.huggingface.callback import FILE, load, saturation, save
+from quaver.integrations.huggingface.config import METHOD
 from quaver.torch.linear.layer import Quantizable
 from tests.close import assert_bitwise
 from tests.torch.model.families import FAMILIES, tiny, tokens
@@ -141,7 +141,7 @@ def test_a_process_without_the_import_refuses_codes_and_says_what_to_import(
     monkeypatch.setattr("transformers.quantizers.auto.logger.warning", said.append)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert "import quaver.torch.integrations.huggingface" in said[0]
+    assert "import quaver.integrations.huggingface" in said[0]
 
 
 def test_dequantize_gives_the_plain_model_and_its_folder(plain: Path, tmp_path: Path) -> None:

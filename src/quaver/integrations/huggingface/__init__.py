@@ -6,8 +6,8 @@ if find_spec("transformers") is None:
     sentence = f"{__name__} needs transformers, which is not installed: pip install transformers"
     raise ModuleNotFoundError(sentence, name="transformers")
 
-from quaver.torch.integrations.huggingface.callback import ScalingCallback
-from quaver.torch.integrations.huggingface.config import QuaverConfig
-from quaver.torch.integrations.huggingface.quantizer import QuaverQuantizer
+from quaver.integrations.huggingface.callback import ScalingCallback
+from quaver.integrations.huggingface.config import QuaverConfig
+from quaver.integrations.huggingface.quantizer import QuaverQuantizer
 
 __all__ = ["QuaverConfig", "QuaverQuantizer", "ScalingCallback"]

@@ -30,7 +30,7 @@ TOKENS, STEPS = 16, 4
 
 JOB = """
 [job]
-custom_config_module = "quaver.torch.integrations.torchtitan"
+custom_config_module = "quaver.integrations.torchtitan"
 [model]
 name = "llama3"
 flavor = "debugmodel"

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import quaver.torch as qt
-from quaver.torch.integrations.huggingface import QuaverConfig, ScalingCallback
-from quaver.torch.integrations.huggingface.callback import FILE
+from quaver.integrations.huggingface import QuaverConfig, ScalingCallback
+from quaver.integrations.huggingface.callback import FILE
 from tests.torch.model.families import tiny, tokens
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-integrations")

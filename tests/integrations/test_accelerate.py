@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 import accelerate  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 
-from quaver.torch.integrations.accelerate import SEAM, QuaverAccelerator, check_seam  # noqa: E402
+from quaver.integrations.accelerate import SEAM, QuaverAccelerator, check_seam  # noqa: E402
 
 STEPS, SAVED = 6, 3
 RECIPE = recipes.delayed(history=3, algorithm="most_recent")

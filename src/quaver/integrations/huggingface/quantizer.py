@@ -11,7 +11,7 @@ from torch import nn
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from quaver.torch.integrations.huggingface.config import METHOD, QuaverConfig
+from quaver.integrations.huggingface.config import METHOD, QuaverConfig
 from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.linear.stored import storing
 from quaver.torch.model.conversion import convert, revert

@@ -1,28 +1,45 @@
 """Private names of torch that the library uses: they exist here and say what they are used for; others stand in."""
 
-import runpy
+import ast
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
-from quaver.torch import internals
+from quaver.torch.operations import derivatives, ops
+from quaver.torch.operations.derivatives import forward_level
+from quaver.torch.state import kept_weights, recomputation
 
 C = ("_are_functorch_transforms_active", "_current_graph_task_id", "_is_any_autocast_enabled")
 
 
 @pytest.fixture(params=["as it is", "without"])
-def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], bool]:
-    """The module as it is, and as it is where torch has none of its names; and whether torch has them."""
+def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[..., Any], bool]:
+    """(module, name) to what the module calls so, as it is or as it is where torch has none of its names; and whether
+    torch has them."""
     present = request.param == "as it is"
     if not present:
         for name in C:
             monkeypatch.delattr(torch._C, name)
-        monkeypatch.delattr(forward_ad, "_current_level")
-    values = runpy.run_path(internals.__file__)
+    return partial(assigned_anew, monkeypatch), present
+
+
+def assigned_anew(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> Any:
+    """What a module's own assignment gives now; what was taken from torch is put back."""
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    (value,) = [
+        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name
+    ]
+    assert value is not None
+    given = eval(ast.unparse(value), vars(module))
     monkeypatch.undo()
-    return values, present
+    return given
 
 
 def test_torch_has_them() -> None:
@@ -33,54 +50,57 @@ def test_torch_has_them() -> None:
     assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
 
 
-def test_a_transform_is_seen_inside_alone(names: tuple[dict[str, Any], bool]) -> None:
-    module, present = names
+def test_a_transform_is_seen_inside_alone(names: tuple[Callable[..., Any], bool]) -> None:
+    given, present = names
+    transforms_active = given(derivatives, "transforms_active")
     inside: list[bool] = []
 
     def noting(x: torch.Tensor) -> torch.Tensor:
-        inside.append(module["transforms_active"]())
+        inside.append(transforms_active())
         return x * 2
 
     torch.func.vmap(noting)(torch.ones(2))
-    assert inside == [present] and not module["transforms_active"]()
+    assert inside == [present] and not transforms_active()
 
 
-def test_a_backward_has_a_number_of_its_own(names: tuple[dict[str, Any], bool]) -> None:
-    module, present = names
+def test_a_backward_has_a_number_of_its_own(names: tuple[Callable[..., Any], bool]) -> None:
+    given, present = names
+    graph_task_id = given(recomputation, "graph_task_id")
     numbers: list[int] = []
     for _ in range(2):
         x = torch.ones(2, requires_grad=True)
-        x.register_hook(lambda g: numbers.append(module["graph_task_id"]()))
+        x.register_hook(lambda g: numbers.append(graph_task_id()))
         x.sum().backward()
-    assert module["graph_task_id"]() == -1
+    assert graph_task_id() == -1
     assert (numbers[0] != numbers[1] and -1 not in numbers) if present else numbers == [-1, -1]
 
 
-def test_autocast_is_seen_with_and_without(names: tuple[dict[str, Any], bool]) -> None:
-    module, _ = names
-    assert not module["any_autocast_enabled"]()
+def test_autocast_is_seen_with_and_without(names: tuple[Callable[..., Any], bool]) -> None:
+    given, _ = names
+    any_autocast_enabled = given(ops, "any_autocast_enabled")
+    assert not any_autocast_enabled()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert module["any_autocast_enabled"]()
+        assert any_autocast_enabled()
         with torch.autocast("cpu", enabled=False):
-            assert not module["any_autocast_enabled"]()
+            assert not any_autocast_enabled()
 
 
 def test_forward_mode_is_seen() -> None:
-    assert internals.forward_level() < 0
+    assert forward_level() < 0
     with forward_ad.dual_level():
-        assert internals.forward_level() >= 0
-    compiled = torch.compile(lambda x: x * -internals.forward_level(), backend="eager", fullgraph=True)
+        assert forward_level() >= 0
+    compiled = torch.compile(lambda x: x * -forward_level(), backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
 
 
 def test_without_its_name_forward_mode_is_never_active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(forward_ad, "_current_level")
-    assert internals.forward_level() < 0
+    assert forward_level() < 0
 
 
 def test_views_share_a_storage_and_copies_do_not() -> None:
     x = torch.arange(4.0)
-    for identity in (internals.storage_id, torch.UntypedStorage.data_ptr):
+    for identity in (kept_weights.storage_id, torch.UntypedStorage.data_ptr):
         same, other = x[1:].untyped_storage(), x.clone().untyped_storage()
         assert identity(x.untyped_storage()) == identity(same) != identity(other)
 
