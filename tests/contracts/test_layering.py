@@ -64,7 +64,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "integrations", "train"),
     "quaver.core": (*("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs"),),
     "quaver.kernels": ("hashing", "bits", "quantizing", "emulating", "fused", "attention"),
-    "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model"),
+    "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model", "parallel"),
     "quaver.torch.backends": ("cpu", "gpu"),
     "quaver.torch.backends.gpu": (
         *("launching", "quantizing", "emulating", "gemms", "families", "fused", "attention", "announcing"),

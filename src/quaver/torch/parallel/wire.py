@@ -1,0 +1,131 @@
+"""What goes between ranks: amaxes that are agreed, operands as bytes beside their scales, sums in float32.
+
+Codes are never summed: torch's collectives add bytes without complaint, and the sum of two codes is no code of the sum.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quaver.torch.numerics.quantized import Quantized
+
+#: What waits for a collective and gives its result.
+Pending = Callable[[], Any]
+
+
+def agree(bits: Tensor, group: Any = None) -> Tensor:
+    """The largest of every rank's amaxes, in place.
+
+    Args:
+        bits: those of float32 magnitudes, int32 of any shape that is the same on all ranks. As integers NaN is more
+            than infinity, and that more than any number; a collective of floats may lose a NaN.
+        group: process group; None is the default one.
+    Raises:
+        ValueError: other numbers than int32.
+    Exact.
+    """
+    if bits.dtype is not torch.int32:
+        raise ValueError(
+            f"ranks agree on the bits of amaxes, int32, and these are {bits.dtype}: give x.abs().amax().float().view("
+            "torch.int32), whose order is that of NaN, infinity and numbers"
+        )
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    return bits
+
+
+def gather(x: Tensor, dim: int, group: Any = None, batches: int = 1) -> Pending:
+    """Begin to put the parts of a tensor together, which lie one rank after the other along a dimension.
+
+    Args:
+        x: this rank's part, as large as every other's.
+        dim: the dimension that is in parts.
+        batches: so many sequences follow one another along it, and each is in parts.
+    Returns:
+        A function that waits and gives the whole, the same on all ranks. Exact: no bit changes.
+    """
+    ranks, part = dist.get_world_size(group), x.contiguous()
+    whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]) if part.dim() else (ranks,))
+    work: Any = dist.all_gather_into_tensor(whole, part, group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        each = whole.view(ranks, *part.shape)
+        if dim == 0 and batches == 1:
+            return whole
+        each = each.unflatten(dim + 1, (batches, part.shape[dim] // batches)).movedim(0, dim + 1)
+        return each.flatten(dim, dim + 2)
+
+    return finish
+
+
+def gather_operand(q: Quantized, axis: int, group: Any = None, batches: int = 1) -> Pending:
+    """Begin to put the parts of an operand together: codes as bytes, and beside them the scales.
+
+    A scale that is of the whole operand, or of whole rows where k is in parts, does not travel: ranks have agreed on it
+    before they quantized.
+
+    Args:
+        q: this rank's part [rows, k], as large as every other's, whole blocks of it.
+        axis: 0 where rows are in parts, 1 where k is.
+        batches: as `gather` takes them.
+    Returns:
+        A function that waits and gives the whole operand. Exact: the codes and scales of the whole.
+    """
+    q = q.plain()
+    dim = axis ^ q.turned
+    codes = gather(q.data.view(torch.uint8), dim, group, batches)
+    scales: Pending | None = None
+    if q.spec.block[axis] is not None:
+        assert isinstance(q.scale, Tensor)
+        scales = gather(q.scale, dim, group, batches)
+
+    def finish() -> Quantized:
+        shape = [*q.shape]
+        shape[axis] *= dist.get_world_size(group)
+        data = codes().view(q.data.dtype)
+        scale = q.scale if scales is None else scales()
+        return Quantized(data, scale, q.spec, (shape[0], shape[1]), q.turned, q.tensor_factor, q.amax)
+
+    return finish
+
+
+def sum_parts(x: Tensor, group: Any = None) -> Tensor:
+    """The sum of every rank's x, float32, on all ranks, in place.
+
+    Raises:
+        ValueError: other numbers than float32.
+    """
+    _summable(x)
+    dist.all_reduce(x, dist.ReduceOp.SUM, group)
+    return x
+
+
+def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Tensor:
+    """Of the sum of every rank's x [batches × tokens, n], float32, the tokens of this rank.
+
+    Args:
+        batches: so many sequences follow one another in x, and of each every rank gets its part.
+    Returns:
+        [batches × tokens / ranks, n].
+    Raises:
+        ValueError: other numbers than float32.
+    """
+    _summable(x)
+    ranks = dist.get_world_size(group)
+    if batches > 1:
+        x = x.unflatten(0, (batches, ranks, -1)).movedim(1, 0)
+    x = x.contiguous().view(-1, x.shape[-1])
+    part = x.new_empty((x.shape[0] // ranks, x.shape[1]))
+    dist.reduce_scatter_tensor(part, x, dist.ReduceOp.SUM, group)
+    return part
+
+
+def _summable(x: Tensor) -> None:
+    if x.dtype is not torch.float32:
+        raise ValueError(
+            f"ranks sum float32, and this is {x.dtype}: a collective would add codes as if they were numbers; convert "
+            "or dequantize first"
+        )
