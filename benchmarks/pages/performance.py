@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.pages import curves, runs
 from benchmarks.pages.published import Forecast, of_torchao, of_transformer_engine, other_cards, seven
 from quaver import recipes
 from quaver.core.costs import attention, ledger
@@ -150,6 +151,17 @@ def of_attention() -> str:
     return markdown(["GPU", "bf16, ms", *ATTENTION_RECIPES], rows)
 
 
+def of_runs() -> str:
+    """Published training runs on many GPUs beside their predictions."""
+    head = ["model, GPUs, batch", "bf16, tokens/s a GPU", "predicted", "eight bits", "predicted", "gain", "predicted"]
+    return markdown([*head, ""], runs.cells(runs.judged()))
+
+
+def of_curves() -> str:
+    """Tokens a second of a GPU in bf16 by model and count of GPUs, and tensorwise's gain."""
+    return markdown(["bf16, tokens/s a GPU (tensorwise)", *(f"{gpus:,}" for gpus in curves.COUNTS)], curves.cells())
+
+
 TABLES = {
     "rates": rates,
     "bytes": moved,
@@ -161,6 +173,8 @@ TABLES = {
     "emulated": emulated,
     "models": models,
     "attention": of_attention,
+    "runs": of_runs,
+    "curves": of_curves,
 }
 
 

@@ -23,6 +23,7 @@ from quaver.train.configuration.sizes import MODELS, ModelConfig
 PUBLISHED = {
     "llama3-8b": (128_256, 8030),
     "llama3-70b": (128_256, 70_554),
+    "llama3.1-405b": (128_256, 405_853),
     "falcon-7b": (65_024, 6922),
     "gpt-neox-20b": (50_432, 20_555),
     "gemma2-2b": (256_000, 2614),

@@ -21,7 +21,7 @@ from rich.table import Table
 
 import quaver
 from quaver.train.commands import doctor as machine
-from quaver.train.commands import planning
+from quaver.train.commands import planning, scaling
 from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import TrainConfig, read_toml, reason
 from quaver.train.records.comparison import Run
@@ -40,6 +40,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+#: Of the options of `plan` for many GPUs.
+MANY = "On many GPUs"
 out = Console()
 err = Console(stderr=True)
 
@@ -275,7 +277,7 @@ def doctor() -> None:
 @app.command()
 def plan(
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, l40s, b200, ...; it need not be here")],
-    model: Annotated[str, typer.Option(help="as of train: llama3-8b, 125m, ...")],
+    model: Annotated[str, typer.Option(help="as of train: llama3-8b, 125m, ...; with --gpus deepseek-v3-like too")],
     recipe: Annotated[str, typer.Option(help="a recipe, with options if wanted")],
     tokens: Annotated[int, typer.Option(help="tokens in a micro-batch")] = 8192,
     micro_batches: Annotated[int, typer.Option(help="micro-batches that share one quantization of the weights")] = 1,
@@ -283,17 +285,63 @@ def plan(
         bool, typer.Option("--fused", help="norms and activations quantize what they make, forward and backward")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with the rates and where they come from")] = False,
+    gpus: Annotated[
+        int, typer.Option(help="predict a whole step on so many GPUs; 0: the layers on one", rich_help_panel=MANY)
+    ] = 0,
+    fsdp: Annotated[int, typer.Option(help="ranks that share weights; 0: all that are left", rich_help_panel=MANY)] = 0,
+    tp: Annotated[int, typer.Option(help="ranks of tensor parallelism", rich_help_panel=MANY)] = 1,
+    cp: Annotated[int, typer.Option(help="ranks of context parallelism", rich_help_panel=MANY)] = 1,
+    pp: Annotated[int, typer.Option(help="stages of the pipeline", rich_help_panel=MANY)] = 1,
+    ep: Annotated[int, typer.Option(help="ranks of expert parallelism", rich_help_panel=MANY)] = 1,
+    interconnect: Annotated[
+        str, typer.Option(help="hgx-h100, hgx-a100, hgx-b200, nvl72, ethernet", rich_help_panel=MANY)
+    ] = "hgx-h100",
+    sequence: Annotated[int, typer.Option(help="tokens of a sequence", rich_help_panel=MANY)] = 8192,
+    checkpoints: Annotated[
+        str, typer.Option(help="what backward computes again: none, selective, full", rich_help_panel=MANY)
+    ] = "selective",
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap",
+            help="tensor parallelism beside GEMMs, experts' tokens beside other work",
+            rich_help_panel=MANY,
+        ),
+    ] = False,
+    interleaved: Annotated[int, typer.Option(help="parts of a stage that take turns", rich_help_panel=MANY)] = 1,
 ) -> None:
-    """Predict what a model's layers gain under a recipe on a GPU."""
+    """Predict what a model's layers gain under a recipe on a GPU, or with --gpus what a step takes on many."""
     with sentences():
-        planned = planning.plan(model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused)
-        if as_json:
-            say(json.dumps(planning.as_json(planned), indent=2))
+        if gpus:
+            stepped = scaling.price(
+                model,
+                recipe,
+                gpu,
+                count=gpus,
+                interconnect=interconnect,
+                axes={"fsdp": fsdp, "tp": tp, "cp": cp, "pp": pp, "ep": ep},
+                sequence=sequence,
+                tokens=tokens,
+                micro_batches=micro_batches,
+                checkpoints=checkpoints,
+                overlapped=overlap,
+                interleaved=interleaved,
+            )
+            show(scaling, stepped, as_json)
             return
-        say(planning.title(planned))
-        out.print(planning.rich_table(planned))
-        for line in (*planning.verdict(planned), *planning.notes(planned)):
-            say(line)
+        planned = planning.plan(model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused)
+        show(planning, planned, as_json)
+
+
+def show(room: Any, planned: Any, as_json: bool) -> None:
+    """Print what a room of plans has planned, with its own words."""
+    if as_json:
+        say(json.dumps(room.as_json(planned), indent=2))
+        return
+    say(room.title(planned))
+    out.print(room.rich_table(planned))
+    for line in room.notes(planned):
+        say(line)
 
 
 def say(line: str) -> None:

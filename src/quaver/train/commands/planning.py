@@ -179,7 +179,11 @@ def lacking(recipe: Recipe, gemm: str, kind: str) -> str:
 
 
 def notes(planned: Plan) -> list[str]:
-    """What the table leaves out, and what its columns mean."""
+    """What the table means, what it leaves out, and what its columns are."""
+    return [*verdict(planned), *_left_out(planned)]
+
+
+def _left_out(planned: Plan) -> list[str]:
     head = "embedding and head" if not planned.config.tied else "embedding, which is the head too"
     return [
         "Left out: attention's own products (its four projections are in the table), norms, activations, "

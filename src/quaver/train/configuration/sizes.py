@@ -137,10 +137,13 @@ MODELS = {
     "gemma2-tiny": model(4, 128, 4, 2, 64, 384, 2e-3, scale=32**-0.5, windows=(15, -1), **GEMMA2),
     "mistral-tiny": model(4, 128, 4, 2, 32, 384, 2e-3, **MISTRAL | {"windows": (15,)}),
     "qwen3-tiny": model(4, 128, 4, 2, 64, 384, 2e-3, tied=True, **QWEN3),
-    # meta-llama/Meta-Llama-3-8B, Llama-3.1-8B, Meta-Llama-3-70B.
+    # meta-llama/Meta-Llama-3-8B, Llama-3.1-8B, Meta-Llama-3-70B, Llama-3.1-405B.
     "llama3-8b": model(32, 4096, 32, 8, 128, 14_336, 3e-4, **LLAMA3),
     "llama3.1-8b": model(32, 4096, 32, 8, 128, 14_336, 3e-4, **LLAMA3 | {"scaling": LLAMA31, "positions": 131_072}),
     "llama3-70b": model(80, 8192, 64, 8, 128, 28_672, 1.5e-4, **LLAMA3),
+    "llama3.1-405b": model(
+        126, 16_384, 128, 8, 128, 53_248, 8e-5, **LLAMA3 | {"scaling": LLAMA31, "positions": 131_072}
+    ),
     # tiiuae/falcon-7b.
     "falcon-7b": model(32, 4544, 71, 1, 64, 18_176, 6e-4, **FALCON),
     # EleutherAI/gpt-neox-20b.

@@ -1,0 +1,132 @@
+"""Training runs on many GPUs that others published, and what the ledger predicts for them.
+
+Two constants of `quaver.core.costs.steps` are fitted, each on one run that is marked and not counted: `REACHED` on both
+speeds of the first, `HIDDEN` on what asynchronous tensor parallelism gains in bf16. Where a source names neither batch
+nor checkpoints, they are those of torchtitan's runs: two sequences of a rank, and the fewest checkpoints that fit into
+the memory.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from quaver import recipes
+from quaver.core.costs import interconnects, meshes, steps
+from quaver.core.costs.decoder import deepseek_v3_like, llama
+from quaver.core.costs.steps import Step
+
+MODELS = {
+    "1.8B": llama("1.8B", 24, 2048, 16, 16, 128, 8192),
+    "8B": llama("8B", 32, 4096, 32, 8, 128, 14_336),
+    "70B": llama("70B", 80, 8192, 64, 8, 128, 28_672),
+    "405B": llama("405B", 126, 16_384, 128, 8, 128, 53_248),
+    "DeepSeek-V3-like": deepseek_v3_like(),
+}
+#: torchtitan benchmarks/llama3_h100_202412 and asyncTP_llama3_h100_2025-06; pytorch.org's blog of 2024-11-25 by IBM and
+#: Meta; AWS's blog on torchtitan on SageMaker.
+TITAN, ASYNC, IBM, AWS = "torchtitan 2024-12", "torchtitan 2025-06", "IBM and Meta 2024-11", "AWS 2024-10"
+
+
+class Run(NamedTuple):
+    """A published run: tokens a second of a GPU in bf16 and in eight bits."""
+
+    source: str
+    model: str
+    gpus: int
+    bf16: float
+    narrow: float
+    sequences: int = 2
+    checkpoints: str = "selective"
+    tp: int = 1
+    overlapped: bool = False
+    #: Where torchao's machines were used their memory is slower, and their power limited.
+    gpu: str = "h100-hbm2e"
+    #: A constant was fitted with it.
+    fitted: bool = False
+    recipe: str = "tensorwise"
+
+
+RUNS = (
+    Run(TITAN, "8B", 8, 6667, 8532, fitted=True),
+    Run(TITAN, "8B", 128, 6514, 8380),
+    Run(ASYNC, "70B", 256, 597.3, 809.8, 16, "full", 8),
+    Run(ASYNC, "70B", 256, 652.4, 942.4, 16, "full", 8, overlapped=True, fitted=True),
+    Run(ASYNC, "8B", 64, 4378, 5078, 12, "selective", 8),
+    Run(ASYNC, "8B", 64, 4809, 5570, 12, "selective", 8, overlapped=True),
+    Run(IBM, "1.8B", 128, 29_000, 35_000, checkpoints="selective", gpu="h100"),
+    Run(IBM, "8B", 128, 8000, 10_000, gpu="h100"),
+    Run(IBM, "70B", 256, 956, 1430, checkpoints="full", gpu="h100"),
+    Run(IBM, "405B", 256, 149, 227, checkpoints="full", tp=4, gpu="h100"),
+    Run(IBM, "70B", 512, 960, 1448, checkpoints="full", gpu="h100"),
+    Run(IBM, "405B", 512, 152, 217, checkpoints="full", tp=4, gpu="h100"),
+    Run(AWS, "8B", 32, 7166, 8950, sequences=1, gpu="h100"),
+    # Weights and activations travel in bf16 there.
+    Run(ASYNC, "70B", 256, 597.3, 599.6, 16, "full", 8, recipe="rowwise"),
+    Run(ASYNC, "8B", 64, 4378, 3708, 12, "selective", 8, recipe="rowwise"),
+)
+#: What a prediction may miss: of tokens a second, relative, and of the gain, points of a hundred.
+SPEED, GAIN = 0.20, 10.0
+
+
+class Judged(NamedTuple):
+    """A run beside its prediction."""
+
+    run: Run
+    bf16: Step
+    narrow: Step
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Of tokens a second in bf16 and in eight bits, relative to what was published."""
+        return (
+            self.bf16.tokens_per_second / self.run.bf16 - 1,
+            self.narrow.tokens_per_second / self.run.narrow - 1,
+        )
+
+    @property
+    def gains(self) -> tuple[float, float]:
+        """Of eight bits over bf16, published and predicted, in points of a hundred."""
+        predicted = self.narrow.tokens_per_second / self.bf16.tokens_per_second
+        return 100 * (self.run.narrow / self.run.bf16 - 1), 100 * (predicted - 1)
+
+    @property
+    def within(self) -> bool:
+        published, predicted = self.gains
+        return all(abs(error) <= SPEED for error in self.errors) and abs(published - predicted) <= GAIN
+
+
+def predicted(run: Run, recipe: str) -> Step:
+    return steps.predict(
+        MODELS[run.model],
+        recipes.get(recipe),
+        run.gpu,
+        meshes.over(run.gpus, tp=run.tp),
+        interconnects.get("hgx-h100"),
+        sequences=run.sequences,
+        checkpoints=run.checkpoints,
+        overlapped=run.overlapped,
+        narrow_wire=run.recipe != "rowwise",
+    )
+
+
+def judged() -> list[Judged]:
+    return [Judged(run, predicted(run, "bf16"), predicted(run, run.recipe)) for run in RUNS]
+
+
+def counted(rows: list[Judged]) -> list[Judged]:
+    """Tensorwise rows that no constant was fitted with."""
+    return [row for row in rows if not row.run.fitted and row.run.recipe == "tensorwise"]
+
+
+def cells(rows: list[Judged]) -> Iterator[list[str]]:
+    """Rows of the table of published runs."""
+    for row in rows:
+        run = row.run
+        how = f"{run.sequences} x 8192" + f", tp {run.tp}" * (run.tp > 1) + ", asynchronous" * run.overlapped
+        verdict = "fitted" if run.fitted else "within" if row.within else "**missed**"
+        yield [
+            f"{run.model}, {run.gpus} {run.gpu}, {how}, {run.checkpoints} checkpoints: {run.recipe} ({run.source})",
+            *(f"{one:,.0f}" for one in (run.bf16, row.bf16.tokens_per_second)),
+            *(f"{one:,.0f}" for one in (run.narrow, row.narrow.tokens_per_second)),
+            *(f"{one:+.0f} %" for one in row.gains),
+            verdict,
+        ]

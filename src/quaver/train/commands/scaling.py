@@ -1,0 +1,202 @@
+"""What a whole training step would take on many GPUs, beside bf16: `quaver plan --gpus 512`, without any of them.
+
+Prices are `quaver.core.costs.steps`'. Here a model's configuration becomes what those see, and the step a table.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from quaver.core.costs import interconnects, meshes, steps
+from quaver.core.costs.decoder import Block, Decoder, deepseek_v3_like, dense
+from quaver.core.costs.steps import Step
+from quaver.core.text.spelling import suggest
+from quaver.train.configuration import recipe_name
+from quaver.train.configuration.config import shown
+from quaver.train.configuration.sizes import MODELS, ModelConfig
+
+#: Tokens of a vocabulary where a model does not say: Llama 3's.
+VOCAB = 128_256
+#: Models that are predicted, and not trained here.
+OTHERS = {"deepseek-v3-like": deepseek_v3_like}
+CHECKPOINTS = "none", "selective", "full"
+#: What the parts of a step are, in a user's words.
+PARTS = {
+    "gemms": "GEMMs and quantization",
+    "attention": "attention",
+    "elementwise": "norms, activations, sums",
+    "tensor": "tensor parallelism, shown",
+    "context": "context parallelism",
+    "experts": "tokens to experts and back",
+    "sharding": "weights and gradients, shown",
+    "head": "head and loss",
+    "pipeline": "pipeline's idle time",
+    "optimizer": "optimizer, first and last unit",
+}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A step under a recipe and the same in bf16."""
+
+    recipe: Step
+    bf16: Step
+
+    @property
+    def speedup(self) -> float:
+        return self.recipe.tokens_per_second / self.bf16.tokens_per_second
+
+
+def decoder(model: str) -> Decoder:
+    """The model of this name as costs see it: a row of `MODELS`, or of `OTHERS`.
+
+    Raises:
+        ValueError: an unknown model, with the nearest known one.
+    """
+    if model in OTHERS:
+        return OTHERS[model]()
+    if model not in MODELS:
+        raise ValueError(f"no model {shown(model)}; {suggest(model[:100], [*MODELS, *OTHERS])}")
+    config = MODELS[model]
+    return Decoder(name=model, blocks=((config.layers, _block(config)),), dim=config.dim, vocab=VOCAB, tied=config.tied)
+
+
+def _block(config: ModelConfig) -> Block:
+    return dense(config.dim, config.heads, config.groups, config.head_dim, config.hidden, gated=config.gated)
+
+
+def price(
+    model: str,
+    recipe: str,
+    gpu: str,
+    *,
+    count: int,
+    interconnect: str = "hgx-h100",
+    axes: dict[str, int] | None = None,
+    sequence: int = 8192,
+    tokens: int = 8192,
+    micro_batches: int = 1,
+    checkpoints: str = "selective",
+    overlapped: bool = False,
+    interleaved: int = 1,
+) -> Scaling:
+    """Price a step.
+
+    Args:
+        model: as `decoder` takes it.
+        recipe: as a user types it.
+        gpu: a row of `quaver.core.costs.gpus.GPUS`.
+        count: of GPUs.
+        interconnect: a row of `quaver.core.costs.interconnects.INTERCONNECTS`.
+        axes: ranks by "fsdp", "tp", "cp", "pp" and "ep"; see `quaver.core.costs.meshes.over`.
+        sequence: tokens of a sequence.
+        tokens: of a micro-batch of one rank of data: whole sequences.
+        checkpoints: "none", "selective" or "full".
+        overlapped: asynchronous tensor parallelism.
+        interleaved: parts of a pipeline's stage that take turns.
+    Raises:
+        ValueError: an unknown name, with the nearest known one; a mesh that does not fit.
+    """
+    if sequence < 1 or tokens < 1 or tokens % sequence:
+        raise ValueError(f"{tokens} tokens are not whole sequences of {sequence}; give --tokens a multiple of it")
+    if checkpoints not in CHECKPOINTS:
+        raise ValueError(f"checkpoints is {shown(checkpoints)}; {suggest(checkpoints[:100], CHECKPOINTS)}")
+    if interleaved < 1:
+        raise ValueError(f"interleaved is {interleaved}; give 1 or more")
+    priced = steps.predict(
+        decoder(model),
+        recipe_name.find(recipe),
+        gpu,
+        meshes.over(count, **(axes or {})),
+        interconnects.get(interconnect),
+        sequences=tokens // sequence,
+        tokens=sequence,
+        micro_batches=micro_batches,
+        checkpoints=checkpoints,
+        overlapped=overlapped,
+        interleaved=interleaved,
+    )
+    return Scaling(priced, steps.step(replace(priced.plan, recipe=recipe_name.find("bf16"))))
+
+
+def title(planned: Scaling) -> str:
+    plan = planned.recipe.plan
+    mesh = plan.mesh
+    axes = {"fsdp": mesh.fsdp, "tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "ep": mesh.ep, "replicas": mesh.replicas}
+    used = " x ".join(f"{name} {ranks}" for name, ranks in axes.items() if ranks > 1) or "one GPU"
+    return (
+        f"{plan.decoder.name}, {plan.recipe}, {mesh.gpus} x {plan.gpu.name} ({used}), {plan.interconnect.full_name}: "
+        f"{plan.micro_batches} x {plan.sequences} sequences of {plan.tokens} tokens a rank of data, "
+        f"checkpoints {plan.checkpoints}; predicted, not measured"
+    )
+
+
+def cells(planned: Scaling) -> Iterator[tuple[str, ...]]:
+    """Rows of the table as text: seconds of a step, bytes on the wire, bytes of memory, tokens a second."""
+    for name, label in PARTS.items():
+        seconds = planned.bf16.parts[name], planned.recipe.parts[name]
+        if any(seconds):
+            yield (f"{label}, s", *(f"{each:.3f}" for each in seconds))
+    yield ("a step, s", f"{planned.bf16.seconds:.3f}", f"{planned.recipe.seconds:.3f}")
+    for kind in {**planned.bf16.wire, **planned.recipe.wire}:
+        sent = planned.bf16.wire.get(kind, 0.0), planned.recipe.wire.get(kind, 0.0)
+        yield (f"{kind} on the wire, GB a GPU", *(f"{each / 1e9:.2f}" for each in sent))
+    memory = sum(planned.bf16.memory.values()), sum(planned.recipe.memory.values())
+    yield ("memory at least, GiB", *(f"{each / 2**30:.1f}" for each in memory))
+    speeds = planned.bf16.tokens_per_second, planned.recipe.tokens_per_second
+    yield ("tokens a second of a GPU", *(f"{each:,.0f}" for each in speeds))
+
+
+def rich_table(planned: Scaling) -> Table:
+    shown_table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
+    shown_table.add_column("")
+    for name in ("bf16", str(planned.recipe.plan.recipe)):
+        shown_table.add_column(name, justify="right", no_wrap=True)
+    for row in cells(planned):
+        shown_table.add_row(*row)
+    return shown_table
+
+
+def notes(planned: Scaling) -> list[str]:
+    """What the table means, in sentences."""
+    plan = planned.recipe.plan
+    kind = "in the recipe's bits" if plan.narrow else "in bf16"
+    return [
+        f"{planned.speedup:.2f} times bf16's tokens a second. Weights are gathered {kind}; gradients are summed in "
+        "float32.",
+        '"Shown" is what the work beside it does not hide. A roofline: no stragglers, no failures, no data loading; '
+        "docs/performance.md compares it with published runs.",
+    ]
+
+
+def as_json(planned: Scaling) -> dict[str, Any]:
+    """The same as data, in seconds and bytes, with the interconnect's rates and their sources."""
+    plan = planned.recipe.plan
+    link = plan.interconnect
+    rates = {"inside": link.inside, "outside": link.outside}
+    return {
+        "model": plan.decoder.name,
+        "parameters": plan.decoder.parameters,
+        "recipe": str(plan.recipe),
+        "gpu": plan.gpu.name,
+        "mesh": {name: getattr(plan.mesh, name) for name in ("tp", "cp", "fsdp", "replicas", "pp", "ep", "gpus")},
+        "interconnect": link.name,
+        "speedup": planned.speedup,
+        **{name: _step(step) for name, step in (("bf16", planned.bf16), ("predicted", planned.recipe))},
+        "rates": {
+            name: {"value": f.value, "unit": "GB/s", "how": f.how, "source": f.source} for name, f in rates.items()
+        },
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {
+        "seconds": step.seconds,
+        "tokens_per_second": step.tokens_per_second,
+        "parts": step.parts,
+        "wire": step.wire,
+        "memory": step.memory,
+    }

@@ -1,0 +1,76 @@
+"""`quaver plan --gpus`: a table, JSON, sentences; without torch, jax or a GPU."""
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from quaver.core.costs.decoder import llama
+from quaver.train.commands import cli
+from quaver.train.commands.cli import app
+from quaver.train.commands.scaling import OTHERS, PARTS, cells, decoder, price
+from quaver.train.configuration.parameter_table import projections
+from quaver.train.configuration.sizes import MODELS
+
+LLAMA = ("--gpu", "h100", "--model", "llama3-70b", "--recipe", "tensorwise", "--gpus", 512)
+
+
+def quaver(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker of pytest-xdist takes for its terminal is narrower."""
+    monkeypatch.setattr(cli.out, "_width", 160)
+
+
+def test_the_table_says_what_takes_the_time_and_what_travels() -> None:
+    result = quaver(*LLAMA, "--fsdp", 64, "--tp", 8, "--tokens", 16384, "--checkpoints", "full")
+    assert result.exit_code == 0, result.output
+    for said in ("fsdp 64 x tp 8", "2 sequences of 8192", "tensor parallelism, shown", "weights on the wire", "memory"):
+        assert said in result.stdout
+    assert "predicted, not measured" in result.stdout and "pipeline" not in result.stdout
+
+
+def test_the_json_has_both_steps_and_sources() -> None:
+    result = quaver(*LLAMA, "--pp", 4, "--micro-batches", 8, "--json")
+    read: dict[str, Any] = json.loads(result.stdout)
+    assert read["mesh"] == {"tp": 1, "cp": 1, "fsdp": 128, "replicas": 1, "pp": 4, "ep": 1, "gpus": 512}
+    assert read["speedup"] == pytest.approx(read["predicted"]["tokens_per_second"] / read["bf16"]["tokens_per_second"])
+    assert set(read["bf16"]["parts"]) == set(PARTS) and all(rate["source"] for rate in read["rates"].values())
+
+
+def test_the_decoders_are_the_models() -> None:
+    for name, config in MODELS.items():
+        blocks = decoder(name).blocks
+        assert sum(count * block.parameters for count, block in blocks) == sum(
+            n * k for n, k in projections(config).values()
+        )
+    assert decoder("llama3-8b") == llama("llama3-8b", 32, 4096, 32, 8, 128, 14_336)
+    assert decoder("deepseek-v3-like") == OTHERS["deepseek-v3-like"]()
+
+
+def test_a_mixture_of_experts_is_planned() -> None:
+    planned = price("deepseek-v3-like", "blockwise", "h100", count=64, axes={"ep": 64})
+    assert any("experts" in row[0] for row in cells(planned)) and planned.speedup > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--tp", 7), "512 GPUs cannot be tp 7"),
+        (("--interconnect", "hgx_h100"), "did you mean 'hgx-h100'"),
+        (("--tokens", 10_000), "not whole sequences"),
+        (("--checkpoints", "ful"), "did you mean 'full'"),
+        (("--model", "deepseek-v3"), "did you mean 'deepseek-v3-like'"),
+        (("--fsdp", 3), "does not divide"),
+        (("--interleaved", 0), "interleaved is 0"),
+        (("--gpus", -1), "gpus is -1"),
+        (("--ep", 8), "has no experts"),
+    ],
+)
+def test_bad_input_is_a_sentence(arguments: tuple[object, ...], said: str) -> None:
+    result = quaver(*LLAMA, *arguments)
+    assert result.exit_code == 1 and said in result.stderr, result.output
