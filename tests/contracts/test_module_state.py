@@ -38,6 +38,7 @@ SAFE = {
     "torch.blocks.attention.inputs.call:_by_position": "one a stream, since no other waits for what a stream makes",
     "torch.blocks.attention.implementations.flex:_compiled": CACHED,
     "torch.model.reach.exchanging:_counterparts": ONCE,
+    "torch.parallel.tensor.layers:in_parts": CACHED,
     "torch.model.reach.same:_computes": SAME,
     "torch.model.reach.experts:_left_alone": CACHED,
     "torch.model.fusing.attentions:rebuilt": CACHED,

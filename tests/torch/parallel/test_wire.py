@@ -41,9 +41,9 @@ def parts_of_tensors(rank: int) -> None:
     part = sequences.chunk(RANKS, 1)[rank].reshape(-1, 5)
     assert_bitwise(wire.gather(part, 0, batches=3)(), sequences.view(-1, 5))
     assert_bitwise(wire.gather(part.t(), 1, batches=3)(), sequences.view(-1, 5).t().contiguous())
-    assert_bitwise(wire.scatter_sums(sequences.view(-1, 5) * (1 + rank), batches=3), part * 3)
-    assert_bitwise(wire.scatter_sums(sequences.view(-1, 5) * (1 + rank)), sequences.view(-1, 5).chunk(2)[rank] * 3)
-    assert_bitwise(wire.sum_parts(sequences * (1 + rank)), sequences * 3)
+    assert_bitwise(wire.scatter_sums(sequences.view(-1, 5) * (1 + rank), batches=3)(), part * 3)
+    assert_bitwise(wire.scatter_sums(sequences.view(-1, 5) * (1 + rank))(), sequences.view(-1, 5).chunk(2)[rank] * 3)
+    assert_bitwise(wire.sum_parts(sequences * (1 + rank))(), sequences * 3)
 
 
 def specs() -> list[QuantSpec]:

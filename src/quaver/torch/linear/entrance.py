@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.backends.gpu.launching import capture, device
-from quaver.torch.linear.gemms import Call, both_at_once, capturing, matrix, quantize, quantize_both
+from quaver.torch.linear.gemms import Call, begin, both_at_once, capturing, matrix, quantize, quantize_both
 from quaver.torch.linear.plans.step import Run
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops, siblings
 from quaver.torch.state import counters
-from quaver.torch.state.history import amax, steps
+from quaver.torch.state.history import amax
 
 
 class Prologue(producers.Quantizing, Protocol):
@@ -120,14 +120,14 @@ def enter(setup: Setup, x: Sequence[Tensor | None], keeps: bool) -> Entrance:
     """
     calls: list[Call] = []
     if setup.prologue is not GIVEN and may_fuse(setup.dtype, x[0]):  # type: ignore[arg-type]
-        calls = [_call(setup, layer, x[0]) for layer in setup.layers]  # type: ignore[arg-type]
+        calls = _begun(setup, x[0])  # type: ignore[arg-type]
         entrance = _fused(setup, x, keeps, calls)
         if entrance is not None:
             return entrance
     output, saved = setup.prologue.forward(*x)
     shape, dtype = output.shape, output.dtype
     y = matrix(output if dtype is setup.dtype else output.to(setup.dtype))
-    calls = calls or [_call(setup, layer, y) for layer in setup.layers]
+    calls = calls or _begun(setup, y)
     call, a, c = calls[0], setup.recipe.fprop.a, setup.recipe.wgrad.b
     q: Tensor | Quantized
     turned: Quantized | None
@@ -218,13 +218,8 @@ def _known(call: Call) -> tuple[Tensor | float | None, bool]:
     return call.factors[amax.INPUT], amax.is_set(amax.INPUT, call.factors)
 
 
-def _call(setup: Setup, layer: nn.Linear, y: Tensor) -> Call:
-    factors = None if setup.recipe.delayed is None else steps.factors(layer, setup.training)
-    call = Call(layer, setup.recipe, y, setup.dtype, setup.training, factors)
-    if factors is not None and setup.training and not call.traced:
-        # The forward will note its grad_output.
-        call.owed = steps.owed(layer)
-    return call
+def _begun(setup: Setup, y: Tensor) -> list[Call]:
+    return [begin(layer, setup.recipe, y, setup.dtype, setup.training) for layer in setup.layers]
 
 
 def remade(setup: Setup, saved: Sequence[Any], run: Call) -> tuple[Any, Any]:

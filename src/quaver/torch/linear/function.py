@@ -76,7 +76,7 @@ def _generally(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Any:
     # A compiler carries tensors and plain values from forward to backward, no objects.
     traced = torch.compiler.is_compiling()
     factors = [run.factors for run in runs] if traced else []
-    saved, layouts = _pack([*kept, *factors, *(entrance.saved if differentiated else ())])
+    saved, layouts = pack([*kept, *factors, *(entrance.saved if differentiated else ())])
     ctx.save_for_backward(*of_dgrad, *saved)
     dtypes = [weight.dtype for weight in weights if weight is not None], [b is not None and b.dtype for b in biases]
     ctx.constants = layouts, (setup, None if traced else runs, entrance.shape, entrance.dtype, *dtypes)
@@ -91,7 +91,7 @@ def _as_decided(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> tuple[Tensor,
     """`Projections.forward` by steps that were decided beforehand."""
     outputs, values, facts = _decided(setup, tensors)
     n = len(setup.runs)
-    kept, layouts = _pack(values[n:])
+    kept, layouts = pack(values[n:])
     ctx.save_for_backward(*values[:n], *kept)
     ctx.constants = layouts, facts
     return tuple(outputs)
@@ -160,14 +160,14 @@ def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
     return y.view(*shape) if torch.compiler.is_compiling() or not y.is_contiguous() else y.resize_(*shape)
 
 
-#: In `_pack`'s layouts a tensor or None.
+#: In `pack`'s layouts a tensor or None.
 PLAIN = 1, None
 #: What it takes apart.
 PACKED = frozenset((Quantized, float))
 
 
-def _pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[int, Any]]]:
-    """The tensors of operands, for autograd, and what `_unpack` needs besides: nothing where there are only tensors."""
+def pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[int, Any]]]:
+    """The tensors of operands, for autograd, and what `unpack` needs besides: nothing where there are only tensors."""
     if not torch.compiler.is_compiling() and PACKED.isdisjoint(map(type, values)):
         return values, []
     tensors: list[Tensor | None] = []
@@ -183,8 +183,8 @@ def _pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[in
     return tensors, layouts
 
 
-def _unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> Sequence[Any]:
-    """The operands that `_pack` took apart."""
+def unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> Sequence[Any]:
+    """The operands that `pack` took apart."""
     if not layouts:
         return tensors
     values, at = [], 0
@@ -197,7 +197,7 @@ def _unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> Seque
 def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     layouts, facts = ctx.constants
     n = len(facts[0].layers)
-    return None, *_gradients(facts, [*tensors[:n], *_unpack(tensors[n:], layouts)], ctx.needs_input_grad[1:], gs)
+    return None, *_gradients(facts, [*tensors[:n], *unpack(tensors[n:], layouts)], ctx.needs_input_grad[1:], gs)
 
 
 def _gradients(

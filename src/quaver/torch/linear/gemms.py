@@ -10,6 +10,7 @@ element or half of one, never the input in high precision unless the recipe asks
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -49,12 +50,26 @@ def announce_features(layer: nn.Module, weight: Tensor) -> None:
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+class Parts(Protocol):
+    """What is done to the operands of a layer that has a part of each, where others have the rest."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """The weight of which the layer's own is a part."""
+
+    def quantize(
+        self, operand: str, x: Tensor, spec: QuantSpec, factor: Tensor | float | None, noise: Noise
+    ) -> Quantized:
+        """A part of an operand, with the codes and scales that it has in the whole; its amax is that of all parts
+        where they share it."""
+
+
 class Call:
     """One call of one layer: what its forward decides, and what its backward needs of that."""
 
     __slots__ = (
-        *("both", "dtype", "factors", "layer", "matmul", "owed", "plan", "quantize", "recipe", "record", "traced"),
-        *("turned_weight", "version", "weight"),
+        *("both", "dtype", "factors", "layer", "matmul", "owed", "parts", "plan", "quantize", "recipe", "record"),
+        *("traced", "turned_weight", "version", "weight"),
     )
 
     def __init__(
@@ -79,6 +94,8 @@ class Call:
             self.both = ops.QUANTIZE_BOTH if x.is_cuda else None
         else:
             _, self.quantize, self.matmul, self.both = ops.resolve(recipe, x)
+        #: None where the layer has its operands whole.
+        self.parts: Parts | None = None
         #: Of factors on a device, which writing of theirs the forward saw.
         self.version: int | None = None
         #: fprop's weight where dgrad will consume it too and the layer keeps it anyway.
@@ -220,6 +237,21 @@ def matrix(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
+def begin(layer: nn.Module, recipe: Recipe, x: Tensor, dtype: torch.dtype, training: bool) -> Call:
+    """A call of a layer, which joins the step of delayed scaling that its thread is in.
+
+    Args:
+        x: what its operands are like.
+        dtype: of the GEMMs' inputs and outputs.
+    """
+    factors = None if recipe.delayed is None else steps.factors(layer, training)
+    call = Call(layer, recipe, x, dtype, training, factors)
+    if factors is not None and training and not call.traced:
+        # The forward will note its grad_output.
+        call.owed = steps.owed(layer)
+    return call
+
+
 def quantize(
     call: Call, column: int, operand: str, x: Tensor, spec: QuantSpec, turned: bool | None = None
 ) -> Quantized:
@@ -233,6 +265,8 @@ def quantize(
     if call.traced:
         number = state_of(layer).number if record and column == amax.GRAD_OUTPUT else None
         q, record = ops.QUANTIZE.traced(x, spec, None, factor, noise, number, turned), record and number is None
+    elif call.parts is not None:
+        q = call.parts.quantize(operand, x, spec, factor, noise)
     elif call.both is None:
         q = call.quantize(x, spec, None, factor, noise)
     else:
@@ -343,19 +377,22 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
         written = _version(call) if isinstance(call.factors, Tensor) else call.factors[amax.WEIGHT]
     kept_as = "fprop" if shared else side
     keeps = not capturing(weight)
-    entry = kept_weights.lookup(layer, kept_as, weight, spec, written, call.record) if keeps else None
+    parameter = weight if call.parts is None else call.parts.parameter
+    entry = kept_weights.lookup(layer, kept_as, parameter, spec, written, call.record) if keeps else None
     q = None if entry is None else entry.quantized
     if q is None:
-        window = kept_weights.begin(layer, weight, call.record) if keeps else None
+        window = kept_weights.begin(layer, parameter, call.record) if keeps else None
         q, other = _quantize_weight(call, weight, side, spec)
         if other is not None and call.plan.weight:
             q.twin = other
-        entry = kept_weights.keep(layer, kept_as, weight, spec, written, q, window) if keeps else kept_weights.Entry(q)
+        entry = (
+            kept_weights.keep(layer, kept_as, parameter, spec, written, q, window) if keeps else kept_weights.Entry(q)
+        )
         if other is not None and not call.plan.weight:
-            kept = kept_weights.keep(layer, "dgrad", weight, other.spec, written, other, window)
+            kept = kept_weights.keep(layer, "dgrad", parameter, other.spec, written, other, window)
             call.turned_weight = other if kept is None else None
         if not call.record and entry is None:
-            kept_weights.quantized_again(layer, weight)
+            kept_weights.quantized_again(layer, parameter)
     elif call.record and call.factors is not None and side == "fprop":
         amax.record(layer, amax.WEIGHT, q.amax)
     if call.plan.weight:
@@ -365,12 +402,16 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
 
 def _quantize_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> tuple[Quantized, Quantized | None]:
     """The weight, and what dgrad will ask for if the same read gives it; or for a dgrad that reuses nothing that."""
-    if torch.is_inference_mode_enabled() and kept_weights.can_keep(call.layer, weight):
+    parameter = weight if call.parts is None else call.parts.parameter
+    if torch.is_inference_mode_enabled() and kept_weights.can_keep(call.layer, parameter):
         # What is kept serves other modes too.
         with torch.inference_mode(False), torch.no_grad():
             return _quantize_weight(call, weight, side, spec)
     if side == "dgrad" and call.plan.weight:
-        return call.quantize(weight, spec, None, None if call.factors is None else call.factors[amax.WEIGHT]), None
+        factor = None if call.factors is None else call.factors[amax.WEIGHT]
+        if call.parts is not None:
+            return call.parts.quantize("weight", weight, spec, factor, QUIET), None
+        return call.quantize(weight, spec, None, factor), None
     if side == "dgrad":
         return quantize(call, amax.WEIGHT, "weight.T", weight.t(), spec), None
     other = call.recipe.dgrad.b

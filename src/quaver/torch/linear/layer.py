@@ -303,8 +303,9 @@ def refuse_sharded(layer: nn.Module, weight: Tensor) -> None:
     if mesh is not None:
         name = layer.__dict__.get("qualified_name") or type(layer).__name__
         raise ValueError(
-            f"{name} multiplies by a weight that is sharded over {mesh}, and recipes quantize whole ones: leave "
-            "the layer out with convert(skip=[...]), or wrap it with fully_shard, which gathers it first"
+            f"{name} multiplies by a weight that is sharded over {mesh}, and recipes quantize whole ones: put Column() "
+            "or Row() of quaver.torch.parallel in the place of torch's styles, leave the layer out with "
+            "convert(skip=[...]), or wrap it with fully_shard, which gathers it first"
         )
 
 

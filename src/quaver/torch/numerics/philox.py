@@ -45,6 +45,23 @@ def uniform(
     return out.mul_(2.0**-24).view(-1)[: rows * k].view(rows, k)
 
 
+def part_of_uniform(rows: Tensor, fours: Tensor, k: int, seed: int, tensor_id: int, count: Tensor | int) -> Tensor:
+    """`uniform` of an operand with k columns, a multiple of four, where some rows and columns of it meet.
+
+    Args:
+        rows: the numbers of the rows, int64.
+        fours: the numbers of the columns, each divided by four: of every four that begin at a multiple of four.
+    Returns:
+        float32 [rows, 4 × fours]. Exact.
+    """
+    assert k % 4 == 0
+    out = torch.empty((len(rows), len(fours), 4), dtype=torch.float32, device=rows.device)
+    g = rows[:, None] * (k // 4) + fours
+    for column, word in enumerate(words(g, seed, tensor_id, count)):
+        out[..., column] = word
+    return out.mul_(2.0**-24).view(len(rows), 4 * len(fours))
+
+
 def turned_uniform(
     rows: int, k: int, seed: int, tensor_id: int, count: Tensor | int, first: int, number: int
 ) -> Tensor:

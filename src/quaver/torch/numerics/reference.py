@@ -23,10 +23,10 @@ from quaver.torch.numerics.rounding import (
 
 
 def quantize(
-    x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: EagerNoise = QUIET, *_: object
+    x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: EagerNoise | Tensor = QUIET, *_: object
 ) -> Quantized:
-    """One GEMM operand [rows, k]; see `quaver.core.reference.quantize`. `noise` is (seed, tensor id, count); a factor
-    of 0 is an unset one. What a kernel is told besides changes no bit.
+    """One GEMM operand [rows, k]; see `quaver.core.reference.quantize`. `noise` is (seed, tensor id, count), or what
+    `uniform` makes of that; a factor of 0 is an unset one. What a kernel is told besides changes no bit.
     """
     x = x.to(torch.float32)
     if spec.hadamard:
@@ -35,7 +35,7 @@ def quantize(
     u = None
     if spec.rounding == "stochastic":
         x = flush(x)
-        u = uniform(rows, k, *noise, x.device)
+        u = noise if isinstance(noise, Tensor) else uniform(rows, k, *noise, x.device)
     if spec.scale == "unit":
         one = torch.ones(spec.blocks(rows, k), dtype=torch.float32, device=x.device)
         return _finish(x, spec, u, one, one, None, None)

@@ -346,6 +346,8 @@ def _resolve(recipe: Recipe, x: Tensor) -> Resolved:
     if x.is_cuda:
         announcing.announce(recipe, x)
     specs = {spec for spec in recipe.operands().values() if spec is not None}
+    if not specs:
+        return Resolved(recipe, QUANTIZE.eager, MATMUL.eager, None)
     picks = {QUANTIZE.pick(x, spec) for spec in specs}
     run = picks.pop() if len(picks) == 1 else QUANTIZE.eager
     if x.is_cpu and not device.asked:

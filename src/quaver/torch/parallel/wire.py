@@ -12,6 +12,9 @@ from torch import Tensor
 
 from quaver.torch.numerics.quantized import Quantized
 
+#: torch 2.13 has given them these names, and warns of the earlier ones.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 #: What waits for a collective and gives its result.
 Pending = Callable[[], Any]
 
@@ -48,7 +51,7 @@ def gather(x: Tensor, dim: int, group: Any = None, batches: int = 1) -> Pending:
     """
     ranks, part = dist.get_world_size(group), x.contiguous()
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]) if part.dim() else (ranks,))
-    work: Any = dist.all_gather_into_tensor(whole, part, group, async_op=True)
+    work: Any = all_gather(whole, part, group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -92,26 +95,33 @@ def gather_operand(q: Quantized, axis: int, group: Any = None, batches: int = 1)
     return finish
 
 
-def sum_parts(x: Tensor, group: Any = None) -> Tensor:
-    """The sum of every rank's x, float32, on all ranks, in place.
+def sum_parts(x: Tensor, group: Any = None) -> Pending:
+    """Begin to sum every rank's x, float32 or float64, in place.
 
+    Returns:
+        A function that waits and gives the sum, the same on all ranks.
     Raises:
-        ValueError: other numbers than float32.
+        ValueError: numbers of another dtype.
     """
     _summable(x)
-    dist.all_reduce(x, dist.ReduceOp.SUM, group)
-    return x
+    work: Any = dist.all_reduce(x, dist.ReduceOp.SUM, group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return x
+
+    return finish
 
 
-def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Tensor:
-    """Of the sum of every rank's x [batches × tokens, n], float32, the tokens of this rank.
+def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
+    """Begin to sum every rank's x [batches × tokens, n], float32 or float64, for this rank's tokens of the sum.
 
     Args:
         batches: so many sequences follow one another in x, and of each every rank gets its part.
     Returns:
-        [batches × tokens / ranks, n].
+        A function that waits and gives [batches × tokens / ranks, n].
     Raises:
-        ValueError: other numbers than float32.
+        ValueError: numbers of another dtype.
     """
     _summable(x)
     ranks = dist.get_world_size(group)
@@ -119,13 +129,18 @@ def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Tensor:
         x = x.unflatten(0, (batches, ranks, -1)).movedim(1, 0)
     x = x.contiguous().view(-1, x.shape[-1])
     part = x.new_empty((x.shape[0] // ranks, x.shape[1]))
-    dist.reduce_scatter_tensor(part, x, dist.ReduceOp.SUM, group)
-    return part
+    work: Any = reduce_scatter(part, x, dist.ReduceOp.SUM, group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return part
+
+    return finish
 
 
 def _summable(x: Tensor) -> None:
-    if x.dtype is not torch.float32:
+    if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"ranks sum float32, and this is {x.dtype}: a collective would add codes as if they were numbers; convert "
-            "or dequantize first"
+            f"ranks sum float32 or float64, and this is {x.dtype}: a collective adds codes as if they were numbers; "
+            "convert or dequantize first"
         )

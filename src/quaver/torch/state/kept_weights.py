@@ -50,10 +50,13 @@ class _Window:
     parameter with the same identity has another storage; on the same storage only a bare write tells them apart.
     """
 
-    __slots__ = ("address", "held", "layout", "parameter", "place", "steps", "storage", "used", "version")
+    __slots__ = ("address", "held", "in_parts", "layout", "parameter", "place", "steps", "storage", "used", "version")
 
     def __init__(self, weight: Tensor, held: bool, before: "_Window | None" = None) -> None:
-        storage = weight.untyped_storage()
+        #: Whether other ranks have parts of it too.
+        self.in_parts = _is_in_parts(weight)
+        memory = _memory(weight) if self.in_parts else weight
+        storage = memory.untyped_storage()
         base = weight._base
         #: Its identity, negative for a view of it, or 0 once the window has ended by itself.
         self.parameter = id(weight) if base is None else -id(base)
@@ -64,7 +67,7 @@ class _Window:
         self.storage: StorageWeakRef = (
             before.storage if before is not None and before.place == self.place else StorageWeakRef(storage)
         )
-        self.address = weight.data_ptr()
+        self.address = memory.data_ptr()
         self.version = weight._version
         #: Whether `frozen` vouches for the weight: then only replayed steps are looked at.
         self.held = held
@@ -79,10 +82,11 @@ class _Window:
             parameter = _parameter(weight)
             if self.parameter != -id(parameter) or self.layout != (weight.shape, weight.stride()):
                 return False
+        memory = _memory(weight) if self.in_parts else weight
         if (
             self.version != weight._version
-            or self.address != weight.data_ptr()
-            or self.place != storage_id(weight.untyped_storage())
+            or self.address != memory.data_ptr()
+            or self.place != storage_id(memory.untyped_storage())
         ):
             return False
         if self.held:
@@ -231,11 +235,24 @@ def can_keep(layer: nn.Module, weight: Tensor) -> bool:
 
 
 def _can_be_seen(weight: Tensor) -> bool:
-    """Whether the weight is a plain parameter, or all of one transposed: a DTensor's address and version say nothing of
-    its shard."""
+    """Whether the weight is a plain parameter, or all of one transposed, or a DTensor: whose version tells of writes to
+    its part, and whose part of the address."""
     parameter = _parameter(weight)
     whole = parameter is weight or parameter.numel() == weight.numel()
-    return type(parameter) is nn.Parameter and whole and not weight.is_inference()
+    known = type(parameter) is nn.Parameter or (parameter is weight and _is_in_parts(weight))
+    return known and whole and not weight.is_inference()
+
+
+def _is_in_parts(weight: Tensor) -> bool:
+    """Whether a weight is a DTensor."""
+    return type(weight) is not nn.Parameter and getattr(weight, "device_mesh", None) is not None
+
+
+def _memory(weight: Any) -> Tensor:
+    """The part of a DTensor that is here: the very tensor that the DTensor holds."""
+    with torch.no_grad():
+        part: Tensor = weight.to_local()
+    return part
 
 
 def _parameter(weight: Tensor) -> Tensor:
@@ -344,7 +361,15 @@ def quantized_again(layer: nn.Module, weight: Tensor) -> None:
     """Count a forward without gradients that has quantized the weight; after `FORWARDS` of them name `frozen`, once."""
     if _Hint.given or not _can_be_seen(weight) or graph_task_id() != -1:
         return
-    kept, seen = room(layer), (id(_parameter(weight)), weight._version, weight.data_ptr(), _Steps.count)
+    kept, seen = (
+        room(layer),
+        (
+            id(_parameter(weight)),
+            weight._version,
+            (_memory(weight) if _is_in_parts(weight) else weight).data_ptr(),
+            _Steps.count,
+        ),
+    )
     if any(entry.window.holds(weight) for entry in list(kept.window.values())):
         # The layer trains meanwhile: this may be the first pass of a reentrant checkpoint.
         return

@@ -1,0 +1,171 @@
+"""The autograd function of a linear layer of which each rank has a part, composed of the GEMMs of every linear layer.
+
+    Column   y = gather(x) @ weight.T + bias        grad_x = sum over ranks (gather(g) @ weight)
+    Row      y = sum over ranks (x @ weight.T) + bias   grad_x = gather(g) @ weight
+
+What is gathered travels as codes beside scales, and what is summed as float32, rounded once. Kept for backward is this
+rank's part of what wgrad consumes, which is gathered there. The codes, scales and noise are those of a single process;
+so are the products but for the order of the sums that several ranks share.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.core.spec import GemmSpec
+from quaver.torch.linear.function import pack, unpack
+from quaver.torch.linear.gemms import Call, high_precision, matrix, quantize, quantized_weight
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
+from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
+from quaver.torch.parallel import wire
+from quaver.torch.parallel.tensor.parts import Ranks
+from quaver.torch.state import kept_weights
+from quaver.torch.state.history import amax
+
+
+class LinearInParts(torch.autograd.Function):
+    """Of `Ranks`, this rank's weight twice, the input [..., features] and the bias or None: the output.
+
+    The first weight is the very tensor that the DTensor holds, the second is what its gradient goes to.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, held: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        call, fprop, y = ranks.call, ranks.call.recipe.fprop, matrix(x)
+        operand = y if fprop.a is None else quantize(call, amax.INPUT, "input", y, fprop.a)
+        whole = ranks.gather("input", operand)
+        kept = call.turned(y, operand) if call.record and ctx.needs_input_grad[3] else (None, None)
+        if fprop.b is None:
+            of_weight: Tensor | Quantized = held
+        else:
+            of_weight = quantized_weight(call, held, "fprop", fprop.b)
+        if ranks.layout.column:
+            output = _product(call, fprop, whole(), of_weight, call.dtype, bias)
+        else:
+            total = ranks.sum(_product(call, fprop, whole(), of_weight, _of_sums(call.dtype)))()
+            output = (total if bias is None else total + bias).to(call.dtype)
+        saved, layouts = pack(kept)
+        ctx.save_for_backward(held, *saved)
+        ctx.constants = ranks, layouts, x.shape, weight.dtype, None if bias is None else bias.dtype
+        return output.view(ranks.shape(x.shape, output.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        with ops.without_autocast(ops.autocast_device(g)):
+            return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, g)
+
+
+def _product(
+    call: Call,
+    gemm: GemmSpec,
+    a: Tensor | Quantized,
+    b: Tensor | Quantized,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a [m, k] @ b [n, k].T + bias."""
+    if isinstance(a, Quantized):
+        return call.matmul(a, b, dtype, bias, gemm.fast_accum)
+    assert isinstance(b, Tensor)
+    if a.is_cuda and dtype is torch.float32 and a.dtype is b.dtype is not dtype and bias is None:
+        # In float32 it would take many times as long.
+        return torch.mm(a, b.t(), out_dtype=dtype)
+    return high_precision(a, b, dtype, bias)
+
+
+def _of_sums(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of each rank's part of a sum."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
+    ranks, layouts, shape, weight_dtype, bias_dtype = ctx.constants
+    held, (kept, _) = tensors[0], unpack(tensors[1:], layouts)
+    _, _, need_input, need_weight, need_bias = ctx.needs_input_grad
+    call, dgrad, wgrad = ranks.call, ranks.call.recipe.dgrad, ranks.call.recipe.wgrad
+    if call.owed is not None:
+        call.owed.settle()
+    g = matrix(g)
+    column = ranks.layout.column
+    operands = _Gradient(ranks, g, need_input, need_weight)
+    whole_input = None
+    if need_weight:
+        whole_input = ranks.gather("input" if wgrad.b is None else "input.T", kept)
+    grad_input: Any = None
+    grad_weight = grad_bias = None
+    if need_input:
+        if dgrad.b is None:
+            of_weight: Tensor | Quantized = held.t()
+        else:
+            of_weight = quantized_weight(call, held, "dgrad", dgrad.b)
+        grad_input = _product(
+            call, dgrad, operands.of_dgrad(), of_weight, _of_sums(call.dtype) if column else call.dtype
+        )
+        if column:
+            grad_input = ranks.sum(grad_input)
+    if need_bias:
+        grad_bias = _bias_gradient(ranks, g, bias_dtype)
+    if whole_input is not None:
+        x = whole_input()
+        b = x.t() if isinstance(x, Tensor) else x
+        grad_weight = _product(call, wgrad, operands.of_wgrad(), b, weight_dtype)
+        kept_weights.used(ranks.layer)
+    if grad_input is not None:
+        if column:
+            grad_input = grad_input().to(call.dtype)
+        grad_input = grad_input.view(shape)
+    return None, None, grad_input, grad_weight, grad_bias
+
+
+class _Gradient:
+    """grad_output in the forms that dgrad and wgrad read, on its way between ranks."""
+
+    def __init__(self, ranks: Ranks, g: Tensor, need_input: bool, need_weight: bool) -> None:
+        call = ranks.call
+        a, c, reuses = call.recipe.dgrad.a, call.recipe.wgrad.a, call.plan.grad_output
+        self.reuses = reuses
+        self.codes = self.turned = self.plain = None
+        if a is not None and (need_input or (need_weight and reuses)):
+            self.codes = once(ranks.gather("grad_output", quantize(call, amax.GRAD_OUTPUT, "grad_output", g, a, False)))
+        if need_weight and c is not None and not reuses:
+            turned = quantize(call, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, True)
+            self.turned = ranks.gather("grad_output.T", turned)
+        if (need_input and a is None) or (need_weight and c is None):
+            self.plain = once(ranks.gather("grad_output", g))
+
+    def of_dgrad(self) -> Tensor | Quantized:
+        """[T, N]."""
+        of = self.plain if self.codes is None else self.codes
+        assert of is not None
+        value: Tensor | Quantized = of()
+        return value
+
+    def of_wgrad(self) -> Tensor | Quantized:
+        """[N, T]."""
+        if self.turned is not None:
+            turned: Quantized = self.turned()
+            return turned
+        if self.reuses:
+            assert self.codes is not None
+            codes: Quantized = self.codes().T
+            return codes
+        assert self.plain is not None
+        plain: Tensor = self.plain().t()
+        return plain
+
+
+def once(pending: wire.Pending) -> wire.Pending:
+    """What is waited for and put together at the first call, and is there at the next."""
+    return cache(pending)
+
+
+def _bias_gradient(ranks: Ranks, g: Tensor, dtype: torch.dtype) -> Tensor:
+    """g [T, N] summed over the tokens of all ranks that have some."""
+    own = dtype if ranks.layout.axis("grad_output") != 0 else _of_sums(dtype)
+    total = ops.bias_gradient(g, own) if own in ops.DTYPES and g.dtype in ops.DTYPES else g.sum(0, dtype=own)
+    if ranks.layout.axis("grad_output") == 0:
+        total = wire.sum_parts(total, ranks.group)()
+    return total.to(dtype)

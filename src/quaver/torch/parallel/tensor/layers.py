@@ -1,0 +1,110 @@
+"""Linear layers whose weight is a DTensor in parts: their class, and the forward that it has.
+
+A layer's class says how it lies on the ranks, and the DTensor on which: nothing else is kept with the layer. The class
+stands above the one that the layer had, so that a style fits whatever computes a linear layer.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver import recipes
+from quaver.core.spec import Recipe
+from quaver.torch.linear.gemms import begin
+from quaver.torch.linear.layer import Quantizable, dtype_sentence, recipe_of
+from quaver.torch.operations import ops
+from quaver.torch.operations.derivatives import refuse_transforms
+from quaver.torch.parallel.tensor.function import LinearInParts
+from quaver.torch.parallel.tensor.layout import Layout
+from quaver.torch.parallel.tensor.parts import Ranks
+from quaver.torch.state.buffers import prepare
+
+
+def layout_of(layer: nn.Module) -> Layout | None:
+    """How a layer lies on the ranks; None for one without a style."""
+    layout: Layout | None = getattr(type(layer), "layout_on_ranks", None)
+    return layout
+
+
+@cache
+def in_parts(kind: Any, layout: Layout) -> type:
+    """The class of a layer of a class once it is in parts."""
+    members = {"forward": _forward, "layout_on_ranks": layout, "__reduce_ex__": _reduce, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)
+
+
+def _reduce(layer: Any, protocol: int) -> Any:
+    """Pickle a layer of a class that was made here: by the class that it stands above."""
+    kind = next(kind for kind in type(layer).__mro__ if "layout_on_ranks" in vars(kind))
+    return _rebuild, (kind.__bases__[0], layout_of(layer)), layer.__getstate__()
+
+
+def _rebuild(kind: Any, layout: Layout) -> Any:
+    exchanged: Any = in_parts(kind, layout)
+    return exchanged.__new__(exchanged)
+
+
+@torch.compiler.disable
+def _forward(layer: Any, input: Tensor) -> Tensor:
+    """This rank's part of the output, from its part of the input; see `quaver.torch.parallel.tensor.layout`."""
+    layout: Any = layout_of(layer)
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    if getattr(weight, "device_mesh", None) is None:
+        raise ValueError(
+            f"{_name(layer)} is in parts by {layout.name} and has a weight that is none of a DTensor: apply the style "
+            "to the layer once more, or load the weight with torch.distributed.checkpoint"
+        )
+    if getattr(input, "device_mesh", None) is not None:
+        raise ValueError(
+            f"{_name(layer)} is in parts by {layout.name} and takes local tensors, and its input is a DTensor: give "
+            "input.to_local(), or let what comes before it do so with use_local_output=True"
+        )
+    recipe = recipe_of(layer, False) if isinstance(layer, Quantizable) else None
+    if recipe is None or input.dtype not in ops.DTYPES:
+        recipe = recipes.get("bf16")
+    with torch.no_grad():
+        held: Tensor = weight.to_local()
+    device = ops.autocast_device(input)
+    x = input
+    if torch.is_autocast_enabled(device) and x.dtype in ops.DTYPES:
+        x = x.to(torch.get_autocast_dtype(device))
+    elif x.dtype is not held.dtype:
+        raise ValueError(dtype_sentence(layer, x.dtype))
+    ranks = _ranks(layer, recipe, weight, held, x)
+    refuse_transforms(x)
+    with ops.without_autocast(device):
+        local: Any = None if bias is None else bias.to_local()
+        y: Tensor = LinearInParts.apply(ranks, held, x, weight.to_local(), local)
+    return y
+
+
+def _ranks(layer: Any, recipe: Recipe, weight: Any, held: Tensor, x: Tensor) -> Ranks:
+    layout: Any = layout_of(layer)
+    ranks = Ranks(layer, layout, weight, math.prod(x.shape[:-2]))
+    if x.dim() == 0 or x.shape[-1] != held.shape[1]:
+        of = "each rank has a part of them" if not layout.column else "every rank has all of them"
+        raise ValueError(
+            f"{ranks.says()} got an input of shape {tuple(x.shape)}; its last axis must be {held.shape[1]} of "
+            f"{layer.in_features} features on {ranks.number} ranks: {of}"
+        )
+    if layout.sequence and x.dim() < 2:
+        raise ValueError(f"{ranks.says()} got an input of shape {tuple(x.shape)}, without an axis of tokens: add one")
+    if layout.sequence and not layout.column and x.shape[-2] % ranks.number:
+        raise ValueError(
+            f"{ranks.says()} got {x.shape[-2]} tokens, which {ranks.number} ranks cannot share: pad them to a multiple "
+            f"of {ranks.number}"
+        )
+    training = torch.is_grad_enabled()
+    if training and isinstance(layer, Quantizable) and layer._state.prepared is not recipe:
+        prepare(layer, recipe)
+    ranks.call = begin(layer, recipe, x, x.dtype, training)
+    ranks.call.parts = ranks
+    ranks.call.both = None
+    return ranks
+
+
+def _name(layer: nn.Module) -> str:
+    return layer.__dict__.get("qualified_name") or type(layer).__name__

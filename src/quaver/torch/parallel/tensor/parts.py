@@ -1,0 +1,142 @@
+"""One operand of which each rank has a part: it gets the codes and scales that the part has in the whole operand.
+
+Where a scale serves elements of several ranks they agree on its amax first, as one maximum of integers. Elsewhere
+blocks lie within a rank, which is asked for. Noise is drawn by an element's place in the whole.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quaver.core.spec import QuantSpec
+from quaver.torch.linear.gemms import Call
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.hadamard import rotate
+from quaver.torch.numerics.philox import Noise, part_of_uniform
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.rounding import magnitude_bits
+from quaver.torch.parallel import wire
+from quaver.torch.parallel.tensor.layout import Layout
+
+
+class Ranks:
+    """The ranks that one call of a layer runs on, and this one's part."""
+
+    __slots__ = ("batches", "call", "group", "layer", "layout", "number", "parameter", "rank")
+
+    def __init__(self, layer: nn.Module, layout: Layout, parameter: Any, batches: int) -> None:
+        self.layer, self.layout = layer, layout
+        #: The weight as a DTensor.
+        self.parameter: Tensor = parameter
+        self.group = parameter.device_mesh.get_group()
+        self.number = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        #: So many sequences follow one another among the tokens.
+        self.batches = batches
+        self.call: Call
+
+    def quantize(
+        self, operand: str, x: Tensor, spec: QuantSpec, factor: Tensor | float | None, noise: Noise
+    ) -> Quantized:
+        """This rank's part of an operand; see `quaver.torch.linear.gemms.Parts`."""
+        axis = self.layout.axis(operand)
+        if axis is None:
+            return self.call.quantize(x, spec, None, factor, noise)
+        self.check(operand, x.shape[axis], spec, axis)
+        amax = self.agreed(x, spec, axis)
+        if spec.rounding == "stochastic":
+            q = reference.quantize(x, spec, amax, factor, self._noise(operand, x, spec, axis, noise))
+        else:
+            q = self.call.quantize(x, spec, amax, factor, noise)
+        if amax is not None:
+            q.amax = amax
+        return q
+
+    def agreed(self, x: Tensor, spec: QuantSpec, axis: int) -> Tensor | None:
+        """The amaxes of the scales that elements of several ranks share, float32; None where there are none."""
+        if spec.scale == "unit" or (spec.block[axis] is not None and not spec.two_level):
+            return None
+        if spec.hadamard:
+            x = rotate(x.float())
+        if spec.two_level:
+            bits = _largest(x).view(1, 1)
+        elif spec.per_tensor:
+            bits = _largest(x).view(spec.blocks(*x.shape))
+        else:
+            bits = reference.block_bits(magnitude_bits(x.float()), spec)
+        return wire.agree(bits.contiguous(), self.group).view(torch.float32)
+
+    def check(self, operand: str, length: int, spec: QuantSpec, axis: int) -> None:
+        """Refuse parts that would cut a block, a group of 16 that is rotated, or four elements that share noise.
+
+        Args:
+            length: of this rank's part along the axis.
+        """
+        tokens, needed = self.layout.of_tokens(operand), spec.block[axis] or 1
+        part, why = length // self.batches if tokens else length, f"blocks of {needed}"
+        if axis == 1 and spec.hadamard and needed % 16:
+            needed, why = 16, "groups of 16 that are rotated together"
+        if axis == 1 and spec.rounding == "stochastic" and needed % 4:
+            needed, why = 4, "fours that share their noise"
+        if part % needed:
+            of = "tokens of each sequence" if tokens else "features"
+            raise ValueError(
+                f"{self.says()} has {part} {of} of {operand} on each of {self.number} ranks, and recipe "
+                f"{self.call.recipe.name} quantizes them in {why}: give each rank a multiple of {needed}, or take a "
+                "recipe with scales of whole tensors or rows, such as tensorwise"
+            )
+
+    def says(self) -> str:
+        """The layer and its style, for an error."""
+        return f"{self.layer.__dict__.get('qualified_name') or type(self.layer).__name__} under {self.layout.name}"
+
+    def _noise(self, operand: str, x: Tensor, spec: QuantSpec, axis: int, noise: Noise) -> Tensor:
+        """What the elements of this part are rounded with in the whole operand."""
+        k = spec.padded(x.shape[1])
+        batches = self.batches if self.layout.of_tokens(operand) else 1
+        rows, fours = (torch.arange(n, dtype=torch.int64, device=x.device) for n in (x.shape[0], k // 4))
+        if axis == 0:
+            rows = self._places(rows, batches)
+        else:
+            fours, k = self._places(fours, batches), k * self.number
+        seed, tensor_id, count = noise
+        return part_of_uniform(rows, fours, k, seed, int(tensor_id), count)
+
+    def _places(self, numbers: Tensor, batches: int) -> Tensor:
+        """Where the numbered pieces of this rank's part lie in the whole."""
+        each = len(numbers) // batches
+        first = (torch.arange(batches, dtype=torch.int64, device=numbers.device) * self.number + self.rank) * each
+        return (first[:, None] + numbers[:each]).view(-1)
+
+    def shape(self, given: Sequence[int], features: int) -> tuple[int, ...]:
+        """Of the output for an input of a shape."""
+        lead = [*given[:-1]]
+        if self.layout.sequence:
+            lead[-1] = lead[-1] * self.number if self.layout.column else lead[-1] // self.number
+        return (*lead, features)
+
+    def gather(self, operand: str, x: Tensor | Quantized) -> wire.Pending:
+        """Begin to put the ranks' tokens of an operand together; one that is whole is given as it is."""
+        axis = self.layout.axis(operand)
+        if axis is None or not self.layout.of_tokens(operand):
+            return lambda: x
+        if isinstance(x, Quantized):
+            return wire.gather_operand(x, axis, self.group, self.batches)
+        return wire.gather(x, axis, self.group, self.batches)
+
+    def sum(self, partial: Tensor) -> wire.Pending:
+        """Begin to sum the ranks' [T, n], float32: all tokens, or this rank's."""
+        if self.layout.sequence:
+            return wire.scatter_sums(partial, self.group, self.batches)
+        return wire.sum_parts(partial, self.group)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The bits of the largest magnitude, int32 []; 0 of nothing."""
+    if not x.numel():
+        return torch.zeros((), dtype=torch.int32, device=x.device)
+    low, high = torch.aminmax(x.detach())
+    return torch.maximum(low.float().abs(), high.float().abs()).view(torch.int32) & 0x7FFFFFFF
