@@ -1,4 +1,4 @@
-"""Cases that two processes run side by side on gloo: one start of both, and the case that fails is named."""
+"""Cases that several processes run side by side on gloo: one start of all, and the case that fails is named."""
 
 import sys
 import time
@@ -13,41 +13,48 @@ from torch import Tensor
 from tests import forked
 from tests.conftest import ROOT
 
+#: Of most tests.
 RANKS = 2
 Case = Callable[[int], None]
 
 
-def run(module: str, folder: Path) -> None:
+def run(module: str, folder: Path, ranks: int = RANKS) -> None:
     """Run a module of tests as a program on each rank: it calls `main` with its cases.
 
     Args:
         folder: of this test alone.
+        ranks: how many.
     """
     # They meet in a file: a port that is free now may be another process's by then.
     meeting = (folder / "meeting").as_uri()
-    ranks = []
-    for rank in range(RANKS):
-        command = [sys.executable, "-m", module, str(rank), meeting]
-        ranks.append(forked.quick.Popen(command, cwd=ROOT, stderr=forked.quick.PIPE))
+    processes = []
+    for rank in range(ranks):
+        command = [sys.executable, "-m", module, str(rank), meeting, str(ranks)]
+        processes.append(forked.quick.Popen(command, cwd=ROOT, stderr=forked.quick.PIPE))
     try:
-        while any(each.poll() is None for each in ranks) and not any(each.poll() for each in ranks):
+        while any(each.poll() is None for each in processes) and not any(each.poll() for each in processes):
             time.sleep(0.02)
     finally:
-        for each in ranks:
+        for each in processes:
             each.terminate()
-    said = b"".join(each.communicate()[1] for each in ranks).decode()
-    assert [each.returncode for each in ranks] == [0] * RANKS, said
+    said = b"".join(each.communicate()[1] for each in processes).decode()
+    assert [each.returncode for each in processes] == [0] * ranks, said
+
+
+def world() -> int:
+    """How many ranks this process was started among."""
+    return int(sys.argv[3])
 
 
 def main(cases: Sequence[Case], seconds: float = 60) -> None:
     """Call each case with this process's rank.
 
     Args:
-        seconds: how long a rank waits for the other one before it fails.
+        seconds: how long a rank waits for the others before it fails.
     """
     rank, meeting = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=seconds))
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=world(), timeout=timedelta(seconds=seconds))
     try:
         for case in cases:
             try:
@@ -60,6 +67,6 @@ def main(cases: Sequence[Case], seconds: float = 60) -> None:
 
 def gathered(t: Tensor) -> list[Tensor]:
     """A tensor as each rank has it."""
-    parts = [torch.empty_like(t.contiguous()) for _ in range(RANKS)]
+    parts = [torch.empty_like(t.contiguous()) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, t.contiguous())
     return parts

@@ -10,7 +10,7 @@ element or half of one, never the input in high precision unless the recipe asks
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,24 @@ def announce_features(layer: nn.Module, weight: Tensor) -> None:
         "with convert(skip=...)",
         stacklevel=2,
     )
+
+
+class GivenWeight(Protocol):
+    """What a weight [N, K] is that comes quantized: a tensor with no values, whose operands a layer asks for.
+
+    Nothing is kept of it, and no step is decided for it: who gives it knows when it changes.
+    """
+
+    def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
+        """Raise a ValueError where the layer's recipe in force is not the one that it was quantized by."""
+
+    def quantized_operand(self, call: "Call", side: str) -> Quantized:
+        """[N, K] for "fprop", or the transpose [K, N] for "dgrad", by the call's recipe and factors."""
+
+
+def is_given(weight: Any) -> bool:
+    """Whether a weight is a `GivenWeight`; no plain parameter is."""
+    return hasattr(weight.__class__, "quantized_operand")
 
 
 #: Of the input, the weight and the bias of one layer.
@@ -104,6 +122,13 @@ class Call:
         self.turned_weight: Quantized | None = None
         #: What keeps a step of delayed scaling from being over until its backward has run.
         self.owed: steps.Owed | None = None
+
+    @property
+    def written(self) -> float:
+        """What stands for the weight's factor in a key: its value, or which writing of the factors the forward saw."""
+        if self.factors is None:
+            return 0.0
+        return _version(self) if isinstance(self.factors, Tensor) else self.factors[amax.WEIGHT]
 
     def output(self, x: Tensor | Quantized, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, K], quantized already if the recipe says so, to [T, N]."""
@@ -355,6 +380,8 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
     """The weight [N, K] for fprop, or its transpose [K, N] for dgrad; kept as `quaver.torch.state.kept_weights`
     says."""
     layer = call.layer
+    if weight.__class__ is not nn.Parameter and is_given(weight):
+        return _given_weight(call, weight, side)
     shared = side == "dgrad" and call.plan.weight
     q = None if call.weight is None else call.weight.quantized
     if shared and q is not None:
@@ -371,10 +398,7 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
         if side == "fprop":
             return quantize(call, amax.WEIGHT, "weight", weight, spec)
         return quantize(call, amax.WEIGHT, "weight.T", weight.t(), spec, True)
-    if call.factors is None:
-        written = 0.0
-    else:
-        written = _version(call) if isinstance(call.factors, Tensor) else call.factors[amax.WEIGHT]
+    written = call.written
     kept_as = "fprop" if shared else side
     keeps = not capturing(weight)
     parameter = weight if call.parts is None else call.parts.parameter
@@ -398,6 +422,14 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
     if call.plan.weight:
         call.weight = entry
     return q.T if shared else q
+
+
+def _given_weight(call: Call, weight: Any, side: str) -> Quantized:
+    """The operand of a `GivenWeight`, whose amax is noted as any other weight's."""
+    q: Quantized = weight.quantized_operand(call, side)
+    if call.record and call.factors is not None and side == "fprop":
+        amax.record(call.layer, amax.WEIGHT, q.amax)
+    return q
 
 
 def _quantize_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> tuple[Quantized, Quantized | None]:

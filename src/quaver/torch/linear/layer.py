@@ -18,6 +18,7 @@ from quaver import recipes
 from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.linear.entrance import GIVEN, Setup
 from quaver.torch.linear.function import Projections, apply
+from quaver.torch.linear.gemms import is_given
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.stored import stored, storing
 from quaver.torch.operations import ops
@@ -214,6 +215,9 @@ class Linear(Quantizable, nn.Linear):
         state = self._state
         recipe = recipe_of(self, compiling)
         weight, bias = weight_and_bias(self)
+        given = weight.__class__ is not nn.Parameter and is_given(weight)
+        if given:
+            weight.check_recipe(self, recipe)  # type: ignore[attr-defined]
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
             if weight.dtype in stored.CODES:
                 return stored.linear(input, weight, bias, self)
@@ -225,7 +229,7 @@ class Linear(Quantizable, nn.Linear):
                 raise ValueError(foreign_sentence(self, weight))
             refuse_sharded(self, weight)
         plan: direct.Plan | None = None
-        if training and not compiling:
+        if training and not compiling and not given:
             key = direct.facts(input.shape, input, weight, bias, recipe)
             plan = direct.plans.get(key)
             y = None if plan is None else plan.again(input, weight, bias, self)
@@ -253,7 +257,7 @@ class Linear(Quantizable, nn.Linear):
             return Projections.apply(setup, x, weight, bias)[0]
         refuse_transforms(x, weight, bias)
         # Neither what is cast nor a weight that is codes has a plan.
-        if training and plan is None and not casting and x.dtype is weight.dtype:
+        if training and plan is None and not given and not casting and x.dtype is weight.dtype:
             plan = direct.plan(x, weight, bias, recipe)
             if plan is not None:
                 direct.keep(key, plan)

@@ -14,6 +14,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.linear.entrance import Prologue, Setup, may_fuse
 from quaver.torch.linear.function import Chained, Projections, apply
+from quaver.torch.linear.gemms import is_given
 from quaver.torch.linear.layer import Linear, dtype_sentence, recipe_of, weight_and_bias
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.stored import stored
@@ -81,6 +82,8 @@ def _general(
     weights, biases = [], []
     for layer in layers:
         weight, bias = weight_and_bias(layer)
+        if weight.__class__ is not nn.Parameter and is_given(weight):
+            weight.check_recipe(layer, recipe)  # type: ignore[attr-defined]
         weights.append(weight)
         biases.append(bias)
         if training and layer._state.prepared is not recipe:
@@ -178,6 +181,8 @@ def _decided(
     for layer in layers:
         weight, bias = weight_and_bias(layer)
         if not weight.requires_grad or weight.dtype is not first.dtype or not weight.is_contiguous():
+            return None
+        if weight.__class__ is not nn.Parameter and is_given(weight):
             return None
         if layer._state.prepared is not recipe:
             prepare(layer, recipe)

@@ -41,7 +41,7 @@ def quantize(
         return _finish(x, spec, u, one, one, None, None)
     measured = block_bits(magnitude_bits(x), spec)
     if spec.two_level:
-        return _two_level(x, spec, amax, measured, u)
+        return two_level(x, spec, amax, measured, u)
     top = measured if amax is None else given_bits(amax, measured)
     e = factors(top, spec)
     if factor is not None:
@@ -66,7 +66,14 @@ def factors(bits: Tensor, spec: QuantSpec) -> Tensor:
     return power_of_two(exponent(bits, spec.format)) if spec.power_of_two else ratio(spec.format.max, bits)
 
 
-def _two_level(x: Tensor, spec: QuantSpec, amax: Given, blocks: Tensor, u: Tensor | None) -> Quantized:
+def two_level(x: Tensor, spec: QuantSpec, amax: Given, blocks: Tensor, u: Tensor | None = None) -> Quantized:
+    """x, float32 and rotated already, from the bits of its blocks' amaxes: of blocks that are cut through, what others
+    have of them counts too.
+
+    Args:
+        amax: the tensor's; None takes the blocks' largest.
+        u: uniform numbers of x's shape, where x is rounded at random.
+    """
     top = blocks.max().view(1, 1) if blocks.numel() else blocks.new_zeros((1, 1))
     e, stored, tensor_factor = two_levels(blocks, top if amax is None else given_bits(amax, top), spec)
     return _finish(x, spec, u, e, stored, tensor_factor, top)

@@ -1,5 +1,6 @@
 """What is applied to a model from outside so that many ranks train it; no layer knows a mesh."""
 
+from quaver.torch.parallel.fsdp.gathering import Gathers, gather_quantized
 from quaver.torch.parallel.tensor.styles import Column, Row
 
-__all__ = ["Column", "Row"]
+__all__ = ["Column", "Gathers", "Row", "gather_quantized"]

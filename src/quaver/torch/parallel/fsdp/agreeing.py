@@ -1,0 +1,207 @@
+"""The amaxes that the ranks of a model agree on: one all-reduce for all its weights, when any of them may have changed.
+
+An agreement lasts from a gather to the next optimizer step, and not beyond a second forward unless gradients tell that
+both are micro-batches of one step. These are the same on all ranks, so no rank waits for another one in vain. Within it
+a rank's rows are quantized once.
+"""
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from quaver.core.spec import Recipe
+from quaver.torch.numerics.quantized import Given
+from quaver.torch.parallel.fsdp.cutting import Rows, Side, sides
+from quaver.torch.parallel.fsdp.operands import Agreed, Part, amaxes, part
+from quaver.torch.parallel.fsdp.units import Unit, held_parameters, local
+from quaver.torch.parallel.wire import agree
+from quaver.torch.state.history import amax
+from quaver.torch.state.recomputation import graph_task_id
+
+
+class Weight:
+    """One weight that is gathered as codes, and what is known of it on this rank."""
+
+    def __init__(self, layer: nn.Module, name: str, recipe: Recipe, shape: tuple[int, int], model: "Model") -> None:
+        self.layer, self.name, self.recipe, self.shape, self.model = weakref.ref(layer), name, recipe, shape, model
+        self.sides = sides(recipe)
+        #: As fully_shard holds it; None before the first gather, or where its names are unknown.
+        self.unit: Unit | None = None
+        #: The sharded parameter, seen last.
+        self.parameter: Any = None
+        #: By side.
+        self.agreed: dict[str, Agreed] = {}
+        self.parts: dict[str, tuple[Any, Part]] = {}
+        #: Passes that were asked for an operand which their gather had not brought: from then on both travel.
+        self.wants_both: set[str] = set()
+        #: The number of the agreement that a forward's gather belongs to.
+        self.forward = -1
+        #: Which writing of the parameter ranks agreed on.
+        self.version = -1
+        #: Shapes of what was gathered last.
+        self.sent: Sequence[torch.Size] = ()
+
+    @property
+    def shared(self) -> bool:
+        """Whether fprop's operand serves dgrad."""
+        return len(self.sides) == 1
+
+    def side(self, name: str) -> Side:
+        """An operand by its name; where both are one, that."""
+        return self.sides[0] if self.shared or name == "fprop" else self.sides[1]
+
+    def see(self) -> Any:
+        """The sharded parameter."""
+        if self.unit is not None:
+            self.parameter = self.unit.sharded
+        else:
+            layer = self.layer()
+            held = None if layer is None else layer._parameters.get("weight")
+            if local(held) is not None:
+                self.parameter = held
+        return self.parameter
+
+    def values(self) -> Tensor | None:
+        """This rank's rows [n, K] in the dtype that they are quantized from; None where it is not sharded."""
+        rows: Any = local(self.see())
+        rows = getattr(rows, "plain", rows)
+        if rows is None or rows.is_meta:
+            return None
+        dtype = None if self.unit is None else self.unit.dtype
+        return rows.detach() if dtype is None else rows.detach().to(dtype)
+
+    def factor(self) -> tuple[float, Given]:
+        """What stands for the layer's present factor in a key, and the factor, with which a gather quantizes."""
+        layer = self.layer()
+        if self.recipe.delayed is None or layer is None:
+            return 0.0, None
+        factors = amax.saved_factors(layer)
+        if isinstance(factors, Tensor):
+            buffer = layer._buffers["factor"]
+            assert buffer is not None
+            return buffer._version, factors[amax.WEIGHT]
+        return factors[amax.WEIGHT], factors[amax.WEIGHT]
+
+    def part(self, side: Side, rows: Rows, key: float, factor: Given) -> Part:
+        """This rank's part of an operand, quantized once while an agreement lasts."""
+        x = self.values()
+        assert x is not None
+        seen = self.model.number, key, x.data_ptr() if self.unit is None or self.unit.dtype is None else 0
+        kept = self.parts.get(side.name)
+        if kept is None or kept[0] != seen:
+            done = part(x, side, rows, self.agreed[side.name], factor)
+            kept = self.parts[side.name] = seen, done
+        return kept[1]
+
+
+class Model:
+    """The weights of one model that are gathered as codes."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = weakref.ref(root)
+        self.weights: list[Weight] = []
+        #: The number of the agreement that lasts, and whether an optimizer has ended it.
+        self.number = 0
+        self.ended = True
+        self._compared = False
+
+    def ready(self, weight: Weight, mesh: Any) -> None:
+        """See that ranks have agreed, before a weight is gathered.
+
+        Raises:
+            ValueError: on all ranks, where one prepared other weights or other recipes than another one.
+        """
+        if not self._compared:
+            self._begin()
+            self._compare(weight, mesh)
+            self._compared = True
+        backward = graph_task_id() != -1
+        parameter = weight.see()
+        again = not backward and weight.forward == self.number and not self._accumulates()
+        if self.ended or again or parameter._version != weight.version:
+            self._agree(weight, mesh)
+        if not backward:
+            weight.forward = self.number
+
+    def _begin(self) -> None:
+        root = self.root()
+        by_layer = {weight.layer(): weight for weight in self.weights}
+        for module, name, unit in held_parameters(root) if root is not None else ():
+            if name == "weight" and module in by_layer:
+                by_layer[module].unit = unit
+        _watch(self)
+
+    def _compare(self, weight: Weight, mesh: Any) -> None:
+        """Refuse ranks that differ: a digest of 62 bits, which all ranks have alike if its largest is its smallest."""
+        text = "\n".join(f"{w.name} {w.shape} {w.recipe.text}" for w in self.weights)
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        words = [digest & 0x7FFFFFFF, digest >> 31 & 0x7FFFFFFF]
+        own = torch.tensor([*words, *(-word for word in words)], dtype=torch.int32, device=_device(weight))
+        whole = getattr(weight.see(), "device_mesh", mesh)
+        agreed = own.clone()
+        for dim in range(whole.ndim):
+            agree(agreed, whole.get_group(dim))
+        if not torch.equal(own, agreed) or not torch.equal(agreed[:2], -agreed[2:]):
+            raise ValueError(
+                f"ranks prepared different weights: this one has {len(self.weights)}, from {self.weights[0].name!r} "
+                f"under {self.weights[0].recipe.name} to {self.weights[-1].name!r} under "
+                f"{self.weights[-1].recipe.name}; build the model and convert it alike on all ranks before "
+                "gather_quantized"
+            )
+
+    def _accumulates(self) -> bool:
+        """Whether gradients of an earlier micro-batch are there."""
+        return any(weight.unit is not None and weight.unit.has_gradient for weight in self.weights)
+
+    def _agree(self, asking: Weight, mesh: Any) -> None:
+        """One all-reduce for each mesh that holds weights whose blocks lie on several ranks."""
+        self.number += 1
+        self.ended = False
+        by_group: dict[Any, list[tuple[Weight, Side, dict[int, Tensor]]]] = {}
+        for weight in self.weights:
+            x, over = weight.values(), mesh if weight.unit is None else weight.unit.mesh
+            weight.agreed, weight.parts = {}, {}
+            if x is None:
+                continue
+            weight.version = weight.parameter._version
+            rows = Rows.of(weight.shape[0], over.size(), over.get_local_rank())
+            of_history = weight.recipe.delayed is not None
+            for side in weight.sides:
+                own = amaxes(x, side, rows, side.spec.two_level or of_history)
+                weight.agreed[side.name] = own
+                if own and over.size() > 1:
+                    by_group.setdefault(over.get_group(), []).append((weight, side, own))
+        for group, entries in by_group.items():
+            every = [bits.to(_device(asking)) for _, _, own in entries for bits in own.values()]
+            agreed = iter(agree(torch.cat(every), group).split([bits.numel() for bits in every]))
+            for weight, side, own in entries:
+                weight.agreed[side.name] = {block: next(agreed).to(bits.device) for block, bits in own.items()}
+
+
+def _device(weight: Weight) -> torch.device:
+    """Where ranks agree: of the device that the weight is computed on."""
+    kind = weight.parameter.device_mesh.device_type if weight.parameter is not None else "cpu"
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+#: Models that an optimizer's step ends the agreement of.
+_watched: "weakref.WeakSet[Model]" = weakref.WeakSet()
+
+
+def _watch(model: Model) -> None:
+    if not _watched:
+        register_optimizer_step_post_hook(_stepped)
+    _watched.add(model)
+
+
+def _stepped(optimizer: Optimizer, *_: object) -> None:
+    """End the agreements of those models whose weights an optimizer holds."""
+    for model in list(_watched):
+        model.ended = model.ended or any(
+            getattr(local(p), "model", None) is model for group in optimizer.param_groups for p in group["params"]
+        )

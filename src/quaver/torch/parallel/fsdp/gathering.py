@@ -1,0 +1,169 @@
+"""`gather_quantized`: which weights of a model fully_shard gathers as codes, and what a model needs for that."""
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from quaver import recipes
+from quaver.core.spec import Recipe
+from quaver.torch.linear.layer import Linear
+from quaver.torch.parallel.fsdp.agreeing import Model, Weight
+from quaver.torch.parallel.fsdp.shards import Shard
+from quaver.torch.parallel.fsdp.units import local, set_local
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """How the weights of a model's quantized layers are gathered; as text a line each."""
+
+    #: By the layer's name: the recipe in whose codes its weight travels.
+    quantized: dict[str, Recipe] = field(default_factory=dict)
+    #: By the layer's name: why its weight travels in high precision, as without `gather_quantized`.
+    in_high_precision: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{name}: codes of {recipe.name}" for name, recipe in self.quantized.items()]
+        lines += [f"{name}: in high precision, {why}" for name, why in self.in_high_precision.items()]
+        return "\n".join(lines)
+
+
+def gather_quantized(
+    model: nn.Module, *, recipe: str | Recipe | None = None, skip: str | Sequence[str] = ()
+) -> Gathers:
+    """Have torch's fully_shard gather the weights of a model's quantized layers as codes and scales.
+
+    Call it on the whole model once it is converted, on all ranks alike, before fully_shard and before the optimizer is
+    built. Parameters stay in high precision for optimizers, clipping and checkpoints.
+
+    Args:
+        model: `quaver.torch.convert`ed, or made of `quaver.torch.Linear` and blocks; on meta, too.
+        recipe: of layers that have none of their own and will run in `quaver.torch.autocast` of this recipe.
+        skip: patterns of names of layers to gather in high precision.
+    Returns:
+        Which weights travel as codes, and why others do not.
+    Raises:
+        ValueError: fully_shard or gather_quantized was called before, a weight is sharded already, or none is left
+            to gather. At the first gather: ranks prepared different weights. In a forward: a layer runs under another
+            recipe than its weight was gathered for.
+    Exact: outputs, gradients and updates are, bit for bit, those of fully_shard without it.
+    Source: torchao's FP8 all-gather for FSDP2 (github.com/pytorch/ao, torchao/float8) has per-tensor scales; the
+        agreement on blocks that several ranks share is ours.
+    """
+    chosen = None if recipe is None else recipes.get(recipe)
+    patterns = [skip] if isinstance(skip, str) else list(skip)
+    _refuse(model)
+    gathers = Gathers()
+    prepared = Model(model)
+    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    unused = set(patterns)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear):
+            continue
+        fits = {pattern for pattern in patterns if fnmatch(name, pattern)}
+        unused -= fits
+        of_layer = layer.recipe or chosen
+        why = "left out by name" if fits else _why_not(layer, of_layer, holders)
+        if why:
+            gathers.in_high_precision[name] = why
+            continue
+        assert of_layer is not None
+        gathers.quantized[name] = of_layer
+        shape = (layer.out_features, layer.in_features)
+        prepared.weights.append(Weight(layer, name or type(layer).__name__, of_layer, shape, prepared))
+    if unused:
+        raise ValueError(f"no quantized layer has a name that fits {', '.join(map(repr, sorted(unused)))} of skip")
+    if not prepared.weights:
+        raise ValueError(
+            f"gather_quantized has no weight to gather as codes; call quaver.torch.convert(model, ...) before it, or "
+            f"give recipe= for layers that run in an autocast\n{gathers}"
+        )
+    for weight in prepared.weights:
+        of_weight = weight.layer()
+        assert of_weight is not None
+        _prepare(of_weight, weight)
+    return gathers
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raise a ValueError where it is too late."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{name or 'the model'} was given to fully_shard before gather_quantized, which says how weights are "
+                "gathered: call gather_quantized(model) first, then fully_shard"
+            )
+        for key, parameter in module._parameters.items():
+            if isinstance(parameter, Shard):
+                raise ValueError(f"gather_quantized was called on {name or 'the model'} before; call it once")
+            if isinstance(parameter, DTensor) and isinstance(module, Linear):
+                raise ValueError(
+                    f"{name}.{key} is sharded already, over {parameter.device_mesh}: gather_quantized takes whole "
+                    "weights; call it before anything shards them, or leave the layer unconverted"
+                )
+
+
+def _why_not(layer: Linear, recipe: Recipe | None, holders: Counter[int]) -> str:
+    """Why a layer's weight is gathered in high precision, or ""."""
+    weight = layer._parameters.get("weight")
+    if recipe is None:
+        return "it has no recipe of its own: give recipe="
+    if not recipe.quantizes:
+        return f"{recipe.name} quantizes nothing"
+    if recipe.fprop.b is None or recipe.dgrad.b is None:
+        return f"{recipe.name} multiplies by it in high precision, too"
+    if recipe.dgrad.b.hadamard:
+        return f"{recipe.name} rotates the rows of it that ranks divide"
+    if weight is None:
+        return "a parametrization makes it"
+    if layer.weight_spec is not None:
+        return "it exists only in codes"
+    if holders[id(weight)] > 1:
+        return "another module holds it, too"
+    return ""
+
+
+#: The weight of each layer that is prepared.
+_prepared: "weakref.WeakKeyDictionary[nn.Module, Weight]" = weakref.WeakKeyDictionary()
+
+
+def _prepare(layer: nn.Module, weight: Weight) -> None:
+    parameter = layer._parameters["weight"]
+    assert parameter is not None
+    layer._parameters["weight"] = nn.Parameter(Shard(parameter.detach(), weight), parameter.requires_grad)
+    _prepared[layer] = weight
+    layer.register_state_dict_post_hook(_write_plain)
+    layer.register_load_state_dict_post_hook(_prepare_again)
+
+
+def _write_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Make what a state dict has of a weight a tensor like any other, of the same memory."""
+    key = prefix + "weight"
+    value: Any = state_dict.get(key)
+    part: Any = value if isinstance(value, Shard) else local(value)
+    if not isinstance(part, Shard) or value.requires_grad:
+        return
+    if value is part:
+        state_dict[key] = part.plain
+    else:
+        state_dict[key] = DTensor.from_local(
+            part.plain, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+
+
+def _prepare_again(module: nn.Module, _: object) -> None:
+    """Loading with assign=True brings another parameter."""
+    weight, parameter = _prepared.get(module), module._parameters.get("weight")
+    if weight is None or parameter is None:
+        return
+    part = local(parameter)
+    if part is None and not isinstance(parameter, Shard):
+        module._parameters["weight"] = nn.Parameter(Shard(parameter.detach(), weight), parameter.requires_grad)
+    elif part is not None and not isinstance(part, Shard):
+        set_local(parameter, Shard(part, weight))

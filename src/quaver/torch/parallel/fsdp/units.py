@@ -1,0 +1,94 @@
+"""What fully_shard does with a weight now, by its own names, which torch does not publish: all of them are read here.
+
+Without them nothing is known of a weight's unit: both of its operands travel in every gather, ranks agree anew in every
+forward, and a `MixedPrecisionPolicy` with another dtype than the parameters' is refused.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class Unit:
+    """One weight as fully_shard holds it: its parameter, and the group that is gathered with it."""
+
+    def __init__(self, group: Any, parameter: Any) -> None:
+        self._group, self._parameter = group, parameter
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the present gather is for a backward."""
+        return bool(self._group._training_state.name == "PRE_BACKWARD")
+
+    @property
+    def for_one_pass(self) -> bool:
+        """Whether what the present gather brings goes before another pass reads it."""
+        if self._group._training_state.name == "FORWARD":
+            return self._group.post_forward_mesh_info is not None
+        return self.in_backward and bool(self._group.reshard_after_backward)
+
+    @property
+    def reshards_to_fewer(self) -> bool:
+        """Whether a forward leaves a part to fewer ranks, as reshard_after_forward=2 asks."""
+        return bool(self._group._use_post_forward_mesh)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that the weight is computed with, where it is not the parameter's."""
+        dtype: torch.dtype | None = self._parameter.param_dtype
+        return dtype
+
+    @property
+    def sharded(self) -> Any:
+        """The parameter as the optimizer has it."""
+        return self._parameter.sharded_param
+
+    @property
+    def mesh(self) -> Any:
+        """The ranks that hold parts of it."""
+        return self._parameter.shard_mesh
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward has left a gradient that is not gone yet."""
+        unsharded = getattr(self._parameter, "_unsharded_param", None)
+        if self.sharded.grad is not None or self._parameter.unsharded_accumulated_grad is not None:
+            return True
+        return unsharded is not None and unsharded.grad is not None
+
+    def forget_outputs(self) -> None:
+        """Have the next gather take room for as many bytes as it is given: fully_shard keeps that of the first."""
+        self._parameter.all_gather_outputs = []
+
+
+#: What `Unit` reads.
+_OF_GROUP = ("_training_state", "post_forward_mesh_info", "reshard_after_backward", "_use_post_forward_mesh")
+_OF_PARAMETER = ("sharded_param", "shard_mesh", "unsharded_accumulated_grad", "all_gather_outputs", "_module_info")
+
+
+def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Unit]]:
+    """Every parameter in a model that a fully_shard holds: its module, its name in it, and its unit."""
+    for part in model.modules():
+        if not isinstance(part, FSDPModule) or not hasattr(part, "_get_fsdp_state"):
+            continue
+        for group in getattr(part._get_fsdp_state(), "_fsdp_param_groups", ()):
+            for parameter in getattr(group, "fsdp_params", ()):
+                if all(hasattr(group, name) for name in _OF_GROUP) and all(
+                    hasattr(parameter, name) for name in _OF_PARAMETER
+                ):
+                    info = parameter._module_info
+                    yield info.module, info.param_name, Unit(group, parameter)
+
+
+def local(parameter: Any) -> Tensor | None:
+    """A sharded parameter's part on this rank, or None where it is not sharded."""
+    part: Tensor | None = getattr(parameter, "_local_tensor", None)
+    return part
+
+
+def set_local(parameter: Any, part: Tensor) -> None:
+    """Put another tensor in the place of a sharded parameter's part on this rank."""
+    parameter._local_tensor = part

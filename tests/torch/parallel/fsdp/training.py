@@ -1,0 +1,140 @@
+"""A model trained twice under torch's fully_shard: gathered in high precision, and as codes; and what went between."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import quaver.torch as qt
+from quaver.core.spec import Recipe
+from quaver.torch.parallel import gather_quantized
+
+
+@dataclass
+class Traffic:
+    """What collectives have carried since it was made."""
+
+    #: Bytes that ranks have after all-gathers, and how many there were.
+    gathered: int = 0
+    gathers: int = 0
+    #: All-reduces of amaxes, which alone are of int32.
+    agreements: int = 0
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    """Count what collectives carry."""
+    traffic = Traffic()
+    gather, reduce = dist.all_gather_single, dist.all_reduce
+    into = dist.all_gather_into_tensor
+
+    def counting_gather(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        traffic.gathered += output.nbytes
+        traffic.gathers += 1
+        return gather(output, input, *args, **kwargs)
+
+    def counting_reduce(t: Tensor, *args: Any, **kwargs: Any) -> Any:
+        traffic.agreements += t.dtype is torch.int32
+        return reduce(t, *args, **kwargs)
+
+    dist.all_gather_single, dist.all_reduce = counting_gather, counting_reduce
+    dist.all_gather_into_tensor = counting_gather
+    try:
+        yield traffic
+    finally:
+        dist.all_gather_single, dist.all_reduce, dist.all_gather_into_tensor = gather, reduce, into
+
+
+def network(sizes: tuple[int, int, int], bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    a, b, c = sizes
+    return nn.Sequential(nn.Linear(a, b, bias), nn.GELU(), nn.Linear(b, c, bias), nn.GELU(), nn.Linear(c, a, bias))
+
+
+def sharded(net: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    """Each Linear a unit, and the root one."""
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in net.children():
+        if isinstance(part, nn.Linear):
+            fully_shard(part, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    return net
+
+
+@dataclass
+class Run:
+    losses: list[float]
+    traffic: Traffic
+    net: nn.Module
+
+
+def train(
+    recipe: str | Recipe,
+    sizes: tuple[int, int, int] = (32, 48, 64),
+    *,
+    as_codes: bool,
+    steps: int = 20,
+    micro: int = 1,
+    keep: bool = False,
+    in_bf16: bool = False,
+    bias: bool = True,
+    hsdp: bool = False,
+    tokens: int = 32,
+    after_forward: bool = True,
+) -> Run:
+    """Train by AdamW; rank r has its own data.
+
+    Args:
+        micro: micro-batches a step.
+        keep: gather once a step, not once a micro-batch.
+        in_bf16: whether a `MixedPrecisionPolicy` computes in bf16.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    net = network(sizes, bias)
+    qt.convert(net, recipe)
+    if as_codes:
+        gather_quantized(net)
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards")) if hsdp else None
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mp_policy": policy} if in_bf16 else {}
+    wrapped: Any = sharded(net, mesh, reshard_after_forward=after_forward, **options)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    generator, losses = torch.Generator().manual_seed(1), []
+    with counted() as traffic:
+        for _ in range(steps):
+            batch = torch.randn(micro, world, tokens, sizes[0], generator=generator)
+            total = torch.zeros(())
+            for i in range(micro):
+                last = i == micro - 1
+                if keep:
+                    wrapped.set_requires_gradient_sync(last)
+                    wrapped.set_reshard_after_backward(last)
+                x = batch[i, rank]
+                loss = wrapped(x.bfloat16() if in_bf16 else x).float().square().mean() / micro
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total.item())
+    return Run(losses, traffic, net)
+
+
+def assert_same(recipe: str | Recipe, sizes: tuple[int, int, int] = (32, 48, 64), **options: Any) -> tuple[Run, Run]:
+    """All losses and all weights after them, bit for bit."""
+    plain, codes = (train(recipe, sizes, as_codes=each, **options) for each in (False, True))
+    where = f"{recipe}, {sizes}, {options}"
+    assert codes.losses == plain.losses, f"{where}: {first_difference(codes.losses, plain.losses)}"
+    for (name, p), q in zip(codes.net.named_parameters(), plain.net.parameters(), strict=True):
+        assert torch.equal(p.to_local(), q.to_local()), f"{where}: {name}"
+    return plain, codes
+
+
+def first_difference(these: list[float], those: list[float]) -> str:
+    step = next(i for i, (a, b) in enumerate(zip(these, those, strict=True)) if a != b)
+    return f"step {step}: {these[step]!r} and {those[step]!r}"
