@@ -132,18 +132,18 @@ def enter(setup: Setup, x: Sequence[Tensor | None], keeps: bool) -> Entrance:
     q: Tensor | Quantized
     turned: Quantized | None
     source = _source(setup, call, x[0], y)
-    facts = () if source is None else _facts(source, call, y)
+    facts = () if source is None else facts_of(source, call, y)
     noted = siblings.lookup(source, facts, setup.recipe, siblings.alike) if source is not None and facts else None
     if noted is not None and noted.operands is not None:
         q, turned = noted.operands
-        _note(calls, q)
+        note(calls, q)
         return Entrance(calls, output, y, shape, dtype, q, turned if keeps else None, saved, noted)
     q, turned = y, None
     if a is not None and keeps and c is not None and call.both is not None and both_at_once(call, a, c):
         q, turned = quantize_both(call, amax.INPUT, "input", y, a, c)
     elif a is not None:
         q = quantize(call, amax.INPUT, "input", y, a)
-    _note(calls[1:], q)
+    note(calls[1:], q)
     if source is not None and facts:
         noted = siblings.thread.last = siblings.Quantization(source, siblings.free)
         noted.facts, noted.by, noted.operands = facts, setup.recipe, (q, turned)
@@ -151,22 +151,29 @@ def enter(setup: Setup, x: Sequence[Tensor | None], keeps: bool) -> Entrance:
 
 
 def _source(setup: Setup, call: Call, given: Tensor | None, y: Tensor) -> Tensor | None:
-    """The tensor by which other layers may know the quantization of y; None where each layer quantizes for itself, as
-    where quantizations are counted or chosen by `only`, or a CUDA graph is captured."""
-    a, c = setup.recipe.fprop.a, setup.recipe.wgrad.b
-    if call.traced or not setup.training or setup.prologue is not GIVEN or a is None:
+    """The tensor by which other layers may know the quantization of y; None where each layer quantizes for itself."""
+    if setup.prologue is not GIVEN:
         return None
     source = given if setup.source is None else setup.source()
-    if source is None or source.is_leaf or source.__class__ is not Tensor:
-        return None
+    return source if source is not None and may_share(call, source, y) else None
+
+
+def may_share(call: Call, source: Tensor, y: Tensor) -> bool:
+    """Whether other layers may take the quantization of y, a matrix of source, in place of their own.
+
+    They may not where quantizations are counted or chosen by `only`, or a CUDA graph is captured.
+    """
+    a, c = call.recipe.fprop.a, call.recipe.wgrad.b
+    if call.traced or not call.record or a is None or source.is_leaf or source.__class__ is not Tensor:
+        return False
     if a.rounding != "nearest" or (c is not None and c.rounding != "nearest"):
-        return None
+        return False
     if counters.active.counters is not None or ops.QUANTIZE.active is not ops.QUANTIZE.impls or device.asked:
-        return None
-    return None if capturing(y) else source
+        return False
+    return not capturing(y)
 
 
-def _facts(source: Tensor, call: Call, y: Tensor) -> tuple[Any, ...]:
+def facts_of(source: Tensor, call: Call, y: Tensor) -> tuple[Any, ...]:
     """What else the quantization depends on; nothing where the host does not know it."""
     factor = 0.0
     if call.factors is not None:
@@ -177,7 +184,7 @@ def _facts(source: Tensor, call: Call, y: Tensor) -> tuple[Any, ...]:
     return source._version, source.data_ptr(), factor, stream, source.shape, source.stride(), y.dtype
 
 
-def _note(calls: Sequence[Call], q: Tensor | Quantized) -> None:
+def note(calls: Sequence[Call], q: Tensor | Quantized) -> None:
     """The amax of an input that another layer's call has measured is theirs too."""
     for call in calls:
         if call.record and call.factors is not None:
@@ -205,7 +212,7 @@ def _fused(setup: Setup, x: Sequence[Tensor | None], keeps: bool, calls: list[Ca
     result, q, turned = fused
     if call.record and call.factors is not None:
         amax.record(first, amax.INPUT, q.amax)
-        _note(calls[1:], q)
+        note(calls[1:], q)
     shape = (*x[0].shape[:-1], q.shape[1])
     of_gemms = None if result.y is None else matrix(result.y)
     return Entrance(calls, result.y, of_gemms, shape, x[0].dtype, q, turned, result.saved)

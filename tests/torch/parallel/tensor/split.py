@@ -140,7 +140,7 @@ class _Split(torch.autograd.Function):
         grad_weight = product(c, of_wgrad, layer.weight.dtype, 1)
         if layer.sequence and not layer.column:
             parts = [tokens(g, i, layer.ranks).flatten(0, 1).sum(0, dtype=torch.float32) for i in range(layer.ranks)]
-            grad_bias = torch.stack(parts).sum(0).to(g.dtype)
+            grad_bias = torch.stack(parts).sum(0).to(layer.bias.dtype)
         else:
-            grad_bias = h.sum(0, dtype=torch.float32).to(g.dtype)
+            grad_bias = h.sum(0, dtype=torch.float32).to(layer.bias.dtype)
         return grad_x.view(*g.shape[:-1], -1), grad_weight, grad_bias, None

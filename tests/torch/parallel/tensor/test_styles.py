@@ -1,21 +1,27 @@
 """Two processes on gloo: layers in parts give the losses of one process that splits the same sums, bit for bit."""
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.parallel import Column, Row
 from tests import two_ranks
-from tests.close import assert_bitwise
+from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor.split import SplitLinear, tokens
+from tests.torch.parallel.traffic import Traffic
 from tests.two_ranks import RANKS
 
 LOSSES = 20
@@ -127,10 +133,230 @@ def every_recipe_in_bf16(rank: int) -> None:
             run(name, sequence, torch.bfloat16, 2, rank)
 
 
+def in_parts(recipe: str | Recipe | None, sequence: bool = True, dtype: torch.dtype = torch.float32) -> Net:
+    recipe = None if recipe is None else recipes.get(recipe)
+    plan = {"up": Column(sequence=sequence), "down": Row(sequence=sequence)}
+    return parallelize_module(net(recipe, dtype), mesh(), plan)  # type: ignore[return-value]
+
+
+def hard_values(rank: int) -> None:
+    """What one rank alone has, NaN and infinity for instance, all ranks scale by; and no token is a token."""
+    for name in NAMES:
+        recipe = None if name == "none" else recipes.get(name)
+        parallel, whole = in_parts(recipe), split(net(recipe), recipe, True)
+        block = block_of(recipe)
+        for value in (0.0, 1e-40, 3e38, torch.inf, torch.nan):
+            x = batch(0, block)
+            x[1, block + 3, 5] = value
+            if value == 0.0:
+                x[:] = 0
+            ours, theirs = tokens(x, rank, RANKS).clone().requires_grad_(), x.clone().requires_grad_()
+            y, z = parallel(ours), whole(theirs)
+            assert_bitwise(y.detach(), tokens(z, rank, RANKS).detach(), f"{name}: output for {value}")
+            y.sum().backward()
+            z.sum().backward()
+            assert_bitwise(ours.grad, tokens(theirs.grad, rank, RANKS), f"{name}: gradient for {value}")
+            for layer in (whole.up, whole.down):
+                layer.roll()
+        empty = torch.zeros(2, 0, block, requires_grad=True)
+        parallel(empty).sum().backward()
+        assert empty.grad is not None and empty.grad.shape == empty.shape
+
+
+def recomputed_activations(rank: int) -> None:
+    for name in NAMES:
+        for reentrant in (False, True):
+            recipe = None if name == "none" else name
+            plain, again = in_parts(recipe), in_parts(recipe)
+            for step in range(2):
+                x = tokens(batch(step, block_of(None if recipe is None else recipes.get(recipe))), rank, RANKS)
+                given = [x.clone().requires_grad_() for _ in range(2)]
+                # Reentrant checkpoints run the first pass without gradients, which rolls no history by itself.
+                with qt.autocast("bf16" if recipe is None else recipe):
+                    outputs = [plain(given[0]), checkpoint(again, given[1], use_reentrant=reentrant)]
+                for y in outputs:
+                    y.square().sum().backward()
+                assert_bitwise(given[1].grad, given[0].grad, f"{name}, reentrant {reentrant}: input in step {step}")
+                for (what, p), q in zip(again.named_parameters(), plain.parameters(), strict=True):
+                    assert_bitwise(p.grad.to_local(), q.grad.to_local(), f"{name}, reentrant {reentrant}: {what}")
+
+
+def weights_are_agreed_on_once_a_step(rank: int) -> None:
+    parallel = in_parts("tensorwise")
+    optimizer = torch.optim.AdamW(parallel.parameters(), 1e-3)
+    counted = []
+    for micro_batch in range(4):
+        if micro_batch == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        with Traffic() as traffic:
+            parallel(tokens(batch(micro_batch, 32), rank, RANKS)).square().sum().backward()
+        counted.append(traffic.calls["reduce", torch.int32])
+    # Each layer's input and gradient, and its weight where a step begins.
+    assert counted == [6, 4, 6, 4], counted
+    before = parallel(tokens(batch(0, 32), rank, RANKS)).detach()
+    with torch.no_grad():
+        parallel.up.weight.mul_(2)
+    after = parallel(tokens(batch(0, 32), rank, RANKS)).detach()
+    assert not torch.equal(before, after), "a write to the weight is seen"
+
+
+#: What a recipe's codes and scales take of bf16's bytes, at most.
+SHARES = {"bf16": 1.0, "delayed": 0.501, "tensorwise": 0.501, "rowwise": 0.52, "blockwise": 0.52, "nvfp4": 0.29}
+
+
+def histories_record_what_ranks_agree_on(rank: int) -> None:
+    """Whatever group rolls them: factors of one layer are the same on all its ranks."""
+    groups = [dist.new_group([r]) for r in range(RANKS)]
+    parallel: Any = in_parts("delayed")
+    for step in range(2):
+        with qt.autocast("delayed", group=groups[rank]):
+            parallel(tokens(batch(step, 32), rank, RANKS)).square().sum().backward()
+        for layer in (parallel.up, parallel.down):
+            assert layer.history[0].all()
+            assert_bitwise(*two_ranks.gathered(layer.history), f"history in step {step}")
+            assert_bitwise(*two_ranks.gathered(layer.factor), f"factor in step {step}")
+
+
+def tokens_travel_in_eight_bits(rank: int) -> None:
+    """The gathers of a Column and a Row, forward and backward, beside those in bf16; sums are float32's."""
+
+    def gathered(recipe: str) -> int:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).bfloat16()
+        qt.convert(model, recipe)
+        parallelize_module(model, mesh(), {"0": Column(sequence=True), "1": Row(sequence=True)})
+        with Traffic() as traffic:
+            model(torch.randn(256, 256).bfloat16().requires_grad_()).sum().backward()
+        assert traffic.total("scatter") == 2 * 512 * 256 * 4, "of fprop's sums and dgrad's"
+        return traffic.total("gather")
+
+    whole = gathered("bf16")
+    # Of the input for fprop and for wgrad, and of the gradient of the output, which reads it alike for both.
+    assert whole == 3 * 512 * 256 * 2
+    for name, share in SHARES.items():
+        # Where no operand serves two GEMMs the gradient travels for each of them.
+        twice = not recipes.get(name).plan.grad_output and name != "bf16"
+        assert gathered(name) <= share * whole * (4 / 3 if twice else 1), f"{name}: {gathered(name) / whole}"
+
+
+def layers_of_one_input_gather_it_once(rank: int) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict({name: nn.Linear(64, 64) for name in "nqkv"})
+    qt.convert(model, "mxfp8", skip=["n"])
+    alone = copy.deepcopy(model)
+    for each in (model, alone):
+        parallelize_module(each, mesh(), dict.fromkeys("qkv", Column(sequence=True)))
+    x = torch.randn(64, 64)
+    with Traffic() as traffic:
+        h = model["n"](x)
+        outputs = [model[name](h) for name in "qkv"]
+        forward = traffic.calls["gather", torch.uint8]
+        sum(y.square().sum() for y in outputs).backward()
+    assert forward == 2, "codes and scales"
+    assert traffic.calls["gather", torch.uint8] == 4, "and once more for all weights' gradients"
+    for name, y in zip("qkv", outputs, strict=True):
+        z = alone[name](alone["n"](x))
+        assert_bitwise(y.detach(), z.detach(), name)
+        z.square().sum().backward()
+        assert_bitwise(model[name].weight.grad.to_local(), alone[name].weight.grad.to_local(), name)
+
+
+def under_autocast_and_without_a_recipe(rank: int) -> None:
+    """The recipe in force is the ambient one, torch.autocast casts the input, and a plain nn.Linear is in parts too."""
+    for own in (True, False):
+        recipe = recipes.get("tensorwise")
+        plain = net(None)
+        up, down = (qt.Linear(*layer.weight.shape[::-1]) for layer in (plain.up, plain.down))
+        model = Net(32)
+        model.up, model.down = (up, down) if own else (nn.Linear(32, 64), nn.Linear(64, 32))
+        model.load_state_dict(plain.state_dict())
+        whole = split(net(recipe if own else None), recipe if own else None, True)
+        parallelize_module(model, mesh(), {"up": Column(sequence=True), "down": Row(sequence=True)})
+        x = batch(0, 32)
+        with qt.autocast("tensorwise", enabled=own), torch.autocast("cpu", torch.bfloat16):
+            y = model(tokens(x, rank, RANKS))
+        assert y.dtype is torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            hidden = nn.functional.gelu(whole.up(x.bfloat16()))
+            z = whole.down(hidden)
+        assert_bitwise(y.detach(), tokens(z, rank, RANKS).detach(), f"own {own}")
+        y.float().square().sum().backward()
+        z.float().square().sum().backward()
+        for (what, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert_bitwise(p.grad.to_local(), part(q.grad, p.placements[0], rank), f"own {own}: {what}")
+
+
+def what_torch_does_with_parameters(rank: int) -> None:
+    parallel, whole = in_parts("mxfp8"), split(net(recipes.get("mxfp8")), recipes.get("mxfp8"), True)
+    for (what, p), q in zip(parallel.named_parameters(), whole.parameters(), strict=True):
+        assert_bitwise(p.full_tensor().detach(), q.detach(), what)
+    assert [str(p.placements) for p in parallel.parameters()] == [
+        "(Shard(dim=0),)",
+        "(Shard(dim=0),)",
+        "(Shard(dim=1),)",
+        "(Replicate(),)",
+    ]
+    x = batch(0, 32)
+    parallel(tokens(x, rank, RANKS)).square().sum().backward()
+    whole(x).square().sum().backward()
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (parallel, whole)]
+    assert_close("norm", norms[0].full_tensor(), norms[1], 1e-6)
+    loaded = in_parts("mxfp8")
+    with torch.no_grad():
+        for p in parallel.parameters():
+            p.mul_(1.5)
+    loaded.load_state_dict(parallel.state_dict())
+    for each in (copy.deepcopy(parallel), loaded):
+        assert_bitwise(each(tokens(x, rank, RANKS)).detach(), parallel(tokens(x, rank, RANKS)).detach())
+
+
+def bad_input(rank: int) -> None:
+    here = mesh()
+
+    def refused(says: str, run: Callable[[], Any]) -> None:
+        with pytest.raises(ValueError, match=says):
+            run()
+
+    odd = qt.Linear(33, 35, recipe="tensorwise")
+    refused("35 output features, which 2 ranks cannot share", lambda: parallelize_module(odd, here, Column()))
+    refused("33 input features, which 2 ranks cannot share", lambda: parallelize_module(odd, here, Row()))
+    refused("a style of linear layers", lambda: parallelize_module(nn.LayerNorm(8), here, Column()))
+    in_bits = qt.Linear(32, 32)
+    qt.quantize_weights(in_bits, "mxfp8")
+    refused("dequantize_weights", lambda: parallelize_module(in_bits, here, Column()))
+    parallel = in_parts("mxfp8")
+    refused("is in parts by Column.sequence=True. already", lambda: parallelize_module(parallel.up, here, Row()))
+    flat = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
+    refused(r"a mesh of 2 dimensions.*mesh\['tp'\]", lambda: Column()._apply(qt.Linear(32, 32), flat))
+    refused(r"its last axis must be 32: of the layer's 32 features", lambda: parallel.up(torch.zeros(64, 16)))
+    refused("its last axis must be 32: of the layer's 64 .* a part of them", lambda: parallel.down(torch.zeros(64, 64)))
+    refused("without an axis of tokens", lambda: parallel.up(torch.zeros(32)))
+    refused("2 ranks cannot share 33 tokens", lambda: parallel.down(torch.zeros(33, 32)))
+    refused("16 tokens of each sequence of input.T on each of 2 ranks", lambda: parallel.up(torch.zeros(2, 16, 32)))
+    refused("takes local tensors", lambda: parallel.up(DTensor.from_local(torch.zeros(32, 32), here, [Replicate()])))
+    refused("has torch.float32 weights and got a torch.bfloat16", lambda: parallel.up(torch.zeros(32, 32).bfloat16()))
+    narrow = qt.Linear(32, 64, recipe="blockwise")
+    parallelize_module(narrow, here, Column())
+    refused("32 features of weight on each of 2 ranks.*blocks of 128", lambda: narrow(torch.zeros(4, 32)))
+    torchs = qt.Linear(32, 32, recipe="mxfp8")
+    parallelize_module(torchs, here, ColwiseParallel())
+    refused(r"put Column\(\) or Row\(\)", lambda: torchs(torch.zeros(4, 32)))
+
+
 CASES = [
     every_recipe_with_tokens_in_parts,
     every_recipe_with_all_tokens_on_each_rank,
     every_recipe_in_bf16,
+    hard_values,
+    recomputed_activations,
+    weights_are_agreed_on_once_a_step,
+    histories_record_what_ranks_agree_on,
+    tokens_travel_in_eight_bits,
+    layers_of_one_input_gather_it_once,
+    under_autocast_and_without_a_recipe,
+    what_torch_does_with_parameters,
+    bad_input,
 ]
 
 

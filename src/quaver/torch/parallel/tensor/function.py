@@ -8,17 +8,19 @@ rank's part of what wgrad consumes, which is gathered there. The codes, scales a
 so are the products but for the order of the sums that several ranks share.
 """
 
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quaver.core.spec import GemmSpec
+from quaver.torch.linear.entrance import facts_of, may_share, note
 from quaver.torch.linear.function import pack, unpack
 from quaver.torch.linear.gemms import Call, high_precision, matrix, quantize, quantized_weight
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations import ops
+from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.parallel import wire
 from quaver.torch.parallel.tensor.parts import Ranks
@@ -27,35 +29,98 @@ from quaver.torch.state.history import amax
 
 
 class LinearInParts(torch.autograd.Function):
-    """Of `Ranks`, this rank's weight twice, the input [..., features] and the bias or None: the output.
+    """Of a call, its `Ranks`, this rank's weight twice, the input [..., features] and the bias or None: the output.
 
     The first weight is the very tensor that the DTensor holds, the second is what its gradient goes to.
     """
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, held: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        call, fprop, y = ranks.call, ranks.call.recipe.fprop, matrix(x)
-        operand = y if fprop.a is None else quantize(call, amax.INPUT, "input", y, fprop.a)
-        whole = ranks.gather("input", operand)
-        kept = call.turned(y, operand) if call.record and ctx.needs_input_grad[3] else (None, None)
+    def forward(
+        ctx: Any, call: Call, ranks: Ranks, held: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        fprop, y = call.recipe.fprop, matrix(x)
+        shared = _enter(call, ranks, y, call.record and ctx.needs_input_grad[4])
         if fprop.b is None:
+            if call.record and ranks.is_quantizable:
+                # Nothing else looks at the weight here.
+                kept_weights.look(ranks.layer, ranks.parameter)
             of_weight: Tensor | Quantized = held
         else:
             of_weight = quantized_weight(call, held, "fprop", fprop.b)
         if ranks.layout.column:
-            output = _product(call, fprop, whole(), of_weight, call.dtype, bias)
+            output = _product(call, fprop, shared.whole(), of_weight, call.dtype, bias)
         else:
-            total = ranks.sum(_product(call, fprop, whole(), of_weight, _of_sums(call.dtype)))()
+            total = ranks.sum(_product(call, fprop, shared.whole(), of_weight, _of_sums(call.dtype)))()
             output = (total if bias is None else total + bias).to(call.dtype)
-        saved, layouts = pack(kept)
+        saved, layouts = pack([shared.kept])
         ctx.save_for_backward(held, *saved)
-        ctx.constants = ranks, layouts, x.shape, weight.dtype, None if bias is None else bias.dtype
+        ctx.constants = (
+            call,
+            ranks,
+            shared.of_wgrad,
+            layouts,
+            x.shape,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+        )
         return output.view(ranks.shape(x.shape, output.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         with ops.without_autocast(ops.autocast_device(g)):
             return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, g)
+
+
+class _WholeOfWgrad:
+    """What wgrad consumes, put together once for the layers that share it."""
+
+    __slots__ = ("pending", "users")
+
+    def __init__(self) -> None:
+        #: How many backwards have yet to ask.
+        self.users = 0
+        self.pending: wire.Pending | None = None
+
+    def gather(self, begin: Callable[[], wire.Pending]) -> wire.Pending:
+        """What `begin` begins, or has begun for another layer; the last one keeps nothing."""
+        self.users -= 1
+        pending = cache(begin()) if self.pending is None else self.pending
+        self.pending = pending if self.users > 0 else None
+        return pending
+
+
+class _Entered(NamedTuple):
+    """A layer's input in the forms that GEMMs and backward read."""
+
+    #: Gives what fprop reads, with all tokens.
+    whole: wire.Pending
+    #: This rank's part of what wgrad consumes; None where it does not run.
+    kept: Tensor | Quantized | None
+    of_wgrad: _WholeOfWgrad
+
+
+def _enter(call: Call, ranks: Ranks, y: Tensor, keeps: bool) -> _Entered:
+    """Quantize a layer's input and begin to put it together, once for layers of one input that read it alike."""
+    a, source, facts = call.recipe.fprop.a, ranks.source, ()
+    # Backward needs nothing of it.
+    ranks.source = None
+    if source is not None and may_share(call, source, y):
+        facts = facts_of(source, call, y)
+        facts = ("in parts", ranks.layout, ranks.group, keeps, *facts) if facts else ()
+    noted = siblings.lookup(source, facts, call.recipe, siblings.alike) if source is not None and facts else None
+    if noted is not None and noted.operands is not None:
+        entered, q = noted.operands
+        note((call,), q)
+    else:
+        q = y if a is None else quantize(call, amax.INPUT, "input", y, a)
+        kept = call.turned(y, q)[0] if keeps else None
+        entered = _Entered(cache(ranks.gather("input", q)), kept, _WholeOfWgrad())
+        if source is not None and facts:
+            noted = siblings.thread.last = siblings.Quantization(source, siblings.free)
+            noted.facts, noted.by, noted.operands = facts, call.recipe, (entered, q)
+    entered.of_wgrad.users += keeps
+    result: _Entered = entered
+    return result
 
 
 def _product(
@@ -82,18 +147,18 @@ def _of_sums(dtype: torch.dtype) -> torch.dtype:
 
 
 def _backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
-    ranks, layouts, shape, weight_dtype, bias_dtype = ctx.constants
-    held, (kept, _) = tensors[0], unpack(tensors[1:], layouts)
-    _, _, need_input, need_weight, need_bias = ctx.needs_input_grad
-    call, dgrad, wgrad = ranks.call, ranks.call.recipe.dgrad, ranks.call.recipe.wgrad
+    call, ranks, of_wgrad, layouts, shape, weight_dtype, bias_dtype = ctx.constants
+    held, (kept,) = tensors[0], unpack(tensors[1:], layouts)
+    _, _, _, need_input, need_weight, need_bias = ctx.needs_input_grad
+    dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
     if call.owed is not None:
         call.owed.settle()
     g = matrix(g)
     column = ranks.layout.column
-    operands = _Gradient(ranks, g, need_input, need_weight)
+    operands = _Gradient(call, ranks, g, need_input, need_weight)
     whole_input = None
     if need_weight:
-        whole_input = ranks.gather("input" if wgrad.b is None else "input.T", kept)
+        whole_input = of_wgrad.gather(partial(ranks.gather, "input" if wgrad.b is None else "input.T", kept))
     grad_input: Any = None
     grad_weight = grad_bias = None
     if need_input:
@@ -112,29 +177,31 @@ def _backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
         x = whole_input()
         b = x.t() if isinstance(x, Tensor) else x
         grad_weight = _product(call, wgrad, operands.of_wgrad(), b, weight_dtype)
-        kept_weights.used(ranks.layer)
+        if ranks.is_quantizable:
+            kept_weights.used(ranks.layer)
     if grad_input is not None:
         if column:
             grad_input = grad_input().to(call.dtype)
         grad_input = grad_input.view(shape)
-    return None, None, grad_input, grad_weight, grad_bias
+    return None, None, None, grad_input, grad_weight, grad_bias
 
 
 class _Gradient:
     """grad_output in the forms that dgrad and wgrad read, on its way between ranks."""
 
-    def __init__(self, ranks: Ranks, g: Tensor, need_input: bool, need_weight: bool) -> None:
-        call = ranks.call
+    def __init__(self, call: Call, ranks: Ranks, g: Tensor, need_input: bool, need_weight: bool) -> None:
         a, c, reuses = call.recipe.dgrad.a, call.recipe.wgrad.a, call.plan.grad_output
         self.reuses = reuses
         self.codes = self.turned = self.plain = None
         if a is not None and (need_input or (need_weight and reuses)):
-            self.codes = once(ranks.gather("grad_output", quantize(call, amax.GRAD_OUTPUT, "grad_output", g, a, False)))
+            self.codes = cache(
+                ranks.gather("grad_output", quantize(call, amax.GRAD_OUTPUT, "grad_output", g, a, False))
+            )
         if need_weight and c is not None and not reuses:
             turned = quantize(call, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, True)
             self.turned = ranks.gather("grad_output.T", turned)
         if (need_input and a is None) or (need_weight and c is None):
-            self.plain = once(ranks.gather("grad_output", g))
+            self.plain = cache(ranks.gather("grad_output", g))
 
     def of_dgrad(self) -> Tensor | Quantized:
         """[T, N]."""
@@ -155,11 +222,6 @@ class _Gradient:
         assert self.plain is not None
         plain: Tensor = self.plain().t()
         return plain
-
-
-def once(pending: wire.Pending) -> wire.Pending:
-    """What is waited for and put together at the first call, and is there at the next."""
-    return cache(pending)
 
 
 def _bias_gradient(ranks: Ranks, g: Tensor, dtype: torch.dtype) -> Tensor:

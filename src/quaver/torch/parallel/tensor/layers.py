@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from quaver import recipes
-from quaver.core.spec import Recipe
 from quaver.torch.linear.gemms import begin
 from quaver.torch.linear.layer import Quantizable, dtype_sentence, recipe_of
 from quaver.torch.operations import ops
@@ -54,12 +53,12 @@ def _forward(layer: Any, input: Tensor) -> Tensor:
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
     if getattr(weight, "device_mesh", None) is None:
         raise ValueError(
-            f"{_name(layer)} is in parts by {layout.name} and has a weight that is none of a DTensor: apply the style "
-            "to the layer once more, or load the weight with torch.distributed.checkpoint"
+            f"{name_of(layer)} is in parts by {layout.name}, and its weight is no DTensor: something has put another "
+            "in its place; load weights by torch.distributed.checkpoint"
         )
     if getattr(input, "device_mesh", None) is not None:
         raise ValueError(
-            f"{_name(layer)} is in parts by {layout.name} and takes local tensors, and its input is a DTensor: give "
+            f"{name_of(layer)} is in parts by {layout.name} and takes local tensors, and its input is a DTensor: give "
             "input.to_local(), or let what comes before it do so with use_local_output=True"
         )
     recipe = recipe_of(layer, False) if isinstance(layer, Quantizable) else None
@@ -73,38 +72,44 @@ def _forward(layer: Any, input: Tensor) -> Tensor:
         x = x.to(torch.get_autocast_dtype(device))
     elif x.dtype is not held.dtype:
         raise ValueError(dtype_sentence(layer, x.dtype))
-    ranks = _ranks(layer, recipe, weight, held, x)
     refuse_transforms(x)
-    with ops.without_autocast(device):
-        local: Any = None if bias is None else bias.to_local()
-        y: Tensor = LinearInParts.apply(ranks, held, x, weight.to_local(), local)
-    return y
-
-
-def _ranks(layer: Any, recipe: Recipe, weight: Any, held: Tensor, x: Tensor) -> Ranks:
-    layout: Any = layout_of(layer)
-    ranks = Ranks(layer, layout, weight, math.prod(x.shape[:-2]))
-    if x.dim() == 0 or x.shape[-1] != held.shape[1]:
-        of = "each rank has a part of them" if not layout.column else "every rank has all of them"
-        raise ValueError(
-            f"{ranks.says()} got an input of shape {tuple(x.shape)}; its last axis must be {held.shape[1]} of "
-            f"{layer.in_features} features on {ranks.number} ranks: {of}"
-        )
-    if layout.sequence and x.dim() < 2:
-        raise ValueError(f"{ranks.says()} got an input of shape {tuple(x.shape)}, without an axis of tokens: add one")
-    if layout.sequence and not layout.column and x.shape[-2] % ranks.number:
-        raise ValueError(
-            f"{ranks.says()} got {x.shape[-2]} tokens, which {ranks.number} ranks cannot share: pad them to a multiple "
-            f"of {ranks.number}"
-        )
+    _check(layer, held, x)
     training = torch.is_grad_enabled()
     if training and isinstance(layer, Quantizable) and layer._state.prepared is not recipe:
         prepare(layer, recipe)
-    ranks.call = begin(layer, recipe, x, x.dtype, training)
-    ranks.call.parts = ranks
-    ranks.call.both = None
-    return ranks
+    call = begin(layer, recipe, x, x.dtype, training)
+    call.both = None
+    call.parts = ranks = Ranks(layout, call, weight, max(1, math.prod(x.shape[:-2])))
+    ranks.source = input
+    with ops.without_autocast(device):
+        local: Any = None if bias is None else bias.to_local()
+        y: Tensor = LinearInParts.apply(call, ranks, held, x, weight.to_local(), local)
+    return y
 
 
-def _name(layer: nn.Module) -> str:
+def _check(layer: Any, held: Tensor, x: Tensor) -> None:
+    """Refuse an input of another shape.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    layout: Any = layout_of(layer)
+    number = layer._parameters["weight"].device_mesh.size()
+    says = f"{name_of(layer)} under {layout.name} got an input of shape {tuple(x.shape)}"
+    if x.dim() == 0 or x.shape[-1] != held.shape[1]:
+        has = "all of them" if layout.column else "a part of them"
+        raise ValueError(
+            f"{says}; its last axis must be {held.shape[1]}: of the layer's {layer.in_features} features each of "
+            f"{number} ranks has {has}"
+        )
+    if layout.sequence and x.dim() < 2:
+        raise ValueError(f"{says}, without an axis of tokens, of which each of {number} ranks has a part: add one")
+    if layout.sequence and not layout.column and x.shape[-2] % number:
+        raise ValueError(
+            f"{says}: {number} ranks cannot share {x.shape[-2]} tokens; pad them to a multiple of {number}"
+        )
+
+
+def name_of(layer: nn.Module) -> str:
+    """For an error."""
     return layer.__dict__.get("qualified_name") or type(layer).__name__

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch.linear.gemms import Call
+from quaver.torch.linear.layer import Quantizable
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.hadamard import rotate
 from quaver.torch.numerics.philox import Noise, part_of_uniform
@@ -25,10 +26,10 @@ from quaver.torch.parallel.tensor.layout import Layout
 class Ranks:
     """The ranks that one call of a layer runs on, and this one's part."""
 
-    __slots__ = ("batches", "call", "group", "layer", "layout", "number", "parameter", "rank")
+    __slots__ = (*("batches", "group", "layer", "layout", "number", "parameter", "rank", "recipe", "run", "source"),)
 
-    def __init__(self, layer: nn.Module, layout: Layout, parameter: Any, batches: int) -> None:
-        self.layer, self.layout = layer, layout
+    def __init__(self, layout: Layout, call: Call, parameter: Any, batches: int) -> None:
+        self.layer, self.layout = call.layer, layout
         #: The weight as a DTensor.
         self.parameter: Tensor = parameter
         self.group = parameter.device_mesh.get_group()
@@ -36,7 +37,10 @@ class Ranks:
         self.rank = dist.get_rank(self.group)
         #: So many sequences follow one another among the tokens.
         self.batches = batches
-        self.call: Call
+        #: The input as the layer was given it, by which others know what became of it.
+        self.source: Tensor | None = None
+        #: The recipe of the call, and what quantizes an operand by it.
+        self.recipe, self.run = call.recipe, call.quantize
 
     def quantize(
         self, operand: str, x: Tensor, spec: QuantSpec, factor: Tensor | float | None, noise: Noise
@@ -44,13 +48,13 @@ class Ranks:
         """This rank's part of an operand; see `quaver.torch.linear.gemms.Parts`."""
         axis = self.layout.axis(operand)
         if axis is None:
-            return self.call.quantize(x, spec, None, factor, noise)
+            return self.run(x, spec, None, factor, noise)
         self.check(operand, x.shape[axis], spec, axis)
         amax = self.agreed(x, spec, axis)
         if spec.rounding == "stochastic":
             q = reference.quantize(x, spec, amax, factor, self._noise(operand, x, spec, axis, noise))
         else:
-            q = self.call.quantize(x, spec, amax, factor, noise)
+            q = self.run(x, spec, amax, factor, noise)
         if amax is not None:
             q.amax = amax
         return q
@@ -85,7 +89,7 @@ class Ranks:
             of = "tokens of each sequence" if tokens else "features"
             raise ValueError(
                 f"{self.says()} has {part} {of} of {operand} on each of {self.number} ranks, and recipe "
-                f"{self.call.recipe.name} quantizes them in {why}: give each rank a multiple of {needed}, or take a "
+                f"{self.recipe.name} quantizes them in {why}: give each rank a multiple of {needed}, or take a "
                 "recipe with scales of whole tensors or rows, such as tensorwise"
             )
 
@@ -110,6 +114,11 @@ class Ranks:
         each = len(numbers) // batches
         first = (torch.arange(batches, dtype=torch.int64, device=numbers.device) * self.number + self.rank) * each
         return (first[:, None] + numbers[:each]).view(-1)
+
+    @property
+    def is_quantizable(self) -> bool:
+        """Whether the layer is ours, which keeps what its weight was quantized to."""
+        return isinstance(self.layer, Quantizable)
 
     def shape(self, given: Sequence[int], features: int) -> tuple[int, ...]:
         """Of the output for an input of a shape."""
