@@ -1,5 +1,6 @@
 """Selective checkpoints over quantized layers: bits and states of no checkpoint, whatever a policy saves."""
 
+import contextlib
 import copy
 import functools
 import runpy
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatching
 from torch.utils import checkpoint as checkpoints
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import quaver.torch as qt
 from quaver import recipes
@@ -30,6 +33,7 @@ POLICIES: dict[str, Callable[[Any], bool]] = {
         aten.mul.Tensor,
     }.__contains__,
     "all": lambda op: True,
+    "none": lambda op: False,
 }
 
 
@@ -108,29 +112,120 @@ def test_a_product_that_is_saved_is_computed_once(saves: str, again: int, monkey
     assert len(done) <= again and bool(done) is bool(again)
 
 
-def test_other_modes_see_what_they_saw() -> None:
-    from torch.utils.flop_counter import FlopCounterMode
+class Logged(TorchDispatchMode):
+    """The names of all operations, as a user's own mode sees them."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def flops(net: nn.Module, saves: str) -> int:
+    """Of a forward under a selective checkpoint and its backward, as torch's mode counts them."""
+    with FlopCounterMode(display=False) as counted:
+        x = torch.randn(32, 64, requires_grad=True)
+        checkpoint(net, x, use_reentrant=False, context_fn=contexts(POLICIES[saves])).sum().backward()
+    return counted.get_total_flops()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4"])
+def test_other_modes_see_what_they_saw(recipe: str) -> None:
+    plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 64))
+    assert flops(linears(recipe), "products") == flops(plain, "products") == 3 * 2 * 32 * (64 * 96 + 96 * 96 + 96 * 64)
+    net, x, seen = linears(recipe), torch.randn(32, 64), []
+    net(x)
+    for run in (net, functools.partial(checkpoint, net, use_reentrant=False, context_fn=contexts(POLICIES["all"]))):
+        with Logged() as log:
+            run(x.requires_grad_())
+        seen.append([name for name in log.names if name in ("aten.mm.default", "aten.addmm.default")])
+    assert seen[0] == seen[1] and len(seen[0]) == 3
+    assert not selecting.is_active() and not selecting.is_hidden()
+
+
+def test_modes_inside_a_checkpoint_see_what_they_saw_and_stay_in_order() -> None:
+    net, x = linears("mxfp8"), torch.randn(32, 64, requires_grad=True)
+    names = []
+
+    def watched(x: Tensor) -> Tensor:
+        with Logged() as outer, Logged() as inner:
+            names.append((outer.names, inner.names))
+            y: Tensor = net(x)
+            assert dispatching._get_current_dispatch_mode_stack()[-2:] == [outer, inner]
+            return y
+
+    checkpoint(watched, x, use_reentrant=False, context_fn=contexts(POLICIES["none"])).sum().backward()
+    assert len(names) == 2
+    for outer, inner in names:
+        assert outer == inner and outer.count("aten.mm.default") == 3
+        assert not any(name.startswith("quaver") for name in outer)
+
+
+def inside_selective(net: nn.Module, x: Tensor) -> Tensor:
+    whole = functools.partial(checkpoint, net, use_reentrant=False)
+    y: Tensor = checkpoint(whole, x, use_reentrant=False, context_fn=contexts(POLICIES["products"]))
+    return y
+
+
+def counted_forward(net: nn.Module, x: Tensor) -> Tensor:
+    with qt.count(net):
+        y: Tensor = checkpoint(net, x, use_reentrant=False)
+    return y
+
+
+def counted_recomputation(net: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(net, x, use_reentrant=False)
+    counting = contextlib.ExitStack()
+
+    def begin(_: Tensor) -> None:
+        counting.enter_context(qt.count(net))
+
+    y.register_hook(begin)
+    x.register_hook(lambda g: counting.close())
+    return y
+
+
+def logged_forward(net: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = qt.checkpoint(functools.partial(checkpoint, net, use_reentrant=False), x)
+    return y
+
+
+@pytest.mark.parametrize("call", [inside_selective, counted_forward, counted_recomputation, logged_forward])
+@pytest.mark.parametrize("model", [linears, layer])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise_bf16_wgrad", "mxfp8"])
+def test_a_recomputation_saves_what_its_forward_saved(recipe: str, model: Any, call: Any) -> None:
+    """Though it alone is watched, or the forward alone was: torch refused it, where a watched layer saves otherwise."""
+    torch.manual_seed(0)
+    net = model(recipe)
+    expected = steps(copy.deepcopy(net), lambda net, x: net(x))
+    got = steps(net, call)
+    for name, value in expected.items():
+        assert_bitwise(got[name], value, name)
+
+
+def test_a_reentrant_recomputation_is_counted() -> None:
+    """Whatever the last forward with gradients did: the first pass of such a checkpoint has none."""
     net, x = linears("mxfp8"), torch.randn(32, 64, requires_grad=True)
     net(x).sum().backward()
-    with FlopCounterMode(display=False) as counted:
-        net(x)
-    with FlopCounterMode(display=False) as unquantized:
-        nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 64))(x)
-    assert counted.get_total_flops() == unquantized.get_total_flops() > 0
-    assert not selecting.is_active() and not selecting.is_hidden()
+    with qt.count(net) as counters:
+        checkpoint(net, x, use_reentrant=True).sum().backward()
+    assert {operand for operands in counters.table.values() for operand in operands} >= {"grad_output", "input"}
 
 
 def test_an_error_inside_leaves_the_modes_as_they_were() -> None:
     net, x = linears("mxfp8"), torch.randn(32, 64, requires_grad=True)
     with pytest.raises(ValueError, match="its last axis must be"):
         checkpoint(net, x[:, :3], use_reentrant=False, context_fn=contexts(POLICIES["all"]))
-    failing = selecting.unseen(lambda: selecting.seen(lambda: 1 / 0))
     forward, _ = contexts(POLICIES["all"])()
-    with forward:
-        with pytest.raises(ZeroDivisionError):
-            failing()
-        assert selecting.is_active() and not selecting.is_hidden()
+    with Logged() as outer, forward, Logged() as inner:
+        for run in (selecting.seen, selecting.shown):
+            with pytest.raises(ZeroDivisionError):
+                selecting.unseen(lambda run=run: run(lambda: 1 / 0))()
+            assert dispatching._get_current_dispatch_mode_stack() == [outer, forward, inner]
+            assert selecting.is_active() and not selecting.is_hidden()
     assert not selecting.is_active()
 
 

@@ -235,6 +235,8 @@ class Linear(Quantizable, nn.Linear):
             y = None if plan is None else plan.again(input, weight, bias, self)
             if y is not None:
                 return y
+        elif not compiling:
+            state.watched = None
         if training and state.prepared is not recipe:
             prepare(self, recipe)
         device = ops.autocast_device(input)
@@ -258,7 +260,7 @@ class Linear(Quantizable, nn.Linear):
         refuse_transforms(x, weight, bias)
         # Neither what is cast nor a weight that is codes has a plan.
         if training and plan is None and not given and not casting and x.dtype is weight.dtype:
-            plan = direct.plan(x, weight, bias, recipe)
+            plan = direct.plan(x, weight, bias, recipe, self)
             if plan is not None:
                 direct.keep(key, plan)
                 y = plan.again(x, weight, bias, self)

@@ -53,8 +53,11 @@ def _project(
 ) -> tuple[Tensor, ...]:
     """`project` of layers whose shared recipe is known."""
     decided, behind = None, None if then is None else _shared_recipe(then[1])
-    if recipe is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not direct.disturbed():
-        decided = _decided(prologue, x, layers, recipe, return_input)
+    if recipe is not None and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            layers[0]._state.watched = None
+        elif not direct.disturbed(layers[0]):
+            decided = _decided(prologue, x, layers, recipe, return_input)
     if decided is not None and then is not None and behind is not None:
         chained: Any = Chained(decided[0], then[0])
         both = _decided(chained, decided[1], then[1], behind)
@@ -186,7 +189,7 @@ def _decided(
             return None
         if layer._state.prepared is not recipe:
             prepare(layer, recipe)
-        step = direct.decided(shape, first, weight, bias, recipe)
+        step = direct.decided(shape, first, weight, bias, recipe, layer)
         if step is None or (step.rows.aligned and capture.as_captured(step.device)):
             return None
         run = step.run(first, layer)

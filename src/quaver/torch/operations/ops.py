@@ -155,7 +155,7 @@ def _matmul_traced(
 
 def _matmul_kernel(*args: Any) -> Tensor:
     ambient.compiled = True
-    with without_autocast(args[0].device.type):
+    with without_autocast(args[0].device.type), selecting.inside():
         return MATMUL.eager(restored(*args[:7]), restored(*args[7:14]), *args[14:])
 
 
@@ -185,7 +185,7 @@ MATMUL: Operation[Tensor] = Operation(
 def shown_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
     """MATMUL where all else is unseen: a selective checkpoint sees torch.ops.quaver.matmul, as in compiled code."""
     operands, compiled = (*flat(a), *flat(b)), ambient.compiled
-    y: Tensor = selecting.seen(MATMUL.operator, *operands, dtype, bias, fast_accum)
+    y: Tensor = selecting.shown(MATMUL.operator, *operands, dtype, bias, fast_accum)
     ambient.compiled = compiled
     # What it keeps may not change, and an output may be written to.
     return y.clone()

@@ -33,8 +33,10 @@ _pop: Callable[[], Any] | None = getattr(dispatching, "_pop_mode", None)
 
 
 class _Thread(threading.local):
-    #: The modes that see nothing of what runs, the innermost first.
+    #: All modes, the innermost first, while those of selective checkpoints see nothing of what runs.
     hidden: Sequence[Any] = ()
+    #: Those that see the inside of an operation of which selective checkpoints see the outside.
+    inside: Sequence[Any] = ()
 
 
 _thread = _Thread()
@@ -51,41 +53,61 @@ def is_hidden() -> bool:
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of whose operations selective checkpoints see those alone that `seen` runs."""
+    """A function of whose operations selective checkpoints see those alone that `seen` or `shown` runs; any other mode
+    sees what it would see without a checkpoint."""
 
     @functools.wraps(function)
     def run(*args: P.args, **options: P.kwargs) -> T:
         if torch.compiler.is_compiling() or not is_active():
             return function(*args, **options)
-        with _without_modes():
+        modes = _stack()[::-1]
+        with _instead(_others(modes), hidden=modes):
             return function(*args, **options)
 
     return run
 
 
-@contextmanager
-def _without_modes() -> Iterator[None]:
-    assert _push is not None and _pop is not None
-    before, modes = _thread.hidden, [_pop() for _ in range(depth())]
-    _thread.hidden = modes
-    try:
-        yield
-    finally:
-        _thread.hidden = before
-        for mode in reversed(modes):
-            _push(mode)
-
-
 def seen(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """function(*args), seen by the modes from which it is hidden."""
-    assert _push is not None and _pop is not None
+    """function(*args), where it is hidden from selective checkpoints, seen by all modes."""
+    with _instead(_thread.hidden):
+        return function(*args, **options)
+
+
+def shown(operator: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """operator(*args), where it is hidden from selective checkpoints, seen by those as one operation; other modes see
+    what its kernel does in `inside`, if it runs."""
     modes = _thread.hidden
-    _thread.hidden = ()
+    with _instead([mode for mode in modes if isinstance(mode, MODES)], inside=_others(modes)):
+        return operator(*args, **options)
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """In the kernel of an operator that may be `shown`: other modes see what runs."""
+    if not _thread.inside:
+        yield
+        return
+    with _instead(_thread.inside):
+        yield
+
+
+def _others(modes: Sequence[Any]) -> Sequence[Any]:
+    return [mode for mode in modes if not isinstance(mode, MODES)]
+
+
+@contextmanager
+def _instead(modes: Sequence[Any], hidden: Sequence[Any] = (), inside: Sequence[Any] = ()) -> Iterator[None]:
+    """Modes, the innermost first, in place of those that there are."""
+    assert _push is not None and _pop is not None
+    before, replaced = (_thread.hidden, _thread.inside), [_pop() for _ in range(depth())]
+    _thread.hidden, _thread.inside = hidden, inside
     for mode in reversed(modes):
         _push(mode)
     try:
-        return function(*args, **options)
+        yield
     finally:
         for _ in modes:
             _pop()
-        _thread.hidden = modes
+        for mode in reversed(replaced):
+            _push(mode)
+        _thread.hidden, _thread.inside = before

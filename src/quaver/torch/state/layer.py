@@ -21,7 +21,8 @@ class LayerState:
 
     __slots__ = (
         *("__weakref__", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last", "newest"),
-        *("number", "prepared", "recorded_apart", "serial", "stacked", "step", "streams", "views", "weights"),
+        *("number", "prepared", "recorded_apart", "serial", "stacked", "step", "streams", "views", "watched"),
+        "weights",
     )
 
     def __init__(
@@ -35,6 +36,9 @@ class LayerState:
         self.copied = copied
         #: The recipe of the last forward, which its recomputation inside backward follows; `NEVER` before the first.
         self.last: Recipe | None = NEVER
+        #: Whether counters, logs or modes watched the last forward, which its recomputation follows too: it must save
+        #: what that saved. None where that forward kept nothing for backward.
+        self.watched: bool | None = None
         #: The recipe whose buffers the layer has.
         self.prepared: Recipe | None = None
         #: What the layer keeps of its weight: `quaver.torch.state.kept_weights`.

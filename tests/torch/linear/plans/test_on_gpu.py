@@ -695,5 +695,5 @@ def test_a_weight_on_another_device_has_no_decided_step() -> None:
     recipe, elsewhere = recipes.get("tensorwise"), layer.weight.to("meta")
     assert direct.facts(x.shape, x, layer.weight, None, recipe) in direct.plans
     assert direct.facts(x.shape, x, elsewhere, None, recipe) not in direct.plans
-    plan = direct.plan(x, elsewhere, None, recipe)
+    plan = direct.plan(x, elsewhere, None, recipe, layer)
     assert plan is not None and plan.step is None

@@ -19,6 +19,7 @@ from quaver.torch.operations import ops, selecting
 from quaver.torch.operations.derivatives import forward_level, transforms_active
 from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.state import counters, recomputation
+from quaver.torch.state.recomputation import graph_task_id
 
 #: What a decision reads of a call, the recipe by its identity.
 Facts = tuple[
@@ -37,7 +38,7 @@ class Plan(NamedTuple):
     def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
         """y [..., n] of an x [..., k] that the layer has not checked, or None: then the general way must take it."""
         step = self.step
-        if step is None or not (x.requires_grad and weight.requires_grad and x.is_contiguous()) or disturbed():
+        if step is None or not (x.requires_grad and weight.requires_grad and x.is_contiguous()) or disturbed(layer):
             return None
         return step(x, weight, bias, layer)
 
@@ -63,39 +64,55 @@ def keep(key: Facts, plan: Plan) -> None:
     plans[key] = plan
 
 
-def decided(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Step | None:
+def decided(
+    shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module
+) -> Step | None:
     """The step of a layer with this weight on what is made of this shape, of dtype and device of a tensor; None for the
     general way."""
     key = facts(shape, like, weight, bias, recipe)
     known = plans.get(key)
     if known is None:
-        known = plan(like.new_empty(shape), weight, bias, recipe)
+        known = plan(like.new_empty(shape), weight, bias, recipe, layer)
         if known is None:
             return None
         keep(key, known)
     return known.step
 
 
-def disturbed() -> bool:
-    """True if counters, recomputation, `only`, torch.autocast, torch.func, forward mode or a selective checkpoint is
-    active."""
-    logs = recomputation.state
+def disturbed(layer: nn.Module) -> bool:
+    """True if a forward of a layer that trains must go the general way: where it is watched, and while `only`,
+    torch.autocast, torch.func or forward mode is active."""
     return (
-        counters.active.counters is not None
-        or logs.replay is not None
-        or bool(logs.writing)
+        watched(layer)
         or ops.QUANTIZE.active is not ops.QUANTIZE.impls
         or ops.MATMUL.active is not ops.MATMUL.impls
         or any_autocast_enabled()
         or transforms_active()
         or forward_level() >= 0
-        or (selecting.depth() > 0 and selecting.is_active())
     )
 
 
-def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Plan | None:
-    """The plan for an x [..., k] that the layer has checked; None where no plan can be made now."""
-    if disturbed() or capture.as_captured(x.device):
+def watched(layer: nn.Module) -> bool:
+    """True if counters, recomputation or a selective checkpoint sees what a layer does; inside backward whether one saw
+    its last forward, of which this is a recomputation that must save what that saved."""
+    # `state_of` without a call.
+    logs, state = recomputation.state, layer.__dict__["_state"]
+    known: bool | None = state.watched
+    if logs.replay is None and known is not None and graph_task_id() != -1:
+        return known
+    now: bool = (
+        counters.active.counters is not None
+        or logs.replay is not None
+        or bool(logs.writing)
+        or (selecting.depth() > 0 and selecting.is_active())
+    )
+    state.watched = now
+    return now
+
+
+def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module) -> Plan | None:
+    """The plan for an x [..., k] that a layer has checked; None where no plan can be made now."""
+    if disturbed(layer) or capture.as_captured(x.device):
         return None
     if x.device != weight.device:
         # A launch by addresses would read what lies there; torch's own GEMM says so.
