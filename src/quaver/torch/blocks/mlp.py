@@ -18,6 +18,7 @@ from quaver.torch.blocks.activation import Activated, get_activation, option_val
 from quaver.torch.blocks.norm import normalized_projections
 from quaver.torch.blocks.norm_linear import PartOptions, Parts
 from quaver.torch.state.checkpointing import checkpoint
+from quaver.torch.state.layer import state_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ class MLP(Parts):
         self.register_module("norm", options.norm(dim))
         if gated and options.fused:
             self.gate_up_proj = options.linear(dim, 2 * hidden)
+            state_of(self.gate_up_proj).pieces = 2
         else:
             if gated:
                 self.gate_proj = options.linear(dim, hidden)

@@ -21,7 +21,7 @@ class LayerState:
 
     __slots__ = (
         *("__weakref__", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last", "newest"),
-        *("number", "prepared", "recorded_apart", "serial", "stacked", "step", "streams", "views", "watched"),
+        *("number", "pieces", "prepared", "recorded_apart", "serial", "stacked", "step", "streams", "views", "watched"),
         "weights",
     )
 
@@ -61,18 +61,22 @@ class LayerState:
         self.streams: tuple[Any, dict[str, Tensor], dict[str, int]] | None = None
         #: What a decided step on a GPU draws from.
         self.drawn: Any = None
+        #: How many matrices lie one below the other in its weight, such as gate and up.
+        self.pieces = 1
         #: The value in high precision that a weight of codes began with, on the CPU.
         self.initial: Tensor | None = None
         #: Whether a warning has told of its features.
         self.announced = False
 
     def __reduce__(self) -> Any:
-        return _copy, (self.serial, self.delayed, self.family)
+        return _copy, (self.serial, self.delayed, self.family, self.pieces)
 
 
-def _copy(serial: int, delayed: Recipe | None, family: Any = None) -> LayerState:
+def _copy(serial: int, delayed: Recipe | None, family: Any = None, pieces: int = 1) -> LayerState:
     # The one object of a recipe, by which it is compared.
-    return LayerState(serial, None if delayed is None else recipes.get(delayed), copied=True, family=family)
+    state = LayerState(serial, None if delayed is None else recipes.get(delayed), copied=True, family=family)
+    state.pieces = pieces
+    return state
 
 
 def state_of(layer: nn.Module) -> LayerState:

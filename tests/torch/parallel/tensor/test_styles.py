@@ -338,7 +338,7 @@ def bad_input(rank: int) -> None:
     refused("has torch.float32 weights and got a torch.bfloat16", lambda: parallel.up(torch.zeros(32, 32).bfloat16()))
     narrow = qt.Linear(32, 64, recipe="blockwise")
     parallelize_module(narrow, here, Column())
-    refused("32 features of weight on each of 2 ranks.*blocks of 128", lambda: narrow(torch.zeros(4, 32)))
+    refused("32 features of grad_output on each of 2 ranks.*blocks of 128", lambda: narrow(torch.zeros(4, 32)))
     torchs = qt.Linear(32, 32, recipe="mxfp8")
     parallelize_module(torchs, here, ColwiseParallel())
     refused(r"put Column\(\) or Row\(\)", lambda: torchs(torch.zeros(4, 32)))

@@ -18,6 +18,7 @@ from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary, apply_rotary_to_both, apply_rotary_to_parts
 from quaver.torch.blocks.norm import QK_NORM_SCOPES, norm_of_heads, normalized_projections
 from quaver.torch.blocks.norm_linear import PartOptions, Parts
+from quaver.torch.state.layer import state_of
 
 #: What x is in each layout.
 SHAPES = {"bshd": "[batch, tokens, features]", "sbhd": "[tokens, batch, features]", "thd": "[tokens, features]"}
@@ -108,7 +109,9 @@ class MultiheadAttention(Parts):
             features = dim if name.startswith("q") or memory_dim is None else memory_dim
             self._parts[name] = [widths[part] for part in parts]
             bias = options.key_bias if name == "k_proj" else None
-            setattr(self, name, options.linear(features, sum(self._parts[name]), bias))
+            layer = options.linear(features, sum(self._parts[name]), bias)
+            state_of(layer).pieces = len(parts)
+            setattr(self, name, layer)
         eps = options.eps if options.qk_norm_eps is None else options.qk_norm_eps
         of_heads = replace(options, normalization=options.qk_norm, eps=eps)
         for name, count in (("q_norm", heads), ("k_norm", groups)):

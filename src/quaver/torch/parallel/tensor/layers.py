@@ -81,6 +81,8 @@ def _forward(layer: Any, input: Tensor) -> Tensor:
     call.both = None
     call.parts = ranks = Ranks(layout, call, weight, max(1, math.prod(x.shape[:-2])))
     ranks.source = input
+    if training:
+        ranks.check_gradient(held, x.shape)
     with ops.without_autocast(device):
         local: Any = None if bias is None else bias.to_local()
         y: Tensor = LinearInParts.apply(call, ranks, held, x, weight.to_local(), local)

@@ -4,6 +4,7 @@ Where a scale serves elements of several ranks they agree on its amax first, as 
 blocks lie within a rank, which is asked for. Noise is drawn by an element's place in the whole.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,6 +93,19 @@ class Ranks:
                 f"{self.recipe.name} quantizes them in {why}: give each rank a multiple of {needed}, or take a "
                 "recipe with scales of whole tensors or rows, such as tensorwise"
             )
+
+    def check_gradient(self, weight: Tensor, given: Sequence[int]) -> None:
+        """`check` what backward will quantize, before anything is computed.
+
+        Args:
+            weight: this rank's part.
+            given: the shape of the input.
+        """
+        length = weight.shape[0] if self.layout.column else math.prod(given[:-1]) // self.number
+        for operand, spec in (("grad_output", self.recipe.dgrad.a), ("grad_output.T", self.recipe.wgrad.a)):
+            axis = self.layout.axis(operand)
+            if spec is not None and axis is not None:
+                self.check(operand, length, spec, axis)
 
     def says(self) -> str:
         """The layer and its style, for an error."""

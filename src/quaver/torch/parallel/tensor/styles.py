@@ -2,16 +2,18 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored import stored
-from quaver.torch.parallel.tensor.layers import in_parts, layout_of
+from quaver.torch.parallel.tensor.layers import in_parts, layout_of, name_of
 from quaver.torch.parallel.tensor.layout import Layout
+from quaver.torch.parallel.tensor.tokens import OTHER_DROPOUTS, Tokens, on_tokens, tokens_of
 from quaver.torch.state import kept_weights
+from quaver.torch.state.layer import state_of
 
 
 class _InParts(ParallelStyle):
@@ -23,13 +25,7 @@ class _InParts(ParallelStyle):
         _check(module, self.layout, device_mesh)
         of_weight = Shard(self.layout.weight_axis)
         of_bias = Shard(0) if self.layout.column else Replicate()
-        for name, placement in (("weight", of_weight), ("bias", of_bias)):
-            parameter = module._parameters[name]
-            if parameter is not None:
-                parts = distribute_tensor(
-                    parameter.detach(), device_mesh, [placement], src_data_rank=self.src_data_rank
-                )
-                module.register_parameter(name, nn.Parameter(parts, requires_grad=parameter.requires_grad))
+        _distribute(module, {"weight": of_weight, "bias": of_bias}, device_mesh, self.src_data_rank)
         if isinstance(module, Quantizable):
             kept_weights.drop(module)
         module.__class__ = in_parts(type(module), self.layout)  # type: ignore[arg-type]
@@ -73,37 +69,169 @@ class Row(_InParts):
         self.layout = Layout(column=False, sequence=sequence)
 
 
-def _check(module: nn.Module, layout: Layout, mesh: Any) -> None:
-    """Refuse what cannot be in parts.
+class Heads(ParallelStyle):
+    """A `quaver.torch.MultiheadAttention` made with fused=False, of which each rank has some heads.
+
+    Its q_proj, k_proj and v_proj become a `Column`, its o_proj a `Row`, and the norms of queries and keys sum their
+    gradients over the ranks' heads.
+
+    Args:
+        sequence: of the four layers; the attention itself sees all tokens.
+    """
+
+    def __init__(self, *, sequence: bool = False) -> None:
+        self.sequence = sequence
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        attention: Any = module
+        _check_heads(attention, self, device_mesh)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+            part, style = attention._modules[name], Row if name == "o_proj" else Column
+            if part is not None:
+                each = Sequence() if name.endswith("norm") else style(sequence=self.sequence)
+                each.src_data_rank = self.src_data_rank
+                each._apply(part, device_mesh)
+        attention.core.heads //= device_mesh.size()
+        attention.core.groups //= device_mesh.size()
+        return module
+
+    def __repr__(self) -> str:
+        return f"Heads({'sequence=True' if self.sequence else ''})"
+
+
+class Sequence(ParallelStyle):
+    """A module that works on each token by itself, such as a norm or a dropout, of which each rank does some tokens.
+
+    Its parameters become DTensors of placement Replicate(), whose gradients the ranks sum in float32. It takes
+    and gives local tensors, [..., tokens of this rank, features].
+
+    Args:
+        takes_whole: every rank has the whole input, and takes its tokens of it: an embedding does, of numbers
+            [..., tokens].
+        gives_whole: the output is gathered, in its own dtype, for what every rank computes alike: the last norm's is,
+            before a head that is not in parts.
+    Dropout draws other noise on each rank. Exact, but for the order in which gradients of parameters are summed.
+    """
+
+    def __init__(self, *, takes_whole: bool = False, gives_whole: bool = False) -> None:
+        self.takes_whole, self.gives_whole = takes_whole, gives_whole
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        _check_free(module, repr(self), device_mesh)
+        if isinstance(module, OTHER_DROPOUTS):
+            raise ValueError(
+                f"{self!r} of a {type(module).__name__} would drop the same on every rank: use nn.Dropout, or leave it "
+                "out of the plan"
+            )
+        inside = next(
+            (name for name, child in module.named_modules() if child is not module and child._parameters), None
+        )
+        if inside is not None:
+            raise ValueError(
+                f"{self!r} is a style of single modules, and {type(module).__name__} has another one inside with "
+                f"parameters, {inside!r}: name the norms and dropouts themselves in the plan"
+            )
+        _distribute(module, dict.fromkeys(module._parameters, Replicate()), device_mesh, self.src_data_rank)
+        tokens = Tokens(device_mesh, self.takes_whole, self.gives_whole)
+        module.__class__ = on_tokens(type(module), tokens)  # type: ignore[arg-type]
+        return module
+
+    def __repr__(self) -> str:
+        options = [name for name in ("takes_whole", "gives_whole") if getattr(self, name)]
+        return f"Sequence({', '.join(f'{name}=True' for name in options)})"
+
+
+def _distribute(module: nn.Module, placements: dict[str, Any], mesh: Any, source: int | None) -> None:
+    """Make DTensors of parameters."""
+    for name, placement in placements.items():
+        parameter = module._parameters[name]
+        if parameter is not None:
+            parts = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
+            module.register_parameter(name, nn.Parameter(parts, requires_grad=parameter.requires_grad))
+
+
+def _check_free(module: nn.Module, style: str, mesh: Any) -> None:
+    """Refuse a module that lies on ranks already, and a mesh that is none of ranks in a row.
 
     Raises:
         ValueError: with what to do.
     """
-    name = module.__dict__.get("qualified_name") or type(module).__name__
-    if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
-        raise ValueError(
-            f"{layout.name} is a style of linear layers, and {name} is none, or its weight is parametrized: name the "
-            "linear layers in the plan, such as {'mlp.up_proj': Column(), 'mlp.down_proj': Row()}"
-        )
+    name = name_of(module)
     if mesh.ndim != 1:
         raise ValueError(
             f"{name} would be in parts over a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of "
             "them, such as mesh['tp']"
         )
     before = layout_of(module)
-    weight: Any = module._parameters["weight"]
-    if before is not None or getattr(weight, "device_mesh", None) is not None:
-        of = (
-            f"is in parts by {before.name}" if before is not None else f"has a weight that lies on {weight.device_mesh}"
-        )
+    lies = next(
+        (p.device_mesh for p in module._parameters.values() if p is not None and hasattr(p, "device_mesh")), None
+    )
+    if before is not None or lies is not None or tokens_of(module) is not None:
+        of = f"is in parts by {before.name}" if before is not None else f"lies on {lies}"
         raise ValueError(
-            f"{name} {of} already, and {layout.name} is for a whole layer: name it in one style of the plan, and call "
-            "parallelize_module before fully_shard"
+            f"{name} {of} already, and {style} is for a module that is whole: name it in one style of the plan, and "
+            "call parallelize_module before fully_shard"
         )
+
+
+def _check_heads(attention: Any, style: Heads, mesh: Any) -> None:
+    """Refuse attention whose heads ranks cannot share.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    if not isinstance(attention, MultiheadAttention):
+        raise ValueError(
+            f"{style} is a style of quaver.torch.MultiheadAttention, and {type(attention).__name__} is none: name its "
+            "linear layers, {'q_proj': Column(), 'o_proj': Row()}, where its forward takes heads as they come"
+        )
+    core = attention.core
+    of_heads = {
+        "fused=True": len(attention._parts) < 3,
+        "alibi": core.alibi,
+        "learnable sinks": getattr(core, "sinks", None) is not None and isinstance(core.sinks, nn.Parameter),
+        "position_bias": attention.position_bias is not None,
+        f"qk_norm_scope={attention.qk_norm_scope!r}": attention.q_norm is not None
+        and attention.qk_norm_scope != "head",
+        "layout='sbhd' and sequence=True": attention.layout == "sbhd" and style.sequence,
+    }
+    refused = [option for option, there in of_heads.items() if there]
+    if refused:
+        raise ValueError(
+            f"{style} is for attention whose heads know nothing of one another, and this one has {', '.join(refused)}: "
+            "make it without, or leave attention out of the plan"
+        )
+    if core.heads % mesh.size() or core.groups % mesh.size():
+        raise ValueError(
+            f"{style}: {mesh.size()} ranks cannot share {core.heads} heads and {core.groups} of keys and values; give "
+            "multiples of the ranks"
+        )
+
+
+def _check(module: nn.Module, layout: Layout, mesh: Any) -> None:
+    """Refuse what cannot be in parts.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    name = name_of(module)
+    if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
+        raise ValueError(
+            f"{layout.name} is a style of linear layers, and {name} is none, or its weight is parametrized: name the "
+            "linear layers in the plan, such as {'mlp.up_proj': Column(), 'mlp.down_proj': Row()}"
+        )
+    _check_free(module, layout.name, mesh)
+    weight: Any = module._parameters["weight"]
     if weight.dtype in stored.CODES:
         raise ValueError(
             f"{name} has a weight that exists only in few bits, and {layout.name} is for one in high precision: call "
             "quaver.torch.dequantize_weights(model) first"
+        )
+    pieces = state_of(module).pieces if isinstance(module, Quantizable) else 1
+    if layout.column and pieces > 1:
+        raise ValueError(
+            f"{name} has {pieces} matrices in one weight, such as gate and up; under {layout.name} a rank would have "
+            "rows of one of them: make the block with fused=False"
         )
     number, features = mesh.size(), weight.shape[layout.weight_axis]
     if features % number:
@@ -112,5 +240,3 @@ def _check(module: nn.Module, layout: Layout, mesh: Any) -> None:
             f"{name} has {features} {of} features, which {number} ranks cannot share by {layout.name}: leave it out of "
             f"the plan, or give it a multiple of {number}"
         )
-    if not torch.distributed.is_initialized():
-        raise ValueError(f"{layout.name} needs a process group: call torch.distributed.init_process_group first")

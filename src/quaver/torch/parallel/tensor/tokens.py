@@ -1,0 +1,122 @@
+"""Modules that work on each token by itself, such as norms, on this rank's tokens: their class and their forward.
+
+Their parameters are whole on every rank, and the gradient of one is the sum over all tokens, in float32.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.torch.parallel import wire
+
+#: What drops whole channels, or leaves no zeros: of their noise nothing is known here.
+OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class Tokens(NamedTuple):
+    """Which tokens a module takes and gives, and on which ranks."""
+
+    mesh: Any
+    #: Whether every rank has the whole input, and whether each gets the whole output.
+    takes_whole: bool
+    gives_whole: bool
+
+
+@cache
+def on_tokens(kind: Any, tokens: Tokens) -> type:
+    """The class of a module of a class once each rank has some tokens."""
+    return type(kind.__name__, (kind,), {"forward": _forward, "tokens_on_ranks": tokens, "__module__": kind.__module__})
+
+
+def tokens_of(module: nn.Module) -> Tokens | None:
+    """Which tokens a module has; None for one without the style."""
+    tokens: Tokens | None = getattr(type(module), "tokens_on_ranks", None)
+    return tokens
+
+
+@torch.compiler.disable
+def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    tokens: Any = tokens_of(module)
+    group = tokens.mesh.get_group()
+    if tokens.takes_whole:
+        # Numbers of tokens have no axis of features.
+        dim = x.dim() - (2 if x.is_floating_point() else 1)
+        if x.shape[dim] % tokens.mesh.size():
+            raise ValueError(
+                f"{type(module).__name__} under Sequence(takes_whole=True) got an input of shape {tuple(x.shape)}: "
+                f"{tokens.mesh.size()} ranks cannot share {x.shape[dim]} tokens; pad them"
+            )
+        x = _Part.apply(x, dim, tokens)
+    kind: Any = next(kind for kind in type(module).__mro__ if "tokens_on_ranks" in vars(kind)).__bases__[0]
+    held = module._parameters
+    local = {name: p if p is None else _Summed.apply(p.to_local(), group) for name, p in held.items()}
+    module.__dict__["_parameters"] = local
+    try:
+        if isinstance(module, nn.Dropout) and module.training:
+            y = _dropped(x, module.p, tokens.mesh)
+        else:
+            y = kind.forward(module, x, *args, **kwargs)
+    finally:
+        module.__dict__["_parameters"] = held
+    return _Whole.apply(y, y.dim() - 2, tokens) if tokens.gives_whole else y
+
+
+def _dropped(x: Tensor, p: float, mesh: Any) -> Tensor:
+    """x without some of its elements, others than on other ranks though these have the same seed."""
+    # The process's generator moves on alike on every rank.
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) + mesh.get_local_rank()
+    kept = torch.empty_like(x).bernoulli_(1 - p, generator=torch.Generator(x.device).manual_seed(seed))
+    return x * kept.div_(max(1 - p, torch.finfo(x.dtype).tiny))
+
+
+class _Summed(torch.autograd.Function):
+    """A parameter as it is; its gradient is the sum of all ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        total = g.contiguous() if g.dtype in (torch.float32, torch.float64) else g.float()
+        return wire.sum_parts(total.clone() if total is g else total, ctx.group)().to(g.dtype), None
+
+
+def _own(x: Tensor, dim: int, tokens: Tokens) -> Tensor:
+    return x.chunk(tokens.mesh.size(), dim)[tokens.mesh.get_local_rank()].contiguous()
+
+
+def _all(x: Tensor, dim: int, tokens: Tokens) -> Tensor:
+    """Every rank's part of [..., tokens, features] put together."""
+    before = x.shape[:dim].numel()
+    whole: Tensor = wire.gather(x.reshape(before * x.shape[dim], -1), 0, tokens.mesh.get_group(), max(before, 1))()
+    return whole.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+class _Part(torch.autograd.Function):
+    """This rank's tokens of what every rank has whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, tokens: Tokens) -> Tensor:
+        ctx.facts = dim, tokens
+        return _own(x, dim, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _all(g, *ctx.facts), None, None
+
+
+class _Whole(torch.autograd.Function):
+    """All tokens of what each rank has a part of, for what every rank computes alike: each has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, tokens: Tokens) -> Tensor:
+        ctx.facts = dim, tokens
+        return _all(x, dim, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _own(g, *ctx.facts), None, None

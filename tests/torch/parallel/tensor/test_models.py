@@ -1,0 +1,189 @@
+"""Two processes on gloo: blocks and a model of transformers in parts are the whole one but for the order of sums."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+import quaver.torch as qt
+from quaver.torch.parallel import Column, Heads, Row, Sequence
+from tests import two_ranks
+from tests.close import assert_bitwise, assert_close
+from tests.torch.parallel.tensor.split import tokens
+from tests.two_ranks import RANKS
+
+#: What a step's gradients may differ by from one process's: an ulp of a sum moves a code here and there.
+GAPS = {None: 1e-5, "tensorwise": 2e-2, "mxfp8": 2e-2, "delayed": 2e-2}
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (RANKS,))
+
+
+def whole_gradient(p: nn.Parameter) -> Tensor:
+    g: Any = p.grad
+    return g.full_tensor() if hasattr(g, "full_tensor") else g
+
+
+def compare(model: nn.Module, whole: nn.Module, losses: list[Tensor], says: str, gap: float) -> None:
+    assert_close(f"{says}: loss", losses[0].detach(), losses[1].detach(), 1e-6)
+    for (what, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert q.grad is not None
+        assert_close(f"{says}: gradient of {what}", whole_gradient(p), q.grad, gap)
+
+
+def with_tokens(model: nn.Module, whole: nn.Module, x: Tensor, sequence: bool, says: str, gap: float) -> None:
+    """A model of tokens, of which each rank gives its part, beside the whole one."""
+    ours = tokens(x, dist.get_rank(), RANKS) if sequence else x
+    loss, expected = model(ours).square().sum() / x.numel(), whole(x).square().sum() / x.numel()
+    loss.backward()
+    expected.backward()
+    loss = loss.detach()
+    if sequence:
+        dist.all_reduce(loss)
+    compare(model, whole, [loss, expected], says, gap)
+
+
+def transformer_layers(rank: int) -> None:
+    for recipe, gap in GAPS.items():
+        for sequence in (False, True):
+            torch.manual_seed(0)
+            options: Any = {"fused": False, "mask_type": "causal", "activation": "swiglu", "recipe": recipe}
+            rope, norm = qt.RotaryEmbedding(32), "RMSNorm"
+            layer = qt.TransformerLayer(
+                128, 4, hidden=256, groups=2, rope=rope, normalization=norm, qk_norm="RMSNorm", **options
+            )
+            whole = copy.deepcopy(layer)
+            style = {"sequence": sequence}
+            plan: Any = {
+                "attention": Heads(**style),
+                "mlp.gate_proj": Column(**style),
+                "mlp.up_proj": Column(**style),
+                "mlp.down_proj": Row(**style),
+            }
+            if sequence:
+                plan |= {"attention.norm": Sequence(), "mlp.norm": Sequence()}
+            parallelize_module(layer, mesh(), plan)
+            x = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1))
+            with_tokens(layer, whole, x, sequence, f"{recipe}, sequence {sequence}", gap)
+
+
+def norms_before_layers(rank: int) -> None:
+    for recipe, gap in GAPS.items():
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(
+            qt.LayerNormMLP(64, 128, "swiglu", fused=False, recipe=recipe), qt.LayerNormLinear(64, 64, recipe=recipe)
+        )
+        whole = copy.deepcopy(model)
+        plan: Any = {name: Column(sequence=True) for name in ("0.gate_proj", "0.up_proj")}
+        plan |= {"0.down_proj": Row(sequence=True), "0.norm": Sequence(), "1.norm": Sequence(gives_whole=True)}
+        parallelize_module(model, mesh(), {**plan, "1.linear": Column()})
+        x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1))
+        y, z = model(tokens(x, rank, RANKS)), whole(x)
+        assert_close(f"{recipe}: output", y.detach(), z.detach().chunk(RANKS, -1)[rank], gap)
+        y.square().sum().backward()
+        z.square().sum().backward()
+        loss = y.detach().square().sum()
+        dist.all_reduce(loss)
+        compare(model, whole, [loss, z.square().sum()], str(recipe), gap)
+
+
+def llama(sequence: bool) -> dict[str, Any]:
+    """A plan for transformers' Llama. Its attention counts tokens by what it is given, so it is given all of them."""
+    attention, mlp = "model.layers.*.self_attn.", "model.layers.*.mlp."
+    plan: dict[str, Any] = {attention + name: Column() for name in ("q_proj", "k_proj", "v_proj")}
+    plan |= {mlp + name: Column(sequence=sequence) for name in ("gate_proj", "up_proj")}
+    plan |= {attention + "o_proj": Row(sequence=sequence), mlp + "down_proj": Row(sequence=sequence)}
+    if sequence:
+        plan |= {
+            "model.embed_tokens": Sequence(takes_whole=True),
+            "model.layers.*.input_layernorm": Sequence(gives_whole=True),
+            "model.layers.*.post_attention_layernorm": Sequence(),
+            "model.norm": Sequence(gives_whole=True),
+        }
+    return plan
+
+
+def a_converted_model_of_transformers(rank: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=96,
+        attention_bias=True,
+    )
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(1))
+    given = {"labels": ids, "position_ids": torch.arange(64)[None], "use_cache": False}
+    for recipe in (None, "mxfp8"):
+        for sequence in (False, True):
+            model, whole = copy.deepcopy(plain), copy.deepcopy(plain)
+            for each in (model, whole):
+                qt.convert(each, "bf16" if recipe is None else recipe, skip=["lm_head"])
+            parallelize_module(model, mesh(), llama(sequence))
+            losses = [each(ids, **given).loss for each in (model, whole)]
+            for loss in losses:
+                loss.backward()
+            compare(model, whole, losses, f"{recipe}, sequence {sequence}", GAPS[recipe])
+
+
+def dropped_tokens_differ(rank: int) -> None:
+    torch.manual_seed(0)
+    dropout = nn.Dropout(0.5)
+    parallelize_module(dropout, mesh(), Sequence())
+    before = torch.get_rng_state()
+    y = dropout(torch.ones(4, 64))
+    one, other = two_ranks.gathered(y)
+    assert not torch.equal(one, other) and 0.3 < float((y == 0).float().mean()) < 0.7
+    assert_bitwise(*two_ranks.gathered(torch.get_rng_state()), "every rank's generator moves on alike")
+    assert not torch.equal(before, torch.get_rng_state())
+    kept = y[y != 0]
+    assert_bitwise(kept, torch.full_like(kept, 2.0))
+    assert_bitwise(dropout.eval()(torch.ones(4, 64)), torch.ones(4, 64))
+
+
+def bad_input(rank: int) -> None:
+    def refused(says: str, module: nn.Module, plan: Any) -> None:
+        with pytest.raises(ValueError, match=says):
+            parallelize_module(module, mesh(), plan)
+
+    refused("2 matrices in one weight.*fused=False", qt.MLP(64, 64, "swiglu"), {"gate_up_proj": Column()})
+    refused("3 matrices in one weight", copy.deepcopy(qt.MultiheadAttention(64, 4)), {"qkv_proj": Column()})
+    refused("this one has fused=True", qt.MultiheadAttention(64, 4), Heads())
+    refused("this one has alibi", qt.MultiheadAttention(64, 4, fused=False, alibi=True), Heads())
+    refused("cannot share 3 heads", qt.MultiheadAttention(63, 3, fused=False), Heads())
+    refused("Linear is none", qt.Linear(8, 8), Heads())
+    refused("another one inside with parameters, '0'", nn.Sequential(nn.LayerNorm(8)), Sequence())
+    refused("would drop the same on every rank", nn.Dropout2d(), Sequence())
+    twice = nn.LayerNorm(8)
+    parallelize_module(twice, mesh(), Sequence(takes_whole=True))
+    refused("already", twice, Sequence())
+    with pytest.raises(ValueError, match="2 ranks cannot share 5 tokens"):
+        twice(torch.zeros(5, 8))
+
+
+CASES = [
+    transformer_layers,
+    norms_before_layers,
+    a_converted_model_of_transformers,
+    dropped_tokens_differ,
+    bad_input,
+]
+
+
+def test_models_in_parts_are_the_whole_ones(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES)
