@@ -5,7 +5,10 @@ import torch
 from torch import Tensor
 
 from quaver import E4M3, E5M2, QuantSpec
+from quaver.torch.backends.gpu.launching.passes import Passes
+from quaver.torch.backends.gpu.quantizing import block_scaled
 from quaver.torch.backends.gpu.quantizing.block_scaled import by_exponents
+from quaver.torch.backends.gpu.quantizing.ways import Wanted
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from tests.kernels.compare import DEVICE, assert_same
@@ -57,6 +60,26 @@ def test_one_direction_alone_gives_the_reference(spec: QuantSpec, shape: tuple[i
         none, turned = by_exponents(x, None, spec)
         assert none is None
         assert_as_stored(turned, reference.quantize(x.t(), spec))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_squares_of_both_directions_take_two_launches_with_triton_3_7_from_blackwell_on(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_scaled.triton, "__version__", "3.7.1")
+    for arch, spec, names in (
+        (90, SQUARES[0], ["mxfp8_columns"]),
+        (100, LINES[0], ["mxfp8_columns"]),
+        (100, SQUARES[0], ["mxfp8_rows", "mxfp8_columns"]),
+    ):
+        monkeypatch.setattr(block_scaled, "architecture", lambda _, arch=arch: arch)
+        way = block_scaled._mx_way(torch.empty(shape, device=DEVICE), spec, True, True, Wanted())
+        assert [one.kernel.fn.__name__ for one in way.launches(None, None)] == names
+    monkeypatch.setattr(block_scaled, "_mx", Passes(block_scaled._mx_pass))
+    for x in operands(shape, at=SHAPES.index(shape), of=3):
+        q, turned = by_exponents(x, SQUARES[0], SQUARES[0])
+        assert_as_stored(q, reference.quantize(x, SQUARES[0]))
+        assert_as_stored(turned, reference.quantize(x.t(), SQUARES[0]))
 
 
 def test_float16_and_amaxes_that_are_given() -> None:

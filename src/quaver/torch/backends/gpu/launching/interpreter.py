@@ -2,9 +2,10 @@
 
 Versions 3.6 to 3.9 round ties away from zero on the way to FP8, drop the carry into the exponent, turn NaN into a
 number, and truncate float32 to bf16 (triton-lang/triton#11897); with numpy 2.4 and later a loop whose bound is computed
-fails. Products of bf16 are taken of the bits, as whole numbers, and before 3.9 `tl.fma` rounds twice. `tl.maximum` and
-`tl.minimum` keep a NaN that a GPU drops unless `PropagateNan.ALL` is asked for. `mend` replaces the conversion by
-torch's, saturating as `cvt.rn.satfinite` does, multiplies in float32, rounds `tl.fma` once, and drops those NaN.
+fails. Products of bf16 are taken of the bits, as whole numbers, and before 3.9 `tl.fma` rounds twice. Before 3.8
+`tl.maximum` and `tl.minimum` keep a NaN that a GPU drops unless `PropagateNan.ALL` is asked for. `mend` replaces the
+conversion by torch's, saturating as `cvt.rn.satfinite` does, multiplies in float32, rounds `tl.fma` once, and drops
+those NaN.
 """
 
 import warnings

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.kernels.emulating.two_level import amaxes
 from quaver.kernels.quantizing.mxfp8 import mxfp8_columns, mxfp8_rows
 from quaver.kernels.quantizing.nvfp4 import nvfp4_along, nvfp4_both, nvfp4_down, rotated_amax
+from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.backends.gpu.launching.launch import workspace
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.launching.rooms import FOURS, Room, in_words, row_major, whole
@@ -80,16 +82,24 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Wanted)
 
 def _mx_way(x: Tensor, spec: QuantSpec, straight: bool, turned: bool, wanted: Wanted) -> Way:
     (rows, k), large, kept = x.shape, x.numel() > SMALL, wanted.transpose
+    apart = straight and turned and _apart(spec, x.device)
     q = s = qt = st = None
     if straight:
         fresh = large or wanted.codes
         q, s = room_for_codes(rows, k, spec, fresh), _room(rows, k, fresh)
     if turned:
         qt, st = codes_in_words(k, rows, spec, kept, large or kept), _room(k, rows, large or kept)
-    elif s is not None:
+    if s is not None and (apart or not turned):
         s = in_words(s)
-    launches = [_mx_launch((x, q, s, qt, st), spec)]
+    written = [(q, s, None, None), (None, None, qt, st)] if apart else [(q, s, qt, st)]
+    launches = [_mx_launch((x, *rooms), spec) for rooms in written]
     return Way(x, (q, s, qt, st, None), lambda *_: launches)
+
+
+def _apart(spec: QuantSpec, device: torch.device) -> bool:
+    """True where squares take a launch for each direction: the assembler for Blackwell that triton 3.7 has (ptxas 13.1)
+    dies of one for both, in whatever tiles."""
+    return spec.block[0] == 32 and architecture(device) >= 100 and triton.__version__.startswith("3.7.")
 
 
 def _room(rows: int, k: int, fresh: bool) -> Room:
