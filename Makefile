@@ -42,8 +42,8 @@ test-lowering: $(VENV)/.cuda
 
 ## What can be known of a GPU without one: machine code, launches, a dry run, and a cache that leaves nothing to compile.
 test-gpu-ready: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels/test_gate.py
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/torch/backends/gpu/test_launch_counts.py
+	QUAVER_TEST_GATE="$(ARCH)" $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" \
+		tests/kernels/test_gate.py tests/torch/backends/gpu/test_launch_counts.py
 	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --dry-run --processes 2
 	PYTHONPATH=src $(BIN)/python -m tests.versions.card -m benchmarks.gpu --compile $(ARCH) --cache $(CACHE) --check
 
