@@ -63,7 +63,8 @@ def main(arguments: list[str]) -> int:
     elif unknown:
         wrong.append(measured.sentence(unknown))
     counts = [sum(map(len, of.values())) for of in (checked, compiled)]
-    print("\n".join(wrong) or f"{counts[0]} kernels read, {counts[1]} of them compiled, nothing wrong")
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    print(f"{counts[0]} kernels read, {counts[1]} of them compiled, {len(wrong) or 'nothing'} wrong")
     return 1 if wrong else 0
 
 
