@@ -49,8 +49,13 @@ def announce_features(layer: nn.Module, weight: Tensor) -> None:
 class GivenWeight(Protocol):
     """What a weight [N, K] is that comes quantized: a tensor with no values, whose operands a layer asks for.
 
-    Nothing is kept of it, and no step is decided for it: who gives it knows when it changes.
+    Nothing is kept of it, and no step is decided for it: who gives it knows when it changes. A compiler would take its
+    operands for constants, so its layers run in eager mode.
     """
+
+    @staticmethod
+    def eagerly(function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function where no compiler traces it."""
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
         """Raise a ValueError where the layer's recipe in force is not the one that it was quantized by."""

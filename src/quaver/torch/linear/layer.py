@@ -217,6 +217,9 @@ class Linear(Quantizable, nn.Linear):
         weight, bias = weight_and_bias(self)
         given = weight.__class__ is not nn.Parameter and is_given(weight)
         if given:
+            if compiling:
+                eager: Tensor = weight.__class__.eagerly(Linear.forward, self, input)  # type: ignore[attr-defined]
+                return eager
             weight.check_recipe(self, recipe)  # type: ignore[attr-defined]
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
             if weight.dtype in stored.CODES:

@@ -86,6 +86,10 @@ def _general(
     for layer in layers:
         weight, bias = weight_and_bias(layer)
         if weight.__class__ is not nn.Parameter and is_given(weight):
+            if torch.compiler.is_compiling():
+                given: Any = weight.__class__
+                eager: tuple[Tensor, ...] = given.eagerly(_general, prologue, x, layers, recipe, return_input)
+                return eager
             weight.check_recipe(layer, recipe)  # type: ignore[attr-defined]
         weights.append(weight)
         biases.append(bias)

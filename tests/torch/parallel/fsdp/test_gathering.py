@@ -1,29 +1,437 @@
 """fully_shard with weights gathered as codes is fully_shard with weights in high precision, bit for bit."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.parallel import gather_quantized
+from quaver.torch.parallel.fsdp import agreeing, shards
 from tests import two_ranks
 from tests.torch.parallel.fsdp.test_operands import RECIPES
-from tests.torch.parallel.fsdp.training import assert_same
+from tests.torch.parallel.fsdp.training import (
+    Case,
+    adam,
+    assert_same,
+    compare,
+    converted,
+    counted,
+    network,
+    sharded,
+    step,
+    train,
+)
+
+STEPS = 20
+#: What compares the weights that ranks prepared.
+ONCE = 1
+#: Bytes of a gather over bf16's; codes alone are 0.5, or 0.25 of four bits.
+MOST = {"tensorwise": 0.505, "delayed": 0.505, "blockwise": 0.505, "nvfp4": 0.27, "mxfp4": 0.27}
+MOST_OF_MX_AND_ROWS = 0.52
+#: Where both operands travel in one gather.
+BOTH = {"mxfp8": 1.04, "rowwise": 1.04, "rowwise_bf16_wgrad": 1.04, "mxfp6": 1.04, "mxfp4": 0.54}
 
 
-def of_recipe(name: str) -> Callable[[int], None]:
+def of_recipe(name: str, steps: int = STEPS, **options: Any) -> Case:
+    """Losses and weights of every step."""
+
     def case(rank: int) -> None:
-        _, codes = assert_same(RECIPES[name]())
-        assert codes.traffic.agreements <= 20 + 1, "one a step, and one that compares what was prepared"
+        _, codes = assert_same(RECIPES[name](), steps=steps, **options)
+        assert codes.traffic.agreements <= steps + ONCE * (1 + options.get("hsdp", False))
 
-    case.__name__ = name
+    case.__name__ = f"{name} {options}"
     return case
 
 
-#: Options of a recipe travel as the recipe does; their operands are compared in `test_operands`.
-CASES = {2: [of_recipe(name) for name in recipes.RECIPES if name != "bf16"]}
+def bytes_of_gathers(rank: int) -> None:
+    for name in (*recipes.RECIPES,):
+        if name == "bf16":
+            continue
+        options: dict[str, Any] = {"in_bf16": True, "bias": False, "steps": 1, "tokens": 2}
+        for after_forward, most in (
+            (True, MOST.get(name, MOST_OF_MX_AND_ROWS)),
+            (False, BOTH.get(name, MOST.get(name))),
+        ):
+            runs = [
+                train(name, (512, 256, 128), as_codes=each, after_forward=after_forward, **options)
+                for each in (False, True)
+            ]
+            share = runs[1].traffic.gathered / runs[0].traffic.gathered
+            assert runs[1].traffic.gathers == runs[0].traffic.gathers, name
+            assert most is not None and share <= most, f"{name}, resharded {after_forward}: {share:.4f} of bf16's bytes"
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    two_ranks.run(__name__, tmp_path, 2)
+def micro_batches(rank: int) -> None:
+    """Weights that stay gathered are gathered once a step, and agreed on once."""
+    for name in ("tensorwise", "mxfp8", "delayed"):
+        for after_forward in (True, False):
+            for keep in (True, False):
+                plain, codes = assert_same(name, steps=2, micro=2, keep=keep, after_forward=after_forward)
+                assert codes.traffic.agreements <= 2 + ONCE
+                if name != "delayed":
+                    # Its factors roll between micro-batches, and what was gathered by others is gathered again.
+                    assert codes.traffic.gathers == plain.traffic.gathers, name
+
+
+def optimizers(rank: int) -> None:
+    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+
+        def use(net: nn.Module, options: dict[str, bool] = options) -> list[float]:
+            optimizer = adam(sharded(net), **options)
+            return [step(net, optimizer, i, clip=0.01) for i in range(3)]
+
+        compare(lambda: converted("mxfp8"), use, f"AdamW {options}")
+
+
+def roots_alone(rank: int) -> None:
+    """Their weights are gathered before anything of the model runs, histories included."""
+
+    def use(net: nn.Module) -> list[float]:
+        optimizer = adam(fully_shard(net))
+        return [step(net, optimizer, i) for i in range(4)]
+
+    for name in ("delayed", "mxfp8"):
+        traffic = compare(lambda name=name: converted(name), use, name)
+        assert traffic.gathers == 4
+
+
+def evaluations(rank: int) -> None:
+    """Other weights, written where nothing shows it, for a forward between two steps."""
+
+    def use(net: Any) -> list[float]:
+        optimizer, values = adam(sharded(net)), []
+        for i in range(2):
+            values.append(step(net, optimizer, i))
+            for change in (1.5, 1 / 1.5):
+                with torch.no_grad():
+                    values.append(net(torch.ones(4, 32)).sum().item())
+                    net.reshard()
+                    for p in net.parameters():
+                        p.data.mul_(change)
+        return values
+
+    for name in ("tensorwise", "mxfp8", "delayed"):
+        compare(lambda name=name: converted(name), use, name)
+
+
+def recomputation(rank: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(2)))
+
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = qt.checkpoint(self.inner, x)
+            return y
+
+    def inside(net: Any) -> list[float]:
+        for i in range(2):
+            net[i] = fully_shard(Checkpointed(net[i]))
+        optimizer = adam(fully_shard(net))
+        return [step(net, optimizer, i) for i in range(3)]
+
+    def outside(net: Any) -> list[float]:
+        for i in range(2):
+            net[i] = Checkpointed(fully_shard(net[i]))
+        optimizer = adam(fully_shard(net))
+        return [step(net, optimizer, i) for i in range(3)]
+
+    for name in ("mxfp8", "tensorwise", "delayed"):
+        for use in (inside, outside):
+            compare(lambda name=name: converted(name, make()), use, f"{name}, {use.__name__} of fully_shard")
+
+
+def blocks(rank: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(qt.TransformerLayer(32, 4, 64), qt.LayerNormMLP(32, 64), qt.LayerNormLinear(32, 32))
+
+    def use(net: Any) -> list[float]:
+        for block in net:
+            fully_shard(block)
+        optimizer, values = adam(fully_shard(net)), []
+        for seed in range(2):
+            x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(seed + 10 * rank))
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        return values
+
+    for name in ("tensorwise", "mxfp8", "nvfp4"):
+        compare(lambda name=name: converted(name, make()), use, name)
+
+
+def recipes_of_an_autocast(rank: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(qt.Linear(32, 48), nn.GELU(), qt.Linear(48, 32))
+
+    def use(net: nn.Module) -> list[float]:
+        optimizer, values = adam(sharded(net)), []
+        for seed in range(3):
+            with qt.autocast("delayed"):
+                values.append(step(net, optimizer, seed))
+        return values
+
+    compare(make, use, "delayed", recipe="delayed")
+
+
+def frozen_weights(rank: int) -> None:
+    def use(net: Any) -> list[float]:
+        net[0].weight.requires_grad_(False)
+        net[2].weight.requires_grad_(False)
+        optimizer = adam(sharded(net))
+        return [step(net, optimizer, i) for i in range(3)]
+
+    compare(lambda: converted("mxfp8"), use, "frozen")
+
+
+def one_rank_of_a_mesh(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))["shards"]
+
+    def use(net: nn.Module) -> list[float]:
+        optimizer = adam(sharded(net, mesh))
+        return [step(net, optimizer, i) for i in range(2)]
+
+    for name in ("mxfp8", "nvfp4", "delayed"):
+        compare(lambda name=name: converted(name), use, name)
+
+
+def names_of_torch_that_are_gone(rank: int) -> None:
+    """Without fully_shard's own names both operands travel, and the numbers are the same."""
+    names = agreeing.held_parameters
+    agreeing.held_parameters = lambda root: iter(())
+    try:
+        for name in ("mxfp8", "delayed"):
+            _, codes = assert_same(name, steps=3)
+            assert codes.traffic.agreements <= 3 + ONCE
+        with pytest.raises(ValueError, match="this torch does not tell so"):
+            train("mxfp8", as_codes=True, in_bf16=True, steps=1)
+    finally:
+        agreeing.held_parameters = names
+
+
+def compiled(rank: int) -> None:
+    """A compiler would take the operands of the first step for constants: it leaves such layers alone, or refuses."""
+
+    def use(net: Any) -> list[float]:
+        torch._dynamo.reset()
+        optimizer = adam(sharded(net))
+        net[0].compile(backend="eager")
+        net[2].compile(backend="eager")
+        return [step(net, optimizer, i) for i in range(5)]
+
+    compare(lambda: converted("mxfp8"), use, "compiled")
+    net: Any = converted("mxfp8")
+    gather_quantized(net)
+    sharded(net)
+    net[0].compile(backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="takes a weight that fully_shard gathers as codes for a constant"):
+        net(torch.ones(4, 32))
+
+
+#: Parts of uneven rows, ranks without any, blocks on all ranks.
+UNEVEN = [(50, 36, 21), (40, 5, 33)]
+_OF_BLOCKS = ["tensorwise", "blockwise", "mxfp8", "nvfp4"]
+_OWN = [name for name in recipes.RECIPES if name != "bf16"]
+
+
+def parts_for_fewer_ranks(rank: int) -> None:
+    net = converted("mxfp8")
+    gather_quantized(net)
+    sharded(net, reshard_after_forward=2)
+    with pytest.raises(ValueError, match="reshard_after_forward=True or False"):
+        net(torch.ones(4, 32))
+
+
+def checkpoints(rank: int) -> None:
+    """What is saved has no class of ours, and is loaded by a model gathered in either way."""
+    folder = str(two_ranks.folder() / "checkpoint")
+
+    def trained(as_codes: bool, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        net = converted("tensorwise")
+        if as_codes:
+            gather_quantized(net)
+        optimizer = adam(sharded(net))
+        step(net, optimizer, seed)
+        return net, optimizer
+
+    net, optimizer = trained(True, 1)
+    of_model, of_optimizer = get_state_dict(net, optimizer)
+    for name, value in of_model.items():
+        assert type(getattr(value, "_local_tensor", value)) is torch.Tensor, name
+    torch.distributed.checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+    expected = [step(net, optimizer, seed) for seed in (2, 3)]
+    for as_codes in (True, False):
+        other, its = trained(as_codes, 7)
+        states = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
+        torch.distributed.checkpoint.load(states, checkpoint_id=folder)
+        set_state_dict(other, its, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        assert [step(other, its, seed) for seed in (2, 3)] == expected, as_codes
+    assigned, _ = trained(True, 7)
+    assigned.load_state_dict(net.state_dict(), assign=True)
+    with counted() as traffic, torch.no_grad():
+        assert torch.equal(assigned(torch.ones(4, 32)), net(torch.ones(4, 32)))
+    whole = sum(p.numel() for p in converted("tensorwise").parameters() if p.dim() == 2)
+    assert traffic.gathered < 2 * 1.3 * whole, "of a byte an element, twice"
+
+
+def made_on_meta(rank: int) -> None:
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return converted("delayed", nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)))
+
+    def use(net: Any) -> list[float]:
+        sharded(net).to_empty(device="cpu")
+        whole = network((32, 48, 32))
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        values = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            state = {key: torch.randn_like(value) for key, value in whole.state_dict().items()}
+            set_model_state_dict(net, state, options=options)
+            values.append(step(net, adam(net), seed))
+        return values
+
+    compare(make, use, "made on meta")
+
+
+def other_recipes_than_the_weights(rank: int) -> None:
+    net = converted("mxfp8")
+    gather_quantized(net)
+    sharded(net)
+    with qt.autocast(enabled=False), pytest.raises(ValueError, match="0 runs under no recipe, and its weight was gath"):
+        net(torch.ones(4, 32))
+    rows = nn.Sequential(qt.Linear(32, 32))
+    gather_quantized(rows, recipe="mxfp8")
+    fully_shard(rows)
+    with qt.autocast("rowwise"), pytest.raises(ValueError, match=r"runs under Recipe\(rowwise.*codes of .*mxfp8"):
+        rows(torch.ones(4, 32))
+
+
+def ranks_that_differ(rank: int) -> None:
+    for one, other in (("mxfp8", "tensorwise"), ("mxfp8", None)):
+        net: Any = network((32, 48, 64))
+        qt.convert(net, one if rank == 0 else (other or one), skip=() if other or rank == 0 else ["2"])
+        gather_quantized(net)
+        sharded(net)
+        with pytest.raises(ValueError, match="ranks prepared different weights: this one has"):
+            net(torch.ones(4, 32))
+
+
+def too_late(rank: int) -> None:
+    net = sharded(converted("mxfp8"))
+    with pytest.raises(ValueError, match="given to fully_shard before gather_quantized"):
+        gather_quantized(net)
+    mesh = init_device_mesh("cpu", (2,))
+    layer = qt.Linear(32, 32, recipe="mxfp8")
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="weight is sharded already, over"):
+        gather_quantized(nn.Sequential(layer))
+    net = converted("mxfp8")
+    gather_quantized(net)
+    fully_shard(net[0])  # type: ignore[index]
+    with pytest.raises(ValueError, match="2 was prepared by gather_quantized and is gathered by no fully_shard"):
+        net(torch.ones(4, 32))
+
+
+OPTIONS: list[Callable[[int], None]] = [
+    *(bytes_of_gathers, micro_batches, optimizers, roots_alone, evaluations, recomputation, blocks),
+    *(checkpoints, made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
+    *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),
+]
+CASES: dict[int, list[Case]] = {
+    2: [
+        *(of_recipe(name) for name in _OWN),
+        *(of_recipe(name, 3) for name in RECIPES if name not in _OWN),
+        *(of_recipe("mxfp8", 3, in_bf16=True), *OPTIONS),
+    ],
+    4: [
+        *(of_recipe(name, sizes=UNEVEN[i % 2], tokens=8) for i, name in enumerate(_OF_BLOCKS)),
+        *(of_recipe(name, 2, sizes=UNEVEN[i % 2], tokens=8) for i, name in enumerate(_OWN) if name not in _OF_BLOCKS),
+        of_recipe("nvfp4", hsdp=True, tokens=8),
+        parts_for_fewer_ranks,
+    ],
+}
+
+
+def test_a_report_says_how_each_weight_travels() -> None:
+    net = network((32, 48, 64))
+    net.extend([nn.Linear(64, 32), nn.Linear(32, 32)])
+    qt.convert(net, {"0": "mxfp8", "2": "mxfp8", "3": "bf16", "4": "mxfp8"})
+    net.append(qt.Linear(32, 32))
+    net.append(qt.Linear(32, 32, recipe=recipes.mxfp4(hadamard=True)))
+    tied = qt.Linear(32, 32, recipe="mxfp8")
+    tied.weight = net[4].weight
+    net.append(tied)
+    gathers = gather_quantized(net, skip="2")
+    assert list(gathers.quantized) == ["0"] and gathers.quantized["0"] is recipes.get("mxfp8")
+    assert gathers.in_high_precision == {
+        "2": "left out by name",
+        "3": "bf16 quantizes nothing",
+        "4": "another module holds it, too",
+        "5": "it has no recipe of its own: give recipe=",
+        "6": "mxfp4 rotates the rows of it that ranks divide",
+        "7": "another module holds it, too",
+    }
+    assert str(gathers).startswith("0: codes of mxfp8\n2: in high precision, left out by name\n")
+
+
+def test_what_cannot_be_gathered_as_codes_is_refused() -> None:
+    with pytest.raises(ValueError, match="gather_quantized has no weight to gather as codes; call quaver"):
+        gather_quantized(network((32, 48, 64)))
+    net: Any = converted("mxfp8")
+    with pytest.raises(ValueError, match="no quantized layer has a name that fits 'head'"):
+        gather_quantized(net, skip=["head"])
+    with pytest.raises(ValueError, match="no recipe 'mxfp'"):
+        gather_quantized(net, recipe="mxfp")
+    gather_quantized(net)
+    with pytest.raises(ValueError, match="gather_quantized was called on 0 before; call it once"):
+        gather_quantized(net)
+    with pytest.raises(ValueError, match="0 was prepared by gather_quantized and is gathered by no fully_shard"):
+        net(torch.ones(4, 32))
+
+
+def test_a_prepared_model_is_copied_and_written_as_any_other(tmp_path: Path) -> None:
+    plain, net = converted("mxfp8"), converted("mxfp8")
+    gather_quantized(net)
+    copied = copy.deepcopy(net)
+    x = torch.ones(4, 32)
+    assert torch.equal(copied(x), plain(x)), "a copy is not prepared"
+    state = net.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    torch.save(net.state_dict(keep_vars=True), tmp_path / "state.pt")
+    for key, value in torch.load(tmp_path / "state.pt").items():
+        assert torch.equal(value, plain.state_dict()[key]), key
+    net.load_state_dict(plain.state_dict(), assign=True)
+    assert all(isinstance(net[i].weight, shards.Shard) for i in (0, 2))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_codes_give_what_high_precision_gives(ranks: int, tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, ranks)
 
 
 if __name__ == "__main__":

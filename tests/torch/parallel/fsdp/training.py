@@ -1,6 +1,6 @@
 """A model trained twice under torch's fully_shard: gathered in high precision, and as codes; and what went between."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import quaver.torch as qt
 from quaver.core.spec import Recipe
 from quaver.torch.parallel import gather_quantized
+
+Case = Callable[[int], None]
 
 
 @dataclass
@@ -54,7 +56,13 @@ def counted() -> Iterator[Traffic]:
 def network(sizes: tuple[int, int, int], bias: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     a, b, c = sizes
-    return nn.Sequential(nn.Linear(a, b, bias), nn.GELU(), nn.Linear(b, c, bias), nn.GELU(), nn.Linear(c, a, bias))
+    return nn.Sequential(nn.Linear(a, b, bias), nn.GELU(), nn.Linear(b, c, bias))
+
+
+def converted(recipe: str | Recipe, net: nn.Module | None = None) -> nn.Module:
+    net = network((32, 48, 64)) if net is None else net
+    qt.convert(net, recipe)
+    return net
 
 
 def sharded(net: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
@@ -72,6 +80,36 @@ class Run:
     losses: list[float]
     traffic: Traffic
     net: nn.Module
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, clip: float | None = None) -> float:
+    """One step on data of this rank's own, [32, 32]; its loss."""
+    x = torch.randn(dist.get_world_size(), 32, 32, generator=torch.Generator().manual_seed(seed))[dist.get_rank()]
+    loss = net(x).square().mean()
+    loss.backward()
+    norm = 0.0
+    if clip is not None:
+        norm = nn.utils.clip_grad_norm_(net.parameters(), clip).full_tensor().item()  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item() + norm
+
+
+def adam(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, **options)
+
+
+def compare(
+    make: Callable[[], nn.Module], use: Callable[[nn.Module], list[float]], where: str, **options: Any
+) -> Traffic:
+    """That a model, used twice, gives the same numbers: gathered in high precision and as codes."""
+    plain, net = make(), make()
+    gather_quantized(net, **options)
+    expected = use(plain)
+    with counted() as traffic:
+        values = use(net)
+    assert values == expected, f"{where}: {first_difference(values, expected)}"
+    return traffic
 
 
 def train(
@@ -96,8 +134,7 @@ def train(
         in_bf16: whether a `MixedPrecisionPolicy` computes in bf16.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    net = network(sizes, bias)
-    qt.convert(net, recipe)
+    net = converted(recipe, network(sizes, bias))
     if as_codes:
         gather_quantized(net)
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards")) if hsdp else None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from quaver.core.spec import Recipe
+from quaver.torch.model.conversion import RollHistories
 from quaver.torch.numerics.quantized import Given
 from quaver.torch.parallel.fsdp.cutting import Rows, Side, sides
 from quaver.torch.parallel.fsdp.operands import Agreed, Part, amaxes, part
@@ -134,6 +135,11 @@ class Model:
         for module, name, unit in held_parameters(root) if root is not None else ():
             if name == "weight" and module in by_layer:
                 by_layer[module].unit = unit
+        for module in root.modules() if root is not None else ():
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if isinstance(hook, RollHistories):
+                    # Before fully_shard's own, which gathers a root's weights: in the codes of the factors that rolled.
+                    module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
         _watch(self)
 
     def _compare(self, weight: Weight, mesh: Any) -> None:

@@ -30,11 +30,18 @@ KEEPS = {
 OF_NO_VALUES = {aten.as_strided.default, aten.detach.default, aten.alias.default, aten.view.default}
 
 
+@torch.compiler.disable(reason="a compiler takes a weight that fully_shard gathers as codes for a constant")
+def eagerly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function where no compiler traces it: one would take what is gathered for constants."""
+    return function(*args)
+
+
 class Shard(Tensor):
     """A weight, or one rank's rows of it, that is gathered as codes."""
 
     plain: Tensor
     weight: Weight
+    eagerly = staticmethod(eagerly)
 
     @staticmethod
     def __new__(cls, plain: Tensor, weight: Weight) -> "Shard":
@@ -188,6 +195,7 @@ class GatheredWeight(Tensor):
 
     weight: Weight
     held: Held
+    eagerly = staticmethod(eagerly)
 
     @staticmethod
     def __new__(cls, weight: Weight, dtype: torch.dtype, device: torch.device, held: Held) -> "GatheredWeight":
