@@ -1,6 +1,7 @@
 """`DotProductAttention`: the attention function with its options kept, as a module."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,8 @@ class DotProductAttention(nn.Module):
     """
 
     sinks: nn.Parameter | None
+    #: What computes it; another where a sequence lies in parts on several ranks.
+    attend: Callable[..., Tensor] = staticmethod(attention)
 
     @takes(CoreArguments)
     def __init__(self, options: CoreArguments) -> None:
@@ -114,7 +117,7 @@ class DotProductAttention(nn.Module):
         Args:
             mask_type: another than the module's for this call, as when keys are cached and queries are the last ones.
         """
-        return attention(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, **self.options(q, k, v, mask_type))
+        return self.attend(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, **self.options(q, k, v, mask_type))
 
     def options(self, q: Tensor, k: Tensor, v: Tensor, mask_type: str | None = None) -> dict[str, Any]:
         """What the module adds to a call of `attention`. Raises: ValueError for heads that are not its own."""

@@ -1,0 +1,272 @@
+"""A model whose sequences lie in parts has the losses of one process that splits the same sums, bit for bit."""
+
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.parallel import ContextParallel, context_parallel
+from quaver.torch.parallel.context.sequence import Order
+from tests import two_ranks
+from tests.close import assert_bitwise
+from tests.torch.parallel.context.split import SPLIT, Together
+from tests.two_ranks import world
+
+VOCABULARY, DIM, BATCH, TOKENS = 40, 64, 2, 64
+LOSSES = 20
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 2, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, DIM)
+        given = {"groups": 4, "mask_type": "causal", "normalization": "RMSNorm", "bias": False, **options}
+        rope = qt.RotaryEmbedding(DIM // 8)
+        self.layers = nn.ModuleList(qt.TransformerLayer(DIM, 8, 96, rope=rope, **given) for _ in range(layers))
+        self.head = qt.Linear(DIM, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, **options: Any) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, **options)
+        y: Tensor = self.head(x)
+        return y
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def batch(step: int, shape: tuple[int, ...] = (BATCH, TOKENS)) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCABULARY, (*shape[:-1], shape[-1] + 1), generator=torch.Generator().manual_seed(step))
+    return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+
+
+def loss_of(model: nn.Module, recipe: str | None, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """The share of the mean over all ranks' tokens."""
+    with contextlib.nullcontext() if recipe is None else qt.autocast(recipe):
+        logits = model(tokens, **options)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / (BATCH * TOKENS)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def in_parts(how: str, recipe: str | None, steps: int, quantized: str | None = None) -> list[Tensor]:
+    """Every rank's losses of each step."""
+    model = net()
+    cp = context_parallel(model, how=how, quantized=quantized)
+    optimizer, losses = optimizer_of(model), []
+    for step in range(steps):
+        tokens, labels = (cp.cut(x) for x in batch(step))
+        loss = loss_of(model, recipe, tokens, labels)
+        loss.backward()
+        cp.sum_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return two_ranks.gathered(torch.stack(losses))
+
+
+def in_one(how: str, recipe: str | None, steps: int) -> list[Tensor]:
+    """The same of one process that splits its sums alike."""
+    order = Order(world())
+    models: list[nn.Module] = [net() for _ in range(order.ranks)]
+    together = Together(models, order, SPLIT[how])
+    optimizers, losses = [optimizer_of(model) for model in models], []
+    for step in range(steps):
+        tokens, labels = batch(step)
+
+        def call(model: nn.Module, rank: int, tokens: Tensor = tokens, labels: Tensor = labels) -> Tensor:
+            places = order.places(TOKENS, rank)
+            parts = order.cut(tokens, 1, rank), order.cut(labels, 1, rank)
+            return loss_of(model, recipe, *parts, positions=places)
+
+        each = together.run(call)
+        torch.autograd.backward(each)
+        for same in zip(*(model.parameters() for model in models), strict=True):
+            total = same[0].grad
+            for p in same[1:]:
+                total = total + p.grad
+            for p in same:
+                p.grad = total.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(torch.stack([x.detach() for x in each]))
+    return list(torch.stack(losses, 1))
+
+
+def the_same_losses(rank: int) -> None:
+    for how in SPLIT:
+        for recipe in (None, "mxfp8", "tensorwise") if world() == 2 else (None, "rowwise"):
+            steps = LOSSES if world() == 2 else 3
+            got = in_parts(how, recipe, steps)
+            wanted = in_one(how, recipe, steps) if rank == 0 else got
+            for other, (a, b) in enumerate(zip(got, wanted, strict=True)):
+                assert_bitwise(a, b, f"{how}, {recipe}, rank {other}")
+
+
+def the_first_step(rank: int) -> None:
+    """Within 1e-6 of one process that splits nothing: the loss, and each gradient of its largest."""
+    plain = net()
+    tokens, labels = batch(0)
+    wanted = loss_of(plain, None, tokens, labels)
+    wanted.backward()
+    for how in SPLIT:
+        model = net()
+        cp = context_parallel(model, how=how)
+        loss = loss_of(model, None, cp.cut(tokens), cp.cut(labels))
+        loss.backward()
+        cp.sum_gradients(model)
+        total = sum(two_ranks.gathered(loss.detach()))
+        assert abs(total - wanted.detach()) <= 1e-6 * wanted.detach(), how
+        for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and other.grad is not None
+            away = (p.grad - other.grad).abs().max() / other.grad.abs().max()
+            assert away <= 1e-6, f"{how}: {name} {away:.2g}"
+
+
+def eight_bits_learn(rank: int) -> None:
+    """Keys and values in eight bits: other losses than those of high precision, and near them."""
+    if world() > 2:
+        return
+    plain = sum(in_parts("gather", None, 3))
+    for how in SPLIT:
+        codes = sum(in_parts(how, "mxfp8", 3, "mxfp8"))
+        assert not torch.equal(codes, plain) and ((codes - plain).abs() < 0.05).all(), how
+
+
+def sequences_end_to_end(rank: int) -> None:
+    """cu_seqlens of the whole batch go to the model as ever; positions count in each sequence."""
+    ends = torch.tensor([0, 7, 7, 50, 64], dtype=torch.int32)
+    tokens, labels = batch(3, (TOKENS,))
+    options = {"layout": "thd", "window": (9, 0), "sinks": "learnable", "qk_norm": "RMSNorm", "recompute": "full"}
+    plain = net(**options)
+    wanted = loss_of(plain, None, tokens, labels, cu_seqlens=ends)
+    wanted.backward()
+    for how in SPLIT:
+        model = net(**options)
+        cp = context_parallel(model, how=how)
+        assert_bitwise(cp.join(cp.cut(tokens, 0), 0), tokens)
+        assert_bitwise(cp.join(cp.cut(tokens > 3, 0), 0), tokens > 3)
+        loss = loss_of(model, None, cp.cut(tokens, 0), cp.cut(labels, 0), cu_seqlens=ends)
+        loss.backward()
+        cp.sum_gradients(model)
+        total = sum(two_ranks.gathered(loss.detach()))
+        assert abs(total - wanted.detach()) <= 1e-6 * wanted.detach(), how
+        for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and other.grad is not None, name
+            away = (p.grad - other.grad).abs().max() / other.grad.abs().max()
+            assert away <= 2e-6, f"{how}: {name} {away:.2g}"
+
+
+def latent_attention(rank: int) -> None:
+    latent = qt.Latent(kv_rank=16, plain_dim=8, rope_dim=8, value_dim=12)
+    x = torch.randn(2, 16, DIM, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain = qt.LatentAttention(DIM, 4, latent, rope=qt.RotaryEmbedding(8), mask_type="causal")
+    wanted = plain(x)
+    for how in SPLIT:
+        model = copy.deepcopy(plain)
+        cp = context_parallel(model, how=how)
+        got = cp.join(model(cp.cut(x)))
+        assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max(), how
+        again = copy.deepcopy(model)
+        assert_bitwise(again(cp.cut(x)), model(cp.cut(x)))
+
+
+def delayed_scaling(rank: int) -> None:
+    """Each rank has some tokens, as in data parallelism: what it measures is agreed on when histories roll."""
+    model = net(layers=1)
+    qt.convert(model, recipes.delayed(history=4))
+    cp = context_parallel(model)
+    for step in range(3):
+        tokens, labels = (cp.cut(x) for x in batch(step))
+        loss_of(model, None, tokens, labels).backward()
+        cp.sum_gradients(model)
+    # The first row is what this rank measured since the last roll.
+    histories = [layer.history for layer in model.modules() if isinstance(getattr(layer, "history", None), Tensor)]
+    assert histories
+    for history in histories:
+        first, *others = two_ranks.gathered(history)
+        assert first[1:].any()
+        for other in others:
+            assert_bitwise(other[1:], first[1:])
+
+
+def some_ranks(rank: int) -> None:
+    """A mesh of two dimensions: sequences lie on one, other batches on the other."""
+    if world() < 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    plain = net(layers=1)
+    for how in SPLIT:
+        model = net(layers=1)
+        cp = context_parallel(model, mesh["cp"], how)
+        tokens, _ = batch(mesh["dp"].get_local_rank())
+        with torch.no_grad():
+            got, wanted = cp.join(model(cp.cut(tokens))), plain(tokens)
+        assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max(), how
+
+
+def bad_models(rank: int) -> None:
+    def refused(words: str, model: nn.Module, **options: Any) -> None:
+        with pytest.raises(ValueError, match=words):
+            context_parallel(model, **options)
+
+    attention = nn.TransformerEncoderLayer(8, 2, 8)
+    refused("has 1 MultiheadAttention: context parallelism reaches", attention)
+    refused("has no DotProductAttention", nn.Linear(2, 2))
+    refused(r"attention.core has dropout 0.1", qt.TransformerLayer(16, 2, 16, attention_dropout=0.1))
+    refused("attention.core with mask_type 'padding'", qt.TransformerLayer(16, 2, 16, mask_type="padding"))
+    refused("has drop_path", qt.TransformerLayer(16, 2, 16, drop_path=0.1))
+    refused("attends to a memory", qt.TransformerLayer(16, 2, 16, cross_attention=True))
+    refused("has 1 heads of queries and 1", qt.TransformerLayer(16, 1, 16), how="all_to_all")
+    relative = qt.RelativePositionBias(2)
+    refused("has a position_bias", qt.TransformerLayer(16, 2, 16, position_bias=relative))
+    grows = qt.RotaryEmbedding(8, scaling={"rope_type": "dynamic", "factor": 2.0}, max_positions=8)
+    refused("rope of type 'dynamic'", qt.TransformerLayer(16, 2, 16, rope=grows))
+    refused("cannot travel by recipe nvfp4", qt.TransformerLayer(16, 2, 16), quantized="nvfp4")
+    eight = qt.MultiheadAttention(64, 2, recipe=recipes.mxfp8(attention=True))
+    refused("quantizes attention, by amaxes of whole sequences", eight, how="ring")
+    layer = qt.TransformerLayer(16, 4, 16)
+    cp = context_parallel(layer)
+    refused("across ranks already", layer)
+    x = torch.randn(1, 4, 16)
+    with pytest.raises(ValueError, match="MultiheadAttention has a sequence in parts, and a cache"):
+        layer(x, cache=qt.KVCache(1, 8))
+    with pytest.raises(ValueError, match="lay sequences end to end"):
+        layer(x, mask=torch.zeros(1, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="has a bias"):
+        layer(x, bias=torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"5 tokens .* does not divide"):
+        cp.cut(torch.zeros(1, 5))
+    assert isinstance(cp, ContextParallel) and "'gather'" in repr(cp)
+    dist.barrier()
+
+
+CASES = [
+    *(the_same_losses, the_first_step, eight_bits_learn, sequences_end_to_end, latent_attention, delayed_scaling),
+    *(some_ranks, bad_models),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_models_train_with_sequences_in_parts(tmp_path: Path, ranks: int) -> None:
+    two_ranks.run(__name__, tmp_path, ranks)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES)
