@@ -5,6 +5,12 @@ from quaver.torch.parallel.fsdp.gathering import Gathers, gather_quantized
 from quaver.torch.parallel.tensor.styles import Column, Heads, Row, Sequence
 
 __all__ = [
-    *("Column", "ContextParallel", "Gathers", "Heads", "Row", "Sequence"),
-    *("context_parallel", "gather_quantized"),
+    "Column",
+    "ContextParallel",
+    "Gathers",
+    "Heads",
+    "Row",
+    "Sequence",
+    "context_parallel",
+    "gather_quantized",
 ]
