@@ -21,7 +21,7 @@ from quaver.torch.linear.function import Projections, apply
 from quaver.torch.linear.gemms import is_given
 from quaver.torch.linear.plans import direct
 from quaver.torch.linear.stored import stored, storing
-from quaver.torch.operations import ops
+from quaver.torch.operations import counting, ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state import kept_weights, recomputation
 from quaver.torch.state.buffers import STATE, match_state, outlast, prepare, saving
@@ -197,6 +197,7 @@ class Linear(Quantizable, nn.Linear):
             self.recipe = recipes.get(recipe)
             prepare(self, self.recipe)
         storing.begin(self)
+        counting.register()
 
     def reset_parameters(self) -> None:
         """Fill weight and bias as nn.Linear does."""

@@ -29,6 +29,7 @@ from quaver.torch.model.reach.exchanging import exchange, give_back
 from quaver.torch.model.reach.heads import ADAPTER, LEFT, adapter_layers, output_heads
 from quaver.torch.model.reach.kinds import Kind, kind_of
 from quaver.torch.model.report.report import Implementations, Report, Row, saved_a_token
+from quaver.torch.operations import counting
 from quaver.torch.state.buffers import STATE, prepare
 from quaver.torch.state.context import ambient
 from quaver.torch.state.history import amax, steps
@@ -94,6 +95,7 @@ def convert(
     _settle(model)
     steps.together(with_history(model))
     _warn(model, choice, walk, report)
+    counting.register()
     return report
 
 

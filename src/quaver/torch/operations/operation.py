@@ -9,13 +9,14 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch.compiler import is_compiling
 
 from quaver.core.text.spelling import suggest
+from quaver.torch.operations import counting
 
 R = TypeVar("R")
 #: A function, or "module:function", which is imported when it is first wanted.
@@ -80,6 +81,7 @@ class Operation(Generic[R]):
         fake: what the operator does to shapes and dtypes alone; needed with a schema of arguments.
         kernel: what the operator does, where its arguments are not the operation's.
         traced: what a traced call does, where the operation's arguments are not the operator's: calls `operator`.
+        flops: (the operator's arguments, out_val=what it returned) to the FLOPs that torch's counter notes for it.
         parts: the operation that this one is composed of: `only` leaves of its implementations those whose name it
             leaves there.
     """
@@ -92,6 +94,7 @@ class Operation(Generic[R]):
         fake: Callable[..., Any] | None = None,
         kernel: Callable[..., Any] | None = None,
         traced: Callable[..., Any] | None = None,
+        flops: Callable[..., int] | None = None,
         parts: "Operation[Any] | None" = None,
     ) -> None:
         self.name = schema.partition("(")[0]
@@ -104,8 +107,10 @@ class Operation(Generic[R]):
         if fake is not None:
             _library.define(schema)
             _library.impl(self.name, kernel or self.eager, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"quaver::{self.name}", fake, lib=_library)
+            torch.library.register_fake(f"quaver::{self.name}", partial(_faked, fake), lib=_library)
             self.operator = getattr(torch.ops.quaver, self.name)
+            if flops is not None:
+                counting.FORMULAS[self.operator] = flops
         self.traced: Callable[..., R] = traced or self.operator
         OPERATIONS.append(self)
 
@@ -148,6 +153,12 @@ class Operation(Generic[R]):
     def allows(self, name: str) -> bool:
         """True unless `only` has switched the implementation of this name off."""
         return any(impl.name == name for impl in self.active)
+
+
+def _faked(fake: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    # What is traced now may be counted later.
+    counting.register()
+    return fake(*args, **options)
 
 
 @contextmanager

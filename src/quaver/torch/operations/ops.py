@@ -166,6 +166,11 @@ def _matmul_fake(*args: Any) -> Tensor:
     return a.new_empty((m, n), dtype=args[14])
 
 
+def _matmul_flops(*args: Any, out_val: Tensor, **_: Any) -> int:
+    a, turned, columns = args[0], args[4], args[5]
+    return 2 * out_val.numel() * int(a.shape[0] if turned else columns)
+
+
 MATMUL: Operation[Tensor] = Operation(
     "matmul(Tensor a, Tensor a_scale, Tensor a_factor, str a_spec, bool a_turned, SymInt a_k,"
     " bool a_swizzled, Tensor b, Tensor b_scale, Tensor b_factor, str b_spec, bool b_turned, SymInt b_k,"
@@ -177,6 +182,7 @@ MATMUL: Operation[Tensor] = Operation(
         Impl("reference", reference.matmul),
     ],
     fake=_matmul_fake,
+    flops=_matmul_flops,
     kernel=_matmul_kernel,
     traced=_matmul_traced,
 )

@@ -65,7 +65,8 @@ def _impl(
 def _added(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """total + grad.T @ x, in float32 whatever the operands are: a sum of chunks is rounded once, at its end."""
     if grad.dtype in (torch.float32, torch.float64):
-        return grad.t() @ x if total is None else total.addmm_(grad.t(), x)
+        # torch's counter of FLOPs knows no `addmm_`.
+        return grad.t() @ x if total is None else torch.addmm(total, grad.t(), x, out=total)
     if grad.is_cuda:
         part = torch.mm(grad.t(), x, out_dtype=torch.float32)
         return part if total is None else total.add_(part)
@@ -73,7 +74,7 @@ def _added(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     if total is None:
         total = grad.new_zeros((grad.shape[1], x.shape[1]), dtype=torch.float32)
     for words, part in zip(total.split(step), grad.split(step, 1), strict=True):
-        words.addmm_(part.float().t(), wide)
+        torch.addmm(words, part.float().t(), wide, out=words)
     return total
 
 
@@ -155,6 +156,12 @@ def _fake(x: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor, Ten
     )
 
 
+def _flops(x: Tensor, weight: Tensor, *options: Any, **_: Any) -> int:
+    """Of the logits, and of the gradients of x and weight where they are computed with them."""
+    of_x, of_weight, _of_bias = options[-3:]
+    return 2 * x.shape[0] * weight.numel() * (1 + of_x + of_weight)
+
+
 def _no_kernel(x: Tensor, *_: Any) -> str:
     return "the tensor is not on a GPU" if x.is_meta else ops.no_kernels(x)
 
@@ -176,4 +183,5 @@ LINEAR_CROSS_ENTROPY: Operation[tuple[Tensor, Tensor, Tensor, Tensor]] = Operati
     " bool of_bias) -> (Tensor losses, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
     _impl,
     fake=_fake,
+    flops=_flops,
 )

@@ -177,6 +177,17 @@ def _restore(codes: Sequence[Tensor], spec: QuantSpec) -> Kept:
     return Kept(heads[0], heads[1], heads[2], *(heads[3:] or (None, None)))
 
 
+def _flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """q kᵀ and P v, of all pairs, as torch counts attention."""
+    return 2 * q.shape[:3].numel() * k.shape[2] * (k.shape[3] + v.shape[3])
+
+
+def _flops_backward(grad: Tensor, kept: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    """q kᵀ once more, and two products for the gradients of scores and of values each, as torch counts them."""
+    q, k, v = kept[1:7:2]
+    return 2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
+
+
 _KERNELS = "quaver.torch.blocks.attention.implementations.fp8_kernels"
 _OPTIONS = (
     "Tensor? hidden, Tensor? runs, Tensor? draw, float scale, float? soft_cap, float dropout,"
@@ -188,6 +199,7 @@ FORWARD: Operation[list[Tensor]] = Operation(
     f"attention_fp8(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, {_OPTIONS}, bool training) -> Tensor[]",
     [Impl("triton", f"{_KERNELS}:forward", f"{_KERNELS}:reason", ops.no_kernels), Impl("reference", _forward)],
     fake=_forward_fake,
+    flops=_flops,
 )
 BACKWARD: Operation[list[Tensor]] = Operation(
     "attention_fp8_backward(Tensor grad, Tensor[] kept, Tensor? bias, Tensor? sinks,"
@@ -197,4 +209,5 @@ BACKWARD: Operation[list[Tensor]] = Operation(
         Impl("reference", _backward),
     ],
     fake=_backward_fake,
+    flops=_flops_backward,
 )
