@@ -27,6 +27,9 @@ def test_an_example_runs_and_says_something(path: Path, capfd: pytest.CaptureFix
     if "jax_num_cpu_devices" in text:
         # JAX counts its devices once in a process.
         forked.bare("jax").run([sys.executable, "-W", "error", str(path)], check=True)
+    elif "torchrun --nproc-per-node 2" in text:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+        forked.bare("torch").run(command, check=True)
     else:
         with warnings.catch_warnings():
             if needed is not None:
