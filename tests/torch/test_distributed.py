@@ -1,6 +1,7 @@
 """Two processes on gloo: delayed scaling's maxima are those of all ranks, and DDP sees one model."""
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,28 @@ def groups_that_are_the_layers_own(rank: int) -> None:
     assert_bitwise(*gathered(other[0].history[-1]), "the default group's")
 
 
+def ranks_with_other_layers(rank: int) -> None:
+    """Where no group is given, ranks reduce what they both hold, and each keeps what it alone holds to itself."""
+    widths = ([32], [32, 32], []), ([16], [32], [32])
+    # Layers of other cases are gone on both ranks alike.
+    gc.collect()
+    for own, other in zip(widths[rank], widths[1 - rank], strict=True):
+        net = nn.Sequential(*(qt.Linear(32, width) for width in own))
+        for step in range(3):
+            with qt.autocast("delayed"):
+                y = net(data(rank, step))
+                if own:
+                    y.square().mean().backward()
+        local = net[0].history if own else torch.zeros(1024, 3)
+        del net
+        parts = gathered(local)
+        if own and other:
+            assert not torch.equal(*parts), f"layers {own} and {other} share nothing"
+        if own:
+            expected = data(rank, 1).abs().max()
+            assert_bitwise(local[-1, 0], expected, f"layers {own}, beside {other}")
+
+
 def as_one_process(rank: int) -> None:
     """Blocks of 32 tokens lie within a rank, so the ranks' gradients average to those of the whole batch."""
     net, whole = model(), model()
@@ -239,6 +262,7 @@ CASES = [
     autocast_around_ddp,
     a_group_of_ones_own,
     groups_that_are_the_layers_own,
+    ranks_with_other_layers,
     as_one_process,
     every_recipe,
 ]

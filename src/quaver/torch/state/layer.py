@@ -21,7 +21,8 @@ class LayerState:
 
     __slots__ = (
         *("__weakref__", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last", "newest"),
-        *("number", "pieces", "prepared", "recorded_apart", "serial", "stacked", "step", "streams", "views", "watched"),
+        *("number", "pieces", "prepared", "recorded_apart", "serial", "stacked", "stage", "step", "streams", "views"),
+        "watched",
         "weights",
     )
 
@@ -57,6 +58,8 @@ class LayerState:
         #: amaxes, or a checkpoint's.
         self.family = family
         self.recorded_apart = False
+        #: Of a pipeline the stage that it belongs to, by which ranks tell alike layers of different stages apart.
+        self.stage: int | None = None
         #: The streams of its noise, and the name or serial that they are of: `quaver.torch.state.noise`.
         self.streams: tuple[Any, dict[str, Tensor], dict[str, int]] | None = None
         #: What a decided step on a GPU draws from.

@@ -94,6 +94,11 @@ def register(layer: nn.Module) -> None:
         state.number = torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
+def number_of(layer: nn.Module) -> int:
+    """The number of a layer that `register` has seen, which no other layer of this process has had or gets."""
+    return _numbers[layer]
+
+
 def _forget(number: int, known: dict[int, Any], _: object) -> None:
     known.pop(number, None)
 

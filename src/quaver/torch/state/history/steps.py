@@ -9,9 +9,11 @@ model or `model.forward` itself, a step is over once a backward has run in it: t
 with gradients begins the next, as an autocast there would.
 
 With several ranks a layer's maxima are reduced over its own process group: the one of the autocast that it ran in last,
-or that those ran in which were converted with it, and the default one outside of every autocast. A step of one group
-leaves the layers of others alone: they roll when they run. So ranks must run alike what belongs to a group, and nothing
-else; threads that train at once have a group each, as DistributedDataParallel asks of them too.
+or that those ran in which were converted with it. Where none was given, outside of every autocast too, it is that of
+the ranks which hold the same layers (`alike`): stages of a pipeline share nothing. A step of one group leaves the
+layers of others alone: they roll when they run. So ranks must run alike what belongs to a group, and nothing else;
+threads that train at once have a group each, as DistributedDataParallel asks of them too. Ranks of one pipeline run its
+stages at different times: they wait for each other only where they enter an autocast.
 
 Compiled layers belong to no step, since a compiler does not come by here: they roll where any thread begins one.
 """
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
-from quaver.torch.state.history import amax, rolling
+from quaver.torch.state.history import alike, amax, rolling
 from quaver.torch.state.layer import state_of
 from quaver.torch.state.recomputation import recomputing
 
@@ -70,6 +72,8 @@ class _Thread(threading.local):
         self.now: Step | None = Step(self.me)
         #: The latest step of each group.
         self.latest: dict[Any, Step] = {None: self.now}
+        #: Whether a step of delayed scaling has begun under the default group.
+        self.began = False
 
     def of(self, group: Any) -> Step:
         """The latest step of a group, as `rolling.own` gives it."""
@@ -134,23 +138,40 @@ def enter(rolls: bool, group: Any, recipe: Recipe | None) -> Step | None:
 def _begin(group: Any = None, recipe: Recipe | None = None) -> Step:
     """A step of a group begins in this thread, and the earlier ones that are over end."""
     step = Step(_thread.me, rolling.own(group))
-    layers = amax.layers()
-    if layers:
-        _reduce(step.group, step)
+    layers, waits = amax.layers(), False
+    if step.group is None and recipe is not None and recipe.delayed is not None:
+        # Others may hold layers that have run, and tell of them; in a first step none has.
+        waits, _thread.began = _thread.began, True
+    if layers or waits:
+        _reduce(step.group, step, waits)
         _end_earlier(layers, step, recipe)
     _thread.now = _thread.latest[step.group] = step
     return step
 
 
-def _reduce(group: Any, step: Step) -> None:
-    """Reduce the maxima of a group's layers, which roll in a step that has begun."""
+def _reduce(group: Any, step: Step, waits: bool = False) -> None:
+    """Reduce the maxima of a group's layers, which roll in a step that has begun.
+
+    Args:
+        waits: whether other ranks may have layers though this one has none.
+    """
     if not rolling.has_ranks(group):
         return
     layers = [layer for layer in amax.layers() if _reduced_over(layer, group)]
     for old in (state_of(layer).step for layer in layers):
         if old is not None:
             old.reduced_in = step.number
-    rolling.reduce(layers, group)
+    if layers or waits:
+        _reduce_alike(layers, group)
+
+
+def _reduce_alike(layers: Sequence[nn.Module], group: Any) -> None:
+    """Reduce maxima over the group that was given, else over the ranks with the same layers."""
+    if not rolling.has_ranks(group):
+        return
+    group = alike.group_of(layers, group)
+    if group is not alike.ALONE:
+        rolling.reduce(layers, group)
 
 
 def _end_earlier(layers: Sequence[nn.Module], step: Step, recipe: Recipe | None) -> None:
@@ -220,7 +241,7 @@ def _latest(layers: Sequence[nn.Module]) -> Step | None:
 
 
 def group_of(layers: Sequence[nn.Module]) -> Any:
-    """The process group over which the maxima of a model's layers are reduced: None for the default one."""
+    """The process group that the maxima of a model's layers were given: None where `alike` finds theirs."""
     known = _latest(layers) if rolling.has_ranks(None) else None
     return None if known is None else known.group
 
@@ -299,11 +320,26 @@ def _outside(layer: nn.Module, old: Step | None) -> Step | None:
     by since a backward; None where it stays in the one that it is in."""
     if old is not None and old.of_root and not old.settled:
         return None
+    refuse_stage(layer)
     known = _last(layer)
     step = _thread.of(None if known is None else known.group)
     if step.settled or (old is not None and old.of_root):
         return _begin(step.group)
     return None if old is step else step
+
+
+def refuse_stage(layer: nn.Module) -> None:
+    """Refuse a pipeline's stage outside of every autocast.
+
+    Raises:
+        ValueError: with what to do. Micro-batches of different stages meet no common end of a step.
+    """
+    stage = state_of(layer).stage
+    if stage is not None:
+        raise ValueError(
+            f"stage {stage} of a pipeline ran under delayed scaling outside of autocast: nothing tells its "
+            "micro-batches from steps; enter quaver.torch.autocast(recipe) around schedule.step(...) on all ranks"
+        )
 
 
 def _roll_copied(layers: Sequence[nn.Module]) -> None:
@@ -336,7 +372,9 @@ def roll_root(layers: Sequence[nn.Module]) -> None:
         rolling.roll(layers)
         return
     step = Step(_thread.me, group_of(layers), of_root=True)
-    rolling.reduce(layers, step.group)
+    for layer in layers:
+        refuse_stage(layer)
+    _reduce_alike(layers, step.group)
     with _lock:
         _roll_copied(layers)
         for layer in layers:

@@ -1,0 +1,70 @@
+"""Stages of torch's pipelines: torch's own `PipelineStage`, and what quantized layers in it must be told.
+
+A module is made a stage by `stage`, and any schedule of torch.distributed.pipelining runs it. A step of delayed scaling
+is one `schedule.step(...)` within one `quaver.torch.autocast`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from quaver.torch.state.context import autocast
+from quaver.torch.state.layer import LayerState
+
+
+def stage(
+    module: nn.Module,
+    index: int,
+    count: int,
+    example: Tensor | tuple[Tensor, ...],
+    *,
+    device: torch.device | None = None,
+    group: Any = None,
+) -> PipelineStage:
+    """A stage of a pipeline whose shapes are known beforehand, and whose layers know that they are this stage's.
+
+    Without shapes torch rehearses a forward and a backward within the first step, on memory that holds anything: amaxes
+    of that enter histories, and noise is drawn for it. Here the module runs once, unquantized and without gradients, on
+    zeros. Ranks that hold this stage reduce delayed scaling's maxima over one another, and over no other stage's.
+
+    Args:
+        module: the stage's layers, converted before; wrapped, as by `fully_shard`, before or after.
+        index: which stage it is.
+        count: stages of the pipeline.
+        example: what it takes of a micro-batch: shapes and dtypes, no values. May be on meta.
+        device: where it runs; None is where its first parameter is.
+        group: the pipeline's process group; None is the default one.
+    Returns:
+        torch's stage, for any of torch's schedules.
+    Raises:
+        ValueError: an index that is not one of `count` stages, or a module without parameters and no device.
+    """
+    if not 0 <= index < count:
+        raise ValueError(f"stage {index} of {count} stages does not exist: give an index from 0 to {count - 1}")
+    first = next(module.parameters(), None)
+    if device is None:
+        if first is None:
+            raise ValueError(f"stage {index} has no parameters that tell where it runs: give device=")
+        device = first.device
+    for layer in module.modules():
+        state = layer.__dict__.get("_state")
+        if isinstance(state, LayerState):
+            state.stage = index
+    given = (example,) if isinstance(example, Tensor) else tuple(example)
+    floating = index > 0
+    inputs = tuple(
+        torch.zeros_like(each, device=device).requires_grad_(floating and each.is_floating_point()) for each in given
+    )
+    outputs = _outputs(module, inputs)
+    return PipelineStage(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
+
+
+def _outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What the module gives, as tensors without values."""
+    on = inputs[0].device
+    with torch.random.fork_rng([on] if on.type == "cuda" else []), torch.no_grad(), autocast(enabled=False):
+        y = module(*inputs)
+    outputs = (y,) if isinstance(y, Tensor) else tuple(y)
+    return tuple(torch.empty_like(each).requires_grad_(each.is_floating_point()) for each in outputs)
