@@ -385,7 +385,7 @@ def test_a_report_says_how_each_weight_travels() -> None:
     net.append(qt.Linear(32, 32, recipe=recipes.mxfp4(hadamard=True)))
     tied = qt.Linear(32, 32, recipe="mxfp8")
     tied.weight = net[4].weight
-    net.append(tied)
+    net.extend([tied, qt.Linear(32, 32, recipe="mxfp8", dtype=torch.float64)])
     gathers = gather_quantized(net, skip="2")
     assert list(gathers.quantized) == ["0"] and gathers.quantized["0"] is recipes.get("mxfp8")
     assert gathers.in_high_precision == {
@@ -395,6 +395,7 @@ def test_a_report_says_how_each_weight_travels() -> None:
         "5": "it has no recipe of its own: give recipe=",
         "6": "mxfp4 rotates the rows of it that ranks divide",
         "7": "another module holds it, too",
+        "8": "it is torch.float64, which recipes leave alone",
     }
     assert str(gathers).startswith("0: codes of mxfp8\n2: in high precision, left out by name\n")
 

@@ -195,12 +195,19 @@ def _device(weight: Weight) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
+class _Steps:
+    """The hook of all optimizers, which is put there once."""
+
+    hooked = False
+
+
 #: Models that an optimizer's step ends the agreement of.
 _watched: "weakref.WeakSet[Model]" = weakref.WeakSet()
 
 
 def _watch(model: Model) -> None:
-    if not _watched:
+    if not _Steps.hooked:
+        _Steps.hooked = True
         register_optimizer_step_post_hook(_stepped)
     _watched.add(model)
 

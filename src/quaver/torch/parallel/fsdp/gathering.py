@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Linear
+from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel.fsdp.agreeing import Model, Weight
 from quaver.torch.parallel.fsdp.shards import Shard
 from quaver.torch.parallel.fsdp.units import local, set_local
@@ -124,6 +125,8 @@ def _why_not(layer: Linear, recipe: Recipe | None, holders: Counter[int]) -> str
         return "a parametrization makes it"
     if layer.weight_spec is not None:
         return "it exists only in codes"
+    if weight.dtype not in DTYPES:
+        return f"it is {weight.dtype}, which recipes leave alone"
     if holders[id(weight)] > 1:
         return "another module holds it, too"
     return ""
