@@ -11,10 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.parallel import ContextParallel, context_parallel
+from quaver.torch.parallel import Column, ContextParallel, Heads, Row, Sequence, context_parallel
 from quaver.torch.parallel.context.sequence import Order
 from tests import two_ranks
 from tests.close import assert_bitwise
@@ -221,6 +223,64 @@ def some_ranks(rank: int) -> None:
         assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max(), how
 
 
+def heads_in_parts_too(rank: int) -> None:
+    """Two ranks share heads and features, two the sequence: within 1e-6 of one process, gradients of their largest."""
+    if world() < 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    options = {"fused": False, "activation": "swiglu"}
+    plain = net(layers=1, **options)
+    tokens, labels = batch(0)
+    wanted = loss_of(plain, None, tokens, labels)
+    wanted.backward()
+    plan = {"attention": Heads(), "mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row()}
+    for how in SPLIT:
+        model = net(layers=1, **options)
+        parallelize_module(model.layers[0], mesh["tp"], dict(plan))
+        cp = context_parallel(model, mesh["cp"], how)
+        loss = loss_of(model, None, cp.cut(tokens), cp.cut(labels))
+        loss.backward()
+        cp.sum_gradients(model)
+        both = loss.detach()
+        dist.all_reduce(both, group=mesh["cp"].get_group())
+        assert abs(both - wanted.detach()) <= 1e-6 * wanted.detach(), how
+        for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and other.grad is not None
+            g = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            away = (g - other.grad).abs().max() / other.grad.abs().max()
+            assert away <= 1e-6, f"{how}: {name} {away:.2g}"
+
+
+def tokens_in_parts_twice(rank: int) -> None:
+    """Sequence parallelism within a part of a sequence: layers' positions are those of what projections gather."""
+    if world() < 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    x = torch.randn(BATCH, TOKENS, DIM, generator=torch.Generator().manual_seed(1))
+    options = {"layers": 1, "fused": False, "activation": "swiglu"}
+    plain = net(**options).layers[0]
+    wanted = plain(x)
+    wanted.square().mean().backward()
+    columns = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), Column(sequence=True))
+    norms = dict.fromkeys(("attention.norm", "mlp.norm"), Sequence())
+    for how in SPLIT:
+        layer = net(**options).layers[0]
+        plan = {"attention": Heads(sequence=True), "mlp.down_proj": Row(sequence=True), **columns, **norms}
+        parallelize_module(layer, mesh["tp"], plan)
+        cp = context_parallel(layer, mesh["cp"], how)
+        part, of_rank = cp.cut(x), mesh["tp"].get_local_rank()
+        out = layer(part.chunk(2, 1)[of_rank])
+        expected = cp.cut(wanted.detach()).chunk(2, 1)[of_rank]
+        assert (out - expected).abs().max() <= 1e-6 * wanted.abs().max(), how
+        (out.square().sum() / x.numel()).backward()
+        cp.sum_gradients(layer)
+        for (name, p), other in zip(layer.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and other.grad is not None
+            g = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            away = (g - other.grad).abs().max() / other.grad.abs().max()
+            assert away <= 2e-6, f"{how}: {name} {away:.2g}"
+
+
 def bad_models(rank: int) -> None:
     def refused(words: str, model: nn.Module, **options: Any) -> None:
         with pytest.raises(ValueError, match=words):
@@ -259,7 +319,7 @@ def bad_models(rank: int) -> None:
 
 CASES = [
     *(the_same_losses, the_first_step, eight_bits_learn, sequences_end_to_end, latent_attention, delayed_scaling),
-    *(some_ranks, bad_models),
+    *(some_ranks, heads_in_parts_too, tokens_in_parts_twice, bad_models),
 ]
 
 

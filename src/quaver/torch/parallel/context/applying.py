@@ -25,6 +25,7 @@ from quaver.torch.parallel.context.across import WAYS, attention, check_heads_di
 from quaver.torch.parallel.context.exchange import Group, scatter_in_order
 from quaver.torch.parallel.context.parcels import spec_of
 from quaver.torch.parallel.context.sequence import Order
+from quaver.torch.parallel.tensor.layers import layout_of
 from quaver.torch.parallel.wire import gather
 
 Layer = MultiheadAttention | LatentAttention
@@ -182,7 +183,8 @@ class _Placing:
         attend.ends = ends
         placed = options.get("positions")
         if placed is None:
-            placed = self.across.positions(x.shape[1 if layer.layout == "bshd" else 0], x.device, ends)
+            tokens = x.shape[1 if layer.layout == "bshd" else 0] * _ranks_of_tokens(layer)
+            placed = self.across.positions(tokens, x.device, ends)
         return args, {**options, "cu_seqlens": None, "positions": placed}
 
 
@@ -220,6 +222,17 @@ def _reason(module: nn.Module) -> str:
         kind = rope.frequencies.rope_type
         return f"has rope of type {kind!r}, whose frequencies go by the length of what a rank has; take another type"
     return ""
+
+
+def _ranks_of_tokens(layer: nn.Module) -> int:
+    """How many ranks of tensor parallelism share the tokens that come to a layer: its projections gather them."""
+    first = layer._modules.get("q_proj")
+    layout = None if first is None else layout_of(first)
+    if first is None or layout is None or not layout.sequence:
+        return 1
+    weight: Any = first._parameters["weight"]
+    ranks: int = weight.device_mesh.size()
+    return ranks
 
 
 def _local(grad: Any) -> Tensor:
