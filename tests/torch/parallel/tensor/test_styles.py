@@ -1,6 +1,8 @@
 """Two processes on gloo: layers in parts give the losses of one process that splits the same sums, bit for bit."""
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -313,6 +317,53 @@ def what_torch_does_with_parameters(rank: int) -> None:
         assert_bitwise(each(tokens(x, rank, RANKS)).detach(), parallel(tokens(x, rank, RANKS)).detach())
 
 
+def sharded_checkpoints(rank: int) -> None:
+    """What torch.distributed.checkpoint wrote goes on as the run that wrote it, histories and counts included."""
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    for name in ("delayed", "nvfp4"):
+        first, second = in_parts(name), in_parts(name)
+        pairs = [(each, torch.optim.AdamW(each.parameters(), 1e-2)) for each in (first, second)]
+
+        def step(each: nn.Module, optimizer: Any, number: int, name: str = name) -> Tensor:
+            x = batch(number, block_of(recipes.get(name)))
+            loss = each(tokens(x, rank, RANKS)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        for number in range(2):
+            step(*pairs[0], number)
+        # The second one's buffers are there once it has run.
+        step(*pairs[1], 7)
+        where = f"{folder[0]}/{name}"
+        dcp.save(dict(zip(("model", "optimizer"), get_state_dict(*pairs[0]), strict=True)), checkpoint_id=where)
+        held = dict(zip(("model", "optimizer"), get_state_dict(*pairs[1]), strict=True))
+        dcp.load(held, checkpoint_id=where)
+        set_state_dict(*pairs[1], model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+        for number in (2, 3):
+            losses = [step(*pair, number) for pair in pairs]
+            assert_bitwise(losses[1], losses[0], f"{name}: loss {number}")
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
+def under_a_compiler(rank: int) -> None:
+    """It leaves these layers out, and compiles what is between them."""
+    eager, compiled = in_parts("mxfp8"), in_parts("mxfp8")
+    run_ = torch.compile(compiled, backend="eager")
+    for number in range(2):
+        x = tokens(batch(number, 32), rank, RANKS)
+        y, z = run_(x), eager(x)
+        assert_bitwise(y.detach(), z.detach())
+        y.sum().backward()
+        z.sum().backward()
+    for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
+        assert_bitwise(p.grad.to_local(), q.grad.to_local())
+
+
 def bad_input(rank: int) -> None:
     here = mesh()
 
@@ -358,6 +409,8 @@ CASES = [
     layers_of_one_input_gather_it_once,
     under_autocast_and_without_a_recipe,
     what_torch_does_with_parameters,
+    sharded_checkpoints,
+    under_a_compiler,
     bad_input,
 ]
 
