@@ -215,6 +215,10 @@ def _watch(model: Model) -> None:
 def _stepped(optimizer: Optimizer, *_: object) -> None:
     """End the agreements of those models whose weights an optimizer holds."""
     for model in list(_watched):
-        model.ended = model.ended or any(
+        if not model.ended and any(
             getattr(local(p), "model", None) is model for group in optimizer.param_groups for p in group["params"]
-        )
+        ):
+            model.ended = True
+            for weight in model.weights:
+                # Codes of what the weights were.
+                weight.parts = {}
