@@ -11,8 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
 from quaver import recipes
@@ -281,6 +283,26 @@ def tokens_in_parts_twice(rank: int) -> None:
             assert away <= 2e-6, f"{how}: {name} {away:.2g}"
 
 
+def beside_data_parallelism(rank: int) -> None:
+    """DistributedDataParallel and fully_shard over these ranks give `sum_gradients` divided by the ranks."""
+    if world() > 2:
+        return
+    tokens, labels = batch(0)
+    summed = net(layers=1)
+    cp = context_parallel(summed)
+    loss_of(summed, None, cp.cut(tokens), cp.cut(labels)).backward()
+    cp.sum_gradients(summed)
+    for wrap in (DistributedDataParallel, fully_shard):
+        model = net(layers=1)
+        cp = context_parallel(model)
+        wrapped = wrap(model)
+        (loss_of(wrapped, None, cp.cut(tokens), cp.cut(labels)) * world()).backward()
+        for (name, p), other in zip(model.named_parameters(), summed.parameters(), strict=True):
+            assert p.grad is not None and other.grad is not None
+            g = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            assert_bitwise(g, other.grad, f"{wrap.__name__}: {name}")
+
+
 def bad_models(rank: int) -> None:
     def refused(words: str, model: nn.Module, **options: Any) -> None:
         with pytest.raises(ValueError, match=words):
@@ -319,7 +341,7 @@ def bad_models(rank: int) -> None:
 
 CASES = [
     *(the_same_losses, the_first_step, eight_bits_learn, sequences_end_to_end, latent_attention, delayed_scaling),
-    *(some_ranks, heads_in_parts_too, tokens_in_parts_twice, bad_models),
+    *(some_ranks, heads_in_parts_too, tokens_in_parts_twice, beside_data_parallelism, bad_models),
 ]
 
 
