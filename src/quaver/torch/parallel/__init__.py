@@ -2,6 +2,7 @@
 
 from quaver.torch.parallel.context.applying import ContextParallel, context_parallel
 from quaver.torch.parallel.fsdp.gathering import Gathers, gather_quantized
+from quaver.torch.parallel.gradients import quantize_gradients
 from quaver.torch.parallel.pipeline import stage
 from quaver.torch.parallel.tensor.styles import Column, Heads, Row, Sequence
 
@@ -14,5 +15,6 @@ __all__ = [
     "Sequence",
     "context_parallel",
     "gather_quantized",
+    "quantize_gradients",
     "stage",
 ]

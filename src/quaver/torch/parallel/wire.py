@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quaver.core.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations.functional import quantize
 
 #: torch 2.13 has given them these names, and warns of the earlier ones.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -144,3 +146,84 @@ def _summable(x: Tensor) -> None:
             f"ranks sum float32 or float64, and this is {x.dtype}: a collective adds codes as if they were numbers; "
             "convert or dequantize first"
         )
+
+
+def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
+    """Begin to sum every rank's x [ranks × n], quantized once by each, for this rank's part of the sum.
+
+    Codes and scales of a rank's part travel to it as bytes, in one all-to-all, and are summed as float32 in the order
+    of ranks: no collective adds codes. A part that is no whole number of blocks ends with zeros on the wire.
+
+    Args:
+        x: float32, bfloat16 or float16, flat; as long on all ranks.
+        spec: blocks of one row, rounded to nearest.
+        group: process group; None is the default one.
+    Returns:
+        A function that waits and gives the sum [n], float32. Exact: the float32 sum of what each rank's part
+        dequantizes to. A block with a NaN or an infinity on any rank is NaN.
+    Raises:
+        ValueError: a spec of other blocks, or an x that ranks do not divide.
+    """
+    ranks = dist.get_world_size(group)
+    if x.dim() != 1 or x.numel() % ranks:
+        raise ValueError(f"{ranks} ranks sum a flat tensor in parts of one length, not {tuple(x.shape)}: pad it")
+    part = x.numel() // ranks
+    sent, layout = _as_bytes(x.view(ranks, part), spec)
+    received = torch.empty_like(sent)
+    work: Any = dist.all_to_all_single(received, sent, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        parts = _from_bytes(received, layout)
+        total = parts[0].clone()
+        for other in parts[1:]:
+            total += other
+        return total[:part]
+
+    return finish
+
+
+def gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
+    """Begin to put every rank's x [n], quantized once, one after the other.
+
+    Returns:
+        A function that waits and gives [ranks × n], float32, the same bits on all ranks, the sender's own among them.
+    Raises:
+        ValueError: a spec of other blocks than `scatter_quantized_sums` takes.
+    """
+    sent, layout = _as_bytes(x.view(1, -1), spec)
+    whole = gather(sent, 0, group)
+
+    def finish() -> Tensor:
+        return _from_bytes(whole(), layout)[:, : x.numel()].reshape(-1)
+
+    return finish
+
+
+#: Of rows as bytes: the spec, the columns, the dtype and bytes of a row's codes, and the dtype of its scales.
+Layout = tuple[QuantSpec, int, torch.dtype, int, torch.dtype]
+
+
+def _as_bytes(rows: Tensor, spec: QuantSpec) -> tuple[Tensor, Layout]:
+    """Rows [m, n], quantized, as uint8 [m, bytes]: codes, and the scales after them."""
+    block = spec.block[1]
+    if spec.block[0] != 1 or block is None or spec.rounding != "nearest" or spec.two_level or spec.hadamard:
+        raise ValueError(
+            f"gradients travel in blocks of one row, rounded to nearest, and this is {spec}: give one such as "
+            "QuantSpec(quaver.E4M3, (1, 128))"
+        )
+    columns = -(-rows.shape[1] // block) * block
+    q = quantize(torch.nn.functional.pad(rows, (0, columns - rows.shape[1])).contiguous(), spec).plain()
+    assert isinstance(q.scale, Tensor)
+    codes, scales = q.data.contiguous().view(torch.uint8), q.scale.reshape(-1).view(torch.uint8)
+    layout = spec, columns, q.data.dtype, codes.shape[1], q.scale.dtype
+    return torch.cat([codes, scales.view(rows.shape[0], scales.numel() // rows.shape[0])], 1), layout
+
+
+def _from_bytes(rows: Tensor, layout: Layout) -> Tensor:
+    """What `_as_bytes` took, as far as it was kept: float32 [m, columns]."""
+    spec, columns, dtype, size, of_scales = layout
+    count = rows.shape[0]
+    # As a row of bytes: torch reads other numbers from no matrix that has one column of them.
+    scales = rows[:, size:].reshape(-1).clone().view(of_scales).view(count, -1)
+    return Quantized(rows[:, :size].contiguous().view(dtype), scales, spec, (count, columns)).dequantize()

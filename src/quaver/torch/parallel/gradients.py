@@ -1,0 +1,92 @@
+"""Gradients between ranks in eight bits, by the seams that torch has for it: an option of DDP and of fully_shard.
+
+Each rank quantizes its gradient once, a part for each rank; parts travel as bytes and are summed in float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from quaver.core.numbers.formats import E4M3
+from quaver.core.spec import QuantSpec
+from quaver.torch.parallel import wire
+
+#: 1.03 bytes an element: 51.6 % of bfloat16's.
+BLOCKS = QuantSpec(E4M3, (1, 128), "fp32")
+
+
+def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
+    """Have a model's gradients travel in few bits: one wrapped by DistributedDataParallel, or sharded by `fully_shard`.
+
+    Under fully_shard the reduce-scatter alone is another. DistributedDataParallel needs the mean on all ranks: the sum
+    is quantized a second time by the rank that has it, and every rank takes those bits.
+
+    Args:
+        spec: blocks of one row, rounded to nearest.
+    Returns:
+        The model.
+    Raises:
+        ValueError: a model that is neither, or a torch whose fully_shard takes no reduce-scatter of one's own.
+    Exact: the float32 sum of the quantized parts; a NaN or an infinity of any rank makes its block NaN on all.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(_Wire(spec, model.process_group), _mean)
+        return model
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        raise ValueError(
+            f"{type(model).__name__} is neither wrapped by DistributedDataParallel nor sharded by fully_shard: do that "
+            "first, then call quantize_gradients"
+        )
+    for unit in units:
+        if not hasattr(unit, "set_custom_reduce_scatter"):
+            raise ValueError(
+                f"fully_shard of torch {torch.__version__} takes no reduce-scatter of one's own: use a later torch"
+            )
+        unit.set_custom_reduce_scatter(QuantizedReduceScatter(spec))
+    return model
+
+
+class QuantizedReduceScatter:
+    """What fully_shard takes for a reduce-scatter: sums and means."""
+
+    def __init__(self, spec: QuantSpec = BLOCKS) -> None:
+        self.spec = spec
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """The sum or mean of every rank's input [ranks × n] for this rank, into the output [n]."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"quantized gradients are summed or averaged, and fully_shard asks for {op}")
+        total = wire.scatter_quantized_sums(input_tensor, self.spec, group)()
+        if op == dist.ReduceOp.AVG:
+            total /= dist.get_world_size(group)
+        output_tensor.copy_(total)
+
+
+class _Wire:
+    """What the hook of DistributedDataParallel is told."""
+
+    def __init__(self, spec: QuantSpec, group: Any) -> None:
+        self.spec, self.group = spec, group
+
+
+def _mean(state: _Wire, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """The mean of a bucket over the ranks."""
+    own, ranks = bucket.buffer(), dist.get_world_size(state.group)
+    part = -(-own.numel() // ranks)
+    whole = torch.nn.functional.pad(own, (0, part * ranks - own.numel()))
+    mean = wire.scatter_quantized_sums(whole, state.spec, state.group)() / ranks
+    own.copy_(wire.gather_quantized(mean, state.spec, state.group)()[: own.numel()])
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(own)
+    return done

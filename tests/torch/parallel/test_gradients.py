@@ -1,0 +1,199 @@
+"""Gradients in eight bits on the wire: the float32 sum of what each rank quantized, bit for bit, on every rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core.numbers.formats import E4M3, E5M2
+from quaver.core.spec import QuantSpec
+from quaver.torch.parallel import gradients, wire
+from tests import two_ranks
+from tests.close import assert_bitwise
+from tests.two_ranks import RANKS
+
+SPECS = [gradients.BLOCKS, QuantSpec(E5M2, (1, 128)), QuantSpec(E4M3, (1, 32), "e8m0")]
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes that a rank sends to all-to-alls and all-gathers, its own part among them."""
+    sent, exchange, gather = [0], dist.all_to_all_single, wire.all_gather
+
+    def counting_exchange(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[0] += input.nbytes
+        return exchange(output, input, *args, **kwargs)
+
+    def counting_gather(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[0] += output.nbytes
+        return gather(output, input, *args, **kwargs)
+
+    dist.all_to_all_single, wire.all_gather = counting_exchange, counting_gather
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single, wire.all_gather = exchange, gather
+
+
+def part_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Other magnitudes on each rank, zeros, subnormals and an outlier."""
+    x = torch.randn(size, generator=torch.Generator().manual_seed(size + rank)) * 10.0 ** (3 * rank)
+    x[: size // 8] = 0.0
+    x[size // 8 : size // 4] *= 1e-40
+    if size > 4:
+        x[-3] = 1e6
+    return x.to(dtype)
+
+
+def kept(x: Tensor, spec: QuantSpec) -> Tensor:
+    """What is left of x [rows, n] by one quantization of each row in blocks, plainly: the reference."""
+    block = spec.block[1]
+    assert block is not None
+    rows = [torch.cat([qt.quantize(b.view(1, -1), spec).dequantize()[0] for b in row.split(block)]) for row in x]
+    return torch.stack(rows) if x.numel() else x.float()
+
+
+def summed(parts: list[Tensor], spec: QuantSpec) -> Tensor:
+    """[ranks, n]: the sum in the order of ranks."""
+    total = kept(parts[0].view(RANKS, -1), spec)
+    for part in parts[1:]:
+        total = total + kept(part.view(RANKS, -1), spec)
+    return total
+
+
+def sums_are_those_of_what_was_quantized(rank: int) -> None:
+    for spec in SPECS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for size in (2, 254, 256, 2 * 1000):
+                parts = [part_of(r, size, dtype) for r in range(RANKS)]
+                got = wire.scatter_quantized_sums(parts[rank], spec)()
+                assert_bitwise(got, summed(parts, spec)[rank], f"{spec}, {dtype}, {size}")
+    assert wire.scatter_quantized_sums(torch.empty(0), SPECS[0])().shape == (0,)
+
+
+def what_is_not_finite_reaches_the_sum(rank: int) -> None:
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for sender in range(RANKS):
+            x = torch.ones(512)
+            if rank == sender:
+                x[300] = value
+            got = wire.scatter_quantized_sums(x, SPECS[0])()
+            assert got.isnan().any() == (rank == 1), f"{value} of rank {sender} is in the part of rank 1"
+            whole = wire.gather_quantized(got, SPECS[0])()
+            assert whole[256:384].isnan().all() and (whole[:256] == 2).all() and (whole[384:] == 2).all()
+
+
+def other_specs_are_refused(rank: int) -> None:
+    for spec in (QuantSpec(E4M3), QuantSpec(E4M3, (128, 128)), replace(SPECS[0], rounding="stochastic")):
+        with pytest.raises(ValueError, match="blocks of one row, rounded to nearest"):
+            wire.scatter_quantized_sums(torch.ones(256), spec)
+    with pytest.raises(ValueError, match="pad it"):
+        wire.scatter_quantized_sums(torch.ones(3), SPECS[0])
+    with pytest.raises(ValueError, match="neither wrapped by DistributedDataParallel nor sharded"):
+        gradients.quantize_gradients(nn.Linear(2, 2))
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 33)).to(dtype)
+
+
+def gradients_of(model: nn.Module, rank: int, dtype: torch.dtype = torch.float32) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    model(torch.randn(32, 96, generator=generator).to(dtype)).float().square().mean().backward()
+
+
+def data_parallel(rank: int) -> None:
+    """Ranks have the same bits: the mean of the quantized parts, quantized once more."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = gradients.quantize_gradients(DistributedDataParallel(net(dtype)))
+        alone = [net(dtype) for _ in range(RANKS)]
+        with counted() as sent:
+            gradients_of(model, rank, dtype)
+        size = sum(p.numel() for p in model.parameters())
+        # An all-reduce of bfloat16 sends and gathers two bytes an element.
+        assert sent[0] > 0.5 * 2 * 2 * size, "both ways are counted"
+        assert sent[0] <= 0.52 * 2 * 2 * size + 2 * RANKS * 132, f"{sent[0] / (4 * size):.4f} of bfloat16's"
+        for r, each in enumerate(alone):
+            gradients_of(each, r, dtype)
+        for (name, p), *owns in zip(model.named_parameters(), *(each.parameters() for each in alone), strict=True):
+            assert p.grad is not None
+            assert_bitwise(*two_ranks.gathered(p.grad.float()), f"{dtype} {name}")
+            mean = torch.stack([own.grad.float() for own in owns]).mean(0)
+            assert (p.grad - mean).norm() <= 0.05 * mean.norm(), f"{dtype} {name}"
+
+
+class Noting(gradients.QuantizedReduceScatter):
+    """Notes what it is given and what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        given = input_tensor.clone()
+        super().__call__(output_tensor, input_tensor, *args, **kwargs)
+        self.seen.append((given, output_tensor.clone()))
+
+
+def sharded(rank: int) -> None:
+    """fully_shard's reduce-scatter: uneven shards, the mean of the quantized parts, bit for bit."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = fully_shard(net(dtype))
+        gradients.quantize_gradients(model)
+        noting = Noting()
+        model.set_custom_reduce_scatter(noting)
+        with counted() as sent:
+            gradients_of(model, rank, dtype)
+        ((given, got),) = noting.seen
+        assert sent[0] <= 0.52 * 2 * given.numel() + 2 * RANKS * 132, f"{sent[0] / (2 * given.numel()):.4f}"
+        parts = two_ranks.gathered(given)
+        assert_bitwise(got, (summed(parts, gradients.BLOCKS)[rank] / RANKS).to(dtype), f"{dtype}")
+
+
+def trains_with_both(rank: int) -> None:
+    """A converted model, whose losses go down as with gradients in high precision."""
+    ends = []
+    for quantized in (False, True):
+        model = net()
+        qt.convert(model, recipes.mxfp8())
+        wrapped = DistributedDataParallel(model)
+        if quantized:
+            gradients.quantize_gradients(wrapped)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        x, target = torch.randn(32, 96, generator=torch.Generator().manual_seed(rank)), torch.zeros(32, 33)
+        for _ in range(10):
+            loss = (wrapped(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(loss.item())
+    assert ends[1] == pytest.approx(ends[0], rel=0.02), ends
+
+
+CASES = [
+    sums_are_those_of_what_was_quantized,
+    what_is_not_finite_reaches_the_sum,
+    other_specs_are_refused,
+    data_parallel,
+    sharded,
+    trains_with_both,
+]
+
+
+def test_ranks_sum_what_each_quantized_once(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES)
