@@ -99,7 +99,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.train": (
         *("files", "configuration", "data", "records", "learning", "running", "showing", "commands", "__main__"),
     ),
-    "quaver.train.learning": ("nonfinite", "learner", "jax", "torch", "frameworks"),
+    "quaver.train.learning": ("nonfinite", "learner", "ranks", "jax", "torch", "frameworks"),
+    "quaver.train.learning.torch": (
+        *("device", "decoder", "optimizer", "parallel", "nonfinite", "update", "learner", "decoding", "trials"),
+    ),
     "benchmarks": ("measuring", "subjects", "host_cost", "acceptance", "pages", "cases", "gpu", "cpu", "__main__"),
     "benchmarks.cases": ("linear", "blocks", "host"),
     "benchmarks.gpu": ("measuring", "sections", "ahead", "targets", "child", "options", "report", "run", "__main__"),

@@ -1,7 +1,8 @@
 """The `quaver` command: train, compare, generate, doctor, plan.
 
 The options of `train` and `compare` are the fields of `TrainConfig`; one given here goes before the
-`--config` file, which goes before the default. A user's mistake is one sentence on stderr and exit code 1.
+`--config` file, which goes before the default. A user's mistake is one sentence on stderr and exit code 1; of several
+ranks under torchrun the one that met it says it, and the first one alone prints anything else.
 """
 
 import functools
@@ -21,9 +22,11 @@ from rich.table import Table
 
 import quaver
 from quaver.train.commands import doctor as machine
-from quaver.train.commands import planning, scaling
+from quaver.train.commands import failing, planning, scaling
 from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import TrainConfig, read_toml, reason
+from quaver.train.learning import ranks
+from quaver.train.learning.ranks import OnRank, Told
 from quaver.train.records.comparison import Run
 from quaver.train.records.metrics import Record, read
 from quaver.train.running.compare import compare_runs
@@ -53,18 +56,24 @@ def sentences() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.showwarning = warn
             yield
+    except Told as told:
+        raise typer.Exit(1) from told
     except Interrupted as stopped:
         tell(str(stopped), "yellow")
         raise typer.Exit(stopped.exit_code) from stopped
     except (ValueError, OSError, Warning, MemoryError) as error:
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-        tell((reason(error) or "there is not enough memory") + where, "red")
+        sentence = (reason(error) or "there is not enough memory") + where
+        if ranks.rank() == 0 or isinstance(error, OnRank):  # else the first one says the same
+            failing.record(sentence)
+            tell(sentence, "red")
         raise typer.Exit(1) from error
 
 
 def warn(message: Warning | str, *where: object, **options: object) -> None:
     """Show a warning as one sentence, without the place in the code that gave it."""
-    tell(str(message), "yellow")
+    if ranks.rank() == 0:
+        tell(str(message), "yellow")
 
 
 def tell(line: str, style: str) -> None:
@@ -146,6 +155,7 @@ def train(
     """Train a language model under a recipe."""
     from quaver.train.showing.plots import plot_loss  # half of what all the command imports
 
+    quiet = quiet or ranks.rank() > 0
     settings = configure(typed, config, more_text)
     before = folder_of(settings) / "config.toml"
     if resume and config is None and before.exists():
@@ -161,6 +171,8 @@ def train(
                 progress.update(task, completed=record["step"], numbers=numbers(record))
 
         result = run_training(settings, resume=resume, watch=watch)
+    if ranks.rank():
+        return
     title = f"{settings.model}, {settings.recipe}, seed {settings.seed}"
     picture = plot_loss(read(result.folder / "metrics.jsonl"), result.folder / "loss.png", title, settings.recipe)
     say(str(result.conversion))
@@ -169,7 +181,7 @@ def train(
 
 
 @app.command()
-@with_options("recipe")
+@with_options("recipe", "fsdp")
 def compare(
     typed: dict[str, Any],
     *,

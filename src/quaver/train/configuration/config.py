@@ -50,6 +50,7 @@ class TrainConfig:
     dtype: Annotated[str, "bfloat16 (autocast over float32 parameters) or float32"] = "bfloat16"
     device: Annotated[str, "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"] = "auto"
     recompute: Annotated[str, "what backward computes again to save memory: none, mlp or full (whole layers)"] = "none"
+    fsdp: Annotated[int, "ranks that share batch, weights and moments; 0: all that torchrun has started"] = 0
     loss_chunk: Annotated[int, "tokens whose logits exist at once, for large vocabularies (torch); 0: all of them"] = 0
     capture: Annotated[str, "step: record a step as a CUDA graph and replay it, for the host's time; or none"] = "none"
     threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0
@@ -89,11 +90,11 @@ class TrainConfig:
 SMALLEST: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
     **dict.fromkeys(("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
-    **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk"), 0),
+    **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp"), 0),
     "vocab": 257,  # 256 bytes and the mark between files
 }
 #: 2**63 - 1 for the others: what a file of integers holds.
-LARGEST: Mapping[str, int] = {"threads": 1024, "vocab": 1 << 20}
+LARGEST: Mapping[str, int] = {"threads": 1024, "fsdp": 1 << 20, "vocab": 1 << 20}
 
 
 def is_plain(text: str) -> bool:

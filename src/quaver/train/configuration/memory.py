@@ -36,17 +36,18 @@ def available() -> int:
     return min(limits)
 
 
-def check(config: TrainConfig, vocab: int) -> None:
+def check(config: TrainConfig, vocab: int, ranks: int = 1) -> None:
     """Raise a ValueError if training on a CPU needs more memory than there is.
 
-    A micro-batch needs its ids, its logits and their gradient, and of every layer at least its input.
+    A micro-batch needs its ids, its logits and their gradient, and of every layer at least its input; each of several
+    ranks has a part of it, and of the weights.
     """
     sizes = MODELS[config.model]
     weights = TRAINED * sum(math.prod(shape) for shape in parameters(sizes, vocab).values())
     tokens = config.batch * config.sequence
     at_once = min(tokens, config.loss_chunk or tokens)
     batch = 8 * config.accumulate * tokens + 8 * at_once * padded(vocab) + 2 * tokens * sizes.dim * sizes.layers
-    if weights + batch > available():
+    if (weights + batch) // ranks > available():
         raise ValueError(
             f"this run needs at least {size(weights)} for the weights of {config.model} with their gradients and "
             f"moments and {size(batch)} for {config.accumulate} x {config.batch} sequences of {config.sequence}, and "

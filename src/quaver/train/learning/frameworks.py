@@ -1,19 +1,41 @@
 """The frameworks by name: each is imported when a run asks for it, so that the other need not be installed."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 from quaver.core.spec import Recipe
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
+from quaver.train.learning import ranks
 from quaver.train.learning.learner import Learner
+from quaver.train.learning.ranks import Alone, Ranks
 
 #: What to install for each.
 EXTRAS = {"torch": "train", "jax": "train-jax"}
 
 
-def make(config: TrainConfig, recipe: Recipe, vocab: int) -> Learner:
-    """A run's model at its first step. Raises: ValueError without the framework or the device."""
+@contextmanager
+def joined(config: TrainConfig) -> Iterator[Ranks]:
+    """The ranks that this process is one of, to which it belongs until the end; see `check`."""
+    if ranks.world() == 1:
+        yield Alone()
+        return
+    from quaver.train.learning.torch.parallel import group
+
+    with group.joined(config) as members:
+        yield members
+
+
+def make(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None) -> Learner:
+    """A run's model at its first step.
+
+    Args:
+        members: the ranks that train it together, as `joined` gives them; None or `Alone` is this process.
+    Raises: ValueError without the framework or the device.
+    """
     installed(config.framework, f"--framework {config.framework}")
     if config.framework == "jax":
         from quaver.train.learning.jax.learner import JaxLearner
@@ -21,12 +43,15 @@ def make(config: TrainConfig, recipe: Recipe, vocab: int) -> Learner:
         return JaxLearner(config, recipe, vocab)
     from quaver.train.learning.torch.learner import TorchLearner
 
-    return TorchLearner(config, recipe, vocab)
+    return TorchLearner(config, recipe, vocab, None if members is None or members.number == 1 else members)
 
 
 def check(config: TrainConfig, recipe: Recipe) -> None:
     """Raise a ValueError if the run's framework, its device or what the framework can do is not enough for it."""
     on_cpu(config)
+    ranks.of_data(config)
+    if ranks.world() > 1:
+        check_for_ranks(config)
     cores = os.cpu_count() or 1
     if config.threads > cores:  # OpenMP ends the process where it cannot make a thread
         raise ValueError(f"threads is {config.threads}, and this machine has {cores} cores; give {cores} or fewer")
@@ -38,6 +63,17 @@ def check(config: TrainConfig, recipe: Recipe) -> None:
         raise ValueError("JAX cannot take the loss in chunks yet; leave out --loss-chunk, or take --framework torch")
     if MODELS[config.model].scaling:
         raise ValueError(f"JAX cannot stretch rotary positions yet, as {config.model} asks; take --framework torch")
+
+
+def check_for_ranks(config: TrainConfig) -> None:
+    """Raise a ValueError for what several ranks cannot do."""
+    if config.framework == "jax":
+        raise ValueError("JAX trains in a single process here; take --framework torch, or leave torchrun out")
+    if config.capture != "none":
+        raise ValueError(f"capture {config.capture} records one process's step; leave it out with several ranks")
+    if ":" in config.device:
+        kind = config.device.partition(":")[0]
+        raise ValueError(f"device is {config.device}, and every rank takes its own; give --device {kind}")
 
 
 def on_cpu(config: TrainConfig) -> bool:

@@ -1,9 +1,10 @@
-"""What a framework does in a run, and nothing more: a model with its optimizer, behind six methods.
+"""What a framework does in a run, and nothing more: a model with its optimizer, behind seven methods.
 
 The loop, the text, the batches, the checkpoints and the reports know no framework.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,3 +41,16 @@ class Learner(Protocol):
 
     def load(self, model: Tensors, optimizer: Tensors) -> None:
         """Take up what `tensors` gave, in whichever framework. Raises: ValueError where it does not fit."""
+
+    def names(self) -> set[str]:
+        """Of the model's tensors in `tensors`."""
+
+
+class InParts(Learner, Protocol):
+    """A learner that several ranks are, each a part."""
+
+    def write(self, folder: Path) -> None:
+        """Write each rank's part of what `tensors` would give into a folder; all ranks call it. Raises: OSError."""
+
+    def read(self, folder: Path) -> None:
+        """Take up this rank's part of what any number of ranks wrote. Raises: ValueError where it does not fit."""

@@ -1,10 +1,11 @@
 """Checkpoints: a folder `step-000100` with model.safetensors, optimizer.safetensors, state.json; no pickles.
 
 The tensors' names, shapes and layout are PyTorch's, whichever framework wrote them; here they are numpy arrays.
+Where several ranks trained, each has written its part of them into a file of its own, `shard-*.safetensors`.
 A checkpoint is written to a hidden folder beside its place, flushed to the disk and then renamed; one that goes is
 renamed first: at every moment every `step-*` folder is whole, whatever happens to the disk or the process.
 
-state.json holds the SHA-256 of the other two files and of itself, so that no bit changes unseen between writing and
+state.json holds the SHA-256 of the other files and of itself, so that no bit changes unseen between writing and
 reading, and no file of another step is taken for this one's.
 """
 
@@ -13,25 +14,28 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from quaver.train.configuration.config import reason
 from quaver.train.files import whole_file
+from quaver.train.records import parts
 
 #: 2 since the norms of a layer are named with what they precede, 3 since digests are kept; earlier ones are refused.
 FORMAT = 3
-#: The files whose digests the state holds.
+#: Of a checkpoint that several ranks wrote, which earlier versions cannot read.
+SHARDED = 4
+#: The files of a single process.
 FILES = ("model.safetensors", "optimizer.safetensors")
-#: What tensors of a checkpoint may be, as safetensors calls it: the types that numpy has.
-DTYPES = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}
+#: The names of the ranks' files.
+SHARD = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors")
 
 
 class CheckpointError(ValueError):
@@ -85,14 +89,23 @@ def save(
         facts: entries that `load` compares, and others that a reader of the file wants; JSON.
     Raises: CheckpointError if it cannot be written; the checkpoints before it stay.
     """
+    with writing(folder, step, facts, keep) as partial:
+        save_file(contiguous(model), partial / "model.safetensors")
+        save_file(contiguous(optimizer), partial / "optimizer.safetensors")
+    return folder / name_of(step)
+
+
+@contextmanager
+def writing(folder: Path, step: int, facts: dict[str, Any], keep: int = 0) -> Iterator[Path]:
+    """A new folder to write a checkpoint's tensors into, which is sealed and takes its place at the end; see `save`."""
     target = folder / name_of(step)
     partial = whole_file.partial_of(target)
     try:
         whole_file.clear(folder)
         partial.mkdir()
-        save_file(contiguous(model), partial / "model.safetensors")
-        save_file(contiguous(optimizer), partial / "optimizer.safetensors")
-        seal(partial, {"format": FORMAT, "step": step, **facts})
+        yield partial
+        format = FORMAT if (partial / FILES[0]).exists() else SHARDED
+        seal(partial, {"format": format, "step": step, **facts})
         for path in [*partial.iterdir(), partial]:
             flush(path)
         whole_file.put_away(target)
@@ -108,12 +121,12 @@ def save(
         with suppress(OSError):
             for old in all_in(folder)[:-keep]:
                 whole_file.put_away(old)
-    return target
 
 
 def seal(folder: Path, state: dict[str, Any]) -> None:
     """Write state.json with the digests of the files in `folder`, and of itself."""
-    whole = state | {"files": {name: digest(folder / name) for name in FILES}}
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    whole = state | {"files": {name: digest(folder / name) for name in names}}
     (folder / "state.json").write_text(rendered(whole | {"digest": own_digest(whole)}), encoding="utf-8")
 
 
@@ -135,12 +148,27 @@ def digest(path: Path) -> str:
 
 
 def load(path: Path, facts: dict[str, Any]) -> Saved:
-    """What a checkpoint holds.
+    """What a checkpoint holds, whole, however many ranks wrote it.
 
     Args:
         facts: entries of the checkpoint's state that must be equal, such as the model's size and the text.
     Raises: CheckpointError if it is broken, another program's or another run's.
     """
+    state = checked(path, facts)
+    check_digests(path, state)
+    return read_tensors(path, state, parts.joined)
+
+
+def outline(path: Path, facts: dict[str, Any]) -> Saved:
+    """As `load`, but of every tensor its shape and type alone, and no file's digest is looked at; see `parts.outline`.
+
+    For a rank that will read its own part.
+    """
+    return read_tensors(path, checked(path, facts), parts.outline)
+
+
+def checked(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's state. Raises: CheckpointError if it is broken or another run's."""
     state = read_state(path)
     for key, value in facts.items():
         if state.get(key) != value:
@@ -148,10 +176,13 @@ def load(path: Path, facts: dict[str, Any]) -> Saved:
                 f"the checkpoint {path} was made with {key} {state.get(key)!r}, and this run has {value!r}; "
                 "resume with the options and the text it was made with, or give another --out"
             )
-    for name in FILES:
-        check_digest(path, name, state["files"][name])
-    weights, moments = (read_tensors(path / name) for name in FILES)
-    return Saved(state["step"], weights, moments, state)
+    return state
+
+
+def check_digests(path: Path, state: dict[str, Any]) -> None:
+    """Raise a CheckpointError if a file is not the one that was saved."""
+    for name, expected in state["files"].items():
+        check_digest(path, name, expected)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -177,16 +208,18 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def has_digests(files: object) -> bool:
-    return isinstance(files, dict) and all(isinstance(files.get(name), str) for name in FILES)
+    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+        return False
+    return set(files) == set(FILES) or (bool(files) and all(map(SHARD.fullmatch, files)))
 
 
 def check_format(path: Path, format: int) -> None:
-    if format != FORMAT:
+    if format not in (FORMAT, SHARDED):
         when = "an earlier" if format < FORMAT else "a later"
         way = "train that run again, or go on with that version" if format < FORMAT else "go on with that version"
         raise CheckpointError(
-            f"the checkpoint {path} has format {format}, of {when} version of quaver; this one reads format {FORMAT}: "
-            f"{way}"
+            f"the checkpoint {path} has format {format}, of {when} version of quaver; this one reads formats {FORMAT} "
+            f"and {SHARDED}: {way}"
         )
 
 
@@ -201,16 +234,17 @@ def check_digest(path: Path, name: str, expected: str) -> None:
         raise CheckpointError(broken(path, f"{name} is not the file that was saved: its SHA-256 differs"))
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
+def read_tensors(path: Path, state: dict[str, Any], read: Callable[[list[Path]], dict[str, np.ndarray]]) -> Saved:
+    """A checkpoint's tensors as `read` gives them; those of the optimizer are named `parameter/what`."""
     try:
-        with safe_open(path, framework="np") as file:
-            names = list(file.keys())
-            for name in names:
-                if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
-                    raise CheckpointError(broken(path.parent, f"{path.name}: {name!r} is of type {dtype}"))
-            return {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(broken(path.parent, f"{path.name}: {reason(error)}")) from error
+        if set(state["files"]) == set(FILES):
+            weights, moments = (read([path / name]) for name in FILES)
+            return Saved(state["step"], weights, moments, state)
+        tensors = read([path / name for name in state["files"]])
+    except (OSError, SafetensorError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(broken(path, reason(error))) from error
+    moments = {name: tensor for name, tensor in tensors.items() if "/" in name}
+    return Saved(state["step"], {n: t for n, t in tensors.items() if n not in moments}, moments, state)
 
 
 def broken(path: Path, why: str) -> str:

@@ -13,6 +13,7 @@ from quaver.train.configuration.config import TrainConfig, read_toml, shown, to_
 from quaver.train.data import frozen, tokens
 from quaver.train.files import lock, whole_file
 from quaver.train.learning import frameworks
+from quaver.train.learning.ranks import world
 from quaver.train.records import checkpoint, trackers
 from quaver.train.records.comparison import BASELINE, Comparison, Run
 from quaver.train.records.metrics import Record, newest, read
@@ -53,6 +54,8 @@ def compare_runs(
         raise ValueError(f"{len(recipes)} recipes with {shown(seeds)} seeds are more than {MOST} runs; take fewer")
     if jobs < 0:
         raise ValueError(f"jobs is {shown(jobs)}; it must be at least 0, which is as many as fill the cores")
+    if (ranks := world()) > 1:
+        raise ValueError(f"a comparison starts its runs itself, and here are {ranks} ranks; start it without torchrun")
     for recipe in recipes:
         frameworks.check(config, recipe_name.find(recipe))
     trackers.check(config)

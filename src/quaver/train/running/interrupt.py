@@ -1,6 +1,7 @@
 """Ctrl-C, a scheduler's SIGTERM or a closed terminal's SIGHUP lets a run finish its step and save.
 
-A second Ctrl-C stops at once. Under nohup, which has SIGHUP ignored, it stays ignored.
+A second Ctrl-C stops at once, but not with several ranks, to which torchrun sends each signal once more. Under nohup,
+which has SIGHUP ignored, it stays ignored.
 """
 
 import signal
@@ -17,11 +18,16 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """While entered, notes the first signal in `number`; a thread that is not the main one is left alone."""
+    """While entered, notes the first signal in `number`; a thread that is not the main one is left alone.
+
+    Args:
+        patient: note a second signal, too, where otherwise it does what it would without this.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
-    def __init__(self) -> None:
+    def __init__(self, patient: bool = False) -> None:
+        self.patient = patient
         self.number: int | None = None
 
     def __enter__(self) -> "Interrupt":
@@ -33,7 +39,8 @@ class Interrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if not self.patient:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from quaver.train.files import lock, whole_file
 from quaver.train.learning import frameworks
 from quaver.train.learning.learner import Learner
 from quaver.train.learning.nonfinite import NonFiniteError
+from quaver.train.learning.ranks import Ranks, same
 from quaver.train.records import checkpoint, trackers
 from quaver.train.records.metrics import Metrics, Record, losses, read, validation_losses
 from quaver.train.records.trackers import Tracker
+from quaver.train.running import saving
 from quaver.train.running.interrupt import Interrupt, Interrupted
 from quaver.train.running.resuming import take_up
 
@@ -62,40 +65,52 @@ def run_training(
         config: every option of the run.
         recipe: a Recipe to use in place of the one that `config.recipe` names.
         resume: go on from the run's newest checkpoint; the losses are those of a run never stopped.
-        watch: called with each record as it is written to metrics.jsonl.
+        watch: called with each record as it is written to metrics.jsonl, by the first of several ranks alone.
     Raises:
+        Told: with several ranks, where another one has said why the run ends.
         ValueError: an option, the text or a checkpoint is bad, the folder is in use or cannot be written, or something
             became NaN (NonFiniteError).
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, once the step was finished and saved.
     """
-    folder = folder_of(config)
     recipe = recipe or recipe_name.find(config.recipe)
     frameworks.check(config, recipe)  # before the text is read
     trackers.check(config)
-    with lock.held(folder, "training"), memory.told("--batch, --accumulate, --sequence or --model"):
-        check_folder(folder, resume)
+    with frameworks.joined(config) as ranks, memory.told("--batch, --accumulate, --sequence or --model"):
+        return as_rank(ranks, config, recipe, resume, watch)
+
+
+def as_rank(
+    ranks: Ranks, config: TrainConfig, recipe: Recipe, resume: bool, watch: Callable[[Record], None]
+) -> TrainResult:
+    """A run as one of its ranks sees it; the first alone holds the folder and writes into it."""
+    folder = folder_of(config)
+    with lock.held(folder, "training") if ranks.first else nullcontext():
+        if ranks.first:
+            check_folder(folder, resume)
+        ranks.wait()
         saved_tokenizer = folder / "tokenizer.json"
         tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None, folder)
+        same(ranks, "a text of fingerprint", tokens.fingerprint)
         if frameworks.on_cpu(config):
-            memory.check(config, tokens.vocab)
-        trained = frameworks.make(config, recipe, tokens.vocab)
+            memory.check(config, tokens.vocab, ranks.number)
+        trained = frameworks.make(config, recipe, tokens.vocab, ranks)
         facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
         start = 0
         if resume and (last := checkpoint.latest(folder)):
-            start = take_up(last, trained, facts, config, tokens.vocab)
-        if start < config.steps:
+            start = take_up(last, trained, ranks, facts, config, tokens.vocab)
+        if start < config.steps and ranks.first:
             prepare(folder, config, tokens)
-        with (
-            Metrics(folder / "metrics.jsonl", start) as metrics,
-            trackers.opened(folder, config, metrics.records) as tracked,
-            Interrupt() as interrupt,
-        ):
-            log = Log(folder, metrics, tracked, watch)
-            go_on(trained, tokens, config, facts, start, log, interrupt)
+        with ExitStack() as stack:
+            interrupt = stack.enter_context(Interrupt(patient=ranks.number > 1))
+            log: Log | Silent = Silent()
+            if ranks.first:
+                metrics = stack.enter_context(Metrics(folder / "metrics.jsonl", start))
+                log = Log(metrics, stack.enter_context(trackers.opened(folder, config, metrics.records)), watch)
+            go_on(trained, tokens, config, facts, start, ranks, log, interrupt)
     return TrainResult(
         folder=folder,
-        losses=losses(metrics.records),
-        validation_losses=validation_losses(metrics.records),
+        losses=losses(log.records),
+        validation_losses=validation_losses(log.records),
         model=trained.model,
         conversion=trained.conversion,
     )
@@ -107,7 +122,8 @@ def go_on(
     config: TrainConfig,
     facts: dict[str, Any],
     start: int,
-    log: "Log",
+    ranks: Ranks,
+    log: "Log | Silent",
     interrupt: Interrupt,
 ) -> None:
     """The steps after `start`: train, validate, save, stop."""
@@ -118,24 +134,35 @@ def go_on(
         last_one = step == config.steps
         if last_one or due(step, config.validate_every):
             log({"step": step, "validation_loss": validate(trained, held_out, step, config)})
-        if last_one or due(step, config.checkpoint_every) or interrupt.number:
+        stop = ranks.largest(interrupt.number or 0)
+        if last_one or due(step, config.checkpoint_every) or stop:
             state = {**facts, "config": asdict(config)}
-            path = checkpoint.save(log.folder, step, *trained.tensors(), state, config.keep)
-        if interrupt.number and not last_one:
+            path = saving.save(trained, ranks, folder_of(config), step, state, config.keep)
+        if stop and not last_one:
             message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"
-            raise Interrupted(message, interrupt.number)
-    if config.steps not in validation_losses(log.metrics.records):  # the record was lost after the checkpoint was saved
+            raise Interrupted(message, stop)
+    # The record may have been lost after the checkpoint was saved.
+    if ranks.given(config.steps not in validation_losses(log.records)):
         log({"step": config.steps, "validation_loss": validate(trained, held_out, config.steps, config)})
+
+
+class Silent:
+    """Writes nothing, on ranks that are not the first."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def __call__(self, record: Record) -> None:
+        self.records.append(record)
 
 
 class Log:
     """Writes a run's records, with the time that the run has taken, and shows them to trackers and `watch`."""
 
-    def __init__(
-        self, folder: Path, metrics: Metrics, tracked: Sequence[Tracker], watch: Callable[[Record], None]
-    ) -> None:
-        self.folder = folder
+    def __init__(self, metrics: Metrics, tracked: Sequence[Tracker], watch: Callable[[Record], None]) -> None:
+        self.folder = metrics.path.parent
         self.metrics = metrics
+        self.records = metrics.records
         self.shown_to: tuple[Callable[[Record], None], ...] = (*tracked, watch)
         self.begun = time.perf_counter() - metrics.seconds
 

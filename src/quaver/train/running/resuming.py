@@ -3,14 +3,15 @@
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.parameter_table import parameters
 from quaver.train.configuration.sizes import MODELS
-from quaver.train.learning.learner import Learner, Tensors
+from quaver.train.learning.learner import InParts, Learner, Tensors
+from quaver.train.learning.ranks import Ranks
 from quaver.train.records import checkpoint
 from quaver.train.records.checkpoint import CheckpointError, Saved
 
@@ -23,31 +24,38 @@ COUNT = (
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def take_up(path: Path, trained: Learner, facts: dict[str, Any], config: TrainConfig, vocab: int) -> int:
-    """Go on from a checkpoint, whichever framework wrote it; returns its step.
+def take_up(path: Path, trained: Learner, ranks: Ranks, facts: dict[str, Any], config: TrainConfig, vocab: int) -> int:
+    """Go on from a checkpoint, whichever framework and however many ranks wrote it; returns its step.
 
     Warns: once, if options differ that change the numbers.
     Raises: CheckpointError if it is broken, another run's, or not whole; ValueError if it lies beyond the run's steps,
         or is its last and such options differ.
     """
-    saved = checkpoint.load(path, facts)
+    alone = ranks.number == 1
+    saved = checkpoint.load(path, facts) if alone else checkpoint.outline(path, facts)
+    if ranks.first and not alone:
+        checkpoint.check_digests(path, saved.state)
     before = saved.state.get("config")
     changed = differences(before if isinstance(before, dict) else {}, config)
     own = MODELS[config.model].lr
     said = ", ".join(f"{name} {worded(name, getattr(config, name), own)} (was {was})" for name, was in changed.items())
     check_steps(path, saved.step, config, said)
     shapes = parameters(MODELS[config.model], vocab)
-    state = set(trained.tensors()[0]) - set(shapes)
+    state = trained.names() - set(shapes)
     wrong = lacks(saved, shapes, set() if "recipe" in changed else state)
     if not wrong and "recipe" not in changed:
         wrong = [f"{name} is not part of the model" for name in saved.model if name not in {*shapes, *state}]
     try:
         if wrong:
             raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
-        trained.load(saved.model, saved.optimizer)
+        if alone:
+            trained.load(saved.model, saved.optimizer)
+        else:
+            ranks.wait()  # until the first one has looked at the digests
+            cast(InParts, trained).read(path)
     except ValueError as error:
         raise CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
-    if changed:
+    if changed and ranks.first:
         warnings.warn(
             f"the run goes on from step {saved.step} with other options: {said}; a run with either alone has other "
             "losses",

@@ -88,6 +88,9 @@ class JaxLearner:
         params, state, (first, second) = jax.device_get((self.params, self.state, self.moments))
         return {**params, **exchange.write_state(state)}, exchange.write_moments(first, second, self.updates)
 
+    def names(self) -> set[str]:
+        return set(self.tensors()[0])
+
     def load(self, model: Tensors, optimizer: Tensors) -> None:
         params = exchange.weights(model, self.shapes)
         first, second, updates = exchange.read_moments(optimizer, self.shapes)

@@ -1,6 +1,7 @@
 """A model in training under PyTorch: the methods that the loop calls, written with torch."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,22 +16,32 @@ from quaver.train.learning.torch.decoder import build, loss_of, quantize_layers
 from quaver.train.learning.torch.device import device_of
 from quaver.train.learning.torch.nonfinite import first_gradient, first_module
 from quaver.train.learning.torch.optimizer import adamw, load_state, state_of
+from quaver.train.learning.torch.parallel import shards
+from quaver.train.learning.torch.parallel.group import Group
+from quaver.train.learning.torch.parallel.parallelize_model import parallelize
 from quaver.train.learning.torch.update import Update
 
 
 class TorchLearner:
-    """A converted `Decoder` and its AdamW."""
+    """A converted `Decoder` and its AdamW; with a group, this rank's part of them.
 
-    def __init__(self, config: TrainConfig, recipe: Recipe, vocab: int) -> None:
-        self.device = device_of(config.device)
+    Batches come whole to every rank, which takes its own sequences of them; losses and norms are those of all.
+    """
+
+    def __init__(self, config: TrainConfig, recipe: Recipe, vocab: int, group: Group | None = None) -> None:
+        self.group = group
+        self.device = device_of(config.device) if group is None else group.device
         if config.threads or self.device.type == "cpu":
             torch.set_num_threads(config.threads or 1)
         self.config = config
         sizes = MODELS[config.model]
         self.model = build(sizes, vocab, config.seed, self.device, config.recompute)
-        self.conversion = quantize_layers(self.model, recipe, config.seed)
+        if group is None:
+            self.conversion = quantize_layers(self.model, recipe, config.seed)
+        else:
+            self.conversion = parallelize(self.model, recipe, config.seed, group)
         self.optimizer = adamw(self.model, config)
-        self.update = Update(self.model, self.optimizer, config)
+        self.update = Update(self.model, self.optimizer, config, group)
         self._run = self._runner()
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
@@ -44,10 +55,18 @@ class TorchLearner:
             chunk = self.config.loss_chunk
             losses = [loss_of(self.model, batch, self.config.dtype, chunk).item() for batch in self._ids(batches)]
         self.model.train()
-        return sum(losses) / len(losses)
+        mean = sum(losses) / len(losses)
+        return (
+            mean
+            if self.group is None
+            else self.group.mean(torch.tensor(mean, dtype=torch.float64, device="cpu")).item()
+        )
 
     def first_output(self, batch: np.ndarray) -> str:
-        return first_module(self.model, self._ids(batch), self.config.dtype)
+        # Every rank looks at all sequences, as many at a time as in training, and says the same.
+        size = batch.shape[1] if self.group is None else batch.shape[1] // self.group.fsdp
+        pieces = torch.from_numpy(batch).to(self.device).view(-1, size, batch.shape[-1])
+        return first_module(self.model, pieces, self.config.dtype)
 
     def first_gradient(self, batch: np.ndarray) -> str:
         return first_gradient(self.model)
@@ -64,10 +83,26 @@ class TorchLearner:
         except RuntimeError as error:
             raise ValueError(in_short(error)) from error
 
+    def names(self) -> set[str]:
+        return set(self.model.state_dict())
+
+    def write(self, folder: Path) -> None:
+        """Write all ranks' state into a folder, each its own part."""
+        shards.write(self.model, self.optimizer, folder)
+
+    def read(self, folder: Path) -> None:
+        """Take up this rank's part of a checkpoint. Raises: ValueError where it does not fit."""
+        try:
+            shards.read(self.model, self.optimizer, folder)
+        except RuntimeError as error:
+            raise ValueError(in_short(error)) from error
+
     def _runner(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return CapturedStep(self.update) if self.config.capture == "step" else self.update
 
     def _ids(self, batch: np.ndarray) -> torch.Tensor:
+        if self.group is not None:
+            batch = batch[:, self.group.rows(batch.shape[1])]
         return torch.from_numpy(batch).to(self.device)
 
 

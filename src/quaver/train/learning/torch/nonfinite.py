@@ -4,11 +4,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from quaver.train.learning.torch.decoder import loss_of
 
 
 def finite(value: Any) -> bool:
+    if isinstance(value, DTensor):  # the same answer on all ranks, which all ask
+        value = value.full_tensor()
     return not isinstance(value, torch.Tensor) or bool(torch.isfinite(value).all())
 
 

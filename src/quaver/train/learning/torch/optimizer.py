@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from quaver.train.configuration.config import TrainConfig
 
@@ -11,9 +12,12 @@ from quaver.train.configuration.config import TrainConfig
 def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """torch's fused AdamW, norms without decay; the schedule sets its learning rate."""
     parameters = list(model.parameters())
+    # The fused optimizer takes those of one group together, and wants them on the same ranks.
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": of_kind, "weight_decay": config.weight_decay if matrices else 0.0}
+        for mesh in dict.fromkeys(map(mesh_of, parameters))
+        for matrices in (True, False)
+        if (of_kind := [p for p in parameters if (p.ndim >= 2) is matrices and mesh_of(p) == mesh])
     ]
     return torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), fused=True)
 
@@ -40,3 +44,8 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapp
             raise ValueError(f"{full_name!r} belongs to none of the model's parameters")
         state.setdefault(index[name], {})[key] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def mesh_of(parameter: Tensor) -> object:
+    """The ranks that have parts of a parameter; None where it is whole."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None

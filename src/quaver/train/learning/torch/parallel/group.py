@@ -1,0 +1,131 @@
+"""torch's process group of a run: joined at its beginning, left at its end, however that comes.
+
+Untried beyond gloo on CPUs: on GPUs NCCL carries tensors and gloo what ranks tell one another.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from quaver.train.configuration.config import TrainConfig, reason
+from quaver.train.learning.ranks import OnRank, Told, of_data, rank
+from quaver.train.learning.torch.device import device_of
+
+#: Under this key a rank claims to say why the run ends.
+CLAIM = "ended"
+#: By what an error of a connection to another rank is known; gloo's and NCCL's are RuntimeErrors like others.
+LOST = ("gloo", "NCCL", "Connection", "Broken pipe", "Socket")
+#: Seconds that a rank leaves the first one to say what all of them have met.
+POLITE = 0.2
+
+
+class Group:
+    """The ranks of a run under torch.
+
+    Attributes:
+        device: of this rank.
+        mesh: of the dimension "fsdp", which batch and weights are divided over.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        self.number, self.rank = dist.get_world_size(), dist.get_rank()
+        self.device = device
+        self.fsdp = of_data(config)
+        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.fsdp,), mesh_dim_names=("fsdp",))
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def wait(self) -> None:
+        self.largest(0)
+
+    def largest(self, value: int) -> int:
+        number = torch.tensor(value, dtype=torch.int64, device="cpu")
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        return int(number)
+
+    def given(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def rows(self, batch: int) -> slice:
+        """The sequences of a batch that are this rank's."""
+        part = batch // self.fsdp
+        first = self.mesh.get_local_rank("fsdp") * part
+        return slice(first, first + part)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the parts of a batch."""
+        if self.fsdp > 1:
+            dist.all_reduce(value, dist.ReduceOp.SUM, self.mesh.get_group("fsdp"))
+            value /= self.fsdp
+        return value
+
+
+def local_device(config: TrainConfig) -> torch.device:
+    """The device of this rank: a CPU, or the GPU of its number on this machine.
+
+    Raises: OnRank if there is no such GPU.
+    """
+    kind = device_of(config.device).type
+    if kind == "cpu":
+        return torch.device(kind)
+    try:
+        return device_of(f"{kind}:{os.environ.get('LOCAL_RANK', '0')}")
+    except ValueError as error:
+        raise OnRank(f"rank {rank()}: {error}") from error
+
+
+@contextmanager
+def joined(config: TrainConfig) -> Iterator[Group]:
+    """Join the group that the environment speaks of, and leave it at the end.
+
+    Raises: Told if the run ends by an error of which another rank speaks. On a rank that is not the first, OnRank in
+        place of a ValueError; in place of a lost connection of which no rank speaks, a ValueError that says so.
+    """
+    device = local_device(config)
+    store, number, world = next(iter(rendezvous("env://")))
+    # A second run of these processes meets under other keys, since what the first one wrote stays.
+    store = PrefixStore(f"quaver/{store.add(f'quaver/runs of {number}', 1)}", store)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=number, world_size=world)
+    try:
+        with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
+            yield Group(config, device)
+    except Exception as error:
+        if not _claimed(store, number):
+            raise Told from error
+        sentence = reason(error)
+        if _is_lost(error):
+            what = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            sentence = f"another rank ended without a word, of memory or a signal perhaps ({what}); go on with --resume"
+        elif number == 0 or not isinstance(error, ValueError | OSError):
+            raise
+        raise OnRank(f"rank {number}: {sentence}") from error
+    finally:
+        with suppress(RuntimeError, ValueError):
+            dist.destroy_process_group()
+
+
+def _is_lost(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
+
+
+def _claimed(store: Any, number: int) -> bool:
+    """Whether it is this rank that says why the run ends; the first one goes before those that meet the same."""
+    if number:
+        time.sleep(POLITE)
+    try:
+        return bool(store.add(CLAIM, 1) == 1)
+    except RuntimeError:  # the store went with the rank that had it
+        return False

@@ -1,0 +1,231 @@
+"""A run of several ranks is the single process's run: its losses, its checkpoints, and one sentence at its end.
+
+The ranks of one start train several runs one after the other; the single process's are trained here.
+"""
+
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
+from quaver.train.records import checkpoint
+from quaver.train.records.checkpoint import CheckpointError
+from quaver.train.records.metrics import losses, read, validation_losses
+from quaver.train.running.generation import generate
+from quaver.train.running.loop import run_training
+from tests import forked
+from tests.conftest import ROOT
+from tests.train.conftest import MakeConfig
+
+#: Seconds that a start of ranks takes at most.
+LONGEST = 240
+
+
+def start(configs: Sequence[TrainConfig], folder: Path, world: int) -> None:
+    """Train runs one after the other on so many ranks, which meet at a store of this process, as torchrun's do."""
+    folder.mkdir()
+    for number, config in enumerate(configs):
+        (folder / f"{number}.toml").write_text(to_toml(config), encoding="utf-8")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank in range(world):
+        environment = {**os.environ, **of_rank(rank, world, store.port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.train.running.test_ranks", str(folder), str(len(configs))]
+        processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, stderr=forked.quick.PIPE))
+    codes, said = ended(processes)
+    assert codes == [0] * world, said
+
+
+def of_rank(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+    return {**{name: str(number) for name, number in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}
+
+
+def ended(processes: Sequence[Any]) -> tuple[list[int], str]:
+    """The exit codes of processes, and what they said on stderr; as torchrun does, one that fails ends the others."""
+    end = time.monotonic() + LONGEST
+    try:
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            assert time.monotonic() < end, "the ranks hang"
+            time.sleep(0.02)
+        after = time.monotonic() + 10
+        while any(p.poll() is None for p in processes) and time.monotonic() < after:
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    said = b"".join(process.communicate()[1] for process in processes).decode()
+    return [process.returncode for process in processes], said
+
+
+def main() -> None:
+    """Train the runs of a folder, as one of the ranks."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    folder, count = Path(sys.argv[1]), int(sys.argv[2])
+    for number in range(count):
+        config = TrainConfig(**read_toml(folder / f"{number}.toml"))
+        run_training(config, resume=(Path(config.out) / "config.toml").exists())
+
+
+def recorded(config: TrainConfig) -> dict[str, float]:
+    """Every loss of a run by its step, those of validation too."""
+    records = read(Path(config.out) / "metrics.jsonl")
+    own = {f"step {step}": loss for step, loss in losses(records).items()}
+    return own | {f"validation {step}": loss for step, loss in validation_losses(records).items()}
+
+
+def farthest(a: dict[str, float], b: dict[str, float]) -> float:
+    """The largest relative difference of two runs' losses."""
+    assert a.keys() == b.keys() and len(a) > 2
+    return max(abs(b[name] / a[name] - 1) for name in a)
+
+
+def plain(config: TrainConfig, name: str, **options: Any) -> TrainConfig:
+    """The same on a single process, in a folder beside it."""
+    return replace(config, fsdp=0, out=str(Path(config.out).with_name(name)), **options)
+
+
+DELAYED = "delayed(history=4)"
+#: Relative to a loss: where a scale is that of a part of the batch, or a sum is in another order, codes flip. Seen over
+#: 10 steps of nano: 6e-4, 1.3e-7 and 1.1e-7.
+DRIFT = {"tensorwise": 5e-3, "mxfp8": 1e-3, DELAYED: 1e-3}
+
+
+def test_runs_of_two_and_four_ranks_are_the_single_process_s(make_config: MakeConfig, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"dtype": "float32", "batch": 4, "final_lr": 1.0, "keep": 0}
+    bf16 = make_config("bf16", fsdp=2, **common)
+    parts = [make_config("parts", fsdp=2, **common | {"steps": steps}) for steps in (5, 10)]
+    # Without clipping no norm, whose sum is in another order, comes into the weights.
+    quantized = {name: make_config(name, fsdp=2, recipe=name, clip=0.0, **common) for name in RECIPES}
+    delayed = make_config("delayed", fsdp=2, recipe=DELAYED, **common)
+    start([bf16, *parts, *quantized.values(), delayed], tmp_path / "two", 2)
+
+    whole = plain(bf16, "whole")
+    run_training(whole)
+    assert farthest(recorded(whole), recorded(bf16)) < 1e-6
+    assert recorded(parts[1]) == recorded(bf16), "a resumed run is the one never stopped"
+    for name, config in quantized.items():
+        # Both ranks' parts of a batch, one after the other: the same sums.
+        same = plain(config, f"{name}-split", batch=2, accumulate=2)
+        trained = run_training(same)
+        assert losses_of(recorded(same)) == losses_of(recorded(config)), name
+        saved = checkpoint.load(Path(config.out) / "step-000010", {})
+        for tensor, value in trained.model.state_dict().items():
+            np.testing.assert_array_equal(saved.model[tensor], value.numpy(), f"{name}: {tensor}")
+    quantized[DELAYED] = delayed
+    for name, bound in DRIFT.items():
+        unsplit = plain(quantized[name], f"{name}-unsplit")
+        run_training(unsplit)
+        assert farthest(recorded(unsplit), recorded(quantized[name])) < bound, name
+
+    # From two ranks to four, from four to one, from one to four.
+    four, back = replace(bf16, fsdp=4, out=str(tmp_path / "four")), plain(bf16, "back")
+    begun = replace(bf16, fsdp=4, out=str(tmp_path / "begun"))
+    for config, source in ((four, bf16), (begun, whole)):
+        begin_from(config, source)
+    start([four, begun], tmp_path / "ranks", 4)
+    begin_from(back, four)
+    run_training(back, resume=True)
+    for config in (four, begun, back):
+        assert farthest(recorded(bf16), recorded(config)) < 1e-6
+    assert generate(Path(four.out), "3 times", tokens=5).tokens
+    damaged = Path(four.out) / "step-000010"
+    shard = sorted(damaged.glob("shard-*"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(CheckpointError, match=r"shard-00004-.* is not the file that was saved"):
+        checkpoint.load(damaged, {})
+
+
+#: Those of which the whole is bitwise a single process that splits the same sums.
+RECIPES = ("tensorwise", "mxfp8")
+
+
+def losses_of(seen: dict[str, float]) -> dict[str, float]:
+    """Those of training: a mean over validation's batches divides them otherwise."""
+    return {name: loss for name, loss in seen.items() if name.startswith("step")}
+
+
+def begin_from(config: TrainConfig, source: TrainConfig) -> None:
+    """A run's folder as another run had it after step 5."""
+    shutil.copytree(source.out, config.out)
+    shutil.rmtree(Path(config.out) / "step-000010")
+
+
+def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig, text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(text, other)
+    (other / "30.txt").write_text("something else " * 200, encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank, folder in enumerate((text, other)):
+        path = tmp_path / f"{rank}.toml"
+        path.write_text(to_toml(make_config("run", text=(str(folder),))), encoding="utf-8")
+        environment = {**os.environ, **of_rank(rank, 2, port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "quaver.train", "train", "--config", str(path)]
+        processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, stderr=forked.quick.PIPE))
+    begun = time.monotonic()
+    codes, said = ended(processes)
+    assert codes == [1, 1] and time.monotonic() - begun < 60
+    assert said.count("\n") == 1 and said.startswith("rank 1: this rank has a text of fingerprint "), said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "sentence"),
+    [
+        (
+            1,
+            {"fsdp": 2, "batch": 2},
+            "fsdp is 2, and the number of ranks is 1; give --fsdp 1, or start",
+        ),
+        (4, {"fsdp": 3}, "fsdp is 3, and the number of ranks is 4; give --fsdp 4, or start them by: torchrun"),
+        (4, {"batch": 6}, "batch is 6, which 4 ranks cannot share; give --batch a multiple of 4"),
+        (2, {"framework": "jax"}, "JAX trains in a single process here; take --framework torch"),
+        (2, {"capture": "step"}, "capture step records one process's step; leave it out"),
+    ],
+)
+def test_what_ranks_cannot_do_is_said_before_anything_is_read(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    world: int,
+    options: dict[str, Any],
+    sentence: str,
+) -> None:
+    if world > 1:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(ValueError, match=sentence):
+        run_training(make_config(**options))
+
+
+def test_a_checkpoint_whose_parts_do_not_make_a_whole_is_refused(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    from quaver.train.records import parts
+
+    where = {"format": "pt", parts.WHERE: '{"w": {"saved_offsets": [2, 0]}}'}
+    first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"w": np.ones((2, 3), np.float32)}, first)
+    save_file({"w": np.full((1, 3), 2, np.float32), "e": np.ones((), np.int64)}, second, where)
+    np.testing.assert_array_equal(parts.joined([first, second])["w"], [[1] * 3] * 2 + [[2] * 3])
+    assert parts.outline([first, second])["w"].shape == (3, 3)
+    with pytest.raises(ValueError, match="the parts of 'w' do not make a whole"):
+        parts.joined([second])
+
+
+if __name__ == "__main__":
+    main()
