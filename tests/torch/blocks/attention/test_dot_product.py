@@ -7,7 +7,7 @@ import torch
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.blocks.attention import DotProductAttention, attention, dot_product
+from quaver.torch.blocks.attention import DotProductAttention, attention
 from quaver.torch.blocks.attention.dot_product import alibi_slopes
 from tests.close import assert_bitwise
 from tests.torch.blocks.attention.cases import DV, D, H, mask_of, operands
@@ -68,7 +68,8 @@ def test_slopes_equal_hugging_faces() -> None:
 
 def test_the_recipe_is_its_own_or_the_ambient_one(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(dot_product, "attention", lambda q, *args, recipe, **options: seen.append(recipe) or q)
+    noting = staticmethod(lambda q, *args, recipe, **options: seen.append(recipe) or q)
+    monkeypatch.setattr(DotProductAttention, "attend", noting)
     q, k, v = operands(5, 7)
     own = recipes.tensorwise(attention=True)
     DotProductAttention(H, (D, DV), groups=2)(q, k, v)
