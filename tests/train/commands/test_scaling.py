@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from quaver.core.costs.decoder import llama
 from quaver.train.commands import cli
 from quaver.train.commands.cli import app
-from quaver.train.commands.scaling import OTHERS, PARTS, cells, decoder, price
+from quaver.train.commands.scaling import OTHERS, PARTS, Cluster, cells, decoder, price
 from quaver.train.configuration.parameter_table import projections
 from quaver.train.configuration.sizes import MODELS
 
@@ -53,7 +53,7 @@ def test_the_decoders_are_the_models() -> None:
 
 
 def test_a_mixture_of_experts_is_planned() -> None:
-    planned = price("deepseek-v3-like", "blockwise", "h100", count=64, axes={"ep": 64})
+    planned = price("deepseek-v3-like", "blockwise", "h100", Cluster(gpus=64, ep=64))
     assert any("experts" in row[0] for row in cells(planned)) and planned.speedup > 1
 
 

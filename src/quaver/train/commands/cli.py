@@ -43,8 +43,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-#: Of the options of `plan` for many GPUs.
-MANY = "On many GPUs"
 out = Console()
 err = Console(stderr=True)
 
@@ -82,12 +80,14 @@ def tell(line: str, style: str) -> None:
         err.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each field of TrainConfig but `without`, and call it with those typed."""
+def with_options(
+    record: type = TrainConfig, without: Sequence[str] = (), panel: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each field of a record but `without`, and call it with those typed."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        table = [option(field) for field in fields(TrainConfig) if field.name not in without]
+        table = [option(record, field, panel) for field in fields(record) if field.name not in without]
         names = [parameter.name for parameter in table]
 
         @functools.wraps(command)
@@ -102,12 +102,18 @@ def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
     return decorate
 
 
-def option(field: Any) -> inspect.Parameter:
-    """A field of TrainConfig as an option that is None unless typed."""
-    kind, sentence = get_args(get_type_hints(TrainConfig, include_extras=True)[field.name])
-    shown = f"{sentence} (default {field.default})" if field.default not in ("", ()) else sentence
-    kind = kind if kind in (int, float, str) else list[str]
-    annotation: Any = Annotated[Optional[kind], typer.Option(help=shown, show_default=False)]  # noqa: UP045
+def option(record: type, field: Any, panel: str | None) -> inspect.Parameter:
+    """A field of a record as an option that is None unless typed."""
+    kind, sentence = get_args(get_type_hints(record, include_extras=True)[field.name])
+    name = f"--{field.name.replace('_', '-')}"
+    if kind is bool:
+        shown = typer.Option(name, help=sentence, show_default=False, rich_help_panel=panel)
+        annotation: Any = Annotated[Optional[bool], shown]  # noqa: UP045
+    else:
+        said = f"{sentence} (default {field.default})" if field.default not in ("", ()) else sentence
+        kind = kind if kind in (int, float, str) else list[str]
+        shown = typer.Option(help=said, show_default=False, rich_help_panel=panel)
+        annotation = Annotated[Optional[kind], shown]  # noqa: UP045
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -181,7 +187,7 @@ def train(
 
 
 @app.command()
-@with_options("recipe", "fsdp")
+@with_options(without=("recipe", "fsdp"))
 def compare(
     typed: dict[str, Any],
     *,
@@ -287,7 +293,10 @@ def doctor() -> None:
 
 
 @app.command()
+@with_options(scaling.Cluster, panel="On many GPUs")
 def plan(
+    typed: dict[str, Any],
+    *,
     gpu: Annotated[str, typer.Option(help="a100, h100, h200, l40s, b200, ...; it need not be here")],
     model: Annotated[str, typer.Option(help="as of train: llama3-8b, 125m, ...; with --gpus deepseek-v3-like too")],
     recipe: Annotated[str, typer.Option(help="a recipe, with options if wanted")],
@@ -297,52 +306,15 @@ def plan(
         bool, typer.Option("--fused", help="norms and activations quantize what they make, forward and backward")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with the rates and where they come from")] = False,
-    gpus: Annotated[
-        int, typer.Option(help="predict a whole step on so many GPUs; 0: the layers on one", rich_help_panel=MANY)
-    ] = 0,
-    fsdp: Annotated[int, typer.Option(help="ranks that share weights; 0: all that are left", rich_help_panel=MANY)] = 0,
-    tp: Annotated[int, typer.Option(help="ranks of tensor parallelism", rich_help_panel=MANY)] = 1,
-    cp: Annotated[int, typer.Option(help="ranks of context parallelism", rich_help_panel=MANY)] = 1,
-    pp: Annotated[int, typer.Option(help="stages of the pipeline", rich_help_panel=MANY)] = 1,
-    ep: Annotated[int, typer.Option(help="ranks of expert parallelism", rich_help_panel=MANY)] = 1,
-    interconnect: Annotated[
-        str, typer.Option(help="hgx-h100, hgx-a100, hgx-b200, nvl72, ethernet", rich_help_panel=MANY)
-    ] = "hgx-h100",
-    sequence: Annotated[int, typer.Option(help="tokens of a sequence", rich_help_panel=MANY)] = 8192,
-    checkpoints: Annotated[
-        str, typer.Option(help="what backward computes again: none, selective, full", rich_help_panel=MANY)
-    ] = "selective",
-    overlap: Annotated[
-        bool,
-        typer.Option(
-            "--overlap",
-            help="tensor parallelism beside GEMMs, experts' tokens beside other work",
-            rich_help_panel=MANY,
-        ),
-    ] = False,
-    interleaved: Annotated[int, typer.Option(help="parts of a stage that take turns", rich_help_panel=MANY)] = 1,
 ) -> None:
     """Predict what a model's layers gain under a recipe on a GPU, or with --gpus what a step takes on many."""
-    with sentences():
-        if gpus:
-            stepped = scaling.price(
-                model,
-                recipe,
-                gpu,
-                count=gpus,
-                interconnect=interconnect,
-                axes={"fsdp": fsdp, "tp": tp, "cp": cp, "pp": pp, "ep": ep},
-                sequence=sequence,
-                tokens=tokens,
-                micro_batches=micro_batches,
-                checkpoints=checkpoints,
-                overlapped=overlap,
-                interleaved=interleaved,
-            )
-            show(scaling, stepped, as_json)
-            return
-        planned = planning.plan(model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused)
-        show(planning, planned, as_json)
+    cluster = scaling.Cluster(**typed)
+    if cluster.gpus:
+        stepped = scaling.price(model, recipe, gpu, cluster, tokens=tokens, micro_batches=micro_batches)
+        show(scaling, stepped, as_json)
+        return
+    planned = planning.plan(model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused)
+    show(planning, planned, as_json)
 
 
 def show(room: Any, planned: Any, as_json: bool) -> None:

@@ -5,7 +5,7 @@ Prices are `quaver.core.costs.steps`'. Here a model's configuration becomes what
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from rich import box
 from rich.table import Table
@@ -36,6 +36,28 @@ PARTS = {
     "pipeline": "pipeline's idle time",
     "optimizer": "optimizer, first and last unit",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Many GPUs, how a model lies on them, and what travels: each field is an option of `quaver plan`."""
+
+    gpus: Annotated[int, "predict a whole step on so many GPUs; 0: the layers on one"] = 0
+    fsdp: Annotated[int, "ranks that share weights; 0: all that are left"] = 0
+    tp: Annotated[int, "ranks of tensor parallelism"] = 1
+    cp: Annotated[int, "ranks of context parallelism"] = 1
+    pp: Annotated[int, "stages of the pipeline"] = 1
+    ep: Annotated[int, "ranks of expert parallelism"] = 1
+    interconnect: Annotated[str, "hgx-h100, hgx-a100, hgx-b200, nvl72, ethernet"] = "hgx-h100"
+    sequence: Annotated[int, "tokens of a sequence"] = 8192
+    checkpoints: Annotated[str, "what backward computes again: none, selective, full"] = "selective"
+    overlap: Annotated[bool, "tensor parallelism beside GEMMs, experts' tokens beside other work"] = False
+    interleaved: Annotated[int, "parts of a stage that take turns"] = 1
+
+    @property
+    def mesh(self) -> meshes.Mesh:
+        """Raises: ValueError for axes that do not multiply to the GPUs."""
+        return meshes.over(self.gpus, fsdp=self.fsdp, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
 
 
 @dataclass(frozen=True)
@@ -69,19 +91,7 @@ def _block(config: ModelConfig) -> Block:
 
 
 def price(
-    model: str,
-    recipe: str,
-    gpu: str,
-    *,
-    count: int,
-    interconnect: str = "hgx-h100",
-    axes: dict[str, int] | None = None,
-    sequence: int = 8192,
-    tokens: int = 8192,
-    micro_batches: int = 1,
-    checkpoints: str = "selective",
-    overlapped: bool = False,
-    interleaved: int = 1,
+    model: str, recipe: str, gpu: str, cluster: Cluster, *, tokens: int = 8192, micro_batches: int = 1
 ) -> Scaling:
     """Price a step.
 
@@ -89,35 +99,32 @@ def price(
         model: as `decoder` takes it.
         recipe: as a user types it.
         gpu: a row of `quaver.core.costs.gpus.GPUS`.
-        count: of GPUs.
-        interconnect: a row of `quaver.core.costs.interconnects.INTERCONNECTS`.
-        axes: ranks by "fsdp", "tp", "cp", "pp" and "ep"; see `quaver.core.costs.meshes.over`.
-        sequence: tokens of a sequence.
+        cluster: of such GPUs.
         tokens: of a micro-batch of one rank of data: whole sequences.
-        checkpoints: "none", "selective" or "full".
-        overlapped: asynchronous tensor parallelism.
-        interleaved: parts of a pipeline's stage that take turns.
     Raises:
         ValueError: an unknown name, with the nearest known one; a mesh that does not fit.
     """
-    if sequence < 1 or tokens < 1 or tokens % sequence:
-        raise ValueError(f"{tokens} tokens are not whole sequences of {sequence}; give --tokens a multiple of it")
-    if checkpoints not in CHECKPOINTS:
-        raise ValueError(f"checkpoints is {shown(checkpoints)}; {suggest(checkpoints[:100], CHECKPOINTS)}")
-    if interleaved < 1:
-        raise ValueError(f"interleaved is {interleaved}; give 1 or more")
+    if cluster.sequence < 1 or tokens < 1 or tokens % cluster.sequence:
+        sequences = f"whole sequences of {cluster.sequence}"
+        raise ValueError(f"{tokens} tokens are not {sequences}; give --tokens a multiple of it")
+    if cluster.checkpoints not in CHECKPOINTS:
+        raise ValueError(
+            f"checkpoints is {shown(cluster.checkpoints)}; {suggest(cluster.checkpoints[:100], CHECKPOINTS)}"
+        )
+    if cluster.interleaved < 1:
+        raise ValueError(f"interleaved is {cluster.interleaved}; give 1 or more")
     priced = steps.predict(
         decoder(model),
         recipe_name.find(recipe),
         gpu,
-        meshes.over(count, **(axes or {})),
-        interconnects.get(interconnect),
-        sequences=tokens // sequence,
-        tokens=sequence,
+        cluster.mesh,
+        interconnects.get(cluster.interconnect),
+        sequences=tokens // cluster.sequence,
+        tokens=cluster.sequence,
         micro_batches=micro_batches,
-        checkpoints=checkpoints,
-        overlapped=overlapped,
-        interleaved=interleaved,
+        checkpoints=cluster.checkpoints,
+        overlapped=cluster.overlap,
+        interleaved=cluster.interleaved,
     )
     return Scaling(priced, steps.step(replace(priced.plan, recipe=recipe_name.find("bf16"))))
 
