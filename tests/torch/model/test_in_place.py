@@ -47,6 +47,8 @@ def test_a_family_computes_what_transformers_computes(family: str) -> None:
 
 #: Every expert sees every token: where a rounding sends one elsewhere, two models differ by chance.
 TO_ALL = {family: {"num_experts_per_tok": 4} for family in ("deepseek_v3", "llama4_text", "gpt_oss")}
+#: A ReLU is on or off by a rounding: two steps' distances differ by 0.5 to 1.8 by chance, so that many are summed.
+STEPS = {"t5": 32}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,7 +58,7 @@ def test_a_family_in_bf16_is_no_further_from_float32_than_transformers_own(famil
     exact, ours = copy.deepcopy(plain).float(), copy.deepcopy(plain)
     assert all(row.block for row in qt.convert(ours, "bf16", blocks=True).blocks)
     squares = torch.zeros(2, 2)
-    for seed in range(4):
+    for seed in range(STEPS.get(family, 4)):
         expected = step(exact, seed=seed)
         for of, model in zip(squares, (plain, ours), strict=True):
             results = step(model, seed=seed)
