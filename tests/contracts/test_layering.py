@@ -99,7 +99,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.train": (
         *("files", "configuration", "data", "records", "learning", "running", "showing", "commands", "__main__"),
     ),
-    "quaver.train.learning": ("nonfinite", "learner", "ranks", "jax", "torch", "frameworks"),
+    "quaver.train.learning": ("nonfinite", "learner", "ranks", "mesh", "jax", "torch", "frameworks"),
     "quaver.train.learning.torch": (
         *("device", "decoder", "optimizer", "parallel", "nonfinite", "update", "learner", "decoding", "trials"),
     ),

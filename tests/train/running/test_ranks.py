@@ -3,6 +3,7 @@
 The ranks of one start train several runs one after the other; the single process's are trained here.
 """
 
+import math
 import os
 import shutil
 import socket
@@ -15,9 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
+from quaver import recipes
+from quaver.core.spec import Recipe
 from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
+from quaver.train.configuration.sizes import GEMMA2, MODELS, NEOX
+from quaver.train.learning import mesh
+from quaver.train.learning.torch import learner
+from quaver.train.learning.torch.decoder import quantize_layers
 from quaver.train.records import checkpoint
 from quaver.train.records.checkpoint import CheckpointError
 from quaver.train.records.metrics import losses, read, validation_losses
@@ -25,8 +33,16 @@ from quaver.train.running.generation import generate
 from quaver.train.running.loop import run_training
 from tests import forked
 from tests.conftest import ROOT
+from tests.torch.parallel.tensor import page
+from tests.torch.parallel.tensor.split import SplitLinear
 from tests.train.conftest import MakeConfig
 
+#: The smallest model whose heads, groups and layers two ranks can share.
+PAIR = "pair"
+MODELS.setdefault(PAIR, replace(MODELS["nano"], layers=2, groups=2))
+#: Parts of models that the first lacks: biases and two norms side by side; a tied head, norms of heads and after parts.
+MODELS.setdefault("pair-neox", replace(MODELS[PAIR], **NEOX))
+MODELS.setdefault("pair-gemma", replace(MODELS[PAIR], qk_norm="RMSNorm", windows=(7, -1), **GEMMA2))
 #: Seconds that a start of ranks takes at most.
 LONGEST = 240
 
@@ -94,7 +110,7 @@ def farthest(a: dict[str, float], b: dict[str, float]) -> float:
 
 def plain(config: TrainConfig, name: str, **options: Any) -> TrainConfig:
     """The same on a single process, in a folder beside it."""
-    return replace(config, fsdp=0, out=str(Path(config.out).with_name(name)), **options)
+    return replace(config, fsdp=0, tp=1, sp=False, out=str(Path(config.out).with_name(name)), **options)
 
 
 DELAYED = "delayed(history=4)"
@@ -163,6 +179,75 @@ def begin_from(config: TrainConfig, source: TrainConfig) -> None:
     shutil.rmtree(Path(config.out) / "step-000010")
 
 
+def test_ranks_that_share_layers_are_the_single_process(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {"dtype": "float32", "batch": 4, "sequence": 64, "final_lr": 1.0, "keep": 0, "model": PAIR}
+    grid = make_config("grid", fsdp=2, tp=2, **common)
+    parts = [make_config("grid-parts", fsdp=2, tp=2, **common | {"steps": steps}) for steps in (5, 10)]
+    tokens = make_config("tokens", fsdp=2, tp=2, sp=True, **common)
+    families = [
+        make_config(f"{name}-sp", tp=2, sp=True, accumulate=2, **common | {"model": name, "steps": 3})
+        for name in ("pair-neox", "pair-gemma")
+    ]
+    quantized = [
+        make_config(f"grid-{name}", fsdp=2, tp=2, recipe=name, clip=0.0, **common | {"steps": 5}) for name in GRID
+    ]
+    start([grid, *parts, tokens, *families, *quantized], tmp_path / "of-four", 4)
+
+    whole = plain(grid, "one")
+    run_training(whole)
+    for config in (grid, tokens):
+        assert farthest(recorded(whole), recorded(config)) < 1e-6
+        assert max(abs(a / b - 1) for a, b in zip(norms(whole), norms(config), strict=True)) < 1e-5
+    assert recorded(parts[1]) == recorded(grid), "a resumed run is the one never stopped"
+    for config in families:
+        one = plain(config, f"{Path(config.out).name}-one")
+        run_training(one)
+        assert farthest(recorded(one), recorded(config)) < 1e-6, config.model
+    for config in quantized:
+        # Its ranks' parts of each sum, one after the other.
+        one = plain(config, f"{Path(config.out).name}-split", batch=2, accumulate=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(learner, "quantize_layers", split_layers)
+            run_training(one)
+        assert losses_of(recorded(one)) == losses_of(recorded(config)), config.recipe
+
+    # From two times two ranks to two that share layers, to two that share batches, and to one.
+    layers, batches, back = (
+        replace(grid, fsdp=fsdp, tp=tp, out=str(tmp_path / name))
+        for name, fsdp, tp in (("layers", 1, 2), ("batches", 2, 1), ("alone", 1, 1))
+    )
+    for config in (layers, batches, back):
+        begin_from(config, grid)
+    start([layers, batches], tmp_path / "of-two", 2)
+    run_training(back, resume=True)
+    for config in (layers, batches, back):
+        assert farthest(recorded(grid), recorded(config)) < 1e-6
+    assert generate(Path(layers.out), "3 times", tokens=5).tokens
+
+
+#: One recipe in high precision, and one of each kind of scale.
+GRID = ("bf16", "tensorwise", "mxfp8")
+
+
+def norms(config: TrainConfig) -> list[float]:
+    """The gradient's norm of each step of a run."""
+    return [record["grad_norm"] for record in read(Path(config.out) / "metrics.jsonl") if "grad_norm" in record]
+
+
+def split_layers(model: Any, recipe: Recipe, seed: int) -> Any:
+    """Convert a decoder to layers that split their sums as two ranks do, which share its heads and features."""
+    report = quantize_layers(model, recipe, seed)
+    for layer in model.layers:
+        for part in (layer.attention, layer.mlp):
+            for name, child in [*part.named_children()]:
+                if isinstance(child, torch.nn.Linear):
+                    column = name not in ("o_proj", "down_proj")
+                    part._modules[name] = SplitLinear(child, recipe, 2, column, False)
+    return report
+
+
 def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig, text: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(text, other)
@@ -193,6 +278,20 @@ def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig
             "fsdp is 2, and the number of ranks is 1; give --fsdp 1, or start",
         ),
         (4, {"fsdp": 3}, "fsdp is 3, and the number of ranks is 4; give --fsdp 4, or start them by: torchrun"),
+        (4, {"tp": 3}, "tp is 3, and the number of ranks is 4; start them by: torchrun --nproc-per-node 3 "),
+        (4, {"tp": 2, "fsdp": 4}, "fsdp is 4 and tp is 2, and the number of ranks is 4; give --fsdp 2, or start"),
+        (2, {"tp": 2}, "tp is 2, which cannot share the 2 heads of nano and its 1 of keys and values; leave out --tp"),
+        (
+            2,
+            {"tp": 2, "model": PAIR, "recipe": "blockwise"},
+            "tp is 2, with 64 of 128 features of pair on each rank, and blockwise quantizes them in blocks of 128;",
+        ),
+        (
+            2,
+            {"tp": 2, "model": PAIR, "recipe": "mxfp8", "sp": True},
+            "sequence is 32, which 2 ranks cannot share under mxfp8; give --sequence a multiple of 64, or leave out",
+        ),
+        (2, {"sp": True}, "sp divides tokens among the ranks of tp, and tp is 1; give --tp, or leave out --sp"),
         (4, {"batch": 6}, "batch is 6, which 4 ranks cannot share; give --batch a multiple of 4"),
         (2, {"framework": "jax"}, "JAX trains in a single process here; take --framework torch"),
         (2, {"capture": "step"}, "capture step records one process's step; leave it out"),
@@ -210,6 +309,13 @@ def test_what_ranks_cannot_do_is_said_before_anything_is_read(
         monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ValueError, match=sentence):
         run_training(make_config(**options))
+
+
+@pytest.mark.parametrize("name", sorted(recipes.RECIPES))
+def test_what_is_asked_of_parts_is_what_layers_ask(name: str) -> None:
+    recipe = recipes.get(name)
+    asked = [page.needed(recipe, layout, tokens) for layout in page.LAYOUTS for tokens in (False, True)]
+    assert mesh.multiple_of(recipe) == math.lcm(*asked)
 
 
 def test_a_checkpoint_whose_parts_do_not_make_a_whole_is_refused(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+#: The options of a run of several ranks, which a comparison has none of.
+RANKS = ("fsdp", "tp", "sp")
 out = Console()
 err = Console(stderr=True)
 
@@ -107,7 +109,7 @@ def option(record: type, field: Any, panel: str | None) -> inspect.Parameter:
     kind, sentence = get_args(get_type_hints(record, include_extras=True)[field.name])
     name = f"--{field.name.replace('_', '-')}"
     if kind is bool:
-        shown = typer.Option(name, help=sentence, show_default=False, rich_help_panel=panel)
+        shown = typer.Option(f"{name}/--no-{name[2:]}", help=sentence, show_default=False, rich_help_panel=panel)
         annotation: Any = Annotated[Optional[bool], shown]  # noqa: UP045
     else:
         said = f"{sentence} (default {field.default})" if field.default not in ("", ()) else sentence
@@ -187,7 +189,7 @@ def train(
 
 
 @app.command()
-@with_options(without=("recipe", "fsdp"))
+@with_options(without=("recipe", *RANKS))
 def compare(
     typed: dict[str, Any],
     *,

@@ -50,7 +50,9 @@ class TrainConfig:
     dtype: Annotated[str, "bfloat16 (autocast over float32 parameters) or float32"] = "bfloat16"
     device: Annotated[str, "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"] = "auto"
     recompute: Annotated[str, "what backward computes again to save memory: none, mlp or full (whole layers)"] = "none"
-    fsdp: Annotated[int, "ranks that share batch, weights and moments; 0: all that torchrun has started"] = 0
+    fsdp: Annotated[int, "ranks that share batch, weights and moments; 0: all that are left of those started"] = 0
+    tp: Annotated[int, "ranks that share each layer's heads and features"] = 1
+    sp: Annotated[bool, "ranks of --tp share the tokens between those layers, too"] = False
     loss_chunk: Annotated[int, "tokens whose logits exist at once, for large vocabularies (torch); 0: all of them"] = 0
     capture: Annotated[str, "step: record a step as a CUDA graph and replay it, for the host's time; or none"] = "none"
     threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0
@@ -91,10 +93,11 @@ SMALLEST: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
     **dict.fromkeys(("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
     **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp"), 0),
+    "tp": 1,
     "vocab": 257,  # 256 bytes and the mark between files
 }
 #: 2**63 - 1 for the others: what a file of integers holds.
-LARGEST: Mapping[str, int] = {"threads": 1024, "fsdp": 1 << 20, "vocab": 1 << 20}
+LARGEST: Mapping[str, int] = {"threads": 1024, "vocab": 1 << 20, **dict.fromkeys(("fsdp", "tp"), 1 << 20)}
 
 
 def is_plain(text: str) -> bool:
@@ -149,7 +152,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def typed(path: Path, key: str, value: Any, kind: Any) -> Any:
     """`value` as the option's type; integers pass as floats, nothing else is converted."""
-    if kind in (int, float, str):
+    if kind is bool:
+        right, wanted = isinstance(value, bool), "true or false"
+    elif kind in (int, float, str):
         right = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
         wanted = {int: "a whole number", float: "a number", str: "a string"}[kind]
     else:
@@ -167,7 +172,8 @@ def to_toml(config: TrainConfig) -> str:
     """All options as TOML, in the order of the table; `read_toml` gives the same values back."""
     lines = ["# Every option of this run; start another one from it with: quaver train --config config.toml"]
     for key, value in dataclasses.asdict(config).items():
-        written = repr(value) if isinstance(value, int | float) else json.dumps(value, ensure_ascii=False)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        written = repr(value) if number else json.dumps(value, ensure_ascii=False)
         lines.append(f"{key} = " + written.replace("\x7f", "\\u007f"))  # which TOML takes no other way
     return "\n".join(lines) + "\n"
 

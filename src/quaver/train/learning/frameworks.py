@@ -9,7 +9,7 @@ from typing import Any
 from quaver.core.spec import Recipe
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
-from quaver.train.learning import ranks
+from quaver.train.learning import mesh, ranks
 from quaver.train.learning.learner import Learner
 from quaver.train.learning.ranks import Alone, Ranks
 
@@ -18,14 +18,14 @@ EXTRAS = {"torch": "train", "jax": "train-jax"}
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[Ranks]:
+def joined(config: TrainConfig, recipe: Recipe) -> Iterator[Ranks]:
     """The ranks that this process is one of, to which it belongs until the end; see `check`."""
     if ranks.world() == 1:
         yield Alone()
         return
     from quaver.train.learning.torch.parallel import group
 
-    with group.joined(config) as members:
+    with group.joined(config, mesh.sizes_of(config, recipe)) as members:
         yield members
 
 
@@ -49,7 +49,7 @@ def make(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None) -
 def check(config: TrainConfig, recipe: Recipe) -> None:
     """Raise a ValueError if the run's framework, its device or what the framework can do is not enough for it."""
     on_cpu(config)
-    ranks.of_data(config)
+    mesh.sizes_of(config, recipe)
     if ranks.world() > 1:
         check_for_ranks(config)
     cores = os.cpu_count() or 1

@@ -6,8 +6,6 @@ torchrun, or a scheduler in its place, says it in the environment: RANK, WORLD_S
 import os
 from typing import Any, Protocol
 
-from quaver.train.configuration.config import TrainConfig
-
 
 class Told(Exception):
     """The run ends, and another rank has said why."""
@@ -77,21 +75,3 @@ def _of_environment(name: str, default: int) -> int:
     if not text.isdecimal():
         raise ValueError(f"the variable {name} is {text!r}, which is no number; start the ranks by torchrun")
     return int(text)
-
-
-def of_data(config: TrainConfig) -> int:
-    """How many ranks share the data: all there are.
-
-    Raises: ValueError with what to give if the options want another number, or the batch does not divide among them.
-    """
-    ranks = world()
-    fsdp = config.fsdp or ranks
-    if fsdp != ranks:
-        way = f"start them by: torchrun --nproc-per-node {fsdp} -m quaver.train train ..."
-        raise ValueError(f"fsdp is {fsdp}, and the number of ranks is {ranks}; give --fsdp {ranks}, or {way}")
-    if config.batch % fsdp:
-        raise ValueError(
-            f"batch is {config.batch}, which {fsdp} ranks cannot share; give --batch a multiple of {fsdp}, or start "
-            "fewer ranks"
-        )
-    return fsdp

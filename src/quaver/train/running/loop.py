@@ -75,7 +75,7 @@ def run_training(
     recipe = recipe or recipe_name.find(config.recipe)
     frameworks.check(config, recipe)  # before the text is read
     trackers.check(config)
-    with frameworks.joined(config) as ranks, memory.told("--batch, --accumulate, --sequence or --model"):
+    with frameworks.joined(config, recipe) as ranks, memory.told("--batch, --accumulate, --sequence or --model"):
         return as_rank(ranks, config, recipe, resume, watch)
 
 

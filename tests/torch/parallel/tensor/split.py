@@ -109,7 +109,7 @@ def high(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: SplitLinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: SplitLinear) -> Tensor:
         none = GemmSpec(None, None)
         recipe: Any = layer.recipe
         fprop, dgrad, wgrad = (none,) * 3 if recipe is None else (recipe.fprop, recipe.dgrad, recipe.wgrad)
@@ -123,7 +123,8 @@ class _Split(torch.autograd.Function):
         else:
             of_dgrad = b.T
         ctx.kept = layer, dgrad, wgrad, of_wgrad, of_dgrad
-        z = product(a, b, x.dtype, 1 if layer.column else layer.ranks, bias.detach())
+        has_bias = None if bias is None else bias.detach()
+        z = product(a, b, x.dtype, 1 if layer.column else layer.ranks, has_bias)
         return z.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -138,9 +139,10 @@ class _Split(torch.autograd.Function):
             else layer.quantize("grad_output.T", h.t(), wgrad.a)
         )
         grad_weight = product(c, of_wgrad, layer.weight.dtype, 1)
-        if layer.sequence and not layer.column:
+        grad_bias = None
+        if layer.bias is not None and layer.sequence and not layer.column:
             parts = [tokens(g, i, layer.ranks).flatten(0, 1).sum(0, dtype=torch.float32) for i in range(layer.ranks)]
             grad_bias = torch.stack(parts).sum(0).to(layer.bias.dtype)
-        else:
+        elif layer.bias is not None:
             grad_bias = h.sum(0, dtype=torch.float32).to(layer.bias.dtype)
         return grad_x.view(*g.shape[:-1], -1), grad_weight, grad_bias, None

@@ -39,7 +39,7 @@ class TorchLearner:
         if group is None:
             self.conversion = quantize_layers(self.model, recipe, config.seed)
         else:
-            self.conversion = parallelize(self.model, recipe, config.seed, group)
+            self.conversion = parallelize(self.model, recipe, config, group)
         self.optimizer = adamw(self.model, config)
         self.update = Update(self.model, self.optimizer, config, group)
         self._run = self._runner()
@@ -64,7 +64,7 @@ class TorchLearner:
 
     def first_output(self, batch: np.ndarray) -> str:
         # Every rank looks at all sequences, as many at a time as in training, and says the same.
-        size = batch.shape[1] if self.group is None else batch.shape[1] // self.group.fsdp
+        size = batch.shape[1] if self.group is None else batch.shape[1] // self.group.sizes.fsdp
         pieces = torch.from_numpy(batch).to(self.device).view(-1, size, batch.shape[-1])
         return first_module(self.model, pieces, self.config.dtype)
 

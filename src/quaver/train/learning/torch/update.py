@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.decoder import loss_of
-from quaver.train.learning.torch.optimizer import mesh_of
+from quaver.train.learning.torch.optimizer import layout_of
 from quaver.train.learning.torch.parallel.group import Group
 
 
@@ -60,7 +60,7 @@ def clip_gradients(model: nn.Module, largest: float) -> Tensor:
     parts: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parts.setdefault(mesh_of(parameter), []).append(parameter)
+            parts.setdefault(layout_of(parameter), []).append(parameter)
     if set(parts) == {None}:
         return torch.nn.utils.clip_grad_norm_(parts[None], largest)
     norms = [torch.nn.utils.get_total_norm([p.grad for p in alike if p.grad is not None]) for alike in parts.values()]

@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from quaver.train.configuration.config import TrainConfig, reason
-from quaver.train.learning.ranks import OnRank, Told, of_data, rank
+from quaver.train.learning.mesh import Sizes
+from quaver.train.learning.ranks import OnRank, Told, rank
 from quaver.train.learning.torch.device import device_of
 
 #: Under this key a rank claims to say why the run ends.
@@ -32,14 +33,15 @@ class Group:
 
     Attributes:
         device: of this rank.
-        mesh: of the dimension "fsdp", which batch and weights are divided over.
+        sizes: how many ranks share what.
+        mesh: of the dimensions "fsdp", which batch and weights are divided over, and "tp".
     """
 
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.number, self.rank = dist.get_world_size(), dist.get_rank()
         self.device = device
-        self.fsdp = of_data(config)
-        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.fsdp,), mesh_dim_names=("fsdp",))
+        self.sizes = sizes
+        self.mesh: DeviceMesh = init_device_mesh(device.type, sizes, mesh_dim_names=sizes._fields)
 
     @property
     def first(self) -> bool:
@@ -60,15 +62,15 @@ class Group:
 
     def rows(self, batch: int) -> slice:
         """The sequences of a batch that are this rank's."""
-        part = batch // self.fsdp
+        part = batch // self.sizes.fsdp
         first = self.mesh.get_local_rank("fsdp") * part
         return slice(first, first + part)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the parts of a batch."""
-        if self.fsdp > 1:
+        if self.sizes.fsdp > 1:
             dist.all_reduce(value, dist.ReduceOp.SUM, self.mesh.get_group("fsdp"))
-            value /= self.fsdp
+            value /= self.sizes.fsdp
         return value
 
 
@@ -87,7 +89,7 @@ def local_device(config: TrainConfig) -> torch.device:
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[Group]:
+def joined(config: TrainConfig, sizes: Sizes) -> Iterator[Group]:
     """Join the group that the environment speaks of, and leave it at the end.
 
     Raises: Told if the run ends by an error of which another rank speaks. On a rank that is not the first, OnRank in
@@ -101,7 +103,7 @@ def joined(config: TrainConfig) -> Iterator[Group]:
     dist.init_process_group(backend, store=store, rank=number, world_size=world)
     try:
         with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
-            yield Group(config, device)
+            yield Group(sizes, device)
     except Exception as error:
         if not _claimed(store, number):
             raise Told from error

@@ -1,20 +1,30 @@
 """What makes a decoder the decoder of many ranks, in the order in which it is done."""
 
+from typing import Any
+
+from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from quaver.core.converting.conversion import Report
 from quaver.core.spec import Recipe
-from quaver.torch.parallel import gather_quantized
+from quaver.torch.blocks.norm import Norm
+from quaver.torch.blocks.transformer import TransformerLayer
+from quaver.torch.parallel import Column, Heads, Row, Sequence, gather_quantized
+from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.decoder import Decoder, quantize_layers
 from quaver.train.learning.torch.parallel.group import Group
 
 
-def parallelize(model: Decoder, recipe: Recipe, seed: int, group: Group) -> Report:
+def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Group) -> Report:
     """Give a decoder its recipe and divide it among the ranks.
 
     1. `convert`: the layers' matrices get the recipe.
-    2. `gather_quantized`: torch's fully_shard will gather their weights as codes and scales.
-    3. `fully_shard`, layer by layer and then what is left: weights, gradients and moments are divided.
+    2. `parallelize_module`, where tp is given: each rank computes some heads and some features of every layer, and with
+       sp some tokens of what is between them. Embedding, last norm and head stay whole.
+    3. `gather_quantized`: torch's fully_shard will gather the layers' weights as codes and scales. Those that lie in
+       parts by 2. are gathered in high precision.
+    4. `fully_shard`, layer by layer and then what is left: weights, gradients and moments are divided.
 
     Args:
         model: with the same values on every rank.
@@ -22,13 +32,44 @@ def parallelize(model: Decoder, recipe: Recipe, seed: int, group: Group) -> Repo
     Returns:
         What the recipe was applied to.
     """
-    report = quantize_layers(model, recipe, seed)
-    if travels(recipe):
+    report = quantize_layers(model, recipe, config.seed)
+    if group.sizes.tp > 1:
+        parallelize_module(model, group.mesh["tp"], plan(model, config.sp), src_data_rank=None)
+        if config.sp:
+            divide_tokens(model.embedding, group.mesh["tp"])
+    elif travels(recipe):
         gather_quantized(model)
     for layer in model.layers:
-        fully_shard(layer, mesh=group.mesh)
-    fully_shard(model, mesh=group.mesh)
+        fully_shard(layer, mesh=group.mesh["fsdp"])
+    fully_shard(model, mesh=group.mesh["fsdp"])
     return report
+
+
+def plan(model: Decoder, sequence: bool) -> dict[str, ParallelStyle]:
+    """How each module lies on the ranks of tp; what is not named is whole on all of them.
+
+    Args:
+        sequence: each rank has some tokens of the residual stream, which norms work on and layers gather.
+    """
+    styles: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, TransformerLayer):
+            styles[f"{name}.attention"] = Heads(sequence=sequence)
+            if model.config.gated:
+                styles[f"{name}.mlp.gate_proj"] = Column(sequence=sequence)
+            styles[f"{name}.mlp.up_proj"] = Column(sequence=sequence)
+            styles[f"{name}.mlp.down_proj"] = Row(sequence=sequence)
+        elif sequence and isinstance(module, Norm) and not name.endswith(("q_norm", "k_norm")):
+            # The last norm gives the head, which is whole, all tokens.
+            styles[name] = Sequence(gives_whole=name == "norm")
+    return styles
+
+
+def divide_tokens(embedding: nn.Module, mesh: Any) -> None:
+    """Leave each rank some tokens of what an embedding gives; its gradient is of all tokens, as that of a tied head."""
+    own = nn.Identity()
+    parallelize_module(own, mesh, Sequence(takes_whole=True))
+    embedding.register_forward_hook(lambda module, ids, output: own(output))
 
 
 def travels(recipe: Recipe) -> bool:

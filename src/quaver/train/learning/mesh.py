@@ -1,0 +1,101 @@
+"""How many ranks of a run share what, in no framework's terms, and whether model, batch and recipe divide so.
+
+Ranks are numbered so that those of tensor parallelism, which say the most to one another, are neighbours.
+"""
+
+import math
+from typing import NamedTuple
+
+from quaver.core.spec import Recipe
+from quaver.train.configuration.config import TrainConfig
+from quaver.train.configuration.sizes import MODELS
+from quaver.train.learning.ranks import world
+
+
+class Sizes(NamedTuple):
+    """Ranks along each dimension, the outermost first."""
+
+    #: Share the sequences of a batch, and with them weights and moments.
+    fsdp: int
+    #: Share each layer's heads and features.
+    tp: int
+
+
+def sizes_of(config: TrainConfig, recipe: Recipe) -> Sizes:
+    """How the ranks that there are divide a run.
+
+    Raises: ValueError with what to give if the options want another number of ranks, or something does not divide.
+    """
+    ranks = world()
+    beside = config.tp
+    if ranks % beside:
+        raise ValueError(
+            f"tp is {config.tp}, and the number of ranks is {ranks}; {started(beside * (config.fsdp or 1))}, or give "
+            "--tp a number that divides the ranks"
+        )
+    fsdp = config.fsdp or ranks // beside
+    if fsdp * beside != ranks:
+        with_tp = f" and tp is {config.tp}" if config.tp > 1 else ""
+        raise ValueError(
+            f"fsdp is {fsdp}{with_tp}, and the number of ranks is {ranks}; give --fsdp {ranks // beside}, or "
+            f"{started(fsdp * beside)}"
+        )
+    if config.batch % fsdp:
+        raise ValueError(
+            f"batch is {config.batch}, which {fsdp} ranks cannot share; give --batch a multiple of {fsdp}, or start "
+            "fewer ranks"
+        )
+    sizes = Sizes(fsdp, config.tp)
+    check_features(config, recipe, sizes)
+    check_tokens(config, recipe, sizes)
+    return sizes
+
+
+def started(ranks: int) -> str:
+    return f"start them by: torchrun --nproc-per-node {ranks} -m quaver.train train ..."
+
+
+def check_features(config: TrainConfig, recipe: Recipe, sizes: Sizes) -> None:
+    """Raise a ValueError if ranks cannot share the heads and features of a layer."""
+    model, ranks = MODELS[config.model], sizes.tp
+    if ranks == 1:
+        return
+    if model.heads % ranks or model.groups % ranks:
+        most = math.gcd(model.heads, model.groups)
+        raise ValueError(
+            f"tp is {ranks}, which cannot share the {model.heads} heads of {config.model} and its {model.groups} of "
+            f"keys and values; " + (f"give --tp {most} or a divisor of it" if most > 1 else "leave out --tp")
+        )
+    multiple = multiple_of(recipe)
+    for features in (model.hidden, model.heads * model.head_dim, model.groups * model.head_dim):
+        if features % (ranks * multiple):
+            each = f"{features // ranks} of {features} features of {config.model} on each rank"
+            in_blocks = f", and {recipe.name} quantizes them in blocks of {multiple}" if multiple > 1 else ""
+            raise ValueError(
+                f"tp is {ranks}, with {each}{in_blocks}; give --tp a smaller number, or take a recipe with scales of "
+                "whole tensors or rows, such as tensorwise"
+            )
+
+
+def check_tokens(config: TrainConfig, recipe: Recipe, sizes: Sizes) -> None:
+    """Raise a ValueError if ranks cannot share the tokens of a sequence."""
+    if not config.sp:
+        return
+    if sizes.tp == 1:
+        raise ValueError("sp divides tokens among the ranks of tp, and tp is 1; give --tp, or leave out --sp")
+    multiple = sizes.tp * multiple_of(recipe)
+    if config.sequence % multiple:
+        raise ValueError(
+            f"sequence is {config.sequence}, which {sizes.tp} ranks cannot share under {recipe.name}; give --sequence "
+            f"a multiple of {multiple}, or leave out --sp"
+        )
+
+
+def multiple_of(recipe: Recipe) -> int:
+    """Of what features or tokens of a rank must be a multiple, so that no block of a scale lies on two ranks."""
+    multiple = 1
+    for spec in recipe.operands().values():
+        if spec is not None:
+            groups = 16 if spec.hadamard else 4 if spec.rounding == "stochastic" else 1
+            multiple = math.lcm(multiple, groups, *(block or 1 for block in spec.block))
+    return multiple
