@@ -54,7 +54,7 @@ SAFE = {
     "torch.backends.cpu.decoding:_table": CACHED,
     "torch.backends.cpu.fp4:_table": CACHED,
     "torch.backends.cpu.fp8:_scalars": SAME,
-    "torch.backends.cpu.pool:_pool": CACHED,
+    "torch.backends.cpu.team:_parallel": CACHED,
     "torch.blocks.loss.cross_entropy:_warned": WARNS,
     "torch.model.weights.freezing:_held": "filled under a lock",
     "torch.model.weights.freezing:_hooked": "filled under a lock",

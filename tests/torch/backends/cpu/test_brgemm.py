@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.cpu import brgemm as cpu_brgemm
-from quaver.torch.backends.cpu import pool, scratch
+from quaver.torch.backends.cpu import scratch, team
 from tests import forked
 from tests.close import assert_bitwise
 from tests.torch.backends.cpu import block
@@ -130,7 +130,7 @@ def test_threads_give_the_bits_of_one(m: int, helpers: int, functions: block.Fun
 
 def test_as_many_threads_work_as_torch_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(pool, "share", lambda work, units, helpers: asked.append(helpers))
+    monkeypatch.setattr(team, "share", lambda work, units, helpers: asked.append(helpers))
     for threads in (1, 2, 4, 32):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         cpu_brgemm.product(*operands(512, 512, 512))
@@ -190,25 +190,7 @@ def test_an_exception_of_a_thread_is_raised_once_all_have_ended(fails: str, func
     assert len(watched.calls) == 2 and all(calls[-1] == "release" for calls in watched.calls.values())
 
 
-@pytest.fixture
-def busy() -> Iterator[None]:
-    """All threads of the pool wait for something else."""
-    free, threads = threading.Event(), os.cpu_count() or 1
-    begun = [threading.Event() for _ in range(threads)]
-    waiting = [pool._pool(os.getpid()).submit(lambda e=e: (e.set(), free.wait(60))) for e in begun]
-    assert all(e.wait(60) for e in begun)
-    yield
-    free.set()
-    for future in waiting:
-        future.result()
-
-
-def test_a_product_does_not_wait_for_a_pool_that_others_keep_busy(functions: block.Functions, busy: None) -> None:
-    a, b = operands(300)
-    assert_bitwise(cpu_brgemm._product(functions, a, b, 3), cpu_brgemm._product(functions, a, b, 0))
-
-
-def test_products_of_many_threads_share_few_helpers(functions: block.Functions) -> None:
+def test_products_of_many_threads_are_those_of_one(functions: block.Functions) -> None:
     a, b = operands(300)
     expected, results = cpu_brgemm._product(functions, a, b, 0), []
 
@@ -223,7 +205,6 @@ def test_products_of_many_threads_share_few_helpers(functions: block.Functions) 
     assert len(results) == 18
     for y in results:
         assert_bitwise(y, expected)
-    assert len(pool._pool(os.getpid())._threads) <= (os.cpu_count() or 1)
 
 
 #: In a process of its own, since other libraries' threads do not take a fork well.
@@ -248,13 +229,32 @@ def test_a_fork_multiplies_though_it_inherits_no_helper() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_without_a_thread_to_be_had_the_caller_does_all(
-    functions: block.Functions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Ended:
-        def submit(self, *_: Any) -> None:
-            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+def test_without_openmp_the_caller_does_all(functions: block.Functions, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(functions, 1)
+    team._parallel.cache_clear()
+    monkeypatch.setattr(team, "_PARALLEL", "a name that libtorch was not linked with")
+    try:
+        a, b = operands(300)
+        assert_bitwise(cpu_brgemm._product(watched.functions(), a, b, 3), cpu_brgemm._product(functions, a, b, 0))
+    finally:
+        team._parallel.cache_clear()
+    assert list(watched.calls) == [threading.get_ident()]
 
-    monkeypatch.setattr(pool, "_pool", lambda process: Ended())
-    a, b = operands(300)
-    assert_bitwise(cpu_brgemm._product(functions, a, b, 3), cpu_brgemm._product(functions, a, b, 0))
+
+@pytest.mark.parametrize("m", [128, 200, 256, 300, 511, 512, 700])
+def test_bits_do_not_depend_on_the_rows_of_a_block(m: int, functions: block.Functions) -> None:
+    a, b = operands(m)
+    assert_bitwise(cpu_brgemm._product(functions, a, b, 1), cpu_brgemm._product(functions, a, b, 0))
+
+
+def test_an_interrupt_in_a_thread_of_the_team_is_raised_in_the_caller() -> None:
+    taken = list[int]()
+
+    def work(units: Iterator[int]) -> None:
+        for unit in units:
+            taken.append(unit)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        team.share(work, range(100), 2)
+    assert len(taken) <= 3

@@ -4,15 +4,14 @@ No operation of torch has this product on a CPU: a bf16 one rounds its result to
 ones multiply in bf16 inside belongs to the process. But the block of which torch makes its own CPU attention does just
 this: `at::native::cpublas::brgemm` (aten/src/ATen/native/CPUBlas.h), which libtorch exports. It is taken from there
 where its name, which spells out its arguments, is found, where the processor has the instructions, and where a first
-product comes out right; otherwise nothing of this file runs. A block works on one thread; of a product's blocks each of
-torch's threads' number takes the next, so that the bits are those of one thread.
+product comes out right; otherwise nothing of this file runs. A block works on one thread; torch's threads share a
+product's blocks, and the bits are those of one thread.
 
 libtorch compiles a block for each combination of sizes and strides and keeps it for the life of the thread, tens of
 kilobytes each. So what depends on the number of tokens is cut and packed to a few sizes.
 """
 
 import ctypes
-import os
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -20,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.backends.cpu import pool, scratch
+from quaver.torch.backends.cpu import scratch, team
 
 #: brgemm(m, n, k, lda, ldb, ldc, add to C, A, B in pairs of rows, C, B is in pairs), and what ends its use.
 _NAME = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
 _RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
-#: Rows, columns and depth of a block.
-ROWS, COLUMNS, DEPTH = 128, (64, 32), 512
+#: Rows, columns and depth of a block. Where threads share, more rows: each block ends with asking for Python's lock.
+ROWS, SHARED_ROWS, COLUMNS, DEPTH = 128, 256, (64, 32), 512
 #: k is padded with zeros to a multiple of this.
 STEP = 32
 #: Products of fewer rows, or of fewer m × n × k, are faster in plain float32: packing b costs as much as many rows.
@@ -58,7 +57,7 @@ def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int) -> 
     panels = a if lies else _panels(a, padded)
     pairs = _pairs(b, width, padded)
     c = torch.empty((m, n), dtype=torch.float32, device="cpu")
-    rows = min(ROWS, m)
+    rows = min(SHARED_ROWS if helpers and m >= SHARED_ROWS else ROWS, m)
 
     def multiply(units: Iterator[tuple[list[int], int]]) -> None:
         # Addresses are taken here, so that what they lead to lives as long as a thread that writes there.
@@ -87,7 +86,7 @@ def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int) -> 
             release(True)
 
     # Columns inside: the rows of a block stay in the second cache.
-    pool.share(multiply, [(starts, j) for starts in _starts(m, rows) for j in range(n // width)], helpers)
+    team.share(multiply, [(starts, j) for starts in _starts(m, rows) for j in range(n // width)], helpers)
     return c
 
 
@@ -160,9 +159,8 @@ def address(t: Tensor, dtype: torch.dtype, elements: int) -> int:
 def _functions() -> tuple[Any, Any] | None:
     if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
         return None
-    path = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
     try:
-        library = ctypes.CDLL(path)
+        library = team.libtorch()
         brgemm, release = library[_NAME], library[_RELEASE]
     except (OSError, AttributeError):
         return None
