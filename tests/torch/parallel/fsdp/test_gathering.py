@@ -24,6 +24,7 @@ from quaver import recipes
 from quaver.torch.parallel import gather_quantized
 from quaver.torch.parallel.fsdp import agreeing, shards
 from tests import two_ranks
+from tests.torch.parallel.fsdp import crossed
 from tests.torch.parallel.fsdp.test_operands import RECIPES
 from tests.torch.parallel.fsdp.training import (
     Case,
@@ -252,9 +253,80 @@ def compiled(rank: int) -> None:
         net(torch.ones(4, 32))
 
 
+def crossed_of(name: str, steps: int = STEPS, **options: Any) -> Case:
+    """Weights that tensor parallelism has divided before fully_shard does."""
+
+    def case(rank: int) -> None:
+        crossed.assert_same(RECIPES[name](), steps, **options)
+
+    case.__name__ = f"{name} by fully_shard and tensor parallelism, {options}"
+    return case
+
+
+def crossed_bytes(rank: int) -> None:
+    for name in _OWN:
+        options: dict[str, Any] = {"steps": 1, "in_bf16": True, "bias": False, "sizes": (256, 256, 256)}
+        plain, codes = (crossed.train(recipes.get(name), as_codes=each, **options)[0].traffic for each in (False, True))
+        share = codes.gathered / plain.gathered
+        assert codes.gathers == plain.gathers, name
+        assert share <= MOST.get(name, MOST_OF_MX_AND_ROWS), f"{name}: {share:.4f} of bf16's bytes"
+
+
+def crossed_checkpoints(rank: int) -> None:
+    """What is saved has no class of ours, and is loaded by a model gathered in either way, made on meta too."""
+    folder = str(two_ranks.folder() / "crossed")
+    mesh = init_device_mesh("cpu", (crossed.RANKS, crossed.RANKS), mesh_dim_names=("dp", "tp"))
+    recipe = recipes.get("mxfp8")
+    sizes = crossed.sizes_of(crossed.block_of(recipe))
+    losses = []
+    for as_codes, on in ((True, "cpu"), (True, "cpu"), (False, "cpu"), (True, "meta"), (False, "meta")):
+        with torch.device(on):
+            net = crossed.model(recipe, mesh, as_codes, sizes)[0]
+        crossed.shard(net, mesh["dp"]).to_empty(device="cpu")
+        optimizer = adam(net, foreach=False)
+        if losses:
+            state = {"model": net.state_dict()}
+            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+            net.load_state_dict(state["model"])
+        else:
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.to_local().copy_(torch.linspace(-1, 1, p.to_local().numel()).view(p.to_local().shape))
+            state = {"model": net.state_dict()}
+            for key, value in state["model"].items():
+                assert type(value.to_local()) is torch.Tensor, key
+            torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+        own = []
+        for seed in range(2):
+            x = torch.randn(4, sizes[0], generator=torch.Generator().manual_seed(seed + rank // 2))
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(loss.item())
+        losses.append(own)
+    assert all(own == losses[0] for own in losses), losses
+
+
+def crossed_refusals(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (crossed.RANKS, crossed.RANKS), mesh_dim_names=("dp", "tp"))
+    recipe = recipes.get("mxfp8")
+    net, _ = crossed.model(recipe, mesh, True, (64, 128, 64))
+    with pytest.raises(ValueError, match="up was prepared by gather_quantized and is gathered by no fully_shard"):
+        net(torch.ones(4, 64))
+    crossed.shard(net, mesh["dp"])
+    with qt.autocast(enabled=False), pytest.raises(ValueError, match="up runs under no recipe, and its weight was ga"):
+        net(torch.ones(4, 64))
+    net, gathers = crossed.model(recipe, mesh, True, (64, 96, 64))
+    why = "ranks of tensor parallelism have 48 features each, no multiple of 32"
+    assert gathers.in_high_precision == {"up": why, "down": why}
+
+
 #: Parts of uneven rows, ranks without any, blocks on all ranks.
 UNEVEN = [(50, 36, 21), (40, 5, 33)]
 _OF_BLOCKS = ["tensorwise", "blockwise", "mxfp8", "nvfp4"]
+#: One of each kind of scale, over all steps.
+CROSSED = ["tensorwise", "delayed", "rowwise", "mxfp8", "nvfp4"]
 _OWN = [name for name in recipes.RECIPES if name != "bf16"]
 
 
@@ -373,6 +445,13 @@ CASES: dict[int, list[Case]] = {
         *(of_recipe(name, 2, sizes=UNEVEN[i % 2], tokens=8) for i, name in enumerate(_OWN) if name not in _OF_BLOCKS),
         of_recipe("nvfp4", hsdp=True, tokens=8),
         parts_for_fewer_ranks,
+        *(crossed_of(name) for name in CROSSED),
+        *(crossed_of(name, 2) for name in RECIPES if name not in CROSSED),
+        *(crossed_of(name, 5, before=crossed.hostile) for name in CROSSED),
+        *(crossed_of("mxfp8", 2, **{name: True}) for name in ("sequence", "in_bf16", "replicas")),
+        crossed_of("mxfp8", 2, after_forward=False),
+        *(crossed_of(name, 2, micro=2) for name in ("tensorwise", "delayed")),
+        *(crossed_bytes, crossed_checkpoints, crossed_refusals),
     ],
 }
 

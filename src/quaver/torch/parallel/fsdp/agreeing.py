@@ -1,5 +1,8 @@
 """The amaxes that the ranks of a model agree on: one all-reduce for all its weights, when any of them may have changed.
 
+Where tensor parallelism has cut weights too, all ranks that hold parts of them take part, and amaxes that only some of
+them share have a place for each.
+
 An agreement lasts from a gather to the next optimizer step, and not beyond a second forward unless gradients tell that
 both are micro-batches of one step. These are the same on all ranks, so no rank waits for another one in vain. Within it
 a rank's rows are quantized once.
@@ -8,9 +11,10 @@ a rank's rows are quantized once.
 import hashlib
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -18,18 +22,49 @@ from quaver.core.spec import Recipe
 from quaver.torch.model.conversion import RollHistories
 from quaver.torch.numerics.quantized import Given
 from quaver.torch.parallel.fsdp.cutting import Rows, Side, sides
-from quaver.torch.parallel.fsdp.operands import Agreed, Part, amaxes, part
+from quaver.torch.parallel.fsdp.operands import ROWS, WHOLE, Agreed, Part, amaxes, part
 from quaver.torch.parallel.fsdp.units import Unit, held_parameters, local
 from quaver.torch.parallel.wire import agree
 from quaver.torch.state.history import amax
 from quaver.torch.state.recomputation import graph_task_id
 
 
+class Across(NamedTuple):
+    """How tensor parallelism has cut a weight before fully_shard does."""
+
+    #: The axis of the weight that it has cut, and the ranks that have the parts; None where it has cut nothing.
+    axis: int | None = None
+    mesh: Any = None
+
+
+class _Entry(NamedTuple):
+    """Amaxes of one operand that ranks agree on."""
+
+    weight: "Weight"
+    side: Side
+    #: By which `Agreed` has them.
+    block: int
+    bits: Tensor
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks that tensor parallelism has given other parts of a weight have other amaxes here."""
+        axis, side = self.weight.across.axis, self.side
+        if self.block in (WHOLE, ROWS):
+            return axis is None
+        return not ((axis == 0 and side.height is None) or (axis == 1 and side.width is None))
+
+
 class Weight:
     """One weight that is gathered as codes, and what is known of it on this rank."""
 
-    def __init__(self, layer: nn.Module, name: str, recipe: Recipe, shape: tuple[int, int], model: "Model") -> None:
-        self.layer, self.name, self.recipe, self.shape, self.model = weakref.ref(layer), name, recipe, shape, model
+    def __init__(
+        self, layer: nn.Module, name: str, recipe: Recipe, shape: tuple[int, int], model: "Model", across: "Across"
+    ) -> None:
+        self.layer, self.name, self.recipe, self.model = weakref.ref(layer), name, recipe, model
+        #: Of what fully_shard divides: the weight, or the part of it that tensor parallelism leaves this rank.
+        self.shape = shape
+        self.across = across
         self.sides = sides(recipe)
         #: As fully_shard holds it; None before the first gather, or where its names are unknown.
         self.unit: Unit | None = None
@@ -46,6 +81,10 @@ class Weight:
         self.version = -1
         #: Shapes of what was gathered last.
         self.sent: Sequence[torch.Size] = ()
+
+    def rows(self, mesh: Any) -> Rows:
+        """Those of this rank, of a mesh over which fully_shard divides the weight."""
+        return Rows.of(self.shape[0], mesh.size(), mesh.get_local_rank(), self.across.axis)
 
     @property
     def shared(self) -> bool:
@@ -110,6 +149,8 @@ class Model:
         self.number = 0
         self.ended = True
         self._compared = False
+        #: Process groups by their ranks.
+        self._groups: dict[tuple[int, ...], Any] = {}
 
     def ready(self, weight: Weight, mesh: Any) -> None:
         """See that ranks have agreed, before a weight is gathered.
@@ -144,7 +185,7 @@ class Model:
 
     def _compare(self, weight: Weight, mesh: Any) -> None:
         """Refuse ranks that differ: a digest of 62 bits, which all ranks have alike if its largest is its smallest."""
-        text = "\n".join(f"{w.name} {w.shape} {w.recipe.text}" for w in self.weights)
+        text = "\n".join(f"{w.name} {w.shape} {w.across.axis} {w.recipe.text}" for w in self.weights)
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
         words = [digest & 0x7FFFFFFF, digest >> 31 & 0x7FFFFFFF]
         own = torch.tensor([*words, *(-word for word in words)], dtype=torch.int32, device=_device(weight))
@@ -168,25 +209,62 @@ class Model:
         """One all-reduce for each mesh that holds weights whose blocks lie on several ranks."""
         self.number += 1
         self.ended = False
-        by_group: dict[Any, list[tuple[Weight, Side, dict[int, Tensor]]]] = {}
+        # By the ranks over which fully_shard divides, and for these how tensor parallelism has cut their weights.
+        by_group: dict[Any, list[_Entry]] = {}
+        cut: dict[Any, Weight] = {}
         for weight in self.weights:
             x, over = weight.values(), mesh if weight.unit is None else weight.unit.mesh
             weight.agreed, weight.parts = {}, {}
             if x is None:
                 continue
+            group = over.get_group()
             weight.version = weight.parameter._version
-            rows = Rows.of(weight.shape[0], over.size(), over.get_local_rank())
+            if weight.across.axis is not None:
+                cut.setdefault(group, weight)
             of_history = weight.recipe.delayed is not None
             for side in weight.sides:
-                own = amaxes(x, side, rows, side.spec.two_level or of_history)
+                own = amaxes(x, side, weight.rows(over), side.spec.two_level or of_history)
                 weight.agreed[side.name] = own
-                if own and over.size() > 1:
-                    by_group.setdefault(over.get_group(), []).append((weight, side, own))
+                entries = [_Entry(weight, side, block, bits) for block, bits in own.items()]
+                by_group.setdefault(group, []).extend(e for e in entries if over.size() > 1 or not e.apart)
         for group, entries in by_group.items():
-            every = [bits.to(_device(asking)) for _, _, own in entries for bits in own.values()]
-            agreed = iter(agree(torch.cat(every), group).split([bits.numel() for bits in every]))
-            for weight, side, own in entries:
-                weight.agreed[side.name] = {block: next(agreed).to(bits.device) for block, bits in own.items()}
+            if entries:
+                self._agree_on(entries, group, cut.get(group), _device(asking))
+
+    def _agree_on(self, entries: Sequence[_Entry], group: Any, cut: Weight | None, device: torch.device) -> None:
+        """The amaxes of weights that fully_shard divides over one group, as far as they are not this rank's alone."""
+        every = [entry.bits.to(device) for entry in entries]
+        places, rank = 1, 0
+        if cut is not None and not all(entry.apart for entry in entries):
+            places, rank = cut.across.mesh.size(), cut.across.mesh.get_local_rank()
+            group = self._group(cut)
+        for i, (entry, bits) in enumerate(zip(entries, every, strict=True)):
+            if entry.apart and places > 1:
+                every[i] = bits.new_zeros((places, bits.numel()))
+                every[i][rank] = bits
+        flat = agree(torch.cat([bits.view(-1) for bits in every]), group)
+        for entry, sent, agreed in zip(entries, every, flat.split([b.numel() for b in every]), strict=True):
+            own = agreed if sent.dim() == 1 else agreed.view_as(sent)[rank]
+            agreed_on: Any = entry.weight.agreed[entry.side.name]
+            agreed_on[entry.block] = own.to(entry.bits.device)
+
+    def _group(self, weight: Weight) -> Any:
+        """All ranks that hold parts of a weight that tensor parallelism and fully_shard have cut."""
+        mesh = weight.parameter.device_mesh
+        # Its last dimension is tensor parallelism's, the one before fully_shard's, and those before these are replicas.
+        ranks = mesh.mesh
+        for place in mesh.get_coordinate()[:-2]:
+            ranks = ranks[place]
+        members = tuple(ranks.flatten().tolist())
+        if members not in self._groups:
+            if len(members) == weight.across.mesh.size():
+                group = weight.across.mesh.get_group()
+            elif len(members) == dist.get_world_size():
+                group = None
+            else:
+                group = dist.new_group(list(members), use_local_synchronization=True)
+            self._groups[members] = group
+        return self._groups[members]
 
 
 def _device(weight: Weight) -> torch.device:

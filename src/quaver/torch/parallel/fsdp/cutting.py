@@ -1,7 +1,8 @@
 """Where the blocks of a weight [N, K] lie whose rows are dealt out to ranks, as torch's chunks are: pure arithmetic.
 
 A block within one rank's rows is quantized there as in the whole weight. One that lies on several ranks, which
-straddles, needs the amax of all its parts, and nothing else.
+straddles, needs the amax of all its parts, and nothing else. Where tensor parallelism has cut the weight before, [N, K]
+is this rank's part of it, and what it cut through are blocks as high or as wide as the weight, no others.
 """
 
 from dataclasses import dataclass, field
@@ -57,10 +58,17 @@ class Rows(NamedTuple):
     #: That every rank's part is filled up to.
     part: int
     ranks: int
+    #: The axis along which tensor parallelism has cut the weight of which this one is a part; None where it has not.
+    axis: int | None = None
 
     @classmethod
-    def of(cls, n: int, ranks: int, rank: int) -> "Rows":
-        return cls(0, 0, n, -(-n // ranks), ranks).on(rank)
+    def of(cls, n: int, ranks: int, rank: int, axis: int | None = None) -> "Rows":
+        return cls(0, 0, n, -(-n // ranks), ranks, axis).on(rank)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other ranks have the rest of a block that is as high as the weight."""
+        return self.ranks > 1 or self.axis is not None
 
     def on(self, rank: int) -> "Rows":
         """Those of another rank."""
@@ -84,18 +92,23 @@ def pieces(rows: Rows, height: int | None) -> list[Piece]:
     if start == stop:
         return []
     if height is None:
-        return [Piece(start, stop, 0, rows.ranks > 1)]
+        return [Piece(start, stop, 0, rows.has_others)]
     first = min(stop, -(-start // height) * height)
     last = stop if stop == rows.all else max(first, stop // height * height)
     cuts = sorted({start, first, last, stop})
     return [Piece(a, b, a // height, a % height != 0 or (b % height != 0 and b != rows.all)) for a, b in pairwise(cuts)]
 
 
+def cut_across(rows: Rows, side: Side) -> bool:
+    """Whether tensor parallelism has cut through all rows of blocks, on whose amaxes ranks with the same rows agree."""
+    return rows.axis == 1 and side.width is None and side.height is not None
+
+
 def straddling(rows: Rows, height: int | None) -> list[int]:
     """The rows of blocks of the whole weight that lie on several ranks."""
     if height is None:
         # Ranks without rows, too: its scales do not travel.
-        return [0] if rows.ranks > 1 else []
+        return [0] if rows.has_others else []
     if rows.part >= rows.all:
         return []
     return sorted({cut // height for cut in range(rows.part, rows.all, rows.part) if cut % height})

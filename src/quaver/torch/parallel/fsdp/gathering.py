@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -15,9 +15,11 @@ from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Linear
 from quaver.torch.operations.ops import DTYPES
-from quaver.torch.parallel.fsdp.agreeing import Model, Weight
+from quaver.torch.parallel.fsdp.agreeing import Across, Model, Weight
+from quaver.torch.parallel.fsdp.cutting import sides
 from quaver.torch.parallel.fsdp.shards import Shard
 from quaver.torch.parallel.fsdp.units import local, set_local
+from quaver.torch.parallel.tensor.layers import layout_of
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,11 @@ def gather_quantized(
             continue
         assert of_layer is not None
         gathers.quantized[name] = of_layer
-        shape = (layer.out_features, layer.in_features)
-        prepared.weights.append(Weight(layer, name or type(layer).__name__, of_layer, shape, prepared))
+        held: Any = layer._parameters["weight"]
+        part = local(held)
+        n, k = held.shape if part is None else part.shape
+        own = name or type(layer).__name__
+        prepared.weights.append(Weight(layer, own, of_layer, (n, k), prepared, _across(layer)))
     if unused:
         raise ValueError(f"no quantized layer has a name that fits {', '.join(map(repr, sorted(unused)))} of skip")
     if not prepared.weights:
@@ -103,10 +108,11 @@ def _refuse(model: nn.Module) -> None:
         for key, parameter in module._parameters.items():
             if isinstance(parameter, Shard):
                 raise ValueError(f"gather_quantized was called on {name or 'the model'} before; call it once")
-            if isinstance(parameter, DTensor) and isinstance(module, Linear):
+            if isinstance(parameter, DTensor) and isinstance(module, Linear) and layout_of(module) is None:
                 raise ValueError(
                     f"{name}.{key} is sharded already, over {parameter.device_mesh}: gather_quantized takes whole "
-                    "weights; call it before anything shards them, or leave the layer unconverted"
+                    "weights, and those in parts by Column() and Row() of quaver.torch.parallel; take these in the "
+                    "place of torch's styles, or leave the layer unconverted"
                 )
 
 
@@ -129,6 +135,28 @@ def _why_not(layer: Linear, recipe: Recipe | None, holders: Counter[int]) -> str
         return f"it is {weight.dtype}, which recipes leave alone"
     if holders[id(weight)] > 1:
         return "another module holds it, too"
+    return _cut_through(layer, weight, recipe)
+
+
+def _across(layer: Linear) -> Across:
+    """How tensor parallelism has cut a layer's weight."""
+    layout, weight = layout_of(layer), layer._parameters["weight"]
+    if layout is None or not isinstance(weight, DTensor) or weight.device_mesh.size() == 1:
+        return Across()
+    return Across(layout.weight_axis, weight.device_mesh)
+
+
+def _cut_through(layer: Linear, weight: Tensor, recipe: Recipe) -> str:
+    """Which blocks of a weight tensor parallelism has cut through, which its layer refuses in a forward; or ""."""
+    axis, own = _across(layer).axis, local(weight)
+    if axis is None or own is None:
+        return ""
+    for side in sides(recipe):
+        needed = (side.height, side.width)[axis] or 1
+        if axis == 1 and side.spec.hadamard and needed % 16:
+            needed = 16
+        if own.shape[axis] % needed:
+            return f"ranks of tensor parallelism have {own.shape[axis]} features each, no multiple of {needed}"
     return ""
 
 
@@ -139,7 +167,12 @@ _prepared: "weakref.WeakKeyDictionary[nn.Module, Weight]" = weakref.WeakKeyDicti
 def _prepare(layer: nn.Module, weight: Weight) -> None:
     parameter = layer._parameters["weight"]
     assert parameter is not None
-    layer._parameters["weight"] = nn.Parameter(Shard(parameter.detach(), weight), parameter.requires_grad)
+    part = local(parameter)
+    if part is None:
+        layer._parameters["weight"] = nn.Parameter(Shard(parameter.detach(), weight), parameter.requires_grad)
+    else:
+        # Of tensor parallelism, which fully_shard divides once more.
+        set_local(parameter, Shard(part.detach(), weight))
     _prepared[layer] = weight
     layer.register_state_dict_post_hook(_write_plain)
     layer.register_load_state_dict_post_hook(_prepare_again)

@@ -16,11 +16,14 @@ from quaver.torch.numerics.hadamard import rotate
 from quaver.torch.numerics.quantized import Given, Quantized, pack, storage
 from quaver.torch.numerics.rounding import SMALLEST_NORMAL_BITS, magnitude_bits
 from quaver.torch.operations.functional import quantize
-from quaver.torch.parallel.fsdp.cutting import Rows, Side, block_rows, most_block_rows, pieces, straddling
+from quaver.torch.parallel.fsdp.cutting import Rows, Side, block_rows, cut_across, most_block_rows, pieces, straddling
 
 #: In `Agreed`: the amax of the whole weight, of two-level scales and of a history.
 WHOLE = -1
-#: Bits of amaxes that all ranks agreed on, int32 [blocks along K] by row of blocks, and `WHOLE`'s [1].
+#: In `Agreed`: the amaxes of all rows of blocks, where `cut_across`.
+ROWS = -2
+#: Bits of amaxes that all ranks agreed on, int32: [blocks along K] by row of blocks, `WHOLE`'s [1], and `ROWS`'s [rows
+#: of blocks].
 Agreed = Mapping[int, Tensor]
 
 
@@ -47,7 +50,14 @@ def amaxes(x: Tensor, side: Side, rows: Rows, of_all: bool) -> dict[int, Tensor]
     spec, turned, width = side.spec, side.turned, side.columns(x.shape[1])
     bits = magnitude_bits(rotate(x.to(torch.float32)) if spec.hadamard and not turned else x.to(torch.float32))
     parts = {}
-    for block in straddling(rows, side.height):
+    if cut_across(rows, side):
+        assert side.height is not None
+        lines = bits.new_zeros(-(-rows.all // side.height))
+        own = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=bits.device) // side.height
+        if bits.numel():
+            lines.scatter_reduce_(0, own, bits.amax(1), "amax")
+        parts[ROWS] = _of_blocks(lines, 1)
+    for block in () if ROWS in parts else straddling(rows, side.height):
         start, stop = (0, rows.all) if side.height is None else (block * side.height, (block + 1) * side.height)
         own = bits[max(0, start - rows.start) : max(0, min(stop, rows.stop) - rows.start)]
         parts[block] = _of_blocks(own.amax(0) if own.shape[0] else bits.new_zeros(width), side.width)
@@ -100,18 +110,27 @@ def _piece(
     """Codes and scales of whole blocks, or of a part of one row of blocks, and the tensor's factor."""
     spec = side.spec
     operand = x.t() if side.turned else x
-    given = agreed.get(block) if straddles else None
+    given = _given(side, block, straddles, agreed, x.shape[0])
     if spec.two_level and given is not None:
         wide = operand.to(torch.float32)
-        shape = (-1, 1) if side.turned else (1, -1)
         tensor = agreed[WHOLE].view(torch.float32)
-        q = reference.two_level(rotate(wide) if spec.hadamard else wide, spec, tensor, given.view(shape))
+        q = reference.two_level(rotate(wide) if spec.hadamard else wide, spec, tensor, given)
     elif spec.two_level:
         q = quantize(operand, spec, agreed[WHOLE].view(torch.float32).view(1, 1))
     else:
-        amax = None if given is None else given.view(torch.float32).view((-1, 1) if side.turned else (1, -1))
-        q = quantize(operand, spec, amax, factor=factor)
+        q = quantize(operand, spec, None if given is None else given.view(torch.float32), factor=factor)
     return *_as_the_weight(q, side), q.tensor_factor
+
+
+def _given(side: Side, block: int, straddles: bool, agreed: Agreed, rows: int) -> Tensor | None:
+    """The bits of amaxes that ranks agreed on for rows from a row of blocks on, in the operand's shape; or None."""
+    lines = agreed.get(ROWS)
+    if lines is not None and lines.numel():
+        assert side.height is not None
+        of_rows = lines[block : block + -(-rows // side.height)]
+        return of_rows.view((1, -1) if side.turned else (-1, 1))
+    given = agreed.get(block) if straddles else None
+    return None if given is None else given.view((-1, 1) if side.turned else (1, -1))
 
 
 def _as_the_weight(q: Quantized, side: Side) -> tuple[Tensor, Tensor | float]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from quaver.core.spec import Recipe
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.parallel.fsdp.agreeing import Weight
-from quaver.torch.parallel.fsdp.cutting import Rows
 from quaver.torch.parallel.fsdp.operands import Joint, room, whole
 from quaver.torch.state.recomputation import graph_task_id
 
@@ -279,18 +278,14 @@ def _travelling(weight: Weight) -> list[str]:
 
 
 def _joint(weight: Weight, name: str, mesh: Any, key: float, factor: Any) -> Joint:
-    side, rows = weight.side(name), _rows(weight, mesh)
+    side, rows = weight.side(name), weight.rows(mesh)
     own = weight.part(side, rows, key, factor)
     return Joint(side, weight.shape, rows, own, whole(weight.agreed[side.name]))
 
 
-def _rows(weight: Weight, mesh: Any) -> Rows:
-    return Rows.of(weight.shape[0], mesh.size(), mesh.get_local_rank())
-
-
 def _rooms(weight: Weight, mesh: Any, device: torch.device) -> dict[str, Tensor | None]:
     """Where scales are put in order, of both sides: a later gather may bring the other one."""
-    shapes = {side.name: room(side, _rows(weight, mesh), weight.shape[1]) for side in weight.sides}
+    shapes = {side.name: room(side, weight.rows(mesh), weight.shape[1]) for side in weight.sides}
     return {
         name: None if shape is None else torch.empty(shape, dtype=torch.uint8, device=device)
         for name, shape in shapes.items()

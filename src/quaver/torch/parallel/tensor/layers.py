@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver import recipes
-from quaver.torch.linear.gemms import begin
+from quaver.torch.linear.gemms import begin, is_given
 from quaver.torch.linear.layer import Quantizable, dtype_sentence, recipe_of
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
@@ -62,10 +62,13 @@ def _forward(layer: Any, input: Tensor) -> Tensor:
             "input.to_local(), or let what comes before it do so with use_local_output=True"
         )
     recipe = recipe_of(layer, False) if isinstance(layer, Quantizable) else None
+    with torch.no_grad():
+        held: Any = weight.to_local()
+    if is_given(held):
+        # By fully_shard, which has gathered it as codes.
+        held.check_recipe(layer, recipe)
     if recipe is None or input.dtype not in ops.DTYPES:
         recipe = recipes.get("bf16")
-    with torch.no_grad():
-        held: Tensor = weight.to_local()
     device = ops.autocast_device(input)
     x = input
     if torch.is_autocast_enabled(device) and x.dtype in ops.DTYPES:
