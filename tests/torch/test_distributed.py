@@ -153,6 +153,39 @@ def ranks_with_other_layers(rank: int) -> None:
             assert_bitwise(local[-1, 0], expected, f"layers {own}, beside {other}")
 
 
+def leftovers(rank: int) -> None:
+    """What one rank has collected and the other has not hangs no later step, and leaves its maxima agreed."""
+
+    def dropped(recipe: Any, steps: int) -> None:
+        net: Any = nn.Sequential(qt.Linear(32, 48, recipe=recipe), nn.ReLU(), qt.Linear(48, 16, recipe=recipe))
+        # A cycle, which reference counts do not free.
+        net.own = [net]
+        for step in range(steps):
+            with qt.autocast("delayed"):
+                net(data(rank, step)).square().mean().backward()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for collects in (0, 1):
+            for steps, recipe in ((2, None), (0, recipes.delayed()), (2, recipes.delayed())):
+                dropped(recipe, steps)
+                if rank == collects:
+                    gc.collect()
+                net = model()
+                for step in range(4):
+                    with qt.autocast("mxfp8" if step == 2 else "delayed"):
+                        net(data(rank, step)).square().mean().backward()
+                    if step == 1:
+                        dropped(recipe, steps)
+                    if step == 1 and rank != collects:
+                        gc.collect()
+                for layer in (net[0], net[2]):
+                    assert_bitwise(*gathered(layer.history[1:].contiguous()), f"{collects}, {steps}, {recipe}")
+    finally:
+        gc.enable()
+
+
 def as_one_process(rank: int) -> None:
     """Blocks of 32 tokens lie within a rank, so the ranks' gradients average to those of the whole batch."""
     net, whole = model(), model()
@@ -263,6 +296,7 @@ CASES = [
     a_group_of_ones_own,
     groups_that_are_the_layers_own,
     ranks_with_other_layers,
+    leftovers,
     as_one_process,
     every_recipe,
 ]

@@ -3,12 +3,18 @@
 Ranks of a pipeline hold different layers, and maxima of one stage say nothing of another's. So ranks tell each other
 once, where a step begins, which layers they would reduce; those that name the same ones are a group. With replicas
 alone that is the default group.
+
+What a rank drops is collected when its interpreter comes by, which no two do alike. So the layers of a group stay what
+ranks agreed on until one joins, in the place of those that are gone go zeros, and whether one has joined on any rank is
+asked of all, a byte on processors where each step begins.
 """
 
+import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,6 +27,23 @@ ALONE = object()
 Name = tuple[Any, ...]
 
 
+class Agreed:
+    """The layers that a group's ranks reduce."""
+
+    def __init__(self, layers: Sequence[nn.Module], group: Any) -> None:
+        #: Their numbers, in order of construction.
+        self.numbers = {amax.number_of(layer): None for layer in layers}
+        #: A process group, None for the default one, or `ALONE`.
+        self.group = group
+        history = layers[0]._buffers["history"] if layers else None
+        #: Of their histories.
+        self.device = None if history is None else history.device
+
+    def lacks(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether a layer has joined."""
+        return any(amax.number_of(layer) not in self.numbers for layer in layers)
+
+
 class _Known:
     """What ranks of one default group have told each other."""
 
@@ -30,6 +53,19 @@ class _Known:
         self.groups: dict[tuple[int, ...], Any] = {}
         #: Process groups by their ranks: the same layers in another order make no new one.
         self.of_ranks: dict[tuple[int, ...], Any] = {}
+        #: By the group that was told, or None.
+        self.agreed: dict[Any, Agreed] = {}
+        self._on_processors: Any = ALONE
+
+    def any_rank(self, own: bool) -> bool:
+        """Whether something is true on any rank of the default group; no GPU is waited for."""
+        if self._on_processors is ALONE:
+            there = "cpu:" in dist.get_backend_config() or not dist.is_gloo_available()
+            self._on_processors = None if there else dist.new_group(backend="gloo")
+        gpus = self._on_processors is None and "cpu:" not in dist.get_backend_config()
+        flag = torch.tensor([own], dtype=torch.uint8, device="cuda" if gpus else "cpu")
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self._on_processors)
+        return bool(flag.item())
 
 
 _lock = threading.RLock()
@@ -48,22 +84,68 @@ def group_of(layers: Sequence[nn.Module], told: Any) -> Any:
     Returns:
         A process group, None for the default one, or `ALONE`.
     """
-    global _known
     if told is not None:
         return told
     with _lock:
-        world = dist.group.WORLD
-        if _known is None or _known.world is not world:
-            _known = _Known(world)
+        known = _of_world()
         numbers = tuple(amax.number_of(layer) for layer in layers)
-        if numbers not in _known.groups:
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, [_name(layer) for layer in layers])
+        if numbers not in known.groups:
+            every = _told_by_all(layers)
             if not any(every):
                 # One may have layers the next time, and tells of them.
                 return ALONE
-            _known.groups[numbers] = _group_among(_known, every)
-        return _known.groups[numbers]
+            known.groups[numbers] = _group_among(known, every)
+        return known.groups[numbers]
+
+
+def agreed(listed: Callable[[], Sequence[nn.Module]], told: Any, waits: bool) -> Agreed | None:
+    """The layers that the ranks of a group reduce, and the group as `group_of` finds it; None where there are none.
+
+    Args:
+        listed: gives those of this rank that are alive, in order of construction.
+        told: a process group, or None.
+        waits: whether other ranks may have layers though this one has none.
+    """
+    with _lock:
+        known = _of_world()
+        before = known.agreed.get(told)
+        layers = listed()
+        if _joined(before, layers):
+            # One that waits for its collection here may be gone elsewhere.
+            del layers
+            gc.collect()
+            layers = listed()
+        joined = _joined(before, layers)
+        if told is None and (before is not None or joined or waits):
+            joined = known.any_rank(joined)
+        if joined:
+            if told is None:
+                # What another rank has dropped this one has, too, but may not have collected.
+                del layers
+                gc.collect()
+                layers = listed()
+            group = _group_among(known, _told_by_all(layers)) if told is None else told
+            before = known.agreed[told] = Agreed(layers, group)
+        return before
+
+
+def _joined(before: Agreed | None, layers: Sequence[nn.Module]) -> bool:
+    return bool(layers) if before is None else before.lacks(layers)
+
+
+def _of_world() -> _Known:
+    """What is known of the default group that there is now."""
+    global _known
+    world = dist.group.WORLD
+    if _known is None or _known.world is not world:
+        _known = _Known(world)
+    return _known
+
+
+def _told_by_all(layers: Sequence[nn.Module]) -> list[list[Name]]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [_name(layer) for layer in layers])
+    return every
 
 
 def _group_among(known: _Known, every: Sequence[list[Name]]) -> Any:

@@ -17,6 +17,7 @@ from quaver.core.spec import QuantSpec, Recipe
 from quaver.torch.backends.cpu.fp8 import SMALLEST_NORMAL, host_factor
 from quaver.torch.numerics.rounding import exponent, power_of_two
 from quaver.torch.state.history import amax
+from quaver.torch.state.history.alike import ALONE, Agreed
 from quaver.torch.state.layer import state_of
 
 
@@ -39,6 +40,15 @@ def reduce(layers: Iterable[nn.Module], group: Any = None) -> None:
     if has_ranks(group):
         # One that is on meta yet has nothing to say.
         _reduce([layer for layer in layers if not layer.history.is_meta], group)
+
+
+def reduce_agreed(agreed: Agreed, layers: Iterable[nn.Module]) -> None:
+    """`reduce` the layers that a group's ranks agreed on, of which this rank has some no longer."""
+    if agreed.device is None or agreed.group is ALONE:
+        return
+    rows: Any = {amax.number_of(layer): layer._buffers["history"][0] for layer in layers}  # type: ignore[index]
+    nothing = torch.zeros(3, dtype=torch.float32, device=agreed.device)
+    _reduce_rows([rows.get(number, nothing) for number in agreed.numbers], agreed.group)
 
 
 def own(group: Any) -> Any:
@@ -90,11 +100,14 @@ def _roll_together(layers: list[nn.Module], rule: Recipe) -> None:
             _roll_tensors(layer, rule)
 
 
-@torch.no_grad()
 def _reduce(layers: list[nn.Module], group: Any) -> None:
     if not layers:
         return
-    rows: list[Tensor] = [layer._buffers["history"][0] for layer in layers]  # type: ignore[index]
+    _reduce_rows([layer._buffers["history"][0] for layer in layers], group)  # type: ignore[index]
+
+
+@torch.no_grad()
+def _reduce_rows(rows: list[Tensor], group: Any) -> None:
     flat = torch.cat(rows)
     dist.all_reduce(flat, dist.ReduceOp.MAX, group)
     _copy(rows, list(flat.split(3)))

@@ -22,6 +22,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,13 +139,13 @@ def enter(rolls: bool, group: Any, recipe: Recipe | None) -> Step | None:
 def _begin(group: Any = None, recipe: Recipe | None = None) -> Step:
     """A step of a group begins in this thread, and the earlier ones that are over end."""
     step = Step(_thread.me, rolling.own(group))
-    layers, waits = amax.layers(), False
+    waits = False
     if step.group is None and recipe is not None and recipe.delayed is not None:
         # Others may hold layers that have run, and tell of them; in a first step none has.
         waits, _thread.began = _thread.began, True
-    if layers or waits:
-        _reduce(step.group, step, waits)
-        _end_earlier(layers, step, recipe)
+    # No list of layers is held here: what else is gone must be collected.
+    _reduce(step.group, step, waits)
+    _end_earlier(amax.layers(), step, recipe)
     _thread.now = _thread.latest[step.group] = step
     return step
 
@@ -157,21 +158,22 @@ def _reduce(group: Any, step: Step, waits: bool = False) -> None:
     """
     if not rolling.has_ranks(group):
         return
-    layers = [layer for layer in amax.layers() if _reduced_over(layer, group)]
+    agreed = alike.agreed(partial(_reduced, group), group, waits)
+    layers = _reduced(group)
     for old in (state_of(layer).step for layer in layers):
         if old is not None:
             old.reduced_in = step.number
-    if layers or waits:
-        _reduce_alike(layers, group)
+    if agreed is not None:
+        rolling.reduce_agreed(agreed, layers)
 
 
-def _reduce_alike(layers: Sequence[nn.Module], group: Any) -> None:
-    """Reduce maxima over the group that was given, else over the ranks with the same layers."""
-    if not rolling.has_ranks(group):
-        return
-    group = alike.group_of(layers, group)
-    if group is not alike.ALONE:
-        rolling.reduce(layers, group)
+def _reduced(group: Any) -> list[nn.Module]:
+    """The layers of this rank whose maxima are reduced over a group."""
+    return [
+        layer
+        for layer in amax.layers()
+        if _reduced_over(layer, group) and not layer._buffers["history"].is_meta  # type: ignore[union-attr]
+    ]
 
 
 def _end_earlier(layers: Sequence[nn.Module], step: Step, recipe: Recipe | None) -> None:
@@ -374,7 +376,10 @@ def roll_root(layers: Sequence[nn.Module]) -> None:
     step = Step(_thread.me, group_of(layers), of_root=True)
     for layer in layers:
         refuse_stage(layer)
-    _reduce_alike(layers, step.group)
+    if rolling.has_ranks(step.group):
+        group = alike.group_of(layers, step.group)
+        if group is not alike.ALONE:
+            rolling.reduce(layers, group)
     with _lock:
         _roll_copied(layers)
         for layer in layers:
