@@ -1,5 +1,6 @@
 """What is applied to a model from outside so that many ranks train it; no layer knows a mesh."""
 
+from quaver.torch.parallel.comparing import check_alike
 from quaver.torch.parallel.context.applying import ContextParallel, context_parallel
 from quaver.torch.parallel.fsdp.gathering import Gathers, gather_quantized
 from quaver.torch.parallel.gradients import quantize_gradients
@@ -13,6 +14,7 @@ __all__ = [
     "Heads",
     "Row",
     "Sequence",
+    "check_alike",
     "context_parallel",
     "gather_quantized",
     "quantize_gradients",

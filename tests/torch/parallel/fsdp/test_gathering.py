@@ -1,6 +1,7 @@
 """fully_shard with weights gathered as codes is fully_shard with weights in high precision, bit for bit."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.parallel import gather_quantized
+from quaver.torch.parallel import check_alike, gather_quantized
 from quaver.torch.parallel.fsdp import agreeing, shards
 from tests import two_ranks
 from tests.torch.parallel.fsdp import crossed
@@ -404,13 +405,44 @@ def other_recipes_than_the_weights(rank: int) -> None:
 
 
 def ranks_that_differ(rank: int) -> None:
-    for one, other in (("mxfp8", "tensorwise"), ("mxfp8", None)):
+    """All ranks say what differs, before anything of the model travels."""
+
+    def prepare(change: Callable[[], Any], **options: Any) -> str:
         net: Any = network((32, 48, 64))
-        qt.convert(net, one if rank == 0 else (other or one), skip=() if other or rank == 0 else ["2"])
-        gather_quantized(net)
-        sharded(net)
-        with pytest.raises(ValueError, match="ranks prepared different weights: this one has"):
-            net(torch.ones(4, 32))
+        if rank == 0:
+            qt.convert(net, "mxfp8")
+        else:
+            net = change() or net
+        with pytest.raises(ValueError, match=r"rank|gather_quantized") as refused:
+            gather_quantized(net, **options)
+        said: list[Any] = [None] * 2
+        torch.distributed.all_gather_object(said, str(refused.value))
+        return "; ".join(dict.fromkeys(said))
+
+    def under(recipe: Any, net: Any = None, **options: Any) -> Any:
+        net = network((32, 48, 64)) if net is None else net
+        qt.convert(net, recipe, **options)
+        return net
+
+    def renamed() -> Any:
+        net = network((32, 48, 64))
+        return under("mxfp8", nn.Sequential(OrderedDict(a=net[0], b=net[1], c=net[2])))
+
+    assert """rank 1 has "0 under 'tensorwise'""" in prepare(lambda: under("tensorwise"))
+    assert """where rank 0 has "0 under 'mxfp8'""" in prepare(lambda: under("mxfp8", skip=["0"]))
+    assert "rank 1 has '0: codes of mxfp8'" in prepare(lambda: under("mxfp8", network((32, 48, 64))[:2]))
+    assert """rank 1 has "a under 'mxfp8'""" in prepare(renamed)
+    assert "rank 1 has '0.weight (48, 16)" in prepare(lambda: under("mxfp8", network((16, 48, 64))))
+    assert "rank 1 cannot go on: gather_quantized has no weight" in prepare(lambda: None)
+    assert "2: codes of mxfp8" in prepare(lambda: under("mxfp8"), skip=["0"] if rank == 0 else ["2"])
+    check_alike(network((32, 48, 64)))
+    # Of a mesh without the other rank it is seen at the first gather.
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))["shards"]
+    net: Any = under("mxfp8" if rank == 0 else "tensorwise")
+    gather_quantized(net, mesh=alone)
+    sharded(net)
+    with pytest.raises(ValueError, match="ranks prepared different weights: this one has"):
+        net(torch.ones(4, 32))
 
 
 def too_late(rank: int) -> None:

@@ -15,6 +15,7 @@ from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Linear
 from quaver.torch.operations.ops import DTYPES
+from quaver.torch.parallel.comparing import compare, lines_of
 from quaver.torch.parallel.fsdp.agreeing import Across, Model, Weight
 from quaver.torch.parallel.fsdp.cutting import sides
 from quaver.torch.parallel.fsdp.shards import Shard
@@ -38,7 +39,7 @@ class Gathers:
 
 
 def gather_quantized(
-    model: nn.Module, *, recipe: str | Recipe | None = None, skip: str | Sequence[str] = ()
+    model: nn.Module, *, recipe: str | Recipe | None = None, skip: str | Sequence[str] = (), mesh: Any = None
 ) -> Gathers:
     """Have torch's fully_shard gather the weights of a model's quantized layers as codes and scales.
 
@@ -49,18 +50,35 @@ def gather_quantized(
         model: `quaver.torch.convert`ed, or made of `quaver.torch.Linear` and blocks; on meta, too.
         recipe: of layers that have none of their own and will run in `quaver.torch.autocast` of this recipe.
         skip: patterns of names of layers to gather in high precision.
+        mesh: the ranks that have this very model, with those of tensor parallelism; None takes all of the default
+            group. A stage of a pipeline gives its own.
     Returns:
         Which weights travel as codes, and why others do not.
     Raises:
         ValueError: fully_shard or gather_quantized was called before, a weight is sharded already, or none is left
-            to gather. At the first gather: ranks prepared different weights. In a forward: a layer runs under another
-            recipe than its weight was gathered for.
+            to gather; on all ranks, where one of them cannot go on or has built another model. In a forward: a layer
+            runs under another recipe than its weight was gathered for.
     Exact: outputs, gradients and updates are, bit for bit, those of fully_shard without it.
     Source: torchao's FP8 all-gather for FSDP2 (github.com/pytorch/ao, torchao/float8) has per-tensor scales; the
         agreement on blocks that several ranks share is ours.
     """
-    chosen = None if recipe is None else recipes.get(recipe)
     patterns = [skip] if isinstance(skip, str) else list(skip)
+    try:
+        gathers, prepared = _prepared_of(model, None if recipe is None else recipes.get(recipe), patterns)
+    except ValueError as error:
+        # The other ranks would wait for this one.
+        compare([], mesh, str(error))
+        raise
+    compare([*lines_of(model), *str(gathers).split("\n")], mesh)
+    for weight in prepared.weights:
+        of_weight = weight.layer()
+        assert of_weight is not None
+        _prepare(of_weight, weight)
+    return gathers
+
+
+def _prepared_of(model: nn.Module, chosen: Recipe | None, patterns: Sequence[str]) -> tuple[Gathers, Model]:
+    """Which weights travel how, before anything is changed."""
     _refuse(model)
     gathers = Gathers()
     prepared = Model(model)
@@ -90,11 +108,7 @@ def gather_quantized(
             f"gather_quantized has no weight to gather as codes; call quaver.torch.convert(model, ...) before it, or "
             f"give recipe= for layers that run in an autocast\n{gathers}"
         )
-    for weight in prepared.weights:
-        of_weight = weight.layer()
-        assert of_weight is not None
-        _prepare(of_weight, weight)
-    return gathers
+    return gathers, prepared
 
 
 def _refuse(model: nn.Module) -> None:
