@@ -1,7 +1,7 @@
 """Gradients in eight bits on the wire: the float32 sum of what each rank quantized, bit for bit, on every rank."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,8 @@ def other_specs_are_refused(rank: int) -> None:
         wire.scatter_quantized_sums(torch.ones(3), SPECS[0])
     with pytest.raises(ValueError, match="neither wrapped by DistributedDataParallel nor sharded"):
         gradients.quantize_gradients(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"module\.weight is torch\.float64"):
+        gradients.quantize_gradients(DistributedDataParallel(nn.Linear(2, 2).double()))
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -181,6 +183,31 @@ def trains_with_both(rank: int) -> None:
     assert ends[1] == pytest.approx(ends[0], rel=0.02), ends
 
 
+def ranks_with_fewer_batches(rank: int) -> None:
+    """DistributedDataParallel.join stands in for their gradients; nothing stands in for maxima, which is said."""
+    for recipe in ("mxfp8", "delayed"):
+        for around in (False, True):
+            model = net()
+            qt.convert(model, recipe)
+            wrapped = DistributedDataParallel(model)
+            gradients.quantize_gradients(wrapped)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            with wrapped.join():
+                for step in range(1 + rank):
+                    x = torch.randn(8, 96, generator=torch.Generator().manual_seed(10 * step + rank))
+                    if recipe == "delayed":
+                        within = qt.autocast("delayed") if around else nullcontext()
+                        with pytest.raises(ValueError, match=r"within DistributedDataParallel.join\(\)"), within:
+                            wrapped(x)
+                        break
+                    optimizer.zero_grad()
+                    wrapped(x).square().mean().backward()
+                    optimizer.step()
+            if recipe == "mxfp8":
+                for p in model.parameters():
+                    assert_bitwise(*two_ranks.gathered(p.detach()))
+
+
 CASES = [
     sums_are_those_of_what_was_quantized,
     what_is_not_finite_reaches_the_sum,
@@ -188,6 +215,7 @@ CASES = [
     data_parallel,
     sharded,
     trains_with_both,
+    ranks_with_fewer_batches,
 ]
 
 

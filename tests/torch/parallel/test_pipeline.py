@@ -178,6 +178,15 @@ def shapes_are_known_beforehand(rank: int) -> None:
             assert_bitwise(layers[0].history[0, 0], x.abs().max())
 
 
+def statistics_are_not_of_shapes(rank: int) -> None:
+    norm = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    norm[1].running_mean.fill_(3)  # type: ignore[operator, union-attr]
+    before = copy.deepcopy(norm.state_dict())
+    parallel.stage(norm, rank, 2, torch.empty(TOKENS, WIDTH))
+    for name, value in norm.state_dict().items():
+        assert_bitwise(value, before[name], name)
+
+
 def a_stage_outside_of_autocast_is_refused(rank: int) -> None:
     net = converted(2, "delayed")
     part = parallel.stage(net[rank], rank, 2, torch.empty(TOKENS, WIDTH))
@@ -193,6 +202,7 @@ def cases() -> Sequence[two_ranks.Case]:
     quantizing = [name for name in recipes.RECIPES if name != "bf16"]
     return [
         shapes_are_known_beforehand,
+        statistics_are_not_of_shapes,
         a_stage_outside_of_autocast_is_refused,
         *(case(converted, "1F1B", recipe) for recipe in quantizing),
         *(

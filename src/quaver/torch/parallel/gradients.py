@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec
+from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel import wire
 
 #: 1.03 bytes an element: 51.6 % of bfloat16's.
@@ -31,9 +32,16 @@ def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
     Returns:
         The model.
     Raises:
-        ValueError: a model that is neither, or a torch whose fully_shard takes no reduce-scatter of one's own.
+        ValueError: a model that is neither, a parameter of another dtype, or a torch whose fully_shard takes no
+            reduce-scatter of one's own.
     Exact: the float32 sum of the quantized parts; a NaN or an infinity of any rank makes its block NaN on all.
     """
+    wide = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype not in DTYPES), None)
+    if wide is not None:
+        raise ValueError(
+            f"{wide} is {model.get_parameter(wide).dtype}, and gradients of float32, bfloat16 and float16 travel in "
+            "few bits: convert it, or leave gradients as they are"
+        )
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(_Wire(spec, model.process_group), _mean)
         return model

@@ -64,7 +64,11 @@ def stage(
 def _outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What the module gives, as tensors without values."""
     on = inputs[0].device
+    # Running statistics, caches and counts are none of zeros.
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with torch.random.fork_rng([on] if on.type == "cuda" else []), torch.no_grad(), autocast(enabled=False):
         y = module(*inputs)
+        for buffer, values in before:
+            buffer.copy_(values)
     outputs = (y,) if isinstance(y, Tensor) else tuple(y)
     return tuple(torch.empty_like(each).requires_grad_(each.is_floating_point()) for each in outputs)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import quaver.torch as qt
@@ -461,10 +461,73 @@ def too_late(rank: int) -> None:
         net(torch.ones(4, 32))
 
 
+def written_and_moved(rank: int) -> None:
+    """What replaces a weight's values before it is sharded, as fully_shard does for another device, replaces them."""
+    net: Any = converted("mxfp8")
+    gather_quantized(net)
+    for change in (nn.Module.double, nn.Module.bfloat16, lambda each: each.to("meta")):
+        change(net)
+        weight = net[0].weight
+        assert (weight.plain.dtype, weight.plain.device) == (weight.dtype, weight.device)
+    whole = converted("mxfp8")
+    values = nn.utils.parameters_to_vector(whole.parameters()) * 2
+    net = converted("mxfp8")
+    gather_quantized(net)
+    nn.utils.vector_to_parameters(values, net.parameters())
+    assert torch.equal(net[0].weight.plain, whole[0].weight * 2)  # type: ignore[index]
+
+    def use(net: Any) -> list[float]:
+        optimizer = adam(sharded(net.bfloat16()))
+        values = []
+        for seed in range(2):
+            loss = net(torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        return values
+
+    compare(lambda: converted("mxfp8"), use, "bfloat16 after gather_quantized")
+
+
+def parts_without_a_common_root(rank: int) -> None:
+    """Each is a root of its own: when the first one gathers, the other has not run."""
+
+    def use(net: Any) -> list[float]:
+        options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+        fully_shard(net[0], **options)
+        fully_shard(net[2], **options)
+        optimizer, values = adam(net), []
+        for seed in range(2):
+            loss = net(torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        return values
+
+    for name in ("tensorwise", "delayed"):
+        compare(lambda name=name: converted(name), use, name)
+
+
+def reverted(rank: int) -> None:
+    """A layer that fully_shard has put a class above is given its own back, below it; one without values says so."""
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
+    net = sharded(converted("mxfp8"))
+    assert qt.revert(net) == ["0", "2"]
+    assert torch.equal(net(x), sharded(network((32, 48, 64)))(x))
+    net = converted("mxfp8")
+    gather_quantized(net)
+    qt.revert(sharded(net))
+    with pytest.raises(ValueError, match="revert no layer after gather_quantized"):
+        net(x)
+
+
 OPTIONS: list[Callable[[int], None]] = [
     *(bytes_of_gathers, micro_batches, optimizers, roots_alone, evaluations, recomputation, blocks),
     *(checkpoints, made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
     *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),
+    *(written_and_moved, parts_without_a_common_root, reverted),
 ]
 CASES: dict[int, list[Case]] = {
     2: [

@@ -1,6 +1,7 @@
 """Two processes on gloo: layers in parts give the losses of one process that splits the same sums, bit for bit."""
 
 import copy
+import io
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import quaver.torch as qt
 from quaver import recipes
 from quaver.core.spec import Recipe
-from quaver.torch.parallel import Column, Row
+from quaver.torch.parallel import Column, Row, Sequence
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor import page
@@ -397,6 +398,30 @@ def bad_input(rank: int) -> None:
     refused(r"put Column\(\) or Row\(\)", lambda: torchs(torch.zeros(4, 32)))
 
 
+def reverted_pickled_and_parametrized(rank: int) -> None:
+    """A class that stands above a layer's own does not hide it from revert, nor from pickle."""
+    x = tokens(batch(0, 32), rank, RANKS)
+    model, plain = in_parts("mxfp8"), in_parts(None)
+    assert qt.revert(model) == ["up", "down"]
+    y, z = model(x), plain(x)
+    assert_bitwise(y.detach(), z.detach())
+    y.sum().backward()
+    z.sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_bitwise(p.grad.to_local(), q.grad.to_local())
+    norm = nn.Sequential(nn.LayerNorm(32))
+    parallelize_module(norm, mesh(), {"0": Sequence()})
+    for each in (norm, in_parts("mxfp8"), model):
+        file = io.BytesIO()
+        torch.save(each, file)
+        file.seek(0)
+        assert_bitwise(torch.load(file, weights_only=False)(x).detach(), each(x).detach())
+    parallel = in_parts("mxfp8")
+    nn.utils.parametrizations.weight_norm(parallel.up)
+    with pytest.raises(ValueError, match="leave a parametrized layer out of the plan"):
+        parallel(x)
+
+
 CASES = [
     every_recipe_with_tokens_in_parts,
     every_recipe_with_all_tokens_on_each_rank,
@@ -411,6 +436,7 @@ CASES = [
     what_torch_does_with_parameters,
     sharded_checkpoints,
     under_a_compiler,
+    reverted_pickled_and_parametrized,
     bad_input,
 ]
 

@@ -17,6 +17,9 @@ from quaver.torch.linear.layer import Linear
 #: The classes made here, by the class that is converted, what stands above it, and its formula.
 _counterparts: dict[tuple[type, type, Hashable], type] = {(nn.Linear, Linear, None): Linear}
 
+#: Of a class that says how a module lies on ranks, and stands above whatever class the module has.
+PUT_ABOVE = "_put_above"
+
 
 def exchange(module: nn.Module, over: type, formula: Hashable = None) -> None:
     """Put a class above a module's own."""
@@ -25,11 +28,26 @@ def exchange(module: nn.Module, over: type, formula: Hashable = None) -> None:
 
 def give_back(module: nn.Module) -> bool:
     """Give a module the class that it had; False for one that was not exchanged."""
-    before = original(bare_class(module))
+    before = _given_back(bare_class(module))
     if before is None:
         return False
     _set_class(module, before)
     return True
+
+
+def _given_back(kind: type) -> type | None:
+    """What a class was before it was exchanged, under the classes that have been put above it since."""
+    if not _was_put_above(kind):
+        return original(kind)
+    bases = tuple(_given_back(base) or base for base in kind.__bases__)
+    if bases == kind.__bases__:
+        return None
+    return type(kind.__name__, bases, {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")})
+
+
+def _was_put_above(kind: type) -> bool:
+    """Whether a class was made to stand above a module's own: by a parallel style, or by torch's fully_shard."""
+    return PUT_ABOVE in vars(kind) or any(base.__name__ == "FSDPModule" for base in kind.__bases__)
 
 
 def counterpart(kind: Any, over: type, formula: Hashable = None) -> type:

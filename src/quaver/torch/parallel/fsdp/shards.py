@@ -68,6 +68,18 @@ class Shard(Tensor):
         """Whose optimizer steps end an agreement."""
         return self.weight.model
 
+    @property
+    def data(self) -> Tensor:
+        """The shard without its history of gradients."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        # By this modules change dtype and device, and fully_shard moves a model to its mesh: the wrapper alone would.
+        plain = getattr(values, "plain", values).detach()
+        torch.Tensor.data.__set__(self, Shard(plain, self.weight))  # type: ignore[attr-defined]
+        self.plain = plain
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # What is written to a file is a tensor like any other.
         return self.plain.__reduce_ex__(protocol)
@@ -219,7 +231,8 @@ class GatheredWeight(Tensor):
             return GatheredWeight(given.weight, given.dtype, given.device, given.held)
         raise ValueError(
             f"{function} reads the weight of {given.weight.name}, which is gathered as codes alone: only the layer's "
-            "own products read it; leave the layer out with gather_quantized(model, skip=[...])"
+            "own products read it; leave the layer out with gather_quantized(model, skip=[...]), and revert no layer "
+            "after gather_quantized"
         )
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:

@@ -38,8 +38,12 @@ class Unit:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype that the weight is computed with, where it is not the parameter's."""
-        dtype: torch.dtype | None = self._parameter.param_dtype
-        return dtype
+        if hasattr(self._parameter, "param_dtype"):
+            dtype: torch.dtype | None = self._parameter.param_dtype
+            return dtype
+        # Another root has it, which has not run: fully_shard sets this in the first forward.
+        asked: torch.dtype | None = self._group.mp_policy.param_dtype
+        return None if asked is self.sharded.dtype else asked
 
     @property
     def sharded(self) -> Any:
@@ -65,7 +69,13 @@ class Unit:
 
 
 #: What `Unit` reads.
-_OF_GROUP = ("_training_state", "post_forward_mesh_info", "reshard_after_backward", "_use_post_forward_mesh")
+_OF_GROUP = (
+    "_training_state",
+    "post_forward_mesh_info",
+    "reshard_after_backward",
+    "_use_post_forward_mesh",
+    "mp_policy",
+)
 _OF_PARAMETER = ("sharded_param", "shard_mesh", "unsharded_accumulated_grad", "all_gather_outputs", "_module_info")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from quaver import recipes
 from quaver.torch.linear.gemms import begin, is_given
 from quaver.torch.linear.layer import Quantizable, dtype_sentence, recipe_of
+from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.parallel.tensor.function import LinearInParts
@@ -32,6 +33,7 @@ def layout_of(layer: nn.Module) -> Layout | None:
 def in_parts(kind: Any, layout: Layout) -> type:
     """The class of a layer of a class once it is in parts."""
     members = {"forward": _forward, "layout_on_ranks": layout, "__reduce_ex__": _reduce, "__module__": kind.__module__}
+    members[PUT_ABOVE] = True
     return type(kind.__name__, (kind,), members)
 
 
@@ -50,11 +52,11 @@ def _rebuild(kind: Any, layout: Layout) -> Any:
 def _forward(layer: Any, input: Tensor) -> Tensor:
     """This rank's part of the output, from its part of the input; see `quaver.torch.parallel.tensor.layout`."""
     layout: Any = layout_of(layer)
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if getattr(weight, "device_mesh", None) is None:
         raise ValueError(
             f"{name_of(layer)} is in parts by {layout.name}, and its weight is no DTensor: something has put another "
-            "in its place; load weights by torch.distributed.checkpoint"
+            "in its place; load weights by torch.distributed.checkpoint, and leave a parametrized layer out of the plan"
         )
     if getattr(input, "device_mesh", None) is not None:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.parallel import wire
 
 #: What drops whole channels, or leaves no zeros: of their noise nothing is known here.
@@ -27,7 +28,23 @@ class Tokens(NamedTuple):
 @cache
 def on_tokens(kind: Any, tokens: Tokens) -> type:
     """The class of a module of a class once each rank has some tokens."""
-    return type(kind.__name__, (kind,), {"forward": _forward, "tokens_on_ranks": tokens, "__module__": kind.__module__})
+    members = {"forward": _forward, "tokens_on_ranks": tokens, "__reduce_ex__": _reduce, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {**members, PUT_ABOVE: True})
+
+
+def _reduce(module: Any, protocol: int) -> Any:
+    """Pickle a module of a class that was made here: by the class that it stands above."""
+    return _rebuild, (_bare(module), tokens_of(module)), module.__getstate__()
+
+
+def _rebuild(kind: Any, tokens: Tokens) -> Any:
+    exchanged: Any = on_tokens(kind, tokens)
+    return exchanged.__new__(exchanged)
+
+
+def _bare(module: nn.Module) -> Any:
+    """The class that the one made here stands above."""
+    return next(kind for kind in type(module).__mro__ if "tokens_on_ranks" in vars(kind)).__bases__[0]
 
 
 def tokens_of(module: nn.Module) -> Tokens | None:
@@ -49,8 +66,7 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
                 f"{tokens.mesh.size()} ranks cannot share {x.shape[dim]} tokens; pad them"
             )
         x = _Part.apply(x, dim, tokens)
-    kind: Any = next(kind for kind in type(module).__mro__ if "tokens_on_ranks" in vars(kind)).__bases__[0]
-    held = module._parameters
+    kind, held = _bare(module), module._parameters
     local = {name: p if p is None else _Summed.apply(p.to_local(), group) for name, p in held.items()}
     module.__dict__["_parameters"] = local
     try:

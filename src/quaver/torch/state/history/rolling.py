@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from quaver.core.numbers.scaling import FACTOR_EXPONENTS, FLT_MAX
 from quaver.core.spec import QuantSpec, Recipe
@@ -33,6 +34,23 @@ def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
 def has_ranks(group: Any) -> bool:
     """Whether a process group, the default one if there is any, has more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def refuse_join() -> None:
+    """Refuse a forward within DistributedDataParallel's `join()`.
+
+    Raises:
+        ValueError: with what to do. A rank whose data has ended stands in for gradients alone, and reduces no maxima.
+    """
+    # Private to torch: without it such a rank and the others meet in collectives of different sizes.
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    config = getattr(wrapper, "_join_config", None)
+    if config is not None and config.enable:
+        raise ValueError(
+            "delayed scaling reduces maxima over all ranks in each step, and within DistributedDataParallel.join() a "
+            "rank without data does not: give all ranks as many batches, or take a recipe without histories, such as "
+            "'tensorwise'"
+        )
 
 
 def reduce(layers: Iterable[nn.Module], group: Any = None) -> None:

@@ -288,6 +288,8 @@ def join(layer: nn.Module, record: bool) -> None:
     # A forward without gradients rolls only inside an autocast that was entered with them, as reentrant checkpoints do.
     if not (record or step.inside) or recomputing() or _is_elsewhere(old, step):
         return
+    if rolling.has_ranks(None):
+        rolling.refuse_join()
     copied: Sequence[nn.Module] = ()
     if state.copied:
         if _is_unseen(layer):
@@ -376,6 +378,8 @@ def roll_root(layers: Sequence[nn.Module]) -> None:
     step = Step(_thread.me, group_of(layers), of_root=True)
     for layer in layers:
         refuse_stage(layer)
+    if rolling.has_ranks(None):
+        rolling.refuse_join()
     if rolling.has_ranks(step.group):
         group = alike.group_of(layers, step.group)
         if group is not alike.ALONE:
