@@ -26,6 +26,7 @@ from quaver.torch.parallel import check_alike, gather_quantized
 from quaver.torch.parallel.fsdp import agreeing, shards
 from tests import two_ranks
 from tests.torch.parallel.fsdp import crossed
+from tests.torch.parallel.fsdp.live import Live
 from tests.torch.parallel.fsdp.test_operands import RECIPES
 from tests.torch.parallel.fsdp.training import (
     Case,
@@ -34,6 +35,7 @@ from tests.torch.parallel.fsdp.training import (
     compare,
     converted,
     counted,
+    first_difference,
     network,
     sharded,
     step,
@@ -89,6 +91,55 @@ def micro_batches(rank: int) -> None:
                 if name != "delayed":
                     # Its factors roll between micro-batches, and what was gathered by others is gathered again.
                     assert codes.traffic.gathers == plain.traffic.gathers, name
+
+
+def policies(rank: int) -> None:
+    """Every field of a `MixedPrecisionPolicy`, with replicas, units that stay gathered and micro-batches."""
+    low, half, full = torch.bfloat16, torch.float16, torch.float32
+    every = [
+        MixedPrecisionPolicy(low, full),
+        MixedPrecisionPolicy(low),
+        MixedPrecisionPolicy(low, low, output_dtype=full),
+        MixedPrecisionPolicy(low, full, cast_forward_inputs=False),
+        MixedPrecisionPolicy(None, low),
+        MixedPrecisionPolicy(full, None, low),
+        MixedPrecisionPolicy(half, full),
+        MixedPrecisionPolicy(full, full, full),
+    ]
+    for i, policy in enumerate(every):
+        for hsdp in (False, True):
+            for name in (("tensorwise", "mxfp8"), ("delayed", "nvfp4"))[(i // 2 + hsdp) % 2]:
+                micro, after_forward = 1 + hsdp, i % 2 == 0
+                assert_same(name, steps=2, policy=policy, hsdp=hsdp, micro=micro, after_forward=after_forward)
+
+
+def live_bytes(rank: int) -> None:
+    """Beside what it keeps of its own rows, a rank holds what the units in flight gather, however many there are."""
+    width, tokens = 256, 2
+
+    def peak(name: str, depth: int) -> int:
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+        qt.convert(net, name)
+        gather_quantized(net)
+        for layer in net:
+            fully_shard(layer)
+        # A root is not resharded by default.
+        fully_shard(net, reshard_after_forward=True)
+        x = torch.randn(tokens, width)
+        for _ in range(2):
+            with Live([p.to_local().plain for p in net.parameters()]) as live:
+                net(x).square().mean().backward()
+            # Gradients stay, and so do the codes of a rank's own rows, until an optimizer comes.
+            net.zero_grad()
+        return live.peak
+
+    for name, codes, sides in (("tensorwise", 1.0, 1), ("mxfp8", 1.0, 2), ("nvfp4", 0.5, 1)):
+        one, other = peak(name, 2), peak(name, 6)
+        each = (other - one) / 4
+        unit, own_gradient = codes * width * width, 4 * width * width / 2
+        own = own_gradient + sides * unit / 2
+        assert own <= each <= own + unit / 4, f"{name}: {each} bytes a layer, of which {own} are of a rank's own rows"
 
 
 def optimizers(rank: int) -> None:
@@ -233,6 +284,33 @@ def names_of_torch_that_are_gone(rank: int) -> None:
             train("mxfp8", as_codes=True, in_bf16=True, steps=1)
     finally:
         agreeing.held_parameters = names
+
+
+def compiled_blocks(rank: int) -> None:
+    """Blocks compiled around the layers give eager mode's losses and weights."""
+
+    def train(name: str, as_codes: bool, compiles: bool) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        block = (nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+        net: Any = nn.Sequential(nn.Sequential(*block), nn.Linear(32, 64))
+        qt.convert(net, name)
+        if as_codes:
+            gather_quantized(net)
+        for part in net:
+            fully_shard(part)
+        fully_shard(net)
+        if compiles:
+            net[0].compile(backend="aot_eager")
+        optimizer = adam(net)
+        return [step(net, optimizer, i) for i in range(6)], [p.to_local() for p in net.parameters()]
+
+    for name in ("tensorwise", "mxfp8", "delayed"):
+        losses, weights = train(name, True, True)
+        for as_codes in (True, False):
+            expected, these = train(name, as_codes, False)
+            assert losses == expected, f"{name}: {first_difference(losses, expected)}"
+            assert all(map(torch.equal, weights, these)), name
 
 
 def compiled(rank: int) -> None:
@@ -524,6 +602,7 @@ def reverted(rank: int) -> None:
 
 
 OPTIONS: list[Callable[[int], None]] = [
+    *(policies, live_bytes, compiled_blocks),
     *(bytes_of_gathers, micro_batches, optimizers, roots_alone, evaluations, recomputation, blocks),
     *(checkpoints, made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
     *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),

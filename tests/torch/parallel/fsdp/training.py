@@ -125,6 +125,7 @@ def train(
     hsdp: bool = False,
     tokens: int = 32,
     after_forward: bool = True,
+    policy: MixedPrecisionPolicy | None = None,
 ) -> Run:
     """Train by AdamW; rank r has its own data.
 
@@ -132,14 +133,17 @@ def train(
         micro: micro-batches a step.
         keep: gather once a step, not once a micro-batch.
         in_bf16: whether a `MixedPrecisionPolicy` computes in bf16.
+        policy: another one.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     net = converted(recipe, network(sizes, bias))
     if as_codes:
         gather_quantized(net)
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards")) if hsdp else None
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mp_policy": policy} if in_bf16 else {}
+    if in_bf16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
+    given = torch.float32 if policy is None or policy.cast_forward_inputs else policy.param_dtype
     wrapped: Any = sharded(net, mesh, reshard_after_forward=after_forward, **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     generator, losses = torch.Generator().manual_seed(1), []
@@ -153,7 +157,7 @@ def train(
                     wrapped.set_requires_gradient_sync(last)
                     wrapped.set_reshard_after_backward(last)
                 x = batch[i, rank]
-                loss = wrapped(x.bfloat16() if in_bf16 else x).float().square().mean() / micro
+                loss = wrapped(x.to(given)).float().square().mean() / micro
                 loss.backward()
                 total += loss.detach()
             optimizer.step()
