@@ -41,6 +41,8 @@ SAFE = {
     "torch.model.reach.exchanging:_counterparts": ONCE,
     "torch.parallel.tensor.layers:in_parts": CACHED,
     "torch.parallel.tensor.tokens:on_tokens": CACHED,
+    "torch.parallel.tensor.vocabulary:over_words": CACHED,
+    "torch.parallel.opening:_first": "collectives of one group are called by one thread, in one order",
     "torch.model.reach.same:_computes": SAME,
     "torch.model.reach.experts:_left_alone": CACHED,
     "torch.model.fusing.attentions:rebuilt": CACHED,
@@ -178,13 +180,13 @@ def test_a_layer_keeps_one_attribute_more_than_a_plain_one(recipe: str) -> None:
 
 def test_a_copy_of_a_layers_state_begins_anew_but_for_what_names_it() -> None:
     state = LayerState(7, recipes.get("delayed"))
-    state.pieces = 3
+    state.pieces = {"gate": 3}
     kept = ("__weakref__", "serial", "delayed", "copied", "family", "pieces")
     made_again = {name for name in LayerState.__slots__ if name not in kept}
     for name in made_again:
         setattr(state, name, object())
     fresh = LayerState()
     for copied in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        assert (copied.serial, copied.copied, copied.pieces) == (7, True, 3)
+        assert (copied.serial, copied.copied, copied.pieces) == (7, True, {"gate": 3})
         assert copied.delayed is recipes.get("delayed")
         assert all(getattr(copied, name) is getattr(fresh, name) for name in made_again)

@@ -75,7 +75,7 @@ class MLP(Parts):
         self.register_module("norm", options.norm(dim))
         if gated and options.fused:
             self.gate_up_proj = options.linear(dim, 2 * hidden)
-            state_of(self.gate_up_proj).pieces = 2
+            state_of(self.gate_up_proj).pieces = {"gate_proj": hidden, "up_proj": hidden}
         else:
             if gated:
                 self.gate_proj = options.linear(dim, hidden)

@@ -154,12 +154,24 @@ class Quantizable(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
+        _join(self, state_dict, prefix)
         match_state(self, state_dict, prefix, missing)
         storing.adapt(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
         outlast(self)
         if self.weight_spec is not None:
             storing.settle(self)
+
+
+def _join(layer: nn.Module, state_dict: Any, prefix: str) -> None:
+    """Let a layer of several matrices in one weight load what `quaver.torch.parallel.Column` makes of it: q, k and v
+    for instance, each by its name."""
+    matrices = state_of(layer).pieces
+    for name in ("weight", "bias"):
+        keys = [f"{prefix}{name}.{piece}" for piece in matrices]
+        if keys and name in layer._parameters and all(key in state_dict for key in keys):
+            parts = [state_dict.pop(key) for key in keys]
+            state_dict[prefix + name] = torch.cat([p.full_tensor() if hasattr(p, "full_tensor") else p for p in parts])
 
 
 class Linear(Quantizable, nn.Linear):

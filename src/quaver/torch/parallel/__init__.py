@@ -5,7 +5,8 @@ from quaver.torch.parallel.context.applying import ContextParallel, context_para
 from quaver.torch.parallel.fsdp.gathering import Gathers, gather_quantized
 from quaver.torch.parallel.gradients import quantize_gradients
 from quaver.torch.parallel.pipeline import stage
-from quaver.torch.parallel.tensor.styles import Column, Heads, Row, Sequence
+from quaver.torch.parallel.tensor.loss import cross_entropy
+from quaver.torch.parallel.tensor.styles import Column, Heads, Row, Sequence, Vocabulary
 
 __all__ = [
     "Column",
@@ -14,8 +15,10 @@ __all__ = [
     "Heads",
     "Row",
     "Sequence",
+    "Vocabulary",
     "check_alike",
     "context_parallel",
+    "cross_entropy",
     "gather_quantized",
     "quantize_gradients",
     "stage",

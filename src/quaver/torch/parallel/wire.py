@@ -140,6 +140,39 @@ def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
     return finish
 
 
+def unite(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:
+    """Begin to put an x together of whose elements each is there on one rank alone, and 0 (all bits) on the others.
+
+    Bytes are compared, not added: every bit arrives, of NaN and of a zero's sign too.
+
+    Args:
+        dim: None gives every rank the whole; else each gets its part of this dimension, which ranks divide.
+    Returns:
+        A function that waits and gives the whole or the part.
+    """
+    if dim is None:
+        whole = x.contiguous().view(-1).view(torch.uint8)
+        everybody: Any = dist.all_reduce(whole, dist.ReduceOp.MAX, group, async_op=True)
+
+        def finish_whole() -> Tensor:
+            everybody.wait()
+            return whole.view(x.dtype).view(x.shape)
+
+        return finish_whole
+    ranks = dist.get_world_size(group)
+    parts = x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+    own = torch.empty_like(parts[0])
+    work: Any = reduce_scatter(
+        own.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group, async_op=True
+    )
+
+    def finish() -> Tensor:
+        work.wait()
+        return own
+
+    return finish
+
+
 def _summable(x: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(

@@ -21,8 +21,8 @@ class LayerState:
 
     __slots__ = (
         *("__weakref__", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last", "newest"),
-        *("number", "pieces", "prepared", "recorded_apart", "serial", "stacked", "stage", "step", "streams", "views"),
-        "watched",
+        *("number", "pieces", "prepared", "recorded_apart", "seen", "serial", "stacked", "stage", "step", "streams"),
+        *("views", "watched"),
         "weights",
     )
 
@@ -64,8 +64,10 @@ class LayerState:
         self.streams: tuple[Any, dict[str, Tensor], dict[str, int]] | None = None
         #: What a decided step on a GPU draws from.
         self.drawn: Any = None
-        #: How many matrices lie one below the other in its weight, such as gate and up.
-        self.pieces = 1
+        #: The rows of each matrix, by its name, where several lie one below the other in the weight, as gate and up do.
+        self.pieces: dict[str, int] = {}
+        #: Where those are parameters of their own, on the ranks of a mesh: which ones the last forward saw.
+        self.seen: Any = None
         #: The value in high precision that a weight of codes began with, on the CPU.
         self.initial: Tensor | None = None
         #: Whether a warning has told of its features.
@@ -75,10 +77,10 @@ class LayerState:
         return _copy, (self.serial, self.delayed, self.family, self.pieces)
 
 
-def _copy(serial: int, delayed: Recipe | None, family: Any = None, pieces: int = 1) -> LayerState:
+def _copy(serial: int, delayed: Recipe | None, family: Any = None, pieces: Any = None) -> LayerState:
     # The one object of a recipe, by which it is compared.
     state = LayerState(serial, None if delayed is None else recipes.get(delayed), copied=True, family=family)
-    state.pieces = pieces
+    state.pieces = dict(pieces or {})
     return state
 
 

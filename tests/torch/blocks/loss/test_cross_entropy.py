@@ -13,7 +13,7 @@ import quaver.torch as qt
 from benchmarks.measuring.memory import peak
 from quaver.torch import linear_cross_entropy
 from quaver.torch.blocks.loss import chunked
-from quaver.torch.blocks.loss.chunked import CHUNK_BYTES, _chunk_of
+from quaver.torch.blocks.loss.chunked import CHUNK_BYTES, chunk_of
 from quaver.torch.blocks.loss.cross_entropy import _warned
 from tests.close import assert_bitwise, assert_close
 
@@ -129,7 +129,7 @@ def test_what_is_saved_for_backward_is_gradients_and_no_logits() -> None:
     assert saved["ours"] <= (x.numel() + weight.numel()) * 4 + 64 < logits / 10
 
 
-def test_no_more_than_a_chunk_of_logits_exists_at_once() -> None:
+def test_no_more_than_achunk_of_logits_exists_at_once() -> None:
     x, weight = torch.randn(512, 8), torch.randn(1000, 8, requires_grad=True)
     seen: list[int] = []
 
@@ -187,9 +187,9 @@ def test_a_chunk_is_as_large_as_half_a_gibibyte_allows() -> None:
         (100, 50, torch.float32),
         (8000, 2**30, torch.float32),
     ]:
-        chunk = _chunk_of(tokens, count, dtype)
+        chunk = chunk_of(tokens, count, dtype)
         assert chunk == 1 or chunk * count * dtype.itemsize <= CHUNK_BYTES
-    assert _chunk_of(8192, 131072, torch.bfloat16) == 2048 and _chunk_of(5000, 131072, torch.bfloat16) == 1792
+    assert chunk_of(8192, 131072, torch.bfloat16) == 2048 and chunk_of(5000, 131072, torch.bfloat16) == 1792
 
 
 #: Once to the end, and once up to where Inductor would write the same C++.

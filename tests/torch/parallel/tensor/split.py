@@ -5,6 +5,7 @@ many products, which are added in float32 and rounded once.
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,30 @@ from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.numerics.quantized import Quantized
 
 
-def cut(q: Quantized, i: int, ranks: int) -> Quantized:
-    """Part i of an operand along k."""
+def cut(q: Quantized, i: int, ranks: int, pieces: Sequence[int] = ()) -> Quantized:
+    """Part i of an operand along k; of each of the pieces that lie one after the other there."""
     rows, k = q.shape
-    axis, each = int(not q.turned), k // ranks
-    across = q.data.shape[axis] // ranks
-    data = q.data.narrow(axis, i * across, across).contiguous()
+    axis = int(not q.turned)
+
+    def of_part(x: Tensor) -> Tensor:
+        # A byte, or a scale, is of several elements.
+        many, taken, before = k // x.shape[axis] if x.shape[axis] else 1, [], 0
+        for piece in pieces or (k,):
+            each = piece // ranks
+            taken.append(x.narrow(axis, (before + i * each) // many, each // many))
+            before += piece
+        return torch.cat(taken, axis).contiguous()
+
     scale = q.scale
     if isinstance(scale, Tensor) and q.spec.block[1] is not None:
-        blocks = scale.shape[axis] // ranks
-        scale = scale.narrow(axis, i * blocks, blocks).contiguous()
-    return Quantized(data, scale, q.spec, (rows, each), q.turned, q.tensor_factor)
+        scale = of_part(scale)
+    return Quantized(of_part(q.data), scale, q.spec, (rows, k // ranks), q.turned, q.tensor_factor)
+
+
+def parts_of(x: Tensor, dim: int, ranks: int, pieces: Sequence[int] = ()) -> list[Tensor]:
+    """x in parts along a dimension, of each of the pieces that lie one after the other there."""
+    each = [piece.chunk(ranks, dim) for piece in x.split([*(pieces or (x.shape[dim],))], dim)]
+    return [torch.cat(own, dim) for own in zip(*each, strict=True)]
 
 
 def tokens(x: Tensor, i: int, ranks: int) -> Tensor:
@@ -42,10 +56,20 @@ class SplitLinear(nn.Module):
         layer: whose weight, bias and name it has.
         column: whether dgrad's contraction lies on the ranks, else fprop's.
         sequence: whether the tokens that go to all ranks lie on them: only the order of the bias's sum knows.
+        pieces: rows of each of the matrices in one weight, of which every rank has some.
     """
 
-    def __init__(self, layer: nn.Linear, recipe: Recipe | None, ranks: int, column: bool, sequence: bool) -> None:
+    def __init__(
+        self,
+        layer: nn.Linear,
+        recipe: Recipe | None,
+        ranks: int,
+        column: bool,
+        sequence: bool,
+        pieces: Sequence[int] = (),
+    ) -> None:
         super().__init__()
+        self.pieces = pieces
         self.weight, self.bias = layer.weight, layer.bias
         self.name = layer.__dict__.get("qualified_name")
         self.recipe, self.ranks, self.column, self.sequence = recipe, ranks, column, sequence
@@ -84,7 +108,9 @@ class SplitLinear(nn.Module):
         return y
 
 
-def product(a: Any, b: Any, dtype: torch.dtype, parts: int, bias: Tensor | None = None) -> Tensor:
+def product(
+    a: Any, b: Any, dtype: torch.dtype, parts: int, bias: Tensor | None = None, pieces: Sequence[int] = ()
+) -> Tensor:
     """a [m, k] @ b [n, k].T + bias, the contraction in so many parts."""
     if parts == 1:
         if isinstance(a, Quantized):
@@ -93,9 +119,9 @@ def product(a: Any, b: Any, dtype: torch.dtype, parts: int, bias: Tensor | None 
     total: Any = None
     for i in range(parts):
         if isinstance(a, Quantized):
-            part = qt.matmul(cut(a, i, parts), cut(b, i, parts), torch.float32)
+            part = qt.matmul(cut(a, i, parts, pieces), cut(b, i, parts, pieces), torch.float32)
         else:
-            part = high(a.chunk(parts, 1)[i], b.chunk(parts, 1)[i], torch.float32)
+            part = high(*(parts_of(x, 1, parts, pieces)[i] for x in (a, b)), torch.float32)
         total = part if total is None else total + part
     return (total if bias is None else total + bias).to(dtype)
 
@@ -123,8 +149,7 @@ class _Split(torch.autograd.Function):
         else:
             of_dgrad = b.T
         ctx.kept = layer, dgrad, wgrad, of_wgrad, of_dgrad
-        has_bias = None if bias is None else bias.detach()
-        z = product(a, b, x.dtype, 1 if layer.column else layer.ranks, has_bias)
+        z = product(a, b, x.dtype, 1 if layer.column else layer.ranks, None if bias is None else bias.detach())
         return z.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -132,17 +157,18 @@ class _Split(torch.autograd.Function):
         layer, dgrad, wgrad, of_wgrad, of_dgrad = ctx.kept
         h = g.reshape(-1, g.shape[-1])
         a = layer.quantize("grad_output", h, dgrad.a)
-        grad_x = product(a, of_dgrad, g.dtype, layer.ranks if layer.column else 1)
+        grad_x = product(a, of_dgrad, g.dtype, layer.ranks if layer.column else 1, None, layer.pieces)
         c = (
             a.T
             if layer.recipe is not None and layer.recipe.plan.grad_output
             else layer.quantize("grad_output.T", h.t(), wgrad.a)
         )
         grad_weight = product(c, of_wgrad, layer.weight.dtype, 1)
-        grad_bias = None
-        if layer.bias is not None and layer.sequence and not layer.column:
+        if layer.bias is None:
+            grad_bias: Any = None
+        elif layer.sequence and not layer.column:
             parts = [tokens(g, i, layer.ranks).flatten(0, 1).sum(0, dtype=torch.float32) for i in range(layer.ranks)]
             grad_bias = torch.stack(parts).sum(0).to(layer.bias.dtype)
-        elif layer.bias is not None:
+        else:
             grad_bias = h.sum(0, dtype=torch.float32).to(layer.bias.dtype)
         return grad_x.view(*g.shape[:-1], -1), grad_weight, grad_bias, None

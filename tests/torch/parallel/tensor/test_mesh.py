@@ -1,5 +1,6 @@
 """Four processes on gloo: tensors in parts on one dimension of a mesh, and torch's fully_shard on the other."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,14 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.parallel import Column, Row
+from quaver.torch.parallel import Column, Heads, Row
 from tests import two_ranks
-from tests.close import assert_bitwise
+from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor.split import tokens
 from tests.torch.parallel.tensor.test_styles import batch, block_of, net, split
 from tests.two_ranks import RANKS
@@ -58,6 +61,31 @@ def as_one_process(rank: int) -> None:
             assert_bitwise(p.full_tensor().detach(), q.detach(), f"{name}: {key}")
 
 
+def several_matrices_in_one_weight(rank: int) -> None:
+    """Blocks with q, k and v in one weight under fully_shard: the loss and the next one of one process."""
+    mesh = init_device_mesh("cpu", (RANKS, RANKS), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole: Any = qt.TransformerLayer(64, 4, hidden=64, activation="swiglu", recipe="mxfp8")
+    layer: Any = copy.deepcopy(whole)
+    plan = {"attention": Heads(), "mlp.gate_up_proj": Column(), "mlp.down_proj": Row()}
+    parallelize_module(layer, mesh["tp"], plan)
+    for part in (layer.attention, layer.mlp, layer):
+        fully_shard(part, mesh=mesh["dp"])
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (layer, whole)]
+    for step in range(3):
+        x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(step))
+        losses = [each(x).square().mean() for each in (layer, whole)]
+        bound = 1e-6 if step == 0 else 1e-3
+        assert abs(losses[0].detach() - losses[1].detach()) <= bound * losses[1].detach(), step
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    k = layer.attention.qkv_proj.weight["k_proj"]
+    assert isinstance(k, DTensor) and k.device_mesh.ndim == 2
+    assert_close("k", k.full_tensor().detach(), whole.attention.qkv_proj.weight.detach()[64:128], 1e-2)
+
+
 def roll(wholes: list[Any]) -> None:
     """A step of delayed scaling is over, whose maxima are those of all batches."""
     for layers in zip(*([whole.up, whole.down] for whole in wholes), strict=True):
@@ -74,4 +102,4 @@ def test_two_dimensions_are_one_process(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    two_ranks.main([as_one_process])
+    two_ranks.main([several_matrices_in_one_weight, as_one_process])

@@ -1,6 +1,7 @@
 """Two processes on gloo: blocks and a model of transformers in parts are the whole one but for the order of sums."""
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
-from quaver.torch.parallel import Column, Heads, Row, Sequence
+from quaver.torch.parallel import Column, Heads, Row, Sequence, Vocabulary
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
+from tests.torch.parallel.tensor import matrices, vocabulary
 from tests.torch.parallel.tensor.split import tokens
 from tests.two_ranks import RANKS
 
@@ -33,9 +35,13 @@ def whole_gradient(p: nn.Parameter) -> Tensor:
 
 def compare(model: nn.Module, whole: nn.Module, losses: list[Tensor], says: str, gap: float) -> None:
     assert_close(f"{says}: loss", losses[0].detach(), losses[1].detach(), 1e-6)
-    for (what, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert q.grad is not None
-        assert_close(f"{says}: gradient of {what}", whole_gradient(p), q.grad, gap)
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    parameters = dict(model.named_parameters())
+    for name, expected in gradients.items():
+        # Matrices of one weight are parameters of their own.
+        each = [p for what, p in parameters.items() if what == name or what.startswith(f"{name}.")]
+        assert expected is not None and each, name
+        assert_close(f"{says}: gradient of {name}", torch.cat([whole_gradient(p) for p in each]), expected, gap)
 
 
 def with_tokens(model: nn.Module, whole: nn.Module, x: Tensor, sequence: bool, says: str, gap: float) -> None:
@@ -52,26 +58,23 @@ def with_tokens(model: nn.Module, whole: nn.Module, x: Tensor, sequence: bool, s
 
 def transformer_layers(rank: int) -> None:
     for recipe, gap in GAPS.items():
-        for sequence in (False, True):
+        for sequence, fused in itertools.product((False, True), (False, True)):
             torch.manual_seed(0)
-            options: Any = {"fused": False, "mask_type": "causal", "activation": "swiglu", "recipe": recipe}
+            options: Any = {"fused": fused, "mask_type": "causal", "activation": "swiglu", "recipe": recipe}
             rope, norm = qt.RotaryEmbedding(32), "RMSNorm"
             layer = qt.TransformerLayer(
                 128, 4, hidden=256, groups=2, rope=rope, normalization=norm, qk_norm="RMSNorm", **options
             )
             whole = copy.deepcopy(layer)
             style = {"sequence": sequence}
-            plan: Any = {
-                "attention": Heads(**style),
-                "mlp.gate_proj": Column(**style),
-                "mlp.up_proj": Column(**style),
-                "mlp.down_proj": Row(**style),
-            }
+            columns = ["mlp.gate_up_proj"] if fused else ["mlp.gate_proj", "mlp.up_proj"]
+            plan: Any = {"attention": Heads(**style), "mlp.down_proj": Row(**style)}
+            plan |= {name: Column(**style) for name in columns}
             if sequence:
                 plan |= {"attention.norm": Sequence(), "mlp.norm": Sequence()}
             parallelize_module(layer, mesh(), plan)
             x = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1))
-            with_tokens(layer, whole, x, sequence, f"{recipe}, sequence {sequence}", gap)
+            with_tokens(layer, whole, x, sequence, f"{recipe}, sequence {sequence}, fused {fused}", gap)
 
 
 def norms_before_layers(rank: int) -> None:
@@ -137,6 +140,36 @@ def a_converted_model_of_transformers(rank: int) -> None:
             compare(model, whole, losses, f"{recipe}, sequence {sequence}", GAPS[recipe])
 
 
+def a_vocabulary_of_transformers(rank: int) -> None:
+    """Embedding and head in parts, tied or not, and their loss without logits of all tokens."""
+    transformers = pytest.importorskip("transformers")
+    for sequence, ties in ((False, True), (True, False)):
+        config = transformers.LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            vocab_size=96,
+            tie_word_embeddings=ties,
+        )
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).train()
+        whole = copy.deepcopy(model)
+        ids = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(1))
+        ids[0, :9] = -100
+        given = {"labels": ids, "position_ids": torch.arange(64)[None], "use_cache": False}
+        for each in (model, whole):
+            qt.convert(each, "mxfp8", blocks=qt.Blocks(norm=False, mlp=False, attention=False, loss=True))
+        plan = llama(sequence) | {"model.embed_tokens": Vocabulary(sequence=sequence), "lm_head": Column()}
+        parallelize_module(model, mesh(), plan)
+        outputs = [each(ids.clamp(min=0), **given) for each in (model, whole)]
+        assert outputs[0].logits is None, "they never exist"
+        for output in outputs:
+            output.loss.backward()
+        compare(model, whole, [output.loss for output in outputs], f"sequence {sequence}, tied {ties}", 2e-2)
+
+
 def dropped_tokens_differ(rank: int) -> None:
     torch.manual_seed(0)
     dropout = nn.Dropout(0.5)
@@ -157,9 +190,8 @@ def bad_input(rank: int) -> None:
         with pytest.raises(ValueError, match=says):
             parallelize_module(module, mesh(), plan)
 
-    refused("2 matrices in one weight.*fused=False", qt.MLP(64, 64, "swiglu"), {"gate_up_proj": Column()})
-    refused("3 matrices in one weight", copy.deepcopy(qt.MultiheadAttention(64, 4)), {"qkv_proj": Column()})
-    refused("this one has fused=True", qt.MultiheadAttention(64, 4), Heads())
+    refused("33 output features, which 2 ranks cannot share", qt.MLP(64, 33, "swiglu"), {"gate_up_proj": Column()})
+    refused("put Heads.. on the attention", copy.deepcopy(qt.MultiheadAttention(64, 4)), {"qkv_proj": Column()})
     refused("this one has alibi", qt.MultiheadAttention(64, 4, fused=False, alibi=True), Heads())
     refused("cannot share 3 heads", qt.MultiheadAttention(63, 3, fused=False), Heads())
     refused("Linear is none", qt.Linear(8, 8), Heads())
@@ -176,8 +208,11 @@ CASES = [
     transformer_layers,
     norms_before_layers,
     a_converted_model_of_transformers,
+    a_vocabulary_of_transformers,
     dropped_tokens_differ,
     bad_input,
+    *matrices.CASES,
+    *vocabulary.CASES,
 ]
 
 

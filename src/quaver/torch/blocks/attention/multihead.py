@@ -110,7 +110,8 @@ class MultiheadAttention(Parts):
             self._parts[name] = [widths[part] for part in parts]
             bias = options.key_bias if name == "k_proj" else None
             layer = options.linear(features, sum(self._parts[name]), bias)
-            state_of(layer).pieces = len(parts)
+            if len(parts) > 1:
+                state_of(layer).pieces = {part: widths[part] for part in parts}
             setattr(self, name, layer)
         eps = options.eps if options.qk_norm_eps is None else options.qk_norm_eps
         of_heads = replace(options, normalization=options.qk_norm, eps=eps)

@@ -38,7 +38,7 @@ def _impl(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *of_rule, chunk, of_x, of_weight, of_bias = options
     rule = Rule(*of_rule)
-    _check_targets(targets, weight.shape[0], rule.ignore_index)
+    check_targets(targets, weight.shape[0], rule.ignore_index)
     tokens, wide = x.shape[0], torch.float64 if dtype is torch.float64 else torch.float32
     losses = x.new_empty(tokens, dtype=wide)
     grad_x = x.new_empty(x.shape if of_x else 0, dtype=dtype)
@@ -46,7 +46,7 @@ def _impl(
     grad_bias = weight.new_zeros(weight.shape[0] if of_bias else 0, dtype=wide)
     with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-        chunk = chunk or _chunk_of(tokens, weight.shape[0], dtype)
+        chunk = chunk or chunk_of(tokens, weight.shape[0], dtype)
         for start, end in ((at, min(at + chunk, tokens)) for at in range(0, tokens, chunk)):
             xc = x[start:end].to(dtype)
             scale = None if row_weights is None else row_weights[start:end]
@@ -54,7 +54,7 @@ def _impl(
             if of_x:
                 torch.mm(logits, w, out=grad_x[start:end])
             if of_weight:
-                grad_weight = _added(grad_weight, logits, xc)
+                grad_weight = added(grad_weight, logits, xc)
             if of_bias:
                 grad_bias += logits.sum(0, dtype=wide)
     if grad_weight is None:
@@ -62,7 +62,7 @@ def _impl(
     return losses, grad_x, grad_weight, grad_bias
 
 
-def _added(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
+def added(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """total + grad.T @ x, in float32 whatever the operands are: a sum of chunks is rounded once, at its end."""
     if grad.dtype in (torch.float32, torch.float64):
         # torch's counter of FLOPs knows no `addmm_`.
@@ -127,14 +127,14 @@ def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool
     return losses
 
 
-def _chunk_of(tokens: int, count: int, dtype: torch.dtype) -> int:
+def chunk_of(tokens: int, count: int, dtype: torch.dtype) -> int:
     """Tokens of a chunk: as many as `CHUNK_BYTES` hold, spread evenly, in multiples of 128 where there are so many."""
     most = max(1, CHUNK_BYTES // (count * dtype.itemsize))
     even = -(-tokens // max(1, -(-tokens // most)))
     return max(1, min(most, -(-even // 128) * 128))
 
 
-def _check_targets(targets: Tensor, count: int, ignore_index: int) -> None:
+def check_targets(targets: Tensor, count: int, ignore_index: int) -> None:
     # Reading them on a GPU would wait for it.
     if not targets.is_cpu:
         return

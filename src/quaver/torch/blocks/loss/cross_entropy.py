@@ -40,7 +40,8 @@ def linear_cross_entropy(
     Args:
         x: [..., dim].
         weight: [V, dim], or an nn.Linear, whose bias is taken too. The head's GEMMs run in high precision whatever its
-            recipe, with a warning where it has one.
+            recipe, with a warning where it has one. Of a head in parts, `quaver.torch.parallel.Column`, each rank has
+            some words: give the layer itself, and all targets on every rank, which all get the same loss.
         targets: integers [...].
         bias: [V].
         ignore_index: tokens with this target have no loss and no gradient.
@@ -56,12 +57,21 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or options that do not fit.
     Bounded: relative RMS of the loss and, in float32, of the gradients 1e-5 of the two functions one after the other.
     """
+    over_ranks: Any = None
     if isinstance(weight, nn.Linear):
-        bias = weight.bias if bias is None else bias
-        weight = _weight_of(weight)
+        head, over_ranks = weight, getattr(type(weight), "loss_over_ranks", None)
+        if over_ranks is None:
+            bias = head.bias if bias is None else bias
+        weight = _weight_of(head)
+    elif getattr(weight, "device_mesh", None) is not None:
+        raise ValueError(
+            "the head's weight lies in parts on ranks: give the layer in its place, linear_cross_entropy(x, head, "
+            "targets), with Column() as its style"
+        )
     rule = Rule(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
     check_name("reduction", reduction, REDUCTIONS)
-    _check_shapes(x, weight, targets, bias)
+    if over_ranks is None:
+        _check_shapes(x, weight, targets, bias)
     capped = soft_cap is None or 0 < soft_cap < math.inf
     if not (0 <= rule.label_smoothing <= 1 and 0 <= rule.z_loss < math.inf and capped):
         raise ValueError(
@@ -75,6 +85,9 @@ def linear_cross_entropy(
     if not casting and (x.dtype is not weight.dtype or not x.is_floating_point()):
         raise ValueError(f"x is {x.dtype} and the weight {weight.dtype}; convert one, or enter torch.autocast")
     dtype = torch.get_autocast_dtype(kind) if casting else x.dtype
+    if over_ranks is not None:
+        of_all: Tensor = over_ranks(head, x, targets, bias, dtype, rule, reduction, chunk)
+        return of_all
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     labels = targets.reshape(-1).to(torch.int64)
     options = dtype, rule, reduction, chunk or 0, torch.is_grad_enabled()
@@ -142,12 +155,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             count, *grads = ctx.saved_tensors
             scale = g if count is None else g / count
         gradients = [
-            _scaled(grad, scale, to) if need else None for need, grad, to in zip(needs, grads, dtypes, strict=True)
+            scaled(grad, scale, to) if need else None for need, grad, to in zip(needs, grads, dtypes, strict=True)
         ]
         return *gradients, None, None, None, None, None, None
 
 
-def _scaled(grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled(grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """grad × scale, rounded once."""
     if scale is None:
         return grad.to(dtype)

@@ -69,9 +69,11 @@ class LossFormula:
         x = hidden if self.scale == 1 else hidden * self.scale
         targets = targets.reshape(x.shape[:-1]).to(x.device)
         head: nn.Linear = model._modules[self.head]
-        loss = linear_cross_entropy(
-            x, head.weight, targets, head.bias, soft_cap=self.soft_cap, reduction="mean" if count is None else "sum"
-        )
+        reduction = "mean" if count is None else "sum"
+        if _over_ranks(head):
+            loss = linear_cross_entropy(x, head, targets, soft_cap=self.soft_cap, reduction=reduction)
+        else:
+            loss = linear_cross_entropy(x, head.weight, targets, head.bias, soft_cap=self.soft_cap, reduction=reduction)
         if count is None:
             return loss
         # Of no token at all the loss is NaN and the gradients are zeros, as theirs.
@@ -138,10 +140,15 @@ def _plain_head(model: Any) -> bool:
     """Whether the head is a linear layer in high precision that nothing else wants called."""
     head = model._modules[model._formula.head]
     kind = type(head)
-    if kind is not nn.Linear and kind is not Linear:
+    if kind is not nn.Linear and kind is not Linear and not _over_ranks(head):
         return False
-    recipe = in_force(head.recipe) if kind is Linear else None
+    recipe = in_force(head.recipe) if isinstance(head, Linear) else None
     return is_bare(head) and (recipe is None or not recipe.quantizes) and head.weight.dtype in DTYPES
+
+
+def _over_ranks(head: nn.Module) -> bool:
+    """Whether each rank has some words of a head, which computes its loss over all."""
+    return hasattr(type(head), "loss_over_ranks")
 
 
 def is_causal(module: nn.Module) -> bool:

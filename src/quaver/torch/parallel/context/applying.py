@@ -25,6 +25,7 @@ from quaver.torch.parallel.context.across import WAYS, attention, check_heads_di
 from quaver.torch.parallel.context.exchange import Group, scatter_in_order
 from quaver.torch.parallel.context.parcels import spec_of
 from quaver.torch.parallel.context.sequence import Order
+from quaver.torch.parallel.tensor import pieces
 from quaver.torch.parallel.tensor.layers import layout_of
 from quaver.torch.parallel.wire import gather
 
@@ -194,7 +195,8 @@ def _check_model(model: nn.Module, cores: list[tuple[DotProductAttention, list[s
         said = ", ".join(f"{count} {name}" for name, count in sorted(others.items())) or "no DotProductAttention"
         raise ValueError(
             f"{type(model).__name__} has {said}: context parallelism reaches the attention of quaver's blocks, and "
-            "another would attend to a rank's own tokens alone; build the model of them, as quaver train does"
+            "another would attend to a rank's own tokens alone, by masks that its model makes of them; build the model "
+            "of them, as quaver train does, of quaver.torch.from_huggingface(layer) for instance"
         )
     for core, (name, *_) in cores:
         where = name or type(core).__name__
@@ -226,12 +228,11 @@ def _reason(module: nn.Module) -> str:
 
 def _ranks_of_tokens(layer: nn.Module) -> int:
     """How many ranks of tensor parallelism share the tokens that come to a layer: its projections gather them."""
-    first = layer._modules.get("q_proj")
+    first = layer._modules.get("q_proj", layer._modules.get("qkv_proj"))
     layout = None if first is None else layout_of(first)
     if first is None or layout is None or not layout.sequence:
         return 1
-    weight: Any = first._parameters["weight"]
-    ranks: int = weight.device_mesh.size()
+    ranks: int = pieces.of(first, "weight")[0].device_mesh.size()
     return ranks
 
 

@@ -141,6 +141,8 @@ def _why_not(layer: Linear, recipe: Recipe | None, holders: Counter[int]) -> str
         return f"{recipe.name} multiplies by it in high precision, too"
     if recipe.dgrad.b.hadamard:
         return f"{recipe.name} rotates the rows of it that ranks divide"
+    if weight is None and "weight" in layer._modules:
+        return "its matrices lie in parts by themselves"
     if weight is None:
         return "a parametrization makes it"
     if layer.weight_spec is not None:

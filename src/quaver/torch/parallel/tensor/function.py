@@ -22,7 +22,7 @@ from quaver.torch.linear.gemms import Call, high_precision, matrix, quantize, qu
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
-from quaver.torch.parallel import wire
+from quaver.torch.parallel import opening, wire
 from quaver.torch.parallel.tensor.parts import Ranks
 from quaver.torch.state import kept_weights
 from quaver.torch.state.history import amax
@@ -48,9 +48,9 @@ class LinearInParts(torch.autograd.Function):
         else:
             of_weight = quantized_weight(call, held, "fprop", fprop.b)
         if ranks.layout.column:
-            output = _product(call, fprop, shared.whole(), of_weight, call.dtype, bias)
+            output = product(call, fprop, shared.whole(), of_weight, call.dtype, bias)
         else:
-            total = ranks.sum(_product(call, fprop, shared.whole(), of_weight, _of_sums(call.dtype)))()
+            total = ranks.sum(product(call, fprop, shared.whole(), of_weight, of_sums(call.dtype)))()
             output = (total if bias is None else total + bias).to(call.dtype)
         saved, layouts = pack([shared.kept])
         ctx.save_for_backward(held, *saved)
@@ -123,7 +123,7 @@ def _enter(call: Call, ranks: Ranks, y: Tensor, keeps: bool) -> _Entered:
     return result
 
 
-def _product(
+def product(
     call: Call,
     gemm: GemmSpec,
     a: Tensor | Quantized,
@@ -135,19 +135,25 @@ def _product(
     if isinstance(a, Quantized):
         return call.matmul(a, b, dtype, bias, gemm.fast_accum)
     assert isinstance(b, Tensor)
+    return plain_product(a, b, dtype, bias)
+
+
+def plain_product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a [m, k] @ b [n, k].T + bias, unquantized."""
     if a.is_cuda and dtype is torch.float32 and a.dtype is b.dtype is not dtype and bias is None:
         # In float32 it would take many times as long.
         return torch.mm(a, b.t(), out_dtype=dtype)
     return high_precision(a, b, dtype, bias)
 
 
-def _of_sums(dtype: torch.dtype) -> torch.dtype:
+def of_sums(dtype: torch.dtype) -> torch.dtype:
     """The dtype of each rank's part of a sum."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
     call, ranks, of_wgrad, layouts, shape, weight_dtype, bias_dtype = ctx.constants
+    opening.close(ranks.group)
     held, (kept,) = tensors[0], unpack(tensors[1:], layouts)
     _, _, _, need_input, need_weight, need_bias = ctx.needs_input_grad
     dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
@@ -166,9 +172,7 @@ def _backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
             of_weight: Tensor | Quantized = held.t()
         else:
             of_weight = quantized_weight(call, held, "dgrad", dgrad.b)
-        grad_input = _product(
-            call, dgrad, operands.of_dgrad(), of_weight, _of_sums(call.dtype) if column else call.dtype
-        )
+        grad_input = product(call, dgrad, operands.of_dgrad(), of_weight, of_sums(call.dtype) if column else call.dtype)
         if column:
             grad_input = ranks.sum(grad_input)
     if need_bias:
@@ -176,7 +180,7 @@ def _backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
     if whole_input is not None:
         x = whole_input()
         b = x.t() if isinstance(x, Tensor) else x
-        grad_weight = _product(call, wgrad, operands.of_wgrad(), b, weight_dtype)
+        grad_weight = product(call, wgrad, operands.of_wgrad(), b, weight_dtype)
         if ranks.is_quantizable:
             kept_weights.used(ranks.layer)
     if grad_input is not None:
@@ -226,7 +230,7 @@ class _Gradient:
 
 def _bias_gradient(ranks: Ranks, g: Tensor, dtype: torch.dtype) -> Tensor:
     """g [T, N] summed over the tokens of all ranks that have some."""
-    own = dtype if ranks.layout.axis("grad_output") != 0 else _of_sums(dtype)
+    own = dtype if ranks.layout.axis("grad_output") != 0 else of_sums(dtype)
     total = ops.bias_gradient(g, own) if own in ops.DTYPES and g.dtype in ops.DTYPES else g.sum(0, dtype=own)
     if ranks.layout.axis("grad_output") == 0:
         total = wire.sum_parts(total, ranks.group)()

@@ -17,8 +17,11 @@ from quaver.torch.linear.layer import Quantizable, dtype_sentence, recipe_of
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
+from quaver.torch.parallel import opening
+from quaver.torch.parallel.tensor import pieces
 from quaver.torch.parallel.tensor.function import LinearInParts
 from quaver.torch.parallel.tensor.layout import Layout
+from quaver.torch.parallel.tensor.loss import loss_over_ranks
 from quaver.torch.parallel.tensor.parts import Ranks
 from quaver.torch.state.buffers import prepare
 
@@ -32,8 +35,10 @@ def layout_of(layer: nn.Module) -> Layout | None:
 @cache
 def in_parts(kind: Any, layout: Layout) -> type:
     """The class of a layer of a class once it is in parts."""
-    members = {"forward": _forward, "layout_on_ranks": layout, "__reduce_ex__": _reduce, "__module__": kind.__module__}
-    members[PUT_ABOVE] = True
+    members: dict[str, Any] = {"forward": _forward, "layout_on_ranks": layout, "__reduce_ex__": _reduce}
+    members |= {"loss_over_ranks": loss_over_ranks, "__module__": kind.__module__, PUT_ABOVE: True}
+    if issubclass(kind, Quantizable):
+        members["_load_from_state_dict"] = _load
     return type(kind.__name__, (kind,), members)
 
 
@@ -48,12 +53,21 @@ def _rebuild(kind: Any, layout: Layout) -> Any:
     return exchanged.__new__(exchanged)
 
 
+def _load(
+    layer: Any, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
+) -> None:
+    """`Module._load_from_state_dict`, which takes the weight of the whole layer too, of one matrix or of several."""
+    kind: Any = next(kind for kind in type(layer).__mro__ if "layout_on_ranks" in vars(kind)).__bases__[0]
+    pieces.share(layer, state_dict, prefix)
+    kind._load_from_state_dict(layer, state_dict, prefix, metadata, strict, missing, *args)
+
+
 @torch.compiler.disable
 def _forward(layer: Any, input: Tensor) -> Tensor:
     """This rank's part of the output, from its part of the input; see `quaver.torch.parallel.tensor.layout`."""
     layout: Any = layout_of(layer)
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if getattr(weight, "device_mesh", None) is None:
+    weights, biases = pieces.of(layer, "weight"), pieces.of(layer, "bias")
+    if not weights or any(getattr(each, "device_mesh", None) is None for each in weights):
         raise ValueError(
             f"{name_of(layer)} is in parts by {layout.name}, and its weight is no DTensor: something has put another "
             "in its place; load weights by torch.distributed.checkpoint, and leave a parametrized layer out of the plan"
@@ -63,14 +77,18 @@ def _forward(layer: Any, input: Tensor) -> Tensor:
             f"{name_of(layer)} is in parts by {layout.name} and takes local tensors, and its input is a DTensor: give "
             "input.to_local(), or let what comes before it do so with use_local_output=True"
         )
+    weight = weights[0]
     recipe = recipe_of(layer, False) if isinstance(layer, Quantizable) else None
-    with torch.no_grad():
-        held: Any = weight.to_local()
+    held: Any = pieces.held(layer)
     if is_given(held):
         # By fully_shard, which has gathered it as codes.
         held.check_recipe(layer, recipe)
     if recipe is None or input.dtype not in ops.DTYPES:
         recipe = recipes.get("bf16")
+    pieces.watch(layer, weights)
+    training, name = torch.is_grad_enabled(), name_of(layer)
+    facts = layout.name, "with gradients" if training else "without gradients", f"recipe {recipe.name}"
+    opening.check((name, *held.shape), input, weight.device_mesh.get_group(), name, *facts)
     device = ops.autocast_device(input)
     x = input
     if torch.is_autocast_enabled(device) and x.dtype in ops.DTYPES:
@@ -79,18 +97,21 @@ def _forward(layer: Any, input: Tensor) -> Tensor:
         raise ValueError(dtype_sentence(layer, x.dtype))
     refuse_transforms(x)
     _check(layer, held, x)
-    training = torch.is_grad_enabled()
     if training and isinstance(layer, Quantizable) and layer._state.prepared is not recipe:
         prepare(layer, recipe)
     call = begin(layer, recipe, x, x.dtype, training)
     call.both = None
-    call.parts = ranks = Ranks(layout, call, weight, max(1, math.prod(x.shape[:-2])))
+    call.parts = ranks = Ranks(
+        layout, call, weight, max(1, math.prod(x.shape[:-2])), pieces.rows(layer, weight.device_mesh.size())
+    )
     ranks.source = input
     if training:
         ranks.check_gradient(held, x.shape)
     with ops.without_autocast(device):
-        local: Any = None if bias is None else bias.to_local()
-        y: Tensor = LinearInParts.apply(call, ranks, held, x, weight.to_local(), local)
+        of_weights = pieces.routed([each.to_local() for each in weights])
+        of_biases = [each.to_local() for each in biases]
+        bias = None if not of_biases else of_biases[0] if len(of_biases) == 1 else torch.cat(of_biases)
+        y: Tensor = LinearInParts.apply(call, ranks, held, x, of_weights, bias)
     return y
 
 
@@ -101,7 +122,7 @@ def _check(layer: Any, held: Tensor, x: Tensor) -> None:
         ValueError: with what to do.
     """
     layout: Any = layout_of(layer)
-    number = layer._parameters["weight"].device_mesh.size()
+    number = pieces.of(layer, "weight")[0].device_mesh.size()
     says = f"{name_of(layer)} under {layout.name} got an input of shape {tuple(x.shape)}"
     if x.dim() == 0 or x.shape[-1] != held.shape[1]:
         has = "all of them" if layout.column else "a part of them"

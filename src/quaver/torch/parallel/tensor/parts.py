@@ -27,15 +27,19 @@ from quaver.torch.parallel.tensor.layout import Layout
 class Ranks:
     """The ranks that one call of a layer runs on, and this one's part."""
 
-    __slots__ = (*("batches", "group", "layer", "layout", "number", "parameter", "rank", "recipe", "run", "source"),)
+    __slots__ = (
+        *("batches", "group", "layer", "layout", "number", "parameter", "rank", "recipe", "rows", "run", "source"),
+    )
 
-    def __init__(self, layout: Layout, call: Call, parameter: Any, batches: int) -> None:
+    def __init__(self, layout: Layout, call: Call, parameter: Any, batches: int, rows: Sequence[int]) -> None:
         self.layer, self.layout = call.layer, layout
         #: The weight as a DTensor.
         self.parameter: Tensor = parameter
         self.group = parameter.device_mesh.get_group()
         self.number = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
+        #: This rank's rows of each matrix that lies in a column's weight, q, k and v for instance.
+        self.rows = rows
         #: So many sequences follow one another among the tokens.
         self.batches = batches
         #: The input as the layer was given it, by which others know what became of it.
@@ -80,13 +84,15 @@ class Ranks:
         Args:
             length: of this rank's part along the axis.
         """
-        tokens, needed = self.layout.of_tokens(operand), spec.block[axis] or 1
-        part, why = length // self.batches if tokens else length, f"blocks of {needed}"
+        tokens, needed, why = self.layout.of_tokens(operand), spec.block[axis] or 1, ""
+        parts = self._lengths(length, tokens)
         if axis == 1 and spec.hadamard and needed % 16:
             needed, why = 16, "groups of 16 that are rotated together"
         if axis == 1 and spec.rounding == "stochastic" and needed % 4:
             needed, why = 4, "fours that share their noise"
-        if part % needed:
+        part = next((part for part in parts if part % needed), None)
+        if part is not None:
+            why = why or f"blocks of {needed}"
             of = "tokens of each sequence" if tokens else "features"
             raise ValueError(
                 f"{self.says()} has {part} {of} of {operand} on each of {self.number} ranks, and recipe "
@@ -114,20 +120,29 @@ class Ranks:
     def _noise(self, operand: str, x: Tensor, spec: QuantSpec, axis: int, noise: Noise) -> Tensor:
         """What the elements of this part are rounded with in the whole operand."""
         k = spec.padded(x.shape[1])
-        batches = self.batches if self.layout.of_tokens(operand) else 1
+        tokens = self.layout.of_tokens(operand)
         rows, fours = (torch.arange(n, dtype=torch.int64, device=x.device) for n in (x.shape[0], k // 4))
         if axis == 0:
-            rows = self._places(rows, batches)
+            rows = self._places(x.shape[0], tokens, 1, x.device)
         else:
-            fours, k = self._places(fours, batches), k * self.number
+            fours, k = self._places(k, tokens, 4, x.device), k * self.number
         seed, tensor_id, count = noise
         return part_of_uniform(rows, fours, k, seed, int(tensor_id), count)
 
-    def _places(self, numbers: Tensor, batches: int) -> Tensor:
-        """Where the numbered pieces of this rank's part lie in the whole."""
-        each = len(numbers) // batches
-        first = (torch.arange(batches, dtype=torch.int64, device=numbers.device) * self.number + self.rank) * each
-        return (first[:, None] + numbers[:each]).view(-1)
+    def _lengths(self, length: int, tokens: bool) -> Sequence[int]:
+        """Of what lies one after the other along an axis in parts, this rank's part of each: sequences, or matrices."""
+        if tokens:
+            return [length // self.batches] * self.batches
+        return self.rows if self.layout.column and len(self.rows) > 1 else [length]
+
+    def _places(self, length: int, tokens: bool, unit: int, device: torch.device) -> Tensor:
+        """Where the pieces of `unit` elements of this rank's part lie in the whole."""
+        places, before = [], 0
+        for part in self._lengths(length, tokens):
+            first = (before * self.number + self.rank * part) // unit
+            places.append(torch.arange(first, first + part // unit, dtype=torch.int64, device=device))
+            before += part
+        return torch.cat(places)
 
     @property
     def is_quantizable(self) -> bool:

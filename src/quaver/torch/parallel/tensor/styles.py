@@ -1,5 +1,7 @@
 """The styles of a plan for torch's `parallelize_module`: which part of a layer's weight and tokens each rank has."""
 
+import gc
+import sys
 from typing import Any
 
 from torch import nn
@@ -9,9 +11,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored import stored
+from quaver.torch.parallel.tensor import pieces
 from quaver.torch.parallel.tensor.layers import in_parts, layout_of, name_of
 from quaver.torch.parallel.tensor.layout import Layout
 from quaver.torch.parallel.tensor.tokens import OTHER_DROPOUTS, Tokens, on_tokens, tokens_of
+from quaver.torch.parallel.tensor.vocabulary import OverWords, over_words, words_of
 from quaver.torch.state import kept_weights
 from quaver.torch.state.layer import state_of
 
@@ -20,14 +24,20 @@ class _InParts(ParallelStyle):
     """A linear layer in parts."""
 
     layout: Layout
+    #: Whether this is a style of attention's, which has its heads in parts too.
+    of_heads = False
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        _check(module, self.layout, device_mesh)
         of_weight = Shard(self.layout.weight_axis)
         of_bias = Shard(0) if self.layout.column else Replicate()
-        _distribute(module, {"weight": of_weight, "bias": of_bias}, device_mesh, self.src_data_rank)
+        placements = {"weight": of_weight, "bias": of_bias}
+        _check(module, self, device_mesh, placements)
         if isinstance(module, Quantizable):
-            kept_weights.drop(module)
+            kept_weights.free(module)
+        if self.layout.column and isinstance(module, Quantizable) and state_of(module).pieces:
+            pieces.divide(module, device_mesh, self.src_data_rank)
+        else:
+            _distribute(module, placements, device_mesh, self.src_data_rank)
         module.__class__ = in_parts(type(module), self.layout)  # type: ignore[arg-type]
         return module
 
@@ -36,11 +46,15 @@ class _InParts(ParallelStyle):
 
 
 class Column(_InParts):
-    """A linear layer of which each rank computes some output features: q, k and v, gate and up.
+    """A linear layer of which each rank computes some output features: q, k and v, gate and up, a head's words.
 
-    The weight becomes a DTensor of placement Shard(0), and so does the bias. The layer takes and gives local tensors:
-    an input that every rank has whole, and of the output this rank's features, those of a whole number of heads where
-    heads follow. Where the input needs a gradient, the ranks sum theirs in float32.
+    The weight becomes a DTensor of placement Shard(0), and so does the bias; of gate and up in one weight, an MLP's
+    `gate_up_proj`, each of the two, and a rank has its rows of both. The layer takes and gives local tensors: an input
+    that every rank has whole, and of the output this rank's features, those of a whole number of heads where heads
+    follow. Where the input needs a gradient, the ranks sum theirs in float32.
+
+    `quaver.torch.linear_cross_entropy(x, head, targets)` takes a head of this style; the logits of one are what
+    `quaver.torch.parallel.cross_entropy` takes.
 
     Args:
         sequence: True where each rank has some tokens of the input, its part of the last axis but one: they are
@@ -70,10 +84,11 @@ class Row(_InParts):
 
 
 class Heads(ParallelStyle):
-    """A `quaver.torch.MultiheadAttention` made with fused=False, of which each rank has some heads.
+    """A `quaver.torch.MultiheadAttention`, of which each rank has some heads.
 
-    Its q_proj, k_proj and v_proj become a `Column`, its o_proj a `Row`, and the norms of queries and keys sum their
-    gradients over the ranks' heads.
+    Its projections of queries, keys and values become a `Column` each, its o_proj a `Row`, and the norms of queries and
+    keys sum their gradients over the ranks' heads. Of one matrix `qkv_proj` each rank has its heads' rows of q, k and
+    v, which are parameters of their own then, `qkv_proj.weight.q_proj` for instance, and the layer stays one.
 
     Args:
         sequence: of the four layers; the attention itself sees all tokens.
@@ -85,14 +100,17 @@ class Heads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         attention: Any = module
         _check_heads(attention, self, device_mesh)
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+        for name in (*attention._parts, "o_proj", "q_norm", "k_norm"):
             part, style = attention._modules[name], Row if name == "o_proj" else Column
             if part is not None:
-                each = Sequence() if name.endswith("norm") else style(sequence=self.sequence)
+                each: Any = Sequence() if name.endswith("norm") else style(sequence=self.sequence)
+                each.of_heads = True
                 each.src_data_rank = self.src_data_rank
                 each._apply(part, device_mesh)
         attention.core.heads //= device_mesh.size()
         attention.core.groups //= device_mesh.size()
+        ranks = device_mesh.size()
+        attention._parts = {name: [rows // ranks for rows in sizes] for name, sizes in attention._parts.items()}
         return module
 
     def __repr__(self) -> str:
@@ -141,18 +159,59 @@ class Sequence(ParallelStyle):
         return f"Sequence({', '.join(f'{name}=True' for name in options)})"
 
 
+class Vocabulary(ParallelStyle):
+    """An embedding of which each rank has some words; every rank is given all tokens.
+
+    The weight becomes a DTensor of placement Shard(0). A head that is tied to it is `Column()`, of the same placement,
+    and stays tied. The output has the bits of one process, and so has the gradient.
+
+    Args:
+        sequence: True leaves each rank some tokens of the output, its part of the last axis but one; their gradients
+            are gathered in their own dtype.
+    Exact.
+    """
+
+    def __init__(self, *, sequence: bool = False) -> None:
+        self.sequence = sequence
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        placements = {"weight": Shard(0)}
+        _check_embedding(module, self, device_mesh, placements)
+        _distribute(module, placements, device_mesh, self.src_data_rank)
+        module.__class__ = over_words(type(module), OverWords(device_mesh, self.sequence))  # type: ignore[arg-type]
+        return module
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({'sequence=True' if self.sequence else ''})"
+
+
 def _distribute(module: nn.Module, placements: dict[str, Any], mesh: Any, source: int | None) -> None:
-    """Make DTensors of parameters."""
+    """Make DTensors of parameters, in their place: modules that are tied by one stay so."""
     for name, placement in placements.items():
         parameter = module._parameters[name]
-        if parameter is not None:
-            parts = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
-            module.register_parameter(name, nn.Parameter(parts, requires_grad=parameter.requires_grad))
+        if parameter is None or hasattr(parameter, "device_mesh"):
+            continue
+        parts = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
+        in_parts = nn.Parameter(parts, requires_grad=parameter.requires_grad)
+        # This module's, the name here, and the argument.
+        owners = [module] if sys.getrefcount(parameter) <= 3 else _owners(parameter)
+        for owner in owners:
+            for key, held in owner._parameters.items():
+                if held is parameter:
+                    owner._parameters[key] = in_parts
 
 
-def _check_free(module: nn.Module, style: str, mesh: Any) -> None:
+def _owners(parameter: nn.Parameter) -> list[nn.Module]:
+    """The modules that a parameter ties, this one's own among them. Nothing but the interpreter knows them."""
+    every = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+    return [each for each in every if any(p is parameter for p in each.__dict__.get("_parameters", {}).values())]
+
+
+def _check_free(module: nn.Module, style: str, mesh: Any, placements: dict[str, Any] | None = None) -> None:
     """Refuse a module that lies on ranks already, and a mesh that is none of ranks in a row.
 
+    Args:
+        placements: of parameters, which one that is tied to another module's may have got by that module's style.
     Raises:
         ValueError: with what to do.
     """
@@ -163,10 +222,13 @@ def _check_free(module: nn.Module, style: str, mesh: Any) -> None:
             "them, such as mesh['tp']"
         )
     before = layout_of(module)
-    lies = next(
-        (p.device_mesh for p in module._parameters.values() if p is not None and hasattr(p, "device_mesh")), None
-    )
-    if before is not None or lies is not None or tokens_of(module) is not None:
+    wanted, held = placements or {}, {key: p for key, p in module._parameters.items() if hasattr(p, "device_mesh")}
+    tied: dict[str, Any] = {key: p for key, p in held.items() if key in wanted}
+    as_wanted = {key for key, p in tied.items() if p.device_mesh == mesh and p.placements == (wanted[key],)}
+    lies = next((f"{p.device_mesh} by {p.placements}" for key, p in held.items() if key not in as_wanted), None)  # type: ignore[union-attr]
+    if lies is None and (tokens_of(module) is not None or words_of(module) is not None):
+        lies = f"{mesh}"
+    if before is not None or lies is not None:
         of = f"is in parts by {before.name}" if before is not None else f"lies on {lies}"
         raise ValueError(
             f"{name} {of} already, and {style} is for a module that is whole: name it in one style of the plan, and "
@@ -187,7 +249,6 @@ def _check_heads(attention: Any, style: Heads, mesh: Any) -> None:
         )
     core = attention.core
     of_heads = {
-        "fused=True": len(attention._parts) < 3,
         "alibi": core.alibi,
         "learnable sinks": getattr(core, "sinks", None) is not None and isinstance(core.sinks, nn.Parameter),
         "position_bias": attention.position_bias is not None,
@@ -208,35 +269,64 @@ def _check_heads(attention: Any, style: Heads, mesh: Any) -> None:
         )
 
 
-def _check(module: nn.Module, layout: Layout, mesh: Any) -> None:
-    """Refuse what cannot be in parts.
+def _check_embedding(module: Any, style: Vocabulary, mesh: Any, placements: dict[str, Any]) -> None:
+    """Refuse an embedding whose words ranks cannot share.
 
     Raises:
         ValueError: with what to do.
     """
     name = name_of(module)
+    if not isinstance(module, nn.Embedding) or "weight" not in module._parameters:
+        raise ValueError(
+            f"{style!r} is a style of nn.Embedding, and {name} is none, or its weight is parametrized: of a head give "
+            "Column()"
+        )
+    _check_free(module, repr(style), mesh, placements)
+    options = {name: getattr(module, name) for name in ("max_norm", "scale_grad_by_freq", "sparse")}
+    refused = [f"{name}={value}" for name, value in options.items() if value]
+    if refused:
+        raise ValueError(
+            f"{style!r} of an embedding with {', '.join(refused)}, which goes by all words: make it without"
+        )
+    words, ranks = module.num_embeddings, mesh.size()
+    if words % ranks:
+        more = -words % ranks
+        raise ValueError(
+            f"{name} has {words} words, which {ranks} ranks cannot share by {style!r}: pad the vocabulary by {more} "
+            f"words, as transformers' model.resize_token_embeddings(pad_to_multiple_of={ranks}) does, or leave it whole"
+        )
+
+
+def _check(module: nn.Module, style: _InParts, mesh: Any, placements: dict[str, Any]) -> None:
+    """Refuse what cannot be in parts.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    name, layout = name_of(module), style.layout
     if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
         raise ValueError(
             f"{layout.name} is a style of linear layers, and {name} is none, or its weight is parametrized: name the "
             "linear layers in the plan, such as {'mlp.up_proj': Column(), 'mlp.down_proj': Row()}"
         )
-    _check_free(module, layout.name, mesh)
+    _check_free(module, layout.name, mesh, placements)
     weight: Any = module._parameters["weight"]
     if weight.dtype in stored.CODES:
         raise ValueError(
             f"{name} has a weight that exists only in few bits, and {layout.name} is for one in high precision: call "
             "quaver.torch.dequantize_weights(model) first"
         )
-    pieces = state_of(module).pieces if isinstance(module, Quantizable) else 1
-    if layout.column and pieces > 1:
+    matrices = state_of(module).pieces if isinstance(module, Quantizable) and layout.column else {}
+    if "k_proj" in matrices and not style.of_heads:
         raise ValueError(
-            f"{name} has {pieces} matrices in one weight, such as gate and up; under {layout.name} a rank would have "
-            "rows of one of them: make the block with fused=False"
+            f"{name} has the matrices {', '.join(matrices)} of attention in one weight, whose heads lie in parts with "
+            "them: put Heads() on the attention itself"
         )
     number, features = mesh.size(), weight.shape[layout.weight_axis]
+    features = next((rows for rows in matrices.values() if rows % number), features)
     if features % number:
         of = "output" if layout.column else "input"
         raise ValueError(
             f"{name} has {features} {of} features, which {number} ranks cannot share by {layout.name}: leave it out of "
-            f"the plan, or give it a multiple of {number}"
+            f"the plan, or give it a multiple of {number}; of a head pad the vocabulary"
         )

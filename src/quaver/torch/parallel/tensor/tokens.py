@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
-from quaver.torch.parallel import wire
+from quaver.torch.parallel import opening, wire
 
 #: What drops whole channels, or leaves no zeros: of their noise nothing is known here.
 OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -57,6 +57,8 @@ def tokens_of(module: nn.Module) -> Tokens | None:
 def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     tokens: Any = tokens_of(module)
     group = tokens.mesh.get_group()
+    shapes = [(name, *p.shape) for name, p in module._parameters.items() if p is not None]
+    opening.check((type(module).__name__, *shapes), x, group, type(module).__name__)
     if tokens.takes_whole:
         # Numbers of tokens have no axis of features.
         dim = x.dim() - (2 if x.is_floating_point() else 1)
@@ -105,7 +107,7 @@ def _own(x: Tensor, dim: int, tokens: Tokens) -> Tensor:
     return x.chunk(tokens.mesh.size(), dim)[tokens.mesh.get_local_rank()].contiguous()
 
 
-def _all(x: Tensor, dim: int, tokens: Tokens) -> Tensor:
+def gathered(x: Tensor, dim: int, tokens: Tokens) -> Tensor:
     """Every rank's part of [..., tokens, features] put together."""
     before = x.shape[:dim].numel()
     whole: Tensor = wire.gather(x.reshape(before * x.shape[dim], -1), 0, tokens.mesh.get_group(), max(before, 1))()
@@ -122,7 +124,7 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _all(g, *ctx.facts), None, None
+        return gathered(g, *ctx.facts), None, None
 
 
 class _Whole(torch.autograd.Function):
@@ -131,7 +133,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, tokens: Tokens) -> Tensor:
         ctx.facts = dim, tokens
-        return _all(x, dim, tokens)
+        return gathered(x, dim, tokens)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

@@ -1,0 +1,70 @@
+"""Whether all ranks were given inputs of one shape, asked once a forward, by the layer that comes first in it.
+
+Ranks whose inputs differ would wait for one another in the next collective, which takes other numbers of bytes. To ask
+only where a rank sees a new shape would not do: another, which sees an old one, would not ask. So the question goes by
+the order of calls, which is the same on all ranks: the first layer of a forward asks whenever it is called again.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.state.recomputation import graph_task_id
+
+#: Of each group the layer that asks, and how many calls of others have come since it did.
+_first: dict[str, tuple[Any, int]] = {}
+#: After so many calls of others the next layer asks: the one that did belongs to another model.
+CALLS = 1 << 12
+
+
+def check(layer: tuple[Any, ...], x: Tensor, group: Any, says: str, *more: Any) -> None:
+    """Compare what ranks were given, where this layer is the first of a forward.
+
+    Args:
+        layer: what tells it from other layers, the same on all ranks.
+        x: its input.
+        says: the layer, for an error.
+        more: what ranks must have alike besides.
+    Raises:
+        ValueError: they differ; on every rank, with what each has.
+    """
+    if graph_task_id() != -1:
+        # A recomputation repeats what was compared.
+        return
+    name = _name(group)
+    opened, calls = _first.get(name, (layer, 0))
+    if opened != layer and calls < CALLS:
+        _first[name] = opened, calls + 1
+        return
+    _first[name] = layer, 0
+    if x.is_meta or (x.is_cuda and capture.as_captured(x.device)):
+        return
+    own = f"{tuple(x.shape)} in {str(x.dtype).removeprefix('torch.')}" + "".join(f", {each}" for each in more)
+    bits = int.from_bytes(hashlib.blake2b(f"{layer} {own}".encode(), digest_size=7).digest(), "big")
+    both = torch.tensor([bits, -bits], dtype=torch.int64, device=x.device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    largest, smallest = both.tolist()
+    if largest == -smallest:
+        return
+    del _first[name]
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, f"{says} {own}", group)
+    raise ValueError(
+        "ranks were given different inputs: "
+        + "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(told))
+        + "; give all ranks of the mesh inputs of one shape and dtype, such as by padding the last batch"
+    )
+
+
+def close(group: Any) -> None:
+    """A backward has run: the next layer that is called opens a forward."""
+    _first.pop(_name(group), None)
+
+
+def _name(group: Any) -> str:
+    world: Any = dist.group.WORLD
+    return str((group or world).group_name)

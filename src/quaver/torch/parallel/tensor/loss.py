@@ -1,0 +1,386 @@
+"""Cross entropy of logits of which each rank has those of some words; no rank ever has all.
+
+A rank gives three numbers a token: its largest logit, the sum of exponentials below that, and the target's logit where
+it has that word (a fourth under label smoothing: the sum of its logits). They are gathered, and all ranks put them
+together in the order of ranks. Source: Shoeybi et al. 2019, arXiv:1909.08053, §3.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quaver.core.text.spelling import check_name
+from quaver.torch.blocks.loss.chunked import Rule, added, check_targets, chunk_of
+from quaver.torch.blocks.loss.cross_entropy import REDUCTIONS, scaled
+from quaver.torch.linear.gemms import is_given
+from quaver.torch.operations import ops
+from quaver.torch.parallel import opening, wire
+from quaver.torch.parallel.tensor.function import of_sums, plain_product
+
+
+class Words(NamedTuple):
+    """Which words this rank has, and the ranks that have the others."""
+
+    group: Any
+    #: The first one of this rank.
+    first: int
+    #: How many all ranks have.
+    whole: int
+
+
+class Shared(NamedTuple):
+    """What all ranks know of each token: the largest logit, the logarithm of the sum of exponentials below it, both
+    [T], and the losses [T]."""
+
+    top: Tensor
+    log_total: Tensor
+    losses: Tensor
+
+
+def bent(logits: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
+    """Logits in float32 (or float64) under the soft cap, and the tangent that is of its derivative."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if not rule.soft_cap:
+        return z, None
+    tangent = torch.tanh(z / rule.soft_cap)
+    return rule.soft_cap * tangent, tangent
+
+
+def of_rank(z: Tensor, targets: Tensor, rule: Rule, words: Words) -> Tensor:
+    """What one rank tells of its logits [T, words of this rank]: [T, 3], or [T, 4] under label smoothing."""
+    # Of a row of -inf alone the exponentials are 0.
+    top = z.amax(-1).clamp_min(torch.finfo(z.dtype).min)
+    total = (z - top[:, None]).exp_().sum(-1)
+    own, place = _places(targets, z.shape[1], words)
+    target = torch.where(own, z.gather(1, place[:, None])[:, 0], 0.0)
+    return torch.stack([top, total, target, *([z.sum(-1)] if rule.label_smoothing else [])], 1)
+
+
+def together(told: Tensor, targets: Tensor, rule: Rule, words: Words) -> Shared:
+    """What all ranks know, of what each has told: [ranks, T, 3 or 4]."""
+    top = told[..., 0].amax(0)
+    total = torch.zeros_like(top)
+    target, sums = torch.zeros_like(top), torch.zeros_like(top)
+    for each in told:
+        total += each[:, 1] * (each[:, 0] - top).exp()
+        target += each[:, 2]
+        if rule.label_smoothing:
+            sums += each[:, 3]
+    log_total = total.log()
+    losses = (top - target) + log_total
+    if rule.label_smoothing:
+        mean = (top - sums / words.whole) + log_total
+        losses = (1 - rule.label_smoothing) * losses + rule.label_smoothing * mean
+    if rule.z_loss:
+        losses = losses + rule.z_loss * (top + log_total).square()
+    known = (targets >= 0) & (targets < words.whole)
+    losses = torch.where(targets != rule.ignore_index, torch.where(known, losses, torch.nan), 0.0)
+    return Shared(top, log_total, losses)
+
+
+def gradient(
+    z: Tensor, tangent: Tensor | None, shared: Shared, targets: Tensor, scales: Tensor | None, rule: Rule, words: Words
+) -> Tensor:
+    """That of this rank's logits, in place of z.
+
+    Args:
+        scales: of each token's loss; None for 1.
+    """
+    d = z.sub_(shared.top[:, None]).sub_(shared.log_total[:, None]).exp_()
+    if rule.z_loss:
+        d *= (1 + 2 * rule.z_loss * (shared.top + shared.log_total))[:, None]
+    own, place = _places(targets, z.shape[1], words)
+    d.scatter_add_(1, place[:, None], torch.where(own, rule.label_smoothing - 1, 0.0).to(d.dtype)[:, None])
+    if rule.label_smoothing:
+        d -= rule.label_smoothing / words.whole
+    if tangent is not None:
+        d *= 1 - tangent.square()
+    known = (targets >= 0) & (targets < words.whole)
+    d *= torch.where(known, 1.0 if scales is None else scales, torch.nan).to(d.dtype)[:, None]
+    return d.masked_fill_((targets == rule.ignore_index)[:, None], 0.0)
+
+
+def _places(targets: Tensor, number: int, words: Words) -> tuple[Tensor, Tensor]:
+    """Whether each target is a word of this rank, and where it is among them; 0 where it is not."""
+    place = targets - words.first
+    own = (place >= 0) & (place < number)
+    return own, torch.where(own, place, 0)
+
+
+def _told(z: Tensor, targets: Tensor, rule: Rule, words: Words) -> Shared:
+    """The losses, in the order of ranks."""
+    own = of_rank(z, targets, rule, words)
+    told = wire.gather(own[None], 0, words.group)()
+    return together(told, targets, rule, words)
+
+
+@torch.compiler.disable
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    mesh: Any = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross entropy of a `Column` head's logits, of which each rank has those of its words.
+
+    For heads that are quantized; one in high precision goes with its loss chunk by chunk, without logits of all tokens:
+    `quaver.torch.linear_cross_entropy(x, head, targets)`.
+
+    Args:
+        logits: [..., V / ranks], as the head gives them.
+        targets: integers [...] among all V words, the same on every rank.
+        mesh: the mesh of one dimension that the head lies on, or its group of processes; None for all.
+        ignore_index, label_smoothing, z_loss, soft_cap, reduction: as `quaver.torch.linear_cross_entropy`.
+    Returns:
+        float32 scalar, or [...] for "none"; the same on every rank. The gradient is of this rank's logits.
+    Raises:
+        ValueError: shapes or options that do not fit; on a CPU a target that is no word.
+    Exact: the bits of one process that takes the logits in as many parts. Bounded: 1e-6 of F.cross_entropy of all.
+    """
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    rule = Rule(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
+    check_name("reduction", reduction, REDUCTIONS)
+    opening.check(("cross_entropy",), logits, group, "cross_entropy's logits")
+    if targets.shape != logits.shape[:-1] or targets.is_floating_point() or targets.dtype is torch.bool:
+        raise ValueError(
+            f"targets are {targets.dtype} {tuple(targets.shape)}; logits {tuple(logits.shape)} need integers of shape "
+            f"{tuple(logits.shape[:-1])}"
+        )
+    _check_rule(rule, soft_cap)
+    number = logits.shape[-1]
+    words = Words(group, number * dist.get_rank(group), number * dist.get_world_size(group))
+    labels = targets.reshape(-1).to(torch.int64)
+    check_targets(labels, words.whole, ignore_index)
+    y: Tensor = _CrossEntropy.apply(logits.reshape(-1, number), labels, rule, words, reduction)
+    return y.view(targets.shape) if reduction == "none" else y
+
+
+def _check_rule(rule: Rule, soft_cap: float | None) -> None:
+    capped = soft_cap is None or 0 < soft_cap < math.inf
+    if not (0 <= rule.label_smoothing <= 1 and 0 <= rule.z_loss < math.inf and capped):
+        raise ValueError(
+            f"label_smoothing is {rule.label_smoothing}, z_loss {rule.z_loss}, soft_cap {soft_cap}; the first lies in "
+            "0 … 1, the second is finite and not negative, the third finite and above 0, or None"
+        )
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits, and two numbers a token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, rule: Rule, words: Words, reduction: str) -> Tensor:
+        z, _ = bent(logits, rule)
+        shared = _told(z, targets, rule, words)
+        count = (targets != rule.ignore_index).sum() if reduction == "mean" else None
+        ctx.save_for_backward(logits, targets, shared.top, shared.log_total, count)
+        ctx.facts = rule, words, reduction
+        return _reduced(shared.losses, count, reduction)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        logits, targets, top, log_total, count = ctx.saved_tensors
+        rule, words, reduction = ctx.facts
+        z, tangent = bent(logits, rule)
+        z = z.clone() if z is logits else z
+        scales = g if reduction == "none" else (g if count is None else g / count.clamp(min=1)).expand(top.shape)
+        d = gradient(z, tangent, Shared(top, log_total, top), targets, scales, rule, words)
+        return d.to(logits.dtype), None, None, None, None
+
+
+def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() if count is None else losses.sum() / count
+
+
+class _Asked(NamedTuple):
+    """Of one call of a head with its loss."""
+
+    words: Words
+    #: How many ranks have tokens of x; 1 where each has all.
+    ranks: int
+    dtype: torch.dtype
+    rule: Rule
+    reduction: str
+    #: Tokens of a chunk.
+    chunk: int
+
+
+@torch.compiler.disable
+def loss_over_ranks(
+    head: nn.Linear,
+    x: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    rule: Rule,
+    reduction: str,
+    chunk: int | None,
+) -> Tensor:
+    """What `linear_cross_entropy` is of a `Column` head, whose words lie on the ranks of a mesh.
+
+    Args:
+        x: [..., dim], all tokens on every rank; of a `Column(sequence=True)` [..., tokens of this rank, dim].
+        targets: of all tokens, the same on every rank.
+    Returns:
+        The same on every rank. A chunk's logits are [chunk, V / ranks] on each, and no rank has all tokens of x
+        at once where they lie in parts: a chunk of them is gathered, and the ranks' sums of their gradient in float32.
+    """
+    weight: Any = head._parameters["weight"]
+    layout: Any = type(head).layout_on_ranks  # type: ignore[attr-defined]
+    mesh = weight.device_mesh
+    ranks, name = mesh.size(), head.__dict__.get("qualified_name") or type(head).__name__
+    group = mesh.get_group()
+    opening.check(("loss", name), x, group, f"{name} with its loss")
+    says = f"linear_cross_entropy of {name} under {layout.name}"
+    if bias is not None:
+        raise ValueError(f"{says} takes the bias of the layer: give none")
+    if not layout.column:
+        raise ValueError(f"{says}: each rank has a part of every logit; make the head's style Column()")
+    if x.dim() < (2 if layout.sequence else 1) or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"{says} got x of shape {tuple(x.shape)}; its last axis must be {weight.shape[1]}")
+    lead = [*x.shape[:-1]]
+    if layout.sequence:
+        lead[-1] *= ranks
+    if [*targets.shape] != lead or targets.is_floating_point() or targets.dtype is torch.bool:
+        raise ValueError(
+            f"{says}: targets are {targets.dtype} {tuple(targets.shape)}; x {tuple(x.shape)} on each of {ranks} ranks "
+            f"needs integers of shape {tuple(lead)}, those of all tokens on every rank"
+        )
+    with torch.no_grad():
+        held: Tensor = weight.to_local()
+    if is_given(held):
+        raise ValueError(
+            f"{says} multiplies in high precision, and its weight is gathered as codes: leave it out, "
+            f"gather_quantized(model, skip=[{name!r}]), or call the head and quaver.torch.parallel.cross_entropy"
+        )
+    words = Words(group, held.shape[0] * mesh.get_local_rank(), weight.shape[0])
+    labels = targets.to(torch.int64)
+    check_targets(labels.reshape(-1), words.whole, rule.ignore_index)
+    parts = ranks if layout.sequence else 1
+    asked = _Asked(words, parts, dtype, rule, reduction, chunk or chunk_of(labels.numel(), held.shape[0], dtype))
+    of_bias: Any = head._parameters["bias"]
+    local = None if of_bias is None else of_bias.to_local()
+    y: Tensor = _HeadInParts.apply(asked, held, x, weight.to_local(), local, labels)
+    return y
+
+
+class _HeadInParts(torch.autograd.Function):
+    """Gradients are made in forward, as `linear_cross_entropy` makes them; of "none" in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, asked: _Asked, held: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[2:5]
+        now = (False,) * 3 if asked.reduction == "none" else needs
+        losses, *grads = _chunks(asked, held, x, bias, targets, None, now)
+        count = (targets != asked.rule.ignore_index).sum() if asked.reduction == "mean" else None
+        ctx.facts = asked, needs, x.dtype, weight.dtype, None if bias is None else bias.dtype, x.shape
+        if asked.reduction == "none":
+            ctx.save_for_backward(held, x, bias, targets)
+        else:
+            ctx.save_for_backward(None if count is None else count.clamp(min=1), *grads)
+        return _reduced(losses, count, asked.reduction)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        asked, needs, *dtypes, shape = ctx.facts
+        if asked.reduction == "none":
+            held, x, bias, targets = ctx.saved_tensors
+            _, *grads = _chunks(asked, held, x, bias, targets, g, needs)
+            scale = None
+        else:
+            count, *grads = ctx.saved_tensors
+            scale = g if count is None else g / count
+        of_x, of_weight, of_bias = (
+            None if grad is None else scaled(grad, scale, to) for grad, to in zip(grads, dtypes, strict=True)
+        )
+        return None, None, None if of_x is None else of_x.view(shape), of_weight, of_bias, None
+
+
+def _by_rank(of_tokens: Tensor, ranks: int) -> Tensor:
+    """What all tokens [..., S] have, as the ranks have them: [ranks, tokens of a rank]."""
+    if ranks == 1:
+        return of_tokens.reshape(1, -1)
+    return of_tokens.unflatten(-1, (ranks, of_tokens.shape[-1] // ranks)).movedim(-2, 0).reshape(ranks, -1)
+
+
+def _in_order(by_rank: Tensor, like: Tensor) -> Tensor:
+    """The way back, to the shape of all tokens."""
+    ranks = by_rank.shape[0]
+    if ranks == 1:
+        return by_rank.view(like.shape)
+    shape = (ranks, *like.shape[:-1], like.shape[-1] // ranks)
+    return by_rank.view(shape).movedim(0, -2).reshape(like.shape)
+
+
+def _chunks(
+    asked: _Asked,
+    held: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    scales: Tensor | None,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The losses of all tokens, and the gradients of x, weight and bias that are needed."""
+    dtype, rule, words = asked.dtype, asked.rule, asked.words
+    wide, (of_x, of_weight, of_bias) = of_sums(dtype), needs
+    labels = _by_rank(targets, asked.ranks)
+    factors = None if scales is None else _by_rank(scales, asked.ranks)
+    with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
+        w, b = held.to(dtype), None if bias is None else bias.detach().to(dtype)
+        flat = x.detach().reshape(-1, x.shape[-1]).to(dtype)
+        losses = x.new_empty(labels.shape, dtype=wide)
+        grad_x = flat.new_empty(flat.shape) if of_x else None
+        grad_weight = w.new_zeros(w.shape, dtype=wide) if of_weight and not flat.shape[0] else None
+        grad_bias = w.new_zeros(w.shape[0], dtype=wide) if of_bias else None
+        step = max(1, asked.chunk // asked.ranks)
+        spans = [(at, min(at + step, flat.shape[0])) for at in range(0, flat.shape[0], step)]
+        coming = _tokens(asked, flat, spans, 0)
+        summed: tuple[int, int, Any] | None = None
+        for i, (start, end) in enumerate(spans):
+            tokens = coming()
+            coming = _tokens(asked, flat, spans, i + 1)
+            of_chunk = labels[:, start:end].reshape(-1)
+            logits = F.linear(tokens, w, b)
+            z, tangent = bent(logits, rule)
+            shared = _told(z, of_chunk, rule, words)
+            losses[:, start:end] = shared.losses.view(asked.ranks, -1)
+            if not any(needs):
+                continue
+            given = None if factors is None else factors[:, start:end].reshape(-1)
+            grad = gradient(z.clone() if z is logits else z, tangent, shared, of_chunk, given, rule, words).to(dtype)
+            if of_x:
+                partial = plain_product(grad, w.t(), wide)
+                if summed is not None:
+                    grad_x[summed[0] : summed[1]] = summed[2]()  # type: ignore[index]
+                sums = wire.scatter_sums if asked.ranks > 1 else wire.sum_parts
+                summed = start, end, sums(partial, words.group)
+            if of_weight:
+                grad_weight = added(grad_weight, grad, tokens)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=wide)
+        if summed is not None:
+            grad_x[summed[0] : summed[1]] = summed[2]()  # type: ignore[index]
+    return _in_order(losses, targets), grad_x, grad_weight, grad_bias
+
+
+def _tokens(asked: _Asked, flat: Tensor, spans: list[tuple[int, int]], i: int) -> Any:
+    """Begin to bring a chunk's tokens, of all ranks one after the other."""
+    if i >= len(spans):
+        return None
+    part = flat[slice(*spans[i])]
+    return wire.gather(part, 0, asked.words.group) if asked.ranks > 1 else lambda: part

@@ -1,0 +1,84 @@
+"""An embedding of which each rank has some words: its class and its forward.
+
+A rank looks up the tokens that are words of its own, and zeros stand for the others until ranks unite what they have:
+no sum is rounded, so outputs and gradients have the bits of one process.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.torch.model.reach.exchanging import PUT_ABOVE
+from quaver.torch.parallel import opening, wire
+from quaver.torch.parallel.tensor.tokens import Tokens, gathered
+
+
+class OverWords(NamedTuple):
+    """On which ranks the words lie, and whether each gets some tokens of the output."""
+
+    mesh: Any
+    sequence: bool
+
+
+@cache
+def over_words(kind: Any, words: OverWords) -> type:
+    """The class of an embedding of a class once each rank has some words."""
+    members = {"forward": _forward, "words_on_ranks": words, "__module__": kind.__module__, PUT_ABOVE: True}
+    return type(kind.__name__, (kind,), members)
+
+
+def words_of(module: Any) -> OverWords | None:
+    """How an embedding's words lie; None for one without the style."""
+    words: OverWords | None = getattr(type(module), "words_on_ranks", None)
+    return words
+
+
+@torch.compiler.disable
+def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    words: Any = words_of(module)
+    mesh, weight = words.mesh, module._parameters["weight"]
+    number, group = mesh.size(), mesh.get_group()
+    name = type(module).__name__
+    opening.check((name, *weight.shape), input, group, f"{name}{tuple(weight.shape)}")
+    if words.sequence and (not input.dim() or input.shape[-1] % number):
+        raise ValueError(
+            f"{name} under Vocabulary(sequence=True) got tokens of shape {tuple(input.shape)}: {number} ranks cannot "
+            "share them; pad the last axis"
+        )
+    each = weight.shape[0] // number
+    if input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
+        raise ValueError(
+            f"{name} has {weight.shape[0]} words, and the tokens go from {int(input.min())} to {int(input.max())}"
+        )
+    place = input - each * mesh.get_local_rank()
+    own = (place >= 0) & (place < each)
+    kind: Any = next(kind for kind in type(module).__mro__ if "words_on_ranks" in vars(kind)).__bases__[0]
+    held, padding = module._parameters, module.padding_idx
+    module.__dict__["_parameters"] = {**held, "weight": weight.to_local()}
+    if padding is not None:
+        # It has no gradient, on the rank that has it.
+        of_rank = padding - each * mesh.get_local_rank()
+        module.__dict__["padding_idx"] = of_rank if 0 <= of_rank < each else None
+    try:
+        y = kind.forward(module, torch.where(own, place, 0), *args, **kwargs)
+    finally:
+        module.__dict__["_parameters"] = held
+        module.__dict__["padding_idx"] = padding
+    return _United.apply(y.masked_fill(~own[..., None], 0), words)
+
+
+class _United(torch.autograd.Function):
+    """What each token's rank has, on every rank: all tokens, or this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, words: OverWords) -> Tensor:
+        ctx.words, dim = words, y.dim() - 2
+        united: Tensor = wire.unite(y, words.mesh.get_group(), dim if words.sequence else None)()
+        return united
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        words: OverWords = ctx.words
+        return gathered(g, g.dim() - 2, Tokens(words.mesh, False, False)) if words.sequence else g, None

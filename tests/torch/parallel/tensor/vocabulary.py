@@ -1,0 +1,429 @@
+"""Cases of two processes: a vocabulary in parts, its embedding, and its head with its loss."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch.parallel import Column, Row, Sequence, Vocabulary, cross_entropy
+from tests import two_ranks
+from tests.close import assert_bitwise, assert_close
+from tests.torch.parallel.tensor.split import SplitLinear, tokens
+from tests.two_ranks import RANKS
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ignoring": {"ignore_index": 3},
+    "smoothing": {"label_smoothing": 0.1},
+    "z loss": {"z_loss": 1e-2},
+    "soft cap": {"soft_cap": 2.0},
+    "all": {"ignore_index": 0, "label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 30.0},
+}
+WORDS, DIM = 24, 16
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (RANKS,))
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class SplitLoss(torch.autograd.Function):
+    """The mean of losses of all logits, in one process that takes them in as many parts as there are ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, options: dict[str, Any], reduction: str) -> Tensor:
+        ignored, smooth = options.get("ignore_index", -100), options.get("label_smoothing", 0.0)
+        of_z, cap = options.get("z_loss", 0.0), options.get("soft_cap")
+        wide = logits.float()
+        z = cap * torch.tanh(wide / cap) if cap else wide
+        parts = z.chunk(RANKS, 1)
+        tops = [part.amax(1) for part in parts]
+        top, total = torch.stack(tops).amax(0), torch.zeros(len(z))
+        for part, own in zip(parts, tops, strict=True):
+            total += (part - own[:, None]).exp().sum(1) * (own - top).exp()
+        kept = targets != ignored
+        safe = torch.where(kept, targets, 0)
+        losses = (top - z.gather(1, safe[:, None])[:, 0]) + total.log()
+        if smooth:
+            sums = torch.zeros(len(z))
+            for part in parts:
+                sums += part.sum(1)
+            losses = (1 - smooth) * losses + smooth * ((top - sums / z.shape[1]) + total.log())
+        if of_z:
+            losses = losses + of_z * (top + total.log()).square()
+        losses = torch.where(kept, losses, 0.0)
+        d = (z - top[:, None] - total.log()[:, None]).exp()
+        if of_z:
+            d = d * (1 + 2 * of_z * (top + total.log()))[:, None]
+        d[torch.arange(len(z)), safe] += smooth - 1
+        if smooth:
+            d = d - smooth / z.shape[1]
+        if cap:
+            d = d * (1 - torch.tanh(wide / cap).square())
+        ctx.save_for_backward(d, kept)
+        ctx.reduction, ctx.dtype = reduction, logits.dtype
+        return losses if reduction == "none" else losses.sum() / (kept.sum() if reduction == "mean" else 1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        d, kept = ctx.saved_tensors
+        each = (g / kept.sum() if ctx.reduction == "mean" else g).expand(len(d))
+        return (d * each[:, None]).masked_fill(~kept[:, None], 0).to(ctx.dtype), None, None, None
+
+
+def an_embedding_has_the_bits_of_the_whole_one(rank: int) -> None:
+    ids = torch.randint(WORDS, (2, 8), generator=generator(1))
+    for dtype in (torch.float32, torch.bfloat16):
+        for sequence in (False, True):
+            for padding in (None, 3, 20):
+                torch.manual_seed(0)
+                whole = nn.Embedding(WORDS, 5, padding).to(dtype)
+                with torch.no_grad():
+                    whole.weight[2, :3] = torch.tensor([torch.nan, -0.0, torch.inf])
+                    whole.weight[13, 1] = 1e-40
+                ids[0, :4] = torch.tensor([2, 13, 3, 20])
+                embedding = parallelize_module(copy.deepcopy(whole), mesh(), Vocabulary(sequence=sequence))
+                says = f"{dtype}, sequence {sequence}, padding {padding}"
+                y, z = embedding(ids), whole(ids)
+                of_rank = tokens(z, rank, RANKS) if sequence else z
+                assert_bitwise(y.detach(), of_rank.detach().contiguous(), says)
+                if dtype is torch.float32:
+                    assert bool(torch.signbit(y.detach()[0, 0, 1])) == bool(torch.signbit(of_rank.detach()[0, 0, 1]))
+                g = torch.randn(z.shape, generator=generator(2)).to(dtype)
+                y.backward(tokens(g, rank, RANKS) if sequence else g)
+                z.backward(g)
+                grad: Any = embedding.weight.grad  # type: ignore[union-attr]
+                assert grad.placements == (Shard(0),)
+                assert_bitwise(grad.to_local(), whole.weight.grad.chunk(RANKS)[rank], f"{says}: gradient")  # type: ignore[union-attr]
+
+
+def head_and_batch(dtype: torch.dtype, biased: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    head = nn.Linear(DIM, WORDS, biased).to(dtype)
+    x = torch.randn(2, 6, DIM, generator=generator(1)).to(dtype) * 3
+    return head, x, torch.randint(WORDS, (2, 6), generator=generator(2))
+
+
+def in_one(
+    head: nn.Linear, x: Tensor, targets: Tensor, options: dict[str, Any], chunk: int, sequence: bool
+) -> list[Tensor]:
+    """The loss, and the gradients of x, weight and bias, in chunks and parts as ranks have them, in float32."""
+    order = torch.arange(targets.numel()).view(targets.shape)
+    own = [part.reshape(-1) for part in order.chunk(RANKS, 1)] if sequence else [order.reshape(-1)]
+    step = max(1, chunk // len(own))
+    weight, bias = head.weight.detach(), head.bias.detach()
+    flat, labels = x.reshape(-1, DIM), targets.reshape(-1)
+    losses, grad_x = torch.zeros(len(flat)), torch.zeros(flat.shape)
+    grad_weight, grad_bias = torch.zeros(weight.shape), torch.zeros(bias.shape)
+    for at in range(0, len(own[0]), step):
+        places = torch.cat([part[at : at + step] for part in own])
+        logits = F.linear(flat[places], weight, bias).requires_grad_()
+        each = SplitLoss.apply(logits, labels[places], options, "none")
+        (g,) = torch.autograd.grad(each, logits, torch.ones_like(each))
+        losses[places] = each.detach()
+        parts = [a.float() @ b.float() for a, b in zip(g.chunk(RANKS, 1), weight.chunk(RANKS), strict=True)]
+        grad_x[places] = sum(parts[1:], parts[0])
+        grad_weight = torch.addmm(grad_weight, g.t(), flat[places]) if at else g.t() @ flat[places]
+        grad_bias += g.sum(0)
+    count = (labels != options.get("ignore_index", -100)).sum()
+    scale = torch.ones(()) / count
+    return [losses.sum() / count, *(g * scale for g in (grad_x.view(x.shape), grad_weight, grad_bias))]
+
+
+def a_head_with_its_loss(rank: int) -> None:
+    """Bit for bit one process that takes chunks and words in these parts; within 1e-6 of the plain function."""
+    for sequence in (False, True):
+        for says, options in OPTIONS.items():
+            for chunk in (None, 4):
+                head, x, targets = head_and_batch(torch.float32)
+                targets[1, 4] = options.get("ignore_index", -100)
+                parallel = parallelize_module(copy.deepcopy(head), mesh(), Column(sequence=sequence))
+                given = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
+                loss = qt.linear_cross_entropy(given, parallel, targets, chunk=chunk, **options)
+                loss.backward()
+                wanted = in_one(head, x, targets, options, chunk or 1000, sequence)
+                where = f"{says}, sequence {sequence}, chunk {chunk}"
+                assert_bitwise(loss.detach(), wanted[0], where)
+                count = (targets != options.get("ignore_index", -100)).sum()
+                assert_close(f"{where}: x", given.grad, tokens(wanted[1], rank, RANKS) if sequence else wanted[1], 1e-6)
+                for what, p, g in zip(("weight", "bias"), parallel.parameters(), wanted[2:], strict=True):
+                    assert_bitwise(p.grad.to_local(), g.chunk(RANKS)[rank].contiguous(), f"{where}: {what}")  # type: ignore[union-attr]
+                plain, whole = copy.deepcopy(head), x.clone().requires_grad_()
+                expected = qt.linear_cross_entropy(whole, plain, targets, **options)
+                expected.backward()
+                assert count and abs(loss.detach() - expected.detach()) <= 1e-6 * expected.detach(), where
+                assert whole.grad is not None and plain.weight.grad is not None
+                of_rank = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
+                assert_close(f"{where}: x of the plain", given.grad, of_rank, 1e-5)
+                grad: Any = parallel.weight.grad
+                assert_close(f"{where}: weight of the plain", grad.full_tensor(), plain.weight.grad, 1e-5)
+
+
+def each_reduction_and_dtype(rank: int) -> None:
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float64, 1e-12)):
+        for reduction in ("mean", "sum", "none"):
+            for sequence in (False, True):
+                head, x, targets = head_and_batch(dtype, False)
+                parallel = parallelize_module(copy.deepcopy(head), mesh(), Column(sequence=sequence))
+                given = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
+                whole = x.clone().requires_grad_()
+                options = {"reduction": reduction, "chunk": 4, "ignore_index": int(targets[0, 0])}
+                loss = qt.linear_cross_entropy(given, parallel, targets, **options)
+                expected = qt.linear_cross_entropy(whole, head, targets, **options)
+                assert loss.dtype is expected.dtype and loss.shape == expected.shape
+                scale = torch.linspace(1, 2, loss.numel()).view(loss.shape).to(loss.dtype)
+                (loss * scale).sum().backward()
+                (expected * scale).sum().backward()
+                says = f"{dtype}, {reduction}, sequence {sequence}"
+                assert_close(says, loss.detach(), expected.detach(), bound)
+                assert whole.grad is not None and head.weight.grad is not None
+                of_rank = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
+                assert_close(f"{says}: x", given.grad, of_rank, max(bound, 1e-5 if dtype is torch.float32 else 0))
+                grad: Any = parallel.weight.grad
+                assert_close(f"{says}: weight", grad.full_tensor(), head.weight.grad, max(bound, 1e-11))
+
+
+class _Largest(TorchDispatchMode):
+    """The most numbers of any tensor that is computed while it is entered."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(result):
+            if isinstance(t, Tensor):
+                self.most = max(self.most, t.numel())
+        return result
+
+
+def no_rank_has_all_logits(rank: int) -> None:
+    torch.manual_seed(0)
+    head, chunk = nn.Linear(8, 512), 16
+    parallel = parallelize_module(copy.deepcopy(head), mesh(), Column(sequence=True))
+    x, targets = torch.randn(1, 256, 8), torch.randint(512, (1, 256))
+    with _Largest() as largest:
+        qt.linear_cross_entropy(tokens(x, rank, RANKS).requires_grad_(), parallel, targets, chunk=chunk).backward()
+    # A chunk's logits, of this rank's words; its part of the weight has half of that.
+    assert largest.most == chunk * 512 // RANKS, largest.most
+
+
+def quantized_heads(rank: int) -> None:
+    """Under every recipe: a Column and the cross entropy of its logits are one process that splits the same sums."""
+    for name in recipes.RECIPES:
+        recipe = recipes.get(name)
+        block = max([32, *(side for s in recipe.operands().values() if s for side in s.block if side is not None)])
+        for sequence in (False, True):
+            torch.manual_seed(0)
+            head = nn.Sequential(nn.Linear(block, RANKS * block))
+            qt.convert(head, recipe)
+            plain, alone = copy.deepcopy(head), copy.deepcopy(head)
+            split = SplitLinear(alone[0], recipe, RANKS, True, sequence)  # type: ignore[arg-type]
+            parallel = parallelize_module(copy.deepcopy(head), mesh(), {"0": Column(sequence=sequence)})
+            optimizers = [torch.optim.SGD(each.parameters(), 1.0) for each in (parallel, split)]
+            for step in range(2):
+                x = torch.randn(2, 2 * block, block, generator=generator(step)) * 2
+                targets = torch.randint(RANKS * block, (2, 2 * block), generator=generator(step))
+                given = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
+                whole = x.clone().requires_grad_()
+                loss = cross_entropy(parallel(given), targets, mesh(), label_smoothing=0.1)
+                options = {"label_smoothing": 0.1}
+                logits = split(whole)
+                expected = SplitLoss.apply(logits.flatten(0, -2), targets.flatten(), options, "mean")
+                says = f"{name}, sequence {sequence}, step {step}"
+                if not step:
+                    y = F.cross_entropy(plain(x).flatten(0, -2).float(), targets.flatten(), label_smoothing=0.1)
+                    assert abs(loss.detach() - y.detach()) <= 1e-6 * y.detach(), says
+                assert_bitwise(loss.detach(), expected.detach(), says)
+                loss.backward()
+                expected.backward()
+                assert whole.grad is not None
+                of_rank = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
+                assert_bitwise(given.grad, of_rank, f"{says}: x")
+                for (what, p), q in zip(parallel.named_parameters(), split.parameters(), strict=True):
+                    assert_bitwise(p.grad.to_local(), q.grad.chunk(RANKS)[rank].contiguous(), f"{says}: {what}")  # type: ignore[union-attr]
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                split.roll()
+
+
+def hard_logits(rank: int) -> None:
+    """NaN and infinities do what F.cross_entropy does with all logits, wherever they are."""
+    logits = torch.randn(7, WORDS, generator=generator(0))
+    logits[1, 2], logits[2, 20], logits[3, 20] = torch.nan, torch.nan, torch.inf
+    logits[4] = -torch.inf
+    logits[5, :12] = -torch.inf
+    logits[6] *= 1e4
+    targets = torch.tensor([0, 1, 1, 2, 3, 20, 5])
+    ours = logits.chunk(RANKS, 1)[rank].clone().requires_grad_()
+    theirs = logits.clone().requires_grad_()
+    loss = cross_entropy(ours, targets, mesh(), reduction="none")
+    expected = F.cross_entropy(theirs, targets, reduction="none")
+    assert_close("loss", loss.detach().nan_to_num(7.0), expected.detach().nan_to_num(7.0), 1e-6)
+    loss.sum().backward()
+    expected.sum().backward()
+    assert ours.grad is not None and theirs.grad is not None
+    wanted = theirs.grad.chunk(RANKS, 1)[rank]
+    assert torch.equal(ours.grad.isnan(), wanted.isnan())
+    assert_close("gradient", ours.grad.nan_to_num(), wanted.nan_to_num(), 1e-6)
+    for reduction in ("mean", "sum"):
+        none = cross_entropy(torch.zeros(0, 12).requires_grad_(), targets[:0], mesh(), reduction=reduction)
+        assert none.isnan() if reduction == "mean" else none == 0
+
+
+def as_torch_loss_parallel(rank: int) -> None:
+    """torch's own loss of sharded logits takes what a Column gives, as a DTensor."""
+    head, x, targets = head_and_batch(torch.float32)
+    parallel = parallelize_module(copy.deepcopy(head), mesh(), Column())
+    logits = DTensor.from_local(parallel(x.flatten(0, 1)), mesh(), [Shard(1)])
+    with loss_parallel():
+        loss: Any = F.cross_entropy(logits, targets.flatten())
+        loss.backward()
+    expected = F.cross_entropy(head(x.flatten(0, 1)), targets.flatten())
+    expected.backward()
+    assert_close("loss", loss.full_tensor().detach(), expected.detach(), 1e-6)
+    grad: Any = parallel.weight.grad
+    assert head.weight.grad is not None
+    assert_close("weight", grad.full_tensor(), head.weight.grad, 1e-5)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.head = nn.Embedding(WORDS, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, WORDS, False)
+        self.norm, self.head.weight = nn.LayerNorm(DIM), self.embed.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = qt.linear_cross_entropy(self.norm(self.embed(ids)), self.head, targets)
+        return loss
+
+
+def a_tied_head_stays_tied(rank: int) -> None:
+    for sequence in (False, True):
+        torch.manual_seed(0)
+        whole = Tied()
+        model: Any = copy.deepcopy(whole)
+        plan: Any = {"embed": Vocabulary(sequence=sequence), "head": Column(sequence=sequence), "up": Column()}
+        if sequence:
+            plan["norm"] = Sequence()
+        parallelize_module(model, mesh(), plan)
+        assert model.head.weight is model.embed.weight and len(list(model.parameters())) == 5
+        optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in (model, whole)]
+        for step in range(3):
+            ids, targets = (torch.randint(WORDS, (2, 8), generator=generator(2 * step + i)) for i in range(2))
+            losses = [each(ids, targets) for each in (model, whole)]
+            assert_close(f"sequence {sequence}: loss {step}", losses[0].detach(), losses[1].detach(), 1e-5)
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert model.head.weight is model.embed.weight
+        assert_close("weight", model.embed.weight.full_tensor().detach(), whole.embed.weight.detach(), 1e-5)
+
+
+@contextmanager
+def refused(says: str) -> Iterator[None]:
+    with pytest.raises(ValueError, match=says):
+        yield
+
+
+def bad_vocabularies(rank: int) -> None:
+    with refused("25 words, which 2 ranks cannot share.*pad the vocabulary by 1"):
+        parallelize_module(nn.Embedding(25, 8), mesh(), Vocabulary())
+    with refused("scale_grad_by_freq=True"):
+        parallelize_module(nn.Embedding(24, 8, scale_grad_by_freq=True), mesh(), Vocabulary())
+    with refused("a style of nn.Embedding"):
+        parallelize_module(nn.Linear(24, 8), mesh(), Vocabulary())
+    with refused("of a head pad the vocabulary"):
+        parallelize_module(nn.Linear(8, 25), mesh(), Column())
+    tied = Tied()
+    with refused("lies on.*already"):
+        parallelize_module(tied, mesh(), {"embed": Vocabulary(), "head": Row()})
+    embedding = parallelize_module(nn.Embedding(24, 8), mesh(), Vocabulary(sequence=True))
+    with refused("already"):
+        parallelize_module(embedding, mesh(), Vocabulary())
+    with refused("24 words, and the tokens go from 0 to 24"):
+        embedding(torch.tensor([[0, 24]]))
+    with refused("2 ranks cannot share them"):
+        embedding(torch.tensor([[0, 1, 2]]))
+    head, x, targets = head_and_batch(torch.float32)
+    column = parallelize_module(copy.deepcopy(head), mesh(), Column(sequence=True))
+    with refused(r"needs integers of shape \(2, 12\), those of all tokens"):
+        qt.linear_cross_entropy(x, column, targets)
+    with refused("its last axis must be 16"):
+        qt.linear_cross_entropy(x[..., :8], column, targets)
+    with refused("takes the bias of the layer"):
+        qt.linear_cross_entropy(x[:, :3], column, targets, torch.zeros(WORDS))
+    with refused("give the layer in its place"):
+        qt.linear_cross_entropy(x[:, :3], column.weight, targets)
+    with refused("target 24 is outside 0 … 23"):
+        qt.linear_cross_entropy(x[:, :3], column, targets.clamp(min=24))
+    row = parallelize_module(copy.deepcopy(head), mesh(), Row())
+    with refused(r"make the head's style Column"):
+        qt.linear_cross_entropy(x[..., :8], row, targets)
+    with refused("need integers of shape"):
+        cross_entropy(torch.zeros(2, 12), targets, mesh())
+    with refused("label_smoothing is 2"):
+        cross_entropy(torch.zeros(2, 12), targets[0, :2], mesh(), label_smoothing=2.0)
+
+
+def ranks_that_differ_say_so(rank: int) -> None:
+    """Inputs of other shapes, dtypes or recipes: a sentence with what each rank has, on every rank, and no hang."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+    qt.convert(model, "mxfp8")
+    parallelize_module(model, mesh(), {"0": Column(sequence=True), "1": Row(sequence=True)})
+    embedding = parallelize_module(nn.Embedding(24, 8), mesh(), Vocabulary())
+    norm = parallelize_module(nn.LayerNorm(32), mesh(), Sequence(gives_whole=True))
+    head = parallelize_module(nn.Linear(32, 24), mesh(), Column())
+    for _ in range(2):
+        # A shape that this rank has seen is another on the other rank.
+        model(torch.randn(1, 32, 32)).sum().backward()
+        with refused(r"rank 0: 0 \(1, 32, 32\).*rank 1: 0 \(1, 64, 32\).*padding the last batch"):
+            model(torch.randn(1, 32 * (1 + rank), 32))
+    with refused("float32.*bfloat16"):
+        model(torch.randn(1, 32, 32).to((torch.float32, torch.bfloat16)[rank]))
+    with refused("recipe mxfp8.*recipe tensorwise"), qt.autocast(("mxfp8", "tensorwise")[rank]):
+        parallelize_module(qt.Linear(32, 32), mesh(), Column())(torch.randn(32, 32))
+    with refused(r"rank 1: Embedding\(24, 8\) \(2, 3\)"):
+        embedding(torch.zeros(2, 2 + rank, dtype=torch.int64))
+    with refused("rank 0: LayerNorm"):
+        norm(torch.zeros(2, 2 + rank, 32))
+    with refused("with its loss"):
+        qt.linear_cross_entropy(torch.zeros(2 + rank, 32), head, torch.zeros(2 + rank, dtype=torch.int64))
+    with refused("cross_entropy's logits"):
+        cross_entropy(torch.zeros(2 + rank, 12), torch.zeros(2 + rank, dtype=torch.int64), mesh())
+    # And all goes on.
+    model(torch.randn(1, 32, 32)).sum().backward()
+
+
+CASES = [
+    an_embedding_has_the_bits_of_the_whole_one,
+    a_head_with_its_loss,
+    each_reduction_and_dtype,
+    no_rank_has_all_logits,
+    quantized_heads,
+    hard_logits,
+    as_torch_loss_parallel,
+    a_tied_head_stays_tied,
+    bad_vocabularies,
+    ranks_that_differ_say_so,
+]
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES)
