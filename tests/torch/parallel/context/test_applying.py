@@ -23,6 +23,7 @@ from quaver.torch.parallel.context.sequence import Order
 from tests import two_ranks
 from tests.close import assert_bitwise
 from tests.torch.parallel.context.split import SPLIT, Together
+from tests.torch.parallel.tensor.split import SplitLinear
 from tests.two_ranks import world
 
 VOCABULARY, DIM, BATCH, TOKENS = 40, 64, 2, 64
@@ -30,12 +31,12 @@ LOSSES = 20
 
 
 class Net(nn.Module):
-    def __init__(self, layers: int = 2, **options: Any) -> None:
+    def __init__(self, layers: int = 2, hidden: int = 96, **options: Any) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, DIM)
         given = {"groups": 4, "mask_type": "causal", "normalization": "RMSNorm", "bias": False, **options}
         rope = qt.RotaryEmbedding(DIM // 8)
-        self.layers = nn.ModuleList(qt.TransformerLayer(DIM, 8, 96, rope=rope, **given) for _ in range(layers))
+        self.layers = nn.ModuleList(qt.TransformerLayer(DIM, 8, hidden, rope=rope, **given) for _ in range(layers))
         self.head = qt.Linear(DIM, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, **options: Any) -> Tensor:
@@ -70,7 +71,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def in_parts(how: str, recipe: str | None, steps: int, quantized: str | None = None) -> list[Tensor]:
     """Every rank's losses of each step."""
     model = net()
-    cp = context_parallel(model, how=how, quantized=quantized)
+    return trained(model, context_parallel(model, how=how, quantized=quantized), recipe, steps)
+
+
+def trained(model: Net, cp: ContextParallel, recipe: str | None, steps: int) -> list[Tensor]:
     optimizer, losses = optimizer_of(model), []
     for step in range(steps):
         tokens, labels = (cp.cut(x) for x in batch(step))
@@ -85,8 +89,11 @@ def in_parts(how: str, recipe: str | None, steps: int, quantized: str | None = N
 
 def in_one(how: str, recipe: str | None, steps: int) -> list[Tensor]:
     """The same of one process that splits its sums alike."""
-    order = Order(world())
-    models: list[nn.Module] = [net() for _ in range(order.ranks)]
+    return trained_in_one([net() for _ in range(world())], how, recipe, steps)
+
+
+def trained_in_one(models: Any, how: str, recipe: str | None, steps: int) -> list[Tensor]:
+    order = Order(len(models))
     together = Together(models, order, SPLIT[how])
     optimizers, losses = [optimizer_of(model) for model in models], []
     for step in range(steps):
@@ -253,6 +260,41 @@ def heads_in_parts_too(rank: int) -> None:
             assert away <= 1e-6, f"{how}: {name} {away:.2g}"
 
 
+#: What takes 4 ranks, 2 of each kind, and on which each way and recipe has so many steps.
+OF_BOTH: dict[str, Any] = {"fused": False, "activation": "swiglu", "groups": 8, "hidden": 128}
+STEPS = {"gather": dict.fromkeys((None, "tensorwise", "mxfp8"), LOSSES), "ring": {"mxfp8": 3}, "all_to_all": {None: 3}}
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def the_same_losses_with_heads_in_parts(rank: int) -> None:
+    """Two ranks share heads and features, two the sequence: bit for bit one process that splits the same sums."""
+    if world() < 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    runs = [(how, recipe, steps) for how, each in STEPS.items() for recipe, steps in each.items()]
+    got = []
+    for how, recipe, steps in runs:
+        model = net(**OF_BOTH)
+        plan = {f"layers.*.mlp.{name}": Column() for name in ("gate_proj", "up_proj")}
+        parallelize_module(model, mesh["tp"], {**plan, "layers.*.attention": Heads(), "layers.*.mlp.down_proj": Row()})
+        got.append(trained(model, context_parallel(model, mesh["cp"], how), recipe, steps))
+    # One rank each computes what one process does, at the same time.
+    for i, (how, recipe, steps) in enumerate(runs):
+        if i % world() != rank:
+            continue
+        models = [net(**OF_BOTH) for _ in range(2)]
+        for model in models:
+            for block in [*model.modules()]:
+                for name in (*COLUMNS, *ROWS):
+                    if name in block._modules:
+                        of_recipe = None if recipe is None else recipes.get(recipe)
+                        each: Any = block._modules[name]
+                        block._modules[name] = SplitLinear(each, of_recipe, 2, name in COLUMNS, False)
+        wanted = trained_in_one(models, how, recipe, steps)
+        for other, losses in enumerate(got[i]):
+            assert_bitwise(losses, wanted[other // 2], f"{how}, {recipe}, rank {other}")
+
+
 def tokens_in_parts_twice(rank: int) -> None:
     """Sequence parallelism within a part of a sequence: layers' positions are those of what projections gather."""
     if world() < 4:
@@ -341,7 +383,14 @@ def bad_models(rank: int) -> None:
 
 CASES = [
     *(the_same_losses, the_first_step, eight_bits_learn, sequences_end_to_end, latent_attention, delayed_scaling),
-    *(some_ranks, heads_in_parts_too, tokens_in_parts_twice, beside_data_parallelism, bad_models),
+    *(
+        some_ranks,
+        heads_in_parts_too,
+        the_same_losses_with_heads_in_parts,
+        tokens_in_parts_twice,
+        beside_data_parallelism,
+        bad_models,
+    ),
 ]
 
 
