@@ -25,8 +25,23 @@ class OverWords(NamedTuple):
 @cache
 def over_words(kind: Any, words: OverWords) -> type:
     """The class of an embedding of a class once each rank has some words."""
-    members = {"forward": _forward, "words_on_ranks": words, "__module__": kind.__module__, PUT_ABOVE: True}
-    return type(kind.__name__, (kind,), members)
+    members = {"forward": _forward, "words_on_ranks": words, "__reduce_ex__": _reduce, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {**members, PUT_ABOVE: True})
+
+
+def _reduce(module: Any, protocol: int) -> Any:
+    """Pickle a module of a class that was made here: by the class that it stands above."""
+    return _rebuild, (_bare(module), words_of(module)), module.__getstate__()
+
+
+def _rebuild(kind: Any, words: OverWords) -> Any:
+    exchanged: Any = over_words(kind, words)
+    return exchanged.__new__(exchanged)
+
+
+def _bare(module: Any) -> Any:
+    """The class that the one made here stands above."""
+    return next(kind for kind in type(module).__mro__ if "words_on_ranks" in vars(kind)).__bases__[0]
 
 
 def words_of(module: Any) -> OverWords | None:
@@ -54,7 +69,6 @@ def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         )
     place = input - each * mesh.get_local_rank()
     own = (place >= 0) & (place < each)
-    kind: Any = next(kind for kind in type(module).__mro__ if "words_on_ranks" in vars(kind)).__bases__[0]
     held, padding = module._parameters, module.padding_idx
     module.__dict__["_parameters"] = {**held, "weight": weight.to_local()}
     if padding is not None:
@@ -62,7 +76,7 @@ def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         of_rank = padding - each * mesh.get_local_rank()
         module.__dict__["padding_idx"] = of_rank if 0 <= of_rank < each else None
     try:
-        y = kind.forward(module, torch.where(own, place, 0), *args, **kwargs)
+        y = _bare(module).forward(module, torch.where(own, place, 0), *args, **kwargs)
     finally:
         module.__dict__["_parameters"] = held
         module.__dict__["padding_idx"] = padding
