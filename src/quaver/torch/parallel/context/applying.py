@@ -66,8 +66,10 @@ class ContextParallel:
             tokens: of this rank.
             cu_seqlens: of the whole batch, where sequences lie end to end.
         """
-        asked = tokens, device, None if cu_seqlens is None else (id(cu_seqlens), cu_seqlens._version)
-        kept = self._placed
+        # A tensor of inference mode does not tell of writes to it.
+        tells = cu_seqlens is None or not cu_seqlens.is_inference()
+        asked = tokens, device, None if cu_seqlens is None or not tells else (id(cu_seqlens), cu_seqlens._version)
+        kept = self._placed if tells else None
         if kept is not None and kept[0][:3] == asked:
             # One tensor for all layers: rotary tables are kept by it.
             return kept[1]
@@ -76,8 +78,9 @@ class ContextParallel:
         if cu_seqlens is not None:
             every = torch.empty(whole, 0, 0, dtype=torch.float32, device=device)
             placed = positions_of(every, "thd", None, 0, cu_seqlens.to(every.device))[placed]
-        # The tensor stays with the entry, so that its id is not given to another.
-        self._placed = (*asked, cu_seqlens), placed
+        if tells:
+            # The tensor stays with the entry, so that its id is not given to another.
+            self._placed = (*asked, cu_seqlens), placed
         return placed
 
     def sum_gradients(self, parameters: nn.Module | Iterable[Tensor]) -> None:
