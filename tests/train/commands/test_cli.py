@@ -269,3 +269,12 @@ def test_every_family_is_a_word_after_model(
     assert result.exit_code == 0, result.output
     seen = losses(read(tmp_path / "run" / "metrics.jsonl"))
     assert seen[3] < seen[1]
+
+
+def test_runs_are_drawn_and_what_is_none_is_one_sentence(toml: Path, tmp_path: Path) -> None:
+    assert quaver("train", "--config", toml, "--steps", 3, "--quiet").exit_code == 0
+    picture = tmp_path / "runs.png"
+    result = quaver("plot", tmp_path / "run", tmp_path / "run", "--picture", picture)
+    assert result.exit_code == 0 and str(picture) in result.stdout and picture.stat().st_size > 10_000
+    result = quaver("plot", tmp_path / "run", tmp_path, "--picture", picture)
+    assert result.exit_code == 1 and "holds no run with a step; give folders of quaver train" in result.stderr

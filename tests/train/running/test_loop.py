@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from quaver.train.configuration.schedule import lr_at
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.nonfinite import NonFiniteError
 from quaver.train.learning.torch import decoder
-from quaver.train.learning.torch.decoder import build
+from quaver.train.learning.torch.decoder import build, loss_of
 from quaver.train.learning.torch.nonfinite import first_gradient, first_module
 from quaver.train.records import checkpoint
 from quaver.train.records.checkpoint import CheckpointError
@@ -287,11 +288,11 @@ def test_the_first_module_that_is_not_finite_is_named() -> None:
     model = build(MODELS["nano"], 256, 0, torch.device("cpu"))
     batch = torch.zeros((1, 2, 33), dtype=torch.int64)
     model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: output / 0)
-    assert first_module(model, batch, "float32") == (
-        "the first output that is not finite is that of layers.0.mlp.up_proj"
-    )
+    loss = partial(loss_of, model, dtype="float32")
+    said = "the first output that is not finite is that of layers.0.mlp.up_proj"
+    assert first_module(model, batch, loss)[1] == said
     model.norm.weight.data[3] = math.nan
-    assert first_module(model, batch, "float32") == "the parameter norm.weight is already not finite"
+    assert first_module(model, batch, loss)[1] == "the parameter norm.weight is already not finite"
     model.head.weight.grad = torch.full_like(model.head.weight, math.inf)
     assert first_gradient(model) == "the first gradient that is not finite is that of head.weight"
 

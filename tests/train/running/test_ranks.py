@@ -110,7 +110,7 @@ def farthest(a: dict[str, float], b: dict[str, float]) -> float:
 
 def plain(config: TrainConfig, name: str, **options: Any) -> TrainConfig:
     """The same on a single process, in a folder beside it."""
-    return replace(config, fsdp=0, tp=1, sp=False, out=str(Path(config.out).with_name(name)), **options)
+    return replace(config, fsdp=0, cp=1, tp=1, sp=False, out=str(Path(config.out).with_name(name)), **options)
 
 
 DELAYED = "delayed(history=4)"
@@ -193,7 +193,15 @@ def test_ranks_that_share_layers_are_the_single_process(
     quantized = [
         make_config(f"grid-{name}", fsdp=2, tp=2, recipe=name, clip=0.0, **common | {"steps": 5}) for name in GRID
     ]
-    start([grid, *parts, tokens, *families, *quantized], tmp_path / "of-four", 4)
+    across = [
+        make_config(f"across-{how}", cp=2, cp_how=how, **common | {"steps": 5} | options)
+        for how, options in (
+            ("gather", {"tp": 2, "sp": True}),
+            ("ring", {"fsdp": 2, "loss_chunk": 64, "accumulate": 2}),
+            ("all_to_all", {"fsdp": 2}),
+        )
+    ]
+    start([grid, *parts, tokens, *families, *quantized, *across], tmp_path / "of-four", 4)
 
     whole = plain(grid, "one")
     run_training(whole)
@@ -201,10 +209,10 @@ def test_ranks_that_share_layers_are_the_single_process(
         assert farthest(recorded(whole), recorded(config)) < 1e-6
         assert max(abs(a / b - 1) for a, b in zip(norms(whole), norms(config), strict=True)) < 1e-5
     assert recorded(parts[1]) == recorded(grid), "a resumed run is the one never stopped"
-    for config in families:
+    for config in (*families, *across):
         one = plain(config, f"{Path(config.out).name}-one")
         run_training(one)
-        assert farthest(recorded(one), recorded(config)) < 1e-6, config.model
+        assert farthest(recorded(one), recorded(config)) < 1e-6, config.out
     for config in quantized:
         # Its ranks' parts of each sum, one after the other.
         one = plain(config, f"{Path(config.out).name}-split", batch=2, accumulate=2)
@@ -290,6 +298,26 @@ def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig
             2,
             {"tp": 2, "model": PAIR, "recipe": "mxfp8", "sp": True},
             "sequence is 32, which 2 ranks cannot share under mxfp8; give --sequence a multiple of 64, or leave out",
+        ),
+        (
+            4,
+            {"cp": 2, "tp": 4},
+            "cp is 2 and tp is 4, and the number of ranks is 4; start them by: torchrun --nproc-per-node 8 ",
+        ),
+        (
+            2,
+            {"cp": 2, "sequence": 34},
+            "sequence is 34, and each of 2 ranks of cp takes a piece .* a multiple of 4, or",
+        ),
+        (
+            2,
+            {"cp": 2, "cp_how": "all_to_all"},
+            "all_to_all, and 2 ranks cannot share the 2 heads of nano and its 1 of keys and values; take --cp-how ",
+        ),
+        (
+            2,
+            {"cp": 2, "recipe": "mxfp8(attention=True)"},
+            "mxfp8 quantizes attention, which --cp-how gather cuts in pieces of other scales; take --cp-how all_to_all",
         ),
         (2, {"sp": True}, "sp divides tokens among the ranks of tp, and tp is 1; give --tp, or leave out --sp"),
         (4, {"batch": 6}, "batch is 6, which 4 ranks cannot share; give --batch a multiple of 4"),

@@ -116,3 +116,18 @@ def test_a_picture_is_whole_and_not_written_through_a_link(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"loss\.png is a folder, not a file; move it away"):
         plots.plot_loss(records, picture, "a run", "mxfp4")
     assert {path.name for path in tmp_path.iterdir()} == {"mine", "loss.png"}
+
+
+def test_runs_are_drawn_beside_the_first_and_its_differences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "write", lambda figure, path: (drawn.append(figure), path)[1])
+    one = [{"step": step, "loss": 3.0 - step / 10} for step in range(1, 5)]
+    other = [{"step": step, "loss": 3.0 - step / 10 + 0.25 * (step == 2)} for step in range(2, 6)]
+    plots.plot_runs({"one": one, "ranks": other}, tmp_path / "runs.png")
+    upper, lower = drawn[0].axes
+    assert [str(line.get_label()) for line in upper.lines] == ["one", "ranks"]
+    _, difference = lower.lines
+    steps, values = difference.get_data()
+    assert list(steps) == [2, 3, 4] and list(values) == pytest.approx([0.25, 0, 0], abs=1e-12)
+    with pytest.raises(ValueError, match="ranks has no step that one has"):
+        plots.plot_runs({"one": one, "ranks": [{"step": 9, "loss": 1.0}]}, tmp_path / "runs.png")

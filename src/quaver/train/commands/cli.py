@@ -1,4 +1,4 @@
-"""The `quaver` command: train, compare, generate, doctor, plan.
+"""The `quaver` command: train, compare, plot, generate, doctor, plan.
 
 The options of `train` and `compare` are the fields of `TrainConfig`; one given here goes before the
 `--config` file, which goes before the default. A user's mistake is one sentence on stderr and exit code 1; of several
@@ -28,7 +28,7 @@ from quaver.train.configuration.config import TrainConfig, read_toml, reason
 from quaver.train.learning import ranks
 from quaver.train.learning.ranks import OnRank, Told
 from quaver.train.records.comparison import Run
-from quaver.train.records.metrics import Record, read
+from quaver.train.records.metrics import Record, losses, read
 from quaver.train.running.compare import compare_runs
 from quaver.train.running.generation import generate
 from quaver.train.running.interrupt import Interrupted
@@ -44,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 #: The options of a run of several ranks, which a comparison has none of.
-RANKS = ("fsdp", "tp", "sp")
+RANKS = ("fsdp", "cp", "cp_how", "tp", "sp")
 out = Console()
 err = Console(stderr=True)
 
@@ -235,6 +235,22 @@ def compare(
         say(f"picture: {picture}")
     if comparison.failures:
         raise ValueError("\n".join(report.failures(comparison)))
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs of quaver train", metavar="RUN_DIR...")],
+    picture: Annotated[Path, typer.Option(help="the file to write, a PNG")] = Path("runs.png"),
+) -> None:
+    """Draw the losses of several runs beside one another, and their differences from the first one's."""
+    from quaver.train.showing.plots import plot_runs
+
+    with sentences():
+        records = {str(run): read(run / "metrics.jsonl") for run in runs}
+        for run, rows in records.items():
+            if not losses(rows):
+                raise ValueError(f"{run} holds no run with a step; give folders of quaver train")
+        say(f"picture: {plot_runs(records, picture)}")
 
 
 @app.command(name="generate")

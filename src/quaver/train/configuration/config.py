@@ -19,6 +19,7 @@ from quaver.train.files import whole_file
 FRAMEWORKS = ("torch", "jax")
 RECOMPUTE = ("none", "mlp", "full")
 CAPTURE = ("none", "step")
+CP_HOW = ("gather", "ring", "all_to_all")
 TRACKERS = ("tensorboard", "wandb")
 
 
@@ -51,6 +52,8 @@ class TrainConfig:
     device: Annotated[str, "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"] = "auto"
     recompute: Annotated[str, "what backward computes again to save memory: none, mlp or full (whole layers)"] = "none"
     fsdp: Annotated[int, "ranks that share batch, weights and moments; 0: all that are left of those started"] = 0
+    cp: Annotated[int, "ranks that share the tokens of each sequence"] = 1
+    cp_how: Annotated[str, "what attention sends between those: gather, ring or all_to_all"] = "gather"
     tp: Annotated[int, "ranks that share each layer's heads and features"] = 1
     sp: Annotated[bool, "ranks of --tp share the tokens between those layers, too"] = False
     loss_chunk: Annotated[int, "tokens whose logits exist at once, for large vocabularies (torch); 0: all of them"] = 0
@@ -70,6 +73,7 @@ class TrainConfig:
         choose("dtype", self.dtype, ("bfloat16", "float32"))
         choose("recompute", self.recompute, RECOMPUTE)
         choose("capture", self.capture, CAPTURE)
+        choose("cp_how", self.cp_how, CP_HOW)
         for tracker in self.report_to:
             choose("report_to", tracker, TRACKERS)
         if not self.tokens.endswith(".json"):
@@ -93,11 +97,11 @@ SMALLEST: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
     **dict.fromkeys(("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
     **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp"), 0),
-    "tp": 1,
+    **dict.fromkeys(("cp", "tp"), 1),
     "vocab": 257,  # 256 bytes and the mark between files
 }
 #: 2**63 - 1 for the others: what a file of integers holds.
-LARGEST: Mapping[str, int] = {"threads": 1024, "vocab": 1 << 20, **dict.fromkeys(("fsdp", "tp"), 1 << 20)}
+LARGEST: Mapping[str, int] = {"threads": 1024, "vocab": 1 << 20, **dict.fromkeys(("fsdp", "cp", "tp"), 1 << 20)}
 
 
 def is_plain(text: str) -> bool:

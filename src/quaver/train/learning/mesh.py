@@ -17,6 +17,8 @@ class Sizes(NamedTuple):
 
     #: Share the sequences of a batch, and with them weights and moments.
     fsdp: int
+    #: Share the tokens of each sequence.
+    cp: int
     #: Share each layer's heads and features.
     tp: int
 
@@ -27,17 +29,17 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> Sizes:
     Raises: ValueError with what to give if the options want another number of ranks, or something does not divide.
     """
     ranks = world()
-    beside = config.tp
+    given = {name: number for name in ("cp", "tp") if (number := getattr(config, name)) > 1}
+    beside, said = math.prod(given.values()), "".join(f" and {name} is {number}" for name, number in given.items())
     if ranks % beside:
         raise ValueError(
-            f"tp is {config.tp}, and the number of ranks is {ranks}; {started(beside * (config.fsdp or 1))}, or give "
-            "--tp a number that divides the ranks"
+            f"{said.removeprefix(' and ')}, and the number of ranks is {ranks}; "
+            f"{started(beside * (config.fsdp or 1))}, or give numbers that divide the ranks"
         )
     fsdp = config.fsdp or ranks // beside
     if fsdp * beside != ranks:
-        with_tp = f" and tp is {config.tp}" if config.tp > 1 else ""
         raise ValueError(
-            f"fsdp is {fsdp}{with_tp}, and the number of ranks is {ranks}; give --fsdp {ranks // beside}, or "
+            f"fsdp is {fsdp}{said}, and the number of ranks is {ranks}; give --fsdp {ranks // beside}, or "
             f"{started(fsdp * beside)}"
         )
     if config.batch % fsdp:
@@ -45,7 +47,7 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> Sizes:
             f"batch is {config.batch}, which {fsdp} ranks cannot share; give --batch a multiple of {fsdp}, or start "
             "fewer ranks"
         )
-    sizes = Sizes(fsdp, config.tp)
+    sizes = Sizes(fsdp, config.cp, config.tp)
     check_features(config, recipe, sizes)
     check_tokens(config, recipe, sizes)
     return sizes
@@ -78,16 +80,32 @@ def check_features(config: TrainConfig, recipe: Recipe, sizes: Sizes) -> None:
 
 
 def check_tokens(config: TrainConfig, recipe: Recipe, sizes: Sizes) -> None:
-    """Raise a ValueError if ranks cannot share the tokens of a sequence."""
+    """Raise a ValueError if ranks cannot share the tokens of a sequence, or attention cannot go across them."""
+    model, ranks, how = MODELS[config.model], sizes.cp, config.cp_how
+    if ranks > 1 and config.sequence % (2 * ranks):
+        raise ValueError(
+            f"sequence is {config.sequence}, and each of {ranks} ranks of cp takes a piece of its first half and one "
+            f"of its second; give --sequence a multiple of {2 * ranks}, or another --cp"
+        )
+    if ranks > 1 and how == "all_to_all" and math.gcd(model.heads, model.groups) // sizes.tp % ranks:
+        raise ValueError(
+            f"cp_how is all_to_all, and {ranks * sizes.tp} ranks cannot share the {model.heads} heads of "
+            f"{config.model} and its {model.groups} of keys and values; take --cp-how gather or ring"
+        )
+    if ranks > 1 and how != "all_to_all" and recipe.attention is not None:
+        raise ValueError(
+            f"{recipe.name} quantizes attention, which --cp-how {how} cuts in pieces of other scales; take --cp-how "
+            "all_to_all, or a recipe that leaves attention in high precision"
+        )
     if not config.sp:
         return
     if sizes.tp == 1:
         raise ValueError("sp divides tokens among the ranks of tp, and tp is 1; give --tp, or leave out --sp")
-    multiple = sizes.tp * multiple_of(recipe)
+    multiple = sizes.cp * sizes.tp * multiple_of(recipe)
     if config.sequence % multiple:
         raise ValueError(
-            f"sequence is {config.sequence}, which {sizes.tp} ranks cannot share under {recipe.name}; give --sequence "
-            f"a multiple of {multiple}, or leave out --sp"
+            f"sequence is {config.sequence}, which {sizes.cp * sizes.tp} ranks cannot share under {recipe.name}; give "
+            f"--sequence a multiple of {multiple}, or leave out --sp"
         )
 
 

@@ -1,4 +1,4 @@
-"""The pictures: a run's loss; a comparison's losses, with the differences on an axis of their own."""
+"""The pictures: a run's loss; several runs' or a comparison's losses, with the differences on an axis of their own."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +38,31 @@ def plot_loss(records: Sequence[Record], path: Path, title: str, recipe: str) ->
     )
     finish(axes, "step", "loss (nats a token)", title)
     axes.legend(frameon=False)
+    return write(figure, path)
+
+
+def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
+    """Above, the training losses of runs by their names, the first a broad line that the others lie on; below, the
+    others' differences from it, step by step.
+
+    Raises: ValueError if a run has no step that the first one has.
+    """
+    figure = Figure(figsize=(8, 6.4), dpi=150, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    curves = {name: losses(list(records)) for name, records in runs.items()}
+    first, *others = curves
+    steps, values = series(curves[first])
+    upper.plot(steps, values, color=BLACK, linewidth=5.0, alpha=0.25, label=first)
+    lower.axhline(0, color=GREY, linewidth=1.2)
+    for name in others:
+        (line,) = upper.plot(*series(curves[name]), linewidth=1.2, label=name)
+        difference = minus(curves[name], curves[first])
+        if not difference:
+            raise ValueError(f"{name} has no step that {first} has, so there is no difference to show")
+        lower.plot(*series(difference), color=line.get_color(), linewidth=1.0)
+    upper.legend(frameon=False)
+    finish(upper, "", "loss (nats a token)", "Training loss, each step")
+    finish(lower, "step", "nats a token", f"Difference from {first}")
     return write(figure, path)
 
 

@@ -4,6 +4,7 @@ Embedding and head stay in high precision; the layers' matrices are `quaver.torc
 gate and value apart, so that JAX's decoder has the same names and quantizes the same operands.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,15 +103,23 @@ def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
     return qt.convert(model, recipe, skip=["head"] if model.head is not None else [], seed=seed)
 
 
-def loss_of(model: nn.Module, batch: Tensor, dtype: str, chunk: int = 0) -> Tensor:
+def loss_of(
+    model: nn.Module,
+    batch: Tensor,
+    dtype: str,
+    chunk: int = 0,
+    cut: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+) -> Tensor:
     """Mean cross-entropy in nats a token, in float32, of batch int64 [B, S + 1].
 
     Args:
         chunk: tokens whose logits exist at once; 0 makes those of all.
+        cut: gives of [B, S] the tokens that the model is given here.
     """
+    ids, targets = cut(batch[:, :-1]), cut(batch[:, 1:])
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         if chunk:
-            loss: Tensor = model(batch[:, :-1], targets=batch[:, 1:], chunk=chunk)
+            loss: Tensor = model(ids, targets=targets, chunk=chunk)
             return loss
-        logits = model(batch[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        logits = model(ids)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -12,7 +12,7 @@ from quaver.torch.model.weights.freezing import frozen
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.learner import Tensors
-from quaver.train.learning.torch.decoder import build, loss_of, quantize_layers
+from quaver.train.learning.torch.decoder import build, quantize_layers
 from quaver.train.learning.torch.device import device_of
 from quaver.train.learning.torch.nonfinite import first_gradient, first_module
 from quaver.train.learning.torch.optimizer import adamw, load_state, state_of
@@ -52,8 +52,7 @@ class TorchLearner:
     def loss(self, batches: np.ndarray) -> float:
         self.model.eval()
         with torch.no_grad(), frozen(self.model):
-            chunk = self.config.loss_chunk
-            losses = [loss_of(self.model, batch, self.config.dtype, chunk).item() for batch in self._ids(batches)]
+            losses = [self.update.loss(batch).item() for batch in self._ids(batches)]
         self.model.train()
         mean = sum(losses) / len(losses)
         return (
@@ -66,7 +65,8 @@ class TorchLearner:
         # Every rank looks at all sequences, as many at a time as in training, and says the same.
         size = batch.shape[1] if self.group is None else batch.shape[1] // self.group.sizes.fsdp
         pieces = torch.from_numpy(batch).to(self.device).view(-1, size, batch.shape[-1])
-        return first_module(self.model, pieces, self.config.dtype)
+        first = first_module(self.model, pieces, self.update.loss)
+        return first[1] if self.group is None else self.group.earliest(first)
 
     def first_gradient(self, batch: np.ndarray) -> str:
         return first_gradient(self.model)

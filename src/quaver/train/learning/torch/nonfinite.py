@@ -1,12 +1,13 @@
 """Where a NaN or an infinity first appeared, for the sentence that stops a run."""
 
+import sys
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-
-from quaver.train.learning.torch.decoder import loss_of
 
 
 def finite(value: Any) -> bool:
@@ -15,20 +16,28 @@ def finite(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or bool(torch.isfinite(value).all())
 
 
-def first_module(model: nn.Module, batch: torch.Tensor, dtype: str) -> str:
-    """The first place, in order of computation, that is not finite on batch int64 [accumulate, B, S + 1].
+def first_module(
+    model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[int, str]:
+    """The first place, in order of computation, that is not finite on batch int64 [accumulate, B, S + 1], in words.
 
-    The forward pass is run again, without gradients, so that no amax is recorded twice.
+    The forward pass is run again, without gradients, so that no amax is recorded twice. The number before the words
+    is that of the module's call: of several ranks, each of which sees a part, the smallest is the first.
+
+    Args:
+        loss: of a batch [B, S + 1], by the model.
     """
     for name, parameter in model.named_parameters():
         if not finite(parameter):
-            return f"the parameter {name} is already not finite"
-    names: list[str] = []
+            return 0, f"the parameter {name} is already not finite"
+    names: list[tuple[int, str]] = []
+    calls = count(1)
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            call = next(calls)
             if not names and not finite(output):
-                names.append(name)
+                names.append((call, name))
 
         return hook
 
@@ -36,11 +45,13 @@ def first_module(model: nn.Module, batch: torch.Tensor, dtype: str) -> str:
     try:
         with torch.no_grad():
             for micro_batch in batch:
-                loss_of(model, micro_batch, dtype)
+                loss(micro_batch)
     finally:
         for hook in hooks:
             hook.remove()
-    return f"the first output that is not finite is that of {names[0]}" if names else "every module's output is finite"
+    if not names:
+        return sys.maxsize, "every module's output is finite"
+    return names[0][0], f"the first output that is not finite is that of {names[0][1]}"
 
 
 def first_gradient(model: nn.Module) -> str:

@@ -49,8 +49,3 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapp
 def mesh_of(parameter: Tensor) -> object:
     """The ranks that have parts of a parameter; None where it is whole."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
-
-
-def layout_of(parameter: Tensor) -> object:
-    """The ranks that have parts of a parameter, and which part each has; None where it is whole."""
-    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None

@@ -1,12 +1,14 @@
 """One update of a model, as operations on its device alone: it can be recorded as a CUDA graph."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.decoder import loss_of
-from quaver.train.learning.torch.optimizer import layout_of
+from quaver.train.learning.torch.optimizer import mesh_of
 from quaver.train.learning.torch.parallel.group import Group
 
 
@@ -24,6 +26,9 @@ class Update:
         self.optimizer = optimizer
         self.config = config
         self.group = group
+        self.loss = partial(loss_of, model, dtype=config.dtype, chunk=config.loss_chunk)
+        if group is not None:
+            self.loss = partial(self.loss, cut=group.cut)
         #: The learning rate on a GPU, where a recorded step reads it.
         self.lr: Tensor | None = None
 
@@ -39,12 +44,12 @@ class Update:
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float32, device=ids.device)
         for micro_batch in ids:
-            loss = loss_of(self.model, micro_batch, self.config.dtype, self.config.loss_chunk) / len(ids)
+            loss = self.loss(micro_batch) / len(ids)
             loss.backward()
             total += loss.detach()
         if self.group is not None:
             total = self.group.mean(total)
-        norm = clip_gradients(self.model, self.config.clip or float("inf"))
+        norm = clip_gradients(self.model, self.config.clip or float("inf"), self.group)
         norms = torch.stack([total, norm])
         # The fused optimizer itself leaves everything as it is where this is not 0 (torch.amp.GradScaler's way).
         self.optimizer.found_inf = (~norms.isfinite().all()).float()  # type: ignore[attr-defined]
@@ -55,16 +60,26 @@ class Update:
         return norms
 
 
-def clip_gradients(model: nn.Module, largest: float) -> Tensor:
-    """Scale a model's gradients so that their norm, over all ranks' parts, is at most `largest`; returns the norm."""
-    parts: dict[object, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parts.setdefault(layout_of(parameter), []).append(parameter)
-    if set(parts) == {None}:
-        return torch.nn.utils.clip_grad_norm_(parts[None], largest)
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in alike if p.grad is not None]) for alike in parts.values()]
-    norm = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
-    for alike in parts.values():
+def clip_gradients(model: nn.Module, largest: float, group: Group | None) -> Tensor:
+    """Scale a model's gradients so that their norm, over all ranks' parts, is at most `largest`; returns the norm.
+
+    Each parameter counts once, and all ranks have the same bits of the norm: else weights of which several have the
+    same would drift apart.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if group is None:
+        return torch.nn.utils.clip_grad_norm_(parameters, largest)
+    own = [local(parameter.grad) for parameter in parameters if group.counts(parameter)]
+    norm = torch.linalg.vector_norm(group.of_all(torch.nn.utils.get_total_norm(own).to(group.device)))
+    by_mesh: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
+    for alike in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(alike, largest, norm)
     return norm
+
+
+def local(gradient: Tensor | None) -> Tensor:
+    """This rank's part."""
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -5,7 +5,7 @@ Untried beyond gloo on CPUs: on GPUs NCCL carries tensors and gloo what ranks te
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -14,12 +14,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 
 from quaver.train.configuration.config import TrainConfig, reason
 from quaver.train.learning.mesh import Sizes
 from quaver.train.learning.ranks import OnRank, Told, rank
 from quaver.train.learning.torch.device import device_of
 
+#: What weights are divided over, the outermost first: ranks that have other tokens, and those that share layers.
+DIMENSIONS = ("data", "tp")
 #: Under this key a rank claims to say why the run ends.
 CLAIM = "ended"
 #: By what an error of a connection to another rank is known; gloo's and NCCL's are RuntimeErrors like others.
@@ -34,14 +37,22 @@ class Group:
     Attributes:
         device: of this rank.
         sizes: how many ranks share what.
-        mesh: of the dimensions "fsdp", which batch and weights are divided over, and "tp".
+        mesh: of the dimensions `DIMENSIONS`.
+        across: of `sizes`, whose "cp" a sequence is divided over; None where it is not.
+        cut: gives this rank's tokens of [B, S]; of a sequence that is not divided all.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.number, self.rank = dist.get_world_size(), dist.get_rank()
         self.device = device
         self.sizes = sizes
-        self.mesh: DeviceMesh = init_device_mesh(device.type, sizes, mesh_dim_names=sizes._fields)
+        self.mesh: DeviceMesh = init_device_mesh(
+            device.type, (sizes.fsdp * sizes.cp, sizes.tp), mesh_dim_names=DIMENSIONS
+        )
+        self.across: DeviceMesh | None = None
+        if sizes.cp > 1:
+            self.across = init_device_mesh(device.type, sizes, mesh_dim_names=sizes._fields)
+        self.cut: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
 
     @property
     def first(self) -> bool:
@@ -63,15 +74,36 @@ class Group:
     def rows(self, batch: int) -> slice:
         """The sequences of a batch that are this rank's."""
         part = batch // self.sizes.fsdp
-        first = self.mesh.get_local_rank("fsdp") * part
+        first = self.mesh.get_local_rank("data") // self.sizes.cp * part
         return slice(first, first + part)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the parts of a batch."""
-        if self.sizes.fsdp > 1:
-            dist.all_reduce(value, dist.ReduceOp.SUM, self.mesh.get_group("fsdp"))
-            value /= self.sizes.fsdp
+        """The mean over the parts of a batch and of its sequences."""
+        parts = self.sizes.fsdp * self.sizes.cp
+        if parts > 1:
+            dist.all_reduce(value, dist.ReduceOp.SUM, self.mesh.get_group("data"))
+            value /= parts
         return value
+
+    def earliest(self, seen: tuple[int, str]) -> str:
+        """What the rank says that gives the smallest number."""
+        every: list[Any] = [None] * self.number
+        dist.all_gather_object(every, seen)
+        return str(min(every)[1])
+
+    def of_all(self, value: torch.Tensor) -> torch.Tensor:
+        """Every rank's number, in their order: [ranks]."""
+        every = [torch.empty_like(value) for _ in range(self.number)]
+        dist.all_gather(every, value)
+        return torch.stack(every)
+
+    def counts(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank's part of a parameter is no other's; of ranks that have the same, the first one's is."""
+        if not isinstance(parameter, DTensor):
+            return self.rank == 0
+        names = parameter.device_mesh.mesh_dim_names or ()
+        divided = {name for name, place in zip(names, parameter.placements, strict=True) if not place.is_replicate()}
+        return all(name in divided or self.mesh.get_local_rank(name) == 0 for name in DIMENSIONS)
 
 
 def local_device(config: TrainConfig) -> torch.device:

@@ -10,7 +10,7 @@ from quaver.core.converting.conversion import Report
 from quaver.core.spec import Recipe
 from quaver.torch.blocks.norm import Norm
 from quaver.torch.blocks.transformer import TransformerLayer
-from quaver.torch.parallel import Column, Heads, Row, Sequence, gather_quantized
+from quaver.torch.parallel import Column, Heads, Row, Sequence, context_parallel, gather_quantized
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.decoder import Decoder, quantize_layers
 from quaver.train.learning.torch.parallel.group import Group
@@ -22,9 +22,11 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
     1. `convert`: the layers' matrices get the recipe.
     2. `parallelize_module`, where tp is given: each rank computes some heads and some features of every layer, and with
        sp some tokens of what is between them. Embedding, last norm and head stay whole.
-    3. `gather_quantized`: torch's fully_shard will gather the layers' weights as codes and scales. Those that lie in
+    3. `context_parallel`, where cp is given: each rank has some tokens of a sequence, and attention goes across them.
+    4. `gather_quantized`: torch's fully_shard will gather the layers' weights as codes and scales. Those that lie in
        parts by 2. are gathered in high precision.
-    4. `fully_shard`, layer by layer and then what is left: weights, gradients and moments are divided.
+    5. `fully_shard`, layer by layer and then what is left: weights, gradients and moments are divided among the ranks
+       of fsdp and of cp.
 
     Args:
         model: with the same values on every rank.
@@ -37,11 +39,13 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
         parallelize_module(model, group.mesh["tp"], plan(model, config.sp), src_data_rank=None)
         if config.sp:
             divide_tokens(model.embedding, group.mesh["tp"])
-    elif travels(recipe):
+    if group.across is not None:
+        group.cut = context_parallel(model, group.across["cp"], config.cp_how).cut
+    if group.sizes.tp == 1 and travels(recipe):
         gather_quantized(model)
     for layer in model.layers:
-        fully_shard(layer, mesh=group.mesh["fsdp"])
-    fully_shard(model, mesh=group.mesh["fsdp"])
+        fully_shard(layer, mesh=group.mesh["data"])
+    fully_shard(model, mesh=group.mesh["data"])
     return report
 
 
