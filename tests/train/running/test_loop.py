@@ -294,7 +294,7 @@ def test_the_first_module_that_is_not_finite_is_named() -> None:
     model.norm.weight.data[3] = math.nan
     assert first_module(model, batch, loss)[1] == "the parameter norm.weight is already not finite"
     model.head.weight.grad = torch.full_like(model.head.weight, math.inf)
-    assert first_gradient(model) == "the first gradient that is not finite is that of head.weight"
+    assert first_gradient(model)[1] == "the first gradient that is not finite is that of head.weight"
 
 
 def test_a_nan_loss_stops_before_anything_is_lost(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

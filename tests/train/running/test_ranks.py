@@ -6,6 +6,7 @@ The ranks of one start train several runs one after the other; the single proces
 import math
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -81,7 +82,7 @@ def ended(processes: Sequence[Any]) -> tuple[list[int], str]:
     finally:
         for process in processes:
             if process.poll() is None:
-                process.kill()
+                process.terminate()
     said = b"".join(process.communicate()[1] for process in processes).decode()
     return [process.returncode for process in processes], said
 
@@ -110,7 +111,7 @@ def farthest(a: dict[str, float], b: dict[str, float]) -> float:
 
 def plain(config: TrainConfig, name: str, **options: Any) -> TrainConfig:
     """The same on a single process, in a folder beside it."""
-    return replace(config, fsdp=0, cp=1, tp=1, sp=False, out=str(Path(config.out).with_name(name)), **options)
+    return replace(config, fsdp=0, pp=1, cp=1, tp=1, sp=False, out=str(Path(config.out).with_name(name)), **options)
 
 
 DELAYED = "delayed(history=4)"
@@ -184,35 +185,34 @@ def test_ranks_that_share_layers_are_the_single_process(
 ) -> None:
     common: dict[str, Any] = {"dtype": "float32", "batch": 4, "sequence": 64, "final_lr": 1.0, "keep": 0, "model": PAIR}
     grid = make_config("grid", fsdp=2, tp=2, **common)
-    parts = [make_config("grid-parts", fsdp=2, tp=2, **common | {"steps": steps}) for steps in (5, 10)]
-    tokens = make_config("tokens", fsdp=2, tp=2, sp=True, **common)
+    parts = [make_config("grid-parts", fsdp=2, tp=2, async_save=True, **common | {"steps": steps}) for steps in (5, 10)]
+    few = common | {"steps": 3}
     families = [
-        make_config(f"{name}-sp", tp=2, sp=True, accumulate=2, **common | {"model": name, "steps": 3})
-        for name in ("pair-neox", "pair-gemma")
+        make_config(f"{name}-sp", tp=2, sp=True, **few | {"model": name}) for name in ("pair-neox", "pair-gemma")
     ]
-    quantized = [
-        make_config(f"grid-{name}", fsdp=2, tp=2, recipe=name, clip=0.0, **common | {"steps": 5}) for name in GRID
-    ]
+    quantized = [make_config(f"grid-{name}", fsdp=2, tp=2, recipe=name, clip=0.0, **few) for name in GRID]
     across = [
-        make_config(f"across-{how}", cp=2, cp_how=how, **common | {"steps": 5} | options)
+        make_config(f"across-{how}", cp=2, cp_how=how, **few | options)
         for how, options in (
             ("gather", {"tp": 2, "sp": True}),
-            ("ring", {"fsdp": 2, "loss_chunk": 64, "accumulate": 2}),
-            ("all_to_all", {"fsdp": 2}),
+            ("ring", {"fsdp": 2, "loss_chunk": 64}),
         )
     ]
-    start([grid, *parts, tokens, *families, *quantized, *across], tmp_path / "of-four", 4)
+    staged = [
+        make_config(f"staged-{number}", pp=2, **few | {"batch": 2, "accumulate": 2} | options)
+        for number, options in enumerate(({"fsdp": 2}, {"tp": 2, "sp": True}, {"cp": 2, "loss_chunk": 32}))
+    ]
+    start([grid, *parts, *families, *quantized, *across, *staged], tmp_path / "of-four", 4)
 
     whole = plain(grid, "one")
     run_training(whole)
-    for config in (grid, tokens):
-        assert farthest(recorded(whole), recorded(config)) < 1e-6
-        assert max(abs(a / b - 1) for a, b in zip(norms(whole), norms(config), strict=True)) < 1e-5
+    assert farthest(recorded(whole), recorded(grid)) < 1e-6
     assert recorded(parts[1]) == recorded(grid), "a resumed run is the one never stopped"
-    for config in (*families, *across):
+    for config in (*families, *across, *staged):
         one = plain(config, f"{Path(config.out).name}-one")
         run_training(one)
         assert farthest(recorded(one), recorded(config)) < 1e-6, config.out
+        assert max(abs(a / b - 1) for a, b in zip(norms(one), norms(config), strict=True)) < 1e-5, config.out
     for config in quantized:
         # Its ranks' parts of each sum, one after the other.
         one = plain(config, f"{Path(config.out).name}-split", batch=2, accumulate=2)
@@ -222,20 +222,36 @@ def test_ranks_that_share_layers_are_the_single_process(
         assert losses_of(recorded(one)) == losses_of(recorded(config)), config.recipe
 
     # From two times two ranks to two that share layers, to two that share batches, and to one.
-    layers, batches, back = (
-        replace(grid, fsdp=fsdp, tp=tp, out=str(tmp_path / name))
-        for name, fsdp, tp in (("layers", 1, 2), ("batches", 2, 1), ("alone", 1, 1))
+    alone = {"fsdp": 1, "tp": 1}
+    layers, batches, stages, back = (
+        replace(grid, out=str(tmp_path / name), **alone | options)
+        for name, options in (
+            ("layers", {"tp": 2}),
+            ("batches", {"fsdp": 2}),
+            ("stages", {"pp": 2, "batch": 2, "accumulate": 2}),
+            ("alone", {}),
+        )
     )
-    for config in (layers, batches, back):
+    for config in (layers, batches, stages, back):
         begin_from(config, grid)
-    start([layers, batches], tmp_path / "of-two", 2)
+    # A pipeline's sums are those of one process, in its order.
+    piped = [replace(stages, recipe=name, clip=0.0, steps=3, out=str(tmp_path / f"piped-{name}")) for name in GRID[2:]]
+    start([layers, batches, stages, *piped], tmp_path / "of-two", 2)
     run_training(back, resume=True)
-    for config in (layers, batches, back):
-        assert farthest(recorded(grid), recorded(config)) < 1e-6
-    assert generate(Path(layers.out), "3 times", tokens=5).tokens
+    for config in piped:
+        one = plain(config, f"{Path(config.out).name}-one")
+        trained = run_training(one)
+        assert recorded(one) == recorded(config), config.recipe
+        saved = checkpoint.load(Path(config.out) / "step-000003", {})
+        for tensor, value in trained.model.state_dict().items():
+            np.testing.assert_array_equal(saved.model[tensor], value.numpy(), f"{config.recipe}: {tensor}")
+    for config in (layers, batches, stages, back):
+        # Validation's batches are of as many sequences as a micro-batch's.
+        assert farthest(losses_of(recorded(grid)), losses_of(recorded(config))) < 1e-6
+    assert generate(Path(stages.out), "3 times", tokens=5).tokens
 
 
-#: One recipe in high precision, and one of each kind of scale.
+#: One recipe in high precision, one with a scale for all of a tensor, and one with blocks.
 GRID = ("bf16", "tensorwise", "mxfp8")
 
 
@@ -319,6 +335,9 @@ def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig
             {"cp": 2, "recipe": "mxfp8(attention=True)"},
             "mxfp8 quantizes attention, which --cp-how gather cuts in pieces of other scales; take --cp-how all_to_all",
         ),
+        (2, {"pp": 2}, "pp is 2, which cannot share the 1 layers of nano; give another"),
+        (2, {"pp": 2, "model": PAIR}, "pp is 2, and a step has 1 micro-batches, .* give --accumulate 2 or more"),
+        (2, {"pp": 2, "model": "pair-gemma", "accumulate": 2}, "the head of pair-gemma is its embedding, which the"),
         (2, {"sp": True}, "sp divides tokens among the ranks of tp, and tp is 1; give --tp, or leave out --sp"),
         (4, {"batch": 6}, "batch is 6, which 4 ranks cannot share; give --batch a multiple of 4"),
         (2, {"framework": "jax"}, "JAX trains in a single process here; take --framework torch"),
@@ -344,6 +363,40 @@ def test_what_is_asked_of_parts_is_what_layers_ask(name: str) -> None:
     recipe = recipes.get(name)
     asked = [page.needed(recipe, layout, tokens) for layout in page.LAYOUTS for tokens in (False, True)]
     assert mesh.multiple_of(recipe) == math.lcm(*asked)
+
+
+def test_ranks_that_are_killed_while_they_save_leave_a_whole_checkpoint(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(
+        "killed", fsdp=2, dtype="float32", steps=500, checkpoint_every=1, keep=0, async_save=True, final_lr=1.0
+    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (tmp_path / "go").mkdir()
+    (tmp_path / "go" / "0.toml").write_text(to_toml(config), encoding="utf-8")
+    processes = []
+    for rank in range(2):
+        environment = {**os.environ, **of_rank(rank, 2, store.port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.train.running.test_ranks", str(tmp_path / "go"), "1"]
+        processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, stderr=forked.quick.PIPE))
+    folder, end = Path(config.out), time.monotonic() + LONGEST
+    try:
+        # A file of a checkpoint that is not whole yet, and one that is.
+        while not (checkpoint.all_in(folder) and [*folder.glob(".*/shard-*")]):
+            assert time.monotonic() < end and not any(p.poll() for p in processes), "no save was seen on its way"
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+    ended(processes)
+    whole = checkpoint.all_in(folder)
+    for path in whole:
+        checkpoint.load(path, {})
+    last = int(whole[-1].name[5:])
+    again = replace(config, fsdp=0, steps=last + 2)
+    run_training(again, resume=True)
+    straight = plain(again, "straight")
+    run_training(straight)
+    assert farthest(losses_of(recorded(straight)), losses_of(recorded(again))) < 1e-6
 
 
 def test_a_checkpoint_whose_parts_do_not_make_a_whole_is_refused(tmp_path: Path) -> None:

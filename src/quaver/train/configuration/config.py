@@ -52,6 +52,7 @@ class TrainConfig:
     device: Annotated[str, "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"] = "auto"
     recompute: Annotated[str, "what backward computes again to save memory: none, mlp or full (whole layers)"] = "none"
     fsdp: Annotated[int, "ranks that share batch, weights and moments; 0: all that are left of those started"] = 0
+    pp: Annotated[int, "stages of a pipeline, each with layers that follow one another"] = 1
     cp: Annotated[int, "ranks that share the tokens of each sequence"] = 1
     cp_how: Annotated[str, "what attention sends between those: gather, ring or all_to_all"] = "gather"
     tp: Annotated[int, "ranks that share each layer's heads and features"] = 1
@@ -64,6 +65,7 @@ class TrainConfig:
     validate_every: Annotated[int, "steps between validations; 0: only at the end"] = 50
     validation_batches: Annotated[int, "batches of a validation, the same in every run"] = 16
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
+    async_save: Annotated[bool, "several ranks go on while a copy of their state is written"] = False
     keep: Annotated[int, "newest checkpoints that stay; 0: all"] = 2
     report_to: Annotated[tuple[str, ...], "what gets the records beside metrics.jsonl: tensorboard, wandb"] = ()
 
@@ -97,11 +99,11 @@ SMALLEST: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
     **dict.fromkeys(("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
     **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp"), 0),
-    **dict.fromkeys(("cp", "tp"), 1),
+    **dict.fromkeys(("pp", "cp", "tp"), 1),
     "vocab": 257,  # 256 bytes and the mark between files
 }
 #: 2**63 - 1 for the others: what a file of integers holds.
-LARGEST: Mapping[str, int] = {"threads": 1024, "vocab": 1 << 20, **dict.fromkeys(("fsdp", "cp", "tp"), 1 << 20)}
+LARGEST: Mapping[str, int] = {"threads": 1024, "vocab": 1 << 20, **dict.fromkeys(("fsdp", "pp", "cp", "tp"), 1 << 20)}
 
 
 def is_plain(text: str) -> bool:

@@ -3,7 +3,7 @@
 The loop, the text, the batches, the checkpoints and the reports know no framework.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,8 +49,14 @@ class Learner(Protocol):
 class InParts(Learner, Protocol):
     """A learner that several ranks are, each a part."""
 
-    def write(self, folder: Path) -> None:
-        """Write each rank's part of what `tensors` would give into a folder; all ranks call it. Raises: OSError."""
+    def write(self, folder: Path, behind: bool = False) -> Callable[[], None]:
+        """Begin to write each rank's part of what `tensors` would give into a folder; all ranks call it.
+
+        Args:
+            behind: go on meanwhile, of a copy.
+        Returns:
+            What waits until all ranks have written. Raises: OSError.
+        """
 
     def read(self, folder: Path) -> None:
         """Take up this rank's part of what any number of ranks wrote. Raises: ValueError where it does not fit."""

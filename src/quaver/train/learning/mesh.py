@@ -15,6 +15,8 @@ from quaver.train.learning.ranks import world
 class Sizes(NamedTuple):
     """Ranks along each dimension, the outermost first."""
 
+    #: Have layers that follow one another: the stages of a pipeline.
+    pp: int
     #: Share the sequences of a batch, and with them weights and moments.
     fsdp: int
     #: Share the tokens of each sequence.
@@ -29,7 +31,7 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> Sizes:
     Raises: ValueError with what to give if the options want another number of ranks, or something does not divide.
     """
     ranks = world()
-    given = {name: number for name in ("cp", "tp") if (number := getattr(config, name)) > 1}
+    given = {name: number for name in ("pp", "cp", "tp") if (number := getattr(config, name)) > 1}
     beside, said = math.prod(given.values()), "".join(f" and {name} is {number}" for name, number in given.items())
     if ranks % beside:
         raise ValueError(
@@ -47,7 +49,8 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> Sizes:
             f"batch is {config.batch}, which {fsdp} ranks cannot share; give --batch a multiple of {fsdp}, or start "
             "fewer ranks"
         )
-    sizes = Sizes(fsdp, config.cp, config.tp)
+    sizes = Sizes(config.pp, fsdp, config.cp, config.tp)
+    check_stages(config)
     check_features(config, recipe, sizes)
     check_tokens(config, recipe, sizes)
     return sizes
@@ -55,6 +58,27 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> Sizes:
 
 def started(ranks: int) -> str:
     return f"start them by: torchrun --nproc-per-node {ranks} -m quaver.train train ..."
+
+
+def check_stages(config: TrainConfig) -> None:
+    """Raise a ValueError if layers do not divide into stages, or a step has fewer micro-batches than stages."""
+    model, stages = MODELS[config.model], config.pp
+    if stages == 1:
+        return
+    if model.layers % stages:
+        raise ValueError(
+            f"pp is {stages}, which cannot share the {model.layers} layers of {config.model}; give another"
+        )
+    if model.tied:
+        raise ValueError(
+            f"pp is {stages}, and the head of {config.model} is its embedding, which the first and the last stage "
+            "would share; leave out --pp, or take a model with a head of its own"
+        )
+    if config.accumulate < stages:
+        raise ValueError(
+            f"pp is {stages}, and a step has {config.accumulate} micro-batches, which would leave stages idle; give "
+            f"--accumulate {stages} or more, and --batch so much less"
+        )
 
 
 def check_features(config: TrainConfig, recipe: Recipe, sizes: Sizes) -> None:

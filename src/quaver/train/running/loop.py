@@ -24,9 +24,9 @@ from quaver.train.learning.ranks import Ranks, same
 from quaver.train.records import checkpoint, trackers
 from quaver.train.records.metrics import Metrics, Record, losses, read, validation_losses
 from quaver.train.records.trackers import Tracker
-from quaver.train.running import saving
 from quaver.train.running.interrupt import Interrupt, Interrupted
 from quaver.train.running.resuming import take_up
+from quaver.train.running.saving import Saver
 
 #: What a run's folder holds besides checkpoints; the last is the command line's.
 FILES = ("config.toml", "metrics.jsonl", "tokenizer.json", trackers.ID, "loss.png")
@@ -127,6 +127,7 @@ def go_on(
     interrupt: Interrupt,
 ) -> None:
     """The steps after `start`: train, validate, save, stop."""
+    saver = Saver(trained, ranks, folder_of(config), config)
     held_out = validation_batches(tokens.validation, config)
     for step in range(start + 1, config.steps + 1):
         batch = training_batch(tokens.train, config, step)
@@ -137,10 +138,12 @@ def go_on(
         stop = ranks.largest(interrupt.number or 0)
         if last_one or due(step, config.checkpoint_every) or stop:
             state = {**facts, "config": asdict(config)}
-            path = saving.save(trained, ranks, folder_of(config), step, state, config.keep)
+            path = saver.save(step, state)
         if stop and not last_one:
+            saver.finish()
             message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"
             raise Interrupted(message, stop)
+    saver.finish()
     # The record may have been lost after the checkpoint was saved.
     if ranks.given(config.steps not in validation_losses(log.records)):
         log({"step": config.steps, "validation_loss": validate(trained, held_out, config.steps, config)})

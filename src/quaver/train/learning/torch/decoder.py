@@ -36,7 +36,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, vocab: int, recompute: str = "none") -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(vocab, config.dim, device=None, dtype=torch.float32)
+        self.embedding: Any = nn.Embedding(vocab, config.dim, device=None, dtype=torch.float32)
         rope = RotaryEmbedding(
             config.head_dim,
             theta=config.theta,
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
             max_positions=config.positions,
         )
         self.layers = nn.ModuleList(layer_of(config, number, rope, recompute) for number in range(config.layers))
-        self.norm = Norm(
+        self.norm: Any = Norm(
             config.normalization, config.dim, config.eps, zero_centered=config.zero_centered, dtype=torch.float32
         )
         self.head: nn.Linear | None = None
@@ -56,12 +56,15 @@ class Decoder(nn.Module):
         self, ids: Tensor, cache: Cache | None = None, targets: Tensor | None = None, chunk: int | None = None
     ) -> Tensor:
         """With a cache, the ids are the tokens after those that it holds, which it takes up. With targets [B, S] the
-        result is their mean cross-entropy, for which the logits of `chunk` tokens exist at once."""
-        x = self.embedding(ids)
-        if self.config.scaled_embedding:
+        result is their mean cross-entropy, for which the logits of `chunk` tokens exist at once. A stage of a pipeline
+        takes [B, S, dim] for the ids where it has no embedding, and gives that where it has no norm and head."""
+        x = ids if self.embedding is None else self.embedding(ids)
+        if self.config.scaled_embedding and self.embedding is not None:
             x = x * self.config.dim**0.5
         for number, layer in enumerate(self.layers):
             x = layer(x, cache=cache, layer=number)
+        if self.norm is None:
+            return x
         x = self.norm(x)
         if targets is not None:
             head = self.embedding.weight if self.head is None else self.head
@@ -116,10 +119,14 @@ def loss_of(
         chunk: tokens whose logits exist at once; 0 makes those of all.
         cut: gives of [B, S] the tokens that the model is given here.
     """
-    ids, targets = cut(batch[:, :-1]), cut(batch[:, 1:])
-    with torch.autocast(batch.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+    return mean_loss(model, cut(batch[:, :-1]), cut(batch[:, 1:]), dtype, chunk)
+
+
+def mean_loss(model: nn.Module, x: Tensor, targets: Tensor, dtype: str, chunk: int) -> Tensor:
+    """`loss_of` the tokens x [B, S], or of what the stage before gave, and those that follow each of them."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         if chunk:
-            loss: Tensor = model(ids, targets=targets, chunk=chunk)
+            loss: Tensor = model(x, targets=targets, chunk=chunk)
             return loss
-        logits = model(ids)
+        logits = model(x)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

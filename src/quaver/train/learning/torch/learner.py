@@ -69,7 +69,8 @@ class TorchLearner:
         return first[1] if self.group is None else self.group.earliest(first)
 
     def first_gradient(self, batch: np.ndarray) -> str:
-        return first_gradient(self.model)
+        first = first_gradient(self.model)
+        return first[1] if self.group is None else self.group.earliest(first, backward=True)
 
     def tensors(self) -> tuple[Tensors, Tensors]:
         return arrays(self.model.state_dict()), arrays(state_of(self.model, self.optimizer))
@@ -84,11 +85,13 @@ class TorchLearner:
             raise ValueError(in_short(error)) from error
 
     def names(self) -> set[str]:
-        return set(self.model.state_dict())
+        own = set(self.model.state_dict())
+        return own if self.group is None else own.union(*self.group.every(own))
 
-    def write(self, folder: Path) -> None:
-        """Write all ranks' state into a folder, each its own part."""
-        shards.write(self.model, self.optimizer, folder)
+    def write(self, folder: Path, behind: bool = False) -> Callable[[], None]:
+        """Begin to write all ranks' state into a folder, each its own part."""
+        assert self.group is not None
+        return shards.write(self.model, self.optimizer, folder, self.group.saving if behind else None)
 
     def read(self, folder: Path) -> None:
         """Take up this rank's part of a checkpoint. Raises: ValueError where it does not fit."""

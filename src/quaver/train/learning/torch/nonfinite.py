@@ -54,7 +54,12 @@ def first_module(
     return names[0][0], f"the first output that is not finite is that of {names[0][1]}"
 
 
-def first_gradient(model: nn.Module) -> str:
-    """The first parameter, in order of backward (from the head down), whose gradient is not finite."""
+def first_gradient(model: nn.Module) -> tuple[int, str]:
+    """The first parameter, in order of backward (from the head down), whose gradient is not finite, in words.
+
+    The number before the words is 0, or the largest where there is none.
+    """
     names = [name for name, parameter in model.named_parameters() if not finite(parameter.grad)]
-    return f"the first gradient that is not finite is that of {names[-1]}" if names else "the norm overflowed"
+    if not names:
+        return sys.maxsize, "the norm overflowed"
+    return 0, f"the first gradient that is not finite is that of {names[-1]}"

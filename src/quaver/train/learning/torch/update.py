@@ -1,5 +1,6 @@
 """One update of a model, as operations on its device alone: it can be recorded as a CUDA graph."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,9 +27,16 @@ class Update:
         self.optimizer = optimizer
         self.config = config
         self.group = group
-        self.loss = partial(loss_of, model, dtype=config.dtype, chunk=config.loss_chunk)
-        if group is not None:
-            self.loss = partial(self.loss, cut=group.cut)
+        #: Of a batch int64 [B, S + 1] of this rank; a pipeline's has no gradients.
+        self.loss: Callable[[Tensor], Tensor] = partial(
+            loss_of,
+            model,
+            dtype=config.dtype,
+            chunk=config.loss_chunk,
+            cut=Tensor.contiguous if group is None else group.cut,
+        )
+        if group is not None and group.pipeline is not None:
+            self.loss = group.pipeline.loss
         #: The learning rate on a GPU, where a recorded step reads it.
         self.lr: Tensor | None = None
 
@@ -43,10 +51,13 @@ class Update:
     def __call__(self, ids: Tensor) -> Tensor:
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float32, device=ids.device)
-        for micro_batch in ids:
-            loss = self.loss(micro_batch) / len(ids)
-            loss.backward()
-            total += loss.detach()
+        if self.group is not None and self.group.pipeline is not None:
+            total = self.group.pipeline.step(ids)
+        else:
+            for micro_batch in ids:
+                loss = self.loss(micro_batch) / len(ids)
+                loss.backward()
+                total += loss.detach()
         if self.group is not None:
             total = self.group.mean(total)
         norm = clip_gradients(self.model, self.config.clip or float("inf"), self.group)

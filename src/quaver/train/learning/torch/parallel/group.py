@@ -4,10 +4,11 @@ Untried beyond gloo on CPUs: on GPUs NCCL carries tensors and gloo what ranks te
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,18 @@ from quaver.train.learning.torch.device import device_of
 
 #: What weights are divided over, the outermost first: ranks that have other tokens, and those that share layers.
 DIMENSIONS = ("data", "tp")
+
+
+class Stages(Protocol):
+    """A model in stages, as those see it who run it: see `quaver.train.learning.torch.parallel.pipeline`."""
+
+    def step(self, batches: torch.Tensor) -> torch.Tensor:
+        """The loss of micro-batches, whose gradients are added up."""
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        """That of a batch, without gradients."""
+
+
 #: Under this key a rank claims to say why the run ends.
 CLAIM = "ended"
 #: By what an error of a connection to another rank is known; gloo's and NCCL's are RuntimeErrors like others.
@@ -37,22 +50,26 @@ class Group:
     Attributes:
         device: of this rank.
         sizes: how many ranks share what.
-        mesh: of the dimensions `DIMENSIONS`.
+        mesh: of "pp", whose ranks have the stages, and `DIMENSIONS`.
         across: of `sizes`, whose "cp" a sequence is divided over; None where it is not.
+        pipeline: of the model's stages; None of one that has all layers on each rank.
+        saving: a group of all ranks for what is written while they go on; None if nothing is.
         cut: gives this rank's tokens of [B, S]; of a sequence that is not divided all.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, async_save: bool) -> None:
         self.number, self.rank = dist.get_world_size(), dist.get_rank()
         self.device = device
         self.sizes = sizes
         self.mesh: DeviceMesh = init_device_mesh(
-            device.type, (sizes.fsdp * sizes.cp, sizes.tp), mesh_dim_names=DIMENSIONS
+            device.type, (sizes.pp, sizes.fsdp * sizes.cp, sizes.tp), mesh_dim_names=("pp", *DIMENSIONS)
         )
         self.across: DeviceMesh | None = None
         if sizes.cp > 1:
             self.across = init_device_mesh(device.type, sizes, mesh_dim_names=sizes._fields)
         self.cut: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
+        self.pipeline: Stages | None = None
+        self.saving: Any = dist.new_group(backend="gloo") if async_save else None
 
     @property
     def first(self) -> bool:
@@ -85,11 +102,24 @@ class Group:
             value /= parts
         return value
 
-    def earliest(self, seen: tuple[int, str]) -> str:
-        """What the rank says that gives the smallest number."""
-        every: list[Any] = [None] * self.number
-        dist.all_gather_object(every, seen)
-        return str(min(every)[1])
+    def every(self, value: Any) -> list[Any]:
+        """What each rank gives, in their order; small, of Python's own types."""
+        values: list[Any] = [None] * self.number
+        dist.all_gather_object(values, value)
+        return values
+
+    def earliest(self, seen: tuple[int, str], backward: bool = False) -> str:
+        """What the rank says that gives the smallest number, of the first stage that gives less than the largest.
+
+        Args:
+            backward: the last stage comes first.
+        """
+        stage = self.mesh.get_local_rank("pp") * (-1 if backward else 1)
+        return str(min(self.every((seen[0] == sys.maxsize, stage, *seen)))[-1])
+
+    def tokens(self, config: TrainConfig) -> int:
+        """How many of a sequence's tokens are on this rank between its layers."""
+        return config.sequence // (self.sizes.cp * (self.sizes.tp if config.sp else 1))
 
     def of_all(self, value: torch.Tensor) -> torch.Tensor:
         """Every rank's number, in their order: [ranks]."""
@@ -135,7 +165,7 @@ def joined(config: TrainConfig, sizes: Sizes) -> Iterator[Group]:
     dist.init_process_group(backend, store=store, rank=number, world_size=world)
     try:
         with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
-            yield Group(sizes, device)
+            yield Group(sizes, device, config.async_save)
     except Exception as error:
         if not _claimed(store, number):
             raise Told from error

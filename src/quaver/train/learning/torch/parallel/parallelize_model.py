@@ -14,6 +14,7 @@ from quaver.torch.parallel import Column, Heads, Row, Sequence, context_parallel
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.decoder import Decoder, quantize_layers
 from quaver.train.learning.torch.parallel.group import Group
+from quaver.train.learning.torch.parallel.pipeline import Part, Pipeline, keep_stage
 
 
 def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Group) -> Report:
@@ -23,9 +24,10 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
     2. `parallelize_module`, where tp is given: each rank computes some heads and some features of every layer, and with
        sp some tokens of what is between them. Embedding, last norm and head stay whole.
     3. `context_parallel`, where cp is given: each rank has some tokens of a sequence, and attention goes across them.
-    4. `gather_quantized`: torch's fully_shard will gather the layers' weights as codes and scales. Those that lie in
+    4. `stage`, where pp is given: each rank keeps the layers of a stage.
+    5. `gather_quantized`: torch's fully_shard will gather the layers' weights as codes and scales. Those that lie in
        parts by 2. are gathered in high precision.
-    5. `fully_shard`, layer by layer and then what is left: weights, gradients and moments are divided among the ranks
+    6. `fully_shard`, layer by layer and then what is left: weights, gradients and moments are divided among the ranks
        of fsdp and of cp.
 
     Args:
@@ -41,11 +43,16 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
             divide_tokens(model.embedding, group.mesh["tp"])
     if group.across is not None:
         group.cut = context_parallel(model, group.across["cp"], config.cp_how).cut
+    whole: nn.Module = model
+    if group.sizes.pp > 1:
+        keep_stage(model, group.mesh.get_local_rank("pp"), group.sizes.pp)
+        whole = Part(model, config)
+        group.pipeline = Pipeline(whole, recipe, config, group)
     if group.sizes.tp == 1 and travels(recipe):
         gather_quantized(model)
     for layer in model.layers:
         fully_shard(layer, mesh=group.mesh["data"])
-    fully_shard(model, mesh=group.mesh["data"])
+    fully_shard(whole, mesh=group.mesh["data"])
     return report
 
 

@@ -3,7 +3,10 @@
 A rank's file has the names that a single process's files have, and says where in the whole each part begins.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,16 +17,33 @@ from torch.distributed.checkpoint.api import CheckpointException
 from quaver.train.learning.torch.optimizer import load_state, state_of
 
 
-def write(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write a model's and its optimizer's state into a folder that is there, on all ranks at once.
+def write(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, group: Any = None) -> Callable[[], None]:
+    """Begin to write a model's and its optimizer's state into a folder that is there, on all ranks at once.
 
-    Raises: OSError on every rank if one could not write.
+    Args:
+        group: of all ranks on CPUs, for this alone: the state is copied, and a thread writes the copy.
+    Returns:
+        What waits until all have written, and raises an OSError on every rank if one could not.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    try:
-        dcp.save({**model.state_dict(), **state_of(model, optimizer)}, storage_writer=writer)
-    except CheckpointException as error:
-        raise OSError(in_short(error)) from error
+    state = {**model.state_dict(), **state_of(model, optimizer)}
+    if group is None:
+        begun = partial(dcp.save, state, storage_writer=writer)
+    else:
+        # What is on a CPU already torch would write as it is, while the optimizer changes it.
+        copies = {
+            name: value.detach().clone() if value.device.type == "cpu" else value for name, value in state.items()
+        }
+        future: Any = dcp.async_save(copies, storage_writer=writer, process_group=group)
+        begun = getattr(future, "upload_completion", future).result
+
+    def wait() -> None:
+        try:
+            begun()
+        except CheckpointException as error:
+            raise OSError(in_short(error)) from error
+
+    return wait
 
 
 def read(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
