@@ -93,7 +93,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "graph"),
         "weights",
     ),
-    "quaver.torch.parallel": ("comparing", "wire", "opening", "tensor", "fsdp", "context", "pipeline", "gradients"),
+    "quaver.torch.parallel": (
+        *("comparing", "wire", "opening", "quantized", "tensor", "fsdp", "context", "pipeline", "checkpoint"),
+    ),
+    "quaver.torch.parallel.quantized": ("gradients", "dispatch"),
     "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
     "quaver.train": (

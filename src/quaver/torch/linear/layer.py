@@ -26,7 +26,7 @@ from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state import kept_weights, recomputation
 from quaver.torch.state.buffers import STATE, match_state, outlast, prepare, saving
 from quaver.torch.state.context import ambient, in_force
-from quaver.torch.state.history import amax
+from quaver.torch.state.history import amax, steps
 from quaver.torch.state.layer import NEVER, LayerState, device_of, state_of
 from quaver.torch.state.noise import fresh_count, name_streams
 from quaver.torch.state.recomputation import graph_task_id
@@ -148,6 +148,7 @@ class Quantizable(nn.Module):
         storing.portable(destination, prefix + "weight")
         key = prefix + "history"
         if key in destination:
+            tell_of_one_rank(self)
             # It lies column by column, which safetensors does not take.
             destination[key] = destination[key].contiguous()
 
@@ -332,6 +333,18 @@ def refuse_sharded(layer: nn.Module, weight: Tensor) -> None:
 
 
 _warned: set[str] = set()
+
+
+def tell_of_one_rank(layer: nn.Module) -> None:
+    """Warn once where a state dict has of a history what this rank alone has recorded."""
+    if "history" not in _warned and not steps.is_agreed(layer):
+        _warned.add("history")
+        warnings.warn(
+            "the newest row of delayed scaling's histories is what this rank alone has recorded: call "
+            "quaver.torch.parallel.agree_histories(model) on all ranks before the state dict is taken, or save by "
+            "quaver.torch.parallel.Checkpoint; what goes on from this one may have other scales",
+            stacklevel=3,
+        )
 
 
 def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

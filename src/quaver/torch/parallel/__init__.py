@@ -1,24 +1,30 @@
 """What is applied to a model from outside so that many ranks train it; no layer knows a mesh."""
 
+from quaver.torch.parallel.checkpoint import Checkpoint, agree_histories
 from quaver.torch.parallel.comparing import check_alike
 from quaver.torch.parallel.context.applying import ContextParallel, context_parallel
 from quaver.torch.parallel.fsdp.gathering import Gathers, gather_quantized
-from quaver.torch.parallel.gradients import quantize_gradients
 from quaver.torch.parallel.pipeline import stage
+from quaver.torch.parallel.quantized.dispatch import Splits, exchange
+from quaver.torch.parallel.quantized.gradients import quantize_gradients
 from quaver.torch.parallel.tensor.loss import cross_entropy
 from quaver.torch.parallel.tensor.styles import Column, Heads, Row, Sequence, Vocabulary
 
 __all__ = [
+    "Checkpoint",
     "Column",
     "ContextParallel",
     "Gathers",
     "Heads",
     "Row",
     "Sequence",
+    "Splits",
     "Vocabulary",
+    "agree_histories",
     "check_alike",
     "context_parallel",
     "cross_entropy",
+    "exchange",
     "gather_quantized",
     "quantize_gradients",
     "stage",

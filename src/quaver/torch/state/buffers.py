@@ -91,6 +91,20 @@ def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) ->
         _match_stream(layer, state_dict, prefix + "count")
 
 
+def take_state(layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Make a buffer for what a checkpoint holds of a layer that has not run and takes its recipe from an autocast.
+
+    Returns:
+        Whether there was one to make.
+    """
+    if layer._buffers.get(name) is not None or layer.recipe is not None:
+        return False
+    # A history lies column by column.
+    layer.register_buffer(name, torch.zeros(shape[::-1], dtype=dtype, device=device_of(layer)).t())
+    amax.register(layer)
+    return True
+
+
 def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
     """Go on drawing from the stream that the checkpoint's layer drew from, unless it or this one goes by its name."""
     fresh = fresh_count(layer, state_dict[key].device)

@@ -20,9 +20,9 @@ class LayerState:
     """A quantizable layer's, by `state_of`."""
 
     __slots__ = (
-        *("__weakref__", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last", "newest"),
-        *("number", "pieces", "prepared", "recorded_apart", "seen", "serial", "stacked", "stage", "step", "streams"),
-        *("views", "watched"),
+        *("__weakref__", "agreed", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last"),
+        *("newest", "number", "pieces", "prepared", "recorded_apart", "seen", "serial", "stacked", "stage", "step"),
+        *("streams", "views", "watched"),
         "weights",
     )
 
@@ -58,6 +58,8 @@ class LayerState:
         #: amaxes, or a checkpoint's.
         self.family = family
         self.recorded_apart = False
+        #: Row 0 of its history as all ranks had it when they last agreed on it.
+        self.agreed: list[float] | None = None
         #: Of a pipeline the stage that it belongs to, by which ranks tell alike layers of different stages apart.
         self.stage: int | None = None
         #: The streams of its noise, and the name or serial that they are of: `quaver.torch.state.noise`.

@@ -167,6 +167,15 @@ def _reduce(group: Any, step: Step, waits: bool = False) -> None:
         rolling.reduce_agreed(agreed, layers)
 
 
+def _reduce_alike(layers: Sequence[nn.Module], group: Any) -> None:
+    """Reduce maxima of layers that no rank has collected over the group that was given, else over the ranks that have
+    them."""
+    if rolling.has_ranks(group):
+        group = alike.group_of(layers, group)
+        if group is not alike.ALONE:
+            rolling.reduce(layers, group)
+
+
 def _reduced(group: Any) -> list[nn.Module]:
     """The layers of this rank whose maxima are reduced over a group."""
     return [
@@ -190,6 +199,37 @@ def _end_earlier(layers: Sequence[nn.Module], step: Step, recipe: Recipe | None)
                 old.rolled_in = step.number
                 due.append(layer)
         rolling.roll(due, recipe)
+
+
+def agree(layers: Sequence[nn.Module]) -> None:
+    """Row 0 of each history becomes the maximum over the ranks of its layer, as where the next step begins.
+
+    A checkpoint that is written now holds what a run that goes on rolls by.
+
+    All ranks come here alike, one without a history too. A maximum that is reduced twice stays what it is.
+    """
+    if not rolling.has_ranks(None):
+        return
+    asked = set(layers)
+    own: list[Any] = [layer for layer in amax.layers() if layer in asked and not layer.history.is_meta]
+    # Others may have layers of the default group though this one has none.
+    groups: dict[Any, list[nn.Module]] = {None: []}
+    for layer in own:
+        known = _last(layer)
+        groups.setdefault(None if known is None else known.group, []).append(layer)
+    for group, members in groups.items():
+        _reduce_alike(members, group)
+    for layer in own:
+        state_of(layer).agreed = layer.history[0].tolist()
+
+
+def is_agreed(layer: nn.Module) -> bool:
+    """Whether row 0 of a layer's history is that of all its ranks: nothing, or what `agree` has left there."""
+    history = layer._buffers["history"]
+    if history is None or history.is_meta or not rolling.has_ranks(None):
+        return True
+    newest = history[0].tolist()
+    return not any(newest) or newest == state_of(layer).agreed
 
 
 def leave(before: Step | None) -> None:
@@ -380,10 +420,7 @@ def roll_root(layers: Sequence[nn.Module]) -> None:
         refuse_stage(layer)
     if rolling.has_ranks(None):
         rolling.refuse_join()
-    if rolling.has_ranks(step.group):
-        group = alike.group_of(layers, step.group)
-        if group is not alike.ALONE:
-            rolling.reduce(layers, group)
+    _reduce_alike(layers, step.group)
     with _lock:
         _roll_copied(layers)
         for layer in layers:

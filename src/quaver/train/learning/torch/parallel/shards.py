@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from quaver.torch.parallel import agree_histories
 from quaver.train.learning.torch.optimizer import load_state, state_of
 
 
@@ -25,6 +26,7 @@ def write(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, grou
     Returns:
         What waits until all have written, and raises an OSError on every rank if one could not.
     """
+    agree_histories(model)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     state = {**model.state_dict(), **state_of(model, optimizer)}
     if group is None:

@@ -1,0 +1,258 @@
+"""Rows that go to other ranks, in parts of unequal length, as codes with their scales: the wire of expert parallelism.
+
+Tokens that lie by the rank of their expert are dispatched by one all-to-all, and combined by another one the other way.
+Quantizing a row commutes with moving it, so what arrives has the bits of one process that quantizes all rows and then
+takes these. Codes and scales of a row travel together, as bytes; no collective adds any.
+
+Source: torch.distributed.all_to_all_single; DeepSeek-V3 (arXiv:2412.19437, section 3.3.3) dispatches in FP8.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from quaver.core.spec import QuantSpec
+from quaver.torch.numerics.quantized import Quantized, pack
+from quaver.torch.numerics.rounding import magnitude_bits
+from quaver.torch.operations.functional import quantize
+from quaver.torch.operations.ops import DTYPES
+from quaver.torch.parallel.wire import Pending, agree
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How many rows go to each rank of a group and come from each, on the host, where all_to_all_single wants them.
+
+    Rows lie by the rank that they go to, and arrive by the rank that they come from. `of` asks the ranks; made by hand
+    it must be what they would say, which is not checked.
+    """
+
+    #: A number for each rank.
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def back(self) -> "Splits":
+        """The same rows the other way."""
+        return Splits(self.received, self.sent)
+
+    @staticmethod
+    def of(sent: Sequence[int] | Tensor, rows: int, group: Any = None) -> "Splits":
+        """What each rank gets, of what each says that it sends; all ranks call it.
+
+        Args:
+            sent: rows for each rank: numbers, or integers on any device, which are exchanged there and read once.
+            rows: how many there are.
+        Raises:
+            ValueError: on all ranks, if one of them has numbers that are not of its rows.
+        """
+        ranks = dist.get_world_size(group)
+        if isinstance(sent, Tensor):
+            own = sent.detach().to(torch.int64)
+        else:
+            own = torch.tensor(list(sent), dtype=torch.int64, device=_device(group))
+        why = ""
+        if own.shape != (ranks,):
+            why = (
+                f"{ranks} ranks get rows, and {tuple(own.shape)} is the shape of their numbers: give one for each rank"
+            )
+            own = torch.full((ranks,), -1, dtype=torch.int64, device=own.device)
+        # What is wrong on one rank all of them learn, in the place of a number.
+        own = torch.where((own.min() < 0) | (own.sum() != rows), -1, own)
+        others = torch.empty_like(own)
+        dist.all_to_all_single(others, own.contiguous(), group=group)
+        (to, given) = torch.stack([own, others]).tolist()
+        if min(to) < 0:
+            raise ValueError(
+                why or f"{sent} rows for each rank are not the {rows} rows that there are: they must add up"
+            )
+        if min(given) < 0:
+            wrong = [rank for rank, number in enumerate(given) if number < 0]
+            raise ValueError(f"ranks {wrong} of the group sent other rows than they have: see what they say")
+        return Splits(tuple(to), tuple(given))
+
+    @staticmethod
+    def even(each: int, group: Any = None) -> "Splits":
+        """As many rows for each rank and from each, of a capacity that is known: no rank is asked, and no GPU read."""
+        return Splits(*[(each,) * dist.get_world_size(group)] * 2)
+
+
+def _device(group: Any) -> torch.device:
+    """Where a group's collectives take numbers of the host."""
+    on_gpu = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def quantize_rows(x: Tensor, spec: QuantSpec, group: Any = None) -> Quantized:
+    """Quantize this rank's rows as one process would quantize those of all ranks.
+
+    Ranks agree on one amax, by one all-reduce of four bytes, where a scale is of the whole operand: per tensor and
+    two-level. Rows and blocks of a row need nothing.
+
+    Args:
+        x: [rows, k], float32, bfloat16 or float16; no rows, too.
+        spec: blocks of one row, or one scale for all; rounded to nearest.
+    Raises:
+        ValueError: another spec, one that rotates or that rounds at random.
+    Exact: codes and scales of these rows in the operand that has all ranks' rows.
+    """
+    _check(spec)
+    amax: Tensor | None = None
+    if spec.per_tensor or spec.two_level:
+        bits = magnitude_bits(x.detach().to(torch.float32))
+        top = bits.max().view(1) if bits.numel() else torch.zeros(1, dtype=torch.int32, device=x.device)
+        amax = agree(top, group).view(torch.float32).view(1, 1)
+    return quantize(x.detach().contiguous(), spec, amax)
+
+
+def exchange_operand(q: Quantized, splits: Splits, group: Any = None) -> Pending:
+    """Begin to send rows of an operand to other ranks: codes and scales as bytes, in one all-to-all.
+
+    A scale of the whole operand does not travel: ranks have agreed on it, as `quantize_rows` has them.
+
+    Args:
+        q: [rows, k], of blocks of one row or one scale for all; k is the same on all ranks.
+        splits: of its rows.
+    Returns:
+        A function that waits and gives the rows that came, [rows, k]. Exact: no bit changes.
+    Raises:
+        ValueError: other blocks, or splits of other rows.
+    """
+    _check(q.spec)
+    _check_rows(q.shape[0], splits)
+    q = _upright(q.plain())
+    sent = q.data.view(torch.uint8)
+    codes = sent.shape[1]
+    with_scales = q.spec.block[0] is not None
+    if with_scales:
+        assert isinstance(q.scale, Tensor)
+        sent = torch.cat([sent, _bytes(q.scale)], 1)
+    finish = _exchange(sent, splits, group)
+
+    def wait() -> Quantized:
+        rows = finish()
+        scale = _numbers(rows[:, codes:], q.scale) if with_scales else q.scale
+        data = rows[:, :codes].contiguous().view(q.data.dtype)
+        return Quantized(data, scale, q.spec, (rows.shape[0], q.shape[1]), False, q.tensor_factor)
+
+    return wait
+
+
+def exchange(
+    x: Tensor,
+    splits: Splits,
+    spec: QuantSpec | None = None,
+    *,
+    gradients: QuantSpec | torch.dtype | None = None,
+    group: Any = None,
+) -> Tensor:
+    """Rows of other ranks for rows of this one, in codes, and their gradients back the same way.
+
+    `exchange(x, splits, spec)` dispatches tokens, and `exchange(y, splits.back, spec)` combines what became of them.
+
+    Args:
+        x: [rows, k] that lie by the rank they go to: float32, bfloat16 or float16, one dtype and k on all ranks.
+        splits: `Splits.of`, or `Splits.even` for a capacity.
+        spec: how rows travel, as `quantize_rows` takes it; None sends them as they are.
+        gradients: how their gradients travel: a spec, a dtype, or None for x's dtype.
+        group: process group; None is the default one.
+    Returns:
+        [rows that came, k] in x's dtype: what the codes mean, rounded once to it. Of scales in powers of two, and of
+        blocks of 16 with both levels in powers of two, bfloat16 and float32 hold that exactly, so that a layer whose
+        recipe has this spec for its input multiplies the very values that came.
+    Raises:
+        ValueError: another spec or dtype, or splits of other rows.
+    Exact: forward and gradient are those of one process that has all rows. A block with a NaN or an infinity arrives as
+        NaN, as it is quantized anywhere.
+    """
+    for each in (spec, gradients):
+        if isinstance(each, QuantSpec):
+            _check(each)
+    if x.dim() != 2 or x.dtype not in DTYPES:
+        raise ValueError(f"rows travel as a matrix of float32, bfloat16 or float16, not {x.dtype} {list(x.shape)}")
+    if isinstance(gradients, torch.dtype) and gradients not in DTYPES:
+        raise ValueError(f"gradients travel as float32, bfloat16 or float16, or by a QuantSpec, not as {gradients}")
+    _check_rows(x.shape[0], splits)
+    y: Tensor = _Exchange.apply(x, splits, spec, x.dtype if gradients is None else gradients, group)
+    return y
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows one way, gradients the other; nothing is kept between them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: Splits, spec: Any, gradients: Any, group: Any) -> Tensor:
+        ctx.way = splits.back, gradients, group, x.dtype
+        return _moved(x, splits, x.dtype if spec is None else spec, group).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        back, gradients, group, dtype = ctx.way
+        return _moved(g, back, gradients, group).to(dtype), None, None, None, None
+
+
+def _moved(x: Tensor, splits: Splits, by: QuantSpec | torch.dtype, group: Any) -> Tensor:
+    if isinstance(by, QuantSpec):
+        q: Quantized = exchange_operand(quantize_rows(x, by, group), splits, group)()
+        return q.dequantize()
+    rows: Tensor = _exchange(x.to(by), splits, group)()
+    return rows
+
+
+def _exchange(x: Tensor, splits: Splits, group: Any) -> Pending:
+    x = x.contiguous()
+    rows = x.new_empty((sum(splits.received), x.shape[1]))
+    work: Any = dist.all_to_all_single(rows, x, [*splits.received], [*splits.sent], group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return rows
+
+    return wait
+
+
+def _check(spec: QuantSpec) -> None:
+    """Refuse a spec whose scales are of several rows but not of all, and noise."""
+    if not (spec.per_tensor or spec.block[0] == 1):
+        raise ValueError(
+            f"rows that go to several ranks have scales of their own or one for all, and {spec} has others"
+        )
+    if spec.rounding != "nearest":
+        raise ValueError(
+            f"rows travel rounded to nearest, since noise goes by a row's place in the whole: not by {spec}; use "
+            'dataclasses.replace(spec, rounding="nearest")'
+        )
+    if spec.hadamard:
+        raise ValueError(f"rows travel as they are, and {spec} rotates them: a layer rotates what it gets")
+
+
+def _check_rows(rows: int, splits: Splits) -> None:
+    if sum(splits.sent) != rows:
+        raise ValueError(f"{splits.sent} rows for each rank are not the {rows} rows that there are: they must add up")
+
+
+def _upright(q: Quantized) -> Quantized:
+    """An operand that lies as its rows."""
+    if not q.turned:
+        return q
+    codes = q.lying_codes().t()
+    data = pack(codes) if q.spec.format.packed else codes.contiguous().view(q.data.dtype)
+    scale = q.scale.t().contiguous() if isinstance(q.scale, Tensor) else q.scale
+    return Quantized(data, scale, q.spec, q.shape, False, q.tensor_factor)
+
+
+def _bytes(scale: Tensor) -> Tensor:
+    """Scales [rows, blocks] as uint8 [rows, bytes]."""
+    return scale.reshape(-1).view(torch.uint8).view(scale.shape[0], scale.shape[1] * scale.element_size())
+
+
+def _numbers(raw: Tensor, like: Any) -> Tensor:
+    """What `_bytes` took."""
+    # As one row of bytes: torch reads other numbers from no matrix that has one column of them.
+    return raw.reshape(-1).clone().view(like.dtype).view(raw.shape[0], like.shape[1])
