@@ -209,6 +209,15 @@ def saved_while_training_goes_on(rank: int) -> None:
     assert_same(everything(second), saved, "asynchronous")
     for loss, other in zip(expected, train(second, by_fsdp, range(2, 4)), strict=True):
         assert_bitwise(other, loss, "asynchronous")
+    # What is written is what was there, though all of it changes before anything can be on the disk.
+    saved = everything(second)
+    whole_soon = Checkpoint(*second).async_save(two_ranks.folder() / "changed")
+    with torch.no_grad():
+        for value in [*second[0].parameters(), *second[0].buffers()]:
+            value.zero_()
+    whole_soon.result()
+    Checkpoint(*second).load(two_ranks.folder() / "changed")
+    assert_same(everything(second), saved, "changed while it was written")
     dist.barrier()
     assert json.loads((folder / "digests.json").read_text())["sha256"].keys() == {
         path.name for path in folder.iterdir() if path.name != "digests.json"

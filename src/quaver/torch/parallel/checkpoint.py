@@ -8,6 +8,7 @@ is what a rank alone has recorded, and torch.distributed.checkpoint writes one r
 Source: pytorch.org/docs/stable/distributed.checkpoint.html.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -123,7 +124,9 @@ class Checkpoint:
         if self._apart is None and dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(self.group)
             self._apart = dist.new_group(ranks, backend="gloo", use_local_synchronization=self.group is not None)
-        written: Any = dcp.async_save(self.state_dict(), checkpoint_id=folder, process_group=self._apart)
+        # What is on a CPU already torch may write as it is, while the optimizer changes it.
+        state = {name: _copied(value) for name, value in self.state_dict().items()}
+        written: Any = dcp.async_save(state, checkpoint_id=folder, process_group=self._apart)
         whole: Future[None] = Future()
 
         def seal(of_torch: Any) -> None:
@@ -230,6 +233,13 @@ class Checkpoint:
         unnamed = folder / f"{DIGESTS}.tmp"
         unnamed.write_text(json.dumps({"sha256": digests}, indent=1) + "\n", encoding="utf-8")
         os.replace(unnamed, folder / DIGESTS)
+
+
+def _copied(value: Any) -> Any:
+    """A value that training does not change; torch itself copies what lies on a GPU."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.device.type == "cpu" else value
+    return copy.deepcopy(value)
 
 
 def _ranks(group: Any) -> int:
