@@ -1,6 +1,7 @@
 """Cases of two processes: a vocabulary in parts, its embedding, and its head with its loss."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -99,6 +100,7 @@ def an_embedding_has_the_bits_of_the_whole_one(rank: int) -> None:
                 embedding = parallelize_module(copy.deepcopy(whole), mesh(), Vocabulary(sequence=sequence))
                 says = f"{dtype}, sequence {sequence}, padding {padding}"
                 y, z = embedding(ids), whole(ids)
+                assert_bitwise(pickle.loads(pickle.dumps(embedding))(ids).detach(), y.detach(), f"{says}: a pickle")
                 of_rank = tokens(z, rank, RANKS) if sequence else z
                 assert_bitwise(y.detach(), of_rank.detach().contiguous(), says)
                 if dtype is torch.float32:
