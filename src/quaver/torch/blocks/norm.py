@@ -322,7 +322,7 @@ def _plain_forward(
     wide = x.to(dtype)
     # The order of a sum, and so its bits, must not depend on how x lies.
     factor = wide.square().contiguous().mean(-1, True).add_(eps).rsqrt_()
-    y = wide * factor
+    y = wide * factor if wide is x else wide.mul_(factor)
     if gamma is not None:
         y.mul_(gamma)
     return y if y.dtype is x.dtype else y.to(x.dtype), factor.new_empty(0), factor
@@ -347,14 +347,15 @@ def _plain_backward(
         )
         return of_x.to(x.dtype), nothing(0) if gamma is None else of_gamma, nothing(0) if beta is None else of_beta
     # y = x f gamma with f = (mean(x²) + eps)^-½, so dx = f (g gamma - x̂ mean(g gamma x̂)) where x̂ = x f.
-    wide, along = x.to(dtype) * factor, g.to(dtype)
+    wide, along = x.to(dtype), g.to(dtype)
+    wide = wide * factor if wide is x else wide.mul_(factor)
     # The order of its sums must not depend on how x and g lie.
     product = (along * wide).contiguous()
     of_gamma = nothing(0)
     if gamma is not None:
         of_gamma = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
         product.mul_(gamma)
-        along = along * gamma
+        along = along * gamma if along is g else along.mul_(gamma)
     of_x = torch.addcmul(along, wide, product.mean(-1, True), value=-1).mul_(factor)
     return of_x if of_x.dtype is x.dtype else of_x.to(x.dtype), of_gamma, nothing(0)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.torch.backends.cpu import repeated
 from quaver.torch.backends.gpu.launching.device import out_of_memory
 from quaver.torch.linear.entrance import Prologue, Setup, enter, remade
 from quaver.torch.linear.gemms import Call
@@ -63,9 +64,17 @@ def _generally(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Any:
     keeps = setup.training and not remakes and any(needs[1 + taken : 1 + taken + n])
     entrance = enter(setup, tensors[:taken], keeps)
     runs, lead, outputs = entrance.runs, entrance.shape[:-1], []
-    for run, weight, bias in zip(runs, weights, biases, strict=True):
-        assert weight is not None
-        outputs.append(_shaped(run.output(entrance.operand, weight, bias), (*lead, weight.shape[0])))
+    # Each layer reads it.
+    shares = n > 1 and not torch.compiler.is_compiling()
+    if shares:
+        repeated.mark(entrance.operand, repeated.INPUT)
+    try:
+        for run, weight, bias in zip(runs, weights, biases, strict=True):
+            assert weight is not None
+            outputs.append(_shaped(run.output(entrance.operand, weight, bias), (*lead, weight.shape[0])))
+    finally:
+        if shares:
+            repeated.unmark(entrance.operand)
     kept: tuple[Any, Any] = entrance.turned, None
     if keeps and entrance.turned is None:
         kept = runs[0].turned(entrance.matrix, entrance.operand)
@@ -112,11 +121,17 @@ def _decided(setup: Setup, tensors: Sequence[Any], flat: bool = False) -> tuple[
     except torch.OutOfMemoryError as error:
         raise out_of_memory(y, 2) from error
     outputs, of_biases = [y] if setup.return_input else [], []
-    for run, weight, bias in zip(runs, weights, tensors[taken + n :], strict=True):
-        if run is not first:
-            run.note(operands)
-        outputs.append(run.output(operands, weight, bias, flat))
-        of_biases.append(bias is not None and bias.dtype)
+    if n > 1:
+        repeated.mark(operands[0], repeated.INPUT)
+    try:
+        for run, weight, bias in zip(runs, weights, tensors[taken + n :], strict=True):
+            if run is not first:
+                run.note(operands)
+            outputs.append(run.output(operands, weight, bias, flat))
+            of_biases.append(bias is not None and bias.dtype)
+    finally:
+        if n > 1:
+            repeated.unmark(operands[0])
     kept, scale = first.turned(x, operands)
     # Tensors alone are not taken apart.
     values = [*weights, kept, *scale, *saved] if scale.__class__ is list else [*weights, kept, scale, *saved]
@@ -218,19 +233,26 @@ def _gradients(
         runs, saved = _again(setup, of_layers, saved[:n]), saved[n:]
     if kept[0] is None and any(needs[taken : taken + n]):
         kept = remade(setup, saved, runs[0])
+    shares = n > 1 and not torch.compiler.is_compiling()
+    if shares:
+        repeated.mark(kept[0], repeated.INPUT)
     of_input = any(needs[:taken])
     of_y = gs[0].reshape(-1, shape[-1]) if setup.return_input else None
     of_weights: list[Tensor | None] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
     # As autograd adds them up: what was computed last comes first.
-    for i in range(n - 1, -1, -1):
-        needed = of_input, needs[taken + i], needs[taken + n + i]
-        part, of_weights[i], of_biases[i] = runs[i].gradients(
-            of_layers[i], weights[i], kept, needed, weight_dtypes[i], bias_dtypes[i]
-        )
-        if part is not None:
-            part = part if part.dtype is dtype else part.to(dtype)
-            of_y = part if of_y is None else add(of_y, part)
+    try:
+        for i in range(n - 1, -1, -1):
+            needed = of_input, needs[taken + i], needs[taken + n + i]
+            part, of_weights[i], of_biases[i] = runs[i].gradients(
+                of_layers[i], weights[i], kept, needed, weight_dtypes[i], bias_dtypes[i]
+            )
+            if part is not None:
+                part = part if part.dtype is dtype else part.to(dtype)
+                of_y = part if of_y is None else add(of_y, part)
+    finally:
+        if shares:
+            repeated.unmark(kept[0])
     of_x: Sequence[Tensor | None] = (None,) * taken
     if of_input:
         assert of_y is not None

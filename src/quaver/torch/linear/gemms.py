@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.backends.cpu import repeated
 from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.linear.stored import stored
 from quaver.torch.numerics.philox import QUIET, Noise
@@ -216,6 +217,8 @@ class Call:
                 gq, turned = quantize_both(self, amax.GRAD_OUTPUT, "grad_output", g, a, c, sums)
             else:
                 gq = quantize(self, amax.GRAD_OUTPUT, "grad_output", g, a, False)
+                if need_input and need_weight and self.plan.grad_output and not self.traced and g.is_cpu:
+                    repeated.mark(gq, repeated.GRADIENT)
         if need_bias:
             grad_bias = ops.bias_gradient(g, bias_dtype, gq.partial_sums if isinstance(gq, Quantized) else None)
         if need_input:

@@ -61,6 +61,8 @@ class Quantized:
     #: What the kernel that quantized a matrix summed of it on the way: float32 [blocks of rows, columns], of the values
     #: as they were. The gradient of a bias is the sum of these.
     partial_sums: Tensor | None = None
+    #: Of an operand on a CPU that a call reads more than once: `quaver.torch.backends.cpu.repeated`.
+    mark: object = None
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +94,7 @@ class Quantized:
             twin = Quantized(
                 self.data, self.scale, self.spec, shape, turned, self.tensor_factor, self.amax, self.decoded
             )
-            twin.swizzled = self.swizzled
+            twin.swizzled, twin.mark = self.swizzled, self.mark
             self.twin = twin
         return twin
 

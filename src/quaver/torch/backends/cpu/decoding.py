@@ -9,6 +9,7 @@ from torch import Tensor
 from quaver.core.numbers import rounding
 from quaver.core.numbers.formats import E2M1, Format
 from quaver.torch.backends.cpu import scratch
+from quaver.torch.backends.cpu.fp8 import scalar
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, spread
 
 #: Exponents of block scales that may be folded into the operands: products and sums stay normal float32 numbers.
@@ -33,6 +34,9 @@ def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Ten
         values = q.values()
         return values.to(torch.bfloat16) if half else values, 1.0
     if not isinstance(q.scale, Tensor):
+        if not tiny and math.frexp(q.scale)[0] == 0.5 and 2.0 ** FOLD[0] <= q.scale <= 2.0 ** FOLD[1]:
+            # Decoding multiplies by a power of two anyway, which saves a pass over the product.
+            return _values(q, half, tiny, slot, q.scale), 1.0
         return _values(q, half, tiny, slot), q.scale
     if q.spec.block[1] is not None:
         return _decode_blocks(q, half, tiny, slot)
@@ -61,8 +65,8 @@ def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Ten
     if top - bottom > FOLD[1] - FOLD[0]:
         return None
     shift = 0 if FOLD[0] <= bottom and top <= FOLD[1] else top
-    values, lift = _raw(q, half, tiny, slot)
-    factor = (scale * 2.0**-shift * 2.0**lift).to(values.dtype)
+    values, left = _raw(q, half, tiny, slot)
+    factor = (scale * 2.0**-shift * left).to(values.dtype)
     return _folded(q, values, factor), math.ldexp(1.0, shift)
 
 
@@ -114,34 +118,63 @@ def _e2m1_pairs(half: bool) -> Tensor:
     return _pairs[half]
 
 
-def _values(q: Quantized, half: bool, tiny: bool, slot: str) -> Tensor:
-    """Codes to bf16 or float32 values, without scales; NaN codes are not kept: their scale is NaN."""
-    raw, lift = _raw(q, half, tiny, slot)
-    values = raw.mul_(2.0**lift) if lift else raw
+def _values(q: Quantized, half: bool, tiny: bool, slot: str, factor: float = 1.0) -> Tensor:
+    """Codes to bf16 or float32 values times a power of two, without scales; NaN codes are not kept: their scale is
+    NaN."""
+    raw, left = _raw(q, half, tiny, slot, factor)
+    values = raw if left == 1.0 else raw.mul_(scalar(left))
     return values.t() if q.turned else values
 
 
-def _raw(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, int]:
-    """Codes as they lie as values of a wider type, and the exponent that this leaves out.
+def _raw(q: Quantized, half: bool, tiny: bool, slot: str, factor: float = 1.0) -> tuple[Tensor, float]:
+    """Codes as they lie as values of a wider type, and the power of two by which they are still to be multiplied.
 
-    FP8 codes are moved into its bits: E5M2 is the top byte of a float16, E4M3 shifts into a float16 or a bfloat16 with
-    its sign carried along. Those of other formats are looked up.
+    FP8 codes are moved into its bits: E5M2 is the top byte of a float16, and both shift into a bfloat16, E4M3 into a
+    float16 too, with their signs carried along. Those of other formats are looked up.
     """
     data, fmt = q.data, q.spec.format
     if fmt.packed:
-        return _pairs_of(q, half), 0
+        return _pairs_of(q, half), factor
     if fmt.name not in FLOAT8:
-        return _table(fmt, half).index_select(0, data.reshape(-1).to(torch.int32)).view(data.shape), 0
+        return _table(fmt, half).index_select(0, data.reshape(-1).to(torch.int32)).view(data.shape), factor
     if tiny:
-        return data.float(), 0
+        return data.float(), factor
+    if half and (fmt.name == "e4m3" or _is_finite(q)) and not _flushes_subnormals():
+        places, mask, lift = INTO_BF16[fmt.name]
+        bits = _copied(data.view(torch.int8), torch.int16, slot)
+        values = bits.bitwise_left_shift_(_int16(places)).bitwise_and_(_int16(mask)).view(torch.bfloat16)
+        return values, math.ldexp(factor, lift)
     if fmt.name == "e5m2":
-        bits, lift = _copied(data.view(torch.uint8), torch.int16, slot).bitwise_left_shift_(8), 0
+        if half:
+            return _through_float32(data, slot, factor), 1.0
+        bits, lift = _copied(data.view(torch.uint8), torch.int16, slot).bitwise_left_shift_(_int16(8)), 0
     else:
         bits, lift = _copied(data.view(torch.int8), torch.int16, slot), 8
-        if half and not _flushes_subnormals():
-            return bits.bitwise_left_shift_(4).bitwise_and_(-30721).view(torch.bfloat16), 120
-        bits.bitwise_left_shift_(7).bitwise_and_(-16385)
-    return _copied(bits.view(torch.float16), torch.bfloat16 if half else torch.float32, slot + ", wide"), lift
+        bits.bitwise_left_shift_(_int16(7)).bitwise_and_(_int16(-16385))
+    return _copied(bits.view(torch.float16), torch.bfloat16 if half else torch.float32, slot + ", wide"), math.ldexp(
+        factor, lift
+    )
+
+
+#: How far codes are shifted into a bfloat16, the bits of it that they take, and how much less its exponent then says.
+INTO_BF16 = {"e4m3": (4, -30721, 120), "e5m2": (5, -28673, 112)}
+
+
+def _is_finite(q: Quantized) -> bool:
+    """True if a measured amax tells that E5M2's codes hold no infinity and no NaN."""
+    return isinstance(q.amax, float) and q.amax < math.inf
+
+
+def _through_float32(codes: Tensor, slot: str, factor: float) -> Tensor:
+    """E5M2 codes to bf16 values times a power of two, in pieces that stay in the cache: torch converts float16 to
+    float32 and that to bf16 by vectors, but float16 to bf16 number by number."""
+    out = scratch.room(slot, codes.shape, torch.bfloat16)
+    codes, step = codes.view(torch.uint8).contiguous(), scratch.PIECE // 4
+    for part, values in zip(codes.view(-1).split(step), out.view(-1).split(step), strict=True):
+        bits = scratch.room("half", part.shape, torch.int16).copy_(part).bitwise_left_shift_(_int16(8))
+        wide = scratch.room("temporary", part.shape, torch.float32).copy_(bits.view(torch.float16))
+        values.copy_(wide if factor == 1.0 else wide.mul_(scalar(factor)))
+    return out
 
 
 def _copied(x: Tensor, dtype: torch.dtype, slot: str) -> Tensor:
@@ -158,8 +191,16 @@ def _table(fmt: Format, half: bool) -> Tensor:
         return torch.from_numpy(rounding.values(fmt).copy()).to(torch.bfloat16 if half else torch.float32)
 
 
-_subnormal = torch.tensor(2.0**-130, dtype=torch.float32, device="cpu")
+@cache
+def _int16(number: int) -> Tensor:
+    """A number as a tensor without dimensions: of one of Python's torch makes such a tensor in each call."""
+    with torch.inference_mode(False):
+        return torch.tensor(number, dtype=torch.int16, device="cpu")
+
+
+_subnormal = 5e-324
 
 
 def _flushes_subnormals() -> bool:
-    return (_subnormal * 1.0).item() == 0.0
+    """Whether this thread's arithmetic does, Python's included: what torch.set_flush_denormal asks for."""
+    return _subnormal * 1.0 == 0.0

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quaver.torch.backends.cpu import brgemm, narrow, scratch
 from quaver.torch.backends.cpu.decoding import ROWS, decode, folds_exactly, rescales_exactly
+from quaver.torch.backends.cpu.repeated import values_of
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 
@@ -66,7 +67,9 @@ def matmul(
     half = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
     half = half and multiplies_bf16()
     blocked = exact and not half and size >= brgemm.SMALLEST and brgemm.takes(m, n, k)
-    left, right = decode(a, half or blocked, tiny, "left"), decode(b, half or blocked, tiny, "right")
+    # Most bear no mark, and a call of Python's that decides so is saved.
+    left = (decode if a.mark is None else values_of)(a, half or blocked, tiny, "left")
+    right = (decode if b.mark is None else values_of)(b, half or blocked, tiny, "right")
     if left is None or right is None:
         # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
         return reference.matmul(a, b, dtype, bias)

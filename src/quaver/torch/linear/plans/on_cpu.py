@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.backends.cpu import fp8
+from quaver.torch.backends.cpu import fp8, repeated
 from quaver.torch.backends.cpu.gemm import REMEMBERED, SMALL, decoded, matmul, scaled_product
 from quaver.torch.linear.gemms import Call, quantized_weight
 from quaver.torch.linear.plans.step import Multiply, Operands, Rows, Scale, Step, Weight
@@ -71,6 +71,8 @@ def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Row
 
     def of_grad_output(g: Tensor, delayed: HostFactors | None) -> Operands:
         q = _by_factor(fp8.quantize, g, c, delayed, amax.GRAD_OUTPUT)
+        if plan.grad_output:
+            repeated.mark(q, repeated.GRADIENT)
         return q, None, q.T if plan.grad_output else None, None, None
 
     def turned_grad_output(g: Tensor) -> tuple[Quantized, None]:
@@ -91,13 +93,15 @@ def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Row
         return entry, entry.ready
 
     def of_output(data: Tensor, scale: Scale, right: Any, _: Scale, bias: Tensor | None) -> Tensor:
-        return matmul(Quantized(data, scale, a, (tokens, k)), right, dtype, bias)
+        left = Quantized(data, scale, a, (tokens, k), mark=repeated.thread.codes and repeated.mark_of(data))
+        return matmul(left, right, dtype, bias)
 
     def of_gradient_of_input(left: Any, _: Scale, right: Any, __: Scale, bias: Tensor | None) -> Tensor:
         return matmul(left, right, dtype, bias)
 
     def of_gradient(left: Any, _: Scale, data: Tensor, scale: Scale, __: Tensor | None) -> Tensor:
         right = Quantized(data, scale, f, (k, tokens), plan.input or min(k, tokens) > 1)  # type: ignore[arg-type]
+        right.mark = repeated.thread.codes and repeated.mark_of(data)
         return matmul(left, right, dtype)
 
     return Rows(
