@@ -49,7 +49,7 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
         whole = Part(model, config)
         group.pipeline = Pipeline(whole, recipe, config, group)
     if group.sizes.tp == 1 and travels(recipe):
-        gather_quantized(model)
+        gather_quantized(model, mesh=group.mesh["data"])
     for layer in model.layers:
         fully_shard(layer, mesh=group.mesh["data"])
     fully_shard(whole, mesh=group.mesh["data"])
