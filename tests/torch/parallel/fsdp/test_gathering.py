@@ -236,6 +236,75 @@ def blocks(rank: int) -> None:
         compare(lambda name=name: converted(name, make()), use, name)
 
 
+def weights_that_exist_only_in_codes(rank: int) -> None:
+    """Frozen, under trained biases: sharded, gathered, saved and loaded as codes, with the numbers of one process."""
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def build(name: str, bias: bool, on: str = "cpu") -> Any:
+        torch.manual_seed(0)
+        with torch.device(on), qt.quantized_init(name):
+            net = nn.Sequential(
+                qt.Linear(64, 97, bias, recipe=name), nn.GELU(), qt.Linear(97, 64, bias, recipe=name), nn.LayerNorm(64)
+            )
+        for i in (0, 2):
+            net[i].weight.requires_grad_(False)
+        return net
+
+    def trained(net: Any, steps: int = 3) -> list[float]:
+        optimizer, losses = adam(net), []
+        for seed in range(steps):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+            y = net(x)
+            loss = y.square().mean() + y[:, ::2].sum() / 100
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    for name in ("mxfp8", "tensorwise", "blockwise", "nvfp4"):
+        for bias in (True, False):
+            net = build(name, bias)
+            gathers = gather_quantized(net)
+            assert gathers.stored == ["0", "2"] and not gathers.quantized, gathers
+            with counted() as traffic:
+                sharded(net)
+                x = torch.ones(4, 64)
+                assert torch.equal(net(x), build(name, bias)(x)), name
+            assert traffic.gathered <= 4 * 1.3 * 2 * 97 * 64, "a byte an element, and biases"
+            for i in (0, 2):
+                # The last rank has a row less; 97 of 64 bytes, or of 32.
+                own = net[i].weight.to_local()
+                rows = net[i].weight.shape[0]
+                assert own.shape[0] == (-(-rows // 2) if rank == 0 else rows // 2) and own.element_size() == 1
+            if name != "nvfp4":
+                # Its noise is that of a layer's number.
+                fresh = build(name, bias)
+                gather_quantized(fresh)
+                losses, expected = trained(sharded(fresh)), trained(build(name, bias))
+                assert losses == expected, f"{name}: {losses}, {expected}"
+            low_net = build(name, bias)
+            gather_quantized(low_net)
+            y = sharded(low_net, mp_policy=low)(x)
+            assert y.dtype is torch.bfloat16 and torch.equal(y, build(name, bias).bfloat16()(x.bfloat16())), name
+            folder = str(two_ranks.folder() / f"{name} {bias}")
+            state = {"model": net.state_dict()}
+            torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+            for on in ("meta", "whole"):
+                other = build(name, bias, "meta" if on == "meta" else "cpu")
+                if on == "meta":
+                    gather_quantized(other)
+                    sharded(other).to_empty(device="cpu")
+                state = {"model": other.state_dict()}
+                torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+                other.load_state_dict(state["model"])
+                assert torch.equal(other(x), net(x)), f"{name}, {on}"
+    net = build("mxfp8", True)
+    net[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="exists only in codes and requires a gradient, and fully_shard takes"):
+        gather_quantized(net)
+
+
 def recipes_of_an_autocast(rank: int) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -602,7 +671,7 @@ def reverted(rank: int) -> None:
 
 
 OPTIONS: list[Callable[[int], None]] = [
-    *(policies, live_bytes, compiled_blocks),
+    *(policies, live_bytes, compiled_blocks, weights_that_exist_only_in_codes),
     *(bytes_of_gathers, micro_batches, optimizers, roots_alone, evaluations, recomputation, blocks),
     *(checkpoints, made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
     *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),

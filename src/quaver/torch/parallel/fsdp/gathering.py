@@ -17,6 +17,7 @@ from quaver.torch.linear.layer import Linear
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel.comparing import compare, lines_of
 from quaver.torch.parallel.fsdp.agreeing import Across, Model, Weight
+from quaver.torch.parallel.fsdp.codes import shard_codes
 from quaver.torch.parallel.fsdp.cutting import sides
 from quaver.torch.parallel.fsdp.shards import Shard
 from quaver.torch.parallel.fsdp.units import local, set_local
@@ -29,11 +30,14 @@ class Gathers:
 
     #: By the layer's name: the recipe in whose codes its weight travels.
     quantized: dict[str, Recipe] = field(default_factory=dict)
+    #: Names of layers whose weight exists only in codes, which travel as they are.
+    stored: list[str] = field(default_factory=list)
     #: By the layer's name: why its weight travels in high precision, as without `gather_quantized`.
     in_high_precision: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{name}: codes of {recipe.name}" for name, recipe in self.quantized.items()]
+        lines += [f"{name}: codes, which are all of it" for name in self.stored]
         lines += [f"{name}: in high precision, {why}" for name, why in self.in_high_precision.items()]
         return "\n".join(lines)
 
@@ -74,6 +78,10 @@ def gather_quantized(
         of_weight = weight.layer()
         assert of_weight is not None
         _prepare(of_weight, weight)
+    for name in gathers.stored:
+        layer = model.get_submodule(name)
+        shard_codes(layer, name or type(layer).__name__)
+        layer.register_state_dict_post_hook(_write_plain)
     return gathers
 
 
@@ -91,6 +99,9 @@ def _prepared_of(model: nn.Module, chosen: Recipe | None, patterns: Sequence[str
         unused -= fits
         of_layer = layer.recipe or chosen
         why = "left out by name" if fits else _why_not(layer, of_layer, holders)
+        if not why and layer.weight_spec is not None:
+            gathers.stored.append(name)
+            continue
         if why:
             gathers.in_high_precision[name] = why
             continue
@@ -103,7 +114,7 @@ def _prepared_of(model: nn.Module, chosen: Recipe | None, patterns: Sequence[str
         prepared.weights.append(Weight(layer, own, of_layer, (n, k), prepared, _across(layer)))
     if unused:
         raise ValueError(f"no quantized layer has a name that fits {', '.join(map(repr, sorted(unused)))} of skip")
-    if not prepared.weights:
+    if not prepared.weights and not gathers.stored:
         raise ValueError(
             f"gather_quantized has no weight to gather as codes; call quaver.torch.convert(model, ...) before it, or "
             f"give recipe= for layers that run in an autocast\n{gathers}"
@@ -133,6 +144,15 @@ def _refuse(model: nn.Module) -> None:
 def _why_not(layer: Linear, recipe: Recipe | None, holders: Counter[int]) -> str:
     """Why a layer's weight is gathered in high precision, or ""."""
     weight = layer._parameters.get("weight")
+    if layer.weight_spec is not None:
+        if weight is not None and weight.requires_grad:
+            name = layer.__dict__.get("qualified_name") or f"Linear({layer.in_features} → {layer.out_features})"
+            raise ValueError(
+                f"{name} has a weight that exists only in codes and requires a gradient, and fully_shard takes "
+                "gradients of one dtype: freeze it with weight.requires_grad_(False), or train it after "
+                "dequantize_weights(model)"
+            )
+        return "another module holds it, too" if holders[id(weight)] > 1 else ""
     if recipe is None:
         return "it has no recipe of its own: give recipe="
     if not recipe.quantizes:
@@ -145,8 +165,6 @@ def _why_not(layer: Linear, recipe: Recipe | None, holders: Counter[int]) -> str
         return "its matrices lie in parts by themselves"
     if weight is None:
         return "a parametrization makes it"
-    if layer.weight_spec is not None:
-        return "it exists only in codes"
     if weight.dtype not in DTYPES:
         return f"it is {weight.dtype}, which recipes leave alone"
     if holders[id(weight)] > 1:

@@ -1,4 +1,4 @@
-"""The tensors by which fully_shard gathers a weight as codes: the project's only subclasses of a tensor.
+"""The tensors by which fully_shard gathers a weight as codes: the project's only subclasses of a tensor, with `codes`.
 
 `Shard` is one rank's rows in high precision: optimizers, clipping and checkpoints see a tensor like any other, and
 fully_shard, which asks a part of a DTensor for `fsdp_pre_all_gather`, gathers what that gives in place of the rows.
@@ -40,6 +40,7 @@ class Shard(Tensor):
 
     plain: Tensor
     weight: Weight
+    keeps = frozenset(KEEPS)
     eagerly = staticmethod(eagerly)
 
     @staticmethod
@@ -106,9 +107,9 @@ class Shard(Tensor):
         if args and isinstance(args[0], Shard) and result is plain_args[0]:
             # An operation in place.
             return args[0]
-        if function not in KEEPS:
+        if function not in cls.keeps:
             return result
-        return _each(lambda x: Shard(x, weight[0]) if isinstance(x, Tensor) else x, result)
+        return _each(lambda x: cls(x, weight[0]) if isinstance(x, Tensor) else x, result)
 
     # What a layer asks of a `GivenWeight`, where no fully_shard has gathered it.
 
