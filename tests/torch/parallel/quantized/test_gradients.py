@@ -17,7 +17,8 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.core.numbers.formats import E4M3, E5M2
 from quaver.core.spec import QuantSpec
-from quaver.torch.parallel import gradients, wire
+from quaver.torch.parallel import wire
+from quaver.torch.parallel.quantized import gradients
 from tests import two_ranks
 from tests.close import assert_bitwise
 from tests.two_ranks import RANKS
