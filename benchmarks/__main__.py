@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks cpu`, `accept`, `accept-attention` and `families`."""
+"""The command line: `python -m benchmarks cpu`, `parallel`, `accept`, `accept-attention` and `families`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,30 @@ def cpu(
         run(quick, only, not quick and only is None if write is None else write, Console(), threads=threads)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def parallel(
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and one round: does everything run?")] = False,
+    only: Annotated[str | None, typer.Option(help="Cases whose name matches, such as 'ranks-fsdp'.")] = None,
+    write: Annotated[
+        bool | None,
+        typer.Option(
+            "--write/--no-write", help="Keep the results and their table in docs; only a full run's by default."
+        ),
+    ] = None,
+) -> None:
+    """Two ranks over gloo: steps and bytes under fully_shard and tensor parallelism, against the same in bf16."""
+    from benchmarks.cpu import RANKS, run
+    from benchmarks.pages import ranks
+
+    keep = not quick and only is None if write is None else write
+    try:
+        run(quick, only, keep, Console(), suite=RANKS)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if keep and not quick and only is None:
+        ranks.write()
 
 
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of a run.")]

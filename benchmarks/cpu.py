@@ -1,4 +1,4 @@
-"""`python -m benchmarks cpu`: runs the cases, prints their tables and keeps them."""
+"""`python -m benchmarks cpu` and `parallel`: run the cases of a suite, print their tables and keep them."""
 
 import dataclasses
 import fnmatch
@@ -7,11 +7,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cases import CASES
+from benchmarks.cases.ranks import PARALLEL
 from benchmarks.measuring import machine, results
 from benchmarks.measuring.figure import Case, Figure, NotMeasurable, Result
 from benchmarks.measuring.timing import of_torch
@@ -20,13 +22,27 @@ from quaver.core.text.spelling import suggest
 COLOURS = {None: "", True: "green", False: "bold red"}
 
 
-def chosen(pattern: str | None) -> list[Case]:
+class Suite(NamedTuple):
+    """Cases that are run together."""
+
+    #: Of its results' files.
+    name: str
+    #: Of its results, to be read.
+    heading: str
+    cases: Sequence[Case]
+
+
+CPU = Suite("cpu", "# Benchmarks on a CPU", CASES)
+RANKS = Suite("parallel", "# Benchmarks of two ranks on a CPU", PARALLEL)
+
+
+def chosen(pattern: str | None, suite: Suite = CPU) -> list[Case]:
     """The cases whose name the pattern matches; all without one. Raises: ValueError if it matches none."""
     if pattern is None:
-        return list(CASES)
-    cases = [case for case in CASES if fnmatch.fnmatch(case.name, pattern)]
+        return list(suite.cases)
+    cases = [case for case in suite.cases if fnmatch.fnmatch(case.name, pattern)]
     if not cases:
-        raise ValueError(f"no case matches {pattern!r}; {suggest(pattern, [case.name for case in CASES])}")
+        raise ValueError(f"no case matches {pattern!r}; {suggest(pattern, [case.name for case in suite.cases])}")
     return cases
 
 
@@ -74,9 +90,10 @@ def run(
     console: Console,
     folder: Path = results.FOLDER,
     threads: int = 1,
+    suite: Suite = CPU,
 ) -> list[Result]:
     """Run, print and, if asked, write the chosen cases: after each case, and after each row of one that takes long."""
-    cases = chosen(pattern)
+    cases = chosen(pattern, suite)
     setting = {**machine.describe(), "threads": str(threads) + (", the clock's time" if threads > 1 else "")}
     for key, value in setting.items():
         console.print(f"{key:8} {value}", highlight=False)
@@ -85,7 +102,7 @@ def run(
 
     def keep(results_so_far: Sequence[Result]) -> None:
         if write:
-            paths[:] = written(results_so_far, quick, pattern, setting, folder, threads)
+            paths[:] = written(results_so_far, quick, pattern, setting, folder, threads, suite)
 
     def tell(so_far: Result) -> None:
         subject, row = so_far.rows()[-1]
@@ -106,13 +123,19 @@ def run(
 
 
 def written(
-    done: Sequence[Result], quick: bool, pattern: str | None, setting: Mapping[str, str], folder: Path, threads: int
+    done: Sequence[Result],
+    quick: bool,
+    pattern: str | None,
+    setting: Mapping[str, str],
+    folder: Path,
+    threads: int,
+    suite: Suite,
 ) -> list[Path]:
     """The files of these results."""
-    heading = "# Benchmarks on a CPU" + (", quick" if quick else "")
+    heading = suite.heading + (", quick" if quick else "")
     # A part of the cases lies beside whole runs, not in their place.
     part = "" if pattern is None else "-" + re.sub(r"[^\w]+", "-", pattern).strip("-")
-    name = f"cpu{part}" if threads == 1 else f"cpu{part}-{threads}-threads"
+    name = f"{suite.name}{part}" + (f"-{threads}-threads" if threads > 1 else "")
     lines = [heading, "", summary(done), *(line for result in done for line in results.case_markdown(result))]
     data = {"quick": quick, "cases": [results.case_data(result) for result in done]}
     return results.write(folder, name, setting, lines, data)

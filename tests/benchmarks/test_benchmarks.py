@@ -20,13 +20,15 @@ from benchmarks.acceptance.training import CONTROL, Outcome
 from benchmarks.cases import CASES
 from benchmarks.cases.host import host_cost
 from benchmarks.cases.linear.speed import Setup
-from benchmarks.cpu import chosen, run, run_case, summary
+from benchmarks.cases.ranks import PARALLEL, started
+from benchmarks.cpu import RANKS, chosen, run, run_case, summary, written
 from benchmarks.measuring import machine
 from benchmarks.measuring.figure import (
     DECIMALS,
     Case,
     Figure,
     NotMeasurable,
+    Result,
     Target,
     at_least,
     at_most,
@@ -36,6 +38,7 @@ from benchmarks.measuring.figure import (
 from benchmarks.measuring.memory import Peak, peak
 from benchmarks.measuring.products import WideProducts
 from benchmarks.measuring.timing import beside, interleave, no_collection, stopwatch
+from benchmarks.pages import ranks
 from quaver.torch.backends.gpu.launching import interpreter
 from quaver.train import TrainResult
 from quaver.train.configuration.sizes import MODELS
@@ -44,8 +47,32 @@ from tests import forked
 
 
 def test_names_of_cases_are_unique() -> None:
-    names = [case.name for case in CASES]
+    names = [case.name for case in (*CASES, *PARALLEL)]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("case", PARALLEL, ids=lambda case: case.name)
+def test_every_case_of_ranks_runs_quickly_and_says_what_travels(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started, "subprocess", forked.quick)
+    figures = list(case.measure(True))
+    assert all(math.isfinite(figure.value) and figure.value > 0 for figure in figures)
+    columns = {figure.column for figure in figures}
+    assert {"time, ratio", "processor, ratio", "step"} < columns and any(name.endswith(", sent") for name in columns)
+    # What does not depend on sizes: few scales, and one all-reduce of their bits.
+    shares = {f.subject: f.value for f in figures if f.column.endswith(", bytes")}
+    assert max(shares.values()) < {"ranks-tensor": 85}.get(case.name, 53), shares
+
+
+def test_the_page_has_the_newest_results_of_ranks(tmp_path: Path) -> None:
+    _, between, _ = ranks.parts()
+    assert between == ranks.table(ranks.newest()), "write it by python -m benchmarks.pages.ranks"
+    assert ranks.table(ranks.newest(tmp_path)) == ranks.NONE
+    case = dataclasses.replace(PARALLEL[0], measure=lambda quick: [])
+    figures = (Figure("mxfp8", "time, ratio", 1.4, "x", at_most(1.3)), Figure("mxfp8", "weights, bytes", 51.6, "%"))
+    kept = [Result(case=case, figures=figures, seconds=1.0)]
+    written(kept, False, None, machine.describe(), tmp_path, 1, RANKS)
+    shown = ranks.table(ranks.newest(tmp_path))
+    assert "| mxfp8 | 1.40 (missed) | 51.6 % |" in shown and machine.today() in shown
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -94,7 +94,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "weights",
     ),
     "quaver.torch.parallel": (
-        *("comparing", "wire", "opening", "quantized", "tensor", "fsdp", "context", "pipeline", "checkpoint"),
+        *("traffic", "alike", "wire", "quantized", "tensor", "fsdp", "context", "pipeline", "checkpoint"),
     ),
     "quaver.torch.parallel.quantized": ("gradients", "dispatch"),
     "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
@@ -107,7 +107,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("device", "decoder", "optimizer", "parallel", "nonfinite", "update", "learner", "decoding", "trials"),
     ),
     "benchmarks": ("measuring", "subjects", "host_cost", "acceptance", "pages", "cases", "gpu", "cpu", "__main__"),
-    "benchmarks.cases": ("linear", "blocks", "host"),
+    "benchmarks.cases": ("linear", "blocks", "host", "ranks"),
     "benchmarks.gpu": ("measuring", "sections", "ahead", "targets", "child", "options", "report", "run", "__main__"),
     "benchmarks.gpu.sections": ("kernels", "layers", "training", "registry"),
 }

@@ -52,6 +52,7 @@ OWNERS = {
     ("quaver.train.learning.torch.decoding", "torch.set_num_threads"),
     ("quaver.train.learning.torch.learner", "torch.set_num_threads"),
     ("quaver.train.running.interrupt", "signal.signal"),
+    ("quaver.train.learning.torch.parallel.group", "signal.signal"),
     ("quaver.train.learning.torch.decoding", "warnings.simplefilter"),
     # So do reading a recipe's text and `doctor`.
     ("quaver.train.configuration.recipe_name", "warnings.simplefilter"),

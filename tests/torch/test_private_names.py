@@ -48,6 +48,7 @@ def test_torch_has_them() -> None:
     assert hasattr(torch, "_has_compatible_shallow_copy_type") and hasattr(torch, "_foreach_copy_")
     assert hasattr(torch.autograd, "_get_sequence_nr") and hasattr(torch.cpu, "_is_avx512_bf16_supported")
     assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert hasattr(torch.distributed.distributed_c10d, "_set_pg_timeout")
 
 
 def test_a_transform_is_seen_inside_alone(names: tuple[Callable[..., Any], bool]) -> None:

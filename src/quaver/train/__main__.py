@@ -11,8 +11,9 @@ def main() -> None:
         print(sentence, file=sys.stderr)
         sys.exit(1)
     from quaver.train.commands.cli import app
+    from quaver.train.commands.failing import recorded
 
-    app(prog_name="quaver")
+    recorded(lambda: app(prog_name="quaver"))()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """What is applied to a model from outside so that many ranks train it; no layer knows a mesh."""
 
+from quaver.torch.parallel.alike.comparing import check_alike
 from quaver.torch.parallel.checkpoint import Checkpoint, agree_histories
-from quaver.torch.parallel.comparing import check_alike
 from quaver.torch.parallel.context.applying import ContextParallel, context_parallel
 from quaver.torch.parallel.fsdp.gathering import Gathers, gather_quantized
+from quaver.torch.parallel.fsdp.watching import Traffic
 from quaver.torch.parallel.pipeline import stage
 from quaver.torch.parallel.quantized.dispatch import Splits, exchange
 from quaver.torch.parallel.quantized.gradients import quantize_gradients
@@ -19,6 +20,7 @@ __all__ = [
     "Row",
     "Sequence",
     "Splits",
+    "Traffic",
     "Vocabulary",
     "agree_histories",
     "check_alike",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from quaver.torch.parallel.traffic import active, count
 from quaver.torch.state.context import autocast
 from quaver.torch.state.layer import LayerState
 
@@ -58,7 +59,23 @@ def stage(
         torch.zeros_like(each, device=device).requires_grad_(floating and each.is_floating_point()) for each in given
     )
     outputs = _outputs(module, inputs)
-    return PipelineStage(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
+    return _Counted(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
+
+
+class _Counted(PipelineStage):
+    """torch's, whose sends are counted while a `Traffic` counts."""
+
+    def get_fwd_send_ops(self, fwd_chunk_index: int) -> list[Any]:
+        return _sent(super().get_fwd_send_ops(fwd_chunk_index))
+
+    def get_bwd_send_ops(self, bwd_chunk_index: int) -> list[Any]:
+        return _sent(super().get_bwd_send_ops(bwd_chunk_index))
+
+
+def _sent(operations: list[Any]) -> list[Any]:
+    for each in operations if active.all else ():
+        count("activations", "send", each.tensor, each.group, active.all)
+    return operations
 
 
 def _outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

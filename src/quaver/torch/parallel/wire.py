@@ -13,6 +13,7 @@ from torch import Tensor
 from quaver.core.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import quantize
+from quaver.torch.parallel.traffic import Kind, awaited, during
 
 #: torch 2.13 has given them these names, and warns of the earlier ones.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,26 +38,28 @@ def agree(bits: Tensor, group: Any = None) -> Tensor:
             f"ranks agree on the bits of amaxes, int32, and these are {bits.dtype}: give x.abs().amax().float().view("
             "torch.int32), whose order is that of NaN, infinity and numbers"
         )
-    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    with during("amaxes", "reduce", bits, group):
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group)
     return bits
 
 
-def gather(x: Tensor, dim: int, group: Any = None, batches: int = 1) -> Pending:
+def gather(x: Tensor, dim: int, group: Any = None, batches: int = 1, kind: Kind = "activations") -> Pending:
     """Begin to put the parts of a tensor together, which lie one rank after the other along a dimension.
 
     Args:
         x: this rank's part, as large as every other's.
         dim: the dimension that is in parts.
         batches: so many sequences follow one another along it, and each is in parts.
+        kind: of what it is, for who counts what is sent.
     Returns:
         A function that waits and gives the whole, the same on all ranks. Exact: no bit changes.
     """
     ranks, part = dist.get_world_size(group), x.contiguous()
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]) if part.dim() else (ranks,))
-    work: Any = all_gather(whole, part, group, async_op=True)
+    wait = awaited(kind, "gather", part, group, all_gather(whole, part, group, async_op=True))
 
     def finish() -> Tensor:
-        work.wait()
+        wait()
         each = whole.view(ranks, *part.shape)
         if dim == 0 and batches == 1:
             return whole
@@ -97,19 +100,21 @@ def gather_operand(q: Quantized, axis: int, group: Any = None, batches: int = 1)
     return finish
 
 
-def sum_parts(x: Tensor, group: Any = None) -> Pending:
+def sum_parts(x: Tensor, group: Any = None, kind: Kind = "activations") -> Pending:
     """Begin to sum every rank's x, float32 or float64, in place.
 
+    Args:
+        kind: of what it is, for who counts what is sent.
     Returns:
         A function that waits and gives the sum, the same on all ranks.
     Raises:
         ValueError: numbers of another dtype.
     """
     _summable(x)
-    work: Any = dist.all_reduce(x, dist.ReduceOp.SUM, group, async_op=True)
+    wait = awaited(kind, "reduce", x, group, dist.all_reduce(x, dist.ReduceOp.SUM, group, async_op=True))
 
     def finish() -> Tensor:
-        work.wait()
+        wait()
         return x
 
     return finish
@@ -131,10 +136,11 @@ def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
         x = x.unflatten(0, (batches, ranks, -1)).movedim(1, 0)
     x = x.contiguous().view(-1, x.shape[-1])
     part = x.new_empty((x.shape[0] // ranks, x.shape[1]))
-    work: Any = reduce_scatter(part, x, dist.ReduceOp.SUM, group, async_op=True)
+    work = reduce_scatter(part, x, dist.ReduceOp.SUM, group, async_op=True)
+    wait = awaited("activations", "scatter", x, group, work)
 
     def finish() -> Tensor:
-        work.wait()
+        wait()
         return part
 
     return finish
@@ -203,10 +209,11 @@ def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Pen
     part = x.numel() // ranks
     sent, layout = _as_bytes(x.view(ranks, part), spec)
     received = torch.empty_like(sent)
-    work: Any = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    wait = awaited("gradients", "exchange", sent, group, work)
 
     def finish() -> Tensor:
-        work.wait()
+        wait()
         parts = _from_bytes(received, layout)
         total = parts[0].clone()
         for other in parts[1:]:
@@ -225,7 +232,7 @@ def gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
         ValueError: a spec of other blocks than `scatter_quantized_sums` takes.
     """
     sent, layout = _as_bytes(x.view(1, -1), spec)
-    whole = gather(sent, 0, group)
+    whole = gather(sent, 0, group, kind="gradients")
 
     def finish() -> Tensor:
         return _from_bytes(whole(), layout)[:, : x.numel()].reshape(-1)

@@ -57,6 +57,7 @@ class TrainConfig:
     cp_how: Annotated[str, "what attention sends between those: gather, ring or all_to_all"] = "gather"
     tp: Annotated[int, "ranks that share each layer's heads and features"] = 1
     sp: Annotated[bool, "ranks of --tp share the tokens between those layers, too"] = False
+    timeout: Annotated[int, "seconds that a rank waits for another one, which is then named; 0: torch's own"] = 0
     loss_chunk: Annotated[int, "tokens whose logits exist at once, for large vocabularies (torch); 0: all of them"] = 0
     capture: Annotated[str, "step: record a step as a CUDA graph and replay it, for the host's time; or none"] = "none"
     threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0
@@ -98,12 +99,15 @@ class TrainConfig:
 SMALLEST: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
     **dict.fromkeys(("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
-    **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp"), 0),
+    **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp", "timeout"), 0),
     **dict.fromkeys(("pp", "cp", "tp"), 1),
     "vocab": 257,  # 256 bytes and the mark between files
 }
 #: 2**63 - 1 for the others: what a file of integers holds.
-LARGEST: Mapping[str, int] = {"threads": 1024, "vocab": 1 << 20, **dict.fromkeys(("fsdp", "pp", "cp", "tp"), 1 << 20)}
+LARGEST: Mapping[str, int] = {
+    **{"threads": 1024, "vocab": 1 << 20},
+    **dict.fromkeys(("fsdp", "pp", "cp", "tp", "timeout"), 1 << 20),
+}
 
 
 def is_plain(text: str) -> bool:

@@ -4,6 +4,7 @@ torchrun, or a scheduler in its place, says it in the environment: RANK, WORLD_S
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 
@@ -35,6 +36,12 @@ class Ranks(Protocol):
     def given(self, value: Any) -> Any:
         """What the first rank gives; small, of Python's own types."""
 
+    def at(self, step: int, phase: str) -> None:
+        """Say where this rank is, for those that wait for it."""
+
+    def done(self) -> Mapping[str, float]:
+        """What ranks did since `at`, for a record: their seconds, which is the slowest, what they sent."""
+
 
 class Alone:
     """A run of a single process."""
@@ -50,6 +57,12 @@ class Alone:
 
     def given(self, value: Any) -> Any:
         return value
+
+    def at(self, step: int, phase: str) -> None:
+        pass
+
+    def done(self) -> Mapping[str, float]:
+        return {}
 
 
 def same(ranks: Ranks, what: str, value: Any) -> None:

@@ -1,7 +1,11 @@
 """metrics.jsonl: one JSON object a line, appended as the run goes and readable while it does.
 
 Training lines have step, loss, lr, grad_norm, tokens_per_second and seconds; validation lines step,
-validation_loss and seconds. Floats are written in full, so that two runs can be compared bit for bit.
+validation_loss and seconds. Where several ranks train there are also step_seconds, the longest of a rank;
+own_seconds_min, _median and _max, without what a rank waited for others; slowest_rank, that of the most own seconds;
+communication, the share of a step that ranks waited, their mean; and bytes_weights, bytes_gradients and so on, what a
+rank sent to others in the step, the mean of all. Floats are written in full, so that two runs can be compared bit for
+bit.
 """
 
 import json

@@ -131,12 +131,16 @@ def go_on(
     held_out = validation_batches(tokens.validation, config)
     for step in range(start + 1, config.steps + 1):
         batch = training_batch(tokens.train, config, step)
-        log(train_step(trained, batch, step, config))
+        ranks.at(step, "training")
+        record = train_step(trained, batch, step, config)
+        log({**record, **ranks.done()})
         last_one = step == config.steps
         if last_one or due(step, config.validate_every):
+            ranks.at(step, "validation")
             log({"step": step, "validation_loss": validate(trained, held_out, step, config)})
         stop = ranks.largest(interrupt.number or 0)
         if last_one or due(step, config.checkpoint_every) or stop:
+            ranks.at(step, "saving")
             state = {**facts, "config": asdict(config)}
             path = saver.save(step, state)
         if stop and not last_one:

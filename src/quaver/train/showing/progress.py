@@ -9,7 +9,15 @@ PARTS = 20
 
 
 def numbers(record: Record) -> str:
-    return f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
+    said = f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
+    return said + among_ranks(record) if "communication" in record else said
+
+
+def among_ranks(record: Record) -> str:
+    """What a step of several ranks says beside its loss: what a rank sends, how long it waits, which one is slowest."""
+    sent = sum(size for name, size in record.items() if name.startswith("bytes_"))
+    share, slowest = record["communication"], record["slowest_rank"]
+    return f"  {share:.0%} communication, {sent / 1e6:,.1f} MB a rank, rank {slowest} slowest"
 
 
 class Lines:

@@ -96,7 +96,8 @@ class ContextParallel:
         ranks = self.order.ranks
         flat = torch.cat([g.flatten().float() for g in grads])
         padded = nn.functional.pad(flat, (0, -flat.numel() % ranks)).view(ranks, -1)
-        total = gather(scatter_in_order(padded, self.group), 0, self.group)()[: flat.numel()]
+        part = scatter_in_order(padded, self.group, "gradients")
+        total = gather(part, 0, self.group, kind="gradients")()[: flat.numel()]
         for g, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
             g.copy_(part.view_as(g))
 

@@ -68,7 +68,8 @@ class _Seen(torch.autograd.Function):
         ctx.across, ctx.spans, ctx.dtypes = across, spans, (k.dtype, v.dtype)
         ctx.set_materialize_grads(False)
         ctx.shapes, ctx.device = (tuple(k.shape), tuple(v.shape)), k.device
-        pending = [[gather(part, 0, across.group) for part in pack(x.unsqueeze(0), across.spec)] for x in (k, v)]
+        packed = [pack(x.unsqueeze(0), across.spec) for x in (k, v)]
+        pending = [[gather(part, 0, across.group, kind="keys_values") for part in parts] for parts in packed]
         wholes = [_whole([finish() for finish in each], across, k.dtype) for each in pending]
         return tuple(x.narrow(across.dim, a, b - a) for a, b in spans for x in wholes)
 

@@ -15,7 +15,7 @@ from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Linear
 from quaver.torch.operations.ops import DTYPES
-from quaver.torch.parallel.comparing import compare, lines_of
+from quaver.torch.parallel.alike.comparing import compare, lines_of
 from quaver.torch.parallel.fsdp.agreeing import Across, Model, Weight
 from quaver.torch.parallel.fsdp.codes import shard_codes
 from quaver.torch.parallel.fsdp.cutting import sides

@@ -16,6 +16,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.parallel.fsdp.agreeing import Weight
 from quaver.torch.parallel.fsdp.operands import Joint, room, whole
+from quaver.torch.parallel.traffic import during
 from quaver.torch.state.recomputation import graph_task_id
 
 aten = torch.ops.aten
@@ -269,8 +270,9 @@ class GatheredWeight(Tensor):
 
 
 def _gather(t: Tensor, mesh: Any) -> Tensor:
-    every = t.new_empty((mesh.size() * t.shape[0], *t.shape[1:]))
-    dist.all_gather_into_tensor(every, t.contiguous(), mesh.get_group())
+    every, own = t.new_empty((mesh.size() * t.shape[0], *t.shape[1:])), t.contiguous()
+    with during("weights", "gather", own, mesh.get_group()):
+        dist.all_gather_into_tensor(every, own, mesh.get_group())
     return every
 
 

@@ -68,6 +68,39 @@ class Unit:
         self._parameter.all_gather_outputs = []
 
 
+class Collectives:
+    """What one group of a fully_shard's weights is gathered by, and what its gradients are reduced by."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def all_gather(self) -> Any:
+        """A custom one, or torch's own."""
+        return self._group._all_gather_comm
+
+    @all_gather.setter
+    def all_gather(self, comm: Any) -> None:
+        self._group._all_gather_comm = comm
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """Likewise."""
+        return self._group._reduce_scatter_comm
+
+    @reduce_scatter.setter
+    def reduce_scatter(self, comm: Any) -> None:
+        self._group._reduce_scatter_comm = comm
+
+    @property
+    def replicas(self) -> Any:
+        """The ranks that hold the same part, whose gradients are summed after the reduce-scatter; None without any."""
+        summed = self._group.all_reduce_grads
+        return getattr(self._group.mesh_info, "replicate_process_group", None) if summed else None
+
+
+#: What `Collectives` reads.
+_OF_COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm", "all_reduce_grads", "mesh_info")
 #: What `Unit` reads.
 _OF_GROUP = (
     "_training_state",
@@ -81,16 +114,26 @@ _OF_PARAMETER = ("sharded_param", "shard_mesh", "unsharded_accumulated_grad", "a
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Unit]]:
     """Every parameter in a model that a fully_shard holds: its module, its name in it, and its unit."""
+    for group in _groups(model):
+        for parameter in getattr(group, "fsdp_params", ()):
+            if all(hasattr(group, name) for name in _OF_GROUP) and all(
+                hasattr(parameter, name) for name in _OF_PARAMETER
+            ):
+                info = parameter._module_info
+                yield info.module, info.param_name, Unit(group, parameter)
+
+
+def collectives(model: nn.Module) -> Iterator[Collectives]:
+    """Of every group of weights that a fully_shard in a model holds; none where torch names them otherwise."""
+    for group in _groups(model):
+        if all(hasattr(group, name) for name in _OF_COLLECTIVES):
+            yield Collectives(group)
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
     for part in model.modules():
-        if not isinstance(part, FSDPModule) or not hasattr(part, "_get_fsdp_state"):
-            continue
-        for group in getattr(part._get_fsdp_state(), "_fsdp_param_groups", ()):
-            for parameter in getattr(group, "fsdp_params", ()):
-                if all(hasattr(group, name) for name in _OF_GROUP) and all(
-                    hasattr(parameter, name) for name in _OF_PARAMETER
-                ):
-                    info = parameter._module_info
-                    yield info.module, info.param_name, Unit(group, parameter)
+        if isinstance(part, FSDPModule) and hasattr(part, "_get_fsdp_state"):
+            yield from getattr(part._get_fsdp_state(), "_fsdp_param_groups", ())
 
 
 def local(parameter: Any) -> Tensor | None:

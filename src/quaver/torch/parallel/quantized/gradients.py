@@ -63,6 +63,9 @@ def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
 class QuantizedReduceScatter:
     """What fully_shard takes for a reduce-scatter: sums and means."""
 
+    #: What it sends is counted by the wire.
+    counts_itself = True
+
     def __init__(self, spec: QuantSpec = BLOCKS) -> None:
         self.spec = spec
 

@@ -22,7 +22,8 @@ from quaver.torch.linear.gemms import Call, high_precision, matrix, quantize, qu
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
-from quaver.torch.parallel import opening, wire
+from quaver.torch.parallel import wire
+from quaver.torch.parallel.alike import opening
 from quaver.torch.parallel.tensor.parts import Ranks
 from quaver.torch.state import kept_weights
 from quaver.torch.state.history import amax
@@ -233,5 +234,5 @@ def _bias_gradient(ranks: Ranks, g: Tensor, dtype: torch.dtype) -> Tensor:
     own = dtype if ranks.layout.axis("grad_output") != 0 else of_sums(dtype)
     total = ops.bias_gradient(g, own) if own in ops.DTYPES and g.dtype in ops.DTYPES else g.sum(0, dtype=own)
     if ranks.layout.axis("grad_output") == 0:
-        total = wire.sum_parts(total, ranks.group)()
+        total = wire.sum_parts(total, ranks.group, "gradients")()
     return total.to(dtype)

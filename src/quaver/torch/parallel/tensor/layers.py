@@ -17,7 +17,7 @@ from quaver.torch.linear.layer import Quantizable, dtype_sentence, recipe_of
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
-from quaver.torch.parallel import opening
+from quaver.torch.parallel.alike import opening
 from quaver.torch.parallel.tensor import pieces
 from quaver.torch.parallel.tensor.function import LinearInParts
 from quaver.torch.parallel.tensor.layout import Layout

@@ -18,7 +18,8 @@ from quaver.torch.blocks.loss.chunked import Rule, added, check_targets, chunk_o
 from quaver.torch.blocks.loss.cross_entropy import REDUCTIONS, scaled
 from quaver.torch.linear.gemms import is_given
 from quaver.torch.operations import ops
-from quaver.torch.parallel import opening, wire
+from quaver.torch.parallel import wire
+from quaver.torch.parallel.alike import opening
 from quaver.torch.parallel.tensor.function import of_sums, plain_product
 
 

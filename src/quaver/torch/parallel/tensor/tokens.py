@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
-from quaver.torch.parallel import opening, wire
+from quaver.torch.parallel import wire
+from quaver.torch.parallel.alike import opening
 
 #: What drops whole channels, or leaves no zeros: of their noise nothing is known here.
 OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -100,7 +101,8 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         total = g.contiguous() if g.dtype in (torch.float32, torch.float64) else g.float()
-        return wire.sum_parts(total.clone() if total is g else total, ctx.group)().to(g.dtype), None
+        total = total.clone() if total is g else total
+        return wire.sum_parts(total, ctx.group, "gradients")().to(g.dtype), None
 
 
 def _own(x: Tensor, dim: int, tokens: Tokens) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
-from quaver.torch.parallel import opening, wire
+from quaver.torch.parallel import wire
+from quaver.torch.parallel.alike import opening
 from quaver.torch.parallel.tensor.tokens import Tokens, gathered
 
 

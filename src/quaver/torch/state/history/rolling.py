@@ -5,7 +5,8 @@ arithmetic. Exact: `quaver.core.reference.history.roll` column by column.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,17 @@ from quaver.torch.numerics.rounding import exponent, power_of_two
 from quaver.torch.state.history import amax
 from quaver.torch.state.history.alike import ALONE, Agreed
 from quaver.torch.state.layer import state_of
+
+
+class _Watched:
+    """Who counts what ranks tell one another; see `quaver.torch.parallel.traffic`, which is above."""
+
+    def __init__(self) -> None:
+        #: Of maxima and their group, what is entered around their agreement.
+        self.by: Callable[[Tensor, Any], AbstractContextManager[Any]] = lambda maxima, group: nullcontext()
+
+
+watched = _Watched()
 
 
 def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
@@ -127,7 +139,8 @@ def _reduce(layers: list[nn.Module], group: Any) -> None:
 @torch.no_grad()
 def _reduce_rows(rows: list[Tensor], group: Any) -> None:
     flat = torch.cat(rows)
-    dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+    with watched.by(flat, group):
+        dist.all_reduce(flat, dist.ReduceOp.MAX, group)
     _copy(rows, list(flat.split(3)))
 
 

@@ -37,6 +37,8 @@ class Update:
         )
         if group is not None and group.pipeline is not None:
             self.loss = group.pipeline.loss
+        #: This rank's own loss, of the last step.
+        self.own: Tensor | None = None
         #: The learning rate on a GPU, where a recorded step reads it.
         self.lr: Tensor | None = None
 
@@ -59,6 +61,7 @@ class Update:
                 loss.backward()
                 total += loss.detach()
         if self.group is not None:
+            self.own = total.clone()
             total = self.group.mean(total)
         norm = clip_gradients(self.model, self.config.clip or float("inf"), self.group)
         norms = torch.stack([total, norm])

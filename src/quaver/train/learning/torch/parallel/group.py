@@ -4,10 +4,14 @@ Untried beyond gloo on CPUs: on GPUs NCCL carries tensors and gloo what ranks te
 """
 
 import os
+import signal
+import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +21,16 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
+from quaver.torch.parallel import Traffic
+from quaver.torch.parallel.traffic import KINDS, during
 from quaver.train.configuration.config import TrainConfig, reason
 from quaver.train.learning.mesh import Sizes
 from quaver.train.learning.ranks import OnRank, Told, rank
 from quaver.train.learning.torch.device import device_of
+from quaver.train.learning.torch.parallel.pulse import ANSWER, Pulse
 
+#: Private in torch; without it a hang in a group of the mesh is seen after torch's own timeout.
+set_timeout: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: None)
 #: What weights are divided over, the outermost first: ranks that have other tokens, and those that share layers.
 DIMENSIONS = ("data", "tp")
 
@@ -55,10 +64,18 @@ class Group:
         pipeline: of the model's stages; None of one that has all layers on each rank.
         saving: a group of all ranks for what is written while they go on; None if nothing is.
         cut: gives this rank's tokens of [B, S]; of a sequence that is not divided all.
+        traffic: what this rank has sent, and waited for.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device, async_save: bool) -> None:
+    def __init__(
+        self, sizes: Sizes, device: torch.device, async_save: bool, store: Any, limit: timedelta | None = None
+    ) -> None:
         self.number, self.rank = dist.get_world_size(), dist.get_rank()
+        self._entered = ExitStack()
+        self.traffic = self._entered.enter_context(Traffic(look=True))
+        self.pulse = Pulse(store, self.rank, self.number, self.traffic)
+        self.pulse.begin()
+        self._begun = (time.perf_counter(), 0.0, [0] * len(KINDS))
         self.device = device
         self.sizes = sizes
         self.mesh: DeviceMesh = init_device_mesh(
@@ -70,6 +87,10 @@ class Group:
         self.cut: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
         self.pipeline: Stages | None = None
         self.saving: Any = dist.new_group(backend="gloo") if async_save else None
+        meshes = [mesh for mesh in (self.mesh, self.across) if mesh is not None and limit is not None]
+        for group in (group for mesh in meshes for group in mesh.get_all_groups()):
+            # A mesh gives its groups torch's own.
+            set_timeout(limit, group)
 
     @property
     def first(self) -> bool:
@@ -80,13 +101,69 @@ class Group:
 
     def largest(self, value: int) -> int:
         number = torch.tensor(value, dtype=torch.int64, device="cpu")
-        dist.all_reduce(number, dist.ReduceOp.MAX)
+        with during("control", "reduce", number):
+            dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
 
     def given(self, value: Any) -> Any:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
+
+    def numbers(self, values: list[float]) -> list[list[float]]:
+        """Each rank's numbers, which are as many."""
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
+        parts = [torch.empty_like(own) for _ in range(self.number)]
+        with during("control", "gather", own):
+            dist.all_gather(parts, own)
+        return [part.tolist() for part in parts]
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Count what fully_shard sends of a model, too."""
+        self.traffic.also(model)
+
+    def at(self, step: int, phase: str) -> None:
+        self.pulse.at(step, phase)
+        self.traffic.forget()
+        self._begun = (time.perf_counter(), self.traffic.seconds, [self.traffic.bytes[kind] for kind in KINDS])
+
+    def done(self) -> dict[str, float]:
+        begun, waited, before = self._begun
+        seconds, waited = time.perf_counter() - begun, self.traffic.seconds - waited
+        sent = [self.traffic.bytes[kind] - size for kind, size in zip(KINDS, before, strict=True)]
+        of_steps, of_waits, *of_kinds = zip(*self.numbers([seconds, waited, *sent]), strict=True)
+        own = [step - wait for step, wait in zip(of_steps, of_waits, strict=True)]
+        return {
+            "step_seconds": round(max(of_steps), 6),
+            "own_seconds_min": round(min(own), 6),
+            "own_seconds_median": round(statistics.median(own), 6),
+            "own_seconds_max": round(max(own), 6),
+            "slowest_rank": own.index(max(own)),
+            "communication": round(sum(of_waits) / sum(of_steps), 4),
+            **{
+                f"bytes_{kind}": round(statistics.mean(sizes))
+                for kind, sizes in zip(KINDS, of_kinds, strict=True)
+                if any(sizes)
+            },
+        }
+
+    def whose(self, loss: torch.Tensor | None = None) -> str:
+        """A clause that names the ranks whose own loss, or whose gradients before any sum, are not finite.
+
+        Args:
+            loss: this rank's own; None is for gradients.
+        """
+        bad = self.traffic.nonfinite if loss is None else ~loss.isfinite()
+        ranks = [str(rank) for rank, (own,) in enumerate(self.numbers([float(bad is not None and bool(bad))])) if own]
+        if not ranks:
+            return ""
+        of = "all ranks" if len(ranks) == self.number > 1 else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        return f"it comes from {of}; "
+
+    def leave(self) -> None:
+        """Count no more, and give a last sign."""
+        self._entered.close()
+        self.pulse.end()
 
     def rows(self, batch: int) -> slice:
         """The sequences of a batch that are this rank's."""
@@ -98,7 +175,8 @@ class Group:
         """The mean over the parts of a batch and of its sequences."""
         parts = self.sizes.fsdp * self.sizes.cp
         if parts > 1:
-            dist.all_reduce(value, dist.ReduceOp.SUM, self.mesh.get_group("data"))
+            with during("control", "reduce", value, self.mesh.get_group("data")):
+                dist.all_reduce(value, dist.ReduceOp.SUM, self.mesh.get_group("data"))
             value /= parts
         return value
 
@@ -162,23 +240,57 @@ def joined(config: TrainConfig, sizes: Sizes) -> Iterator[Group]:
     # A second run of these processes meets under other keys, since what the first one wrote stays.
     store = PrefixStore(f"quaver/{store.add(f'quaver/runs of {number}', 1)}", store)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=number, world_size=world)
+    limit = timedelta(seconds=config.timeout) if config.timeout else None
+    dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=limit)
+    group = heard = None
     try:
         with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
-            yield Group(sizes, device, config.async_save)
+            group = Group(sizes, device, config.async_save, store, limit)
+            yield group
     except Exception as error:
+        if _is_lost(error) and threading.current_thread() is threading.main_thread():
+            # torchrun has seen a process die, and asks the others to end: one of them speaks first.
+            heard = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not _claimed(store, number):
             raise Told from error
-        sentence = reason(error)
         if _is_lost(error):
-            what = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            sentence = f"another rank ended without a word, of memory or a signal perhaps ({what}); go on with --resume"
-        elif number == 0 or not isinstance(error, ValueError | OSError):
+            raise OnRank(lost(error, group)) from error
+        if number == 0 or not isinstance(error, ValueError | OSError):
             raise
-        raise OnRank(f"rank {number}: {sentence}") from error
+        raise OnRank(f"rank {number}: {reason(error)}") from error
     finally:
+        if group is not None:
+            group.leave()
         with suppress(RuntimeError, ValueError):
             dist.destroy_process_group()
+        if heard is not None:
+            signal.signal(signal.SIGTERM, heard)
+
+
+def lost(error: Exception, group: Group | None) -> str:
+    """What ended a run in which a rank waits in vain: the rank that is gone, stands still, or is furthest behind."""
+    message = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    go_on = "go on with --resume"
+    try:
+        silent, behind, signs = ([], [], {}) if group is None else group.pulse.behind()
+    except RuntimeError:
+        # A store of the first rank's goes with it, and stands still with it.
+        return f"rank 0, which keeps the ranks' store, does not answer any more ({message}); {go_on}"
+    late = "imed out" in str(error)
+    named = silent or (behind if late else [])
+    if not named:
+        return f"another rank ended without a word, of memory or a signal perhaps ({message}); {go_on}"
+    who = f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
+    place = signs[named[0]].place() if named[0] in signs else "before it gave a sign"
+    if silent and not late:
+        return f"{who} ended without a word {place}, of memory or a signal perhaps ({message}); {go_on}"
+    if silent:
+        return f"{who} stopped {place} and does not answer, while others waited ({message}); {go_on}"
+    sign = signs[named[0]]
+    where = f"{place}, after {sign.calls} collectives, where it has been for {sign.idle:.0f} seconds"
+    return (
+        f"{who} is furthest behind, {where}, while others waited ({message}); {go_on}, and --timeout if it was at work"
+    )
 
 
 def _is_lost(error: Exception) -> bool:
@@ -190,6 +302,8 @@ def _claimed(store: Any, number: int) -> bool:
     if number:
         time.sleep(POLITE)
     try:
+        store.set_timeout(ANSWER)
         return bool(store.add(CLAIM, 1) == 1)
-    except RuntimeError:  # the store went with the rank that had it
-        return False
+    except RuntimeError:
+        # The store went with the first rank, or stands still with it: one rank of each machine speaks for the others.
+        return number == 1 or (number > 1 and os.environ.get("LOCAL_RANK") == "0")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.parallel.traffic import during
 from quaver.torch.state.recomputation import graph_task_id
 
 #: Of each group the layer that asks, and how many calls of others have come since it did.
@@ -46,7 +47,8 @@ def check(layer: tuple[Any, ...], x: Tensor, group: Any, says: str, *more: Any) 
     own = f"{tuple(x.shape)} in {str(x.dtype).removeprefix('torch.')}" + "".join(f", {each}" for each in more)
     bits = int.from_bytes(hashlib.blake2b(f"{layer} {own}".encode(), digest_size=7).digest(), "big")
     both = torch.tensor([bits, -bits], dtype=torch.int64, device=x.device)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    with during("control", "reduce", both, group):
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
     largest, smallest = both.tolist()
     if largest == -smallest:
         return

@@ -1,0 +1,65 @@
+"""The measured table of docs/parallel.md: `python -m benchmarks.pages.ranks` writes that of the newest results anew.
+
+It stands between two marks; a test compares it with the results that are kept.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import results
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
+BEGIN, END = "<!-- python -m benchmarks.pages.ranks writes from here -->", "<!-- to here -->"
+#: What is there before a full run has been kept.
+NONE = "No full run has been kept yet: `python -m benchmarks parallel` makes one, and writes its table here."
+
+
+def newest(folder: Path = results.FOLDER) -> Path | None:
+    """The newest results of a whole suite of several ranks."""
+    return max(folder.glob("parallel-2*.json"), default=None)
+
+
+def table(path: Path | None) -> str:
+    """The results as they are read: a table a case, and on what they were measured."""
+    if path is None:
+        return NONE
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    machine = kept["machine"]
+    of = ", ".join(str(machine[name]) for name in ("cpu", "date")) + f", torch {machine['torch']}"
+    lines = [f"`python -m benchmarks parallel` on {of}, commit {machine['commit']}:"]
+    for case in kept["cases"]:
+        lines += ["", f"{case['title']}:", "", *results.table(*rows(case["figures"]))]
+    return "\n".join(lines)
+
+
+def rows(figures: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns, and a row a subject."""
+    columns = list(dict.fromkeys(figure["column"] for figure in figures))
+    cells: dict[str, dict[str, str]] = {}
+    for figure in figures:
+        cells.setdefault(figure["subject"], {})[figure["column"]] = shown(figure)
+    return ["", *columns], [[name, *(own.get(column, "") for column in columns)] for name, own in cells.items()]
+
+
+def shown(figure: dict[str, Any]) -> str:
+    digits = {"%": 1, "ms": 0}.get(figure["unit"], 2)
+    missed = " (missed)" if figure["passed"] is False else ""
+    return f"{figure['value']:.{digits}f} {figure['unit'].replace('x', '')}".strip() + missed
+
+
+def parts() -> Iterator[str]:
+    """The page before, between and after the marks."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    between, _, tail = rest.partition(END)
+    yield from (head, between.strip(), tail)
+
+
+def write(folder: Path = results.FOLDER) -> None:
+    head, _, tail = parts()
+    PAGE.write_text(f"{head}{BEGIN}\n\n{table(newest(folder))}\n\n{END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

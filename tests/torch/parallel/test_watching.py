@@ -1,0 +1,223 @@
+"""`Traffic` counts what torch is seen to send, by kind, and nothing is another number for it."""
+
+import time
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.torch import parallel
+from quaver.torch.parallel import Column, Row, Traffic, traffic
+from quaver.torch.parallel.fsdp.units import collectives
+from tests import two_ranks
+from tests.torch.parallel.fsdp.training import adam, converted, sharded, step
+
+
+class Seen(TorchDispatchMode):
+    """Bytes that go to other ranks, by what torch dispatches: "gather", "scatter", "reduce", "exchange", "send"."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.ranks = dist.get_world_size(group)
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, others = str(function), self.ranks - 1
+        if name.startswith("c10d."):
+            sizes = [t.nbytes for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+            if "allgather" in name:
+                self.bytes["gather"] += min(sizes) * others
+            elif "reduce_scatter" in name:
+                self.bytes["scatter"] += max(sizes) * others // self.ranks
+            elif "allreduce" in name:
+                self.bytes["reduce"] += 2 * sum(sizes) * others // self.ranks
+            elif "alltoall" in name:
+                self.bytes["exchange"] += sizes[-1] * others // self.ranks
+            elif "send" in name:
+                self.bytes["send"] += sum(sizes)
+            elif "recv" not in name:
+                raise AssertionError(f"{name} is not counted")
+        return function(*args, **(kwargs or {}))
+
+
+def counted(use: Any, model: nn.Module | None = None, waits: bool = True) -> tuple[Traffic, Counter[str]]:
+    """What both saw of one call; that their totals are equal."""
+    with Traffic(model) as ours, Seen() as torchs:
+        use()
+    assert sum(ours.bytes.values()) == sum(torchs.bytes.values()) > 0, f"{dict(ours.bytes)} {dict(torchs.bytes)}"
+    assert (ours.seconds > 0) == waits and set(ours.bytes) <= set(traffic.KINDS) and not ours.waiting
+    return ours, torchs.bytes
+
+
+def fsdp(rank: int) -> None:
+    """Weights, gradients and amaxes; the same losses as without, and torch's own collectives again afterwards."""
+    for name in ("bf16", *RECIPES):
+
+        def start(name: str = name) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+            net = converted(name)
+            if name != "bf16":
+                parallel.gather_quantized(net)
+            optimizer = adam(sharded(net))
+            return net, optimizer, [step(net, optimizer, 0)]
+
+        net, optimizer, expected = start()
+        expected.append(step(net, optimizer, 1))
+        net, optimizer, values = start()
+        before = [(unit.all_gather, unit.reduce_scatter) for unit in collectives(net)]
+        ours, torchs = counted(partial(append, values, net, optimizer), net)
+        assert values == expected, name
+        assert ours.bytes["weights"] == torchs["gather"] and ours.bytes["gradients"] == torchs["scatter"], name
+        assert ours.bytes["amaxes"] == torchs["reduce"] and ours.calls["gradients"] == 2, name
+        assert len(before) == 2 and [(unit.all_gather, unit.reduce_scatter) for unit in collectives(net)] == before
+
+
+def append(values: list[float], net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    values.append(step(net, optimizer, 1))
+
+
+def gradients_in_eight_bits(rank: int) -> None:
+    net = sharded(converted("mxfp8"))
+    parallel.quantize_gradients(net)
+    ours, torchs = counted(lambda: step(net, adam(net)), net)
+    assert ours.bytes["gradients"] == torchs["exchange"] and ours.bytes["weights"] == torchs["gather"]
+    wrapped = parallel.quantize_gradients(DistributedDataParallel(nn.Linear(64, 64)))
+    ours, _ = counted(lambda: wrapped(torch.ones(2, 64)).sum().backward(), wrapped)
+    assert set(ours.bytes) == {"gradients"}
+
+
+def tensors_in_parts(rank: int) -> None:
+    for name in ("tensorwise", "mxfp8"):
+        net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        qt.convert(net, name)
+        plan = {"0": Column(sequence=True), "2": Row(sequence=True)}
+        parallelize_module(net, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+        x = torch.randn(1, 64, 64, requires_grad=True)
+        ours, torchs = counted(lambda net=net, x=x: net(x).sum().backward())
+        others = ours.bytes["gradients"] + ours.bytes["control"]
+        assert ours.bytes["amaxes"] == torchs["reduce"] - others, "a row's bias is summed, and shapes are compared"
+        assert ours.bytes["activations"] == torchs["gather"] + torchs["scatter"], name
+
+
+def sequences_in_parts(rank: int) -> None:
+    for how, way in (("gather", "gather"), ("ring", "send"), ("all_to_all", "exchange")):
+        layer = qt.TransformerLayer(64, 4, 96, mask_type="causal")
+        cp = parallel.context_parallel(layer, how=how, quantized="mxfp8")
+        x = cp.cut(torch.randn(2, 64, 64), 1)
+        with ExitStack() as stack:
+            ours, torchs = stack.enter_context(Traffic()), stack.enter_context(Seen())
+            layer(x).sum().backward()
+        assert ours.bytes["keys_values"] == sum(torchs.bytes.values()) >= torchs.bytes[way] > 0, how
+        ours, _ = counted(lambda layer=layer, cp=cp: cp.sum_gradients(layer))
+        assert set(ours.bytes) == {"gradients"}
+
+
+def pipelines(rank: int) -> None:
+    stage = parallel.stage(nn.Linear(64, 64), rank, 2, torch.empty(4, 64, device="meta"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, target: (y - target).square().mean())
+    x = torch.randn(16, 64)
+    schedule.step(*(x,) if rank == 0 else (), **({} if rank == 0 else {"target": x}))
+    ours, _ = counted(
+        lambda: schedule.step(*(x,) if rank == 0 else (), **({} if rank == 0 else {"target": x})), waits=False
+    )
+    assert ours.bytes["activations"] == 4 * 4 * 64 * 4
+
+
+def histories(rank: int) -> None:
+    net = nn.Sequential(qt.Linear(32, 32))
+    qt.convert(net, "delayed")
+    with Traffic() as ours:
+        for _ in range(2):
+            net(torch.ones(16, 32)).sum().backward()
+    assert set(ours.calls) == {"amaxes"}
+
+
+def who_is_slow_is_waited_for(rank: int) -> None:
+    with Traffic() as outer:
+        with Traffic() as inner:
+            time.sleep(0.3 if rank == 1 else 0.0)
+            parallel.wire.sum_parts(torch.ones(4))()
+        with pytest.raises(ValueError, match="counts already"), outer:
+            pass
+        parallel.wire.sum_parts(torch.ones(4))()
+    assert outer.calls["activations"] == 2 and inner.calls["activations"] == 1 and not traffic.active.all
+    assert inner.seconds > 0.2 if rank == 0 else inner.seconds < 0.2
+
+
+def gradients_that_are_not_finite(rank: int) -> None:
+    net: Any = fully_shard(nn.Linear(8, 8))
+    with Traffic(net, look=True) as ours:
+        for value in (1.0, torch.nan, 1.0, -torch.inf, 1e38):
+            net(torch.full((2, 8), value if rank == 1 else 1.0)).sum().backward()
+            bad = rank == 1 and value not in (1.0, 1e38)
+            assert bool(ours.nonfinite) == bad, f"{value} on rank {rank}"
+            ours.forget()
+            assert ours.nonfinite is None
+
+
+def replicas(rank: int) -> None:
+    """HSDP on 4 ranks, two groups of two: parts are summed over replicas after the reduce-scatter."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for name in ("bf16", "mxfp8"):
+        net = converted(name)
+        if name != "bf16":
+            parallel.gather_quantized(net)
+        optimizer = adam(sharded(net, mesh))
+        # Once, so that ranks have agreed on what they prepared.
+        step(net, optimizer, 0)
+        with Traffic(net) as ours, Seen(mesh.get_group("shards")) as torchs:
+            step(net, optimizer, 1)
+        assert ours.bytes["weights"] == torchs.bytes["gather"] > 0, name
+        # Every group has two ranks, so that torch's all-reduces are those of gradients and amaxes.
+        reduced = ours.bytes["gradients"] + ours.bytes["amaxes"] - torchs.bytes["scatter"]
+        assert reduced == torchs.bytes["reduce"] > 0, name
+
+
+RECIPES = ("tensorwise", "mxfp8", "delayed")
+CASES = [
+    fsdp,
+    gradients_in_eight_bits,
+    tensors_in_parts,
+    sequences_in_parts,
+    pipelines,
+    histories,
+    who_is_slow_is_waited_for,
+    gradients_that_are_not_finite,
+]
+
+
+def test_what_is_counted_is_what_torch_sends(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path)
+
+
+def test_replicas_are_counted(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, 4)
+
+
+def test_bytes_are_those_of_the_algorithms_that_send_fewest() -> None:
+    assert [traffic.sent(way, 120, 4) for way in ("gather", "scatter", "reduce", "exchange", "send")] == [
+        *(360, 90, 180, 90, 120),
+    ]
+
+
+def test_nothing_is_counted_unless_asked() -> None:
+    assert recipes.RECIPES and not traffic.active.all
+    with traffic.during("weights", "gather", torch.ones(2)) as entered:
+        assert entered is None
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES if two_ranks.world() == two_ranks.RANKS else [replicas])
