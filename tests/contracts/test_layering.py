@@ -97,6 +97,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("traffic", "alike", "wire", "quantized", "tensor", "fsdp", "context", "pipeline", "checkpoint"),
     ),
     "quaver.torch.parallel.quantized": ("gradients", "dispatch"),
+    "quaver.torch.parallel.pipeline": ("splitting", "stages"),
     "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
     "quaver.train": (

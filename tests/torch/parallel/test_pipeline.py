@@ -3,9 +3,11 @@
 import copy
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -24,10 +27,18 @@ from quaver import recipes
 from quaver.torch import parallel
 from tests import two_ranks
 from tests.close import assert_bitwise
+from tests.torch.parallel.flops import Flops
 from tests.two_ranks import RANKS
 
-MICRO, STEPS, WIDTH, TOKENS = 4, 4, 64, 32
+MICRO, STEPS, WIDTH = 4, 4, 64
+#: Sequences and tokens of a micro-batch.
+TOKENS = 2, 16
 LR = 0.1
+NOTHING = nullcontext()
+
+
+#: (stages, recipe) to a model of so many.
+Build = Callable[[int, str], nn.Sequential]
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,10 @@ KINDS = {
     "Interleaved1F1B": Kind(ScheduleInterleaved1F1B, ((0, 2), (1, 3))),
     "InterleavedZeroBubble": Kind(ScheduleInterleavedZeroBubble, ((0, 2), (1, 3))),
     "ZBVZeroBubble": Kind(ScheduleZBVZeroBubble, ((0, 3), (1, 2))),
+    "DualPipeV": Kind(ScheduleDualPipeV, ((0, 3), (1, 2))),
 }
+#: Of these a backward is cut in two.
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def plain_stage(layers: int) -> nn.Sequential:
@@ -62,6 +76,14 @@ def converted(stages: int, recipe: str) -> nn.Sequential:
     return net
 
 
+def even(stages: int, recipe: str) -> nn.Sequential:
+    """A layer a stage."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[plain_stage(1) for _ in range(stages)])
+    qt.convert(net, recipe)
+    return net
+
+
 def blocks(stages: int, recipe: str) -> nn.Sequential:
     """Stages of our own blocks, whose norms come before matrices in the same graph node."""
     torch.manual_seed(0)
@@ -75,9 +97,36 @@ def blocks(stages: int, recipe: str) -> nn.Sequential:
     )
 
 
-def batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+class Again(nn.Module):
+    """A layer that is run again in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = qt.checkpoint(self.layer, x)
+        return y
+
+
+def transformer(stages: int, recipe: str) -> nn.Sequential:
+    """Stages of whole layers: fused, in parts, and run again in backward in two ways."""
+    torch.manual_seed(0)
+    kinds = (
+        {"fused": True},
+        {"fused": False, "activation": "swiglu", "normalization": "RMSNorm"},
+        {"recompute": "mlp"},
+        {"parallel": True},
+    )
+    layers = [qt.TransformerLayer(WIDTH, 2, 2 * WIDTH, **kinds[stage % 4]) for stage in range(stages)]
+    net = nn.Sequential(*[Again(layer) if stage == 1 else layer for stage, layer in enumerate(layers)])
+    qt.convert(net, recipe)
+    return net
+
+
+def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    shape = MICRO * TOKENS, WIDTH
+    shape = MICRO * TOKENS[0], TOKENS[1], WIDTH
     return [(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) for _ in range(steps)]
 
 
@@ -85,14 +134,14 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def in_one_process(net: nn.Module, recipe: str, group: Any) -> list[list[float]]:
+def in_one_process(net: nn.Module, recipe: str, group: Any, steps: int) -> list[list[float]]:
     """The same micro-batches, and one autocast around those of a step: so its histories roll once a step too.
 
     Args:
         group: of this rank alone, since the other one trains the same model beside it.
     """
     optimizer, losses = torch.optim.SGD(net.parameters(), LR), []
-    for x, target in batches():
+    for x, target in batches(steps):
         of_step = []
         with qt.autocast(recipe, group=group):
             for part, wanted in zip(x.chunk(MICRO), target.chunk(MICRO), strict=True):
@@ -108,16 +157,28 @@ def in_one_process(net: nn.Module, recipe: str, group: Any) -> list[list[float]]
     return losses
 
 
-def in_stages(net: nn.Sequential, kind: Kind, recipe: str, rank: int, group: Any = None) -> list[list[float]]:
-    """A step of the schedule within one autocast; losses on the rank that has the last stage."""
+def in_stages(
+    net: nn.Sequential,
+    kind: Kind,
+    recipe: str,
+    rank: int,
+    steps: int,
+    group: Any = None,
+    counting: AbstractContextManager[Any] = NOTHING,
+) -> list[list[float]]:
+    """A step of the schedule within one autocast; losses on the rank that has the last stage.
+
+    Args:
+        counting: entered around each step of the schedule.
+    """
     has, last = kind.stages[rank], len(net) - 1
-    stages = [parallel.stage(net[i], i, len(net), torch.empty(TOKENS, WIDTH, device="meta")) for i in has]
+    stages = [parallel.stage(net[i], i, len(net), torch.empty(*TOKENS, WIDTH, device="meta")) for i in has]
     schedule = kind.schedule(stages if len(stages) > 1 else stages[0], n_microbatches=MICRO, loss_fn=loss_of)
     optimizer, losses = torch.optim.SGD([p for i in has for p in net[i].parameters()], LR), []
-    for x, target in batches():
+    for x, target in batches(steps):
         of_step: list[Tensor] = []
         given: dict[str, Any] = {"target": target, "losses": of_step} if last in has else {}
-        with qt.autocast(recipe, group=group):
+        with qt.autocast(recipe, group=group), counting:
             schedule.step(*((x,) if 0 in has else ()), **given)
         optimizer.step()
         optimizer.zero_grad()
@@ -125,7 +186,28 @@ def in_stages(net: nn.Sequential, kind: Kind, recipe: str, rank: int, group: Any
     return losses
 
 
-def compare(build: Callable[[int, str], nn.Sequential], name: str, recipe: str, rank: int, own: bool = False) -> None:
+class Expected(NamedTuple):
+    """What one process has after its steps."""
+
+    losses: list[list[float]]
+    states: list[dict[str, Tensor]]
+
+
+@cache
+def expected(build: Build, count: int, recipe: str, steps: int) -> Expected:
+    """Of a model of so many stages, on this rank alone."""
+    net = build(count, recipe)
+    losses = in_one_process(net, recipe, alone(), steps)
+    return Expected(losses, [copy.deepcopy(part.state_dict()) for part in net])
+
+
+@cache
+def alone() -> Any:
+    """The group of this rank and no other."""
+    return [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
+
+
+def compare(build: Build, name: str, recipe: str, rank: int, steps: int, own: bool = False) -> None:
     """All losses, weights and histories of a rank's stages are those of one process.
 
     Args:
@@ -133,29 +215,39 @@ def compare(build: Callable[[int, str], nn.Sequential], name: str, recipe: str, 
     """
     kind = KINDS[name]
     count = sum(map(len, kind.stages))
-    solo = [dist.new_group([r]) for r in range(RANKS)][rank]
-    alone = build(count, recipe)
-    expected = in_one_process(alone, recipe, solo)
-    states = [copy.deepcopy(part.state_dict()) for part in alone]
+    of_one = expected(build, count, recipe, steps)
+    # Layers that are gone roll with no other case's.
+    gc.collect()
     net = build(count, recipe)
-    losses = in_stages(net, kind, recipe, rank, solo if own else None)
+    losses = in_stages(net, kind, recipe, rank, steps, alone() if own else None)
     says = f"{build.__name__}, {name}, {recipe}"
     if count - 1 in kind.stages[rank]:
-        assert losses == expected, f"{says}: losses {losses} and {expected}"
+        assert losses == of_one.losses, f"{says}: losses {losses} and {of_one.losses}"
     for i in kind.stages[rank]:
-        state, wanted = net[i].state_dict(), states[i]
+        state, wanted = net[i].state_dict(), of_one.states[i]
         assert list(state) == list(wanted), says
         for key, value in state.items():
             assert_bitwise(value, wanted[key], f"{says}: stage {i}: {key}")
-    del net, alone
-    # Layers that are gone roll with no other case's.
-    gc.collect()
-    dist.destroy_process_group(solo)
 
 
-def case(build: Callable[[int, str], nn.Sequential], name: str, recipe: str, own: bool = False) -> two_ranks.Case:
+def each_gradient_is_computed_once(rank: int) -> None:
+    """All ranks together multiply as much as one process does, whatever the schedule."""
+    for build in (blocks, transformer):
+        for name in ("Interleaved1F1B", *ZERO_BUBBLE):
+            kind = KINDS[name]
+            net = build(4, "rowwise")
+            with Flops() as of_one:
+                in_one_process(build(4, "rowwise"), "rowwise", alone(), 1)
+            flops = Flops()
+            in_stages(net, kind, "rowwise", rank, 1, counting=flops)
+            total = torch.tensor(flops.total)
+            dist.all_reduce(total)
+            assert total == of_one.total, f"{build.__name__}, {name}: {total / of_one.total} of the FLOPs"
+
+
+def case(build: Build, name: str, recipe: str, steps: int = STEPS, own: bool = False) -> two_ranks.Case:
     def of_rank(rank: int) -> None:
-        compare(build, name, recipe, rank, own)
+        compare(build, name, recipe, rank, steps, own)
 
     of_rank.__name__ = f"{build.__name__}_{name}_{recipe}"
     return of_rank
@@ -165,7 +257,7 @@ def shapes_are_known_beforehand(rank: int) -> None:
     """A first step records and draws for its micro-batches alone; where torch rehearses, for other values too."""
     for recipe in ("delayed", "nvfp4"):
         net = converted(2, recipe)
-        part = parallel.stage(net[rank], rank, 2, torch.empty(TOKENS, WIDTH, device="meta"))
+        part = parallel.stage(net[rank], rank, 2, torch.empty(*TOKENS, WIDTH, device="meta"))
         layers = [layer for layer in net[rank] if isinstance(layer, qt.Linear)]
         assert not any(buffer.any() for layer in layers for name, buffer in layer.named_buffers() if name == "history")
         schedule = ScheduleGPipe(part, n_microbatches=MICRO, loss_fn=loss_of)
@@ -182,20 +274,20 @@ def statistics_are_not_of_shapes(rank: int) -> None:
     norm = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     norm[1].running_mean.fill_(3)  # type: ignore[operator, union-attr]
     before = copy.deepcopy(norm.state_dict())
-    parallel.stage(norm, rank, 2, torch.empty(TOKENS, WIDTH))
+    parallel.stage(norm, rank, 2, torch.empty(TOKENS[0], WIDTH))
     for name, value in norm.state_dict().items():
         assert_bitwise(value, before[name], name)
 
 
 def a_stage_outside_of_autocast_is_refused(rank: int) -> None:
     net = converted(2, "delayed")
-    part = parallel.stage(net[rank], rank, 2, torch.empty(TOKENS, WIDTH))
+    part = parallel.stage(net[rank], rank, 2, torch.empty(*TOKENS, WIDTH))
     with pytest.raises(ValueError, match=f"stage {rank} of a pipeline ran under delayed scaling outside of autocast"):
-        part.submod(torch.randn(TOKENS, WIDTH))
+        part.submod(torch.randn(*TOKENS, WIDTH))
     with pytest.raises(ValueError, match="from 0 to 1"):
-        parallel.stage(net[rank], 2, 2, torch.empty(TOKENS, WIDTH))
+        parallel.stage(net[rank], 2, 2, torch.empty(*TOKENS, WIDTH))
     with pytest.raises(ValueError, match="give device="):
-        parallel.stage(nn.GELU(), 0, 2, torch.empty(TOKENS, WIDTH))
+        parallel.stage(nn.GELU(), 0, 2, torch.empty(*TOKENS, WIDTH))
 
 
 def cases() -> Sequence[two_ranks.Case]:
@@ -204,15 +296,19 @@ def cases() -> Sequence[two_ranks.Case]:
         shapes_are_known_beforehand,
         statistics_are_not_of_shapes,
         a_stage_outside_of_autocast_is_refused,
+        each_gradient_is_computed_once,
         *(case(converted, "1F1B", recipe) for recipe in quantizing),
+        *(case(even, "InterleavedZeroBubble", recipe, 20) for recipe in quantizing),
         *(
             case(converted, name, recipe)
             for name in KINDS
             for recipe in ("tensorwise", "delayed", "nvfp4")
-            if recipe != "nvfp4" or "Zero" not in name
+            if name != "1F1B"
         ),
         *(case(blocks, name, "tensorwise") for name in KINDS),
-        case(blocks, "InterleavedZeroBubble", "mxfp8"),
+        *(case(blocks, "InterleavedZeroBubble", recipe) for recipe in ("mxfp8", "rowwise_bf16_wgrad")),
+        *(case(transformer, name, "delayed", 2) for name in ZERO_BUBBLE),
+        case(transformer, "InterleavedZeroBubble", "nvfp4", 2),
     ]
 
 

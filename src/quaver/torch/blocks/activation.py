@@ -232,7 +232,9 @@ class Activated:
     def remake(self, saved: Sequence[Any]) -> Tensor:
         return ACTIVATE(self.name, self.options, saved)
 
-    def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor, ...]:
+    def backward(
+        self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
+    ) -> tuple[Tensor, ...]:
         run = ops.chosen(ACTIVATE_BACKWARD, g) if decided is None else ACTIVATE_BACKWARD.impls[decided].run
         if not self.eight_bits:
             return tuple(run(self.name, self.options, g, saved))

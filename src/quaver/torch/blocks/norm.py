@@ -70,7 +70,9 @@ class Normalization:
     def remake(self, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("what a norm made is kept")
 
-    def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor | None, ...]:
+    def backward(
+        self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
+    ) -> tuple[Tensor | None, ...]:
         x, gamma, beta, mean, factor = saved
         run = ops.chosen(NORMALIZE_BACKWARD, x) if decided is None else NORMALIZE_BACKWARD.impls[decided].run
         of_x, of_gamma, of_beta = run(g, x, gamma, beta, mean, factor, self.normalization)

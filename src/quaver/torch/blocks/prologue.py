@@ -9,6 +9,7 @@ from torch import Tensor
 from quaver.torch.linear.entrance import Prologue
 from quaver.torch.operations.derivatives import first_derivative, transforms_active
 from quaver.torch.operations.selecting import unseen
+from quaver.torch.state.context import ambient
 
 
 def alone(prologue: Prologue, sentence: str, *x: Tensor | None) -> Tensor:
@@ -19,7 +20,9 @@ def alone(prologue: Prologue, sentence: str, *x: Tensor | None) -> Tensor:
     """
     if transforms_active():
         raise NotImplementedError(sentence)
-    apply = _Alone.apply if torch.compiler.is_compiling() else _apply
+    apply: Any = _Alone.apply
+    if not torch.compiler.is_compiling():
+        apply = _apply if ambient.split is None else ambient.split(_Alone, _apply)
     y: Tensor = apply(prologue, sentence, *x)
     return y
 

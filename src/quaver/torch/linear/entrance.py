@@ -42,8 +42,14 @@ class Prologue(producers.Quantizing, Protocol):
     def remake(self, saved: Sequence[Any]) -> Tensor:
         """The input once more, bit for bit."""
 
-    def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor | None, ...]:
-        """The gradients of what it took; decided as in `forward`."""
+    def backward(
+        self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
+    ) -> tuple[Any, ...]:
+        """The gradients of what it took; decided as in `forward`.
+
+        Args:
+            needs: for a prologue that has matrices, whether each gradient is needed; perhaps `LATER`.
+        """
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Given:
     def remake(self, saved: Sequence[Any]) -> Tensor:
         raise AssertionError("what is given is kept")
 
-    def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor | None, ...]:
+    def backward(self, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return (g,)
 
 

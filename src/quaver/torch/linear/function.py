@@ -156,14 +156,15 @@ class Chained:
     def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, Sequence[Any]]:
         # They go to `after` alone: another shape of each, and of its gradient, would take time.
         outputs, saved, self.facts = _decided(self.setup, x, True)
-        self.needs = [t is not None and t.requires_grad for t in x]
         self.own = len(saved)
         y, kept = self.after.forward(*outputs, decided=decided)
         return y, [*saved, *kept]
 
-    def backward(self, g: Tensor, saved: Sequence[Any], decided: int | None = None) -> tuple[Tensor | None, ...]:
+    def backward(
+        self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
+    ) -> tuple[Any, ...]:
         gs = self.after.backward(g, saved[self.own :], decided)
-        return _gradients(self.facts, saved[: self.own], self.needs, gs)
+        return _gradients(self.facts, saved[: self.own], needs, gs)
 
 
 def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -215,13 +216,12 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     return None, *_gradients(facts, [*tensors[:n], *unpack(tensors[n:], layouts)], ctx.needs_input_grad[1:], gs)
 
 
-def _gradients(
-    facts: Facts, values: Sequence[Any], needs: Sequence[bool], gs: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
+def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Sequence[Any]) -> tuple[Any, ...]:
     """Those of what the prologue takes, of the weights and of the biases, as they are needed.
 
     Args:
         values: the weights, what wgrad consumes and its scale, and what the prologue kept.
+        needs: whether each is; `LATER` of a weight gives a function in its place.
         gs: of the outputs.
     """
     setup, runs, shape, dtype, weight_dtypes, bias_dtypes = facts
@@ -238,7 +238,7 @@ def _gradients(
         repeated.mark(kept[0], repeated.INPUT)
     of_input = any(needs[:taken])
     of_y = gs[0].reshape(-1, shape[-1]) if setup.return_input else None
-    of_weights: list[Tensor | None] = [None] * n
+    of_weights: list[Any] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
     # As autograd adds them up: what was computed last comes first.
     try:
@@ -258,7 +258,8 @@ def _gradients(
         assert of_y is not None
         # With the input's own gradient of_y may be that, whose shape is the caller's.
         of_y = of_y.view(*shape) if setup.return_input else _shaped(of_y, shape)
-        of_x = setup.prologue.backward(of_y, saved, setup.runs[0].step.rows.implementation if setup.runs else None)
+        decided = setup.runs[0].step.rows.implementation if setup.runs else None
+        of_x = setup.prologue.backward(of_y, saved, decided, needs[:taken])
     return *of_x, *of_weights, *of_biases
 
 

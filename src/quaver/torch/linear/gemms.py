@@ -10,6 +10,7 @@ element or half of one, never the input in high precision unless the recipe asks
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -70,8 +71,11 @@ def is_given(weight: Any) -> bool:
     return hasattr(weight.__class__, "quantized_operand")
 
 
-#: Of the input, the weight and the bias of one layer.
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+#: Among the gradients that a backward is asked for: one that is needed, but later. A function that gives it may stand
+#: for it, which holds no more than it needs.
+LATER: Any = object()
+#: Of the input, the weight and the bias of one layer; of the weight what gives it where it is needed `LATER`.
+Gradients = tuple[Tensor | None, Any, Tensor | None]
 
 
 class Parts(Protocol):
@@ -194,7 +198,7 @@ class Call:
         g: Tensor,
         weight: Tensor,
         kept: tuple[Tensor | Quantized, None],
-        needs: Sequence[bool],
+        needs: Sequence[Any],
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype,
     ) -> Gradients:
@@ -202,6 +206,7 @@ class Call:
 
         Args:
             kept: what `turned` gave.
+            needs: whether each is needed; of the weight's perhaps `LATER`.
         """
         if self.owed is not None:
             self.owed.settle()
@@ -209,7 +214,8 @@ class Call:
         need_input, need_weight, need_bias = needs
         gq: Tensor | Quantized = g
         turned: Quantized | None = None
-        grad_input = grad_weight = grad_bias = None
+        grad_input = grad_bias = None
+        grad_weight: Any = None
         a, c = self.recipe.dgrad.a, self.recipe.wgrad.a
         if a is not None and (need_input or (need_weight and self.plan.grad_output)):
             if self.both is not None and need_input and need_weight and c is not None and both_at_once(self, a, c):
@@ -233,10 +239,16 @@ class Call:
                 gt = gq.T
             else:
                 gt = quantize(self, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, True)
-            grad_weight = self._wgrad(gt, kept[0], weight_dtype)
-            if not self.traced:
-                kept_weights.used(self.layer)
+            gives = partial(self._of_weight, gt, kept[0], weight_dtype)
+            grad_weight = gives if need_weight is LATER else gives()
         return grad_input, grad_weight, grad_bias
+
+    def _of_weight(self, g: Tensor | Quantized, kept: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+        """`_wgrad`, the last that backward does for the layer."""
+        grad_weight = self._wgrad(g, kept, dtype)
+        if not self.traced:
+            kept_weights.used(self.layer)
+        return grad_weight
 
     def _dgrad(self, g: Tensor | Quantized, weight: Tensor) -> Tensor:
         """grad_output [T, N], quantized already if the recipe says so, to grad_input [T, K]."""

@@ -9,6 +9,7 @@ Every expert's tokens and weight are operands of their own, with the bits of a l
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from quaver import recipes
 from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch.backends.gpu.launching.device import why_no_fp8
-from quaver.torch.linear.gemms import high_precision
+from quaver.torch.linear.gemms import LATER, high_precision
 from quaver.torch.linear.grouped_operands import (
     Noise,
     quantize_experts,
@@ -31,7 +32,7 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import first_derivative, refuse_transforms
 from quaver.torch.operations.operation import Impl, Operation
 from quaver.torch.operations.selecting import unseen
-from quaver.torch.state.context import recipe_in_force
+from quaver.torch.state.context import ambient, recipe_in_force
 
 
 def _no_gemms(a: Groups, b: Groups, offsets: Offsets, *_: Any) -> str:
@@ -105,7 +106,8 @@ def grouped_matmul(
     followed, training = in_force or recipes.get("bf16"), torch.is_grad_enabled()
     setup = _Setup(followed, Offsets(offsets, x.shape[0]), dtype, seed, count, name, training)
     with ops.without_autocast(device):
-        y: Tensor = _Grouped.apply(x.to(dtype), weight, setup)
+        apply: Any = _Grouped.apply if ambient.split is None else ambient.split(_Grouped, _Grouped.apply)
+        y: Tensor = apply(x.to(dtype), weight, setup)
     return y
 
 
@@ -193,7 +195,8 @@ def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> Any:
     kept_input, kept_weight = _restore(ctx, tensors)
     dgrad, wgrad, offsets, plan = setup.recipe.dgrad, setup.recipe.wgrad, setup.offsets, setup.recipe.plan
     need_input, need_weight, _ = ctx.needs_input_grad
-    of_input = of_weight = gq = None
+    of_input = gq = None
+    of_weight: Any = None
     if dgrad.a is not None and (need_input or plan.grad_output):
         gq = quantize_tokens(g, dgrad.a, offsets, setup.noise("grad_output"))
     if need_input:
@@ -209,7 +212,8 @@ def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> Any:
             a = transposed(gq, offsets.groups)
         elif wgrad.a is not None:
             a = quantize_features(g, wgrad.a, offsets, setup.noise("grad_output.T"))
-        of_weight = _by_tokens(a, kept_input, wgrad, setup, ctx.shape, ctx.weight_dtype)
+        gives = partial(_by_tokens, a, kept_input, wgrad, setup, ctx.shape, ctx.weight_dtype)
+        of_weight = gives if need_weight is LATER else gives()
     return of_input, of_weight, None
 
 

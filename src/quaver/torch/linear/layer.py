@@ -283,12 +283,13 @@ class Linear(Quantizable, nn.Linear):
                 y = plan.again(x, weight, bias, self)
                 if y is not None:
                     return y
+        run: Any = apply if ambient.split is None else ambient.split(Projections, apply)
         if not casting:
-            return apply(setup, x, weight, bias)[0]
+            return run(setup, x, weight, bias)[0]
         if x is not input:
             setup = setup._replace(source=weakref.ref(input))
         with ops.without_autocast(device):
-            return apply(setup, x, weight, bias)[0]
+            return run(setup, x, weight, bias)[0]
 
     def extra_repr(self) -> str:
         own = "" if self.recipe is None else f", recipe={self.recipe}"

@@ -63,7 +63,11 @@ def _project(
         both = _decided(chained, decided[1], then[1], behind)
         decided, then = (decided, then) if both is None else (both, None)
     outputs: tuple[Tensor, ...]
-    outputs = _general(prologue, x, layers, recipe, return_input) if decided is None else apply(decided[0], *decided[1])
+    if decided is None:
+        outputs = _general(prologue, x, layers, recipe, return_input)
+    else:
+        run: Any = apply if ambient.split is None else ambient.split(Projections, apply)
+        outputs = run(decided[0], *decided[1])
     return outputs if then is None else _project(then[0], outputs, then[1], behind)
 
 
@@ -102,7 +106,9 @@ def _general(
         elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))
     setup = Setup(prologue, tuple(layers), recipe, dtype, training, len(x), return_input)
-    run: Any = Projections.apply if torch.compiler.is_compiling() else apply
+    run: Any = Projections.apply
+    if not torch.compiler.is_compiling():
+        run = apply if ambient.split is None else ambient.split(Projections, apply)
     outputs: tuple[Tensor, ...]
     if not casting:
         outputs = run(setup, *x, *weights, *biases)

@@ -5,7 +5,7 @@ from quaver.torch.parallel.checkpoint import Checkpoint, agree_histories
 from quaver.torch.parallel.context.applying import ContextParallel, context_parallel
 from quaver.torch.parallel.fsdp.gathering import Gathers, gather_quantized
 from quaver.torch.parallel.fsdp.watching import Traffic
-from quaver.torch.parallel.pipeline import stage
+from quaver.torch.parallel.pipeline.stages import stage
 from quaver.torch.parallel.quantized.dispatch import Splits, exchange
 from quaver.torch.parallel.quantized.gradients import quantize_gradients
 from quaver.torch.parallel.tensor.loss import cross_entropy

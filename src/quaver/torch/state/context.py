@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from typing import Any
 
@@ -23,6 +24,9 @@ class _Ambient(threading.local):
     ever = False
     #: True once a compiled layer has run in this thread: such layers ask nothing when they run.
     compiled = False
+    #: Where the forward of a pipeline's stage runs: an autograd function and its `apply` to what is called in the place
+    #: of that. No compiled code asks for it.
+    split: Callable[[type[torch.autograd.Function], Callable[..., Any]], Callable[..., Any]] | None = None
 
     def __init__(self) -> None:
         # Dynamo guards on whether an object has an attribute: one of the class alone, which a first autocast sets,

@@ -19,6 +19,8 @@ from quaver.torch.operations import ops, selecting
 from quaver.torch.operations.derivatives import forward_level, transforms_active
 from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.state import counters, recomputation
+from quaver.torch.state.context import ambient
+from quaver.torch.state.layer import device_of
 from quaver.torch.state.recomputation import graph_task_id
 
 #: What a decision reads of a call, the recipe by its identity.
@@ -93,15 +95,17 @@ def disturbed(layer: nn.Module) -> bool:
 
 
 def watched(layer: nn.Module) -> bool:
-    """True if counters, recomputation or a selective checkpoint sees what a layer does; inside backward whether one saw
-    its last forward, of which this is a recomputation that must save what that saved."""
+    """True if counters, recomputation or a selective checkpoint sees what a layer does, or where its backward is split
+    on a GPU, whose kernels write to places of their own again and again; inside backward whether that was so in its
+    last forward, of which this is a recomputation that must save what that saved."""
     # `state_of` without a call.
     logs, state = recomputation.state, layer.__dict__["_state"]
     known: bool | None = state.watched
     if logs.replay is None and known is not None and graph_task_id() != -1:
         return known
     now: bool = (
-        counters.active.counters is not None
+        (ambient.split is not None and (bool(device.asked) or device_of(layer).type != "cpu"))
+        or counters.active.counters is not None
         or logs.replay is not None
         or bool(logs.writing)
         or (selecting.depth() > 0 and selecting.is_active())

@@ -6,6 +6,7 @@ saves what backward reads, and moves on the state that a layer keeps.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu.launching import capture, device
 from quaver.torch.backends.gpu.launching.capture import raw_stream
+from quaver.torch.linear.gemms import LATER, Gradients
 from quaver.torch.numerics.quantized import of_host
 from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.operations.siblings import Quantization, free
 from quaver.torch.state import counters, kept_weights
+from quaver.torch.state.context import ambient
 from quaver.torch.state.history import amax, steps
 from quaver.torch.state.recomputation import graph_task_id
 
@@ -133,7 +136,8 @@ class Step:
         if run is None:
             return None
         try:
-            y: Tensor = _apply(x, weight, bias, run)
+            run_step = _apply if ambient.split is None else ambient.split(_Step, _apply)
+            y: Tensor = run_step(x, weight, bias, run)
         except torch.OutOfMemoryError as error:
             raise device.out_of_memory(x, 2) from error
         return y
@@ -265,11 +269,12 @@ class Run:
         g: Tensor,
         weight: Tensor | None,
         kept: tuple[Tensor | None, Scale],
-        needs: Sequence[bool],
+        needs: Sequence[Any],
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype | None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Those that are needed of input [T, K], weight and bias, of grad_output [..., n] and what `turned` gave."""
+    ) -> Gradients:
+        """Those that are needed of input [T, K], weight and bias, of grad_output [..., n] and what `turned` gave; the
+        weight's may be needed `LATER`."""
         step, layer, factors, given = self.step, self.layer, self.factors, g
         rows, g = step.rows, self.readable(g)
         if factors is not None:
@@ -283,7 +288,8 @@ class Run:
         q, scale, qt, of_qt, of_bias = rows.grad_output(g, told)
         if counters.active.counters is not None:
             _count(layer, step.recipe, g.view(-1, g.shape[-1]), factors)
-        of_input = of_weight = None
+        of_input: Tensor | None = None
+        of_weight: Any = None
         if needs[2] and of_bias is None:
             assert bias_dtype is not None
             of_bias = ops.bias_gradient(given.reshape(-1, given.shape[-1]), bias_dtype)
@@ -294,19 +300,24 @@ class Run:
                 w = rows.weight(weight, layer, factors, False)[1]
             of_input = rows.dgrad(q, scale, w.dgrad, w.dgrad_scale, None)
         if needs[1]:
-            xt, of_xt = kept
-            assert xt is not None
-            self.entry.window.used = graph_task_id()
             if rows.wgrad is None:
-                of_weight = torch.mm(_matrix(g).t(), _matrix(xt))
-            else:
-                if rows.turned_grad_output is not None:
-                    qt, of_qt = rows.turned_grad_output(g)
-                assert qt is not None
-                of_weight = rows.wgrad(qt, of_qt, xt, of_xt, None)
+                qt = _matrix(g)
+            elif rows.turned_grad_output is not None:
+                qt, of_qt = rows.turned_grad_output(g)
+            # Kernels write to the same places again: where those run, no gradient is needed later.
+            gives = partial(self._of_weight, qt, of_qt, *kept)
+            of_weight = gives if needs[1] is LATER else gives()
         if rows.finish is not None:
             of_input, of_weight = rows.finish(of_input, of_weight)
         return of_input, of_weight, of_bias
+
+    def _of_weight(self, g: Operand, scale: Scale, kept: Any, of_kept: Scale) -> Tensor:
+        """wgrad, of the transpose of grad_output, or of that itself where it is not quantized."""
+        assert g is not None and kept is not None
+        self.entry.window.used = graph_task_id()
+        if self.step.rows.wgrad is None:
+            return torch.mm(g.t(), _matrix(kept))
+        return self.step.rows.wgrad(g, scale, kept, of_kept, None)
 
 
 def _matrix(x: Tensor) -> Tensor:

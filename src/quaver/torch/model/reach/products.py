@@ -13,6 +13,7 @@ from quaver.torch.linear.layer import Quantizable, refuse_sharded
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.state.buffers import prepare
+from quaver.torch.state.context import ambient
 
 
 def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -47,7 +48,8 @@ def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None,
         return y
     refuse_transforms(x, weight, bias)
     with ops.without_autocast(device):
-        (y,) = apply(setup, x, weight, bias)
+        run: Any = apply if ambient.split is None else ambient.split(Projections, apply)
+        (y,) = run(setup, x, weight, bias)
     return y
 
 

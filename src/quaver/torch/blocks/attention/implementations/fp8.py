@@ -21,6 +21,7 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative, refuse_transforms
 from quaver.torch.operations.operation import Impl, Operation
 from quaver.torch.operations.selecting import unseen
+from quaver.torch.state.context import ambient
 
 #: Dropout's masks are told apart by this many bits.
 _DRAWS = 1 << 31
@@ -57,7 +58,10 @@ def attention_fp8(q: Tensor, k: Tensor, v: Tensor, call: Call, spec: AttentionSp
     draw = torch.randint(_DRAWS, (1,), dtype=torch.int64, device=q.device) if call.dropout else None
     numbers = float(call.scale), None if soft_cap is None else float(soft_cap), float(call.dropout)
     texts = spec.input.text, spec.grad_output.text
-    out: Tensor = _Attention.apply(q, k, v, bias, sinks, hidden, runs, draw, numbers, texts, torch.is_grad_enabled())
+    apply: Any = _Attention.apply
+    if not torch.compiler.is_compiling() and ambient.split is not None:
+        apply = ambient.split(_Attention, apply)
+    out: Tensor = apply(q, k, v, bias, sinks, hidden, runs, draw, numbers, texts, torch.is_grad_enabled())
     return out
 
 
@@ -103,7 +107,7 @@ class _Attention(torch.autograd.Function):
 def _gradients(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
     bias, sinks, hidden, runs, draw, *kept = saved
     numbers, texts = ctx.constants
-    needs = list(ctx.needs_input_grad[:5])
+    needs = [bool(need) for need in ctx.needs_input_grad[:5]]
     gradients = iter(BACKWARD(grad, kept, bias, sinks, hidden, runs, draw, *numbers, *texts, needs))
     return (*(next(gradients) if need else None for need in needs), None, None, None, None, None, None)
 

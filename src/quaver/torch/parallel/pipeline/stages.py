@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from quaver.torch.parallel.pipeline.splitting import split_backwards
 from quaver.torch.parallel.traffic import active, count
 from quaver.torch.state.context import autocast
 from quaver.torch.state.layer import LayerState
@@ -59,11 +60,15 @@ def stage(
         torch.zeros_like(each, device=device).requires_grad_(floating and each.is_floating_point()) for each in given
     )
     outputs = _outputs(module, inputs)
-    return _Counted(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
+    return _Stage(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
 
 
-class _Counted(PipelineStage):
-    """torch's, whose sends are counted while a `Traffic` counts."""
+class _Stage(PipelineStage):
+    """torch's stage: schedules may cut the backwards of its layers in two, and a `Traffic` counts what it sends."""
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with split_backwards(args):
+            return super().forward_maybe_with_nosync(*args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_index: int) -> list[Any]:
         return _sent(super().get_fwd_send_ops(fwd_chunk_index))
