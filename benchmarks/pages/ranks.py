@@ -17,8 +17,9 @@ NONE = "No full run has been kept yet: `python -m benchmarks parallel` makes one
 
 
 def newest(folder: Path = results.FOLDER) -> Path | None:
-    """The newest results of a whole suite of several ranks."""
-    return max(folder.glob("parallel-2*.json"), default=None)
+    """The newest results of a whole suite of several ranks, in full sizes."""
+    kept = folder.glob("parallel-2*.json")
+    return max((path for path in kept if not json.loads(path.read_text(encoding="utf-8"))["quick"]), default=None)
 
 
 def table(path: Path | None) -> str:

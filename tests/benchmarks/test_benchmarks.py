@@ -70,6 +70,8 @@ def test_the_page_has_the_newest_results_of_ranks(tmp_path: Path) -> None:
     case = dataclasses.replace(PARALLEL[0], measure=lambda quick: [])
     figures = (Figure("mxfp8", "time, ratio", 1.4, "x", at_most(1.3)), Figure("mxfp8", "weights, bytes", 51.6, "%"))
     kept = [Result(case=case, figures=figures, seconds=1.0)]
+    written(kept, True, None, machine.describe(), tmp_path, 1, RANKS)
+    assert ranks.newest(tmp_path) is None, "small sizes are no results"
     written(kept, False, None, machine.describe(), tmp_path, 1, RANKS)
     shown = ranks.table(ranks.newest(tmp_path))
     assert "| mxfp8 | 1.40 (missed) | 51.6 % |" in shown and machine.today() in shown
