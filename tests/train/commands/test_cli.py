@@ -46,6 +46,15 @@ def test_resume_takes_its_options_from_the_run(toml: Path, tmp_path: Path) -> No
     assert list(losses(read(tmp_path / "run" / "metrics.jsonl"))) == [1, 2, 3, 4, 5, 6]
 
 
+def test_each_machine_says_what_its_ranks_have_met_before_all_meet(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for rank, local, said in (("0", "0", "threads is 1000, "), ("8", "0", "rank 8: threads is 1000, "), ("9", "1", "")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        result = quaver("train", "--config", toml, "--batch", 16, "--threads", 1000)
+        assert result.exit_code == 1 and result.stderr.startswith(said) and bool(result.stderr) == bool(said)
+
+
 def test_text_takes_several_paths(toml: Path, text: Path, tmp_path: Path) -> None:
     files = [text / "00.txt", text / "01.txt", text / "02.txt"]
     result = quaver("train", "--config", toml, "--text", *files, "--steps", 1, "--quiet")

@@ -276,21 +276,33 @@ def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig
     other = tmp_path / "other"
     shutil.copytree(text, other)
     (other / "30.txt").write_text("something else " * 200, encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank, folder in enumerate((text, other)):
-        path = tmp_path / f"{rank}.toml"
-        path.write_text(to_toml(make_config("run", text=(str(folder),))), encoding="utf-8")
-        environment = {**os.environ, **of_rank(rank, 2, port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "quaver.train", "train", "--config", str(path)]
-        processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, stderr=forked.quick.PIPE))
-    begun = time.monotonic()
-    codes, said = ended(processes)
-    assert codes == [1, 1] and time.monotonic() - begun < 60
-    assert said.count("\n") == 1 and said.startswith("rank 1: this rank has a text of fingerprint "), said
-    assert not (tmp_path / "run").exists()
+    alike = make_config("run", text=(str(text),))
+    in_time = replace(alike, timeout=8)
+    # What the first rank has, what rank 1 has in its place, and where it is started.
+    ways = (
+        (alike, replace(alike, text=(str(other),)), ROOT, "rank 1: this rank has a text of fingerprint "),
+        (alike, replace(alike, lr=0.25), ROOT, "lr is 0.0, and on rank 1 0.25; give every rank the same options"),
+        (in_time, in_time, other, "rank 1: this rank does not see the folder "),
+    )
+    begun, starts = time.monotonic(), []
+    for number, (first, second, cwd, _) in enumerate(ways):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        processes = []
+        for rank, (own, where) in enumerate(((first, ROOT), (second, cwd))):
+            path = tmp_path / f"{number}-{rank}.toml"
+            out = os.path.relpath(tmp_path / f"run-{number}", ROOT)
+            path.write_text(to_toml(replace(own, out=out)), encoding="utf-8")
+            environment = {**os.environ, **of_rank(rank, 2, port), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "quaver.train", "train", "--config", str(path)]
+            processes.append(forked.quick.Popen(command, cwd=where, env=environment, stderr=forked.quick.PIPE))
+        starts.append(processes)
+    for number, (_, _, _, sentence) in enumerate(ways):
+        codes, said = ended(starts[number])
+        assert codes == [1, 1] and time.monotonic() - begun < 60
+        assert said.count("\n") == 1 and said.startswith(sentence), said
+        assert not (tmp_path / f"run-{number}").exists()
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,9 @@ def sentences() -> Iterator[None]:
     except (ValueError, OSError, Warning, MemoryError) as error:
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         sentence = (reason(error) or "there is not enough memory") + where
-        if ranks.rank() == 0 or isinstance(error, OnRank):  # else the first one says the same
+        if not isinstance(error, OnRank) and ranks.rank():
+            sentence = f"rank {ranks.rank()}: {sentence}"
+        if ranks.speaks() or isinstance(error, OnRank):  # else another one says the same
             failing.record(sentence)
             tell(sentence, "red")
         raise typer.Exit(1) from error

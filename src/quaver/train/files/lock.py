@@ -52,6 +52,11 @@ def held(folder: Path, doing: str) -> Iterator[None]:
             lock.release()
 
 
+def marked(folder: Path) -> bool:
+    """Whether a folder is, or was, held."""
+    return (folder / HOLDER).exists()
+
+
 def check_own(folder: Path) -> None:
     """Raise a ValueError if something that quaver does not make bears the name of one of the lock's files."""
     for path in (folder / LOCK, folder / HOLDER):

@@ -78,6 +78,11 @@ def rank() -> int:
     return _of_environment("RANK", 0) if "WORLD_SIZE" in os.environ else 0
 
 
+def speaks() -> bool:
+    """Whether this process says what it has met before the ranks have: the first of each machine, which has its own."""
+    return rank() == 0 or _of_environment("LOCAL_RANK", 0) == 0
+
+
 def world() -> int:
     """How many processes the environment speaks of: 1 where it says nothing."""
     return _of_environment("WORLD_SIZE", 1) if "RANK" in os.environ else 1

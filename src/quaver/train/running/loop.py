@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from quaver.train.learning.learner import Learner
 from quaver.train.learning.nonfinite import NonFiniteError
 from quaver.train.learning.ranks import Ranks, same
 from quaver.train.records import checkpoint, trackers
+from quaver.train.records.checkpoint import CheckpointError
 from quaver.train.records.metrics import Metrics, Record, losses, read, validation_losses
 from quaver.train.records.trackers import Tracker
 from quaver.train.running.interrupt import Interrupt, Interrupted
@@ -30,6 +31,9 @@ from quaver.train.running.saving import Saver
 
 #: What a run's folder holds besides checkpoints; the last is the command line's.
 FILES = ("config.toml", "metrics.jsonl", "tokenizer.json", trackers.ID, "loss.png")
+
+#: Seconds after which a shared disk shows every rank a new file; NFS takes up to 30 by itself.
+LATE = 45.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,8 @@ def as_rank(
     with lock.held(folder, "training") if ranks.first else nullcontext():
         if ranks.first:
             check_folder(folder, resume)
-        ranks.wait()
+        same(ranks, "--resume", resume)
+        see(folder, ranks, config.timeout)
         saved_tokenizer = folder / "tokenizer.json"
         tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None, folder)
         same(ranks, "a text of fingerprint", tokens.fingerprint)
@@ -96,8 +101,10 @@ def as_rank(
         trained = frameworks.make(config, recipe, tokens.vocab, ranks)
         facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
         start = 0
-        if resume and (last := checkpoint.latest(folder)):
-            start = take_up(last, trained, ranks, facts, config, tokens.vocab)
+        # The first rank's choice: a shared disk may show another one an older list.
+        last = ranks.given((path := checkpoint.latest(folder)) and path.name) if resume else None
+        if last:
+            start = take_up(folder / last, trained, ranks, facts, config, tokens.vocab)
         if start < config.steps and ranks.first:
             prepare(folder, config, tokens)
         with ExitStack() as stack:
@@ -129,28 +136,41 @@ def go_on(
     """The steps after `start`: train, validate, save, stop."""
     saver = Saver(trained, ranks, folder_of(config), config)
     held_out = validation_batches(tokens.validation, config)
-    for step in range(start + 1, config.steps + 1):
-        batch = training_batch(tokens.train, config, step)
-        ranks.at(step, "training")
-        record = train_step(trained, batch, step, config)
-        log({**record, **ranks.done()})
-        last_one = step == config.steps
-        if last_one or due(step, config.validate_every):
-            ranks.at(step, "validation")
-            log({"step": step, "validation_loss": validate(trained, held_out, step, config)})
-        stop = ranks.largest(interrupt.number or 0)
-        if last_one or due(step, config.checkpoint_every) or stop:
-            ranks.at(step, "saving")
-            state = {**facts, "config": asdict(config)}
-            path = saver.save(step, state)
-        if stop and not last_one:
+    with kept(saver, config):
+        for step in range(start + 1, config.steps + 1):
+            batch = training_batch(tokens.train, config, step)
+            ranks.at(step, "training")
+            record = train_step(trained, batch, step, config)
+            log({**record, **ranks.done()})
+            last_one = step == config.steps
+            if last_one or due(step, config.validate_every):
+                ranks.at(step, "validation")
+                log({"step": step, "validation_loss": validate(trained, held_out, step)})
+            stop = ranks.largest(interrupt.number or 0)
+            if last_one or due(step, config.checkpoint_every) or stop:
+                ranks.at(step, "saving")
+                state = {**facts, "config": asdict(config)}
+                path = saver.save(step, state)
+            if stop and not last_one:
+                saver.finish()
+                message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"
+                raise Interrupted(message, stop)
+        saver.finish()
+        # The record may have been lost after the checkpoint was saved.
+        if ranks.given(config.steps not in validation_losses(log.records)):
+            log({"step": config.steps, "validation_loss": validate(trained, held_out, config.steps)})
+
+
+@contextmanager
+def kept(saver: Saver, config: TrainConfig) -> Iterator[None]:
+    """Where numbers stop a run, which all ranks see, end the save that has begun, and say what it can go on from."""
+    try:
+        yield
+    except NonFiniteError as error:
+        with suppress(CheckpointError, OSError):  # the one before is what is there then
             saver.finish()
-            message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"
-            raise Interrupted(message, stop)
-    saver.finish()
-    # The record may have been lost after the checkpoint was saved.
-    if ranks.given(config.steps not in validation_losses(log.records)):
-        log({"step": config.steps, "validation_loss": validate(trained, held_out, config.steps, config)})
+        last = checkpoint.last_good(folder_of(config))
+        raise NonFiniteError(f"{error}; {last}; try a smaller --lr, more --warmup or another --recipe") from error
 
 
 class Silent:
@@ -200,10 +220,10 @@ def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConf
     lr = lr_at(step, config)
     loss, grad_norm = trained.step(batch, lr)
     if not math.isfinite(loss):
-        raise NonFiniteError(stopped(step, f"the loss is {loss}", trained.first_output(batch), config))
+        raise NonFiniteError(f"stopped at step {step}: the loss is {loss}; {trained.first_output(batch)}")
     if not math.isfinite(grad_norm):
         where = trained.first_gradient(batch)
-        raise NonFiniteError(stopped(step, f"the gradient's norm is {grad_norm}", where, config))
+        raise NonFiniteError(f"stopped at step {step}: the gradient's norm is {grad_norm}; {where}")
     speed = batch[..., 1:].size / (time.perf_counter() - begun)
     return {
         "step": step,
@@ -214,20 +234,15 @@ def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConf
     }
 
 
-def stopped(step: int, what: str, where: str, config: TrainConfig) -> str:
-    kept = checkpoint.last_good(folder_of(config))
-    ways = "try a smaller --lr, more --warmup or another --recipe"
-    return f"stopped at step {step}: {what}; {where}; {kept}; {ways}"
-
-
-def validate(trained: Learner, batches: np.ndarray, step: int, config: TrainConfig) -> float:
+def validate(trained: Learner, batches: np.ndarray, step: int) -> float:
     """Mean loss over batches int64 [n, B, S + 1], in nats a token.
 
     Raises: NonFiniteError if it is not finite.
     """
     mean = trained.loss(batches)
     if not math.isfinite(mean):
-        raise NonFiniteError(stopped(step, f"the validation loss is {mean}", trained.first_output(batches), config))
+        where = trained.first_output(batches)
+        raise NonFiniteError(f"stopped at step {step}: the validation loss is {mean}; {where}")
     return mean
 
 
@@ -250,6 +265,19 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise ValueError(f"{folder} already holds a run; go on with it by --resume, or give another --out")
     if resume and not (folder / "config.toml").exists():
         raise ValueError(f"{folder} holds no run to resume; give the run's folder with --out")
+
+
+def see(folder: Path, ranks: Ranks, timeout: int) -> None:
+    """Raise a ValueError on ranks that do not see the folder of the first one, into which all will write."""
+    end = time.monotonic() + min(LATE, timeout / 2 or LATE)
+    while not lock.marked(folder):
+        if time.monotonic() > end:
+            raise ValueError(
+                f"this rank does not see the folder {folder.absolute()} that the first one has made; give --out on a "
+                "disk that all ranks share, and start them in one folder"
+            )
+        time.sleep(0.1)
+    ranks.wait()  # so that no rank goes on before all have looked
 
 
 def prepare(folder: Path, config: TrainConfig, tokens: Tokens) -> None:

@@ -57,11 +57,9 @@ class TorchLearner:
             losses = [self.update.loss(batch).item() for batch in self._ids(batches)]
         self.model.train()
         mean = sum(losses) / len(losses)
-        return (
-            mean
-            if self.group is None
-            else self.group.mean(torch.tensor(mean, dtype=torch.float64, device="cpu")).item()
-        )
+        if self.group is None:
+            return mean
+        return self.group.agreed(self.group.mean(torch.tensor(mean, dtype=torch.float64, device="cpu"))).item()
 
     def first_output(self, batch: np.ndarray) -> str:
         # Every rank looks at all sequences, as many at a time as in training, and says the same.

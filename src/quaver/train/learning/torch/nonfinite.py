@@ -22,22 +22,24 @@ def first_module(
     """The first place, in order of computation, that is not finite on batch int64 [accumulate, B, S + 1], in words.
 
     The forward pass is run again, without gradients, so that no amax is recorded twice. The number before the words
-    is that of the module's call: of several ranks, each of which sees a part, the smallest is the first.
+    is that of the module's call: of several ranks, each of which sees a part, the smallest is the first. All run
+    it, since stages of a pipeline have other parameters and wait for one another.
 
     Args:
         loss: of a batch [B, S + 1], by the model.
     """
+    places: list[tuple[int, str]] = []
     for name, parameter in model.named_parameters():
         if not finite(parameter):
-            return 0, f"the parameter {name} is already not finite"
-    names: list[tuple[int, str]] = []
+            places.append((0, f"the parameter {name} is already not finite"))
+            break
     calls = count(1)
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             call = next(calls)
-            if not names and not finite(output):
-                names.append((call, name))
+            if not finite(output) and not places:  # in this order, as DTensors are gathered
+                places.append((call, f"the first output that is not finite is that of {name}"))
 
         return hook
 
@@ -49,9 +51,7 @@ def first_module(
     finally:
         for hook in hooks:
             hook.remove()
-    if not names:
-        return sys.maxsize, "every module's output is finite"
-    return names[0][0], f"the first output that is not finite is that of {names[0][1]}"
+    return places[0] if places else (sys.maxsize, "every module's output is finite")
 
 
 def first_gradient(model: nn.Module) -> tuple[int, str]:

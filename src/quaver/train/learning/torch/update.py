@@ -62,7 +62,7 @@ class Update:
                 total += loss.detach()
         if self.group is not None:
             self.own = total.clone()
-            total = self.group.mean(total)
+            total = self.group.agreed(self.group.mean(total))
         norm = clip_gradients(self.model, self.config.clip or float("inf"), self.group)
         norms = torch.stack([total, norm])
         # The fused optimizer itself leaves everything as it is where this is not 0 (torch.amp.GradScaler's way).

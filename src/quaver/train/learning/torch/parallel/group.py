@@ -3,6 +3,7 @@
 Untried beyond gloo on CPUs: on GPUs NCCL carries tensors and gloo what ranks tell one another.
 """
 
+import json
 import os
 import signal
 import statistics
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -49,6 +51,8 @@ class Stages(Protocol):
 CLAIM = "ended"
 #: By what an error of a connection to another rank is known; gloo's and NCCL's are RuntimeErrors like others.
 LOST = ("gloo", "NCCL", "Connection", "Broken pipe", "Socket")
+#: Options that each rank may have for itself.
+OWN = ("text", "threads", "device")
 #: Seconds that a rank leaves the first one to say what all of them have met.
 POLITE = 0.2
 
@@ -171,6 +175,11 @@ class Group:
         first = self.mesh.get_local_rank("data") // self.sizes.cp * part
         return slice(first, first + part)
 
+    def agreed(self, value: torch.Tensor) -> torch.Tensor:
+        """A rank's number, or on all ranks one that is not finite where any has such a one, so that all stop."""
+        every = self.of_all(value)
+        return torch.where(every.isfinite().all(), value, every.sum())
+
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the parts of a batch and of its sequences."""
         parts = self.sizes.fsdp * self.sizes.cp
@@ -202,7 +211,8 @@ class Group:
     def of_all(self, value: torch.Tensor) -> torch.Tensor:
         """Every rank's number, in their order: [ranks]."""
         every = [torch.empty_like(value) for _ in range(self.number)]
-        dist.all_gather(every, value)
+        with during("control", "gather", value):
+            dist.all_gather(every, value)
         return torch.stack(every)
 
     def counts(self, parameter: torch.Tensor) -> bool:
@@ -241,6 +251,7 @@ def joined(config: TrainConfig, sizes: Sizes) -> Iterator[Group]:
     store = PrefixStore(f"quaver/{store.add(f'quaver/runs of {number}', 1)}", store)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=config.timeout) if config.timeout else None
+    check_options(store, number, world, config)
     dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=limit)
     group = heard = None
     try:
@@ -265,6 +276,35 @@ def joined(config: TrainConfig, sizes: Sizes) -> Iterator[Group]:
             dist.destroy_process_group()
         if heard is not None:
             signal.signal(signal.SIGTERM, heard)
+
+
+def check_options(store: Any, number: int, world: int, config: TrainConfig) -> None:
+    """Compare the options of all ranks, before any of them could wait for another one in vain.
+
+    What may differ is the text, which is compared as such, and what is each machine's own.
+    Raises: ValueError on the first rank if another one has other options, and Told on the others.
+    """
+    options = {name: value for name, value in asdict(config).items() if name not in OWN}
+    store.set(f"options/{number}", json.dumps(options))
+    if number:
+        if store.get("options").decode():
+            raise Told
+        return
+    said = ""
+    for other in range(1, world):
+        its = json.loads(store.get(f"options/{other}"))
+        # Without JSON a tuple is no list.
+        wrong = [name for name, value in json.loads(json.dumps(options)).items() if its.get(name) != value]
+        if wrong:
+            name = wrong[0]
+            said = (
+                f"{name} is {options[name]!r}, and on rank {other} {its.get(name)!r}; give every rank the same options"
+            )
+            break
+    store.set("options", said)
+    if said:
+        time.sleep(POLITE)  # the store may be this process's, and the others have yet to read
+        raise ValueError(said)
 
 
 def lost(error: Exception, group: Group | None) -> str:
