@@ -112,6 +112,27 @@ def tensors_in_parts(rank: int) -> None:
         assert ours.bytes["activations"] == torchs["gather"] + torchs["scatter"], name
 
 
+def rows_and_words(rank: int) -> None:
+    """Tokens that go to experts on other ranks, and an embedding of which each rank has some words."""
+    x, ranks = torch.randn(8, 64, requires_grad=True), dist.get_world_size()
+    splits = parallel.Splits.even(8 // ranks)
+    ours, torchs = counted(lambda: parallel.exchange(x, splits).sum().backward())
+    assert ours.bytes == {"activations": torchs["exchange"]}
+    ours, torchs = counted(lambda: parallel.Splits.of([8 // ranks] * ranks, 8))
+    assert ours.bytes == {"control": torchs["exchange"]}
+    # Of unequal parts what goes to others alone.
+    uneven = parallel.Splits((7, 1), (7, 1)) if rank == 0 else parallel.Splits((1, 7), (1, 7))
+    with Traffic() as ours:
+        parallel.exchange(x, uneven)
+    assert ours.bytes == {"activations": 64 * 4}
+    for sequence in (False, True):
+        net = nn.Sequential(nn.Embedding(64, 32))
+        plan = {"0": parallel.Vocabulary(sequence=sequence)}
+        parallelize_module(net, init_device_mesh("cpu", (ranks,)), plan)
+        ours, torchs = counted(lambda net=net: net(torch.arange(16).view(2, 8)).sum().backward())
+        assert ours.bytes["activations"] == sum(torchs.values()) - ours.bytes["control"] > 0
+
+
 def sequences_in_parts(rank: int) -> None:
     for how, way in (("gather", "gather"), ("ring", "send"), ("all_to_all", "exchange")):
         layer = qt.TransformerLayer(64, 4, 96, mask_type="causal")
@@ -191,6 +212,7 @@ CASES = [
     fsdp,
     gradients_in_eight_bits,
     tensors_in_parts,
+    rows_and_words,
     sequences_in_parts,
     pipelines,
     histories,

@@ -158,22 +158,24 @@ def unite(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:
     """
     if dim is None:
         whole = x.contiguous().view(-1).view(torch.uint8)
-        everybody: Any = dist.all_reduce(whole, dist.ReduceOp.MAX, group, async_op=True)
+        everybody = dist.all_reduce(whole, dist.ReduceOp.MAX, group, async_op=True)
+        wait_whole = awaited("activations", "reduce", whole, group, everybody)
 
         def finish_whole() -> Tensor:
-            everybody.wait()
+            wait_whole()
             return whole.view(x.dtype).view(x.shape)
 
         return finish_whole
     ranks = dist.get_world_size(group)
     parts = x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
     own = torch.empty_like(parts[0])
-    work: Any = reduce_scatter(
+    work = reduce_scatter(
         own.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group, async_op=True
     )
+    wait = awaited("activations", "scatter", parts, group, work)
 
     def finish() -> Tensor:
-        work.wait()
+        wait()
         return own
 
     return finish

@@ -21,6 +21,7 @@ from quaver.torch.numerics.quantized import Quantized, pack
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import DTYPES
+from quaver.torch.parallel.traffic import awaited, during
 from quaver.torch.parallel.wire import Pending, agree
 
 
@@ -65,7 +66,9 @@ class Splits:
         # What is wrong on one rank all of them learn, in the place of a number.
         own = torch.where((own.min() < 0) | (own.sum() != rows), -1, own)
         others = torch.empty_like(own)
-        dist.all_to_all_single(others, own.contiguous(), group=group)
+        own = own.contiguous()
+        with during("control", "exchange", own, group):
+            dist.all_to_all_single(others, own, group=group)
         (to, given) = torch.stack([own, others]).tolist()
         if min(to) < 0:
             raise ValueError(
@@ -208,13 +211,16 @@ def _moved(x: Tensor, splits: Splits, by: QuantSpec | torch.dtype, group: Any) -
 def _exchange(x: Tensor, splits: Splits, group: Any) -> Pending:
     x = x.contiguous()
     rows = x.new_empty((sum(splits.received), x.shape[1]))
-    work: Any = dist.all_to_all_single(rows, x, [*splits.received], [*splits.sent], group, async_op=True)
+    work = dist.all_to_all_single(rows, x, [*splits.received], [*splits.sent], group, async_op=True)
+    # Of unequal parts each rank sends those that are not for itself.
+    to_others = x[splits.sent[dist.get_rank(group)] :]
+    wait = awaited("activations", "send", to_others, group, work)
 
-    def wait() -> Tensor:
-        work.wait()
+    def finish() -> Tensor:
+        wait()
         return rows
 
-    return wait
+    return finish
 
 
 def _check(spec: QuantSpec) -> None:
