@@ -196,6 +196,36 @@ def the_newest_row_is_that_of_all_ranks(rank: int) -> None:
         assert_bitwise(again, loss, "by hand")
 
 
+def before_the_first_step(rank: int) -> None:
+    """To save a run that has not begun changes nothing of it, and what goes on from there has no step behind it."""
+    folder = two_ranks.folder() / "before the first step"
+    expected = train(run("mxfp8", by_fsdp), by_fsdp, range(2))
+    first = run("mxfp8", by_fsdp)
+    Checkpoint(*first).save(folder)
+    assert not first[1].state
+    second = run("mxfp8", by_fsdp, seed=6)
+    train(second, by_fsdp, range(5, 6))
+    Checkpoint(*second).load(folder)
+    for of in (first, second):
+        for loss, other in zip(expected, train(of, by_fsdp, range(2)), strict=True):
+            assert_bitwise(other, loss, "saved before the first step")
+
+
+def with_gradients_already(rank: int) -> None:
+    """An optimizer without states takes those of a checkpoint where a backward has run, and leaves its gradients."""
+    folder = two_ranks.folder() / "with gradients"
+    first, second = run("mxfp8", by_fsdp), run("mxfp8", by_fsdp, seed=6)
+    train(first, by_fsdp, range(2))
+    Checkpoint(*first).save(folder)
+    second[0](x_of(7)).sum().backward()
+    Checkpoint(*second).load(folder)
+    assert all(p.grad is not None for p in second[0].parameters())
+    second[1].zero_grad()
+    expected = train(first, by_fsdp, range(2, 4))
+    for loss, other in zip(expected, train(second, by_fsdp, range(2, 4)), strict=True):
+        assert_bitwise(other, loss, "loaded after a backward")
+
+
 def saved_while_training_goes_on(rank: int) -> None:
     folder = two_ranks.folder() / "asynchronous"
     first = run("delayed", by_fsdp)
@@ -310,6 +340,15 @@ def parts_of_a_pipeline(rank: int) -> None:
     assert_bitwise(step(second, 3), step(first, 3), "stages")
 
 
+def a_stage_without_histories(rank: int) -> None:
+    """It has told all that it has with the first model, and others have new layers with the second."""
+    for _ in range(2):
+        part = nn.ModuleList([qt.Linear(WIDE, WIDE) if rank == 0 else nn.LayerNorm(WIDE)])
+        with qt.autocast("delayed"):
+            part[0](x_of(0)).sum().backward()
+        agree_histories(part)
+
+
 def bad_input(rank: int) -> None:
     folder = folder_of("delayed", by_fsdp)
     model, optimizer = run("delayed", by_fsdp, seed=8)
@@ -350,6 +389,14 @@ def bad_input(rank: int) -> None:
         victim.write_bytes(content)
     dist.barrier()
     refused(r"its SHA-256 differs.: load another", lambda: Checkpoint(model, optimizer).load(damaged))
+    unsealed = two_ranks.folder() / "unsealed"
+    if rank == 0:
+        (damaged / "digests.json").write_text("{}")
+        (unsealed / "digests.json.tmp").mkdir(parents=True)
+    dist.barrier()
+    refused("it has no digests.: load another", lambda: Checkpoint(model, optimizer).load(damaged))
+    refused("could not be written .*: save elsewhere", lambda: Checkpoint(model, optimizer).save(unsealed))
+    assert not optimizer.state
     assert_same(everything((model, optimizer)), before, "after errors")
 
 
@@ -386,7 +433,8 @@ CASES = {
     1: [read_by_others],
     2: [
         *(runs_that_go_on, the_newest_row_is_that_of_all_ranks, saved_while_training_goes_on, other_recipes),
-        *(parts_of_a_pipeline, bad_input, what_it_puts_out),
+        *(before_the_first_step, with_gradients_already, parts_of_a_pipeline, a_stage_without_histories, bad_input),
+        what_it_puts_out,
     ],
     3: [read_by_others, parts_of_a_pipeline],
     4: [read_by_others],

@@ -12,7 +12,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ def agree_histories(model: nn.Module) -> None:
     """Have all ranks agree on what delayed scaling's histories of a model have recorded since they rolled.
 
     Call it on all ranks before a state dict is taken on any, between two steps; it is one all-reduce of three numbers a
-    layer for each process group, and none where no layer has a history. Training goes on as without it, bit for bit:
-    the next step would have begun with the same. `Checkpoint` calls it.
+    layer for each process group, after one of a byte. Training goes on as without it, bit for bit: the next step would
+    have begun with the same. `Checkpoint` calls it.
 
     Args:
         model: with layers of quaver's, in whatever wrappers; on a rank of a pipeline its stages.
@@ -95,19 +95,29 @@ class Checkpoint:
     def state_dict(self) -> dict[str, Any]:
         """What is saved, each rank's part, histories as all ranks agreed on them. All ranks call it."""
         agree_histories(self.model)
-        return self._state()
+        fresh = [optimizer for optimizer in self.optimizers if not optimizer.state]
+        state = self._state()
+        # torch has made their states by a step without gradients, which would count as the first.
+        for optimizer in fresh:
+            optimizer.state.clear()
+        names = self._names(fresh)
+        return {name: value for name, value in state.items() if _of_parameter(name) not in names}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint into a folder that all ranks see, and return when it is whole.
 
         Raises:
-            ValueError: a checkpoint is in the folder.
+            ValueError: on all ranks: a checkpoint is in the folder, or digests of the files could not be written.
         """
         self._check(_why_not_into(Path(folder)), f"save into {folder}")
         dcp.save(self.state_dict(), checkpoint_id=folder, process_group=self.group)
-        self._seal(Path(folder))
-        if _ranks(self.group) > 1:
-            dist.barrier(self.group)
+        why = ""
+        try:
+            self._seal(Path(folder))
+        except OSError as error:
+            why = f"{folder} has a checkpoint without {DIGESTS}, which could not be written ({error}): save elsewhere"
+        # The other ranks wait here, and would for good if the first raised an error before.
+        self._check(why, f"save into {folder}")
 
     def async_save(self, folder: str | os.PathLike[str]) -> "Future[None]":
         """Copy the state into the processor's memory, and write it while training goes on.
@@ -158,14 +168,49 @@ class Checkpoint:
         self._check("" if (where / INDEX).exists() else why, f"load {where}")
         self._check(_damage(where, _rank(self.group), _ranks(self.group)), f"load {where}")
         saved = dcp.FileSystemReader(where).read_metadata().state_dict_metadata
-        whole = self.state_dict()
-        self._compare(where, saved, whole)
+        agree_histories(self.model)
+        before = self._held_states()
+        try:
+            whole = self._with_all_states(before)
+            self._compare(where, saved, whole)
+        except ValueError:
+            for optimizer, states in before.items():
+                optimizer.state.clear()
+                optimizer.state.update(states)
+            raise
         if self._take_state(saved):
             whole = self._state()
         asked = {name: _room(name, value, saved) for name, value in whole.items() if _holds(saved, name)}
         dcp.load(asked, checkpoint_id=where, process_group=self.group)
-        self._forget({_of_parameter(name) for name in whole if name not in saved and _is_unused(saved, name)})
         self._set({**{name: value for name, value in whole.items() if not _may_lack(name)}, **asked})
+        self._forget({_of_parameter(name) for name in whole if name not in saved and _is_unused(saved, name)})
+
+    def _held_states(self) -> dict[torch.optim.Optimizer, dict[Any, Any]]:
+        """What optimizers hold that lack the state of a parameter, which a checkpoint may have."""
+        return {
+            optimizer: dict(optimizer.state)
+            for optimizer in self.optimizers
+            if not all(optimizer.state.get(p) for p in _trained(optimizer))
+        }
+
+    def _with_all_states(self, lacking: Collection[torch.optim.Optimizer]) -> dict[str, Any]:
+        """`_state`, with those states that optimizers lack: torch makes them where there is neither one nor a gradient,
+        and takes what it has not found for what is not wanted."""
+        aside = [(p, p.grad) for optimizer in lacking for p in _trained(optimizer)]
+        for optimizer in lacking:
+            optimizer.state.clear()
+        for p, _ in aside:
+            p.grad = None
+        try:
+            return self._state()
+        finally:
+            for p, gradient in aside:
+                p.grad = gradient
+
+    def _names(self, optimizers: Iterable[torch.optim.Optimizer]) -> set[str]:
+        """The names of optimizers' parameters."""
+        held = {p for optimizer in optimizers for p in _trained(optimizer)}
+        return {_unwrapped(name) for name, p in _bare(self.model).named_parameters() if p in held}
 
     def _state(self) -> dict[str, Any]:
         of_model: Any = get_model_state_dict(self.model)
@@ -242,6 +287,11 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
+def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer that may have a state."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
 def _ranks(group: Any) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
@@ -290,12 +340,18 @@ def _damage(folder: Path, rank: int, ranks: int) -> str:
     if not written.exists():
         # torch.distributed.checkpoint alone wrote it.
         return ""
-    digests: dict[str, str] = json.loads(written.read_text(encoding="utf-8"))["sha256"]
+    try:
+        digests: dict[str, str] = json.loads(written.read_text(encoding="utf-8"))["sha256"]
+    except (ValueError, KeyError, TypeError):
+        return f"{written} is not what was written (it has no digests): load another checkpoint"
     for name in sorted(digests)[rank::ranks]:
         path = folder / name
-        if not path.exists() or _digest(path) != digests[name]:
-            state = "not what was written (its SHA-256 differs)" if path.exists() else "not there"
-            return f"{path} is {state}: load another checkpoint"
+        try:
+            if _digest(path) != digests[name]:
+                return f"{path} is not what was written (its SHA-256 differs): load another checkpoint"
+        except OSError as error:
+            # The other ranks would wait for this one.
+            return f"{path} cannot be read ({error}): load another checkpoint"
     return ""
 
 

@@ -72,7 +72,7 @@ _lock = threading.RLock()
 _known: _Known | None = None
 
 
-def group_of(layers: Sequence[nn.Module], told: Any) -> Any:
+def group_of(layers: Sequence[nn.Module], told: Any, asks: bool = False) -> Any:
     """The group over which layers are reduced: the one that was told, else that of the ranks with the same layers.
 
     Where none was told, all ranks of the default group come here with their own layers, which may be none. They
@@ -81,6 +81,8 @@ def group_of(layers: Sequence[nn.Module], told: Any) -> Any:
     Args:
         layers: in order of construction.
         told: a process group, or None.
+        asks: whether ranks ask one another first if one has layers of which it has told nothing: where it has, others
+            may have come here with theirs before, as a stage without layers does with each model.
     Returns:
         A process group, None for the default one, or `ALONE`.
     """
@@ -89,7 +91,8 @@ def group_of(layers: Sequence[nn.Module], told: Any) -> Any:
     with _lock:
         known = _of_world()
         numbers = tuple(amax.number_of(layer) for layer in layers)
-        if numbers not in known.groups:
+        new = numbers not in known.groups
+        if known.any_rank(new) if asks else new:
             every = _told_by_all(layers)
             if not any(every):
                 # One may have layers the next time, and tells of them.

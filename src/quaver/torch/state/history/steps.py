@@ -167,11 +167,11 @@ def _reduce(group: Any, step: Step, waits: bool = False) -> None:
         rolling.reduce_agreed(agreed, layers)
 
 
-def _reduce_alike(layers: Sequence[nn.Module], group: Any) -> None:
+def _reduce_alike(layers: Sequence[nn.Module], group: Any, asks: bool = False) -> None:
     """Reduce maxima of layers that no rank has collected over the group that was given, else over the ranks that have
     them."""
     if rolling.has_ranks(group):
-        group = alike.group_of(layers, group)
+        group = alike.group_of(layers, group, asks)
         if group is not alike.ALONE:
             rolling.reduce(layers, group)
 
@@ -218,7 +218,7 @@ def agree(layers: Sequence[nn.Module]) -> None:
         known = _last(layer)
         groups.setdefault(None if known is None else known.group, []).append(layer)
     for group, members in groups.items():
-        _reduce_alike(members, group)
+        _reduce_alike(members, group, asks=True)
     for layer in own:
         state_of(layer).agreed = layer.history[0].tolist()
 
