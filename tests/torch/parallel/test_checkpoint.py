@@ -450,15 +450,17 @@ def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
 def test_a_process_without_ranks_saves_and_loads(tmp_path: Path) -> None:
     model = net("delayed")
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    # Without a state, which torch.distributed.checkpoint leaves out.
+    others = {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
     train((model, optimizer), alone, range(2))
     with warnings.catch_warnings():
         # That there is one process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        Checkpoint(model, optimizer).save(tmp_path / "sync")
-        Checkpoint(model, optimizer).async_save(tmp_path / "async").result()
+        Checkpoint(model, optimizer, others=others).save(tmp_path / "sync")
+        Checkpoint(model, optimizer, others=others).async_save(tmp_path / "async").result()
         for name in ("sync", "async"):
             other = net("delayed", seed=3)
-            Checkpoint(other, torch.optim.SGD(other.parameters(), 1e-2)).load(tmp_path / name)
+            Checkpoint(other, torch.optim.SGD(other.parameters(), 1e-2), others=others).load(tmp_path / name)
             for key, value in get_model_state_dict(model).items():
                 assert_bitwise(other.state_dict()[key], value, key)
 

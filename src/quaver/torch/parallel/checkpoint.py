@@ -358,7 +358,7 @@ def _damage(folder: Path, rank: int, ranks: int) -> str:
 def _why_other(whole: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """Why a checkpoint is of another model than the one whose state this is, or ""."""
     given = [name for name in whole if not _may_lack(name) and not name.startswith(GROUPS)]
-    absent = [name for name in given if not _holds(saved, name) and not _is_unused(saved, name)]
+    absent = [n for n in given if not _holds(saved, n) and not _is_unused(saved, n) and not _is_nothing(whole[n])]
     if absent:
         bare = all(name.startswith(OPTIMIZER) for name in absent) and not any(n.startswith(OPTIMIZER) for n in saved)
         return "it has no optimizer: give none" if bare else f"it lacks {_some(absent)}"
@@ -386,6 +386,11 @@ def _why_other(whole: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
 def _holds(saved: Mapping[str, Any], name: str) -> bool:
     """Whether a checkpoint holds a name; of what `others` gave it has the names below that one."""
     return name in saved or (name.startswith(OTHERS) and any(each.startswith(f"{name}.") for each in saved))
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether it is a state without values, as of a GradScaler that is not enabled: torch writes none of it."""
+    return isinstance(value, Mapping) and all(map(_is_nothing, value.values()))
 
 
 def _of_parameter(name: str) -> str:
