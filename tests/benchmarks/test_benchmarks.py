@@ -21,7 +21,7 @@ from benchmarks.cases import CASES
 from benchmarks.cases.host import host_cost
 from benchmarks.cases.linear.speed import Setup
 from benchmarks.cases.ranks import PARALLEL, started
-from benchmarks.cpu import RANKS, chosen, run, run_case, summary, written
+from benchmarks.cpu import CPU, RANKS, Suite, chosen, run, run_case, summary, written
 from benchmarks.measuring import machine
 from benchmarks.measuring.figure import (
     DECIMALS,
@@ -159,7 +159,11 @@ def toy(name: str, value: float) -> Case:
     return Case(name=name, title=name, notes="A toy.", measure=lambda quick: figures)
 
 
-def test_results_are_written_for_reading_and_for_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def of_cases(*cases: Case) -> Suite:
+    return CPU._replace(cases=cases)
+
+
+def test_results_are_written_for_reading_and_for_computing(tmp_path: Path) -> None:
     def absent(quick: bool) -> list[Figure]:
         raise NotMeasurable("not measurable here: no such CPU")
 
@@ -168,8 +172,8 @@ def test_results_are_written_for_reading_and_for_computing(tmp_path: Path, monke
 
     hidden = dataclasses.replace(toy("hidden", 0.0), measure=absent)
     broke = dataclasses.replace(toy("broke", 0.0), measure=broken)
-    monkeypatch.setattr("benchmarks.cpu.CASES", (toy("good", 1.5), toy("bad", math.inf), hidden, broke))
-    done = run(True, None, True, Console(quiet=True), tmp_path)
+    suite = of_cases(toy("good", 1.5), toy("bad", math.inf), hidden, broke)
+    done = run(True, None, True, Console(quiet=True), tmp_path, suite=suite)
     assert summary(done).startswith("1 of 2 targets met.")
     stem = f"cpu-{machine.today()}"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{stem}.json", f"{stem}.md"]
@@ -187,27 +191,29 @@ def test_results_are_written_for_reading_and_for_computing(tmp_path: Path, monke
     assert set(data["machine"]) >= {"cpu", "flags", "torch", "torchao", "python", "commit"}
 
 
-def test_a_part_of_the_cases_lies_beside_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.cpu.CASES", (toy("llama-one", 1.5), toy("llama-two", 1.5), toy("other", 1.5)))
-    run(False, "llama*", True, Console(quiet=True), tmp_path)
-    run(False, None, True, Console(quiet=True), tmp_path)
+def test_a_part_of_the_cases_lies_beside_whole_runs(tmp_path: Path) -> None:
+    suite = of_cases(toy("llama-one", 1.5), toy("llama-two", 1.5), toy("other", 1.5))
+    run(False, "llama*", True, Console(quiet=True), tmp_path, suite=suite)
+    run(False, None, True, Console(quiet=True), tmp_path, suite=suite)
     day = machine.today()
     names = {f"cpu-{day}.json", f"cpu-{day}.md", f"cpu-llama-{day}.json", f"cpu-llama-{day}.md"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_what_cannot_be_judged_is_shown_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_judged_is_shown_all_the_same(tmp_path: Path) -> None:
     def unjudged(quick: bool) -> list[Figure]:
         raise NotMeasurable("not measurable here: no such kernel", [Figure("quaver", "time", 1.0, "ms")])
 
-    monkeypatch.setattr("benchmarks.cpu.CASES", (dataclasses.replace(toy("slow", 0.0), measure=unjudged),))
-    (done,) = run(True, None, True, Console(quiet=True), tmp_path)
+    suite = of_cases(
+        dataclasses.replace(toy("slow", 0.0), measure=unjudged),
+    )
+    (done,) = run(True, None, True, Console(quiet=True), tmp_path, suite=suite)
     assert summary([done]).startswith("0 of 0 targets met.")
     text = (tmp_path / f"cpu-{machine.today()}.md").read_text(encoding="utf-8")
     assert "**not measurable here: no such kernel**" in text and "| quaver | 1.00 ms |" in text
 
 
-def test_with_several_threads_only_targets_for_them_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_several_threads_only_targets_for_them_are_judged(tmp_path: Path) -> None:
     seen, before = [], torch.get_num_threads()
 
     def measure(quick: bool) -> list[Figure]:
@@ -215,14 +221,14 @@ def test_with_several_threads_only_targets_for_them_are_judged(tmp_path: Path, m
         return [Figure("quaver", "time", 1.0, "ms", at_most(2.0))]
 
     one = dataclasses.replace(toy("one", 1.0), measure=measure)
-    monkeypatch.setattr("benchmarks.cpu.CASES", (one, dataclasses.replace(one, name="several", of_threads=True)))
-    done = run(True, None, True, Console(quiet=True), tmp_path, threads=2)
+    suite = of_cases(one, dataclasses.replace(one, name="several", of_threads=True))
+    done = run(True, None, True, Console(quiet=True), tmp_path, threads=2, suite=suite)
     assert [result.figures[0].passed for result in done] == [None, True]
     assert seen == [2, 2] and torch.get_num_threads() == before
     assert "- threads: 2, the clock's time" in (tmp_path / f"cpu-2-threads-{machine.today()}.md").read_text("utf-8")
 
 
-def test_a_row_is_written_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_written_as_it_ends(tmp_path: Path) -> None:
     path = tmp_path / f"cpu-{machine.today()}.md"
 
     def measure(quick: bool) -> Iterator[Figure]:
@@ -232,8 +238,10 @@ def test_a_row_is_written_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
         yield Figure("three", "time", 0.0, "ms", instead="does not run: no card")
         raise RuntimeError("it broke")
 
-    monkeypatch.setattr("benchmarks.cpu.CASES", (dataclasses.replace(toy("long", 0.0), measure=measure),))
-    run(True, None, True, Console(quiet=True), tmp_path)
+    suite = of_cases(
+        dataclasses.replace(toy("long", 0.0), measure=measure),
+    )
+    run(True, None, True, Console(quiet=True), tmp_path, suite=suite)
     text = path.read_text("utf-8")
     assert "| two | 2.00 ms |" in text and "| three | does not run: no card |" in text
     assert "failed: RuntimeError: it broke" in text

@@ -25,8 +25,7 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
        sp some tokens of what is between them. Embedding, last norm and head stay whole.
     3. `context_parallel`, where cp is given: each rank has some tokens of a sequence, and attention goes across them.
     4. `stage`, where pp is given: each rank keeps the layers of a stage.
-    5. `gather_quantized`: torch's fully_shard will gather the layers' weights as codes and scales. Those that lie in
-       parts by 2. are gathered in high precision.
+    5. `gather_quantized`: torch's fully_shard will gather the layers' weights as codes and scales, in parts or whole.
     6. `fully_shard`, layer by layer and then what is left: weights, gradients and moments are divided among the ranks
        of fsdp and of cp.
 
@@ -48,7 +47,7 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
         keep_stage(model, group.mesh.get_local_rank("pp"), group.sizes.pp)
         whole = Part(model, config)
         group.pipeline = Pipeline(whole, recipe, config, group)
-    if group.sizes.tp == 1 and travels(recipe):
+    if travels(recipe):
         gather_quantized(model, mesh=group.mesh["data"])
     for layer in model.layers:
         fully_shard(layer, mesh=group.mesh["data"])
