@@ -296,7 +296,17 @@ def maxima_that_a_rank_loaded_are_reduced(rank: int) -> None:
         assert_bitwise(factors(resumed), factors(model))
 
 
+def the_first_step_of_a_rank_without_layers(rank: int) -> None:
+    """Its stage has none, and the other's has a recipe by construction, and so a history before any step."""
+    stage = qt.Linear(16, 16, recipe=RECIPE) if rank == 0 else nn.LayerNorm(16)
+    for step in range(2):
+        with qt.autocast(RECIPE):
+            stage(data(rank, step)).sum().backward()
+
+
 CASES = [
+    # First: whether ranks have begun a step before is what it is about.
+    the_first_step_of_a_rank_without_layers,
     threads_that_come_by_in_another_order_on_each_rank,
     two_models_of_two_groups_in_turns,
     a_model_that_one_rank_trains,

@@ -73,8 +73,6 @@ class _Thread(threading.local):
         self.now: Step | None = Step(self.me)
         #: The latest step of each group.
         self.latest: dict[Any, Step] = {None: self.now}
-        #: Whether a step of delayed scaling has begun under the default group.
-        self.began = False
 
     def of(self, group: Any) -> Step:
         """The latest step of a group, as `rolling.own` gives it."""
@@ -139,10 +137,8 @@ def enter(rolls: bool, group: Any, recipe: Recipe | None) -> Step | None:
 def _begin(group: Any = None, recipe: Recipe | None = None) -> Step:
     """A step of a group begins in this thread, and the earlier ones that are over end."""
     step = Step(_thread.me, rolling.own(group))
-    waits = False
-    if step.group is None and recipe is not None and recipe.delayed is not None:
-        # Others may hold layers that have run, and tell of them; in a first step none has.
-        waits, _thread.began = _thread.began, True
+    # Others may hold layers, that have run or have their recipe by construction, and tell of them.
+    waits = step.group is None and recipe is not None and recipe.delayed is not None
     # No list of layers is held here: what else is gone must be collected.
     _reduce(step.group, step, waits)
     _end_earlier(amax.layers(), step, recipe)
