@@ -220,6 +220,8 @@ def test_ranks_that_share_layers_are_the_single_process(
             patch.setattr(learner, "quantize_layers", split_layers)
             run_training(one)
         assert losses_of(recorded(one)) == losses_of(recorded(config)), config.recipe
+    high, *as_codes = (read(Path(config.out) / "metrics.jsonl")[0]["bytes_weights"] for config in quantized)
+    assert max(as_codes) < high, "weights that lie in parts travel as codes, too"
 
     # From two times two ranks to two that share layers, to two that share batches, and to one.
     alone = {"fsdp": 1, "tp": 1}

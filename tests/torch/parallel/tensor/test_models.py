@@ -113,19 +113,23 @@ def llama(sequence: bool) -> dict[str, Any]:
     return plan
 
 
-def a_converted_model_of_transformers(rank: int) -> None:
+def of_transformers(**options: Any) -> Any:
+    """A small Llama of transformers."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         vocab_size=96,
-        attention_bias=True,
+        **options,
     )
     torch.manual_seed(0)
-    plain = transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
+
+
+def a_converted_model_of_transformers(rank: int) -> None:
+    plain = of_transformers(num_hidden_layers=2, attention_bias=True)
     ids = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(1))
     given = {"labels": ids, "position_ids": torch.arange(64)[None], "use_cache": False}
     for recipe in (None, "mxfp8"):
@@ -142,19 +146,8 @@ def a_converted_model_of_transformers(rank: int) -> None:
 
 def a_vocabulary_of_transformers(rank: int) -> None:
     """Embedding and head in parts, tied or not, and their loss without logits of all tokens."""
-    transformers = pytest.importorskip("transformers")
     for sequence, ties in ((False, True), (True, False)):
-        config = transformers.LlamaConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            vocab_size=96,
-            tie_word_embeddings=ties,
-        )
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config).train()
+        model = of_transformers(num_hidden_layers=1, tie_word_embeddings=ties).train()
         whole = copy.deepcopy(model)
         ids = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(1))
         ids[0, :9] = -100

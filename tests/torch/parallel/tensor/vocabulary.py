@@ -20,17 +20,10 @@ from quaver import recipes
 from quaver.torch.parallel import Column, Row, Sequence, Vocabulary, cross_entropy
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
+from tests.torch.blocks.loss.test_cross_entropy import OPTIONS
 from tests.torch.parallel.tensor.split import SplitLinear, tokens
 from tests.two_ranks import RANKS
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "ignoring": {"ignore_index": 3},
-    "smoothing": {"label_smoothing": 0.1},
-    "z loss": {"z_loss": 1e-2},
-    "soft cap": {"soft_cap": 2.0},
-    "all": {"ignore_index": 0, "label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 30.0},
-}
 WORDS, DIM = 24, 16
 
 
