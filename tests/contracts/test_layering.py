@@ -62,9 +62,11 @@ NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"tor
 #: are all files needs no row: without a cycle of files there is an order of them.
 FLOORS: dict[str, tuple[str, ...]] = {
     "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "integrations", "train"),
-    "quaver.core": (*("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs"),),
+    "quaver.core": (
+        *("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs", "states"),
+    ),
     "quaver.kernels": ("hashing", "bits", "quantizing", "emulating", "fused", "attention"),
-    "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model", "parallel"),
+    "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model", "parallel", "optim"),
     "quaver.torch.backends": ("cpu", "gpu"),
     "quaver.torch.backends.gpu": (
         *("launching", "quantizing", "emulating", "gemms", "families", "fused", "attention", "announcing"),

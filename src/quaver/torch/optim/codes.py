@@ -1,0 +1,231 @@
+"""Optimizer states written and read in torch tensors, on any device: the twin of `quaver.core.states.reference`.
+
+Written for a compiler, which fuses it, and quick without one: no step depends on a value.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.core.states.codes import StateCode, StateSpec
+from quaver.core.states.dynamic import boundaries, levels
+from quaver.core.states.reference import LARGEST_SCALE, NOISE_BITS
+from quaver.torch.numerics.quantized import FLOAT8
+
+SMALLEST_NORMAL = 2.0**-126
+#: A whole tensor's scale, and each scale of blocks.
+SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "power_of_two": torch.float32}
+
+
+def code_dtype(code: StateCode) -> torch.dtype:
+    """What a code is stored in."""
+    if not code.scaled or code.kind == "float16":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[code.kind]
+    return torch.int8 if code.signed and code.kind in ("softsign", "root") else torch.uint8
+
+
+def scale_shape(shape: tuple[int, ...], block: int | None) -> tuple[int, ...]:
+    """Of a state of this shape: [..., ceil(K / block)], [] for one scale in all."""
+    if block is None:
+        return ()
+    return (*shape[:-1], -(-shape[-1] // block)) if shape else (1,)
+
+
+def encode(
+    x: Tensor, spec: StateSpec, noise: Tensor | None = None, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """A state's codes and scales; see `quaver.core.states.reference.encode`.
+
+    Args:
+        x: float32 [..., K].
+        noise: int32 below 2**15 of x's shape, if the spec is stochastic.
+        amax: float32 [], the largest magnitude of the tensor that x is a piece of; of one scale in all.
+    Returns:
+        codes of x's shape, and scales; None without.
+    Exact.
+    """
+    code = spec.of
+    if code.kind == "float32":
+        return x.clone(), None
+    if code.kind == "bfloat16":
+        return to_bfloat16(x, noise), None
+    top = block_amax(x, spec.block) if amax is None else amax
+    scale = scale_of(top, spec)
+    blocks = in_blocks(x, spec.block)
+    wide = scale.float().unsqueeze(-1)
+    usable = (wide > 0) & (wide <= float(LARGEST_SCALE))
+    inverse = torch.where(usable, wide, 1.0).reciprocal()
+    y = torch.where(usable, blocks, 0.0)
+    blocks = y
+    y = (y.abs() * inverse).clamp_(max=code.largest)
+    if noise is not None:
+        noise = in_blocks(noise, spec.block)
+    if code.kind == "dynamic":
+        edges = _table(code.signed, "boundaries", x.device)
+        codes = torch.bucketize(y.copysign_(blocks), edges).to(torch.uint8)
+    elif code.kind == "float16":
+        codes = y.copysign_(blocks).to(torch.float16)
+    else:
+        codes = _signed(_magnitude_codes(y, code, noise, spec.floor, blocks), blocks, code)
+    return out_of_blocks(codes, x.shape), scale
+
+
+def decode(codes: Tensor, scale: Tensor | None, spec: StateSpec) -> Tensor:
+    """Values of codes: float32 of their shape. Exact."""
+    code = spec.of
+    if scale is None or not code.scaled:
+        return codes.float()
+    values = in_blocks(codes, spec.block)
+    wide = scale.float().unsqueeze(-1)
+    return out_of_blocks(values_of(values, code).mul_(wide), codes.shape)
+
+
+def values_of(codes: Tensor, code: StateCode) -> Tensor:
+    """Values of codes as multiples of their scale: a new float32 tensor. Exact."""
+    if code.kind == "float16":
+        return codes.float()
+    if code.kind == "softsign":
+        c = codes.float()
+        return c / (254.0 - c.abs())
+    if code.kind == "root":
+        c = codes.float()
+        return (c.abs() * c).mul_(_reciprocal(code.top**2)) if code.signed else (c * c).mul_(_reciprocal(code.top**2))
+    if code.kind == "dynamic":
+        return _table(code.signed, "levels", codes.device)[codes.int()]
+    assert code.format is not None
+    dtype = FLOAT8.get(code.format.name)
+    if dtype is not None:
+        value = codes.view(dtype).float()
+    else:
+        c = codes.int()
+        mantissa = code.format.mantissa_bits
+        # The bits of a float32 but for its bias; a multiplication by a power of two is exact, of subnormals too.
+        value = (c << (23 - mantissa)).view(torch.float32) * 2.0 ** (127 - code.format.bias)
+    return value * value if code.root else value
+
+
+def scale_of(amax: Tensor, spec: StateSpec) -> Tensor:
+    """The scale of each amax: at least amax over the code's largest magnitude; NaN where that is not finite."""
+    finite = amax < float("inf")
+    ratio = torch.where(finite, amax, 0.0) / spec.of.largest
+    bits = ratio.view(torch.int32)
+    if spec.scale == "bfloat16":
+        bits = (bits + 0xFFFF) & ~0xFFFF
+    elif spec.scale == "power_of_two":
+        bits = (bits + 0x7FFFFF) & ~0x7FFFFF
+    bits = torch.where(bits < 0x00800000, 0, bits.clamp(max=0x7E800000))
+    scale = torch.where(finite, bits.view(torch.float32), float("nan"))
+    return scale.to(SCALE_DTYPES[spec.scale])
+
+
+def block_amax(x: Tensor, block: int | None) -> Tensor:
+    """Largest magnitudes of blocks: float32; NaN counts above infinity."""
+    magnitudes = in_blocks(x, block).abs()
+    if not magnitudes.numel():
+        return x.new_zeros(scale_shape(x.shape, block), dtype=torch.float32)
+    return magnitudes.amax(-1)
+
+
+def in_blocks(x: Tensor, block: int | None) -> Tensor:
+    """[..., K] as [..., ceil(K / block), block], the last one filled with zeros; [n] of one in all."""
+    if block is None:
+        return x.reshape(-1)
+    x = x if x.dim() else x.reshape(1)
+    short = -x.shape[-1] % block
+    if short:
+        x = F.pad(x, (0, short))
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+
+
+def out_of_blocks(x: Tensor, shape: torch.Size) -> Tensor:
+    if x.dim() == 1:
+        return x.view(shape)
+    flat = x.flatten(-2)
+    return (flat[..., : shape[-1]] if shape else flat[0]) if flat.shape != shape else flat
+
+
+def to_bfloat16(x: Tensor, noise: Tensor | None) -> Tensor:
+    """To nearest, or at random; infinities and NaN stay. Exact."""
+    if noise is None:
+        return x.to(torch.bfloat16)
+    bits = x.view(torch.int32)
+    rounded = ((bits + (noise << 1)) & ~0xFFFF).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def _magnitude_codes(y: Tensor, code: StateCode, noise: Tensor | None, floor: bool, x: Tensor) -> Tensor:
+    """Codes of y, float32, as float32 of whole numbers."""
+    if code.kind == "softsign":
+        c = _softsign(y, noise)
+    elif code.kind == "root":
+        c = _root(y, float(code.top), noise)
+    else:
+        c = _format(y, code, noise)
+    return torch.where(x != 0, c.clamp_min(1.0), c) if floor else c
+
+
+def _softsign(y: Tensor, noise: Tensor | None) -> Tensor:
+    c = (y / (y + 1.0)).mul_(254.0)
+    if noise is None:
+        return c.round_().clamp_(max=127.0)
+    low = c.floor_().clamp_(max=126.0)
+    wide, narrow = 254.0 - low, 253.0 - low
+    step = noise.float().mul_(254 * 2.0**-NOISE_BITS)
+    return low + (y * (wide * narrow) > low * narrow + step)
+
+
+def _root(y: Tensor, top: float, noise: Tensor | None) -> Tensor:
+    z = y * (top * top)
+    root = z.sqrt()
+    if noise is None:
+        return root.round_().clamp_(max=top)
+    low = root.floor_().clamp_(max=top - 1.0)
+    step = (2.0 * low + 1.0).mul_(noise.float().mul_(2.0**-NOISE_BITS))
+    return low + (z > low * low + step)
+
+
+def _format(y: Tensor, code: StateCode, noise: Tensor | None) -> Tensor:
+    fmt = code.format
+    assert fmt is not None
+    value = y.sqrt() if code.root else y
+    # The exponent of a step of the grid around each value, and its reciprocal.
+    e = ((value.view(torch.int32) >> 23) - 127).clamp_(min=fmt.emin, max=fmt.emax)
+    inverse = ((fmt.mantissa_bits + 127 - e) << 23).view(torch.float32)
+    steps = value * inverse
+    if noise is None:
+        whole = steps.round()
+    else:
+        whole = steps.floor().clamp_(max=2.0 ** (fmt.mantissa_bits + 1) - 1)
+        chance = noise.float().mul_(2.0**-NOISE_BITS)
+        if code.root:
+            whole = whole + (y * inverse * inverse > whole * whole + (2.0 * whole + 1.0) * chance)
+        else:
+            whole = whole + (steps > whole + chance)
+    codes = whole + ((e - fmt.emin) << fmt.mantissa_bits)
+    return codes.clamp_(max=float(fmt.max_code))
+
+
+def _signed(c: Tensor, x: Tensor, code: StateCode) -> Tensor:
+    if code.kind in ("softsign", "root"):
+        return c.copysign_(x).to(torch.int8) if code.signed else c.to(torch.uint8)
+    if not code.signed:
+        return c.to(torch.uint8)
+    c = c.to(torch.uint8)
+    return c | ((torch.signbit(x) & (c > 0)).to(torch.uint8) << 7)
+
+
+def _reciprocal(number: int) -> float:
+    """float32's, as a float."""
+    return _RECIPROCALS[number]
+
+
+#: Of what is divided by: known beforehand, so that no compiler sees a tensor made.
+_RECIPROCALS = {n: float(torch.tensor(1 / n, dtype=torch.float32, device="cpu")) for n in (127**2, 255**2)}
+
+
+@cache
+def _table(signed: bool, which: str, device: torch.device) -> Tensor:
+    values = levels(signed) if which == "levels" else boundaries(signed)
+    return torch.tensor(values, dtype=torch.float32, device=device)

@@ -1,0 +1,77 @@
+"""Optimizer states in torch are those of the reference in numpy, bit by bit, every spec and shape, on hard values."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from quaver.core.states import reference
+from quaver.core.states.codes import CODES, SCALES, StateSpec
+from quaver.torch.optim import codes
+
+HARD = np.array(
+    [0, -0.0, 1e-45, -1e-40, 1e-38, 2.0**-126, -1, 1.5, 448, 65504, 1e30, -3.4e38, np.inf, -np.inf, np.nan], np.float32
+)
+SHAPES = ((9, 200), (0, 5), (5, 0), (7,), (), (2, 64), (2, 3, 70))
+
+
+def every_spec() -> list[StateSpec]:
+    specs = []
+    for code, scale, block, stochastic, floor in product(CODES, SCALES, (64, 16, None), (False, True), (False, True)):
+        if not CODES[code].scaled and (scale, block) != ("bfloat16", 64):
+            continue
+        try:
+            specs.append(StateSpec(code=code, scale=scale, block=block, stochastic=stochastic, floor=floor))
+        except ValueError:
+            continue
+    return specs
+
+
+def drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    if kind == "normal":
+        x = rng.standard_normal(shape) * np.exp(5 * rng.standard_normal(shape))
+    elif kind == "hard":
+        x = rng.choice(HARD, shape)
+    elif kind == "tiny":
+        x = rng.standard_normal(shape) * 1e-37
+    else:
+        x = rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32) if shape else np.float32(3)
+    return np.asarray(x, np.float32)
+
+
+def as_numpy(x: torch.Tensor) -> np.ndarray:
+    return x.float().numpy() if x.dtype is torch.bfloat16 else x.numpy()
+
+
+def values(x: np.ndarray) -> np.ndarray:
+    """bfloat16's bits as numbers; all else as it is."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x
+
+
+@pytest.mark.parametrize("kind", ["normal", "hard", "tiny", "bits"])
+@pytest.mark.parametrize("code", CODES)
+def test_torch_writes_and_reads_what_numpy_does(code: str, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    for spec, shape in product((spec for spec in every_spec() if spec.code == code), SHAPES):
+        x = drawn(kind, shape, rng)
+        if not spec.of.signed:
+            x = np.abs(x)
+        noise = rng.integers(0, 2**15, shape).astype(np.int32)
+        with np.errstate(all="ignore"):
+            want, want_scale = reference.encode(x, spec, noise)
+            want_values = reference.decode(want, want_scale, spec)
+        got, scale = codes.encode(torch.tensor(x), spec, torch.tensor(noise) if spec.stochastic else None)
+        assert got.dtype is codes.code_dtype(spec.of)
+        np.testing.assert_array_equal(as_numpy(got), values(want), err_msg=f"{spec.text} {shape}")
+        np.testing.assert_array_equal(as_numpy(codes.decode(got, scale, spec)), want_values, err_msg=spec.text)
+        if scale is None:
+            assert want_scale is None
+        else:
+            assert scale.shape == codes.scale_shape(shape, spec.block)
+            np.testing.assert_array_equal(as_numpy(scale), want_scale, err_msg=spec.text)
+
+
+def test_a_spec_is_read_as_it_is_written() -> None:
+    for spec in every_spec():
+        assert StateSpec.parse(spec.text) == spec
