@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from quaver import recipes
 from quaver.core.spec import Recipe
@@ -35,7 +36,8 @@ from quaver.train.running.loop import run_training
 from tests import forked
 from tests.conftest import ROOT
 from tests.torch.parallel.tensor import page
-from tests.torch.parallel.tensor.split import SplitLinear
+from tests.torch.parallel.tensor.split import SplitLinear, high
+from tests.torch.parallel.tensor.vocabulary import SplitLoss
 from tests.train.conftest import MakeConfig
 
 #: The smallest model whose heads, groups and layers two ranks can share.
@@ -188,7 +190,8 @@ def test_ranks_that_share_layers_are_the_single_process(
     parts = [make_config("grid-parts", fsdp=2, tp=2, async_save=True, **common | {"steps": steps}) for steps in (5, 10)]
     few = common | {"steps": 3}
     families = [
-        make_config(f"{name}-sp", tp=2, sp=True, **few | {"model": name}) for name in ("pair-neox", "pair-gemma")
+        make_config(f"{name}-{sp}", tp=2, sp=sp, **few | {"model": name})
+        for name, sp in (("pair-neox", True), ("pair-gemma", True), ("pair-gemma", False))
     ]
     quantized = [make_config(f"grid-{name}", fsdp=2, tp=2, recipe=name, clip=0.0, **few) for name in GRID]
     across = [
@@ -215,7 +218,7 @@ def test_ranks_that_share_layers_are_the_single_process(
         assert max(abs(a / b - 1) for a, b in zip(norms(one), norms(config), strict=True)) < 1e-5, config.out
     for config in quantized:
         # Its ranks' parts of each sum, one after the other.
-        one = plain(config, f"{Path(config.out).name}-split", batch=2, accumulate=2)
+        one = plain(config, f"{Path(config.out).name}-split", batch=2, accumulate=2, loss_chunk=1 << 20)
         with monkeypatch.context() as patch:
             patch.setattr(learner, "quantize_layers", split_layers)
             run_training(one)
@@ -236,9 +239,18 @@ def test_ranks_that_share_layers_are_the_single_process(
     )
     for config in (layers, batches, stages, back):
         begin_from(config, grid)
+    # One whose head is its embedding goes on without --tp, and one process of it with it.
+    tied = replace(families[1], steps=5, fsdp=2, tp=1, sp=False, out=str(tmp_path / "tied-batches"))
+    again = replace(families[1], steps=5, fsdp=1, out=str(tmp_path / "tied-layers"))
+    one_tied = plain(families[1], f"{Path(families[1].out).name}-one", steps=5)
+    shutil.copytree(families[1].out, tied.out)
+    shutil.copytree(one_tied.out, again.out)
+    run_training(one_tied, resume=True)
     # A pipeline's sums are those of one process, in its order.
     piped = [replace(stages, recipe=name, clip=0.0, steps=3, out=str(tmp_path / f"piped-{name}")) for name in GRID[2:]]
-    start([layers, batches, stages, *piped], tmp_path / "of-two", 2)
+    start([layers, batches, stages, tied, again, *piped], tmp_path / "of-two", 2)
+    for config in (tied, again):
+        assert farthest(losses_of(recorded(one_tied)), losses_of(recorded(config))) < 1e-6, config.out
     run_training(back, resume=True)
     for config in piped:
         one = plain(config, f"{Path(config.out).name}-one")
@@ -263,8 +275,9 @@ def norms(config: TrainConfig) -> list[float]:
 
 
 def split_layers(model: Any, recipe: Recipe, seed: int) -> Any:
-    """Convert a decoder to layers that split their sums as two ranks do, which share its heads and features."""
+    """Convert a decoder to one that splits its sums as two ranks do, which share its heads, features and words."""
     report = quantize_layers(model, recipe, seed)
+    model.head.__class__ = HeadOfTwo
     for layer in model.layers:
         for part in (layer.attention, layer.mlp):
             for name, child in [*part.named_children()]:
@@ -272,6 +285,42 @@ def split_layers(model: Any, recipe: Recipe, seed: int) -> Any:
                     column = name not in ("o_proj", "down_proj")
                     part._modules[name] = SplitLinear(child, recipe, 2, column, False)
     return report
+
+
+class HeadOfTwo(torch.nn.Linear):
+    @staticmethod
+    def loss_over_ranks(head: Any, x: torch.Tensor, targets: torch.Tensor, *_: Any) -> torch.Tensor:
+        loss: torch.Tensor = LossOfTwo.apply(x, head.weight, targets)
+        return loss
+
+
+class LossOfTwo(torch.autograd.Function):
+    """The mean loss, with words in two parts, whose gradients are made in forward and scaled in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        flat = x.detach().flatten(0, 1)
+        logits = F.linear(flat, weight.detach()).requires_grad_()
+        with torch.enable_grad():
+            losses = SplitLoss.apply(logits, targets.flatten(), {}, "none")
+            (g,) = torch.autograd.grad(losses, logits, torch.ones_like(losses))
+        first, second = (
+            high(a, b.t(), torch.float32) for a, b in zip(g.chunk(2, 1), weight.detach().chunk(2), strict=True)
+        )
+        ctx.save_for_backward((first + second).view(x.shape), g.t() @ flat)
+        ctx.count = len(flat)
+        return losses.detach().sum() / len(flat)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        of_x, of_weight = ctx.saved_tensors
+        return of_x * (g / ctx.count), of_weight * (g / ctx.count), None
+
+
+def test_ranks_share_words_that_divide_among_them() -> None:
+    mesh.check_words(288, 4)
+    with pytest.raises(ValueError, match=r"tp is 64, .* the 288 words of the vocabulary; .* --vocab a multiple of 64"):
+        mesh.check_words(288, 64)
 
 
 def test_what_one_rank_meets_is_one_sentence_and_no_hang(make_config: MakeConfig, text: Path, tmp_path: Path) -> None:

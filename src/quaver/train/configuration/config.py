@@ -55,7 +55,7 @@ class TrainConfig:
     pp: Annotated[int, "stages of a pipeline, each with layers that follow one another"] = 1
     cp: Annotated[int, "ranks that share the tokens of each sequence"] = 1
     cp_how: Annotated[str, "what attention sends between those: gather, ring or all_to_all"] = "gather"
-    tp: Annotated[int, "ranks that share each layer's heads and features"] = 1
+    tp: Annotated[int, "ranks that share each layer's heads and features, and the words"] = 1
     sp: Annotated[bool, "ranks of --tp share the tokens between those layers, too"] = False
     timeout: Annotated[int, "seconds that a rank waits for another one, which is then named; 0: torch's own"] = 0
     loss_chunk: Annotated[int, "tokens whose logits exist at once, for large vocabularies (torch); 0: all of them"] = 0

@@ -10,10 +10,13 @@ import numpy as np
 
 from quaver.train.configuration.sizes import ModelConfig
 
+#: Rows of the embedding are a multiple of it.
+WORDS = 32
+
 
 def padded(vocab: int) -> int:
-    """Rows of the embedding for so many tokens: a multiple of 32."""
-    return math.ceil(vocab / 32) * 32
+    """Rows of the embedding for so many tokens."""
+    return math.ceil(vocab / WORDS) * WORDS
 
 
 def matrices(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:

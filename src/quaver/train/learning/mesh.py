@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from quaver.core.spec import Recipe
 from quaver.train.configuration.config import TrainConfig
+from quaver.train.configuration.parameter_table import WORDS
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.ranks import world
 
@@ -101,6 +102,15 @@ def check_features(config: TrainConfig, recipe: Recipe, sizes: Sizes) -> None:
                 f"tp is {ranks}, with {each}{in_blocks}; give --tp a smaller number, or take a recipe with scales of "
                 "whole tensors or rows, such as tensorwise"
             )
+
+
+def check_words(words: int, ranks: int) -> None:
+    """Raise a ValueError if ranks of tp cannot share the rows of the embedding."""
+    if words % ranks:
+        raise ValueError(
+            f"tp is {ranks}, which cannot share the {words} words of the vocabulary; take another --tp, or --tokens "
+            f"bpe with --vocab a multiple of {math.lcm(ranks, WORDS)}"
+        )
 
 
 def check_tokens(config: TrainConfig, recipe: Recipe, sizes: Sizes) -> None:

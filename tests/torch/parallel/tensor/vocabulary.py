@@ -1,6 +1,7 @@
 """Cases of two processes: a vocabulary in parts, its embedding, and its head with its loss."""
 
 import copy
+import itertools
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import quaver.torch as qt
 from quaver import recipes
@@ -214,6 +216,12 @@ def no_rank_has_all_logits(rank: int) -> None:
         qt.linear_cross_entropy(tokens(x, rank, RANKS).requires_grad_(), parallel, targets, chunk=chunk).backward()
     # A chunk's logits, of this rank's words; its part of the weight has half of that.
     assert largest.most == chunk * 512 // RANKS, largest.most
+    counted = []
+    for gradients in (torch.enable_grad, torch.no_grad):
+        with gradients(), FlopCounterMode(display=False) as counter:
+            qt.linear_cross_entropy(tokens(x, rank, RANKS).requires_grad_(), parallel, targets, chunk=chunk)
+        counted.append(counter.get_total_flops())
+    assert counted[0] == 3 * counted[1] > 0, "gradients are made where they are recorded"
 
 
 def quantized_heads(rank: int) -> None:
@@ -297,26 +305,35 @@ def as_torch_loss_parallel(rank: int) -> None:
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    """A head of the embedding's weight: a layer, or the embedding itself."""
+
+    def __init__(self, layer: bool = True) -> None:
         super().__init__()
-        self.embed, self.up, self.head = nn.Embedding(WORDS, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, WORDS, False)
-        self.norm, self.head.weight = nn.LayerNorm(DIM), self.embed.weight
+        self.embed, self.up, self.norm = nn.Embedding(WORDS, DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
+        self.head = None
+        if layer:
+            self.head = nn.Linear(DIM, WORDS, False)
+            self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = qt.linear_cross_entropy(self.norm(self.embed(ids)), self.head, targets)
+        head = self.embed if self.head is None else self.head
+        loss: Tensor = qt.linear_cross_entropy(self.norm(self.embed(ids)), head, targets, chunk=8)
         return loss
 
 
 def a_tied_head_stays_tied(rank: int) -> None:
-    for sequence in (False, True):
+    for sequence, layer in itertools.product((False, True), (False, True)):
         torch.manual_seed(0)
-        whole = Tied()
+        whole = Tied(layer)
         model: Any = copy.deepcopy(whole)
-        plan: Any = {"embed": Vocabulary(sequence=sequence), "head": Column(sequence=sequence), "up": Column()}
+        plan: Any = {"embed": Vocabulary(sequence=sequence), "up": Column()}
+        if layer:
+            plan["head"] = Column(sequence=sequence)
         if sequence:
             plan["norm"] = Sequence()
         parallelize_module(model, mesh(), plan)
-        assert model.head.weight is model.embed.weight and len(list(model.parameters())) == 5
+        assert not layer or model.head.weight is model.embed.weight
+        assert len(list(model.parameters())) == 5
         optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in (model, whole)]
         for step in range(3):
             ids, targets = (torch.randint(WORDS, (2, 8), generator=generator(2 * step + i)) for i in range(2))
@@ -326,7 +343,7 @@ def a_tied_head_stays_tied(rank: int) -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert model.head.weight is model.embed.weight
+        assert not layer or model.head.weight is model.embed.weight
         assert_close("weight", model.embed.weight.full_tensor().detach(), whole.embed.weight.detach(), 1e-5)
 
 
@@ -367,6 +384,8 @@ def bad_vocabularies(rank: int) -> None:
         qt.linear_cross_entropy(x[:, :3], column.weight, targets)
     with refused("target 24 is outside 0 … 23"):
         qt.linear_cross_entropy(x[:, :3], column, targets.clamp(min=24))
+    with refused(r"of Embedding under Vocabulary\(sequence=True\): .* needs integers of shape \(2, 12\)"):
+        qt.linear_cross_entropy(torch.zeros(2, 6, 8), embedding, targets)
     row = parallelize_module(copy.deepcopy(head), mesh(), Row())
     with refused(r"make the head's style Column"):
         qt.linear_cross_entropy(x[..., :8], row, targets)

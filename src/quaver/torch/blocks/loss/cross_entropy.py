@@ -24,7 +24,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor | nn.Linear,
+    weight: Tensor | nn.Linear | nn.Embedding,
     targets: Tensor,
     bias: Tensor | None = None,
     *,
@@ -39,9 +39,10 @@ def linear_cross_entropy(
 
     Args:
         x: [..., dim].
-        weight: [V, dim], or an nn.Linear, whose bias is taken too. The head's GEMMs run in high precision whatever its
-            recipe, with a warning where it has one. Of a head in parts, `quaver.torch.parallel.Column`, each rank has
-            some words: give the layer itself, and all targets on every rank, which all get the same loss.
+        weight: [V, dim], or an nn.Linear, whose bias is taken too, or the nn.Embedding that is the head as well. The
+            head's GEMMs run in high precision whatever its recipe, with a warning where it has one. Of a head in parts,
+            `quaver.torch.parallel.Column`, or an embedding, `Vocabulary`, each rank has some words: give the module
+            itself, and all targets on every rank, which all get the same loss.
         targets: integers [...].
         bias: [V].
         ignore_index: tokens with this target have no loss and no gradient.
@@ -58,15 +59,15 @@ def linear_cross_entropy(
     Bounded: relative RMS of the loss and, in float32, of the gradients 1e-5 of the two functions one after the other.
     """
     over_ranks: Any = None
-    if isinstance(weight, nn.Linear):
+    if isinstance(weight, (nn.Linear, nn.Embedding)):
         head, over_ranks = weight, getattr(type(weight), "loss_over_ranks", None)
-        if over_ranks is None:
-            bias = head.bias if bias is None else bias
+        if over_ranks is None and bias is None and isinstance(head, nn.Linear):
+            bias = head.bias
         weight = _weight_of(head)
     elif getattr(weight, "device_mesh", None) is not None:
         raise ValueError(
             "the head's weight lies in parts on ranks: give the layer in its place, linear_cross_entropy(x, head, "
-            "targets), with Column() as its style"
+            "targets), with Column() as its style, or the embedding that is the head as well, with Vocabulary()"
         )
     rule = Rule(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
     check_name("reduction", reduction, REDUCTIONS)
@@ -175,7 +176,7 @@ def scaled(grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 _warned: set[str] = set()
 
 
-def _weight_of(layer: nn.Linear) -> Tensor:
+def _weight_of(layer: nn.Linear | nn.Embedding) -> Tensor:
     """A head's weight; of one under a recipe with a warning, that it is not followed here."""
     if layer.weight.dtype in stored.CODES:
         raise ValueError("the head's weight is stored in eight bits or fewer; dequantize_weights(head) first")

@@ -215,11 +215,13 @@ class _Asked(NamedTuple):
     reduction: str
     #: Tokens of a chunk.
     chunk: int
+    #: Whether gradients are recorded: torch tells a Function's forward what needs one as if they always were.
+    differentiated: bool
 
 
 @torch.compiler.disable
 def loss_over_ranks(
-    head: nn.Linear,
+    head: nn.Linear | nn.Embedding,
     x: Tensor,
     targets: Tensor,
     bias: Tensor | None,
@@ -228,17 +230,18 @@ def loss_over_ranks(
     reduction: str,
     chunk: int | None,
 ) -> Tensor:
-    """What `linear_cross_entropy` is of a `Column` head, whose words lie on the ranks of a mesh.
+    """What `linear_cross_entropy` is of a `Column` head, or of a `Vocabulary` embedding that is the head as well: its
+    words lie on the ranks of a mesh.
 
     Args:
-        x: [..., dim], all tokens on every rank; of a `Column(sequence=True)` [..., tokens of this rank, dim].
+        x: [..., dim], all tokens on every rank; where the style has sequence=True, [..., tokens of this rank, dim].
         targets: of all tokens, the same on every rank.
     Returns:
         The same on every rank. A chunk's logits are [chunk, V / ranks] on each, and no rank has all tokens of x
         at once where they lie in parts: a chunk of them is gathered, and the ranks' sums of their gradient in float32.
     """
     weight: Any = head._parameters["weight"]
-    layout: Any = type(head).layout_on_ranks  # type: ignore[attr-defined]
+    layout: Any = getattr(type(head), "layout_on_ranks", None) or getattr(type(head), "words_on_ranks", None)
     mesh = weight.device_mesh
     ranks, name = mesh.size(), head.__dict__.get("qualified_name") or type(head).__name__
     group = mesh.get_group()
@@ -269,8 +272,9 @@ def loss_over_ranks(
     labels = targets.to(torch.int64)
     check_targets(labels.reshape(-1), words.whole, rule.ignore_index)
     parts = ranks if layout.sequence else 1
-    asked = _Asked(words, parts, dtype, rule, reduction, chunk or chunk_of(labels.numel(), held.shape[0], dtype))
-    of_bias: Any = head._parameters["bias"]
+    chunk = chunk or chunk_of(labels.numel(), held.shape[0], dtype)
+    asked = _Asked(words, parts, dtype, rule, reduction, chunk, torch.is_grad_enabled())
+    of_bias: Any = head._parameters.get("bias")
     local = None if of_bias is None else of_bias.to_local()
     y: Tensor = _HeadInParts.apply(asked, held, x, weight.to_local(), local, labels)
     return y
@@ -283,7 +287,7 @@ class _HeadInParts(torch.autograd.Function):
     def forward(
         ctx: Any, asked: _Asked, held: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> Tensor:
-        needs = ctx.needs_input_grad[2:5]
+        needs = tuple(asked.differentiated and need for need in ctx.needs_input_grad[2:5])
         now = (False,) * 3 if asked.reduction == "none" else needs
         losses, *grads = _chunks(asked, held, x, bias, targets, None, now)
         count = (targets != asked.rule.ignore_index).sum() if asked.reduction == "mean" else None

@@ -163,7 +163,8 @@ class Vocabulary(ParallelStyle):
     """An embedding of which each rank has some words; every rank is given all tokens.
 
     The weight becomes a DTensor of placement Shard(0). A head that is tied to it is `Column()`, of the same placement,
-    and stays tied. The output has the bits of one process, and so has the gradient.
+    and stays tied; of a model without such a layer `quaver.torch.linear_cross_entropy(x, embedding, targets)` takes the
+    embedding as the head. The output has the bits of one process, and so has the gradient.
 
     Args:
         sequence: True leaves each rank some tokens of the output, its part of the last axis but one; their gradients
@@ -182,7 +183,7 @@ class Vocabulary(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return f"Vocabulary({'sequence=True' if self.sequence else ''})"
+        return OverWords(None, self.sequence).name
 
 
 def _distribute(module: nn.Module, placements: dict[str, Any], mesh: Any, source: int | None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.parallel import wire
 from quaver.torch.parallel.alike import opening
+from quaver.torch.parallel.tensor.loss import loss_over_ranks
 from quaver.torch.parallel.tensor.tokens import Tokens, gathered
 
 
@@ -22,12 +23,22 @@ class OverWords(NamedTuple):
     mesh: Any
     sequence: bool
 
+    @property
+    def name(self) -> str:
+        """As the style is written."""
+        return f"Vocabulary({'sequence=True' if self.sequence else ''})"
+
+    @property
+    def column(self) -> bool:
+        """As a head it has some words on each rank."""
+        return True
+
 
 @cache
 def over_words(kind: Any, words: OverWords) -> type:
     """The class of an embedding of a class once each rank has some words."""
     members = {"forward": _forward, "words_on_ranks": words, "__reduce_ex__": _reduce, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), {**members, PUT_ABOVE: True})
+    return type(kind.__name__, (kind,), {**members, "loss_over_ranks": loss_over_ranks, PUT_ABOVE: True})
 
 
 def _reduce(module: Any, protocol: int) -> Any:
@@ -60,7 +71,7 @@ def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     opening.check((name, *weight.shape), input, group, f"{name}{tuple(weight.shape)}")
     if words.sequence and (not input.dim() or input.shape[-1] % number):
         raise ValueError(
-            f"{name} under Vocabulary(sequence=True) got tokens of shape {tuple(input.shape)}: {number} ranks cannot "
+            f"{name} under {words.name} got tokens of shape {tuple(input.shape)}: {number} ranks cannot "
             "share them; pad the last axis"
         )
     each = weight.shape[0] // number

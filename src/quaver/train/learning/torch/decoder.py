@@ -67,7 +67,7 @@ class Decoder(nn.Module):
             return x
         x = self.norm(x)
         if targets is not None:
-            head = self.embedding.weight if self.head is None else self.head
+            head = self.embedding if self.head is None else self.head
             return qt.linear_cross_entropy(x, head, targets, soft_cap=self.config.logit_cap, chunk=chunk)
         logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         cap = self.config.logit_cap

@@ -32,7 +32,7 @@ class Update:
             loss_of,
             model,
             dtype=config.dtype,
-            chunk=config.loss_chunk,
+            chunk=config.loss_chunk if group is None else group.loss_chunk(config),
             cut=Tensor.contiguous if group is None else group.cut,
         )
         if group is not None and group.pipeline is not None:

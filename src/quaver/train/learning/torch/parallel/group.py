@@ -208,6 +208,11 @@ class Group:
         """How many of a sequence's tokens are on this rank between its layers."""
         return config.sequence // (self.sizes.cp * (self.sizes.tp if config.sp else 1))
 
+    def loss_chunk(self, config: TrainConfig) -> int:
+        """Tokens whose logits exist at once; with tp those of all in the place of 0, which has the model give logits of
+        all words."""
+        return config.loss_chunk or (config.batch * config.sequence if self.sizes.tp > 1 else 0)
+
     def of_all(self, value: torch.Tensor) -> torch.Tensor:
         """Every rank's number, in their order: [ranks]."""
         every = [torch.empty_like(value) for _ in range(self.number)]

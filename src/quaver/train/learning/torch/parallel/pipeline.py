@@ -35,20 +35,23 @@ class Part(nn.Module):
     """A stage as the pipeline calls it: what the stage before gave, or ids, to what the next one takes, or to the loss.
 
     Given no targets, the last stage gives a loss of 0, for its shape.
+
+    Args:
+        dtype, chunk: as `mean_loss` takes them.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig) -> None:
+    def __init__(self, model: Decoder, dtype: str, chunk: int) -> None:
         super().__init__()
-        self.model, self.config = model, config
+        self.model, self.dtype, self.chunk = model, dtype, chunk
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if self.model.norm is None:
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
                 y: Tensor = self.model(x)
             return y
         if targets is None:
             return torch.zeros(1, dtype=torch.float32, device=x.device)
-        return mean_loss(self.model, x, targets, self.config.dtype, self.config.loss_chunk).view(1)
+        return mean_loss(self.model, x, targets, self.dtype, self.chunk).view(1)
 
 
 class Pipeline:
