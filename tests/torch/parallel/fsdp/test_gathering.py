@@ -473,8 +473,6 @@ def crossed_refusals(rank: int) -> None:
 #: Parts of uneven rows, ranks without any, blocks on all ranks.
 UNEVEN = [(50, 36, 21), (40, 5, 33)]
 _OF_BLOCKS = ["tensorwise", "blockwise", "mxfp8", "nvfp4"]
-#: One of each kind of scale, over all steps.
-CROSSED = ["tensorwise", "delayed", "rowwise", "mxfp8", "nvfp4"]
 _OWN = [name for name in recipes.RECIPES if name != "bf16"]
 
 
@@ -688,8 +686,7 @@ CASES: dict[int, list[Case]] = {
         *(of_recipe(name, 2, sizes=UNEVEN[i % 2], tokens=8) for i, name in enumerate(_OWN) if name not in _OF_BLOCKS),
         of_recipe("nvfp4", hsdp=True, tokens=8),
         parts_for_fewer_ranks,
-        *(crossed_of(name) for name in CROSSED),
-        *(crossed_of(name, 1) for name in _OWN if name not in CROSSED),
+        *(crossed_of(name) for name in _OWN),
         *(crossed_of(name, 5, before=crossed.hostile) for name in ("tensorwise", "rowwise", "nvfp4")),
         *(crossed_of("mxfp8", 2, **{name: True}) for name in ("sequence", "in_bf16", "replicas")),
         crossed_of("mxfp8", 2, after_forward=False),
