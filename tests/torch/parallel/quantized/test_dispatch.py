@@ -138,7 +138,8 @@ def bytes_on_the_wire(rank: int) -> None:
         share = traffic.total("exchange") / (2 * x.numel())
         assert 0.25 <= share <= most[spec.format.name], f"{spec}: {share:.3f}"
         assert traffic.calls["exchange", torch.uint8] == 1, traffic.calls
-        assert traffic.total("reduce") <= 4
+        # An amax, and two numbers by which ranks see that all rows fit.
+        assert traffic.total("reduce") <= 4 + 16
         y.sum().backward()
     with Traffic() as traffic:
         dispatch.exchange(x, splits)
@@ -175,11 +176,35 @@ def sizes_on_a_device_and_what_is_wrong(rank: int) -> None:
     dist.barrier()
 
 
+def what_one_rank_cannot_send_all_refuse(rank: int) -> None:
+    """Each rank in its turn has rows that do not fit: all raise, with what it has, and the next exchange goes well."""
+    ranks = two_ranks.world()
+    x, even = torch.randn(2 * ranks, 64), Splits.even(2)
+    spec, other = specs()[0], QuantSpec(quaver.E4M3, (128, 128))
+    wrong: list[tuple[str, Any]] = [
+        ("must add up", lambda spec: dispatch.exchange(x[1:], even, spec)),
+        ("must add up", lambda spec: dispatch.exchange(x[:0], even, spec)),
+        ("as a matrix of float32", lambda spec: dispatch.exchange(x[None], even, spec)),
+        ("as a matrix of float32", lambda spec: dispatch.exchange(x.double(), even, spec)),
+        (r"32, torch\.float32", lambda spec: dispatch.exchange(x[:, :32].contiguous(), even, spec)),
+        (r"64, torch\.bfloat16", lambda spec: dispatch.exchange(x.bfloat16(), even, spec)),
+        ("scales of their own", lambda spec: dispatch.exchange(x, even, other)),
+        ("torch.bfloat16", lambda spec: dispatch.exchange(x, even, spec, gradients=torch.bfloat16)),
+    ]
+    for of in range(ranks):
+        for given in (None, spec):
+            for says, call in wrong:
+                with pytest.raises(ValueError, match=f"rank {of}: [^;]*{says}"):
+                    call(given) if rank == of else dispatch.exchange(x, even, given)
+                assert dispatch.exchange(x, even, given).shape == x.shape
+
+
 CASES = [
     codes_are_those_of_one_process,
     gradients_come_back,
     bytes_on_the_wire,
     sizes_on_a_device_and_what_is_wrong,
+    what_one_rank_cannot_send_all_refuse,
 ]
 
 

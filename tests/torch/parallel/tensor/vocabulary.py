@@ -425,6 +425,37 @@ def ranks_that_differ_say_so(rank: int) -> None:
     model(torch.randn(1, 32, 32)).sum().backward()
 
 
+def what_one_rank_cannot_take_all_refuse(rank: int) -> None:
+    """Targets and tokens that only one rank, each in its turn, cannot take, wherever in a forward: no hang."""
+    head, x, targets = head_and_batch(torch.float32)
+    embedding = parallelize_module(nn.Embedding(WORDS, DIM), mesh(), Vocabulary())
+    wrong = {
+        "targets": (targets.float(), targets > 3, targets[:1], targets.view(-1)),
+        f"target {WORDS} is outside": (torch.full_like(targets, WORDS),),
+    }
+    for sequence in (False, True):
+        column = parallelize_module(copy.deepcopy(head), mesh(), Column(sequence=sequence))
+        given = tokens(x, rank, RANKS) if sequence else x
+        losses = [lambda t, given=given, column=column: qt.linear_cross_entropy(given, column, t)]
+        if not sequence:
+            losses.append(lambda t, given=given, column=column: cross_entropy(column(given), t, mesh()))
+        for loss in losses:
+            for opens in (True, False):
+                for says, each in wrong.items():
+                    for of in range(RANKS):
+                        for bad in each:
+                            if not opens:
+                                # It is not the loss that opens the forward.
+                                embedding(targets)
+                            with refused(f"rank {of}: [^;]*{says}"):
+                                loss(bad if rank == of else targets)
+                            loss(targets).backward()
+    for of in range(RANKS):
+        with refused(f"rank {of}: Embedding has 24 words, and the tokens go from -1"):
+            embedding(targets - (int(targets.min()) + 1) if rank == of else targets)
+        embedding(targets)
+
+
 CASES = [
     an_embedding_has_the_bits_of_the_whole_one,
     a_head_with_its_loss,
@@ -436,6 +467,7 @@ CASES = [
     a_tied_head_stays_tied,
     bad_vocabularies,
     ranks_that_differ_say_so,
+    what_one_rank_cannot_take_all_refuse,
 ]
 
 

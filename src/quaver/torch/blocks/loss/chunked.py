@@ -134,15 +134,21 @@ def chunk_of(tokens: int, count: int, dtype: torch.dtype) -> int:
     return max(1, min(most, -(-even // 128) * 128))
 
 
-def check_targets(targets: Tensor, count: int, ignore_index: int) -> None:
+def why_no_targets(targets: Tensor, count: int, ignore_index: int) -> str:
+    """Which of them is no word of `count`, or ""; on a GPU always that."""
     # Reading them on a GPU would wait for it.
     if not targets.is_cpu:
-        return
+        return ""
     bad = ((targets < 0) | (targets >= count)) & (targets != ignore_index)
-    if bad.any():
-        raise ValueError(
-            f"target {int(targets[bad][0])} is outside 0 … {count - 1} and is not ignore_index, {ignore_index}"
-        )
+    if not bad.any():
+        return ""
+    return f"target {int(targets[bad][0])} is outside 0 … {count - 1} and is not ignore_index, {ignore_index}"
+
+
+def check_targets(targets: Tensor, count: int, ignore_index: int) -> None:
+    why = why_no_targets(targets, count, ignore_index)
+    if why:
+        raise ValueError(why)
 
 
 def _fake(x: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,15 +5,13 @@ only where a rank sees a new shape would not do: another, which sees an old one,
 the order of calls, which is the same on all ranks: the first layer of a forward asks whenever it is called again.
 """
 
-import hashlib
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import capture
-from quaver.torch.parallel.traffic import during
+from quaver.torch.parallel.alike import telling
 from quaver.torch.state.recomputation import graph_task_id
 
 #: Of each group the layer that asks, and how many calls of others have come since it did.
@@ -45,16 +43,10 @@ def check(layer: tuple[Any, ...], x: Tensor, group: Any, says: str, *more: Any) 
     if x.is_meta or (x.is_cuda and capture.as_captured(x.device)):
         return
     own = f"{tuple(x.shape)} in {str(x.dtype).removeprefix('torch.')}" + "".join(f", {each}" for each in more)
-    bits = int.from_bytes(hashlib.blake2b(f"{layer} {own}".encode(), digest_size=7).digest(), "big")
-    both = torch.tensor([bits, -bits], dtype=torch.int64, device=x.device)
-    with during("control", "reduce", both, group):
-        dist.all_reduce(both, dist.ReduceOp.MAX, group)
-    largest, smallest = both.tolist()
-    if largest == -smallest:
+    told = telling.differing(f"{layer} {own}", x.device, group, f"{says} {own}")
+    if told is None:
         return
     del _first[name]
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, f"{says} {own}", group)
     raise ValueError(
         "ranks were given different inputs: "
         + "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(told))

@@ -21,6 +21,7 @@ from quaver.torch.numerics.quantized import Quantized, pack
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import DTYPES
+from quaver.torch.parallel.alike import telling
 from quaver.torch.parallel.traffic import awaited, during
 from quaver.torch.parallel.wire import Pending, agree
 
@@ -104,7 +105,7 @@ def quantize_rows(x: Tensor, spec: QuantSpec, group: Any = None) -> Quantized:
         ValueError: another spec, one that rotates or that rounds at random.
     Exact: codes and scales of these rows in the operand that has all ranks' rows.
     """
-    _check(spec)
+    _refuse(_why_no_spec(spec))
     amax: Tensor | None = None
     if spec.per_tensor or spec.two_level:
         bits = magnitude_bits(x.detach().to(torch.float32))
@@ -126,8 +127,7 @@ def exchange_operand(q: Quantized, splits: Splits, group: Any = None) -> Pending
     Raises:
         ValueError: other blocks, or splits of other rows.
     """
-    _check(q.spec)
-    _check_rows(q.shape[0], splits)
+    _refuse(_why_no_spec(q.spec) or _why_no_rows(q.shape[0], splits))
     q = _upright(q.plain())
     sent = q.data.view(torch.uint8)
     codes = sent.shape[1]
@@ -169,18 +169,14 @@ def exchange(
         blocks of 16 with both levels in powers of two, bfloat16 and float32 hold that exactly, so that a layer whose
         recipe has this spec for its input multiplies the very values that came.
     Raises:
-        ValueError: another spec or dtype, or splits of other rows.
+        ValueError: another spec, dtype or width, or splits of other rows; on a CPU on all ranks, where one of them has
+            it or they differ. On a GPU that rank raises alone, since to ask the others would wait for the GPU.
     Exact: forward and gradient are those of one process that has all rows. A block with a NaN or an infinity arrives as
         NaN, as it is quantized anywhere.
     """
-    for each in (spec, gradients):
-        if isinstance(each, QuantSpec):
-            _check(each)
-    if x.dim() != 2 or x.dtype not in DTYPES:
-        raise ValueError(f"rows travel as a matrix of float32, bfloat16 or float16, not {x.dtype} {list(x.shape)}")
-    if isinstance(gradients, torch.dtype) and gradients not in DTYPES:
-        raise ValueError(f"gradients travel as float32, bfloat16 or float16, or by a QuantSpec, not as {gradients}")
-    _check_rows(x.shape[0], splits)
+    why = _why_not(x, splits, spec, gradients)
+    width = x.shape[1] if x.dim() == 2 else None
+    telling.refuse(why, x.device, group, width, x.dtype, spec, gradients)
     y: Tensor = _Exchange.apply(x, splits, spec, x.dtype if gradients is None else gradients, group)
     return y
 
@@ -223,24 +219,39 @@ def _exchange(x: Tensor, splits: Splits, group: Any) -> Pending:
     return finish
 
 
-def _check(spec: QuantSpec) -> None:
-    """Refuse a spec whose scales are of several rows but not of all, and noise."""
+def _why_not(x: Tensor, splits: Splits, spec: QuantSpec | None, gradients: QuantSpec | torch.dtype | None) -> str:
+    """Why rows cannot travel so, or ""."""
+    why = next((why for each in (spec, gradients) if isinstance(each, QuantSpec) and (why := _why_no_spec(each))), "")
+    if why:
+        return why
+    if x.dim() != 2 or x.dtype not in DTYPES:
+        return f"rows travel as a matrix of float32, bfloat16 or float16, not {x.dtype} {list(x.shape)}"
+    if isinstance(gradients, torch.dtype) and gradients not in DTYPES:
+        return f"gradients travel as float32, bfloat16 or float16, or by a QuantSpec, not as {gradients}"
+    return _why_no_rows(x.shape[0], splits)
+
+
+def _why_no_spec(spec: QuantSpec) -> str:
+    """Why it is none to send rows by, or "": scales of several rows but not of all, noise, a rotation."""
     if not (spec.per_tensor or spec.block[0] == 1):
-        raise ValueError(
-            f"rows that go to several ranks have scales of their own or one for all, and {spec} has others"
-        )
+        return f"rows that go to several ranks have scales of their own or one for all, and {spec} has others"
     if spec.rounding != "nearest":
-        raise ValueError(
+        return (
             f"rows travel rounded to nearest, since noise goes by a row's place in the whole: not by {spec}; use "
             'dataclasses.replace(spec, rounding="nearest")'
         )
-    if spec.hadamard:
-        raise ValueError(f"rows travel as they are, and {spec} rotates them: a layer rotates what it gets")
+    return f"rows travel as they are, and {spec} rotates them: a layer rotates what it gets" if spec.hadamard else ""
 
 
-def _check_rows(rows: int, splits: Splits) -> None:
-    if sum(splits.sent) != rows:
-        raise ValueError(f"{splits.sent} rows for each rank are not the {rows} rows that there are: they must add up")
+def _why_no_rows(rows: int, splits: Splits) -> str:
+    if sum(splits.sent) == rows:
+        return ""
+    return f"{splits.sent} rows for each rank are not the {rows} rows that there are: they must add up"
+
+
+def _refuse(why: str) -> None:
+    if why:
+        raise ValueError(why)
 
 
 def _upright(q: Quantized) -> Quantized:

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.core.text.spelling import check_name
-from quaver.torch.blocks.loss.chunked import Rule, added, check_targets, chunk_of
+from quaver.torch.blocks.loss.chunked import Rule, added, chunk_of, why_no_targets
 from quaver.torch.blocks.loss.cross_entropy import REDUCTIONS, scaled
 from quaver.torch.linear.gemms import is_given
 from quaver.torch.operations import ops
 from quaver.torch.parallel import wire
-from quaver.torch.parallel.alike import opening
+from quaver.torch.parallel.alike import opening, telling
 from quaver.torch.parallel.tensor.function import of_sums, plain_product
 
 
@@ -150,19 +150,26 @@ def cross_entropy(
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     rule = Rule(ignore_index, label_smoothing, z_loss, 0.0 if soft_cap is None else soft_cap)
     check_name("reduction", reduction, REDUCTIONS)
-    opening.check(("cross_entropy",), logits, group, "cross_entropy's logits")
-    if targets.shape != logits.shape[:-1] or targets.is_floating_point() or targets.dtype is torch.bool:
-        raise ValueError(
-            f"targets are {targets.dtype} {tuple(targets.shape)}; logits {tuple(logits.shape)} need integers of shape "
-            f"{tuple(logits.shape[:-1])}"
-        )
-    _check_rule(rule, soft_cap)
+    opening.check(("cross_entropy",), logits, group, "cross_entropy's logits", _shown(targets))
     number = logits.shape[-1]
     words = Words(group, number * dist.get_rank(group), number * dist.get_world_size(group))
+    why = _why_not(targets, [*logits.shape[:-1]], f"logits {tuple(logits.shape)} need", words, ignore_index)
+    telling.refuse(why, logits.device, group)
+    _check_rule(rule, soft_cap)
     labels = targets.reshape(-1).to(torch.int64)
-    check_targets(labels, words.whole, ignore_index)
     y: Tensor = _CrossEntropy.apply(logits.reshape(-1, number), labels, rule, words, reduction)
     return y.view(targets.shape) if reduction == "none" else y
+
+
+def _shown(targets: Tensor) -> str:
+    return f"targets {str(targets.dtype).removeprefix('torch.')} {tuple(targets.shape)}"
+
+
+def _why_not(targets: Tensor, shape: list[int], needs: str, words: Words, ignored: int, more: str = "") -> str:
+    """Why these are no targets of tokens of a shape, or ""."""
+    if [*targets.shape] != shape or targets.is_floating_point() or targets.dtype is torch.bool:
+        return f"targets are {targets.dtype} {tuple(targets.shape)}; {needs} integers of shape {tuple(shape)}{more}"
+    return why_no_targets(targets, words.whole, ignored)
 
 
 def _check_rule(rule: Rule, soft_cap: float | None) -> None:
@@ -245,7 +252,7 @@ def loss_over_ranks(
     mesh = weight.device_mesh
     ranks, name = mesh.size(), head.__dict__.get("qualified_name") or type(head).__name__
     group = mesh.get_group()
-    opening.check(("loss", name), x, group, f"{name} with its loss")
+    opening.check(("loss", name), x, group, f"{name} with its loss", _shown(targets))
     says = f"linear_cross_entropy of {name} under {layout.name}"
     if bias is not None:
         raise ValueError(f"{says} takes the bias of the layer: give none")
@@ -256,11 +263,6 @@ def loss_over_ranks(
     lead = [*x.shape[:-1]]
     if layout.sequence:
         lead[-1] *= ranks
-    if [*targets.shape] != lead or targets.is_floating_point() or targets.dtype is torch.bool:
-        raise ValueError(
-            f"{says}: targets are {targets.dtype} {tuple(targets.shape)}; x {tuple(x.shape)} on each of {ranks} ranks "
-            f"needs integers of shape {tuple(lead)}, those of all tokens on every rank"
-        )
     with torch.no_grad():
         held: Tensor = weight.to_local()
     if is_given(held):
@@ -269,8 +271,10 @@ def loss_over_ranks(
             f"gather_quantized(model, skip=[{name!r}]), or call the head and quaver.torch.parallel.cross_entropy"
         )
     words = Words(group, held.shape[0] * mesh.get_local_rank(), weight.shape[0])
+    needs = f"x {tuple(x.shape)} on each of {ranks} ranks needs"
+    why = _why_not(targets, lead, needs, words, rule.ignore_index, ", those of all tokens on every rank")
+    telling.refuse(f"{says}: {why}" if why else "", x.device, group)
     labels = targets.to(torch.int64)
-    check_targets(labels.reshape(-1), words.whole, rule.ignore_index)
     parts = ranks if layout.sequence else 1
     chunk = chunk or chunk_of(labels.numel(), held.shape[0], dtype)
     asked = _Asked(words, parts, dtype, rule, reduction, chunk, torch.is_grad_enabled())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.parallel import wire
-from quaver.torch.parallel.alike import opening
+from quaver.torch.parallel.alike import opening, telling
 from quaver.torch.parallel.tensor.loss import loss_over_ranks
 from quaver.torch.parallel.tensor.tokens import Tokens, gathered
 
@@ -75,10 +75,10 @@ def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             "share them; pad the last axis"
         )
     each = weight.shape[0] // number
+    why = ""
     if input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
-        raise ValueError(
-            f"{name} has {weight.shape[0]} words, and the tokens go from {int(input.min())} to {int(input.max())}"
-        )
+        why = f"{name} has {weight.shape[0]} words, and the tokens go from {int(input.min())} to {int(input.max())}"
+    telling.refuse(why, input.device, group)
     place = input - each * mesh.get_local_rank()
     own = (place >= 0) & (place < each)
     held, padding = module._parameters, module.padding_idx
