@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.parallel import agree_histories
 from quaver.torch.state.history import rolling
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
@@ -287,7 +288,35 @@ def made_on_meta_and_sharded(rank: int) -> None:
             assert_bitwise(p.full_tensor().detach(), q.detach(), f"{name}: {what}")
 
 
+def made_in_another_order(rank: int) -> None:
+    """Ranks that have made the same models in other orders have the same histories, of told groups and of none."""
+    groups: list[Any] = [dist.new_group(list(range(RANKS))) for _ in range(3)]
+    for told in (True, False):
+        models: dict[str, nn.Sequential] = {}
+        names = ["a", "b", "c"]
+        for name in names if rank == 0 else names[::-1]:
+            models[name] = model()
+        whole = nn.ModuleDict(models)
+        if not told:
+            # By which layers have names.
+            qt.convert(whole, "delayed")
+        for step in range(3):
+            for i, name in enumerate(names):
+                with qt.autocast("delayed", group=groups[i] if told else None):
+                    models[name](data(rank, step) * (i + 1)).square().mean().backward()
+            agree_histories(whole)
+            for name in names:
+                for layer in (models[name][0], models[name][2]):
+                    what = f"{name} in step {step}, told {told}"
+                    assert layer.history.any(), what
+                    assert_bitwise(*gathered(layer.history.contiguous()), what)
+                    assert_bitwise(*gathered(layer.factor), what)
+            tops = [models[name][0].history[:, 0].max() for name in names]
+            assert tops[0] < tops[1] < tops[2], "each layer has its own maxima"
+
+
 CASES = [
+    made_in_another_order,
     a_root_that_is_not_called,
     made_on_meta_and_sharded,
     kept_weights_follow_collectives,

@@ -31,8 +31,8 @@ class Agreed:
     """The layers that a group's ranks reduce."""
 
     def __init__(self, layers: Sequence[nn.Module], group: Any) -> None:
-        #: Their numbers, in order of construction.
-        self.numbers = {amax.number_of(layer): None for layer in layers}
+        #: Their numbers, in `ordered`'s order.
+        self.numbers = {amax.number_of(layer): None for layer in ordered(layers)}
         #: A process group, None for the default one, or `ALONE`.
         self.group = group
         history = layers[0]._buffers["history"] if layers else None
@@ -79,7 +79,7 @@ def group_of(layers: Sequence[nn.Module], told: Any, asks: bool = False) -> Any:
     communicate once for each set of layers.
 
     Args:
-        layers: in order of construction.
+        layers: of this rank.
         told: a process group, or None.
         asks: whether ranks ask one another first if one has layers of which it has told nothing: where it has, others
             may have come here with theirs before, as a stage without layers does with each model.
@@ -145,9 +145,17 @@ def _of_world() -> _Known:
     return _known
 
 
+def ordered(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Layers in an order that is the same on ranks which have made or listed them in different ones: by their names.
+
+    Those of one name stay in the order in which they come.
+    """
+    return sorted(layers, key=lambda layer: tuple(map(str, _name(layer))))
+
+
 def _told_by_all(layers: Sequence[nn.Module]) -> list[list[Name]]:
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, [_name(layer) for layer in layers])
+    dist.all_gather_object(every, [_name(layer) for layer in ordered(layers)])
     return every
 
 

@@ -169,7 +169,7 @@ def _reduce_alike(layers: Sequence[nn.Module], group: Any, asks: bool = False) -
     if rolling.has_ranks(group):
         group = alike.group_of(layers, group, asks)
         if group is not alike.ALONE:
-            rolling.reduce(layers, group)
+            rolling.reduce(alike.ordered(layers), group)
 
 
 def _reduced(group: Any) -> list[nn.Module]:
@@ -213,8 +213,9 @@ def agree(layers: Sequence[nn.Module]) -> None:
     for layer in own:
         known = _last(layer)
         groups.setdefault(None if known is None else known.group, []).append(layer)
-    for group, members in groups.items():
-        _reduce_alike(members, group, asks=True)
+    # Ranks whose layers come in another order reduce the same group at the same time, or they wait for one another.
+    for group in sorted(groups, key=lambda group: "" if group is None else str(group.group_name)):
+        _reduce_alike(groups[group], group, asks=True)
     for layer in own:
         state_of(layer).agreed = layer.history[0].tolist()
 
@@ -343,7 +344,7 @@ def join(layer: nn.Module, record: bool) -> None:
     if rolls and old.reduced_in != step.number:
         _reduce(old.group, step)
     if copied:
-        rolling.reduce(copied, step.group)
+        rolling.reduce(alike.ordered(copied), step.group)
     with _lock:
         if _is_elsewhere(state.step, step):
             return
