@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import forward_ad
 
+import quaver
 from quaver.torch.operations import derivatives, ops
 from quaver.torch.operations.derivatives import forward_level
 from quaver.torch.state import kept_weights, recomputation
+from quaver.torch.state.history import groups
 
 C = ("_are_functorch_transforms_active", "_current_graph_task_id", "_is_any_autocast_enabled")
 
@@ -49,6 +53,20 @@ def test_torch_has_them() -> None:
     assert hasattr(torch.autograd, "_get_sequence_nr") and hasattr(torch.cpu, "_is_avx512_bf16_supported")
     assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     assert hasattr(torch.distributed.distributed_c10d, "_set_pg_timeout")
+
+
+def test_new_groups_wait_as_long_as_the_default_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = timedelta(seconds=17)
+    dist.init_process_group("gloo", (tmp_path / "meeting").as_uri(), rank=0, world_size=1, timeout=limit)
+    try:
+        assert groups.timeout(groups.new_group()) == limit == groups.timeout()
+        assert groups.timeout(dist.new_group()) != limit, "torch does so by itself now: leave it to torch"
+        monkeypatch.delattr(dist.ProcessGroup, "_get_backend")
+        assert groups.timeout() is None and groups.new_group() is not None
+    finally:
+        dist.destroy_process_group()
+    makers = [path.name for path in Path(quaver.__file__).parent.rglob("*.py") if "dist.new_group" in path.read_text()]
+    assert makers == ["groups.py"], "others wait for 30 minutes"
 
 
 def test_a_transform_is_seen_inside_alone(names: tuple[Callable[..., Any], bool]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.train.configuration.config import TrainConfig, to_toml
+from quaver.train.learning.torch.parallel import shards
 from quaver.train.records import checkpoint
 from quaver.train.records.metrics import losses, read
 from quaver.train.running.loop import run_training
@@ -31,8 +32,16 @@ FAILS = 7
 
 
 def fail(how: str) -> None:
-    """Have this process fail in a way: in step `FAILS`, in a forward or in a backward."""
+    """Have this process fail in a way: in step `FAILS`, in a forward or in a backward, or as it writes a checkpoint."""
     seen = {"steps": 0}
+
+    def write(*given: Any) -> Any:
+        print(f"fails {time.time()}", flush=True)
+        time.sleep(120)
+
+    if how == "write":
+        shards.HuggingFaceStorageWriter.write_data = write
+        return
 
     def forward(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not type(module).__name__.endswith("Decoder") or not torch.is_grad_enabled():
@@ -151,6 +160,8 @@ SLOW = {
     "stop": r"rank 1 stopped at step [67] \(training\) and does not answer, while others waited",
     "sleep": r"rank 1 is furthest behind, at step 7 \(training\), after \d+ collectives, where it has been for ",
 }
+#: What is said of one that writes its part of a checkpoint for too long, behind the steps.
+WRITES = r"rank 1 is furthest behind, at step \d+ \(saving\), after \d+ collectives, where it has been for "
 
 
 def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_goes_on(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -183,9 +194,14 @@ def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_goes_on(make_config:
 
 def test_a_rank_that_stands_still_is_named_when_the_others_have_waited(make_config: MakeConfig, tmp_path: Path) -> None:
     starts = begun(make_config, tmp_path, SLOW, timeout=TIMEOUT)
+    starts |= begun(make_config, tmp_path, ["write"], timeout=TIMEOUT, async_save=True)
     seen = outcomes(starts, patient=False)
     for how, sentence in SLOW.items():
         check(starts[how], seen[how], sentence, TIMEOUT + LATER)
+    # Behind the steps, too, in a group of its own.
+    code, printed, said = seen["write"]
+    assert code == 1 and re.search(WRITES, said) and len(said.strip().splitlines()) < 20, said
+    assert starts["write"].ended - float(printed.split("fails ")[1].split()[0]) < TIMEOUT + LATER, said
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored.stored import CODES, SCALES
 from quaver.torch.state.buffers import STATE, take_state
 from quaver.torch.state.history import steps
+from quaver.torch.state.history.groups import new_group
 
 #: The file of a checkpoint that has the SHA-256 of each other one.
 DIGESTS = "digests.json"
@@ -122,7 +123,8 @@ class Checkpoint:
     def async_save(self, folder: str | os.PathLike[str]) -> "Future[None]":
         """Copy the state into the processor's memory, and write it while training goes on.
 
-        Ranks write through a process group of their own over gloo, which is made at the first call.
+        Ranks write through a process group of their own over gloo, which is made at the first call and waits as long
+        as the default group.
 
         Returns:
             What is done when the checkpoint is whole, with the error if there was one. Wait for it before the next
@@ -133,7 +135,7 @@ class Checkpoint:
         self._check(_why_not_into(Path(folder)), f"save into {folder}")
         if self._apart is None and dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(self.group)
-            self._apart = dist.new_group(ranks, backend="gloo", use_local_synchronization=self.group is not None)
+            self._apart = new_group(ranks, backend="gloo", use_local_synchronization=self.group is not None)
         # What is on a CPU already torch may write as it is, while the optimizer changes it.
         state = {name: _copied(value) for name, value in self.state_dict().items()}
         written: Any = dcp.async_save(state, checkpoint_id=folder, process_group=self._apart)

@@ -26,6 +26,7 @@ from quaver.torch.parallel.fsdp.operands import ROWS, WHOLE, Agreed, Part, amaxe
 from quaver.torch.parallel.fsdp.units import Unit, held_parameters, local
 from quaver.torch.parallel.wire import agree
 from quaver.torch.state.history import amax
+from quaver.torch.state.history.groups import new_group
 from quaver.torch.state.recomputation import graph_task_id
 
 
@@ -262,7 +263,7 @@ class Model:
             elif len(members) == dist.get_world_size():
                 group = None
             else:
-                group = dist.new_group(list(members), use_local_synchronization=True)
+                group = new_group(members, use_local_synchronization=True)
             self._groups[members] = group
         return self._groups[members]
 

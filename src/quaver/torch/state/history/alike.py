@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from quaver.torch.state.history import amax
+from quaver.torch.state.history.groups import new_group
 from quaver.torch.state.layer import state_of
 
 #: What stands for a group of this rank alone: nothing is reduced.
@@ -61,7 +62,7 @@ class _Known:
         """Whether something is true on any rank of the default group; no GPU is waited for."""
         if self._on_processors is ALONE:
             there = "cpu:" in dist.get_backend_config() or not dist.is_gloo_available()
-            self._on_processors = None if there else dist.new_group(backend="gloo")
+            self._on_processors = None if there else new_group(backend="gloo")
         gpus = self._on_processors is None and "cpu:" not in dist.get_backend_config()
         flag = torch.tensor([own], dtype=torch.uint8, device="cuda" if gpus else "cpu")
         dist.all_reduce(flag, dist.ReduceOp.MAX, self._on_processors)
@@ -169,7 +170,7 @@ def _group_among(known: _Known, every: Sequence[list[Name]]) -> Any:
         if len(ranks) == 1 or not names:
             continue
         if ranks not in known.of_ranks:
-            known.of_ranks[ranks] = dist.new_group(list(ranks))
+            known.of_ranks[ranks] = new_group(ranks)
         if rank in ranks:
             group = known.of_ranks[ranks]
     return group

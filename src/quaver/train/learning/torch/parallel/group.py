@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.torch.parallel import Traffic
 from quaver.torch.parallel.traffic import KINDS, during
+from quaver.torch.state.history.groups import new_group
 from quaver.train.configuration.config import TrainConfig, reason
 from quaver.train.learning.mesh import Sizes
 from quaver.train.learning.ranks import OnRank, Told, rank
@@ -90,7 +91,7 @@ class Group:
             self.across = init_device_mesh(device.type, sizes, mesh_dim_names=sizes._fields)
         self.cut: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
         self.pipeline: Stages | None = None
-        self.saving: Any = dist.new_group(backend="gloo") if async_save else None
+        self.saving: Any = new_group(backend="gloo") if async_save else None
         meshes = [mesh for mesh in (self.mesh, self.across) if mesh is not None and limit is not None]
         for group in (group for mesh in meshes for group in mesh.get_all_groups()):
             # A mesh gives its groups torch's own.
