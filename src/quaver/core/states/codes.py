@@ -23,7 +23,8 @@ class StateCode:
 
     name: str
     #: What a code means: "float32" and "bfloat16" themselves, without a scale; "float16" times a scale; a "format";
-    #: "softsign", c / (254 - c); "root", (c / top)²; "dynamic", a table of 256 values.
+    #: "softsign", c / (254 - c); "root", (c / top)²; "dynamic", a table of 256 values; "expanded", a power of a
+    #: format's, see `quaver.core.states.expanded`.
     kind: str
     #: Bytes of a code.
     bytes: int
@@ -35,6 +36,8 @@ class StateCode:
     root: bool = False
     #: The largest magnitude as a multiple of the scale.
     largest: float = 1.0
+    #: How many float32 numbers a block keeps, side by side along the scales' last dimension.
+    numbers: int = 1
 
     @property
     def scaled(self) -> bool:
@@ -67,6 +70,8 @@ CODES: dict[str, StateCode] = {
         # Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
         StateCode(name="int8_dynamic", kind="dynamic", bytes=1),
         StateCode(name="uint8_dynamic", kind="dynamic", bytes=1, signed=False),
+        # Source: COAT, arXiv:2410.19313: three numbers a block.
+        StateCode(name="e4m3_expanded", kind="expanded", bytes=1, format=E4M3, numbers=3),
     )
 }
 #: What a scale may be: bfloat16 rounded up; float32; float32 that is a power of two.
@@ -101,7 +106,11 @@ class StateSpec:
             raise ValueError(
                 f"block of a state is {self.block!r}; give a positive number, or None for one scale in all"
             )
-        if self.stochastic and (CODES[self.code].kind in ("float32", "float16", "dynamic")):
+        if CODES[self.code].numbers > 1 and (self.block is None or self.scale != "float32"):
+            raise ValueError(
+                f"state code {self.code!r} keeps float32 numbers of blocks; give a block and scale 'float32'"
+            )
+        if self.stochastic and (CODES[self.code].kind in ("float32", "float16", "dynamic", "expanded")):
             raise ValueError(f"state code {self.code!r} is rounded to nearest only; leave stochastic out")
         if self.floor and self.of.kind not in ("format", "root", "softsign"):
             raise ValueError(f"state code {self.code!r} has no smallest code to hold values at; leave floor out")
@@ -151,7 +160,7 @@ class StateSpec:
         scales = 1
         if self.block is not None:
             last = shape[-1] if shape else 1
-            scales = (number // last if last else 0) * -(-last // self.block)
+            scales = (number // last if last else 0) * -(-last // self.block) * self.of.numbers
         return number * self.of.bytes + scales * SCALES[self.scale]
 
 

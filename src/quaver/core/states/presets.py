@@ -37,6 +37,7 @@ _BFLOAT16 = StateSpec(code="bfloat16", stochastic=True)
 _FIRST = StateSpec(code="int8_softsign")
 _SECOND = StateSpec(code="uint8_root", stochastic=True, floor=True)
 _MSAMP = StateSpec(code="e4m3", block=None, scale="power_of_two")
+_COAT = StateSpec(code="e4m3_expanded", block=128, scale="float32")
 _DYNAMIC_FIRST = StateSpec(code="int8_dynamic", block=256, scale="float32")
 _DYNAMIC_SECOND = StateSpec(code="uint8_dynamic", block=256, scale="float32")
 
@@ -66,6 +67,15 @@ PRESETS: dict[str, Preset] = {
             name="te",
             first=StateSpec(code="e4m3", block=None, scale="float32"),
             second=StateSpec(code="float16", block=None, scale="float32"),
+            gradient="bfloat16",
+            clamp=False,
+        ),
+        Preset(name="coat", first=_COAT, second=_COAT, clamp=False),
+        # Its scales are float16, which a block of √v below 6e-8 has none of; its masters have 24 bits, these 32.
+        Preset(
+            name="flashoptim",
+            first=StateSpec(code="int8_softsign", block=32),
+            second=StateSpec(code="uint8_root", block=32),
             gradient="bfloat16",
             clamp=False,
         ),

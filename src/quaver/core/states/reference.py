@@ -12,6 +12,7 @@ from quaver.core.numbers.formats import Format
 from quaver.core.numbers.rounding import decode as decode_format
 from quaver.core.numbers.rounding import encode as encode_format
 from quaver.core.numbers.rounding import round_to
+from quaver.core.states import expanded
 from quaver.core.states.codes import StateCode, StateSpec
 from quaver.core.states.dynamic import boundaries, levels
 
@@ -31,9 +32,10 @@ def encode(x: np.ndarray, spec: StateSpec, noise: np.ndarray | None = None) -> t
         noise: integers below 2**15 of x's shape, if the spec is stochastic.
     Returns:
         codes of x's shape (int8 where the code is an integer with a sign, uint8 else; float32 and uint16, bfloat16's
-        bits, and float16 for the others), and scales float32 [..., ceil(K / block)], or [] for a whole tensor; None
-        without scales. A block with a number that is not finite has the scale NaN and codes 0.
-    Exact.
+        bits, and float16 for the others), and scales float32 [..., ceil(K / block)], or [] for a whole tensor; three
+        numbers of each block where the code is expanded; None without scales. A block with a number that is not
+        finite has the scale NaN and codes 0.
+    Exact; of expanded codes bounded, see `quaver.core.states.expanded`.
     """
     x = np.asarray(x, F)
     u = None if not spec.stochastic else np.asarray(noise, np.int64)
@@ -42,6 +44,10 @@ def encode(x: np.ndarray, spec: StateSpec, noise: np.ndarray | None = None) -> t
     if spec.code == "bfloat16":
         return bfloat16_bits(x, u), None
     code = spec.of
+    if code.kind == "expanded":
+        assert spec.block is not None
+        codes, kept = expanded.encode(in_blocks(x, spec.block))
+        return out_of_blocks(codes, x.shape), kept.reshape(*kept.shape[:-2], kept.shape[-2] * code.numbers)
     scale = scales(x, spec)
     spread = over_blocks(scale, x.shape, spec.block)
     usable = np.isfinite(spread) & (spread > 0)
@@ -67,6 +73,10 @@ def decode(codes: np.ndarray, scale: np.ndarray | None, spec: StateSpec) -> np.n
     if spec.code == "bfloat16":
         return (codes.astype(np.uint32) << 16).view(F)
     assert scale is not None
+    if spec.of.kind == "expanded":
+        assert spec.block is not None
+        blocks = in_blocks(codes, spec.block)
+        return out_of_blocks(expanded.decode(blocks, scale.reshape(*blocks.shape[:-1], spec.of.numbers)), codes.shape)
     spread = over_blocks(scale, codes.shape, spec.block)
     with np.errstate(over="ignore"):
         return (table_values(codes, spec.of) * spread).astype(F)
@@ -198,11 +208,21 @@ def _amax(x: np.ndarray, block: int | None) -> np.ndarray:
     bits = np.ascontiguousarray(x).view(np.uint32) & np.uint32(0x7FFFFFFF)
     if block is None:
         return bits.max(initial=np.uint32(0)).astype(np.uint32).view(F)
-    if not x.ndim:
-        bits = bits.reshape(1)
-    short = -bits.shape[-1] % block
-    bits = np.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, short)])
-    return bits.reshape(*bits.shape[:-1], bits.shape[-1] // block, block).max(-1, initial=np.uint32(0)).view(F)
+    return in_blocks(bits, block).max(-1, initial=np.uint32(0)).view(F)
+
+
+def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
+    """[..., K] as [..., ceil(K / block), block], the last one filled with zeros."""
+    x = x if x.ndim else x.reshape(1)
+    short = -x.shape[-1] % block
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)])
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+
+
+def out_of_blocks(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """[..., blocks, block] as an array of this shape, the filling left out."""
+    flat = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+    return flat[..., : shape[-1] if shape else 1].reshape(shape)
 
 
 def over_blocks(scale: np.ndarray, shape: tuple[int, ...], block: int | None) -> np.ndarray:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quaver.core.numbers.formats import E4M3
+from quaver.core.states import expanded
 from quaver.core.states.codes import StateCode, StateSpec
 from quaver.core.states.dynamic import boundaries, levels
 from quaver.core.states.reference import LARGEST_SCALE, NOISE_BITS
@@ -26,11 +28,12 @@ def code_dtype(code: StateCode) -> torch.dtype:
     return torch.int8 if code.signed and code.kind in ("softsign", "root") else torch.uint8
 
 
-def scale_shape(shape: tuple[int, ...], block: int | None) -> tuple[int, ...]:
-    """Of a state of this shape: [..., ceil(K / block)], [] for one scale in all."""
+def scale_shape(shape: tuple[int, ...], block: int | None, numbers: int = 1) -> tuple[int, ...]:
+    """Of a state of this shape: [..., ceil(K / block)], [] for one scale in all; of codes with more numbers a block,
+    that many times as long."""
     if block is None:
         return ()
-    return (*shape[:-1], -(-shape[-1] // block)) if shape else (1,)
+    return (*shape[:-1], -(-shape[-1] // block) * numbers) if shape else (numbers,)
 
 
 def encode(
@@ -44,13 +47,16 @@ def encode(
         amax: float32 [], the largest magnitude of the tensor that x is a piece of; of one scale in all.
     Returns:
         codes of x's shape, and scales; None without.
-    Exact.
+    Exact; of expanded codes bounded: a few of a million differ by one.
     """
     code = spec.of
     if code.kind == "float32":
         return x.clone(), None
     if code.kind == "bfloat16":
         return to_bfloat16(x, noise), None
+    if code.kind == "expanded":
+        written, kept = _expanded(in_blocks(x, spec.block))
+        return out_of_blocks(written, x.shape), kept.flatten(-2)
     top = block_amax(x, spec.block) if amax is None else amax
     scale = scale_of(top, spec)
     blocks = in_blocks(x, spec.block)
@@ -78,6 +84,8 @@ def decode(codes: Tensor, scale: Tensor | None, spec: StateSpec) -> Tensor:
     if scale is None or not code.scaled:
         return codes.float()
     values = in_blocks(codes, spec.block)
+    if code.kind == "expanded":
+        return out_of_blocks(_narrowed(values, scale.unflatten(-1, (values.shape[-2], code.numbers))), codes.shape)
     wide = scale.float().unsqueeze(-1)
     return out_of_blocks(values_of(values, code).mul_(wide), codes.shape)
 
@@ -214,6 +222,35 @@ def _signed(c: Tensor, x: Tensor, code: StateCode) -> Tensor:
         return c.to(torch.uint8)
     c = c.to(torch.uint8)
     return c | ((torch.signbit(x) & (c > 0)).to(torch.uint8) << 7)
+
+
+def _expanded(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of blocks, and their k, c and S; see `quaver.core.states.expanded`."""
+    a = blocks.abs().double()
+    counted = a >= SMALLEST_NORMAL
+    finite = a.isfinite().all(-1, keepdim=True)
+    usable = finite & counted.any(-1, keepdim=True)
+    largest = torch.where(usable, a.amax(-1, keepdim=True) if a.numel() else a.new_ones(usable.shape), 1.0)
+    low = torch.where(counted, a, float("inf"))
+    smallest = torch.where(usable, low.amin(-1, keepdim=True) if a.numel() else a.new_ones(usable.shape), 1.0)
+    spread = (largest / smallest).log2_().clamp_(min=expanded.REACH / expanded.MOST)
+    k = (expanded.PARTS * expanded.REACH / spread).floor_().div_(expanded.PARTS).clamp_(min=expanded.LEAST)
+    c = (largest * smallest).sqrt_().float()
+    s = ((largest / c).log2_().mul_(k).exp2_() / E4M3.max).float()
+    power = (torch.where(counted, a, 1.0) / c).log2_().mul_(k).exp2_().div_(s)
+    y = torch.where(usable & counted, power, 0.0).float().clamp_(max=E4M3.max).copysign_(blocks)
+    codes = y.to(torch.float8_e4m3fn).view(torch.uint8)
+    kept = torch.cat([k.float(), torch.where(usable, c, 1.0), torch.where(usable, s, 0.0)], -1)
+    return torch.where((codes & 0x7F) == 0, 0, codes), torch.where(finite, kept, float("nan"))
+
+
+def _narrowed(codes: Tensor, kept: Tensor) -> Tensor:
+    k, c, s = kept.double().unsqueeze(-2).unbind(-1)
+    values = codes.view(torch.float8_e4m3fn).float()
+    reached = values.abs() * s
+    x = torch.where(reached > 0, reached, 1.0).log2_().div_(k).exp2_().mul_(c)
+    x = torch.where(reached > 0, x, torch.where(s.isnan(), s, 0.0))
+    return x.copysign_(values).float()
 
 
 def _reciprocal(number: int) -> float:
