@@ -23,7 +23,7 @@ class Preset:
     second: StateSpec = FLOAT32
     #: Of weights that exist only in eight bits, one of `MASTERS`: what the step adds up in.
     codes: str = "float32"
-    #: Of bfloat16 weights: "remainder", the 16 bits that float32 has more; "none", rounded at random.
+    #: Of bfloat16 weights: "remainder", the 16 bits that float32 has more; "residual8", eight of them; "none".
     bfloat16: str = "remainder"
     #: Whether `codes` and float16 masters are rounded at random.
     stochastic: bool = False
@@ -52,6 +52,7 @@ PRESETS: dict[str, Preset] = {
             first=_FIRST,
             second=_SECOND,
             codes="residual8",
+            bfloat16="residual8",
             stochastic=True,
             gradient=StateSpec(code="e4m3", block=128),
         ),

@@ -1,0 +1,217 @@
+"""The optimizer that all rules share: torch's interface, what is kept for each parameter, and the step."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.states.presets import PRESETS, Preset
+from quaver.core.text.spelling import suggest
+from quaver.torch.linear.stored import storing
+from quaver.torch.linear.stored.stored import CODES
+from quaver.torch.optim import codes, layout, weights
+from quaver.torch.optim.rules.rule import Rule
+from quaver.torch.optim.stepping import Drawn, Parts, Way, step
+from quaver.torch.optim.weights import Keeping
+
+#: Tensors below are kept in high precision.
+SMALL = 4096
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What `AdamW` and the others are.
+
+    A parameter group may have a `preset` of its own. Norms, biases and tensors of fewer than 4096 elements are kept in
+    float32 whatever the preset is.
+    """
+
+    #: Gives `grad_scale` and `found_inf` as attributes: nothing waits for the device.
+    _step_supports_amp_scaling = True
+    #: Writes codes and scales of weights that exist only in eight bits.
+    writes_quantized_weights = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any], *, seed: int = 0, statistics: bool = False) -> None:
+        self.seed = seed
+        self.statistics = statistics
+        #: Of each parameter: how many updates were held to their bound, and how many there were.
+        self.counted: dict[Tensor, tuple[Tensor, int]] = {}
+        super().__init__(groups_of(params, defaults), defaults)
+
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
+        """The formula of a group."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        preset_of(param_group.get("preset", self.defaults["preset"]))
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            check_parameter(p)
+
+    def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
+        """What is kept for a parameter: the group's preset, or that of high precision."""
+        small = p.dim() < 2 or p.numel() < SMALL
+        return PRESETS["float32"] if small and p.dtype not in CODES else preset_of(group["preset"])
+
+    def way(self, p: Tensor, group: Mapping[str, Any]) -> Way:
+        """How a parameter steps."""
+        preset = self.preset(p, group)
+        rule = self.rule(group, preset)
+        specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
+        keeping = keeping_of(p, preset)
+        predicts = keeping.kind.startswith("residual") and keeping.spec is not None and None in keeping.spec.block
+        return Way(rule, keeping, specs, None, predicts and rule.bounded)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        overflow, factor = self._scaling()
+        if overflow is not None and overflow.is_cpu:
+            if overflow.item():
+                return loss
+            overflow = None
+        number = 0
+        for group in self.param_groups:
+            own = [(number + i, p) for i, p in enumerate(group["params"]) if p.grad is not None]
+            number += len(group["params"])
+            self._step_group(group, own, overflow, factor)
+        return loss
+
+    def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
+        """What torch.amp.GradScaler says: whether a gradient is not finite, and what to multiply gradients by."""
+        overflow, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        return overflow, None if scale is None else scale.float().reciprocal().reshape(())
+
+    def _step_group(
+        self, group: dict[str, Any], own: list[tuple[int, Tensor]], overflow: Tensor | None, factor: Tensor | None
+    ) -> None:
+        if not own:
+            return
+        for _, p in own:
+            if not self.state[p]:
+                self.state[p] = self._first_state(p, group)
+        keep = None if overflow is None else overflow.reshape(()) == 0
+        steps = [self.state[p]["step"] for _, p in own]
+        for taken in steps:
+            taken += 1 if keep is None else keep.to(taken.device)
+        rule = self.rule(group, preset_of(group["preset"]))
+        scalars = [s.unbind() for s in rule.scalars(group, torch.stack(steps).double())]
+        for i, (number, p) in enumerate(own):
+            self._step_parameter(p, group, number, tuple(s[i] for s in scalars), factor, keep)
+
+    def _step_parameter(
+        self,
+        p: Tensor,
+        group: Mapping[str, Any],
+        number: int,
+        scalars: tuple[Tensor, ...],
+        factor: Tensor | None,
+        keep: Tensor | None,
+    ) -> None:
+        way, state = self.way(p, group), self.state[p]
+        check_gradient(p)
+        drawn = Drawn(self.seed, number, state["step"].long(), layout.first_element(p))
+        outcome = step(way, self.parts(p, way), scalars, factor, drawn, state.get("amax"), keep)
+        if outcome.amax is not None:
+            state["amax"].copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, state["amax"]))
+        if self.statistics and outcome.clamped is not None:
+            before, total = self.counted.get(p, (torch.zeros_like(outcome.clamped), 0))
+            self.counted[p] = before + outcome.clamped, total + layout.local(p).numel()
+
+    def parts(self, p: Tensor, way: Way) -> Parts:
+        """All that a parameter's step reads and writes, this rank's part, as matrices."""
+        state = self.state[p]
+        weight = [layout.local(p)]
+        if way.keeping.spec is not None:
+            owner = storing.owner(p)
+            assert owner is not None
+            weight.append(owner._buffers["weight_scale"])  # type: ignore[arg-type]
+        weight += [layout.local(state[name]) for name in way.keeping.states]
+        moments = tuple(
+            tuple(layout.local(state[key]) for key in (name, f"{name}_scale") if key in state)
+            for name in way.rule.names
+        )
+        assert p.grad is not None
+        gradient = (layout.local(p.grad),)
+        return layout.as_rows(Parts(tuple(weight), moments, gradient), way)
+
+    def _first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What a parameter starts with."""
+        way = self.way(p, group)
+        device = p.device
+        state = {"step": torch.zeros((), dtype=torch.float32, device=device if device.type == "cuda" else "cpu")}
+        own = layout.local(p)
+        for name, spec in zip(way.rule.names, way.moments, strict=True):
+            held = torch.zeros(own.shape, dtype=codes.code_dtype(spec.of), device=own.device)
+            state[name] = layout.like(p, held, p.shape)
+            if spec.of.scaled:
+                shape = codes.scale_shape(own.shape, spec.block)
+                scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)
+                state[f"{name}_scale"] = layout.like(p, scale, codes.scale_shape(p.shape, spec.block))
+        value = layout.value_of(p) if way.keeping.kind in ("float32", "float16") else None
+        for name, tensor in zip(way.keeping.states, weights.first_states(way.keeping, own, value), strict=True):
+            state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
+        if way.predicts:
+            assert way.keeping.spec is not None
+            state["amax"] = weights.block_amax(way.keeping.spec, layout.value_of(p))
+        return state
+
+
+def groups_of(params: Any, defaults: Mapping[str, Any]) -> Any:
+    """Parameter groups of a model: embeddings are kept in float32; what is no model stays as it is."""
+    if not isinstance(params, nn.Module):
+        return params
+    embeddings = {id(p) for module in params.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    named = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
+    table = [pair for pair in named if id(pair[1]) in embeddings]
+    others = [pair for pair in named if id(pair[1]) not in embeddings]
+    groups: list[dict[str, Any]] = [{"params": others}] if others else []
+    return groups + ([{"params": table, "preset": "float32"}] if table else [])
+
+
+def preset_of(preset: str | Preset) -> Preset:
+    """A preset by its name, or itself. Raises: ValueError."""
+    if isinstance(preset, Preset):
+        return preset
+    if preset not in PRESETS:
+        raise ValueError(f"preset {preset!r} is not known; {suggest(str(preset), list(PRESETS))}")
+    return PRESETS[preset]
+
+
+def keeping_of(p: Tensor, preset: Preset) -> Keeping:
+    """How a parameter's weight is kept."""
+    if p.dtype in CODES:
+        owner = storing.owner(p)
+        if owner is None:
+            raise ValueError(
+                f"a parameter of {p.dtype} belongs to no layer of quaver.torch: make it by quantized_init or "
+                "quantize_weights, or keep it in high precision"
+            )
+        return Keeping(preset.codes, owner.__dict__["weight_spec"], preset.stochastic and preset.codes[:3] == "res")
+    if p.dtype is torch.bfloat16:
+        if preset.bfloat16 == "none":
+            return Keeping("plain", stochastic=True)
+        return Keeping(preset.bfloat16, stochastic=preset.stochastic and preset.bfloat16[:3] == "res")
+    return Keeping("plain")
+
+
+def check_parameter(p: Tensor) -> None:
+    """Refuse what no rule can step. Raises: ValueError."""
+    if p.is_complex():
+        raise ValueError(f"a parameter is {p.dtype}; view it as real numbers: torch.view_as_real")
+    if p.dtype is torch.float64:
+        raise ValueError("a parameter is float64, and steps are computed in float32: convert the model to float32")
+
+
+def check_gradient(p: Tensor) -> None:
+    """Refuse gradients of another kind than numbers in rows. Raises: ValueError."""
+    assert p.grad is not None
+    if p.grad.is_sparse:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(p.shape)} is sparse; make nn.Embedding with sparse=False, "
+            "or leave its weight to torch.optim.SparseAdam"
+        )

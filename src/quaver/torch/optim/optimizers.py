@@ -1,0 +1,145 @@
+"""The optimizers by name: torch's arguments, and a preset.
+
+Every class takes parameters, groups of them, or a model, whose embeddings are then kept in float32; `lr`, a number or a
+tensor of one element; `preset`, a name in `PRESETS` or a `Preset`, which groups may have of their own; `seed`, of what
+is rounded at random; and `statistics`, which counts the updates that were held to their bound.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from quaver.core.states.presets import Preset
+from quaver.torch.optim.optimizer import Optimizer
+from quaver.torch.optim.rules import adam, lion, muon, sgd
+from quaver.torch.optim.rules.rule import Rule
+
+
+class Adam(Optimizer):
+    """Adam: weight decay is added to the gradient. See `quaver.torch.optim.rules.adam`."""
+
+    decoupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        preset: str | Preset = "balanced",
+        maximize: bool = False,
+        seed: int = 0,
+        statistics: bool = False,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, {**options, "preset": preset}, seed=seed, statistics=statistics)
+
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
+        return adam.Adam(self.decoupled, preset.clamp, group["maximize"])
+
+
+class AdamW(Adam):
+    """AdamW: weight decay shrinks the weight itself. See `quaver.torch.optim.rules.adam`."""
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+
+class Lion(Optimizer):
+    """Lion. See `quaver.torch.optim.rules.lion`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        preset: str | Preset = "balanced",
+        maximize: bool = False,
+        seed: int = 0,
+        statistics: bool = False,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, {**options, "preset": preset}, seed=seed, statistics=statistics)
+
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
+        return lion.Lion(group["maximize"])
+
+
+class SGD(Optimizer):
+    """SGD with momentum as torch has it. See `quaver.torch.optim.rules.sgd`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        preset: str | Preset = "balanced",
+        maximize: bool = False,
+        seed: int = 0,
+        statistics: bool = False,
+    ) -> None:
+        if nesterov and (not momentum or dampening):
+            raise ValueError(
+                f"nesterov is True with momentum {momentum} and dampening {dampening}; give momentum above 0 and "
+                "dampening 0, or leave nesterov out"
+            )
+        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        options |= {"weight_decay": weight_decay}
+        options |= {"nesterov": nesterov, "maximize": maximize, "preset": preset}
+        super().__init__(params, options, seed=seed, statistics=statistics)
+
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
+        return sgd.SGD(group["momentum"] != 0, group["nesterov"], group["maximize"])
+
+
+class Muon(Optimizer):
+    """Muon, of matrices; give all else to another optimizer. See `quaver.torch.optim.rules.muon`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        adjust_lr_fn: str = "original",
+        *,
+        preset: str | Preset = "balanced",
+        maximize: bool = False,
+        seed: int = 0,
+        statistics: bool = False,
+    ) -> None:
+        if adjust_lr_fn not in ("original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; give 'original' or 'match_rms_adamw'")
+        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        options["nesterov"] = nesterov
+        options |= {"adjust_lr_fn": adjust_lr_fn, "maximize": maximize, "preset": preset}
+        super().__init__(params, options, seed=seed, statistics=statistics)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.dim() != 2:
+                raise ValueError(f"Muon steps matrices, and a parameter has shape {tuple(p.shape)}; give it to AdamW")
+
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
+        return muon.Muon(group["nesterov"], adjust=group["adjust_lr_fn"], maximize=group["maximize"])

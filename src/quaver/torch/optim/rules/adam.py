@@ -1,0 +1,83 @@
+"""Adam and AdamW, with updates held to the bound that exact moments keep.
+
+    m ← β1 m + (1 - β1) g        v ← β2 v + (1 - β2) g²        u = (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
+    w ← (1 - lr wd) w - lr clamp(u, ±U_t)
+
+Adam adds wd w to the gradient in place of the factor. Sources: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter,
+arXiv:1711.05101; U_t is `quaver.core.states.bounds`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.torch.optim.rules.rule import Stepped
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam; `decoupled`, AdamW."""
+
+    decoupled: bool = True
+    #: Whether updates are held to U_t.
+    clamp: bool = True
+    maximize: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        return self.clamp
+
+    names = ("exp_avg", "exp_avg_sq")
+    signed = (True, False)
+    whole = False
+    asks = False
+
+    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+        (b1, b2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
+        lr = wide(group["lr"], steps)
+        power1, power2 = b1**steps, b2**steps
+        limit = torch.full_like(steps, float("inf"))
+        if self.clamp and b1**2 < b2 < 1:
+            ratio = b1**2 / b2
+            grown = (1 - ratio**steps) / (1 - ratio) * (1 - power2)
+            limit = (1 - b1) / (1 - b2) ** 0.5 * grown.sqrt() / (1 - power1)
+        numbers = (
+            *(torch.full_like(steps, v) for v in (1 - b1, 1 - b2, eps)),
+            *(lr, lr * decay if self.decoupled else torch.full_like(steps, decay)),
+            *(1 / (1 - power1), (1 - power2).rsqrt(), limit),
+        )
+        return tuple(number.float() for number in numbers)
+
+    def __call__(
+        self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
+    ) -> Stepped:
+        m, v = moments
+        new1, new2, eps, lr, decay, grow1, grow2, limit = scalars
+        g = -gradient if self.maximize else gradient
+        if not self.decoupled:
+            g = g + weight * decay
+        m = m + (g - m) * new1
+        v = v + (g * g - v) * new2
+        update = (m * grow1) / (v.sqrt() * grow2 + eps)
+        clamped = None
+        if self.clamp:
+            clamped = update.abs() > limit * (1 + 1e-6)
+            update = torch.minimum(torch.maximum(update, -limit), limit)
+        if self.decoupled:
+            weight = weight - weight * decay
+        return Stepped(weight - update * lr, (m, v), clamped)
+
+    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+        _, _, _, lr, decay, _, _, limit = scalars
+        kept = (1 - decay).abs() if self.decoupled else 1.0
+        # Above by what float32 may round: three operations.
+        return (amax * kept + lr.abs() * limit) * (1 + 2.0**-20)
+
+
+def wide(lr: Tensor | float, steps: Tensor) -> Tensor:
+    if isinstance(lr, Tensor):
+        return lr.detach().to(steps.device, torch.float64).expand_as(steps)
+    return torch.full_like(steps, lr)

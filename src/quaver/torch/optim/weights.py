@@ -1,0 +1,166 @@
+"""How the weight itself is kept between steps: what a GEMM reads, and what it has more than that.
+
+    plain       float32, float16 or bfloat16 itself; bfloat16 may be rounded at random
+    remainder   bfloat16, and the 16 bits that float32 has more (int16): together float32, bit by bit
+    residual    codes of a GEMM, or bfloat16, and what is missing in parts of half a step (int8 or int16)
+    master      codes of a GEMM, and float32 or float16 beside them
+
+A weight is read as float32, and written from it. The parts of a residual are powers of two, 1/128 and 1/32768 of half a
+step: what int8 holds, int16 and float32 hold too. Sources: remainder, Transformer Engine's FusedAdam; residual of
+bfloat16, FlashOptim, arXiv:2602.23349; float16 master with a scale, MS-AMP, arXiv:2310.18313.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quaver.core.spec import QuantSpec
+from quaver.core.states.codes import StateSpec
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import decode_scales, spread
+from quaver.torch.numerics.rounding import magnitude_bits
+from quaver.torch.optim import codes
+
+#: Parts of half a step by the dtype of the residual.
+PARTS = {torch.int8: 2.0**7, torch.int16: 2.0**15}
+_MASTER16 = StateSpec(code="float16", block=None, scale="power_of_two")
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What is kept of a weight.
+
+    Tensors go together, in this order: the weight, its scales (of codes), its state, the state's scale (of float16).
+    """
+
+    #: "plain", "remainder", "residual8", "residual16", "float32" or "float16", the masters.
+    kind: str
+    #: Of codes that a GEMM reads; None: the weight is a float.
+    spec: QuantSpec | None = None
+    #: Whether what is lost in rounding is so at random.
+    stochastic: bool = False
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of what is kept beside the weight."""
+        kinds = {
+            "plain": (),
+            "remainder": ("remainder",),
+            "float32": ("master",),
+            "float16": ("master", "master_scale"),
+        }
+        return kinds.get(self.kind, ("residual",))
+
+    @property
+    def whole(self) -> bool:
+        """Whether a step needs the whole weight: a scale of all of it is measured."""
+        return self.kind == "float16"
+
+
+def first_states(keeping: Keeping, weight: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
+    """What is kept beside a weight at the first step, of its shape.
+
+    Args:
+        weight: as it is.
+        value: float32 in high precision, if it is known.
+    """
+    integers = {"remainder": torch.int16, "residual16": torch.int16, "residual8": torch.int8}
+    if keeping.kind in integers:
+        return (torch.zeros(weight.shape, dtype=integers[keeping.kind], device=weight.device),)
+    if keeping.kind == "plain":
+        return ()
+    assert value is not None
+    if keeping.kind == "float32":
+        return (value.clone(),)
+    master, scale = codes.encode(value, _MASTER16)
+    assert scale is not None
+    return master, scale
+
+
+def read(keeping: Keeping, tensors: tuple[Tensor, ...]) -> Tensor:
+    """The weight, float32. Exact."""
+    if keeping.kind == "plain":
+        return tensors[0].float()
+    if keeping.kind == "remainder":
+        weight, rest = tensors
+        return ((weight.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
+    if keeping.kind == "float32":
+        return tensors[-1]
+    if keeping.kind == "float16":
+        return codes.decode(tensors[-2], tensors[-1], _MASTER16)
+    value, half = _value_and_half(keeping, tensors[0])
+    value = value + tensors[-1].float() * (half * (1 / PARTS[tensors[-1].dtype]))
+    return value if keeping.spec is None else value * _spread_scales(keeping.spec, tensors[1], value)
+
+
+def write(
+    keeping: Keeping, weight: Tensor, tensors: tuple[Tensor, ...], noise: Tensor | None, amax: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The tensors that hold a new weight.
+
+    Args:
+        weight: float32.
+        tensors: that held the last, for their dtypes.
+        noise: int32 below 2**15, if the keeping is stochastic.
+        amax: float32, of the weight's blocks, that none exceeds; None measures them.
+    """
+    if keeping.kind == "plain":
+        if tensors[0].dtype is torch.bfloat16:
+            return (codes.to_bfloat16(weight, noise),)
+        return (weight.to(tensors[0].dtype),)
+    if keeping.kind == "remainder":
+        bits = weight.view(torch.int32)
+        rest = bits.to(torch.int16)
+        return ((bits - rest.int()) >> 16).to(torch.int16).view(torch.bfloat16), rest
+    if keeping.spec is None:
+        value = weight.to(torch.bfloat16)
+        return value, _residual(keeping, weight, value, tensors[-1].dtype, noise)
+    q = reference.quantize(weight, keeping.spec, amax)
+    scale = q.scale
+    assert isinstance(scale, Tensor)
+    data = q.data.view(tensors[0].dtype)
+    if keeping.kind == "float32":
+        return data, scale, weight
+    if keeping.kind == "float16":
+        master, master_scale = codes.encode(weight, _MASTER16)
+        assert master_scale is not None
+        return data, scale, master, master_scale
+    scaled = weight / _spread_scales(keeping.spec, scale, weight)
+    return data, scale, _residual(keeping, scaled, data, tensors[-1].dtype, noise)
+
+
+def block_amax(spec: QuantSpec, weight: Tensor) -> Tensor:
+    """The largest magnitude of each block, float32: subnormal ones are 0."""
+    return reference.block_bits(magnitude_bits(weight), spec).view(torch.float32)
+
+
+def _residual(keeping: Keeping, value: Tensor, held: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
+    near, half = _value_and_half(keeping, held)
+    parts = PARTS[dtype]
+    rest = (value - near) / half * parts
+    rest = rest.round() if noise is None else (rest + noise.float() * 2.0**-15).floor()
+    return rest.nan_to_num(0.0).clamp(-parts, parts - 1).to(dtype)
+
+
+def _value_and_half(keeping: Keeping, held: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of codes, and half of the step between neighbours there: float32."""
+    if keeping.spec is None:
+        bits = held.view(torch.int16).int() & 0x7F80
+        # Half a step is 2**-8 of the number's power of two; kept a normal number.
+        half = (bits << 16).view(torch.float32).clamp(min=2.0**-117) * 2.0**-8
+        return held.float(), half
+    fmt = keeping.spec.format
+    field = (held.view(torch.uint8).int() & 0x7F) >> fmt.mantissa_bits
+    exponent = field.clamp(min=1) - (fmt.bias + fmt.mantissa_bits + 1)
+    return held.float(), ((exponent + 127) << 23).view(torch.float32)
+
+
+def _spread_scales(spec: QuantSpec, scale: Tensor, weight: Tensor) -> Tensor:
+    return spread(decode_scales(scale, spec, None), spec.block, (weight.shape[0], weight.shape[1]))
+
+
+def promoted(keeping: Keeping, tensors: tuple[Tensor, ...]) -> tuple[Keeping, tuple[Tensor, ...]]:
+    """A residual of int8 as one of int16, which has the same value: more bits from here on."""
+    *rest, residual = tensors
+    return replace(keeping, kind="residual16"), (*rest, residual.to(torch.int16) * 256)

@@ -1,0 +1,114 @@
+"""Kept in float32, our optimizers are torch's; kept in few bits, they go where float32 goes, as near as their codes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core.states import bounds
+from quaver.torch import optim
+from quaver.torch.optim import weights
+
+#: Ours, torch's, and options.
+PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "AdamW": (optim.AdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
+    "AdamW, maximize": (optim.AdamW, torch.optim.AdamW, {"betas": (0.8, 0.95), "maximize": True}),
+    "Adam": (optim.Adam, torch.optim.Adam, {"weight_decay": 0.1}),
+    "SGD": (optim.SGD, torch.optim.SGD, {"weight_decay": 0.1}),
+    "SGD, momentum": (optim.SGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    "SGD, nesterov": (optim.SGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "Muon": (optim.Muon, torch.optim.Muon, {}),
+    "Muon, rms": (optim.Muon, torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}),
+}
+
+
+def gradients(number: int, shape: tuple[int, ...], decades: int = 3) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    size = torch.logspace(-decades, 0, shape[-1])
+    return [torch.randn(shape, generator=draw) * size for _ in range(number)]
+
+
+def weight_of(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
+    """The weight with all that is kept of it, float32."""
+    way = optimizer.way(p, optimizer.param_groups[0])
+    return weights.read(way.keeping, optimizer.parts(p, way).weight)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_float32_a_rule_is_torchs(name: str, dtype: torch.dtype) -> None:
+    ours, torchs, options = PAIRS[name]
+    start = torch.randn(70, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    p, r = nn.Parameter(start.clone()), nn.Parameter(start.float().clone())
+    optimizer, reference = ours([p], lr=1e-2, preset="float32", **options), torchs([r], lr=1e-2, **options)
+    for gradient in gradients(20, (70, 96)):
+        p.grad, r.grad = gradient.to(dtype), gradient.to(dtype).float()
+        optimizer.step()
+        reference.step()
+    error, moved = (float((weight - r).detach().abs().max()) for weight in (weight_of(optimizer, p), start.float()))
+    # Ulps of weights of magnitude four; Muon's polynomial is in bfloat16, where an ulp of the momentum shows.
+    assert error <= (0.03 * moved if "Muon" in name else 1e-5)
+
+
+def test_lion_is_its_formula() -> None:
+    p = nn.Parameter(torch.randn(70, 96, generator=torch.Generator().manual_seed(0)))
+    optimizer = optim.Lion([p], lr=1e-2, weight_decay=0.1, preset="float32")
+    w, m = p.detach().double(), torch.zeros(70, 96, dtype=torch.float64)
+    for gradient in gradients(20, (70, 96)):
+        p.grad = gradient
+        optimizer.step()
+        w = w - 1e-2 * (0.1 * w + (0.9 * m + 0.1 * gradient.double()).sign())
+        m = 0.99 * m + 0.01 * gradient.double()
+    assert float((p - w).detach().abs().max()) <= 1e-5
+
+
+#: Of the distance that float32 goes in 30 steps.
+NEAR = {
+    "float32": 1e-4,
+    "exact": 0.01,
+    "balanced": 0.1,
+    "lean": 0.1,
+    "msamp": 0.1,
+    "te": 0.1,
+    "bnb8": 0.6,
+    "torchao8": 0.6,
+}
+
+
+@pytest.mark.parametrize("preset", optim.PRESETS)
+@pytest.mark.parametrize("recipe", ["none", "bfloat16", "tensorwise", "rowwise", "blockwise", "mxfp8", "mxfp8 2d"])
+def test_every_preset_goes_where_float32_goes(recipe: str, preset: str) -> None:
+    torch.manual_seed(0)
+    layer = qt.Linear(160, 136, bias=False, dtype=torch.bfloat16 if recipe == "bfloat16" else torch.float32)
+    if recipe not in ("none", "bfloat16"):
+        full = recipes.mxfp8(weight_2d=True) if recipe == "mxfp8 2d" else recipe
+        qt.quantize_weights(layer, full)
+    start = layer.weight.detach().float() if recipe in ("none", "bfloat16") else qt.plain_state_dict(layer)["weight"]
+    start = start.float().clone()
+    r = nn.Parameter(start.clone())
+    optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset=preset)
+    reference = torch.optim.AdamW([r], lr=1e-3)
+    # The dynamic map rounds small second moments to zero, after which a step is as large as 1 / eps allows.
+    decades = 0 if "8" in preset else 3
+    for gradient in gradients(30, (136, 160), decades):
+        layer.weight.grad, r.grad = gradient.to(layer.weight.grad_dtype or gradient.dtype), gradient.clone()
+        optimizer.step()
+        reference.step()
+    error = float((weight_of(optimizer, layer.weight) - r).detach().norm() / (r - start).detach().norm())
+    assert error <= NEAR[preset] + (0.01 if recipe == "bfloat16" else 0.0)
+
+
+def test_the_bound_of_adam_holds_and_is_reached() -> None:
+    for betas in ((0.9, 0.95), (0.9, 0.999), (0.5, 0.9)):
+        for step in (1, 2, 10, 300):
+            # The gradients that reach it are those for which Cauchy and Schwarz are equal.
+            b1, b2 = betas
+            g = [(b1 / b2) ** (step - i) for i in range(1, step + 1)]
+            m = sum((1 - b1) * b1 ** (step - i) * g[i - 1] for i in range(1, step + 1)) / (1 - b1**step)
+            v = sum((1 - b2) * b2 ** (step - i) * g[i - 1] ** 2 for i in range(1, step + 1)) / (1 - b2**step)
+            assert m / v**0.5 == pytest.approx(bounds.adam(step, *betas), rel=1e-6)
+        assert bounds.adam(10000, *betas) == pytest.approx(bounds.adam_limit(*betas), rel=1e-3)
