@@ -100,7 +100,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "quaver.torch.parallel.quantized": ("gradients", "dispatch"),
     "quaver.torch.parallel.pipeline": ("splitting", "stages"),
-    "quaver.torch.optim": (*("codes", "noise", "weights", "rules", "stepping", "layout", "optimizer", "optimizers"),),
+    "quaver.torch.optim": (
+        *("codes", "noise", "weights", "rules", "stepping", "layout", "gradients", "optimizer", "optimizers"),
+    ),
     "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
     "quaver.train": (

@@ -1,6 +1,7 @@
 """The optimizer that all rules share: torch's interface, what is kept for each parameter, and the step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from quaver.core.text.spelling import suggest
 from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import CODES
 from quaver.torch.optim import codes, layout, weights
+from quaver.torch.optim.gradients import Gradients
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import Drawn, Parts, Way, step
 from quaver.torch.optim.weights import Keeping
@@ -36,6 +38,7 @@ class Optimizer(torch.optim.Optimizer):
         self.statistics = statistics
         #: Of each parameter: how many updates were held to their bound, and how many there were.
         self.counted: dict[Tensor, tuple[Tensor, int]] = {}
+        self.gradients = Gradients()
         super().__init__(groups_of(params, defaults), defaults)
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
@@ -45,8 +48,10 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         preset_of(param_group.get("preset", self.defaults["preset"]))
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
+        group = self.param_groups[-1]
+        for p in group["params"]:
             check_parameter(p)
+            self.gradients.prepare(p, self.preset(p, group).gradient)
 
     def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
         """What is kept for a parameter: the group's preset, or that of high precision."""
@@ -60,7 +65,8 @@ class Optimizer(torch.optim.Optimizer):
         specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
         keeping = keeping_of(p, preset)
         predicts = keeping.kind.startswith("residual") and keeping.spec is not None and None in keeping.spec.block
-        return Way(rule, keeping, specs, None, predicts and rule.bounded)
+        held = self.gradients.held.get(p)
+        return Way(rule, keeping, specs, None if held is None else held.spec, predicts and rule.bounded)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -70,13 +76,20 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         overflow, factor = self._scaling()
+        if factor is not None and self.gradients.held:
+            raise ValueError(
+                "torch.amp.GradScaler sees no gradients that are kept in eight bits; train in bfloat16 without it, or "
+                "take a preset with gradients in a float, such as balanced"
+            )
         if overflow is not None and overflow.is_cpu:
             if overflow.item():
                 return loss
             overflow = None
         number = 0
         for group in self.param_groups:
-            own = [(number + i, p) for i, p in enumerate(group["params"]) if p.grad is not None]
+            own = [
+                (number + i, p) for i, p in enumerate(group["params"]) if p.grad is not None or p in self.gradients.held
+            ]
             number += len(group["params"])
             self._step_group(group, own, overflow, factor)
         return loss
@@ -113,7 +126,11 @@ class Optimizer(torch.optim.Optimizer):
         keep: Tensor | None,
     ) -> None:
         way, state = self.way(p, group), self.state[p]
-        check_gradient(p)
+        held = self.gradients.held.get(p)
+        if held is None:
+            check_gradient(p)
+        elif held.factor is not None:
+            factor = held.factor if factor is None else held.factor * factor
         drawn = Drawn(self.seed, number, state["step"].long(), layout.first_element(p))
         outcome = step(way, self.parts(p, way), scalars, factor, drawn, state.get("amax"), keep)
         if outcome.amax is not None:
@@ -135,9 +152,43 @@ class Optimizer(torch.optim.Optimizer):
             tuple(layout.local(state[key]) for key in (name, f"{name}_scale") if key in state)
             for name in way.rule.names
         )
-        assert p.grad is not None
-        gradient = (layout.local(p.grad),)
+        held = self.gradients.held.get(p)
+        if held is not None:
+            gradient: tuple[Tensor, ...] = (held.codes, held.scale)
+        else:
+            assert p.grad is not None
+            gradient = (layout.local(p.grad),)
         return layout.as_rows(Parts(tuple(weight), moments, gradient), way)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self.gradients.held.clear()
+        super().zero_grad(set_to_none)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, backwards add up in `p.grad`; the first one after it gives the gradient of the step.
+
+        with optimizer.accumulating():
+            for batch in batches[:-1]:
+                loss(batch).backward()
+        loss(batches[-1]).backward()
+        optimizer.step()
+        """
+        before, self.gradients.accumulating = self.gradients.accumulating, True
+        try:
+            yield
+        finally:
+            self.gradients.accumulating = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Multiply all gradients so that their norm is at most `max_norm`; returns the norm before, float32 [].
+
+        Exact: codes keep a factor, by which the step multiplies what they stand for.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return self.gradients.clip(parameters, max_norm, norm_type)
 
     def _first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a parameter starts with."""

@@ -1,0 +1,109 @@
+"""Gradients in bfloat16 and in codes: what is kept, how they add up, and how they are clipped."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver.torch import optim
+from quaver.torch.optim import codes
+
+SPEC = optim.StateSpec(code="e4m3", block=128)
+LEAN = optim.PRESETS["lean"]
+
+
+def model_of(recipe: str = "tensorwise") -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))
+    if recipe != "none":
+        qt.quantize_weights(model, recipe)
+    return model
+
+
+def backward(model: nn.Module, seed: int, recipe: str = "tensorwise") -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    with qt.autocast(recipe):
+        loss = model(torch.randn(32, 160, generator=draw)).square().mean()
+    loss.backward()
+    return loss
+
+
+def test_codes_take_the_place_of_gradients_and_small_ones_stay() -> None:
+    model, plain = model_of(), model_of()
+    optimizer = optim.AdamW(model.parameters(), preset="lean")
+    backward(model, 1)
+    backward(plain, 1)
+    for (name, p), r in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if name.endswith("bias"):
+            assert torch.equal(p.grad, r.grad)
+            continue
+        held = optimizer.gradients.held[p]
+        want, scale = codes.encode(r.grad.float(), SPEC)
+        assert p.grad is None
+        assert torch.equal(held.codes, want)
+        assert torch.equal(held.scale, scale)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not optimizer.gradients.held
+
+
+def test_balanced_gradients_are_bfloat16() -> None:
+    model = model_of()
+    optim.AdamW(model.parameters(), preset="balanced")
+    backward(model, 1)
+    assert {p.grad.dtype for p in model.parameters() if p.dim() == 2} == {torch.bfloat16}
+
+
+def test_a_second_backward_is_refused_and_accumulating_adds_up() -> None:
+    model, plain = model_of(), model_of()
+    optimizer = optim.AdamW(model.parameters(), preset="lean")
+    backward(model, 1)
+    with pytest.raises(RuntimeError, match="inside of `with optimizer"):
+        backward(model, 2)
+    optimizer.zero_grad()
+    with optimizer.accumulating():
+        backward(model, 1)
+        backward(model, 2)
+    backward(model, 3)
+    for seed in (1, 2, 3):
+        backward(plain, seed)
+    for p, r in zip(model.parameters(), plain.parameters(), strict=True):
+        held = optimizer.gradients.held.get(p)
+        if held is not None:
+            assert torch.equal(held.codes, codes.encode(r.grad, SPEC)[0])
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_clipping_is_exact(order: float) -> None:
+    model, plain = model_of(), model_of()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset="lean")
+    twin = optim.AdamW(plain.parameters(), lr=1e-3, preset="lean")
+    backward(model, 1)
+    backward(plain, 1)
+    values = [
+        codes.decode(held.codes, held.scale, held.spec) if (held := twin.gradients.held.get(p)) else p.grad
+        for p in plain.parameters()
+    ]
+    want = torch.nn.utils.get_total_norm(values, order)
+    norm = optimizer.clip_grad_norm_(float(want) / 4, order)
+    torch.testing.assert_close(norm, want)
+    for r, value in zip(plain.parameters(), values, strict=True):
+        # The same step from gradients that torch has multiplied, kept as floats.
+        twin.gradients.held.pop(r, None)
+        r.grad = (value * (float(want) / 4 / (want + 1e-6))).to(torch.float32)
+    optimizer.step()
+    twin.step()
+    for p, r in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.detach().float(), r.detach().float())
+
+
+def test_a_gradient_scaler_is_told_that_it_sees_nothing() -> None:
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), preset="lean")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    backward(model, 1)
+    with pytest.raises(ValueError, match="GradScaler sees no gradients"):
+        scaler.step(optimizer)
