@@ -166,10 +166,13 @@ class Quantizable(nn.Module):
 
 def _join(layer: nn.Module, state_dict: Any, prefix: str) -> None:
     """Let a layer of several matrices in one weight load what `quaver.torch.parallel.Column` makes of it: q, k and v
-    for instance, each by its name."""
+    for instance, each by its name, or by its number where the layer knows of none."""
     matrices = state_of(layer).pieces
     for name in ("weight", "bias"):
         keys = [f"{prefix}{name}.{piece}" for piece in matrices]
+        if not keys:
+            numbered = map(f"{prefix}{name}.{{}}".format, itertools.count())
+            keys = [*itertools.takewhile(state_dict.__contains__, numbered)]
         if keys and name in layer._parameters and all(key in state_dict for key in keys):
             parts = [state_dict.pop(key) for key in keys]
             state_dict[prefix + name] = torch.cat([p.full_tensor() if hasattr(p, "full_tensor") else p for p in parts])

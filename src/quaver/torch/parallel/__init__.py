@@ -8,8 +8,8 @@ from quaver.torch.parallel.fsdp.watching import Traffic
 from quaver.torch.parallel.pipeline.stages import stage
 from quaver.torch.parallel.quantized.dispatch import Splits, exchange
 from quaver.torch.parallel.quantized.gradients import quantize_gradients
-from quaver.torch.parallel.tensor.loss import cross_entropy
 from quaver.torch.parallel.tensor.styles import Column, Heads, Row, Sequence, Vocabulary
+from quaver.torch.parallel.tensor.words.loss import cross_entropy
 
 __all__ = [
     "Checkpoint",

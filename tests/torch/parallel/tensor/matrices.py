@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+import re
 import shutil
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -17,11 +19,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.parallel import Column, Heads, Row
-from quaver.torch.parallel.tensor import pieces
+from quaver.torch.parallel import Column, Heads, Row, Sequence
+from quaver.torch.parallel.tensor.joined import pieces
 from quaver.torch.state.layer import state_of
 from tests import two_ranks
-from tests.close import assert_bitwise
+from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor.split import SplitLinear, parts_of, tokens
 from tests.two_ranks import RANKS
 
@@ -175,7 +177,150 @@ def cross_attention(rank: int) -> None:
     assert (torch.cat(grads) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-CASES = [under_every_recipe, checkpoints, without_copies, cross_attention]
+def phi_3(heads: int, groups: int) -> Any:
+    """transformers' Phi-3 of random weights, whose q, k and v are one weight, and whose gate and up are another."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Phi3Config(
+        hidden_size=64 * heads // 2,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        vocab_size=96,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+    )
+    torch.manual_seed(0)
+    return transformers.Phi3ForCausalLM(config)
+
+
+def plan_of_phi_3(config: Any, sequence: bool, heads: int = 32) -> dict[str, Any]:
+    layer, own = "model.layers.*.", {"sequence": sequence}
+    q, k = config.num_attention_heads * heads, config.num_key_value_heads * heads
+    plan: dict[str, Any] = {
+        f"{layer}self_attn.qkv_proj": Column(parts=(q, k, k)),
+        f"{layer}self_attn.o_proj": Row(**own),
+        f"{layer}mlp.gate_up_proj": Column(parts=(config.intermediate_size,) * 2, **own),
+        f"{layer}mlp.down_proj": Row(**own),
+    }
+    if sequence:
+        plan |= {
+            "model.embed_tokens": Sequence(takes_whole=True),
+            f"{layer}input_layernorm": Sequence(gives_whole=True),
+            f"{layer}post_attention_layernorm": Sequence(),
+            "model.norm": Sequence(gives_whole=True),
+        }
+    return plan
+
+
+def of_another_library(rank: int) -> None:
+    """Phi-3 in parts is the whole one but for the order of sums: converted or not, and with tokens in parts."""
+    ids = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(1))
+    given = {"labels": ids, "position_ids": torch.arange(64)[None], "use_cache": False}
+    for recipe, sequence, gap in (
+        ("", False, 1e-5),
+        ("mxfp8", True, 2e-2),
+        ("delayed", False, 2e-2),
+    ):
+        model = phi_3(4, 2)
+        whole = copy.deepcopy(model)
+        for each in (model, whole) if recipe else ():
+            qt.convert(each, recipe, skip=["lm_head"])
+        parallelize_module(model, mesh(), plan_of_phi_3(model.config, sequence))
+        for layer in model.model.layers:
+            # Its forward counts the heads of queries by the configuration.
+            attention = layer.self_attn
+            attention.config = copy.copy(attention.config)
+            attention.config.num_attention_heads //= RANKS
+            attention.num_key_value_heads //= RANKS
+        losses = [each(ids, **given).loss for each in (model, whole)]
+        for loss in losses:
+            loss.backward()
+        says = f"{recipe or 'plain'}, sequence {sequence}"
+        assert_close(f"{says}: loss", losses[0].detach(), losses[1].detach(), 1e-6)
+        ours = dict(model.named_parameters())
+        for name, p in whole.named_parameters():
+            each = [q for what, q in ours.items() if what == name or what.startswith(f"{name}.")]
+            assert len(each) == (3 if "qkv" in name else 2 if "gate_up" in name else 1), name
+            g: Any = torch.cat([q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad for q in each])
+            assert p.grad is not None
+            assert_close(f"{says}: gradient of {name}", g, p.grad, gap)
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert "model.layers.0.self_attn.qkv_proj.weight.2" in full or rank
+        if recipe and not rank:
+            again = phi_3(4, 2)
+            qt.convert(again, recipe, skip=["lm_head"])
+            again.load_state_dict(full)
+            for name, value in again.named_parameters():
+                assert_bitwise(value.detach(), whole.get_parameter(name).detach(), f"{says}: {name} saved")
+        loaded = parallelize_module(copy.deepcopy(whole), mesh(), plan_of_phi_3(whole.config, sequence))
+        with torch.no_grad():
+            for q in loaded.parameters():
+                q.zero_()
+        # A whole model's own, by the names that it has.
+        loaded.load_state_dict(
+            {name: value for name, value in whole.state_dict().items() if "_proj" in name}, strict=False
+        )
+        for name in ("0", "1", "2"):
+            of_layer = (each.model.layers[1].self_attn.qkv_proj.weight[name] for each in (loaded, model))
+            assert_bitwise(*(p.to_local().detach() for p in of_layer), f"{says}: part {name}")  # type: ignore[call-arg]
+
+
+def rows_of_heads_that_lie_together(rank: int) -> None:
+    """GPT-NeoX's heads have their q, k and v side by side: rows go to ranks as they lie."""
+    transformers = pytest.importorskip("transformers")
+    options = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(vocab_size=96, **options))
+    whole, ids = copy.deepcopy(model), torch.arange(32)[None]
+    layer = "gpt_neox.layers.*."
+    plan: dict[str, Any] = {f"{layer}attention.query_key_value": Column(parts=(192,)), f"{layer}attention.dense": Row()}
+    plan |= {f"{layer}mlp.dense_h_to_4h": Column(), f"{layer}mlp.dense_4h_to_h": Row()}
+    parallelize_module(model, mesh(), plan)
+    losses = [each(ids, labels=ids).loss for each in (model, whole)]
+    for loss in losses:
+        loss.backward()
+    assert_close("loss", losses[0].detach(), losses[1].detach(), 1e-6)
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        g: Any = p.grad
+        assert_close(name, g.full_tensor() if hasattr(g, "full_tensor") else g, q.grad, 1e-5)
+
+
+def matrices_that_nobody_has_told_of(rank: int) -> None:
+    """A weight that looks as if it joined several is a sentence, by the name it has or that its parent gives it."""
+    model = phi_3(2, 2)
+    for converted in (False, True):
+        if converted:
+            qt.convert(model, "mxfp8", skip=["lm_head"])
+        for name, joined in (("self_attn.qkv_proj", "qkv_proj"), ("mlp.gate_up_proj", "gate_up_proj")):
+            with pytest.raises(ValueError, match=rf"is called '{joined}'.*Column\(parts=\(q, k, v\)\)"):
+                parallelize_module(model, mesh(), {f"model.layers.*.{name}": Column()})
+    for parts, says in (
+        ((64, 64), "Column(parts=(64, 64)) has 128 rows, and"),
+        ((64, 65, 63), "has 65 output features, which 2 ranks cannot share"),
+        ((192, 0), "give the rows of each of its matrices"),
+    ):
+        layer = nn.ModuleDict({"qkv_proj": nn.Linear(8, 192)})
+        with pytest.raises(ValueError, match=re.escape(says)):
+            parallelize_module(layer, mesh(), {"qkv_proj": Column(parts=parts)})
+    with pytest.raises(ValueError, match="says itself that it joins gate_proj, up_proj"):
+        parallelize_module(qt.MLP(64, 32, "swiglu"), mesh(), {"gate_up_proj": Column(parts=(32, 32))})
+    again = {"mlp.gate_up_proj": Column()}
+    twice = parallelize_module(block_of_transformer(), mesh(), again)
+    with pytest.raises(ValueError, match=r"is in parts by Column.. already"):
+        parallelize_module(twice, mesh(), again)
+    for name in ("q_proj", "up_proj", "wi", "dense_h_to_4h", "lm_head"):
+        parallelize_module(nn.ModuleDict({name: nn.Linear(8, 8)}), mesh(), {name: Column()})
+
+
+CASES = [
+    under_every_recipe,
+    checkpoints,
+    without_copies,
+    cross_attention,
+    of_another_library,
+    rows_of_heads_that_lie_together,
+    matrices_that_nobody_has_told_of,
+]
 
 
 if __name__ == "__main__":

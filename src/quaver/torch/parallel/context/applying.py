@@ -25,7 +25,7 @@ from quaver.torch.parallel.context.across import WAYS, attention, check_heads_di
 from quaver.torch.parallel.context.exchange import Group, scatter_in_order
 from quaver.torch.parallel.context.parcels import spec_of
 from quaver.torch.parallel.context.sequence import Order
-from quaver.torch.parallel.tensor import pieces
+from quaver.torch.parallel.tensor.joined import pieces
 from quaver.torch.parallel.tensor.layers import layout_of
 from quaver.torch.parallel.wire import gather
 

@@ -18,11 +18,11 @@ from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.parallel.alike import opening
-from quaver.torch.parallel.tensor import pieces
 from quaver.torch.parallel.tensor.function import LinearInParts
+from quaver.torch.parallel.tensor.joined import pieces
 from quaver.torch.parallel.tensor.layout import Layout
-from quaver.torch.parallel.tensor.loss import loss_over_ranks
 from quaver.torch.parallel.tensor.parts import Ranks
+from quaver.torch.parallel.tensor.words.loss import loss_over_ranks
 from quaver.torch.state.buffers import prepare
 
 
@@ -37,8 +37,7 @@ def in_parts(kind: Any, layout: Layout) -> type:
     """The class of a layer of a class once it is in parts."""
     members: dict[str, Any] = {"forward": _forward, "layout_on_ranks": layout, "__reduce_ex__": _reduce}
     members |= {"loss_over_ranks": loss_over_ranks, "__module__": kind.__module__, PUT_ABOVE: True}
-    if issubclass(kind, Quantizable):
-        members["_load_from_state_dict"] = _load
+    members["_load_from_state_dict"] = _load
     return type(kind.__name__, (kind,), members)
 
 
@@ -85,7 +84,8 @@ def _forward(layer: Any, input: Tensor) -> Tensor:
         held.check_recipe(layer, recipe)
     if recipe is None or input.dtype not in ops.DTYPES:
         recipe = recipes.get("bf16")
-    pieces.watch(layer, weights)
+    if isinstance(layer, Quantizable):
+        pieces.watch(layer, weights)
     training, name = torch.is_grad_enabled(), name_of(layer)
     facts = layout.name, "with gradients" if training else "without gradients", f"recipe {recipe.name}"
     opening.check((name, *held.shape), input, weight.device_mesh.get_group(), name, *facts)

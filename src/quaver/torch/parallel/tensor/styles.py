@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -11,19 +12,20 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored import stored
-from quaver.torch.parallel.tensor import pieces
+from quaver.torch.parallel.tensor.joined import packed, pieces
 from quaver.torch.parallel.tensor.layers import in_parts, layout_of, name_of
 from quaver.torch.parallel.tensor.layout import Layout
 from quaver.torch.parallel.tensor.tokens import OTHER_DROPOUTS, Tokens, on_tokens, tokens_of
-from quaver.torch.parallel.tensor.vocabulary import OverWords, over_words, words_of
+from quaver.torch.parallel.tensor.words.embedding import OverWords, over_words, words_of
 from quaver.torch.state import kept_weights
-from quaver.torch.state.layer import state_of
 
 
 class _InParts(ParallelStyle):
     """A linear layer in parts."""
 
     layout: Layout
+    #: Rows of each of the matrices that the weight joins, of which every rank has some; nothing of one matrix.
+    parts: tuple[int, ...] = ()
     #: Whether this is a style of attention's, which has its heads in parts too.
     of_heads = False
 
@@ -34,15 +36,17 @@ class _InParts(ParallelStyle):
         _check(module, self, device_mesh, placements)
         if isinstance(module, Quantizable):
             kept_weights.free(module)
-        if self.layout.column and isinstance(module, Quantizable) and state_of(module).pieces:
-            pieces.divide(module, device_mesh, self.src_data_rank)
+        matrices = packed.matrices_of(module, self.parts) if self.layout.column else {}
+        if len(matrices) > 1:
+            pieces.divide(module, matrices, device_mesh, self.src_data_rank)
         else:
             _distribute(module, placements, device_mesh, self.src_data_rank)
         module.__class__ = in_parts(type(module), self.layout)  # type: ignore[arg-type]
         return module
 
     def __repr__(self) -> str:
-        return self.layout.name
+        options = ["sequence=True"] * self.layout.sequence + [f"parts={self.parts}"] * bool(self.parts)
+        return f"{type(self).__name__}({', '.join(options)})"
 
 
 class Column(_InParts):
@@ -59,11 +63,18 @@ class Column(_InParts):
     Args:
         sequence: True where each rank has some tokens of the input, its part of the last axis but one: they are
             gathered as codes, by recipes that quantize them, and each rank gets the gradient of its tokens.
+        parts: of another library's layer that joins several matrices in one weight, the rows of each in their order,
+            q, k and v of Phi-3's `qkv_proj` for instance: each rank has its rows of each, which is a parameter of its
+            own then, `weight.0`, `weight.1` and so on. One number, that of all rows, says that their order is right as
+            it is. A layer whose name looks as if it joined several is refused without them.
+    Raises:
+        ValueError: when it is applied, with what does not fit.
     Exact: codes and scales are those of one process. Bounded: the order of the sums that several ranks share.
     """
 
-    def __init__(self, *, sequence: bool = False) -> None:
+    def __init__(self, *, sequence: bool = False, parts: Iterable[int] = ()) -> None:
         self.layout = Layout(column=True, sequence=sequence)
+        self.parts = tuple(parts)
 
 
 class Row(_InParts):
@@ -305,24 +316,26 @@ def _check(module: nn.Module, style: _InParts, mesh: Any, placements: dict[str, 
         ValueError: with what to do.
     """
     name, layout = name_of(module), style.layout
+    _check_free(module, layout.name, mesh, placements)
     if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
         raise ValueError(
             f"{layout.name} is a style of linear layers, and {name} is none, or its weight is parametrized: name the "
             "linear layers in the plan, such as {'mlp.up_proj': Column(), 'mlp.down_proj': Row()}"
         )
-    _check_free(module, layout.name, mesh, placements)
     weight: Any = module._parameters["weight"]
     if weight.dtype in stored.CODES:
         raise ValueError(
             f"{name} has a weight that exists only in few bits, and {layout.name} is for one in high precision: call "
             "quaver.torch.dequantize_weights(model) first"
         )
-    matrices = state_of(module).pieces if isinstance(module, Quantizable) and layout.column else {}
+    matrices = packed.matrices_of(module, style.parts) if layout.column else {}
     if "k_proj" in matrices and not style.of_heads:
         raise ValueError(
             f"{name} has the matrices {', '.join(matrices)} of attention in one weight, whose heads lie in parts with "
             "them: put Heads() on the attention itself"
         )
+    if layout.column:
+        packed.check(module, name, repr(style), style.parts)
     number, features = mesh.size(), weight.shape[layout.weight_axis]
     features = next((rows for rows in matrices.values() if rows % number), features)
     if features % number:

@@ -10,7 +10,7 @@ one: its GEMMs, its scales and its history are of all its matrices.
 On a rank they lie one behind the other in memory, and are read as one matrix without a copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,8 @@ def of(layer: Any, name: str) -> list[Any]:
 
 def rows(layer: Any, ranks: int) -> list[int]:
     """A rank's rows of each matrix; of one matrix nothing."""
-    return (
-        [n // ranks for n in state_of(layer).pieces.values()]
-        if isinstance(layer._modules.get("weight"), _Apart)
-        else []
-    )
+    apart = layer._modules.get("weight")
+    return [p.shape[0] // ranks for p in apart.values()] if isinstance(apart, _Apart) else []
 
 
 class _Apart(nn.ParameterDict):
@@ -92,13 +89,16 @@ class _Apart(nn.ParameterDict):
         return {**super().__getstate__(), "memory": None}
 
 
-def divide(layer: Any, mesh: Any, source: int | None) -> None:
-    """Make a parameter in parts of each matrix of a layer, and of its bias."""
+def divide(layer: Any, named: Mapping[str, int], mesh: Any, source: int | None) -> None:
+    """Make a parameter in parts of each matrix of a layer, and of its bias.
+
+    Args:
+        named: the rows of each matrix by its name, in their order.
+    """
     for name in ("weight", "bias"):
         whole = layer._parameters[name]
         if whole is None:
             continue
-        named = state_of(layer).pieces
         each = whole.detach().split(list(named.values()))
         parts = [distribute_tensor(piece, mesh, [Shard(0)], src_data_rank=source) for piece in each]
         del layer._parameters[name]

@@ -13,8 +13,8 @@ from torch import Tensor
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.parallel import wire
 from quaver.torch.parallel.alike import opening, telling
-from quaver.torch.parallel.tensor.loss import loss_over_ranks
 from quaver.torch.parallel.tensor.tokens import Tokens, gathered
+from quaver.torch.parallel.tensor.words.loss import loss_over_ranks
 
 
 class OverWords(NamedTuple):
