@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -151,10 +156,43 @@ def pipelines(rank: int) -> None:
     schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, target: (y - target).square().mean())
     x = torch.randn(16, 64)
     schedule.step(*(x,) if rank == 0 else (), **({} if rank == 0 else {"target": x}))
-    ours, _ = counted(
-        lambda: schedule.step(*(x,) if rank == 0 else (), **({} if rank == 0 else {"target": x})), waits=False
-    )
+    ours, _ = counted(lambda: schedule.step(*(x,) if rank == 0 else (), **({} if rank == 0 else {"target": x})))
     assert ours.bytes["activations"] == 4 * 4 * 64 * 4
+
+
+class Slow(nn.Linear):
+    """A stage that takes its time in a forward."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+def who_is_slow_in_a_pipeline_is_waited_for(rank: int) -> None:
+    """By every schedule: the other rank has waited, for as long as it had nothing to do."""
+    one, two = (ScheduleGPipe, Schedule1F1B), (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
+    for kind, each in [(kind, 1) for kind in one] + [(kind, 2) for kind in two]:
+        parts = [Slow(64, 64) for _ in range(each)]
+        stages: Any = [
+            parallel.stage(part, rank + 2 * i, 2 * each, torch.empty(4, 64, device="meta"))
+            for i, part in enumerate(parts)
+        ]
+        schedule: Any = kind(stages[0] if each == 1 else stages, 4, loss_fn=nn.functional.mse_loss)
+        x = torch.randn(16, 64)
+        given, targets = (x,) if rank == 0 else (), {} if rank == 0 else {"target": x}
+        schedule.step(*given, **targets)
+        for part in parts:
+            part.seconds = 0.05 * rank
+        begun = time.perf_counter()
+        with Traffic() as ours:
+            schedule.step(*given, **targets)
+        busy, whole = 4 * each * 0.05, time.perf_counter() - begun
+        assert ours.seconds > busy / 2 if rank == 0 else ours.seconds <= whole - busy, (
+            f"{kind.__name__}: {ours.seconds}"
+        )
+        assert not ours.waiting
 
 
 def histories(rank: int) -> None:
@@ -215,6 +253,7 @@ CASES = [
     rows_and_words,
     sequences_in_parts,
     pipelines,
+    who_is_slow_in_a_pipeline_is_waited_for,
     histories,
     who_is_slow_is_waited_for,
     gradients_that_are_not_finite,

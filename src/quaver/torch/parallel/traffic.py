@@ -109,6 +109,11 @@ def awaited(kind: Kind, way: Way, x: Tensor, group: Any, work: Any) -> Callable[
     return timed
 
 
+def waiting(kind: Kind, x: Tensor) -> AbstractContextManager[Any]:
+    """Note that this rank waits within the block for what others send, x."""
+    return _Wait(kind, x, active.all) if active.all else nullcontext()
+
+
 def count(kind: Kind, way: Way, x: Tensor, group: Any, by: tuple[Sent, ...]) -> None:
     """Count a collective, and not how long it is waited for."""
     size = sent(way, x.numel() * x.element_size(), dist.get_world_size(group))

@@ -39,7 +39,8 @@ class Traffic(traffic.Sent):
         calls: Counter of collectives by kind.
         seconds: of waiting for others and for what they send. Of a GPU's tensors, those that the stream of a collective
             stood still; fully_shard's stream does so beside the model's own. A gather that is waited for later
-            (`set_unshard_in_backward`, asynchronous unsharding) is counted without its time.
+            (`set_unshard_in_backward`, asynchronous unsharding) is counted without its time, and so is what a
+            pipeline's schedule waits for on GPUs.
         waiting: the kind that this rank waits for now, or "".
         nonfinite: bool tensor []: whether a gradient of this rank, before any sum over ranks, had a NaN or an infinity
             since `forget`; None without `look` or before the first.

@@ -4,14 +4,16 @@ A module is made a stage by `stage`, and any schedule of torch.distributed.pipel
 is one `schedule.step(...)` within one `quaver.torch.autocast`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from quaver.torch.parallel.pipeline.splitting import split_backwards
-from quaver.torch.parallel.traffic import active, count
+from quaver.torch.parallel.traffic import active, count, waiting
 from quaver.torch.state.context import autocast
 from quaver.torch.state.layer import LayerState
 
@@ -70,6 +72,12 @@ class _Stage(PipelineStage):
         with split_backwards(args):
             return super().forward_maybe_with_nosync(*args, **kwargs)
 
+    def get_fwd_recv_ops(self, fwd_chunk_index: int) -> list[Any]:
+        return _timed(super().get_fwd_recv_ops(fwd_chunk_index))
+
+    def get_bwd_recv_ops(self, bwd_chunk_index: int) -> list[Any]:
+        return _timed(super().get_bwd_recv_ops(bwd_chunk_index))
+
     def get_fwd_send_ops(self, fwd_chunk_index: int) -> list[Any]:
         return _sent(super().get_fwd_send_ops(fwd_chunk_index))
 
@@ -80,7 +88,39 @@ class _Stage(PipelineStage):
 def _sent(operations: list[Any]) -> list[Any]:
     for each in operations if active.all else ():
         count("activations", "send", each.tensor, each.group, active.all)
+    return _timed(operations)
+
+
+def _timed(operations: list[Any]) -> list[Any]:
+    """The same, of which a schedule is given works that count how long it waits for them."""
+    for each in operations if active.all else ():
+        # On a GPU the host waits for none, and torch has several go as one.
+        if not each.tensor.is_cuda:
+            each.op = partial(_begun, each.op)
     return operations
+
+
+def _begun(
+    operation: Any, tensor: Tensor, *, group: Any, tag: int = 0, group_src: Any = None, group_dst: Any = None
+) -> "_Work":
+    """Begin an operation as a schedule asks, which takes what is no `isend` for a receipt."""
+    peer = group_src if group_dst is None else group_dst
+    place = {"group_dst" if operation is dist.isend else "group_src": peer}
+    return _Work(operation(tensor, group=group, tag=tag, **place), tensor)
+
+
+class _Work:
+    """torch's work, whose wait is counted."""
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self.work, self.tensor = work, tensor
+
+    def wait(self, *args: Any) -> Any:
+        with waiting("activations", self.tensor):
+            return self.work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
 
 
 def _outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B
 import quaver.torch as qt
 from quaver.core.spec import Recipe
 from quaver.torch.parallel import stage
+from quaver.torch.parallel.traffic import during, waiting
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.decoder import Decoder, mean_loss
 from quaver.train.learning.torch.parallel.group import Group
@@ -97,18 +98,22 @@ class Pipeline:
         ranks = dist.get_process_group_ranks(self.among)
         if self.index:
             x = torch.empty((len(batch), *self.shape[1:]), dtype=torch.float32, device=batch.device)
-            dist.recv(x, ranks[self.index - 1], self.among)
+            with waiting("activations", x):
+                dist.recv(x, ranks[self.index - 1], self.among)
         else:
             x = self.group.cut(batch[:, :-1])
         last = self.index == self.count - 1
         y = self.part(x, self.group.cut(batch[:, 1:]) if last else None)
         if not last:
-            dist.send(y.contiguous(), ranks[self.index + 1], self.among)
+            with during("activations", "send", y, self.among):
+                dist.send(y.contiguous(), ranks[self.index + 1], self.among)
         return self._of_last(y.squeeze() if last else torch.zeros((), dtype=torch.float32, device=batch.device))
 
     def _of_last(self, value: Tensor) -> Tensor:
         """The last stage's number, on all of them."""
-        dist.broadcast(value, dist.get_process_group_ranks(self.among)[-1], self.among)
+        gives = self.index == self.count - 1
+        with during("control", "send", value, self.among) if gives else waiting("control", value):
+            dist.broadcast(value, dist.get_process_group_ranks(self.among)[-1], self.among)
         return value
 
 
