@@ -17,7 +17,7 @@ from quaver.train.learning.ranks import world
 from quaver.train.records import checkpoint, trackers
 from quaver.train.records.comparison import BASELINE, Comparison, Run
 from quaver.train.records.metrics import Record, newest, read
-from quaver.train.running import loop
+from quaver.train.running import idle, loop
 from quaver.train.running.interrupt import Interrupt, Interrupted
 
 #: Runs of a comparison.
@@ -59,6 +59,7 @@ def compare_runs(
     for recipe in recipes:
         frameworks.check(config, recipe_name.find(recipe))
     trackers.check(config)
+    idle.say(config, 1)
     framework = "" if config.framework == "torch" else f"-{config.framework}"
     folder = Path(config.out or f"runs/compare-{config.model}{framework}")
     threads = config.threads or 1

@@ -20,11 +20,12 @@ from quaver.train.files import lock, whole_file
 from quaver.train.learning import frameworks
 from quaver.train.learning.learner import Learner
 from quaver.train.learning.nonfinite import NonFiniteError
-from quaver.train.learning.ranks import Ranks, same
+from quaver.train.learning.ranks import Ranks, rank, same, world
 from quaver.train.records import checkpoint, trackers
 from quaver.train.records.checkpoint import CheckpointError
 from quaver.train.records.metrics import Metrics, Record, losses, read, validation_losses
 from quaver.train.records.trackers import Tracker
+from quaver.train.running import idle
 from quaver.train.running.interrupt import Interrupt, Interrupted
 from quaver.train.running.resuming import take_up
 from quaver.train.running.saving import Saver
@@ -70,6 +71,7 @@ def run_training(
         recipe: a Recipe to use in place of the one that `config.recipe` names.
         resume: go on from the run's newest checkpoint; the losses are those of a run never stopped.
         watch: called with each record as it is written to metrics.jsonl, by the first of several ranks alone.
+    Warns: of each option that has no effect in the run as it is configured.
     Raises:
         Told: with several ranks, where another one has said why the run ends.
         ValueError: an option, the text or a checkpoint is bad, the folder is in use or cannot be written, or something
@@ -79,6 +81,8 @@ def run_training(
     recipe = recipe or recipe_name.find(config.recipe)
     frameworks.check(config, recipe)  # before the text is read
     trackers.check(config)
+    if rank() == 0:
+        idle.say(config, world())
     with frameworks.joined(config, recipe) as ranks, memory.told("--batch, --accumulate, --sequence or --model"):
         return as_rank(ranks, config, recipe, resume, watch)
 
