@@ -68,6 +68,7 @@ LONGEST = (
 OPTIMIZED = (
     "tests/contracts/",
     "tests/jax/numerics/test_quantize.py",
+    "tests/jax/numerics/test_states.py",
     "tests/jax/test_compiled.py",
     "tests/jax/test_lowering.py",
 )

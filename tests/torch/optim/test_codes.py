@@ -8,37 +8,11 @@ import torch
 from torch import Tensor
 
 from quaver.core.states import reference
-from quaver.core.states.codes import CODES, SCALES, StateSpec
+from quaver.core.states.codes import CODES, StateSpec
 from quaver.torch.optim import codes
+from tests.states import KINDS, drawn, every_spec
 
-HARD = np.array(
-    [0, -0.0, 1e-45, -1e-40, 1e-38, 2.0**-126, -1, 1.5, 448, 65504, 1e30, -3.4e38, np.inf, -np.inf, np.nan], np.float32
-)
 SHAPES = ((9, 200), (0, 5), (5, 0), (7,), (), (2, 64), (2, 3, 70))
-
-
-def every_spec() -> list[StateSpec]:
-    specs = []
-    for code, scale, block, stochastic, floor in product(CODES, SCALES, (64, 16, None), (False, True), (False, True)):
-        if not CODES[code].scaled and (scale, block) != ("bfloat16", 64):
-            continue
-        try:
-            specs.append(StateSpec(code=code, scale=scale, block=block, stochastic=stochastic, floor=floor))
-        except ValueError:
-            continue
-    return specs
-
-
-def drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    if kind == "normal":
-        x = rng.standard_normal(shape) * np.exp(5 * rng.standard_normal(shape))
-    elif kind == "hard":
-        x = rng.choice(HARD, shape)
-    elif kind == "tiny":
-        x = rng.standard_normal(shape) * 1e-37
-    else:
-        x = rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32) if shape else np.float32(3)
-    return np.asarray(x, np.float32)
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray:
@@ -62,7 +36,7 @@ def assert_expanded(
     np.testing.assert_allclose(as_numpy(values)[same], want_values[same], rtol=5e-6)
 
 
-@pytest.mark.parametrize("kind", ["normal", "hard", "tiny", "bits"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("code", CODES)
 def test_torch_writes_and_reads_what_numpy_does(code: str, kind: str) -> None:
     rng = np.random.default_rng(0)

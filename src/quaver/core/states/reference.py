@@ -84,11 +84,14 @@ def decode(codes: np.ndarray, scale: np.ndarray | None, spec: StateSpec) -> np.n
 
 def scales(x: np.ndarray, spec: StateSpec) -> np.ndarray:
     """The scale of each block: its largest magnitude over the code's largest, at least that. float32. Exact."""
-    code = spec.of
-    amax = _amax(x, spec.block)
+    return scale_of(_amax(x, spec.block), spec)
+
+
+def scale_of(amax: np.ndarray, spec: StateSpec) -> np.ndarray:
+    """The scale of each largest magnitude, float32; NaN where that is not finite. Exact."""
     finite = np.isfinite(amax)
     with np.errstate(over="ignore"):
-        ratio = np.where(finite, amax, F(0)) / F(code.largest)
+        ratio = np.where(finite, amax, F(0)) / F(spec.of.largest)
     bits = ratio.astype(F).view(np.uint32).astype(np.int64)
     if spec.scale == "bfloat16":
         bits = (bits + 0xFFFF) & ~0xFFFF

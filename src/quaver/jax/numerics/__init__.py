@@ -1,1 +1,1 @@
-"""What a quantized operand is, in JAX arrays, and what a user's input must be; no operation on it."""
+"""What a quantized operand and a state are in JAX arrays, and what a user's input must be; no operation on it."""
