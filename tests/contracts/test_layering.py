@@ -98,7 +98,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.torch.parallel": (
         *("traffic", "alike", "wire", "quantized", "tensor", "fsdp", "context", "pipeline", "checkpoint"),
     ),
-    "quaver.torch.parallel.tensor": ("layout", "parts", "tokens", "joined", "function", "words", "layers", "styles"),
+    "quaver.torch.parallel.tensor": (
+        *("layout", "parts", "tokens", "joined", "overlapping", "function", "words", "layers", "styles"),
+    ),
     "quaver.torch.parallel.quantized": ("gradients", "dispatch"),
     "quaver.torch.parallel.pipeline": ("splitting", "stages"),
     "quaver.torch.optim": (

@@ -1,6 +1,7 @@
 """Private names of torch that the library uses: they exist here and say what they are used for; others stand in."""
 
 import ast
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,7 @@ from torch.autograd import forward_ad
 import quaver
 from quaver.torch.operations import derivatives, ops
 from quaver.torch.operations.derivatives import forward_level
+from quaver.torch.parallel.tensor import overlapping
 from quaver.torch.state import kept_weights, recomputation
 from quaver.torch.state.history import groups
 
@@ -53,6 +55,17 @@ def test_torch_has_them() -> None:
     assert hasattr(torch.autograd, "_get_sequence_nr") and hasattr(torch.cpu, "_is_avx512_bf16_supported")
     assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     assert hasattr(torch.distributed.distributed_c10d, "_set_pg_timeout")
+    memory = overlapping.symmetric_memory()._SymmetricMemory
+    assert callable(memory.has_multicast_support) and hasattr(torch.autograd.DeviceType, "CUDA")
+
+
+def test_tokens_travel_beside_gemms_where_torch_has_no_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert overlapping.operation(overlapping.GATHER) is not None is not overlapping.operation(overlapping.SCATTER)
+    assert overlapping.operation("gather_and_think") is None
+    monkeypatch.delattr(torch.distributed, "_symmetric_memory")
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", None)
+    assert overlapping.operation(overlapping.GATHER) is None
+    assert "has no torch.ops.symm_mem.fused_all_gather_matmul" in overlapping._own_reason("cuda")
 
 
 def test_new_groups_wait_as_long_as_the_default_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

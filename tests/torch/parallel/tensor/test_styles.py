@@ -25,7 +25,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.parallel import Column, Row, Sequence
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
-from tests.torch.parallel.tensor import page
+from tests.torch.parallel.tensor import overlapping, page
 from tests.torch.parallel.tensor.split import SplitLinear, tokens
 from tests.torch.parallel.traffic import Traffic
 from tests.two_ranks import RANKS
@@ -438,6 +438,7 @@ CASES = [
     under_a_compiler,
     reverted_pickled_and_parametrized,
     bad_input,
+    *overlapping.CASES,
 ]
 
 

@@ -24,6 +24,7 @@ from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.parallel import wire
 from quaver.torch.parallel.alike import opening
+from quaver.torch.parallel.tensor import overlapping
 from quaver.torch.parallel.tensor.parts import Ranks
 from quaver.torch.state import kept_weights
 from quaver.torch.state.history import amax
@@ -40,7 +41,8 @@ class LinearInParts(torch.autograd.Function):
         ctx: Any, call: Call, ranks: Ranks, held: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         fprop, y = call.recipe.fprop, matrix(x)
-        shared = _enter(call, ranks, y, call.record and ctx.needs_input_grad[4])
+        overlaps = ranks.overlaps(y, held, fprop)
+        shared = _enter(call, ranks, y, call.record and ctx.needs_input_grad[4], overlaps)
         if fprop.b is None:
             if call.record and ranks.is_quantizable:
                 # Nothing else looks at the weight here.
@@ -48,7 +50,9 @@ class LinearInParts(torch.autograd.Function):
             of_weight: Tensor | Quantized = held
         else:
             of_weight = quantized_weight(call, held, "fprop", fprop.b)
-        if ranks.layout.column:
+        if overlaps:
+            output = _overlapped(ranks, y, held, bias)
+        elif ranks.layout.column:
             output = product(call, fprop, shared.whole(), of_weight, call.dtype, bias)
         else:
             total = ranks.sum(product(call, fprop, shared.whole(), of_weight, of_sums(call.dtype)))()
@@ -100,11 +104,30 @@ class _Entered(NamedTuple):
     of_wgrad: _WholeOfWgrad
 
 
-def _enter(call: Call, ranks: Ranks, y: Tensor, keeps: bool) -> _Entered:
-    """Quantize a layer's input and begin to put it together, once for layers of one input that read it alike."""
+def _overlapped(ranks: Ranks, y: Tensor, held: Tensor, bias: Tensor | None) -> Tensor:
+    """The output of a GEMM within which tokens travel."""
+    run = _product_of_all if ranks.layout.column else overlapping.scattered_product
+    output: Tensor = run(y, held, ranks.group, ranks.batches)
+    return output if bias is None else output + bias
+
+
+def _product_of_all(x: Tensor, weight: Tensor, group: Any, batches: int) -> Tensor:
+    return overlapping.gathered_product(x, weight, group, batches)[1]
+
+
+def _enter(call: Call, ranks: Ranks, y: Tensor, keeps: bool, overlaps: bool) -> _Entered:
+    """Quantize a layer's input and begin to put it together, once for layers of one input that read it alike.
+
+    Args:
+        overlaps: whether the GEMM puts it together, of each layer anew.
+    """
     a, source, facts = call.recipe.fprop.a, ranks.source, ()
     # Backward needs nothing of it.
     ranks.source = None
+    if overlaps:
+        of_wgrad = _WholeOfWgrad()
+        of_wgrad.users = int(keeps)
+        return _Entered(lambda: y, call.turned(y, y)[0] if keeps else None, of_wgrad)
     if source is not None and may_share(call, source, y):
         facts = facts_of(source, call, y)
         facts = ("in parts", ranks.layout, ranks.group, keeps, *facts) if facts else ()
@@ -162,13 +185,19 @@ def _backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
         call.owed.settle()
     g = matrix(g)
     column = ranks.layout.column
-    operands = _Gradient(call, ranks, g, need_input, need_weight)
+    overlaps = need_input and ranks.overlaps(g, held, dgrad)
+    grad_input: Any = None
+    whole: Tensor | None = None
+    if overlaps and not column:
+        whole, grad_input = overlapping.gathered_product(g, held.t(), ranks.group, ranks.batches)
+    operands = _Gradient(call, ranks, g, need_input, need_weight, whole)
     whole_input = None
     if need_weight:
         whole_input = of_wgrad.gather(partial(ranks.gather, "input" if wgrad.b is None else "input.T", kept))
-    grad_input: Any = None
     grad_weight = grad_bias = None
-    if need_input:
+    if overlaps and column:
+        grad_input = overlapping.scattered_product(g, held.t(), ranks.group, ranks.batches)
+    elif need_input and not overlaps:
         if dgrad.b is None:
             of_weight: Tensor | Quantized = held.t()
         else:
@@ -185,7 +214,7 @@ def _backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
         if ranks.is_quantizable:
             kept_weights.used(ranks.layer)
     if grad_input is not None:
-        if column:
+        if column and not overlaps:
             grad_input = grad_input().to(call.dtype)
         grad_input = grad_input.view(shape)
     return None, None, None, grad_input, grad_weight, grad_bias
@@ -194,7 +223,9 @@ def _backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
 class _Gradient:
     """grad_output in the forms that dgrad and wgrad read, on its way between ranks."""
 
-    def __init__(self, call: Call, ranks: Ranks, g: Tensor, need_input: bool, need_weight: bool) -> None:
+    def __init__(
+        self, call: Call, ranks: Ranks, g: Tensor, need_input: bool, need_weight: bool, whole: Tensor | None
+    ) -> None:
         a, c, reuses = call.recipe.dgrad.a, call.recipe.wgrad.a, call.plan.grad_output
         self.reuses = reuses
         self.codes = self.turned = self.plain = None
@@ -205,7 +236,10 @@ class _Gradient:
         if need_weight and c is not None and not reuses:
             turned = quantize(call, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, True)
             self.turned = ranks.gather("grad_output.T", turned)
-        if (need_input and a is None) or (need_weight and c is None):
+        if whole is not None:
+            # dgrad has put it together.
+            self.plain = lambda: whole
+        elif (need_input and a is None) or (need_weight and c is None):
             self.plain = cache(ranks.gather("grad_output", g))
 
     def of_dgrad(self) -> Tensor | Quantized:

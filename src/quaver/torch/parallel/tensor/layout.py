@@ -18,6 +18,8 @@ class Layout:
     column: bool
     #: Whether each rank has some tokens of what all ranks need whole: of a column's input, or of a row's output.
     sequence: bool
+    #: Whether tokens travel within GEMMs of operands in high precision, as `overlapping` says.
+    overlap: bool = False
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quaver.core.spec import QuantSpec
+from quaver.core.spec import GemmSpec, QuantSpec
 from quaver.torch.linear.gemms import Call
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.numerics import reference
@@ -22,6 +22,9 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.parallel import wire
 from quaver.torch.parallel.tensor.layout import Layout
+
+#: What travels within GEMMs: sums of wider numbers would be rounded to them, or GPUs have no fast GEMM of them.
+NARROW = (torch.bfloat16, torch.float16)
 
 
 class Ranks:
@@ -143,6 +146,11 @@ class Ranks:
             places.append(torch.arange(first, first + part // unit, dtype=torch.int64, device=device))
             before += part
         return torch.cat(places)
+
+    def overlaps(self, x: Tensor, weight: Tensor, gemm: GemmSpec) -> bool:
+        """Whether tokens of x travel within a GEMM with the weight, neither of which it quantizes."""
+        plain = gemm.a is None and gemm.b is None and x.dtype is weight.dtype and x.dtype in NARROW
+        return self.layout.overlap and plain and x.numel() > 0
 
     @property
     def is_quantizable(self) -> bool:

@@ -2,7 +2,9 @@
 
 import gc
 import sys
+import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored import stored
+from quaver.torch.parallel.tensor import overlapping
 from quaver.torch.parallel.tensor.joined import packed, pieces
 from quaver.torch.parallel.tensor.layers import in_parts, layout_of, name_of
 from quaver.torch.parallel.tensor.layout import Layout
@@ -26,6 +29,8 @@ class _InParts(ParallelStyle):
     layout: Layout
     #: Rows of each of the matrices that the weight joins, of which every rank has some; nothing of one matrix.
     parts: tuple[int, ...] = ()
+    #: Whether ranks have said if tokens can travel within GEMMs.
+    _asked = False
     #: Whether this is a style of attention's, which has its heads in parts too.
     of_heads = False
 
@@ -34,6 +39,7 @@ class _InParts(ParallelStyle):
         of_bias = Shard(0) if self.layout.column else Replicate()
         placements = {"weight": of_weight, "bias": of_bias}
         _check(module, self, device_mesh, placements)
+        self._settle(device_mesh)
         if isinstance(module, Quantizable):
             kept_weights.free(module)
         matrices = packed.matrices_of(module, self.parts) if self.layout.column else {}
@@ -44,9 +50,24 @@ class _InParts(ParallelStyle):
         module.__class__ = in_parts(type(module), self.layout)  # type: ignore[arg-type]
         return module
 
+    def _settle(self, mesh: Any) -> None:
+        """Ask once whether tokens can travel within GEMMs, and say so where they cannot."""
+        reason = overlapping.why_not(mesh) if self.layout.overlap and not self._asked else ""
+        self._asked = True
+        if reason:
+            if mesh.get_local_rank() == 0:
+                warnings.warn(f"{self!r} with overlap=True gathers before it multiplies: {reason}", stacklevel=6)
+            self.layout = replace(self.layout, overlap=False)
+
     def __repr__(self) -> str:
         options = ["sequence=True"] * self.layout.sequence + [f"parts={self.parts}"] * bool(self.parts)
         return f"{type(self).__name__}({', '.join(options)})"
+
+
+def _layout(column: bool, sequence: bool, overlap: bool) -> Layout:
+    if overlap and not sequence:
+        raise ValueError("overlap is of tokens that travel: give sequence=True with it, or leave it out")
+    return Layout(column, sequence, overlap)
 
 
 class Column(_InParts):
@@ -67,13 +88,17 @@ class Column(_InParts):
             q, k and v of Phi-3's `qkv_proj` for instance: each rank has its rows of each, which is a parameter of its
             own then, `weight.0`, `weight.1` and so on. One number, that of all rows, says that their order is right as
             it is. A layer whose name looks as if it joined several is refused without them.
+        overlap: with sequence=True, let tokens travel within GEMMs whose operands are in high precision, of bfloat16 or
+            float16, by torch's operations on symmetric memory: each layer gathers its input anew, and the ranks'
+            parts of the input's gradient are rounded to its dtype before they are summed. Where the machine has no
+            such memory a warning says why, and all is as without it. Untried on GPUs.
     Raises:
-        ValueError: when it is applied, with what does not fit.
+        ValueError: when it is applied, with what does not fit; overlap without sequence.
     Exact: codes and scales are those of one process. Bounded: the order of the sums that several ranks share.
     """
 
-    def __init__(self, *, sequence: bool = False, parts: Iterable[int] = ()) -> None:
-        self.layout = Layout(column=True, sequence=sequence)
+    def __init__(self, *, sequence: bool = False, parts: Iterable[int] = (), overlap: bool = False) -> None:
+        self.layout = _layout(True, sequence, overlap)
         self.parts = tuple(parts)
 
 
@@ -87,11 +112,14 @@ class Row(_InParts):
     Args:
         sequence: True leaves each rank some tokens of the output, its part of the last axis but one; their gradients
             are gathered as codes.
+        overlap: as of a `Column`; the ranks' parts of the output are rounded to its dtype before they are summed.
+    Raises:
+        ValueError: when it is applied, with what does not fit; overlap without sequence.
     Exact: codes and scales are those of one process. Bounded: the order of the sums that several ranks share.
     """
 
-    def __init__(self, *, sequence: bool = False) -> None:
-        self.layout = Layout(column=False, sequence=sequence)
+    def __init__(self, *, sequence: bool = False, overlap: bool = False) -> None:
+        self.layout = _layout(False, sequence, overlap)
 
 
 class Heads(ParallelStyle):

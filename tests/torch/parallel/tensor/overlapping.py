@@ -1,0 +1,189 @@
+"""Cases of two processes: what travels while a GEMM runs, beside it and within it."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _symmetric_memory as symmetric
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+import quaver.torch as qt
+from quaver.torch.parallel import Column, Row, Traffic, wire
+from quaver.torch.parallel.tensor import function, overlapping
+from tests.close import assert_bitwise, assert_close
+from tests.torch.parallel.tensor.split import tokens
+from tests.two_ranks import RANKS
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (RANKS,))
+
+
+@contextmanager
+def seen(events: list[str]) -> Iterator[None]:
+    """Write down what begins to travel, what is waited for, and which GEMM of a backward runs: that of tokens, a
+    multiple of 96, or that of weights."""
+    awaited, product = wire.awaited, function.product
+
+    def watched(kind: str, way: str, *args: Any) -> Any:
+        wait = awaited(kind, way, *args)  # type: ignore[arg-type]
+        events.append(f"begin {way}")
+
+        def waiting() -> None:
+            events.append(f"wait {way}")
+            wait()
+
+        return waiting
+
+    def multiplied(call: Any, gemm: Any, a: Any, *args: Any) -> Tensor:
+        events.append("dgrad" if a.shape[0] % 96 == 0 else "wgrad")
+        return product(call, gemm, a, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "awaited", watched)
+        patch.setattr(function, "product", multiplied)
+        yield
+
+
+def gradients_travel_while_weights_gradients_are_computed(rank: int) -> None:
+    for recipe in ("tensorwise", "mxfp8", "rowwise", "bf16"):
+        for style in (Column(sequence=True), Row(sequence=True), Column()):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 64))
+            qt.convert(model, recipe)
+            parallelize_module(model, mesh(), {"0": style})
+            features = 64 if style.layout.column else 32
+            x = torch.randn(1, 192, features).requires_grad_()
+            y, events = model(x), []
+            with seen(events):
+                y.sum().backward()
+            says = f"{recipe}, {style}: {events}"
+            order = [event for event in events if event != "begin reduce" or not style.layout.sequence]
+            dgrad, wgrad = order.index("dgrad"), order.index("wgrad")
+            if style.layout.column:
+                way = "scatter" if style.layout.sequence else "reduce"
+                assert dgrad < order.index(f"begin {way}") < wgrad < order.index(f"wait {way}"), says
+                if style.layout.sequence:
+                    assert order.index("begin gather") < dgrad < order.index("wait gather") < wgrad, says
+            else:
+                assert max(i for i, event in enumerate(order) if event == "begin gather") < dgrad < wgrad, says
+
+
+@contextmanager
+def by_torch_itself() -> Iterator[None]:
+    """On processors torch's operations are what torch puts in their place for tensors without values, as of 2.13."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl(overlapping.GATHER, symmetric._fused_all_gather_matmul_fallback, "CPU")
+    library.impl(overlapping.SCATTER, symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def whole(x: Tensor, batches: int) -> Tensor:
+    together: Tensor = wire.gather(x, 0, None, batches)()
+    return together
+
+
+def products_are_the_plain_composition(rank: int) -> None:
+    """Gather, then multiply; multiply, round, then sum this rank's tokens: what torch's operations mean."""
+    group = dist.group.WORLD
+    with by_torch_itself():
+        for dtype in (torch.float32, torch.bfloat16):
+            for batches in (1, 3):
+                generator = torch.Generator().manual_seed(rank)
+                x = torch.randn(batches * 4, 16, generator=generator).to(dtype)
+                weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(7)).to(dtype)
+                together, product = overlapping.gathered_product(x, weight, group, batches)
+                says = f"{dtype}, {batches} sequences"
+                assert_bitwise(together, whole(x, batches), says)
+                assert_bitwise(product, whole(x, batches) @ weight.t(), says)
+                for value in (0.0, torch.nan, torch.inf, 1e-40, 3e38):
+                    y = torch.randn(batches * 8, 16, generator=generator).to(dtype)
+                    y[5, 3] = value
+                    total = overlapping.scattered_product(y, weight, group, batches)
+                    parts = wire.scatter_sums((y @ weight.t()).float(), group, batches)()
+                    assert_bitwise(total, parts.to(dtype), f"{says}, {value}")
+
+
+def model_of(recipe: str, dtype: torch.dtype, overlap: bool) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(dtype)
+    qt.convert(model, recipe)
+    plan = {"0": Column(sequence=True, overlap=overlap), "2": Row(sequence=True, overlap=overlap)}
+    return parallelize_module(model, mesh(), plan)  # type: ignore[arg-type]
+
+
+def layers_within_gemms(rank: int) -> None:
+    """Layers in high precision are those without the option, but that sums over ranks are rounded before; layers whose
+    GEMMs are quantized, and those in float32, are the same bits."""
+    with by_torch_itself(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlapping, "why_not", lambda mesh: "")
+        for recipe, dtype, bound in (
+            ("bf16", torch.bfloat16, 2e-2),
+            ("bf16", torch.float32, 0.0),
+            ("mxfp8", torch.bfloat16, 0.0),
+            ("rowwise_bf16_wgrad", torch.bfloat16, 0.0),
+        ):
+            results, ran = [], []
+            for overlap in (False, True):
+                model = model_of(recipe, dtype, overlap)
+                counted = functools.partial(run_with, ran)
+                patch.setattr(overlapping, "operation", counted)
+                x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+                x = tokens(x, rank, RANKS).clone().requires_grad_()
+                with Traffic() as traffic:
+                    y = model(x)
+                    y.float().square().sum().backward()
+                results.append((y.detach(), x.grad, *(p.grad.to_local() for p in model.parameters())))
+                sent = traffic.bytes["activations"]
+            assert sent > 0 and ran == ([overlapping.GATHER, overlapping.SCATTER] * 2 if bound else []), ran
+            for number, (one, other) in enumerate(zip(*results, strict=True)):
+                says = f"{recipe}, {dtype}: {number}"
+                if bound:
+                    assert_close(says, other.float(), one.float(), bound)
+                else:
+                    assert_bitwise(other, one, says)
+
+
+#: The module's own.
+OPERATION = overlapping.operation
+
+
+def run_with(ran: list[str], name: str) -> Any:
+    ran.append(name)
+    return OPERATION(name)
+
+
+def without_such_memory(rank: int) -> None:
+    """The first rank says once why tokens are gathered before, and all is as without the option."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        style = Column(sequence=True, overlap=True)
+        model = nn.ModuleList(nn.Linear(32, 32) for _ in range(2)).bfloat16()
+        other = copy.deepcopy(model)
+        parallelize_module(model, mesh(), {"*": style})
+    says = [str(one.message) for one in said if "overlap" in str(one.message)]
+    assert len(says) == (rank == 0) and all("of cpu, and symmetric memory is of GPUs" in one for one in says), says
+    parallelize_module(other, mesh(), {"*": Column(sequence=True)})
+    x = torch.randn(2, 16, 32).bfloat16()
+    assert_bitwise(model[0](x).detach(), other[0](x).detach())
+    with pytest.raises(ValueError, match="overlap is of tokens that travel: give sequence=True"):
+        Row(overlap=True)
+
+
+CASES = [
+    gradients_travel_while_weights_gradients_are_computed,
+    products_are_the_plain_composition,
+    layers_within_gemms,
+    without_such_memory,
+]
