@@ -3,11 +3,13 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -668,6 +670,30 @@ def reverted(rank: int) -> None:
         net(x)
 
 
+def steps_that_are_skipped(rank: int) -> None:
+    """By all ranks, or by one that drops its gradients, all go on; by one that keeps them, the one in vain says why."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    net = converted("tensorwise")
+    gather_quantized(net)
+    optimizer = adam(sharded(net, DeviceMesh.from_group(group, "cpu")))
+
+    def backward(seed: int) -> None:
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * seed + rank))
+        net(x).square().mean().backward()
+
+    for seed, skips in enumerate([(), (0, 1), (1,), (0,), ()]):
+        backward(seed)
+        if rank not in skips:
+            optimizer.step()
+        optimizer.zero_grad()
+    backward(5)
+    if rank == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="skip a step on all ranks or on none" if rank == 0 else None):
+        backward(6)
+
+
 OPTIONS: list[Callable[[int], None]] = [
     *(policies, live_bytes, compiled_blocks, weights_that_exist_only_in_codes),
     *(bytes_of_gathers, micro_batches, optimizers, roots_alone, evaluations, recomputation, blocks),
@@ -679,7 +705,8 @@ CASES: dict[int, list[Case]] = {
     2: [
         *(of_recipe(name) for name in _OWN),
         *(of_recipe(name, 3) for name in RECIPES if name not in _OWN),
-        *(of_recipe("mxfp8", 3, in_bf16=True), *OPTIONS),
+        # The last one, since no collective follows one that has timed out.
+        *(of_recipe("mxfp8", 3, in_bf16=True), *OPTIONS, steps_that_are_skipped),
     ],
     4: [
         *(of_recipe(name, sizes=UNEVEN[i % 2], tokens=8) for i, name in enumerate(_OF_BLOCKS)),

@@ -243,7 +243,14 @@ class Model:
             if entry.apart and places > 1:
                 every[i] = bits.new_zeros((places, bits.numel()))
                 every[i][rank] = bits
-        flat = agree(torch.cat([bits.view(-1) for bits in every]), group)
+        try:
+            flat = agree(torch.cat([bits.view(-1) for bits in every]), group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"this rank asked the others for amaxes of weights, as after each optimizer step, in vain ({error}); "
+                "one that has not stepped, or has run other forwards, does not come here: skip a step on all ranks or "
+                "on none, such as by an all-reduce of what it goes by"
+            ) from error
         for entry, sent, agreed in zip(entries, every, flat.split([b.numel() for b in every]), strict=True):
             own = agreed if sent.dim() == 1 else agreed.view_as(sent)[rank]
             agreed_on: Any = entry.weight.agreed[entry.side.name]
