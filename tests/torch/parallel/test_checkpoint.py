@@ -375,6 +375,26 @@ def bad_input(rank: int) -> None:
     Checkpoint(model).save(bare)
     refused("it has no optimizer: give none", lambda: Checkpoint(model, optimizer).load(bare))
     refused("it lacks others.loader", lambda: Checkpoint(model, others={"loader": Stateful(0)}).load(bare))
+    # Kinds of optimizers, by what their options are: of one kind a saved state is taken, of another none silently.
+    kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "SGD": lambda p: torch.optim.SGD(p, 1e-2),
+        "momentum": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
+        "AdamW": lambda p: torch.optim.AdamW(p, 1e-2),
+        "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-2),
+    }
+    for name, kind in kinds.items():
+        of = model, kind(model.parameters())
+        train(of, by_fsdp, range(1))
+        saved = two_ranks.folder() / name
+        Checkpoint(*of).save(saved)
+        for other_name, other_kind in kinds.items():
+            again = Checkpoint(model, other_kind(model.parameters()))
+            if {name, other_name} <= {"SGD", "momentum"} or name == other_name:
+                again.load(saved)
+            else:
+                refused("its optimizer of .* is of another kind, with", lambda of=again, at=saved: of.load(at))
+                assert not again.optimizers[0].state, f"{name} into {other_name}"
+    Checkpoint(model).load(bare)
     codes = net("tensorwise")
     qt.quantize_weights(codes, "tensorwise")
     coded = two_ranks.folder() / "codes"

@@ -151,6 +151,11 @@ NORM = np.ones(32, np.float32)
 FORGERIES = {
     "empty optimizer": ("optimizer", lambda t: t.clear(), "embedding.weight/exp_avg is missing in the optimizer, and"),
     "moment gone": ("optimizer", lambda t: t.pop("norm.weight/exp_avg_sq"), "norm.weight/exp_avg_sq is missing in the"),
+    "moments of another optimizer": (
+        "optimizer",
+        lambda t: t.update({name.replace("exp_avg_sq", "momentum_buffer"): t.pop(name) for name in [*t]}),
+        "embedding.weight/exp_avg_sq is missing in the optimizer, and",
+    ),
     "moment too many": ("optimizer", lambda t: t.update({"x/exp_avg": NORM}), "x/exp_avg is not part of the optimizer"),
     "nameless moment": ("optimizer", lambda t: t.update({"x": NORM}), "x is not part of the optimizer"),
     "moment's shape": (

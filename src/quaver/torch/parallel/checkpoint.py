@@ -161,8 +161,8 @@ class Checkpoint:
         from a checkpoint in high precision where they are not sharded.
 
         Raises:
-            ValueError: on all ranks, before anything is loaded: no whole checkpoint, a damaged file, or another model
-                or shape. The first rank's has the reason, the others' say so.
+            ValueError: on all ranks, before anything is loaded: no whole checkpoint, a damaged file, another model or
+                shape, or an optimizer of another kind. The first rank's has the reason, the others' say so.
         Exact: a run that goes on, on as many ranks in the same parallelism, has the bits of one that was not stopped.
         """
         where = Path(folder)
@@ -364,6 +364,9 @@ def _why_other(whole: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     if absent:
         bare = all(name.startswith(OPTIMIZER) for name in absent) and not any(n.startswith(OPTIMIZER) for n in saved)
         return "it has no optimizer: give none" if bare else f"it lacks {_some(absent)}"
+    another = _another_optimizer(whole, saved)
+    if another:
+        return another
     for name, value in whole.items():
         held = saved.get(name)
         if not isinstance(value, Tensor) or not isinstance(held, TensorStorageMetadata) or name.endswith(".history"):
@@ -383,6 +386,32 @@ def _why_other(whole: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
         if held.properties.dtype is not value.dtype and {held.properties.dtype, value.dtype} & {*CODES, torch.uint8}:
             return f"{name} is {held.properties.dtype} there and {value.dtype} here, codes of another recipe"
     return ""
+
+
+def _another_optimizer(whole: Collection[str], saved: Collection[str]) -> str:
+    """Why the optimizers that were saved are of another kind than those here, or "".
+
+    Versions of torch add options to a kind; only another kind has some that this one lacks and lacks some that it has.
+    """
+    here, there = (_options(names) for names in (whole, saved))
+    for parameter in sorted(here.keys() & there.keys()):
+        ours, theirs = here[parameter] - there[parameter], there[parameter] - here[parameter]
+        if ours and theirs:
+            return (
+                f"its optimizer of {parameter} is of another kind, with {', '.join(sorted(theirs))} and not "
+                f"{', '.join(sorted(ours))}; give that kind, or none to take the model alone"
+            )
+    return ""
+
+
+def _options(names: Collection[str]) -> dict[str, set[str]]:
+    """By parameter, the names of its optimizer's options."""
+    options: dict[str, set[str]] = {}
+    for name in names:
+        if name.startswith(GROUPS):
+            parameter, _, option = name.removeprefix(GROUPS).rpartition(".")
+            options.setdefault(parameter, set()).add(option)
+    return options
 
 
 def _holds(saved: Mapping[str, Any], name: str) -> bool:
