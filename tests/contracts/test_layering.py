@@ -44,7 +44,8 @@ OURS: dict[str, set[str]] = {
 OURS["quaver.torch.parallel"] = OURS["quaver.torch"] | {"quaver.torch.parallel"}
 OURS["quaver.torch.optim"] = OURS["quaver.torch"] | {"quaver.torch.optim"}
 OURS["quaver.inspect.plots"] = OURS["quaver.inspect"] | {"quaver.inspect.plots"}
-OURS["quaver.integrations"] = OURS["quaver.torch"] | OURS["quaver.jax"] | {"quaver.inspect", "quaver.integrations"}
+OURS["quaver.integrations"] = OURS["quaver.torch.parallel"] | OURS["quaver.jax"]
+OURS["quaver.integrations"] |= {"quaver.inspect", "quaver.integrations", "quaver.rules"}
 #: It imports everything; that it is in nobody else's set means that nobody imports it.
 OURS["quaver.train"] = set(OURS) | {"quaver.train"}
 

@@ -1,160 +1,364 @@
-"""torchtitan over a recipe: a job's configuration converts its model, which trains as a loop's of one's own."""
+"""torchtitan over a recipe: its own llama3_debugmodel, described, converted, made on meta, sharded and trained on CPUs.
 
-import tempfile
+Its attention is torchtitan's `ScaledDotProductAttention` here: those that its registry knows have no backward on a CPU.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
-from quaver.torch.linear.layer import Quantizable
+from quaver.recipes import RECIPES
 from tests import two_ranks
 from tests.close import assert_bitwise
+from tests.torch.parallel.fsdp.test_gathering import MOST, MOST_OF_MX_AND_ROWS
+from tests.torch.parallel.fsdp.training import Traffic, counted
 from tests.two_ranks import RANKS
 
-pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-integrations")
+for name in ("torchtitan", "spmd_types", "torch_checkpointing", "torchdata", "datasets"):
+    pytest.importorskip(name, reason=f"{name} is not installed: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("default")
 
-from torchtitan.components.loss import build_cross_entropy_loss  # noqa: E402
-from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.components.lora import LoRAConverter  # noqa: E402
 from torchtitan.distributed import ParallelDims, parallel_dims  # noqa: E402
-from torchtitan.protocols.model_converter import build_model_converters  # noqa: E402
-from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.models.llama3 import model_registry  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
-TOKENS, STEPS = 16, 4
+from quaver.integrations.torchtitan import QuaverConverter, QuaverLinear  # noqa: E402
 
-JOB = """
-[job]
-custom_config_module = "quaver.integrations.torchtitan"
-[model]
-name = "llama3"
-flavor = "debugmodel"
-converters = ["quaver"]
-[training]
-seq_len = 16
-mixed_precision_param = "float32"
-[activation_checkpoint]
-mode = "{checkpoints}"
-selective_ac_option = "op"
-[quaver]
-recipe = "{recipe}"
-skip = ["layers.1.*"]
-"""
+TOKENS, STEPS = 32, 3
 
 
-def configured(recipe: str, folder: Path, checkpoints: str = "none", **replaced: str) -> Any:
-    """A job's configuration, as torchtitan reads it."""
-    text = JOB.format(recipe=recipe, checkpoints=checkpoints)
-    for old, new in replaced.items():
-        text = text.replace(old, new)
-    path = folder / "job.toml"
-    path.write_text(text, encoding="utf-8")
-    return ConfigManager().parse_args([f"--job.config_file={path}"])
+def job(**parallelism: Any) -> Any:
+    """A job's configuration."""
+    config = llama3_debugmodel()
+    config.training.seq_len, config.training.disable_cuda_graphs = TOKENS, True
+    config.activation_checkpoint = None
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.parallelism.fsdp_reshard_after_forward = "always"
+    for name, value in parallelism.items():
+        setattr(config.parallelism, name, value)
+    return config
 
 
-def dimensions(world_size: int = 1, **degrees: int) -> Any:
-    alone = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1)
-    return ParallelDims(**alone | {"dp_shard": world_size} | degrees, world_size=world_size)
+def spec_of(*converters: Any, layers: int = 2) -> Any:
+    """What torchtitan's registry has of the debugmodel, a CPU's attention apart, with fewer layers."""
+    spec = model_registry("debugmodel", converters=list(converters))
+    for _, _, parent, attribute in list(spec.model.traverse(FlexAttention.Config)):
+        setattr(parent, attribute, ScaledDotProductAttention.Config())
+    spec.model.layers = spec.model.layers[:layers]
+    return spec
 
 
-def llama(config: Any) -> tuple[Any, Any]:
-    """A small Llama on meta, and torchtitan's specification of it."""
-    spec = get_train_spec("llama3")
-    args = spec.model_args["debugmodel"]
-    args.dim, args.n_layers, args.n_heads, args.vocab_size = 64, 2, 4, 128
-    args.update_from_config(config)
+def quantized(recipe: str, **options: Any) -> Any:
+    return QuaverConverter.Config(recipe_name=recipe, **{"emulate": True, "filter_fqns": ["lm_head"]} | options)
+
+
+def on_meta(spec: Any, config: Any) -> Any:
+    """As torchtitan's trainer makes a model."""
+    spec.model.update_from_config(config=config)
     with torch.device("meta"):
-        return spec.model_cls(args), spec
+        model = spec.model.build()
+    model.verify_module_protocol()
+    return model
 
 
-def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
+def filled(model: Any) -> Any:
+    """Given memory and initialized, as torchtitan's trainer does."""
+    model.to_empty(device="cpu")
+    for each in model.parameters():
+        # Whatever lies in the memory.
+        (each.to_local() if hasattr(each, "to_local") else each).data.fill_(float("nan"))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    return model.train()
+
+
+def data(step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(10 * step + rank)
-    tokens = torch.randint(0, 128, (2, TOKENS + 1), generator=generator)
+    tokens = torch.randint(0, 2048, (2, TOKENS + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def a_job_is_a_loop_of_ones_own(rank: int) -> None:
-    """In torchtitan's order: made on meta, converted, sharded, given memory, initialized. Its own loop wants GPUs."""
-    ways = ("delayed", "none"), ("delayed", "selective"), ("mxfp8", "full"), ("nvfp4", "selective")
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_dims, "device_type", "cpu")
-        for recipe, checkpoints in ways:
-            config, parallel = configured(recipe, Path(folder), checkpoints), dimensions(RANKS)
-            parallel.build_mesh()
-            sharded, spec = llama(config)
-            build_model_converters(config, parallel).convert(sharded)
-            sharded = spec.parallelize_fn(sharded, parallel, config)
-            for part in sharded.modules():
-                if isinstance(part, FSDPModule):
-                    # torchtitan divides in its loop; gloo takes no factor into a sum.
-                    part.set_gradient_divide_factor(RANKS)
-                    part.set_force_sum_reduction_for_comms(True)
-            beside, _ = llama(config)
-            for each in (sharded, beside):
-                each.to_empty(device="cpu")
-                with torch.no_grad():
-                    each.init_weights()
-            full = StateDictOptions(full_state_dict=True, ignore_frozen_params=False)
-            state = get_model_state_dict(sharded, options=full)
-            beside.load_state_dict({name: state[name] for name in beside.state_dict()})
-            qt.convert(beside, recipe, skip=["layers.1.*"])
-            trains(rank, config, [sharded, DistributedDataParallel(beside)], f"{recipe}, {checkpoints}")
+def trained(net: nn.Module, rank: int = 0, steps: int = STEPS) -> list[Tensor]:
+    """Losses of AdamW's steps."""
+    optimizer, losses = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], 1e-2), []
+    for step in range(steps):
+        x, y = data(step, rank)
+        loss = cross_entropy(net(x).flatten(0, 1).float(), y.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert all(loss.isfinite() for loss in losses)
+    return losses
 
 
-def trains(rank: int, config: Any, nets: list[nn.Module], said: str) -> None:
-    loss_of = build_cross_entropy_loss(config)
-    optimizers = [torch.optim.AdamW(net.parameters(), 1e-2) for net in nets]
-    for step in range(STEPS):
-        x, y = data(rank, step)
-        losses = [loss_of(net(x), y) for net in nets]
-        assert_bitwise(losses[0].detach(), losses[1].detach(), f"{said}, step {step}")
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+def assert_alike(a: nn.Module, b: nn.Module, said: str) -> None:
+    """All that two models hold: weights, histories, counts."""
+    first, second = a.state_dict(), b.state_dict()
+    assert first.keys() == second.keys(), said
+    for name, value in first.items():
+        assert_bitwise(value, second[name], f"{said}: {name}")
 
 
-def test_a_job_trains_as_a_loop_of_ones_own(tmp_path: Path) -> None:
-    two_ranks.run(__name__, tmp_path)
+def names(model: nn.Module) -> set[str]:
+    return {name for name, part in model.named_modules() if isinstance(part, QuaverLinear)}
 
 
-def test_the_section_says_what_is_converted(tmp_path: Path) -> None:
-    config = configured("mxfp8", tmp_path)
-    model, _ = llama(config)
-    build_model_converters(config, dimensions()).convert(model)
-    converted = {name for name, part in model.named_modules() if isinstance(part, Quantizable)}
-    assert len(converted) == 7 and all(name.startswith("layers.0.") for name in converted)
-    config.quaver.head, config.quaver.skip = True, []
-    build_model_converters(config, dimensions()).convert(model)
-    assert isinstance(model.output, Quantizable) and isinstance(model.layers["1"].attention.wq, Quantizable)
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
+def test_a_model_trains_as_one_that_convert_was_given(recipe: str, head: bool) -> None:
+    if head and recipe not in ("delayed", "nvfp4"):
+        pytest.skip("a head is a layer like any other")
+    converter = quantized(recipe, filter_fqns=[] if head else ["lm_head"], seed=5)
+    model, beside = filled(on_meta(spec_of(converter), job())), filled(on_meta(spec_of(), job()))
+    qt.convert(beside, recipe, head=head, seed=5)
+    assert len(names(model)) == 10 + head
+    expected = trained(beside)
+    for step, (loss, other) in enumerate(zip(trained(model), expected, strict=True)):
+        assert_bitwise(loss, other, f"{recipe}, step {step}")
+    assert_alike(model, beside, recipe)
+
+
+def test_torchaos_name_of_a_recipe_is_ours() -> None:
+    model = on_meta(spec_of(quantized("rowwise_with_gw_hp")), job())
+    assert {part.recipe.name for part in model.modules() if isinstance(part, QuaverLinear)} == {"rowwise_bf16_wgrad"}
 
 
 @pytest.mark.parametrize(
-    ("replaced", "degrees", "said"),
+    ("options", "left"),
     [
-        ({"mxfp8": "mxfp9"}, {}, "mxfp9"),
-        ({"[quaver]": ""}, {}, "set job.custom_config_module"),
-        ({'["quaver"]': '["quaver", "quantize.linear.float8"]'}, {}, "quantize.linear.float8"),
-        ({}, {"tp": 2, "dp_shard": 1, "world_size": 2}, "tensor parallelism of degree 2"),
-        ({}, {"ep": 2, "dp_shard": 2, "world_size": 2}, "expert parallelism of degree 2"),
+        ({"filter_fqns": []}, {"layers.1.attention.wo"}),
+        ({"filter_fqns": ["lm_head", "layers.0."]}, {"lm_head", "layers.1.attention.wo"}),
+        ({"filter_fqns": ["attention", "w2"]}, set()),
+        # Thresholds of tensorwise: K up to 4096 and N up to 1024.
+        ({"filter_fqns": ["auto_filter_small_kn"]}, set()),
+        # Of rowwise: N up to 2048.
+        ({"recipe_name": "rowwise", "filter_fqns": ["auto_filter_small_kn"]}, None),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_model_is_changed(
-    replaced: dict[str, str], degrees: dict[str, int], said: str, tmp_path: Path
+def test_the_filter_leaves_layers_alone(options: dict[str, Any], left: set[str] | None) -> None:
+    config = spec_of().model
+    config.layers[1].attention.wo.out_features += 8
+    linears = {name for name, *_ in config.traverse(Linear.Config)}
+    converter = QuaverConverter.Config(**{"recipe_name": "tensorwise", "emulate": True} | options).build()
+    if left is None:
+        with pytest.raises(ValueError, match="0 of 11 linear layers to rowwise"):
+            converter.convert(config)
+        return
+    config = converter.convert(config)
+    converted = {name for name, *_ in config.traverse(QuaverLinear.Config)}
+    fragments = options["filter_fqns"]
+    if "auto_filter_small_kn" in fragments:
+        assert converted == {"lm_head"}
+    else:
+        by_name = {name for name in linears if any(part in name for part in fragments)}
+        assert converted == linears - by_name - {"layers.1.attention.wo"}
+    assert left <= linears - converted
+
+
+def test_two_converters_share_a_model() -> None:
+    first = quantized("nvfp4", filter_fqns=["lm_head", "layers.0."])
+    model = filled(on_meta(spec_of(first, quantized("mxfp8", filter_fqns=["lm_head"])), job()))
+    beside = filled(on_meta(spec_of(), job()))
+    qt.convert(beside, {"layers.1.*": "nvfp4", "*": "mxfp8"})
+    assert_bitwise(trained(model)[-1], trained(beside)[-1], "last loss")
+    with pytest.raises(ValueError, match="differ in what is the whole model's"):
+        spec_of(first, quantized("mxfp8", filter_fqns=["lm_head"], seed=1))
+
+
+def test_torchtitans_lora_trains_beside_quantized_weights() -> None:
+    model = filled(on_meta(spec_of(quantized("mxfp8"), LoRAConverter.Config(rank=16, alpha=32.0)), job()))
+    layer, x = model.layers["0"].feed_forward.w1, torch.randn(4, 256)
+    assert isinstance(layer, QuaverLinear) and not layer.weight.requires_grad
+    expected = qt.Linear(256, 768, bias=False, recipe="mxfp8")
+    expected.load_state_dict({"weight": layer.weight})
+    assert_bitwise(layer(x), expected(x), "beside adapters that are zero")
+    before = layer.weight.clone()
+    trained(model)
+    assert_bitwise(layer.weight, before, "a frozen weight")
+    assert layer.lora_b.weight.abs().max() > 0
+
+
+def changed(config: Any, **values: Any) -> Any:
+    for path, value in values.items():
+        room, name = path.split("__")
+        setattr(getattr(config, room), name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recipe_name": "mxfp9"}, "mxfp8"),
+        ({"filter_fqns": ["output"]}, "no linear layer has 'output' of filter_fqns in its name"),
+        ({"filter_fqns": ["auto_filter_small_kn"], "recipe_name": "mxfp8"}, "no thresholds for 'mxfp8'"),
+        ({"filter_fqns": ["layers", "lm_head"]}, "0 of 31 linear layers"),
+        ({"emulate": False}, "this machine would emulate GEMMs of tensorwise"),
+        ({"precompute_float8_dynamic_scale_for_fsdp": True}, "set enable_fsdp_float8_all_gather"),
+        *(
+            (
+                {
+                    "recipe_name": recipe,
+                    "enable_fsdp_float8_all_gather": True,
+                    "precompute_float8_dynamic_scale_for_fsdp": True,
+                },
+                f"which {recipe} has not",
+            )
+            for recipe in ("rowwise", "delayed", "mxfp8")
+        ),
+        ({"enable_fsdp_float8_all_gather": True, "model_compile_enabled": True}, "leave out enable_fsdp"),
+    ],
+)
+def test_options_that_contradict_are_refused(
+    options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = configured("mxfp8", tmp_path)
-    if "[quaver]" in replaced:
-        del config.quaver
-    elif replaced:
-        config = configured("mxfp8", tmp_path, **replaced)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=said):
-        build_model_converters(config, dimensions(**degrees))
+        model_registry("debugmodel", converters=[QuaverConverter.Config(**{"emulate": True} | options)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "gathers", "said"),
+    [
+        ({"parallelism__tensor_parallel_degree": 2}, False, "tensor_parallel_degree is 2"),
+        ({"parallelism__pipeline_parallel_degree": 2}, False, "pipeline_parallel_degree is 2"),
+        ({"parallelism__spmd_backend": "full_dtensor"}, False, "spmd_backend is full_dtensor"),
+        ({"training__disable_cuda_graphs": False}, False, "set training.disable_cuda_graphs"),
+        ({"compile__enable": True}, True, "leave out enable_fsdp_float8_all_gather"),
+    ],
+)
+def test_jobs_that_do_not_go_together_are_refused_before_a_model_is_made(
+    changes: dict[str, Any], gathers: bool, said: str
+) -> None:
+    spec = spec_of(quantized("mxfp8", enable_fsdp_float8_all_gather=gathers))
+    with pytest.raises(ValueError, match=said):
+        spec.model.update_from_config(config=changed(job(), **changes))
+    spec.model.update_from_config(config=job())
+
+
+def test_a_recipe_without_codes_of_weights_cannot_gather_them() -> None:
+    with pytest.raises(ValueError, match="no weight to gather as codes"):
+        on_meta(spec_of(quantized("bf16", enable_fsdp_float8_all_gather=True)), job())
+
+
+# Sharded, by torchtitan's own parallelization.
+
+
+def sharded(spec: Any, config: Any, ranks: int) -> Any:
+    """On meta, sharded, given memory, initialized."""
+    set_spmd_backend(config.parallelism.spmd_backend)
+    dimensions = ParallelDims.from_config(config.parallelism, ranks)
+    dimensions.build_mesh()
+    model = spec.parallelize_fn(
+        on_meta(spec, config),
+        parallel_dims=dimensions,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+    )
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            # torchtitan divides in its loop; gloo takes no factor into a sum.
+            part.set_gradient_divide_factor(ranks)
+            part.set_force_sum_reduction_for_comms(True)
+    return filled(model)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a sharded model; torch's own function for this does not know names that torchtitan's hooks make."""
+    state = model.state_dict()
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+
+
+def weights_travel_as_codes(rank: int) -> None:
+    """Losses and weights are those of a gather in high precision, and so is what else the models hold."""
+    ways = ("tensorwise", FullAC.Config()), ("delayed", SelectiveAC.Config()), ("mxfp8", None), ("nvfp4", None)
+    for recipe, checkpoints in ways:
+        config = job()
+        config.activation_checkpoint = checkpoints
+        runs: list[tuple[list[Tensor], Traffic, nn.Module]] = []
+        for gathers in (False, True):
+            precompute = gathers and recipe == "tensorwise"
+            options = {
+                "enable_fsdp_float8_all_gather": gathers,
+                "precompute_float8_dynamic_scale_for_fsdp": precompute,
+            }
+            model = sharded(spec_of(quantized(recipe, **options)), config, RANKS)
+            with counted() as traffic:
+                runs.append((trained(model, rank), traffic, model))
+        for step, (loss, other) in enumerate(zip(runs[0][0], runs[1][0], strict=True)):
+            assert_bitwise(loss, other, f"{recipe}, step {step}")
+        plain, codes = runs[0][1].gathered, runs[1][1].gathered
+        in_codes = sum(part.weight.numel() for part in model.modules() if isinstance(part, QuaverLinear))
+        all_of_it = sum(p.numel() for p in model.parameters())
+        share = 1 - (1 - codes / plain) * all_of_it / in_codes
+        assert share <= MOST.get(recipe, MOST_OF_MX_AND_ROWS), f"{recipe}: {share:.4f} of bf16's bytes"
+        assert runs[1][1].agreements <= STEPS + 1
+        states = [whole(net) for _, _, net in runs]
+        for name, value in states[0].items():
+            assert_bitwise(value, states[1][name], f"{recipe}: {name}")
+
+
+def a_job_is_a_loop_of_ones_own(rank: int) -> None:
+    """The same model, converted by `convert`, under DistributedDataParallel."""
+    for recipe in ("delayed", "mxfp8"):
+        config = job()
+        config.training.mixed_precision_param = "float32"
+        model = sharded(spec_of(quantized(recipe, enable_fsdp_float8_all_gather=True)), config, RANKS)
+        beside = filled(on_meta(spec_of(), config))
+        state = whole(model)
+        beside.load_state_dict({name: state[name] for name in beside.state_dict()})
+        qt.convert(beside, recipe)
+        pairs = zip(trained(model, rank), trained(DistributedDataParallel(beside), rank), strict=True)
+        for step, (loss, other) in enumerate(pairs):
+            assert_bitwise(loss, other, f"{recipe}, step {step}")
+
+
+def test_sharded_by_torchtitan(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path)
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(parallel_dims, "device_type", "cpu")
+    dist.init_process_group("gloo", (tmp_path / "meeting").as_uri(), rank=0, world_size=1)
+    yield
+    set_spmd_backend("partial_dtensor")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_torchtitans_own_backend_is_told_of_what_recipes_remember(recipe: str, gathers: bool, alone: None) -> None:
+    """spmd_types, on one rank: over several it asks of fully_shard what torch 2.13 has not."""
+    config = job(spmd_backend="spmd_types")
+    config.training.mixed_precision_param = "float32"
+    model = sharded(spec_of(quantized(recipe, enable_fsdp_float8_all_gather=gathers)), config, 1)
+    beside = filled(on_meta(spec_of(), job()))
+    state = whole(model)
+    beside.load_state_dict({name: state[name] for name in beside.state_dict()})
+    qt.convert(beside, recipe)
+    for step, (loss, other) in enumerate(zip(trained(model), trained(beside), strict=True)):
+        assert_bitwise(loss, other, f"{recipe}, step {step}")
 
 
 if __name__ == "__main__":
-    two_ranks.main([a_job_is_a_loop_of_ones_own])
+    parallel_dims.device_type = "cpu"
+    two_ranks.main([weights_travel_as_codes, a_job_is_a_loop_of_ones_own])
