@@ -1,5 +1,7 @@
 """Activations: float64's values and gradients by row of the table, one rounding, only the inputs kept."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -132,6 +134,27 @@ def test_block_by_block_gives_the_bits_of_the_whole(
     blocks = activation.ACTIVATE(name, options, x), *activation.ACTIVATE_BACKWARD(name, options, g, x)
     for a, b in zip(blocks, whole, strict=True):
         assert_bitwise(a, b)
+
+
+@NAMES
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_made_again_beside_its_gradients_it_has_the_bits_of_both(
+    name: str, side_by_side: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ACTIVATIONS[name]
+    both, g = (torch.randn(3, 7, width).to(dtype) for width in (10 * row.inputs, 10))
+    for t in (both, g):
+        t.view(-1)[:6] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 3e4])
+    x = [both] if side_by_side or not row.gated else list(both.chunk(2, -1))
+    activated = activation.Activated(name, activation.option_values(name, {}))
+    expected = activated.remake(x)[0], *activated.backward(g, x)
+    for block in (activation.BLOCK, 40):
+        monkeypatch.setattr(activation, "BLOCK", block)
+        y, gradients = activated.remake(x, g)
+        assert (gradients is None) is (row.again is None)
+        for a, b in zip((y, *(gradients or ())), expected, strict=False):
+            assert_bitwise(a, b)
 
 
 @pytest.mark.parametrize("name", [name for name, row in ACTIVATIONS.items() if row.gated])

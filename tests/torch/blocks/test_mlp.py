@@ -13,6 +13,7 @@ from quaver import recipes
 from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.blocks.activation import ACTIVATIONS
+from quaver.torch.linear import function
 from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
@@ -69,6 +70,38 @@ def test_recomputing_changes_no_bit(recipe: str, activation: str) -> None:
 
     assert_same_training(plain, [whole, recomputing], recipe, inputs(2, 9, 48))
     assert again.recompute and "recompute=True" in repr(again)
+
+
+@pytest.mark.parametrize("frozen", ["", "up_proj", "down_proj", "both"])
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "activation"),
+    [
+        ("tensorwise", torch.bfloat16, "swiglu"),
+        ("delayed", torch.float32, "geglu"),
+        ("mxfp8", torch.bfloat16, "reglu"),
+        ("nvfp4", torch.float16, "swiglu"),
+        ("tensorwise", torch.bfloat16, "clamped_swiglu"),
+    ],
+)
+def test_what_is_made_again_beside_its_gradients_changes_no_bit(
+    recipe: str, dtype: torch.dtype, activation: str, frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlp = qt.LayerNormMLP(32, 192, activation, fused=False, dtype=dtype)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(mlp, name).weight.requires_grad_(name != frozen and frozen != "both")
+    shared: list[bool] = []
+    call = function.Remaking.__call__
+
+    def noted(self: Any, g: Tensor) -> Any:
+        kept = call(self, g)
+        shared.append(self.gradients is not None)
+        return kept
+
+    monkeypatch.setattr(function.Remaking, "__call__", noted)
+    # More elements between the matrices than codes are kept of.
+    assert_same_training(mlp, [whole, apart], recipe, inputs(96, 32, dtype=dtype))
+    assert shared == [activation != "clamped_swiglu"] * len(shared)
+    assert bool(shared) is (frozen in ("", "up_proj"))
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)

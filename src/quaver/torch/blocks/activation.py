@@ -36,6 +36,8 @@ class Activation:
     #: (gradient of the result, x or gate and value, *options) to the gradients of the inputs.
     backward: Callable[..., tuple[Tensor, ...]]
     gated: bool = False
+    #: (gradient of the result, gate, value) to the gradients of both and the result, where they share work.
+    again: Callable[..., tuple[Tensor, ...]] | None = None
     #: torch's own operation, which works in float32 inside whatever the dtype: the same bits without casts.
     native: bool = False
     #: Options and their defaults, in the order in which the functions take them.
@@ -53,10 +55,16 @@ def _plain(forward: Function, backward: Function, native: bool = False) -> Activ
 
 def _gated(forward: Function, backward: Function) -> Activation:
     """forward(gate) · value."""
+
+    def again(g: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        passed = forward(gate)
+        return backward(g * value, gate), passed * g, passed.mul_(value)
+
     return Activation(
         lambda gate, value: forward(gate).mul_(value),
         lambda g, gate, value: (backward(g * value, gate), forward(gate).mul_(g)),
         gated=True,
+        again=again,
     )
 
 
@@ -229,8 +237,11 @@ class Activated:
             return None
         return kernels.activated(self.name, self.options, x, spec, factor, want_output, not turned, turned)
 
-    def remake(self, saved: Sequence[Any]) -> Tensor:
-        return ACTIVATE(self.name, self.options, saved)
+    def remake(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        if g is None or ACTIVATIONS[self.name].again is None or not ops.on_host(g):
+            return ACTIVATE(self.name, self.options, saved), None
+        *gradients, y = _plain_backward(self.name, self.options, g, saved, again=True)
+        return y, tuple(gradients)
 
     def backward(
         self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
@@ -262,8 +273,8 @@ def _rows(q: Quantized, start: int, end: int) -> Quantized:
     return Quantized(q.data[start:end], q.scale[start:end], q.spec, (end - start, q.shape[1]))
 
 
-#: Elements of a result that a CPU works on at a time: float32 copies of so many stay in its cache.
-BLOCK = 1 << 17
+#: Elements of a result that a CPU works on at a time: float32 copies of so many stay in its last cache.
+BLOCK = 1 << 18
 
 
 def _plain_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
@@ -278,20 +289,25 @@ def _plain_forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> 
     return y
 
 
-def _plain_backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
+def _plain_backward(
+    name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor], again: bool = False
+) -> list[Tensor]:
+    """The gradients of x; and what x gives, by `Activation.again`."""
     row, dtype = ACTIVATIONS[name], x[0].dtype
     if row.native:
         return list(row.backward(g, *x))
+    formula: Any = row.again if again else row.backward
     together = row.gated and len(x) == 1
     if not together and not _in_blocks(g):
-        return [grad.to(dtype) for grad in row.backward(_float32(g), *_wide(row, x), *options)]
-    gradients = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in x]
-    for of_y, *rest in _blocks(g, *x, *gradients) if _in_blocks(g) else [(g, *x, *gradients)]:
+        return [result.to(dtype) for result in formula(_float32(g), *_wide(row, x), *options)]
+    results = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in (*x, *((g,) if again else ()))]
+    for of_y, *rest in _blocks(g, *x, *results) if _in_blocks(g) else [(g, *x, *results)]:
         part, outs = rest[: len(x)], rest[len(x) :]
-        grads = row.backward(_float32(of_y), *_wide(row, part), *options)
-        for out, grad in zip(outs[0].chunk(2, -1) if together else outs, grads, strict=True):
-            out.copy_(grad)
-    return gradients
+        if together:
+            outs = [*outs[0].chunk(2, -1), *outs[1:]]
+        for out, result in zip(outs, formula(_float32(of_y), *_wide(row, part), *options), strict=True):
+            out.copy_(result)
+    return results
 
 
 def _in_blocks(x: Tensor) -> bool:

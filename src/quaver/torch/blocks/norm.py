@@ -67,7 +67,7 @@ class Normalization:
         gamma, beta = gamma_and_beta(value, weight, bias, self.zero_centered)
         return kernels.normalized(value, gamma, beta, self.normalization, self.eps, spec, factor, want_output)
 
-    def remake(self, saved: Sequence[Any]) -> Tensor:
+    def remake(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
         raise AssertionError("what a norm made is kept")
 
     def backward(

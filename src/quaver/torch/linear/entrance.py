@@ -39,8 +39,8 @@ class Prologue(producers.Quantizing, Protocol):
                 like x, by its place among them.
         """
 
-    def remake(self, saved: Sequence[Any]) -> Tensor:
-        """The input once more, bit for bit."""
+    def remake(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """The input once more, bit for bit; and, if both share work, what `backward` gives of its gradient g."""
 
     def backward(
         self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
@@ -69,7 +69,7 @@ class Given:
     def quantized(self, *_: Any) -> None:
         return None
 
-    def remake(self, saved: Sequence[Any]) -> Tensor:
+    def remake(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
         raise AssertionError("what is given is kept")
 
     def backward(self, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -235,11 +235,13 @@ def _begun(setup: Setup, y: Tensor) -> list[Call]:
     return [begin(layer, setup.recipe, y, setup.dtype, setup.training) for layer in setup.layers]
 
 
-def remade(setup: Setup, saved: Sequence[Any], run: Call) -> tuple[Any, Any]:
-    """The input that wgrad consumes, from what the prologue kept."""
+def remade(setup: Setup, saved: Sequence[Any], run: Call, g: Tensor | None = None) -> tuple[Any, Any]:
+    """The input that wgrad consumes, from what the prologue kept; and as `Prologue.remake` the gradients of what that
+    took, of the gradient g of the input."""
     c = setup.recipe.wgrad.b
     if c is not None and run.plan.input and may_fuse(setup.dtype, saved[0]):
         q = producers.remade(setup.prologue, saved, c, *_known(run))
         if q is not None:
-            return q, None
-    return run.remade(matrix(setup.prologue.remake(saved).to(setup.dtype)))
+            return (q, None), None
+    y, gradients = setup.prologue.remake(saved, g)
+    return run.remade(matrix(y.to(setup.dtype))), gradients

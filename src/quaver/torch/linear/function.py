@@ -21,6 +21,7 @@ from quaver.torch.operations import ops, selecting
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.operations.sums import add
+from quaver.torch.state import counters
 
 #: What ran a call: its setup, the runs of its layers (None where a compiler traces them), the shape and dtype of their
 #: input, and the dtypes of weights and biases.
@@ -226,17 +227,24 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
     """
     setup, runs, shape, dtype, weight_dtypes, bias_dtypes = facts
     n, taken = len(setup.layers), setup.taken
-    of_layers, weights, kept, saved = gs[-n:], values[:n], (values[n], values[n + 1]), values[n + 2 :]
+    of_layers, weights, saved = gs[-n:], values[:n], values[n + 2 :]
+    kept: Any = values[n], values[n + 1]
     if setup.runs and runs[0].step.rows.levels == 2:  # type: ignore[index]
         kept, saved = (values[n], values[n + 1 : n + 3]), values[n + 3 :]
     if runs is None:
         runs, saved = _again(setup, of_layers, saved[:n]), saved[n:]
+    of_input = any(needs[:taken])
+    again: Remaking | None = None
     if kept[0] is None and any(needs[taken : taken + n]):
-        kept = remade(setup, saved, runs[0])
+        once = n == 1 and of_input and needs[taken] is True and not setup.return_input
+        # Counters show operands in the order in which a layer alone quantizes them.
+        if once and ops.on_host(of_layers[0]) and counters.active.counters is None:
+            kept = again = Remaking(setup, saved, runs[0], shape, dtype)
+        else:
+            kept, _ = remade(setup, saved, runs[0])
     shares = n > 1 and not torch.compiler.is_compiling()
     if shares:
         repeated.mark(kept[0], repeated.INPUT)
-    of_input = any(needs[:taken])
     of_y = gs[0].reshape(-1, shape[-1]) if setup.return_input else None
     of_weights: list[Any] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
@@ -254,13 +262,32 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
         if shares:
             repeated.unmark(kept[0])
     of_x: Sequence[Tensor | None] = (None,) * taken
-    if of_input:
+    if again is not None and again.gradients is not None:
+        of_x = again.gradients
+    elif of_input:
         assert of_y is not None
         # With the input's own gradient of_y may be that, whose shape is the caller's.
         of_y = of_y.view(*shape) if setup.return_input else _shaped(of_y, shape)
         decided = setup.runs[0].step.rows.implementation if setup.runs else None
         of_x = setup.prologue.backward(of_y, saved, decided, needs[:taken])
     return *of_x, *of_weights, *of_biases
+
+
+class Remaking:
+    """What wgrad consumes of one layer's input, which is made again when the gradient of that input is there."""
+
+    #: Of what the prologue took, if it gave them on the way.
+    gradients: Sequence[Tensor | None] | None = None
+
+    def __init__(self, setup: Setup, saved: Sequence[Any], run: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.of = setup, saved, run
+        self.shape, self.dtype = tuple(shape), dtype
+
+    def __call__(self, of_input: Tensor) -> tuple[Any, Any]:
+        g = of_input if of_input.dtype is self.dtype else of_input.to(self.dtype)
+        kept: tuple[Any, Any]
+        kept, self.gradients = remade(*self.of, _shaped(g, self.shape))
+        return kept
 
 
 def _again(setup: Setup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[Call]:

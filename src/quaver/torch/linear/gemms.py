@@ -78,6 +78,10 @@ LATER: Any = object()
 Gradients = tuple[Tensor | None, Any, Tensor | None]
 
 
+#: What wgrad consumes of an input.
+Kept = tuple[Tensor | Quantized, None]
+
+
 class Parts(Protocol):
     """What is done to the operands of a layer that has a part of each, where others have the rest."""
 
@@ -197,7 +201,7 @@ class Call:
         self,
         g: Tensor,
         weight: Tensor,
-        kept: tuple[Tensor | Quantized, None],
+        kept: Kept | Callable[[Tensor], Kept],
         needs: Sequence[Any],
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype,
@@ -205,7 +209,7 @@ class Call:
         """grad_output [..., N] to grad_input [T, K], grad_weight [N, K] and grad_bias [N], as needed.
 
         Args:
-            kept: what `turned` gave.
+            kept: what `turned` gave, or a function that gives it of grad_input.
             needs: whether each is needed; of the weight's perhaps `LATER`.
         """
         if self.owed is not None:
@@ -230,6 +234,9 @@ class Call:
         if need_input:
             grad_input = self._dgrad(gq, weight)
         if need_weight:
+            if callable(kept):
+                assert grad_input is not None
+                kept = kept(grad_input)
             gt: Tensor | Quantized
             if turned is not None:
                 gt = turned

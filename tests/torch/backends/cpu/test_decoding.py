@@ -47,6 +47,19 @@ def test_all_codes_decode_to_their_values_times_a_scale(
                     assert given[values.isnan()].isnan().all()
 
 
+def test_one_code_that_is_not_finite_is_seen_among_all_that_are() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    finite = codes.view(torch.float8_e5m2).float().isfinite()
+    assert finite.sum() == 248
+    rest = codes[finite]
+    for code, expected in zip(codes, finite, strict=True):
+        data = torch.cat([rest, code[None], rest]).view(1, -1).view(torch.float8_e5m2)
+        q = Quantized(data, 1.0, per_tensor(E5M2), (1, data.shape[1]))
+        assert decoding._is_finite(q) is bool(expected), int(code)
+    for amax, known in ((1.0, True), (math.inf, False), (math.nan, False)):
+        assert decoding._is_finite(Quantized(data, 1.0, per_tensor(E5M2), (1, 2), False, None, amax)) is known
+
+
 def test_flushing_is_seen_by_pythons_own_arithmetic() -> None:
     assert not decoding._flushes_subnormals()
     if not torch.set_flush_denormal(True):

@@ -161,8 +161,15 @@ INTO_BF16 = {"e4m3": (4, -30721, 120), "e5m2": (5, -28673, 112)}
 
 
 def _is_finite(q: Quantized) -> bool:
-    """True if a measured amax tells that E5M2's codes hold no infinity and no NaN."""
-    return isinstance(q.amax, float) and q.amax < math.inf
+    """True if E5M2's codes hold no infinity and no NaN: by a measured amax, which compiled code does not hand on, or by
+    the largest codes of either sign, which takes a quarter of what decoding by bits saves."""
+    if isinstance(q.amax, float):
+        return q.amax < math.inf
+    return bool(q.data.view(torch.int8).amax() < INFINITE) and bool(q.data.view(torch.uint8).amax() < 128 + INFINITE)
+
+
+#: The code of infinity in E5M2; those of NaN are above it.
+INFINITE = 124
 
 
 def _through_float32(codes: Tensor, slot: str, factor: float) -> Tensor:
