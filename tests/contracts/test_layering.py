@@ -105,7 +105,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.torch.parallel.quantized": ("gradients", "dispatch"),
     "quaver.torch.parallel.pipeline": ("splitting", "stages"),
     "quaver.torch.optim": (
-        *("codes", "noise", "weights", "rules", "stepping", "layout", "gradients", "optimizer", "optimizers"),
+        *("codes", "noise", "weights", "rules", "stepping", "gradients", "loading", "optimizer", "optimizers"),
     ),
     "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),

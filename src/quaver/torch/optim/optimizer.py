@@ -1,5 +1,6 @@
 """The optimizer that all rules share: torch's interface, what is kept for each parameter, and the step."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -8,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.states.presets import PRESETS, Preset
-from quaver.core.text.spelling import suggest
 from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import CODES
-from quaver.torch.optim import codes, layout, weights
-from quaver.torch.optim.gradients import Gradients
+from quaver.torch.optim import codes, weights
+from quaver.torch.optim.gradients.held import Gradients
+from quaver.torch.optim.loading.converting import states_of
+from quaver.torch.optim.loading.presets import packed, preset_of
 from quaver.torch.optim.rules.rule import Rule
-from quaver.torch.optim.stepping import Drawn, Parts, Way, step
+from quaver.torch.optim.stepping import layout
+from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, step
 from quaver.torch.optim.weights import Keeping
 
 #: Tensors below are kept in high precision.
@@ -34,12 +37,12 @@ class Optimizer(torch.optim.Optimizer):
     writes_quantized_weights = True
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, seed: int = 0, statistics: bool = False) -> None:
-        self.seed = seed
         self.statistics = statistics
         #: Of each parameter: how many updates were held to their bound, and how many there were.
         self.counted: dict[Tensor, tuple[Tensor, int]] = {}
         self.gradients = Gradients()
-        super().__init__(groups_of(params, defaults), defaults)
+        defaults["seed"] = seed
+        super().__init__(groups_of(params), defaults)
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
         """The formula of a group."""
@@ -131,7 +134,7 @@ class Optimizer(torch.optim.Optimizer):
             check_gradient(p)
         elif held.factor is not None:
             factor = held.factor if factor is None else held.factor * factor
-        drawn = Drawn(self.seed, number, state["step"].long(), layout.first_element(p))
+        drawn = Drawn(group["seed"], number, state["step"].long(), layout.first_element(p))
         outcome = step(way, self.parts(p, way), scalars, factor, drawn, state.get("amax"), keep)
         if outcome.amax is not None:
             state["amax"].copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, state["amax"]))
@@ -142,12 +145,6 @@ class Optimizer(torch.optim.Optimizer):
     def parts(self, p: Tensor, way: Way) -> Parts:
         """All that a parameter's step reads and writes, this rank's part, as matrices."""
         state = self.state[p]
-        weight = [layout.local(p)]
-        if way.keeping.spec is not None:
-            owner = storing.owner(p)
-            assert owner is not None
-            weight.append(owner._buffers["weight_scale"])  # type: ignore[arg-type]
-        weight += [layout.local(state[name]) for name in way.keeping.states]
         moments = tuple(
             tuple(layout.local(state[key]) for key in (name, f"{name}_scale") if key in state)
             for name in way.rule.names
@@ -158,7 +155,12 @@ class Optimizer(torch.optim.Optimizer):
         else:
             assert p.grad is not None
             gradient = (layout.local(p.grad),)
-        return layout.as_rows(Parts(tuple(weight), moments, gradient), way)
+        return layout.as_rows(Parts(self.parts_of_weight(p, way), moments, gradient))
+
+    def parts_of_weight(self, p: Tensor, way: Way) -> tuple[Tensor, ...]:
+        """All that says a parameter's weight, this rank's part, as matrices."""
+        beside = [layout.local(self.state[p][name]) for name in way.keeping.states]
+        return tuple(layout.rows(t) for t in (*weight_of(p, way), *beside))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
@@ -190,6 +192,53 @@ class Optimizer(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         return self.gradients.clip(parameters, max_norm, norm_type)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Codes keep their dtypes, and groups name their presets as plain data."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["preset"] = packed(group["preset"])
+        return state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take up a state dict of any preset, of torch.optim, torchao.optim or MS-AMP; load the model before it.
+
+        The groups keep their presets: states that were kept otherwise are converted, which a warning says.
+        """
+        presets = [group["preset"] for group in self.param_groups]
+        super().load_state_dict({**state_dict, "state": {}})
+        before = [group.get("preset") for group in state_dict["param_groups"]]
+        for group, preset in zip(self.param_groups, presets, strict=True):
+            group["preset"] = preset
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        said: dict[str, int] = {}
+        for group, saved, written in zip(self.param_groups, state_dict["param_groups"], before, strict=True):
+            for p, key in zip(group["params"], saved["params"], strict=True):
+                if key in state_dict["state"]:
+                    self._load_state(p, group, state_dict["state"][key], written, said)
+        for sentence, number in said.items():
+            warnings.warn(f"{number} parameters: {sentence}", stacklevel=2)
+
+    def _load_state(
+        self, p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], written: Any, said: dict[str, int]
+    ) -> None:
+        way, old = self.way(p, group), None if written is None else self.way(p, {**group, "preset": written})
+        weight = tuple(layout.rows(t) for t in weight_of(p, way))
+        state, lost = states_of(p, saved, way, old, weight)
+        first = self._first_state(p, group)
+        self.state[p] = {**first, **{name: value for name, value in state.items() if name in first}}
+        self.state[p]["step"] = first["step"] + state["step"].to(first["step"].device)
+        if way.predicts:
+            assert way.keeping.spec is not None
+            tensors = self.parts_of_weight(p, way)
+            self.state[p]["amax"] = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
+        if lost:
+            said[lost] = said.get(lost, 0) + 1
+        if old is None or old.moments != way.moments or old.keeping != way.keeping:
+            wrote = "another library" if written is None else f"preset {preset_of(written).name}"
+            sentence = f"states of {wrote} were converted to preset {self.preset(p, group).name}"
+            said[sentence] = said.get(sentence, 0) + 1
+
     def _first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a parameter starts with."""
         way = self.way(p, group)
@@ -200,9 +249,9 @@ class Optimizer(torch.optim.Optimizer):
             held = torch.zeros(own.shape, dtype=codes.code_dtype(spec.of), device=own.device)
             state[name] = layout.like(p, held, p.shape)
             if spec.of.scaled:
-                shape = codes.scale_shape(own.shape, spec.block)
+                shape = codes.scale_shape(own.shape, spec.block, spec.of.numbers)
                 scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)
-                state[f"{name}_scale"] = layout.like(p, scale, codes.scale_shape(p.shape, spec.block))
+                state[f"{name}_scale"] = layout.like(p, scale, codes.scale_shape(p.shape, spec.block, spec.of.numbers))
         value = layout.value_of(p) if way.keeping.kind in ("float32", "float16") else None
         for name, tensor in zip(way.keeping.states, weights.first_states(way.keeping, own, value), strict=True):
             state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
@@ -212,7 +261,7 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
 
-def groups_of(params: Any, defaults: Mapping[str, Any]) -> Any:
+def groups_of(params: Any) -> Any:
     """Parameter groups of a model: embeddings are kept in float32; what is no model stays as it is."""
     if not isinstance(params, nn.Module):
         return params
@@ -224,13 +273,14 @@ def groups_of(params: Any, defaults: Mapping[str, Any]) -> Any:
     return groups + ([{"params": table, "preset": "float32"}] if table else [])
 
 
-def preset_of(preset: str | Preset) -> Preset:
-    """A preset by its name, or itself. Raises: ValueError."""
-    if isinstance(preset, Preset):
-        return preset
-    if preset not in PRESETS:
-        raise ValueError(f"preset {preset!r} is not known; {suggest(str(preset), list(PRESETS))}")
-    return PRESETS[preset]
+def weight_of(p: Tensor, way: Way) -> list[Tensor]:
+    """The weight as a GEMM reads it: itself, and the scales of codes."""
+    weight = [layout.local(p).detach()]
+    if way.keeping.spec is not None:
+        owner = storing.owner(p)
+        assert owner is not None
+        weight.append(owner._buffers["weight_scale"])  # type: ignore[arg-type]
+    return weight
 
 
 def keeping_of(p: Tensor, preset: Preset) -> Keeping:

@@ -164,3 +164,26 @@ def promoted(keeping: Keeping, tensors: tuple[Tensor, ...]) -> tuple[Keeping, tu
     """A residual of int8 as one of int16, which has the same value: more bits from here on."""
     *rest, residual = tensors
     return replace(keeping, kind="residual16"), (*rest, residual.to(torch.int16) * 256)
+
+
+def around(keeping: Keeping, weight: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What is kept beside a weight that stays as a GEMM reads it, so that both say `weight` as nearly as they can.
+
+    Args:
+        weight: float32.
+        tensors: as `read` takes them; what is kept beside the weight may hold anything.
+    """
+    if keeping.kind == "plain":
+        return ()
+    if keeping.kind == "remainder":
+        # Exact where the bfloat16 is the weight rounded: it fits sixteen bits.
+        rest = weight.view(torch.int32) - (tensors[0].view(torch.int16).int() << 16)
+        return (rest.clamp(-(2**15), 2**15 - 1).to(torch.int16),)
+    if keeping.kind == "float32":
+        return (weight.clone(),)
+    if keeping.kind == "float16":
+        master, scale = codes.encode(weight, _MASTER16)
+        assert scale is not None
+        return master, scale
+    scaled = weight if keeping.spec is None else weight / _spread_scales(keeping.spec, tensors[1], weight)
+    return (_residual(keeping, scaled, tensors[0], tensors[-1].dtype, None),)

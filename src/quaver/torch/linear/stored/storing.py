@@ -283,11 +283,12 @@ _stored: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def settle(layer: Any) -> None:
-    """Say again, after a parameter was made, that its gradient is float32, and whose it is."""
+    """Say again, after a parameter was made, that its gradient is a float, and whose it is."""
     weight = layer._parameters["weight"]
     if weight is None or weight.dtype not in CODES:
         return
-    if weight.grad_dtype is not torch.float32:
+    if weight.grad_dtype not in ops.DTYPES:
+        # An optimizer may have chosen another float.
         weight.grad_dtype = torch.float32
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_refuse_optimizer))

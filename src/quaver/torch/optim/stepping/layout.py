@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import CODES, dequantized
-from quaver.torch.optim.stepping import Parts, Way
+from quaver.torch.optim.stepping.pieces import Parts
 
 
 def local(t: Tensor) -> Tensor:
@@ -58,16 +58,14 @@ def value_of(p: Tensor) -> Tensor:
     return local(p).detach().float()
 
 
-def as_rows(parts: Parts, way: Way) -> Parts:
+def as_rows(parts: Parts) -> Parts:
     """All tensors as matrices: leading dimensions are rows, and a vector is one."""
-    return Parts(
-        tuple(_rows(t) for t in parts.weight),
-        tuple(tuple(_rows(t) for t in held) for held in parts.moments),
-        tuple(_rows(t) for t in parts.gradient),
-    )
+    moments = tuple(tuple(rows(t) for t in held) for held in parts.moments)
+    return Parts(tuple(rows(t) for t in parts.weight), moments, tuple(rows(t) for t in parts.gradient))
 
 
-def _rows(t: Tensor) -> Tensor:
+def rows(t: Tensor) -> Tensor:
+    """A tensor as a matrix."""
     if t.dim() == 2 or t.dim() == 0:
         return t
     return t.view(1, -1) if t.dim() < 2 else t.view(-1, t.shape[-1])

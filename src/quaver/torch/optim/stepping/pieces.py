@@ -155,7 +155,7 @@ def step(
         assert amax is not None
         reach = way.rule.reach(amax, scalars, largest(way, parts, factor) if way.rule.asks else ())
     tops, clamped = [], []
-    for piece in pieces(way, parts):
+    for piece in in_pieces(way, parts):
         own = cut(way, parts, piece)
         word = None
         if way.draws:
@@ -188,7 +188,7 @@ def largest(way: Way, parts: Parts, factor: Tensor | None) -> tuple[Tensor, ...]
     return (top if factor is None else top * factor, *tops)
 
 
-def pieces(way: Way, parts: Parts) -> Sequence[slice]:
+def in_pieces(way: Way, parts: Parts) -> Sequence[slice]:
     """Rows of each piece."""
     rows, columns = parts.weight[0].shape
     if way.whole or rows * columns <= PIECE:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quaver.core.states.codes import StateSpec
-from quaver.torch.optim import codes, layout
+from quaver.torch.optim import codes
+from quaver.torch.optim.stepping import layout
 
 #: Elements that are decoded at once where the norm is taken.
 PIECE = 1 << 16
@@ -28,7 +29,7 @@ class Held:
     #: What it is multiplied by at the step, float32 []: clipping is exact.
     factor: Tensor | None = None
 
-    def pieces(self) -> Iterable[Tensor]:
+    def in_pieces(self) -> Iterable[Tensor]:
         """Its values, float32, some rows at a time."""
         data, scale = self.codes, self.scale
         if data.dim() < 2 or self.spec.block is None:
@@ -51,7 +52,7 @@ class Gradients:
         """Have a parameter's gradients kept in a dtype, by its name, or in codes."""
         if isinstance(kind, StateSpec):
             self._watch(p, kind)
-        elif kind == "bfloat16" and p.dtype is not torch.bfloat16 and layout.local(p) is p:
+        elif kind == "bfloat16" and p.dtype is not torch.bfloat16 and layout.local(p) is p and p.grad is None:
             p.grad_dtype = torch.bfloat16
 
     def _watch(self, p: Tensor, spec: StateSpec) -> None:
@@ -103,7 +104,7 @@ class Gradients:
                 assert p.grad is not None
                 norms.append(torch.linalg.vector_norm(layout.local(p.grad), order, dtype=torch.float32))
             else:
-                parts = [torch.linalg.vector_norm(piece, order) for piece in held.pieces()]
+                parts = [torch.linalg.vector_norm(piece, order) for piece in held.in_pieces()]
                 whole = torch.linalg.vector_norm(torch.stack(parts), order) if parts else held.codes.new_zeros(())
                 norms.append(whole if held.factor is None else whole * held.factor)
         if not norms:

@@ -1,0 +1,46 @@
+"""Moments of a state dict as float32, whichever library wrote them.
+
+torch's are floats. torchao's low-bit optimizers keep tensors with a `dequantize` of their own. MS-AMP's are objects
+with `value`, codes or float16 numbers, and `meta.scale_inv`, by which these are multiplied. Sources: torchao.optim
+0.18; Azure/MS-AMP, msamp/optim/adamw.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.core.states.codes import StateSpec
+from quaver.torch.optim import codes
+
+#: MS-AMP's dtypes stand for formats: torch had none of eight bits when it was written.
+MSAMP = {torch.uint8: torch.float8_e4m3fn, torch.int8: torch.float8_e5m2}
+
+
+def values(saved: Any, scale: Tensor | None, spec: StateSpec | None) -> Tensor:
+    """A moment, float32 of the parameter's shape.
+
+    Args:
+        saved: as it lies in the state dict.
+        scale: of ours.
+        spec: how ours was written; None: another library's.
+    Raises:
+        ValueError: integers of an unknown library.
+    """
+    if spec is not None:
+        return codes.decode(saved, scale, spec)
+    meta = getattr(saved, "meta", None)
+    if meta is not None and hasattr(meta, "scale_inv"):
+        value: Tensor = saved.value
+        number = value.view(MSAMP[value.dtype]) if value.dtype in MSAMP else value
+        return number.float() * meta.scale_inv.float()
+    if type(saved) is not Tensor and hasattr(saved, "codes") and hasattr(saved, "dequantize"):
+        decoded: Tensor = saved.dequantize()
+        return decoded.float()
+    if not isinstance(saved, Tensor) or not saved.is_floating_point():
+        kind = saved.dtype if isinstance(saved, Tensor) else type(saved).__name__
+        raise ValueError(
+            f"a moment in the state dict is {kind}, and its group names no preset: Quaver reads states of torch.optim, "
+            "torchao.optim, MS-AMP and its own; for another library save them as float32"
+        )
+    return saved.float()
