@@ -42,7 +42,11 @@ from tests.train.conftest import MakeConfig
 
 #: The smallest model whose heads, groups and layers two ranks can share.
 PAIR = "pair"
+#: That of more layers, for two stages on each of two ranks, and for four.
+FOUR, EIGHT = "four", "eight"
 MODELS.setdefault(PAIR, replace(MODELS["nano"], layers=2, groups=2))
+MODELS.setdefault(FOUR, replace(MODELS[PAIR], layers=4))
+MODELS.setdefault(EIGHT, replace(MODELS[PAIR], layers=8))
 #: Parts of models that the first lacks: biases and two norms side by side; a tied head, norms of heads and after parts.
 MODELS.setdefault("pair-neox", replace(MODELS[PAIR], **NEOX))
 MODELS.setdefault("pair-gemma", replace(MODELS[PAIR], qk_norm="RMSNorm", windows=(7, -1), **GEMMA2))
@@ -111,9 +115,14 @@ def farthest(a: dict[str, float], b: dict[str, float]) -> float:
     return max(abs(b[name] / a[name] - 1) for name in a)
 
 
+#: Options of a single process.
+ALONE: dict[str, Any] = {"fsdp": 0, "pp": 1, "pp_schedule": "1F1B", "pp_stages": 0, "cp": 1, "tp": 1, "sp": False}
+
+
 def plain(config: TrainConfig, name: str, **options: Any) -> TrainConfig:
     """The same on a single process, in a folder beside it."""
-    return replace(config, fsdp=0, pp=1, cp=1, tp=1, sp=False, out=str(Path(config.out).with_name(name)), **options)
+    out = str(Path(config.out).with_name(name))
+    return replace(config, **ALONE | {"out": out} | options)
 
 
 DELAYED = "delayed(history=4)"

@@ -44,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 #: The options of a run of several ranks, which a comparison has none of.
-RANKS = ("fsdp", "pp", "cp", "cp_how", "tp", "sp", "async_save", "timeout")
+RANKS = ("fsdp", "pp", "pp_schedule", "pp_stages", "cp", "cp_how", "tp", "sp", "async_save", "timeout")
 out = Console()
 err = Console(stderr=True)
 

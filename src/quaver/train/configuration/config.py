@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from quaver.core.text.spelling import suggest
+from quaver.train.configuration.pipelines import ORDERS
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.files import whole_file
 
@@ -52,7 +53,9 @@ class TrainConfig:
     device: Annotated[str, "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"] = "auto"
     recompute: Annotated[str, "what backward computes again to save memory: none, mlp or full (whole layers)"] = "none"
     fsdp: Annotated[int, "ranks that share batch, weights and moments; 0: all that are left of those started"] = 0
-    pp: Annotated[int, "stages of a pipeline, each with layers that follow one another"] = 1
+    pp: Annotated[int, "ranks of a pipeline, each with layers that follow one another"] = 1
+    pp_schedule: Annotated[str, "the order of micro-batches among those, by torch's name: " + " ".join(ORDERS)] = "1F1B"
+    pp_stages: Annotated[int, "stages of each of those, where the schedule takes several; 0: two"] = 0
     cp: Annotated[int, "ranks that share the tokens of each sequence"] = 1
     cp_how: Annotated[str, "what attention sends between those: gather, ring or all_to_all"] = "gather"
     tp: Annotated[int, "ranks that share each layer's heads and features, and the words"] = 1
@@ -77,6 +80,7 @@ class TrainConfig:
         choose("recompute", self.recompute, RECOMPUTE)
         choose("capture", self.capture, CAPTURE)
         choose("cp_how", self.cp_how, CP_HOW)
+        choose("pp_schedule", self.pp_schedule, ORDERS)
         for tracker in self.report_to:
             choose("report_to", tracker, TRACKERS)
         if not self.tokens.endswith(".json"):
@@ -99,14 +103,17 @@ class TrainConfig:
 SMALLEST: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
     **dict.fromkeys(("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
-    **dict.fromkeys(("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp", "timeout"), 0),
+    **dict.fromkeys(
+        ("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp", "timeout", "pp_stages"), 0
+    ),
     **dict.fromkeys(("pp", "cp", "tp"), 1),
+    "pp_stages": 0,
     "vocab": 257,  # 256 bytes and the mark between files
 }
 #: 2**63 - 1 for the others: what a file of integers holds.
 LARGEST: Mapping[str, int] = {
     **{"threads": 1024, "vocab": 1 << 20},
-    **dict.fromkeys(("fsdp", "pp", "cp", "tp", "timeout"), 1 << 20),
+    **dict.fromkeys(("fsdp", "pp", "pp_stages", "cp", "tp", "timeout"), 1 << 20),
 }
 
 

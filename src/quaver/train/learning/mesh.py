@@ -9,6 +9,7 @@ from typing import NamedTuple
 from quaver.core.spec import Recipe
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.parameter_table import WORDS
+from quaver.train.configuration.pipelines import ORDERS, stages_each
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.ranks import world
 
@@ -16,7 +17,7 @@ from quaver.train.learning.ranks import world
 class Sizes(NamedTuple):
     """Ranks along each dimension, the outermost first."""
 
-    #: Have layers that follow one another: the stages of a pipeline.
+    #: Have layers that follow one another: a pipeline's, of one stage or several.
     pp: int
     #: Share the sequences of a batch, and with them weights and moments.
     fsdp: int
@@ -62,23 +63,45 @@ def started(ranks: int) -> str:
 
 
 def check_stages(config: TrainConfig) -> None:
-    """Raise a ValueError if layers do not divide into stages, or a step has fewer micro-batches than stages."""
-    model, stages = MODELS[config.model], config.pp
-    if stages == 1:
+    """Raise a ValueError if layers do not divide into stages, or micro-batches do not go through them as was asked."""
+    model, ranks, order = MODELS[config.model], config.pp, ORDERS[config.pp_schedule]
+    if ranks == 1:
+        for name, usual in (("pp_schedule", "1F1B"), ("pp_stages", 0)):
+            if (value := getattr(config, name)) != usual:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{name} is {value}, and pp is 1; give --pp, or {option} {usual}")
         return
+    each = stages_each(config.pp_schedule, config.pp_stages)
+    if not order.least <= each <= order.most:
+        takes = f"{order.least} or more stages" if order.most > order.least else f"{order.least} on each rank"
+        raise ValueError(f"pp_stages is {each}, and {config.pp_schedule} takes {takes}; leave out --pp-stages")
+    stages, by = ranks * each, f" with {each} stages on each" if each > 1 else ""
     if model.layers % stages:
         raise ValueError(
-            f"pp is {stages}, which cannot share the {model.layers} layers of {config.model}; give another"
+            f"pp is {ranks}{by}, which cannot share the {model.layers} layers of {config.model}; give another"
+            + (", or --pp-schedule 1F1B, which takes a stage a rank" if by and not model.layers % ranks else "")
         )
     if model.tied:
         raise ValueError(
-            f"pp is {stages}, and the head of {config.model} is its embedding, which the first and the last stage "
+            f"pp is {ranks}, and the head of {config.model} is its embedding, which the first and the last stage "
             "would share; leave out --pp, or take a model with a head of its own"
         )
-    if config.accumulate < stages:
+    least = stages if order.fills else ranks
+    if config.accumulate < least:
         raise ValueError(
-            f"pp is {stages}, and a step has {config.accumulate} micro-batches, which would leave stages idle; give "
-            f"--accumulate {stages} or more, and --batch so much less"
+            f"pp is {ranks}{by}, and a step has {config.accumulate} micro-batches, which would leave stages idle; give "
+            f"--accumulate {least} or more, and --batch so much less"
+        )
+    if order.rounds and config.accumulate % (config.accumulate // ranks):
+        raise ValueError(
+            f"accumulate is {config.accumulate}, and {config.pp_schedule} takes micro-batches by rounds of as many, of "
+            f"{ranks} or a little more; give --accumulate a multiple of {ranks}"
+        )
+    if order.splits and config.tp > 1:
+        raise ValueError(
+            f"pp_schedule is {config.pp_schedule}, which fills its waits with the gradients of weights, and tp is "
+            f"{config.tp}: layers that lie in parts compute all gradients at once, and would do so twice; take "
+            "--pp-schedule Interleaved1F1B or 1F1B, or leave out --tp"
         )
 
 

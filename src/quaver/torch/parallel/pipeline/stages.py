@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from quaver.torch.parallel.pipeline.splitting import split_backwards
@@ -34,7 +35,8 @@ def stage(
     zeros. Ranks that hold this stage reduce delayed scaling's maxima over one another, and over no other stage's.
 
     Args:
-        module: the stage's layers, converted before; wrapped, as by `fully_shard`, before or after.
+        module: the stage's layers, converted before; wrapped, as by `fully_shard`, before or after, and prepared by
+            `gather_quantized` after.
         index: which stage it is.
         count: stages of the pipeline.
         example: what it takes of a micro-batch: shapes and dtypes, no values. May be on meta.
@@ -71,6 +73,15 @@ class _Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with split_backwards(args):
             return super().forward_maybe_with_nosync(*args, **kwargs)
+
+    def backward_maybe_with_nosync(self, backward_type: Any, *args: Any, **kwargs: Any) -> Any:
+        if backward_type != "full":
+            # torch looks for the gradients of the parameters that it sees here: of parts that fully_shard has put in
+            # their place after a forward there are none, and none would be computed.
+            for module in self.submod.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+        return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_index: int) -> list[Any]:
         return _timed(super().get_fwd_recv_ops(fwd_chunk_index))

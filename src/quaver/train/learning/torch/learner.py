@@ -41,8 +41,6 @@ class TorchLearner:
         else:
             self.conversion = parallelize(self.model, recipe, config, group)
         self.optimizer = adamw(self.model, config)
-        if group is not None:
-            group.watch(self.model)
         self.update = Update(self.model, self.optimizer, config, group)
         self._run = self._runner()
 
@@ -66,11 +64,11 @@ class TorchLearner:
         size = batch.shape[1] if self.group is None else batch.shape[1] // self.group.sizes.fsdp
         pieces = torch.from_numpy(batch).to(self.device).view(-1, size, batch.shape[-1])
         first = first_module(self.model, pieces, self.update.loss)
-        return first[1] if self.group is None else self.group.whose(self.update.own) + self.group.earliest(first)
+        return first.says if self.group is None else self.group.whose(self.update.own) + self.group.earliest(first)
 
     def first_gradient(self, batch: np.ndarray) -> str:
         first = first_gradient(self.model)
-        return first[1] if self.group is None else self.group.whose() + self.group.earliest(first, backward=True)
+        return first.says if self.group is None else self.group.whose() + self.group.earliest(first, backward=True)
 
     def tensors(self) -> tuple[Tensors, Tensors]:
         return arrays(self.model.state_dict()), arrays(state_of(self.model, self.optimizer))

@@ -1,13 +1,23 @@
 """Where a NaN or an infinity first appeared, for the sentence that stops a run."""
 
-import sys
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+
+class Place(NamedTuple):
+    """Where a value is not finite."""
+
+    #: Of several in one stage, the smallest is the first.
+    number: int
+    #: Of the module or parameter; "" of none.
+    name: str
+    #: In words.
+    says: str
 
 
 def finite(value: Any) -> bool:
@@ -16,22 +26,20 @@ def finite(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or bool(torch.isfinite(value).all())
 
 
-def first_module(
-    model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[int, str]:
-    """The first place, in order of computation, that is not finite on batch int64 [accumulate, B, S + 1], in words.
+def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> Place:
+    """The first place, in order of computation, that is not finite on batch int64 [accumulate, B, S + 1].
 
-    The forward pass is run again, without gradients, so that no amax is recorded twice. The number before the words
-    is that of the module's call: of several ranks, each of which sees a part, the smallest is the first. All run
-    it, since stages of a pipeline have other parameters and wait for one another.
+    The forward pass is run again, without gradients, so that no amax is recorded twice. Its number is that of the
+    module's call, or 0 of a parameter's. All ranks run it, since stages of a pipeline have other parameters and wait
+    for one another.
 
     Args:
         loss: of a batch [B, S + 1], by the model.
     """
-    places: list[tuple[int, str]] = []
+    places: list[Place] = []
     for name, parameter in model.named_parameters():
         if not finite(parameter):
-            places.append((0, f"the parameter {name} is already not finite"))
+            places.append(Place(0, name, f"the parameter {name} is already not finite"))
             break
     calls = count(1)
 
@@ -39,7 +47,7 @@ def first_module(
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             call = next(calls)
             if not finite(output) and not places:  # in this order, as DTensors are gathered
-                places.append((call, f"the first output that is not finite is that of {name}"))
+                places.append(Place(call, name, f"the first output that is not finite is that of {name}"))
 
         return hook
 
@@ -51,15 +59,12 @@ def first_module(
     finally:
         for hook in hooks:
             hook.remove()
-    return places[0] if places else (sys.maxsize, "every module's output is finite")
+    return places[0] if places else Place(0, "", "every module's output is finite")
 
 
-def first_gradient(model: nn.Module) -> tuple[int, str]:
-    """The first parameter, in order of backward (from the head down), whose gradient is not finite, in words.
-
-    The number before the words is 0, or the largest where there is none.
-    """
+def first_gradient(model: nn.Module) -> Place:
+    """The first parameter, in order of backward (from the head down), whose gradient is not finite."""
     names = [name for name, parameter in model.named_parameters() if not finite(parameter.grad)]
     if not names:
-        return sys.maxsize, "the norm overflowed"
-    return 0, f"the first gradient that is not finite is that of {names[-1]}"
+        return Place(0, "", "the norm overflowed")
+    return Place(0, names[-1], f"the first gradient that is not finite is that of {names[-1]}")

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +45,9 @@ class Stages(Protocol):
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
         """That of a batch, without gradients."""
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a module or a parameter."""
 
 
 #: Under this key a rank claims to say why the run ends.
@@ -196,14 +198,16 @@ class Group:
         dist.all_gather_object(values, value)
         return values
 
-    def earliest(self, seen: tuple[int, str], backward: bool = False) -> str:
-        """What the rank says that gives the smallest number, of the first stage that gives less than the largest.
+    def earliest(self, seen: tuple[int, str, str], backward: bool = False) -> str:
+        """What the rank says whose place comes first: in the first stage that has one, the smallest number.
 
         Args:
+            seen: a number, a module or parameter's name or "", and what is said of it.
             backward: the last stage comes first.
         """
-        stage = self.mesh.get_local_rank("pp") * (-1 if backward else 1)
-        return str(min(self.every((seen[0] == sys.maxsize, stage, *seen)))[-1])
+        number, name, says = seen
+        stage = self.pipeline.stage_of(name) if self.pipeline is not None and name else 0
+        return str(min(self.every((not name, -stage if backward else stage, number, says)))[-1])
 
     def tokens(self, config: TrainConfig) -> int:
         """How many of a sequence's tokens are on this rank between its layers."""

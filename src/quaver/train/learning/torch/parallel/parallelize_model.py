@@ -10,10 +10,11 @@ from quaver.torch.blocks.norm import Norm
 from quaver.torch.blocks.transformer import TransformerLayer
 from quaver.torch.parallel import Column, Heads, Row, Sequence, Vocabulary, context_parallel, gather_quantized
 from quaver.train.configuration.config import TrainConfig
+from quaver.train.configuration.pipelines import ORDERS
 from quaver.train.learning.mesh import check_words
 from quaver.train.learning.torch.decoder import Decoder, quantize_layers
 from quaver.train.learning.torch.parallel.group import Group
-from quaver.train.learning.torch.parallel.pipeline import Part, Pipeline, keep_stage
+from quaver.train.learning.torch.parallel.pipeline import Pipeline
 
 
 def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Group) -> Report:
@@ -23,7 +24,7 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
     2. `parallelize_module`, where tp is given: each rank computes some heads and some features of every layer, has some
        words of the embedding and of the head, and with sp some tokens of what is between them.
     3. `context_parallel`, where cp is given: each rank has some tokens of a sequence, and attention goes across them.
-    4. `stage`, where pp is given: each rank keeps the layers of a stage.
+    4. `stage`, where pp is given: each rank keeps the layers of its stages, which are one or several.
     5. `gather_quantized`: torch's fully_shard will gather the layers' weights as codes and scales, in parts or whole.
     6. `fully_shard`, layer by layer and then what is left: weights, gradients and moments are divided among the ranks
        of fsdp and of cp.
@@ -40,16 +41,19 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
         parallelize_module(model, group.mesh["tp"], plan(model, config.sp), src_data_rank=None)
     if group.across is not None:
         group.cut = context_parallel(model, group.across["cp"], config.cp_how).cut
-    whole: nn.Module = model
+    wholes: list[nn.Module] = [model]
     if group.sizes.pp > 1:
-        keep_stage(model, group.mesh.get_local_rank("pp"), group.sizes.pp)
-        whole = Part(model, config.dtype, group.loss_chunk(config))
-        group.pipeline = Pipeline(whole, recipe, config, group)
+        group.pipeline = pipeline = Pipeline(model, recipe, config, group)
+        wholes = [*pipeline.parts]
     if travels(recipe):
         gather_quantized(model, mesh=group.mesh["data"])
+    # Parts of a backward that are run apart would each gather a layer anew: it stays gathered until its stage is done.
+    reshards = False if group.sizes.pp > 1 and ORDERS[config.pp_schedule].splits else None
     for layer in model.layers:
-        fully_shard(layer, mesh=group.mesh["data"])
-    fully_shard(whole, mesh=group.mesh["data"])
+        fully_shard(layer, mesh=group.mesh["data"], reshard_after_forward=reshards)
+    for whole in wholes:
+        fully_shard(whole, mesh=group.mesh["data"], reshard_after_forward=reshards)
+        group.watch(whole)
     return report
 
 
