@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
 from quaver.recipes import RECIPES
+from quaver.torch.backends.gpu.launching import device
 from tests import two_ranks
 from tests.close import assert_bitwise
 from tests.torch.parallel.fsdp.test_gathering import MOST, MOST_OF_MX_AND_ROWS
@@ -119,11 +120,11 @@ def names(model: nn.Module) -> set[str]:
     return {name for name, part in model.named_modules() if isinstance(part, QuaverLinear)}
 
 
-@pytest.mark.parametrize("head", [False, True])
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
+@pytest.mark.parametrize(
+    ("recipe", "head"),
+    [*((name, False) for name in RECIPES if name != "bf16"), ("delayed", True), ("nvfp4", True)],
+)
 def test_a_model_trains_as_one_that_convert_was_given(recipe: str, head: bool) -> None:
-    if head and recipe not in ("delayed", "nvfp4"):
-        pytest.skip("a head is a layer like any other")
     converter = quantized(recipe, filter_fqns=[] if head else ["lm_head"], seed=5)
     model, beside = filled(on_meta(spec_of(converter), job())), filled(on_meta(spec_of(), job()))
     qt.convert(beside, recipe, head=head, seed=5)
@@ -230,6 +231,28 @@ def test_options_that_contradict_are_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=said):
         model_registry("debugmodel", converters=[QuaverConverter.Config(**{"emulate": True} | options)])
+
+
+@pytest.mark.parametrize(
+    ("arch", "emulated"),
+    [
+        (80, {"tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"}),
+        (90, {"mxfp8", "nvfp4"}),
+        (100, set()),
+    ],
+)
+def test_gpus_without_a_recipes_gemms_are_refused_unless_they_may_emulate(
+    arch: int, emulated: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "recorded", [arch])
+    for recipe in ("bf16", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"):
+        if recipe in emulated:
+            with pytest.raises(ValueError, match=rf"this machine would emulate GEMMs of {recipe}.*emulate=True"):
+                quantized(recipe, emulate=False).build()
+        else:
+            quantized(recipe, emulate=False).build()
+        quantized(recipe).build()
 
 
 @pytest.mark.parametrize(
