@@ -66,7 +66,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.core": (
         *("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs", "states"),
     ),
-    "quaver.kernels": ("hashing", "bits", "quantizing", "emulating", "fused", "attention"),
+    "quaver.kernels": ("hashing", "bits", "optim", "quantizing", "emulating", "fused", "attention"),
     "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model", "parallel", "optim"),
     "quaver.torch.backends": ("cpu", "gpu"),
     "quaver.torch.backends.gpu": (
