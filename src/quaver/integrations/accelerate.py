@@ -25,6 +25,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.model.conversion import convert
 from quaver.torch.model.fusing.placing import Blocks
+from quaver.torch.parallel import agree_histories
 
 __all__ = ["QuaverAccelerator"]
 
@@ -91,6 +92,12 @@ class QuaverAccelerator(accelerate.Accelerator):
         self._convert(model)
         prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
         return prepared
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """accelerate's, after ranks have agreed on what delayed scaling has recorded: one of them writes it for all."""
+        for model in self._models:
+            agree_histories(model)
+        return super().save_state(*args, **kwargs)
 
     def _convert(self, model: nn.Module) -> None:
         if self._is_fp8 and not _converted(model):

@@ -25,11 +25,11 @@ from quaver import recipes
 from quaver.core.converting.rules import Rules, Skip
 from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Quantizable
-from quaver.torch.model.conversion import convert, one_step, with_history
+from quaver.torch.model.conversion import convert, one_step
 from quaver.torch.model.fusing.placing import Blocks
 from quaver.torch.model.weights.state_dicts import load_scaling_state_dict
+from quaver.torch.parallel import agree_histories
 from quaver.torch.state.buffers import STATE
-from quaver.torch.state.history import rolling, steps
 
 __all__ = ["QuaverPrecision"]
 
@@ -109,8 +109,7 @@ class QuaverPrecision(MixedPrecision):
         module = None if self._module is None else self._module()
         if module is not None:
             # One rank writes the file: it has every rank's maxima.
-            layers = with_history(module)
-            rolling.reduce(layers, steps.group_of(layers))
+            agree_histories(module)
             state[SCALING] = {name: value.detach().contiguous().clone() for name, value in _state(module)}
         return state
 

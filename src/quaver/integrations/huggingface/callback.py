@@ -1,8 +1,9 @@
 """What a Trainer of transformers calls while it trains a converted model: saturation logged, scaling state kept.
 
 A Trainer's checkpoint is a folder of weights. What recipes add to them goes into a file beside them, so that a resumed
-run goes on with the bits of one that was not interrupted. Histories are each rank's own, and so is the file: a run
-resumes on as many processes as it was saved by.
+run goes on with the bits of one that was not interrupted. Each rank has a file of its own, since a rank may have
+recorded what others have not: a run resumes on as many processes as it was saved by. Histories that all of them have
+are agreed on before.
 """
 
 import os
@@ -21,6 +22,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.model.weights.state_dicts import load_scaling_state_dict, scaling_state_dict
+from quaver.torch.parallel import agree_histories
 from quaver.torch.state.counters import Counters, count
 
 #: The file in each checkpoint's folder of a run of one process.
@@ -70,6 +72,7 @@ class ScalingCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         folder = _folder(args, state.global_step)
         if args.world_size > 1:
+            agree_histories(model)
             # The rank that writes the weights may not have come to make it yet.
             folder.mkdir(parents=True, exist_ok=True)
         if folder.is_dir():
