@@ -1,0 +1,184 @@
+"""Loops as users write them, on two gloo ranks: copies, two models, exceptions, skipped steps, evaluation between."""
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import quaver.torch as qt
+from quaver.torch.parallel import agree_histories, gather_quantized
+from tests import two_ranks
+from tests.close import assert_bitwise
+from tests.two_ranks import gathered
+
+WIDE = 64
+
+
+class Net(nn.Module):
+    """Two layers, whose forward is recomputed as torch's checkpoint does with or without reentrance, or not at all."""
+
+    def __init__(self, recipe: str, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.reentrant = nn.Linear(WIDE, 96), nn.Linear(96, WIDE), reentrant
+        qt.convert(self, recipe)
+
+    def body(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(torch.relu(self.a(x)))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.body(x)
+        y: Tensor = checkpoint(self.body, x.requires_grad_(self.reentrant), use_reentrant=self.reentrant)  # type: ignore[assignment]
+        return y
+
+
+def data(rank: int, number: int) -> Tensor:
+    x = torch.randn(8, WIDE, generator=torch.Generator().manual_seed(2 * number + rank))
+    return x * (1 + 5 * rank) * (1 + number)
+
+
+def by_copies(net: Net) -> nn.Module:
+    return DistributedDataParallel(net)
+
+
+def in_parts(net: Net, codes: bool = True) -> nn.Module:
+    if codes:
+        gather_quantized(net)
+    for part in (net.a, net.b, net):
+        fully_shard(part)
+    return net
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, to_none: bool = True) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=to_none)
+
+
+def assert_scales(net: Any, says: str, agreed: bool = False) -> None:
+    for layer in (net.a, net.b):
+        assert_bitwise(*gathered(layer.factor), says)
+        if agreed:
+            assert_bitwise(*gathered(layer.history.contiguous()), says)
+
+
+def copies_in_checkpoints(rank: int) -> None:
+    """A rank that copies or evaluates more than another does not change whose maxima are reduced, nor when."""
+    for reentrant in (True, False):
+        base = Net("delayed", reentrant)
+        spare = [copy.deepcopy(base) for _ in range(rank)]
+        nets = [copy.deepcopy(base), base]
+        wrapped = [by_copies(net) for net in nets]
+        optimizers = [torch.optim.SGD(net.parameters(), 1e-3) for net in nets]
+        for number in range(3):
+            # The original runs later than its copy, and not as often.
+            for i in (0, 1) if number else (0,):
+                step(wrapped[i], optimizers[i], data(rank, number))
+                assert_scales(nets[i], f"{reentrant}, step {number} of {i}")
+        late = copy.deepcopy(nets[0])
+        spare += [copy.deepcopy(nets[0]) for _ in range(rank)]
+        with torch.no_grad():
+            for net in spare:
+                net(data(rank, 1))
+        optimizer, of_late = torch.optim.SGD(late.parameters(), 1e-3), by_copies(late)
+        for number in range(3):
+            step(of_late, optimizer, data(rank, number))
+            step(wrapped[0], optimizers[0], data(rank, number))
+            if rank == 0:
+                with torch.no_grad():
+                    late.eval()(data(rank, 5))
+                late.train()
+        whole = nn.ModuleList([late, *nets])
+        agree_histories(whole)
+        for net in (late, *nets):
+            assert_scales(net, f"{reentrant}, at the end", agreed=True)
+
+
+def two_models(rank: int) -> None:
+    """One trains through the other, which takes two steps of its own beside; zeros stay where gradients were."""
+    for recipe in ("delayed", "mxfp8"):
+        for wrap in (by_copies, in_parts):
+            nets = [Net(recipe) for _ in range(2)]
+            one, other = (wrap(net) for net in nets)
+            optimizers = [torch.optim.AdamW(model.parameters(), 1e-3) for model in (one, other)]
+            for number in range(3):
+                other(one(data(rank, number))).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=False)
+                for again in range(2):
+                    with torch.no_grad():
+                        y = one.eval()(data(rank, number + again))
+                    step(other, optimizers[1], y)
+                one.train()
+                agree_histories(nn.ModuleList(nets))
+                one.state_dict()
+                for net in nets if recipe == "delayed" else ():
+                    assert_scales(net, f"{wrap.__name__}, step {number}", agreed=True)
+
+
+def exceptions_in_a_step(rank: int) -> None:
+    """A forward that fails half way on all ranks, and one without a backward, leave the next step as it is."""
+    for recipe in ("delayed", "tensorwise"):
+        for wrap in (by_copies, in_parts):
+            net = Net(recipe)
+            model = wrap(net)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+            for number in range(4):
+                if number == 1:
+                    hook = net.b.register_forward_pre_hook(lambda *_: {}["a bug of this test"])
+                    with suppress(KeyError):
+                        model(data(rank, number))
+                    hook.remove()
+                if number == 2:
+                    model(data(rank, number))
+                step(model, optimizer, data(rank, number))
+                if recipe == "delayed":
+                    assert_scales(net, f"{wrap.__name__}, step {number}")
+
+
+def accumulation(rank: int) -> None:
+    """Micro-batches, steps that all ranks skip, evaluation and a state dict between: bit for bit fully_shard's own."""
+    for recipe in ("delayed", "mxfp8", "tensorwise"):
+        for to_none in (True, False):
+            losses: list[list[float]] = []
+            for codes in (True, False):
+                model = in_parts(Net(recipe), codes)
+                optimizer, seen = torch.optim.AdamW(model.parameters(), 1e-3), []
+                for number in range(4):
+                    for micro in range(2):
+                        loss = model(data(rank, 2 * number + micro)).square().mean()
+                        loss.backward()
+                        seen.append(loss.item())
+                        if not micro:
+                            with torch.no_grad():
+                                model.eval()(data(rank, 9))
+                            model.train()
+                    agree_histories(model)
+                    model.state_dict()
+                    if number % 2 == 0:
+                        optimizer.step()
+                    if number != 1:
+                        optimizer.zero_grad(set_to_none=to_none)
+                losses.append(seen)
+            assert losses[0] == losses[1], f"{recipe}, to none {to_none}: {losses}"
+
+
+CASES: list[Callable[[int], None]] = [copies_in_checkpoints, two_models, exceptions_in_a_step, accumulation]
+
+
+def test_odd_loops_keep_ranks_together(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES)
