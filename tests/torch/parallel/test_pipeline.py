@@ -31,6 +31,8 @@ from tests.torch.parallel.flops import Flops
 from tests.two_ranks import RANKS
 
 MICRO, STEPS, WIDTH = 4, 4, 64
+#: Steps of backwards in two parts.
+SPLIT = 20
 #: Sequences and tokens of a micro-batch.
 TOKENS = 2, 16
 LR = 0.1
@@ -298,7 +300,7 @@ def cases() -> Sequence[two_ranks.Case]:
         a_stage_outside_of_autocast_is_refused,
         each_gradient_is_computed_once,
         *(case(converted, "1F1B", recipe) for recipe in quantizing),
-        *(case(even, "InterleavedZeroBubble", recipe, 20) for recipe in quantizing),
+        *(case(even, "InterleavedZeroBubble", recipe, SPLIT) for recipe in recipes.RECIPES),
         *(
             case(converted, name, recipe)
             for name in KINDS

@@ -115,17 +115,22 @@ def on_ranks(
     return losses, net
 
 
+def cases() -> list[tuple[str, str, int, bool | None]]:
+    """A schedule, a recipe, steps, and `reshard_after_forward`."""
+    cases: list[tuple[str, str, int, bool | None]] = [("1F1B", recipe, STEPS, None) for recipe in recipes.RECIPES]
+    for number, (name, steps) in enumerate(OTHERS.items()):
+        cases += [(name, recipe, steps, (None, False)[number % 2]) for recipe in SCALES]
+    return cases
+
+
 def as_one_process(rank: int) -> None:
     """Losses, weights, histories and counts are those of one process that splits the same sums."""
     mesh = init_device_mesh("cpu", (RANKS, RANKS), mesh_dim_names=("pp", "dp"))
     alone()
-    cases: list[tuple[str, str, int, bool | None]] = [("1F1B", recipe, STEPS, None) for recipe in recipes.RECIPES]
-    for number, (name, steps) in enumerate(OTHERS.items()):
-        cases += [(name, recipe, steps, (None, False)[number % 2]) for recipe in SCALES]
     # Each rank trains some of what all compare with.
-    own = {case: in_one_process(*case[:3]) for case in cases[rank :: RANKS * RANKS]}
+    own = {case: in_one_process(*case[:3]) for case in cases()[rank :: RANKS * RANKS]}
     gc.collect()
-    for number, case in enumerate(cases):
+    for number, case in enumerate(cases()):
         said = [own.get(case)]
         dist.broadcast_object_list(said, number % (RANKS * RANKS))
         assert said[0] is not None

@@ -164,24 +164,32 @@ def sharded(rank: int) -> None:
         assert_bitwise(got, (summed(parts, gradients.BLOCKS)[rank] / RANKS).to(dtype), f"{dtype}")
 
 
+#: Steps of a converted model under each recipe.
+TRAINED = dict.fromkeys(recipes.RECIPES, 10)
+
+
 def trains_with_both(rank: int) -> None:
     """A converted model, whose losses go down as with gradients in high precision."""
-    ends = []
-    for quantized in (False, True):
-        model = net()
-        qt.convert(model, recipes.mxfp8())
-        wrapped = DistributedDataParallel(model)
-        if quantized:
-            gradients.quantize_gradients(wrapped)
-        optimizer = torch.optim.SGD(model.parameters(), 0.5)
-        x, target = torch.randn(32, 96, generator=torch.Generator().manual_seed(rank)), torch.zeros(32, 33)
-        for _ in range(10):
-            loss = (wrapped(x) - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append(loss.item())
-    assert ends[1] == pytest.approx(ends[0], rel=0.02), ends
+    for recipe in TRAINED:
+        ends = [end_of(recipe, quantized, rank) for quantized in (False, True)]
+        assert ends[1] == pytest.approx(ends[0], rel=0.02), f"{recipe}: {ends}"
+
+
+def end_of(recipe: str, quantized: bool, rank: int) -> float:
+    """The loss after ten steps."""
+    model = net()
+    qt.convert(model, recipe)
+    wrapped = DistributedDataParallel(model)
+    if quantized:
+        gradients.quantize_gradients(wrapped)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    x, target = torch.randn(32, 96, generator=torch.Generator().manual_seed(rank)), torch.zeros(32, 33)
+    for _ in range(TRAINED[recipe]):
+        loss = (wrapped(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
 
 
 def ranks_with_fewer_batches(rank: int) -> None:

@@ -36,9 +36,13 @@ def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+#: Steps of several matrices in one weight under each recipe.
+STEPS = dict.fromkeys(recipes.RECIPES, 3)
+
+
 def under_every_recipe(rank: int) -> None:
     """Output, gradients and three steps of one process that splits the same sums, with matrices of unlike sizes."""
-    for name in recipes.RECIPES:
+    for name, steps in STEPS.items():
         recipe = recipes.get(name)
         block = max([16, *(side for s in recipe.operands().values() if s for side in s.block if side is not None)])
         sizes = {"q_proj": 2 * RANKS * block, "k_proj": RANKS * block, "v_proj": RANKS * block}
@@ -54,7 +58,7 @@ def under_every_recipe(rank: int) -> None:
             parallel = parallelize_module(model, mesh(), {"0": style})
             assert [p.placements for p in parallel.parameters()] == [(Shard(0),)] * 6  # type: ignore[attr-defined]
             optimizers = [torch.optim.AdamW(each.parameters(), 1e-2, foreach=False) for each in (parallel, split)]
-            for step in range(3):
+            for step in range(steps):
                 x = torch.randn(2, RANKS * block, block, generator=torch.Generator().manual_seed(step)) * (1 + step)
                 g = torch.randn(
                     2, RANKS * block, sum(sizes.values()), generator=torch.Generator().manual_seed(9 + step)

@@ -121,12 +121,13 @@ def run(name: str, sequence: bool, dtype: torch.dtype, steps: int, rank: int) ->
 
 
 NAMES = ["none", *recipes.RECIPES]
+#: Steps with tokens in parts: of recipes that differ from another one in the formats alone a few.
+STEPS = dict.fromkeys(NAMES, LOSSES) | dict.fromkeys(("bf16", "mxfp6", "mxfp4"), 5)
 
 
 def every_recipe_with_tokens_in_parts(rank: int) -> None:
     for name in NAMES:
-        # Of recipes that differ from another one in the formats alone a few.
-        run(name, True, torch.float32, 5 if name in ("bf16", "mxfp6", "mxfp4") else LOSSES, rank)
+        run(name, True, torch.float32, STEPS[name], rank)
 
 
 def every_recipe_with_all_tokens_on_each_rank(rank: int) -> None:

@@ -224,9 +224,13 @@ def no_rank_has_all_logits(rank: int) -> None:
     assert counted[0] == 3 * counted[1] > 0, "gradients are made where they are recorded"
 
 
+#: Steps of a head under each recipe.
+HEADS = dict.fromkeys(recipes.RECIPES, 2)
+
+
 def quantized_heads(rank: int) -> None:
     """Under every recipe: a Column and the cross entropy of its logits are one process that splits the same sums."""
-    for name in recipes.RECIPES:
+    for name, steps in HEADS.items():
         recipe = recipes.get(name)
         block = max([32, *(side for s in recipe.operands().values() if s for side in s.block if side is not None)])
         for sequence in (False, True):
@@ -237,7 +241,7 @@ def quantized_heads(rank: int) -> None:
             split = SplitLinear(alone[0], recipe, RANKS, True, sequence)  # type: ignore[arg-type]
             parallel = parallelize_module(copy.deepcopy(head), mesh(), {"0": Column(sequence=sequence)})
             optimizers = [torch.optim.SGD(each.parameters(), 1.0) for each in (parallel, split)]
-            for step in range(2):
+            for step in range(steps):
                 x = torch.randn(2, 2 * block, block, generator=generator(step)) * 2
                 targets = torch.randint(RANKS * block, (2, 2 * block), generator=generator(step))
                 given = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
