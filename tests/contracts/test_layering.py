@@ -105,7 +105,17 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.torch.parallel.quantized": ("gradients", "dispatch"),
     "quaver.torch.parallel.pipeline": ("splitting", "stages"),
     "quaver.torch.optim": (
-        *("codes", "noise", "weights", "rules", "stepping", "gradients", "loading", "optimizer", "optimizers"),
+        *(
+            "codes",
+            "weights",
+            "rules",
+            "stepping",
+            "gradients",
+            "loading",
+            "refusals",
+            "optimizer",
+            "optimizers",
+        ),
     ),
     "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),

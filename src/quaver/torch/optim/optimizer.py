@@ -13,8 +13,10 @@ from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import CODES
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.gradients.held import Gradients
+from quaver.torch.optim.gradients.release import Release
 from quaver.torch.optim.loading.converting import states_of
 from quaver.torch.optim.loading.presets import packed, preset_of
+from quaver.torch.optim.refusals import check_gradient, check_nonfinite, check_options, check_parameter, warn_of_rate
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, step
@@ -36,11 +38,28 @@ class Optimizer(torch.optim.Optimizer):
     #: Writes codes and scales of weights that exist only in eight bits.
     writes_quantized_weights = True
 
-    def __init__(self, params: Any, defaults: dict[str, Any], *, seed: int = 0, statistics: bool = False) -> None:
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        seed: int = 0,
+        statistics: bool = False,
+        nonfinite: str = "keep",
+        **torchs: Any,
+    ) -> None:
+        check_options(type(self).__name__, torchs)
+        check_nonfinite(nonfinite)
+        self.nonfinite = nonfinite
         self.statistics = statistics
+        #: Steps that gradients which are not finite have ended, if `nonfinite` is "skip": int64 [].
+        self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         #: Of each parameter: how many updates were held to their bound, and how many there were.
         self.counted: dict[Tensor, tuple[Tensor, int]] = {}
         self.gradients = Gradients()
+        self._release: Release | None = None
+        self._warned = False
+        self._resolution: list[float] = []
         defaults["seed"] = seed
         super().__init__(groups_of(params), defaults)
 
@@ -79,23 +98,70 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         overflow, factor = self._scaling()
+        if self._release is not None:
+            if factor is not None:
+                raise ValueError(
+                    "torch.amp.GradScaler sees no gradients that are stepped in backward; train in bfloat16"
+                )
+            self._release.end()
         if factor is not None and self.gradients.held:
             raise ValueError(
                 "torch.amp.GradScaler sees no gradients that are kept in eight bits; train in bfloat16 without it, or "
                 "take a preset with gradients in a float, such as balanced"
             )
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._update([p for p in parameters if p.grad is not None or p in self.gradients.held], factor, overflow)
+        return loss
+
+    def _update(self, parameters: list[Tensor], factor: Tensor | None, overflow: Tensor | None = None) -> None:
+        """Step some parameters.
+
+        Args:
+            factor: of their gradients, float32 [].
+            overflow: not 0 where nothing may change.
+        """
+        if self.nonfinite != "keep" and parameters:
+            overflow = self._not_finite(parameters, overflow)
         if overflow is not None and overflow.is_cpu:
             if overflow.item():
-                return loss
+                return
             overflow = None
-        number = 0
+        chosen, number = {id(p) for p in parameters}, 0
         for group in self.param_groups:
-            own = [
-                (number + i, p) for i, p in enumerate(group["params"]) if p.grad is not None or p in self.gradients.held
-            ]
+            own = [(number + i, p) for i, p in enumerate(group["params"]) if id(p) in chosen]
             number += len(group["params"])
             self._step_group(group, own, overflow, factor)
-        return loss
+
+    def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
+        """1 where a gradient is not finite, else 0, float32 []. Raises: ValueError, if that is asked."""
+        finite = [self.gradients.finite(p) for p in parameters]
+        if self.nonfinite == "raise":
+            bad = [p for p, ok in zip(parameters, finite, strict=True) if not ok]
+            if bad:
+                shapes = ", ".join(str(tuple(p.shape)) for p in bad[:3])
+                raise ValueError(
+                    f"the gradients of {len(bad)} parameters are not finite, the first of shapes {shapes}; nothing was "
+                    "changed: lower the learning rate, clip gradients, or give nonfinite='skip'"
+                )
+        one = ~torch.stack([ok.to(finite[0].device) for ok in finite]).all()
+        self.skipped = self.skipped.to(one.device) + one
+        return one.float() if overflow is None else one.float() + overflow.to(one.device)
+
+    def step_in_backward(self, outstanding_bytes: int = 1 << 25, max_norm: float = float("inf")) -> None:
+        """From now on step parameters while backward goes on; `step()` ends the step.
+
+        Gradients collect until they take `outstanding_bytes`; then their parameters step, and the gradients are freed.
+        On a GPU that runs on a stream of its own. Micro-batches but the last belong inside of `accumulating()`.
+
+        Args:
+            max_norm: gradients are multiplied so that the norm of the step before would have been at most this: all of
+                this step's are never there together.
+        """
+        if outstanding_bytes < 1:
+            raise ValueError(f"outstanding_bytes is {outstanding_bytes}; give at least 1")
+        self._release = Release(self.gradients, self._update, outstanding_bytes, max_norm)
+        self.gradients.watch(p for group in self.param_groups for p in group["params"])
+        self.gradients.arrived = self._release.arrived
 
     def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """What torch.amp.GradScaler says: whether a gradient is not finite, and what to multiply gradients by."""
@@ -115,9 +181,19 @@ class Optimizer(torch.optim.Optimizer):
         for taken in steps:
             taken += 1 if keep is None else keep.to(taken.device)
         rule = self.rule(group, preset_of(group["preset"]))
+        self._check_rate(group, [p for _, p in own])
         scalars = [s.unbind() for s in rule.scalars(group, torch.stack(steps).double())]
         for i, (number, p) in enumerate(own):
             self._step_parameter(p, group, number, tuple(s[i] for s in scalars), factor, keep)
+
+    def _check_rate(self, group: Mapping[str, Any], own: list[Tensor]) -> None:
+        """Warn once of a learning rate whose steps eight bits of residual lose."""
+        if self._warned or isinstance(group["lr"], Tensor):
+            return
+        fine = [p for p in own if self.way(p, group).keeping.kind == "residual8" and p.dtype in CODES]
+        if fine and not self._resolution:
+            self._resolution = [weights.resolution(layout.value_of(p)) for p in fine if layout.local(p).is_cpu]
+        self._warned = warn_of_rate(group["lr"], self._resolution, preset_of(group["preset"]).stochastic)
 
     def _step_parameter(
         self,
@@ -266,9 +342,9 @@ def groups_of(params: Any) -> Any:
     if not isinstance(params, nn.Module):
         return params
     embeddings = {id(p) for module in params.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    named = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
-    table = [pair for pair in named if id(pair[1]) in embeddings]
-    others = [pair for pair in named if id(pair[1]) not in embeddings]
+    trained = [p for p in params.parameters() if p.requires_grad]
+    table = [p for p in trained if id(p) in embeddings]
+    others = [p for p in trained if id(p) not in embeddings]
     groups: list[dict[str, Any]] = [{"params": others}] if others else []
     return groups + ([{"params": table, "preset": "float32"}] if table else [])
 
@@ -298,21 +374,3 @@ def keeping_of(p: Tensor, preset: Preset) -> Keeping:
             return Keeping("plain", stochastic=True)
         return Keeping(preset.bfloat16, stochastic=preset.stochastic and preset.bfloat16[:3] == "res")
     return Keeping("plain")
-
-
-def check_parameter(p: Tensor) -> None:
-    """Refuse what no rule can step. Raises: ValueError."""
-    if p.is_complex():
-        raise ValueError(f"a parameter is {p.dtype}; view it as real numbers: torch.view_as_real")
-    if p.dtype is torch.float64:
-        raise ValueError("a parameter is float64, and steps are computed in float32: convert the model to float32")
-
-
-def check_gradient(p: Tensor) -> None:
-    """Refuse gradients of another kind than numbers in rows. Raises: ValueError."""
-    assert p.grad is not None
-    if p.grad.is_sparse:
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(p.shape)} is sparse; make nn.Embedding with sparse=False, "
-            "or leave its weight to torch.optim.SparseAdam"
-        )

@@ -2,7 +2,9 @@
 
 Every class takes parameters, groups of them, or a model, whose embeddings are then kept in float32; `lr`, a number or a
 tensor of one element; `preset`, a name in `PRESETS` or a `Preset`, which groups may have of their own; `seed`, of what
-is rounded at random; and `statistics`, which counts the updates that were held to their bound.
+is rounded at random; `nonfinite`, what to do about gradients that are not finite: "keep", "skip" or "raise"; and
+`statistics`, which counts the updates that were held to their bound. Options of torch's that are not honoured, such as
+`fused=True`, are refused by name.
 """
 
 from collections.abc import Mapping
@@ -31,11 +33,10 @@ class Adam(Optimizer):
         *,
         preset: str | Preset = "balanced",
         maximize: bool = False,
-        seed: int = 0,
-        statistics: bool = False,
+        **others: Any,
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, {**options, "preset": preset}, seed=seed, statistics=statistics)
+        super().__init__(params, {**options, "preset": preset}, **others)
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
         return adam.Adam(self.decoupled, preset.clamp, group["maximize"])
@@ -70,11 +71,10 @@ class Lion(Optimizer):
         *,
         preset: str | Preset = "balanced",
         maximize: bool = False,
-        seed: int = 0,
-        statistics: bool = False,
+        **others: Any,
     ) -> None:
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, {**options, "preset": preset}, seed=seed, statistics=statistics)
+        super().__init__(params, {**options, "preset": preset}, **others)
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
         return lion.Lion(group["maximize"])
@@ -94,8 +94,7 @@ class SGD(Optimizer):
         *,
         preset: str | Preset = "balanced",
         maximize: bool = False,
-        seed: int = 0,
-        statistics: bool = False,
+        **others: Any,
     ) -> None:
         if nesterov and (not momentum or dampening):
             raise ValueError(
@@ -105,7 +104,7 @@ class SGD(Optimizer):
         options: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
         options |= {"weight_decay": weight_decay}
         options |= {"nesterov": nesterov, "maximize": maximize, "preset": preset}
-        super().__init__(params, options, seed=seed, statistics=statistics)
+        super().__init__(params, options, **others)
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
         return sgd.SGD(group["momentum"] != 0, group["nesterov"], group["maximize"])
@@ -125,15 +124,14 @@ class Muon(Optimizer):
         *,
         preset: str | Preset = "balanced",
         maximize: bool = False,
-        seed: int = 0,
-        statistics: bool = False,
+        **others: Any,
     ) -> None:
         if adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; give 'original' or 'match_rms_adamw'")
         options: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         options["nesterov"] = nesterov
         options |= {"adjust_lr_fn": adjust_lr_fn, "maximize": maximize, "preset": preset}
-        super().__init__(params, options, seed=seed, statistics=statistics)
+        super().__init__(params, options, **others)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -130,6 +130,12 @@ def write(
     return data, scale, _residual(keeping, scaled, data, tensors[-1].dtype, noise)
 
 
+def resolution(weight: Tensor) -> float:
+    """The mean distance between numbers that E4M3 codes and eight bits of residual tell apart."""
+    # A code's half step is at most 2**-4 of its number, a part of it 2**-7.
+    return float(weight.abs().mean()) * 2.0**-11
+
+
 def block_amax(spec: QuantSpec, weight: Tensor) -> Tensor:
     """The largest magnitude of each block, float32: subnormal ones are 0."""
     return reference.block_bits(magnitude_bits(weight), spec).view(torch.float32)

@@ -5,7 +5,7 @@ and keeps codes and scales. `p.grad` is None then, and torch.nn.utils.clip_grad_
 optimizer's own `clip_grad_norm_` takes its place.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,9 @@ class Gradients:
         self.held: dict[Tensor, Held] = {}
         #: Whether more micro-batches come, in which gradients add up as `p.grad`.
         self.accumulating = False
+        #: Called with a parameter whose gradient is whole.
+        self.arrived: Callable[[Tensor], None] | None = None
+        self._watched: set[Tensor] = set()
 
     def prepare(self, p: Tensor, kind: str | StateSpec) -> None:
         """Have a parameter's gradients kept in a dtype, by its name, or in codes."""
@@ -55,15 +58,35 @@ class Gradients:
         elif kind == "bfloat16" and p.dtype is not torch.bfloat16 and layout.local(p) is p and p.grad is None:
             p.grad_dtype = torch.bfloat16
 
-    def _watch(self, p: Tensor, spec: StateSpec) -> None:
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Have `arrived` called for parameters whose gradients are floats too."""
+        for p in parameters:
+            if p not in self._watched:
+                self._watch(p, None)
+
+    def _watch(self, p: Tensor, spec: StateSpec | None) -> None:
         if not p.requires_grad:
             return
 
         def whole(parameter: Tensor) -> None:
-            if not self.accumulating:
+            if self.accumulating:
+                return
+            if spec is not None:
                 self._take(parameter, spec)
+            if self.arrived is not None:
+                self.arrived(parameter)
 
+        self._watched.add(p)
         p.register_post_accumulate_grad_hook(whole)
+
+    def finite(self, p: Tensor) -> Tensor:
+        """Whether a parameter's gradient is: bool []. Codes of a block that is not have the scale NaN."""
+        held = self.held.get(p)
+        if held is not None:
+            return held.scale.isfinite().all()
+        assert p.grad is not None
+        gradient = layout.local(p.grad)
+        return (gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all()
 
     @torch.no_grad()
     def _take(self, p: Tensor, spec: StateSpec) -> None:

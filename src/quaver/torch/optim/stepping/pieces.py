@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from quaver.core.states.codes import StateSpec
-from quaver.torch.optim import codes, noise, weights
+from quaver.torch.optim import codes, weights
 from quaver.torch.optim.rules.rule import Rule
+from quaver.torch.optim.stepping import noise
 from quaver.torch.optim.weights import Keeping
 
 #: Elements of a piece. Its temporaries stay in a core's caches.

@@ -1,0 +1,94 @@
+"""Parameters stepped while backward goes on: gradients collect until they take some bytes, then their parameters step.
+
+So the gradients of a model never exist together. Clipping by the norm of all of them needs all of them: in its place a
+step takes the norm of the step before, and Adam's bound guards the first. Source of releasing gradients: LOMO,
+arXiv:2306.09782.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.torch.optim.gradients.held import Gradients
+
+
+class Release:
+    """Gradients that have come in a backward and are not stepped yet."""
+
+    def __init__(
+        self, gradients: Gradients, update: Callable[[list[Tensor], Tensor | None], None], most: int, max_norm: float
+    ) -> None:
+        """Begin.
+
+        Args:
+            update: steps parameters, with a factor for their gradients.
+            most: bytes that gradients may take before their parameters step.
+            max_norm: what the norm of the last step's gradients is held to in this one.
+        """
+        self.gradients = gradients
+        self.update = update
+        self.most = most
+        self.max_norm = max_norm
+        self._waiting: list[Tensor] = []
+        self._bytes = 0
+        self._squares: list[Tensor] = []
+        #: Of all gradients of the last step, float32 []; None before the first.
+        self.norm: Tensor | None = None
+        self._streams: dict[torch.device, Any] = {}
+
+    def arrived(self, p: Tensor) -> None:
+        """Take a parameter whose gradient is whole."""
+        self._waiting.append(p)
+        held = self.gradients.held.get(p)
+        if held is not None:
+            self._bytes += held.codes.nbytes + held.scale.nbytes
+        elif p.grad is not None:
+            self._bytes += p.grad.nbytes
+        if self._bytes >= self.most:
+            self.flush()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Step what waits, and free its gradients."""
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        if not waiting:
+            return
+        self._squares.append(self.gradients.norm(waiting).square())
+        factor = None
+        if self.norm is not None and self.max_norm != float("inf"):
+            factor = (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
+        device = waiting[0].device
+        if device.type == "cuda":
+            self._beside(device, waiting, factor)
+        else:
+            self.update(waiting, factor)
+            self._free(waiting)
+
+    def _beside(self, device: torch.device, waiting: list[Tensor], factor: Tensor | None) -> None:
+        """On a stream of its own, so that backward goes on meanwhile."""
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            self.update(waiting, factor)
+            for p in waiting:
+                if p.grad is not None:
+                    p.grad.record_stream(side)
+        self._free(waiting)
+
+    def _free(self, waiting: list[Tensor]) -> None:
+        for p in waiting:
+            self.gradients.held.pop(p, None)
+            p.grad = None
+
+    def end(self) -> None:
+        """Step what is left of this step, and wait for it."""
+        self.flush()
+        for device, side in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(side)
+        if self._squares:
+            self.norm = torch.stack([square.to(self._squares[0].device) for square in self._squares]).sum().sqrt()
+            self._squares = []

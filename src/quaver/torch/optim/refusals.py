@@ -1,0 +1,82 @@
+"""What optimizers refuse, and what they warn of: parameters, gradients, options of torch's, rates that codes lose."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+#: Options of torch's optimizers, and what to do without them where they are True.
+TORCHS = {
+    "amsgrad": "it keeps a third moment, which no preset has: leave it out, or take torch.optim.AdamW",
+    "foreach": "a step goes piece by piece, so that it needs no copy of all states: leave it out",
+    "fused": "a step goes piece by piece in any case: leave it out",
+    "differentiable": "codes have no derivative: leave it out, or take torch's optimizer",
+}
+NONFINITE = ("keep", "skip", "raise")
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that are not honoured. Raises: ValueError; TypeError for a name that torch does not have."""
+    for option, value in options.items():
+        if option == "capturable":
+            continue  # Steps are counted on the device in any case.
+        if option not in TORCHS:
+            raise TypeError(f"{name} has no option {option!r}")
+        if value:
+            raise ValueError(f"{name} was given {option}={value!r}; {TORCHS[option]}")
+
+
+def check_nonfinite(nonfinite: str) -> None:
+    """Raises: ValueError."""
+    if nonfinite not in NONFINITE:
+        raise ValueError(
+            f"nonfinite is {nonfinite!r}; give 'keep' (NaN goes on, as in torch), 'skip' (such a step changes nothing "
+            "and is counted) or 'raise'"
+        )
+
+
+def check_parameter(p: Tensor) -> None:
+    """Refuse what no rule can step. Raises: ValueError."""
+    if p.is_complex():
+        raise ValueError(f"a parameter is {p.dtype}; view it as real numbers: torch.view_as_real")
+    if p.element_size() == 8:
+        raise ValueError(f"a parameter is {p.dtype}, and steps are computed in float32: convert the model to float32")
+
+
+def check_gradient(p: Tensor) -> None:
+    """Refuse gradients of another kind than numbers in rows. Raises: ValueError."""
+    assert p.grad is not None
+    if p.grad.is_sparse:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(p.shape)} is sparse; make nn.Embedding with sparse=False, "
+            "or leave its weight to torch.optim.SparseAdam"
+        )
+
+
+def warn_of_rate(lr: float, resolutions: Iterable[float], stochastic: bool) -> bool:
+    """Say that steps of a learning rate are lost in what masters hold; returns whether it was said.
+
+    Args:
+        resolutions: of each parameter's weights, the mean distance between numbers that they and their residuals tell
+            apart.
+        stochastic: whether residuals are rounded at random, which loses no step on the average.
+    """
+    coarse = sorted(resolutions)
+    if not coarse or lr == 0:
+        return False
+    middle = coarse[len(coarse) // 2]
+    # Updates of Adam are of the size of the learning rate.
+    if lr >= middle * (1 / 16 if stochastic else 1 / 2):
+        return False
+    lost = (
+        "what rounding at random adds is sixteen times as large"
+        if stochastic
+        else "steps below half of that are rounded away"
+    )
+    warnings.warn(
+        f"the learning rate is {lr:.2g}, and the eight-bit residuals of half of the weights tell apart {middle:.2g}: "
+        f"{lost}; take preset balanced, whose residuals have sixteen bits, from here on",
+        stacklevel=4,
+    )
+    return True

@@ -1,0 +1,213 @@
+"""Steps that are skipped, refused, warned of, or taken in backward; learning rates and schedulers of torch's."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver.torch import optim
+
+PRESETS = ["float32", "exact", "balanced", "lean"]
+
+
+def model_of(recipe: str = "tensorwise") -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))
+    qt.quantize_weights(model, recipe)
+    return model
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    with qt.autocast("tensorwise"):
+        return model(torch.randn(32, 160, generator=draw)).square().mean()
+
+
+def state_of(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
+    buffers = [value for _, value in sorted(model.state_dict().items())]
+    return [*buffers, *(value for state in optimizer.state.values() for value in state.values())]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "foreach", "fused", "differentiable"])
+def test_torchs_options_are_refused_by_name_where_they_are_true(option: str) -> None:
+    p = nn.Parameter(torch.zeros(2, 2))
+    optim.AdamW([p], **{option: False, "capturable": True})
+    with pytest.raises(ValueError, match=f"AdamW was given {option}=True; "):
+        optim.AdamW([p], **{option: True})
+
+
+def test_other_options_and_parameters_are_refused() -> None:
+    p = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match="Lion has no option 'momentun'"):
+        optim.Lion([p], momentun=0.9)
+    with pytest.raises(ValueError, match="preset 'laen' is not known; did you mean 'lean'"):
+        optim.AdamW([p], preset="laen")
+    with pytest.raises(ValueError, match="nonfinite is 'stop'"):
+        optim.AdamW([p], nonfinite="stop")
+    with pytest.raises(ValueError, match="complex64"):
+        optim.AdamW([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="float64"):
+        optim.AdamW([nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))])
+    with pytest.raises(ValueError, match="Muon steps matrices"):
+        optim.Muon([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="nesterov is True with momentum"):
+        optim.SGD([p], nesterov=True)
+    embedding = nn.Embedding(100, 64, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="is sparse; make nn"):
+        optim.AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_or_raised(preset: str, bad: float) -> None:
+    for nonfinite in ("skip", "raise"):
+        model = model_of()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset, nonfinite=nonfinite)
+        loss_of(model, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = [tensor.clone() for tensor in state_of(model, optimizer)]
+        (loss_of(model, 2) * bad).backward()
+        if nonfinite == "raise":
+            with pytest.raises(ValueError, match=r"are not finite, .* nothing was changed"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert int(optimizer.skipped) == 1
+        assert same(state_of(model, optimizer), before)
+
+
+def test_a_gradient_scaler_skips_what_overflows() -> None:
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset="balanced")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    twin = model_of()
+    reference = optim.AdamW(twin.parameters(), lr=1e-3, preset="balanced")
+    scaler.scale(loss_of(model, 1)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    loss_of(twin, 1).backward()
+    reference.step()
+    # A scale that is a power of two changes no bit.
+    assert same(state_of(model, optimizer), state_of(twin, reference))
+    optimizer.zero_grad()
+    (scaler.scale(loss_of(model, 2)) * float("inf")).backward()
+    before = [tensor.clone() for tensor in state_of(model, optimizer)]
+    scaler.step(optimizer)
+    assert same(state_of(model, optimizer), before)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("outstanding", [1, 50_000, 1 << 30])
+def test_steps_in_backward_are_the_steps_after_it(preset: str, outstanding: int) -> None:
+    model, twin = model_of(), model_of()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset)
+    reference = optim.AdamW(twin.parameters(), lr=1e-3, preset=preset)
+    optimizer.step_in_backward(outstanding_bytes=outstanding)
+    for seed in range(3):
+        with optimizer.accumulating(), reference.accumulating():
+            loss_of(model, 10 + seed).backward()
+            loss_of(twin, 10 + seed).backward()
+        loss_of(model, seed).backward()
+        loss_of(twin, seed).backward()
+        optimizer.step()
+        reference.step()
+        assert all(p.grad is None for p in model.parameters())
+        reference.zero_grad()
+        trained = {id(p): n for n, p in model.named_parameters()}
+        ours = {
+            f"{trained[id(p)]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items()
+        }
+        names = {id(p): n for n, p in twin.named_parameters()}
+        for p, state in reference.state.items():
+            for key, value in state.items():
+                assert torch.equal(ours[f"{names[id(p)]}/{key}"], value), (names[id(p)], key)
+        assert same(list(model.state_dict().values()), list(twin.state_dict().values()))
+
+
+def test_a_step_in_backward_is_clipped_by_the_norm_of_the_step_before() -> None:
+    model, twin = model_of(), model_of()
+    optimizer = optim.SGD(model.parameters(), lr=1e-3, preset="float32")
+    reference = optim.SGD(twin.parameters(), lr=1e-3, preset="float32")
+    optimizer.step_in_backward(outstanding_bytes=1, max_norm=1e-3)
+    norm = None
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        optimizer.step()
+        loss_of(twin, seed).backward()
+        own = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters()])
+        if norm is not None:
+            for p in twin.parameters():
+                p.grad *= (1e-3 / (norm + 1e-6)).clamp(max=1.0)
+        reference.step()
+        reference.zero_grad()
+        norm = own
+        for p, r in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.detach().float(), r.detach().float(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_rate_whose_steps_residuals_lose_is_warned_of_once() -> None:
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-7, preset="lean")
+    loss_of(model, 1).backward()
+    with pytest.warns(UserWarning, match=r"the learning rate is 1e-07, and .* take preset balanced"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_a_learning_rate_may_be_a_tensor_and_schedulers_move_it() -> None:
+    runs = []
+    for lr in (1e-2, torch.tensor(1e-2)):
+        model = model_of()
+        optimizer = optim.AdamW(model.parameters(), lr=lr, preset="balanced")
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        for seed in range(4):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        runs.append(state_of(model, optimizer))
+    for a, b in zip(*runs, strict=True):
+        # A tensor holds the rate in float32.
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=2.0)
+
+
+def test_models_have_their_embeddings_in_float32_and_groups_may_be_added() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(100, 64), "layer": nn.Linear(64, 100)})
+    optimizer = optim.AdamW(model, preset="lean")
+    late = nn.Parameter(torch.randn(80, 80))
+    optimizer.add_param_group({"params": [late], "preset": "exact"})
+    for p in (*model.parameters(), late):
+        p.grad = torch.randn_like(p, dtype=p.grad_dtype)
+    optimizer.step()
+    state = {name: optimizer.state[p]["exp_avg"].dtype for name, p in (*model.named_parameters(), ("late", late))}
+    assert state == {
+        "words.weight": torch.float32,
+        "layer.weight": torch.int8,
+        "layer.bias": torch.float32,
+        "late": torch.bfloat16,
+    }
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_zeros_and_empty_parameters_step(preset: str) -> None:
+    empty, zero = nn.Parameter(torch.zeros(0, 8)), nn.Parameter(torch.ones(80, 80))
+    optimizer = optim.AdamW([empty, zero], lr=0.1, weight_decay=0.0, preset=preset)
+    for _ in range(3):
+        for p in (empty, zero):
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+        optimizer.step()
+    assert torch.equal(zero.detach(), torch.ones(80, 80))
