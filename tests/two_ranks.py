@@ -18,6 +18,9 @@ from tests.conftest import ROOT
 #: Of most tests.
 RANKS = 2
 Case = Callable[[int], None]
+#: Seconds that a rank waits for the others before it fails. A busy machine may give one of them next to no time, or
+#: let it import a library of a hundred files or wait for a disk, while another one has arrived.
+PATIENT = 240.0
 
 
 def run(module: str, folder: Path, ranks: int = RANKS) -> None:
@@ -53,11 +56,11 @@ def folder() -> Path:
     return Path(urlparse(sys.argv[2]).path).parent
 
 
-def main(cases: Sequence[Case], seconds: float = 60) -> None:
+def main(cases: Sequence[Case], seconds: float = PATIENT) -> None:
     """Call each case with this process's rank.
 
     Args:
-        seconds: how long a rank waits for the others before it fails.
+        seconds: how long a rank waits for the others, where a case is about that.
     """
     rank, meeting = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)

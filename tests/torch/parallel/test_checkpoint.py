@@ -486,5 +486,4 @@ def test_a_process_without_ranks_saves_and_loads(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    # A busy disk takes its time until files are on it.
-    two_ranks.main(CASES[two_ranks.world()], seconds=240)
+    two_ranks.main(CASES[two_ranks.world()])

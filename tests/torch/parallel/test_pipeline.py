@@ -319,4 +319,4 @@ def test_stages_train_as_one_process(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    two_ranks.main(cases(), 20)
+    two_ranks.main(cases())
