@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks cpu`, `parallel`, `accept`, `accept-attention` and `families`."""
+"""The command line, `python -m benchmarks`: `cpu`, `parallel`, `accept` and its sisters, `families`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,6 +81,25 @@ def accept_attention(
     from benchmarks.acceptance.command import ATTENDING
 
     judge(jobs, steps=steps, seeds=seeds, model=model, folder=runs, recipes=ATTENDING, name="accept-attention")
+
+
+@app.command()
+def accept_schedule(
+    steps: Steps = 300, seeds: Seeds = 3, jobs: Jobs = 2, model: Model = "tiny", runs: Runs = Path("runs/accept")
+) -> None:
+    """Train in bf16, in NVFP4, and in NVFP4 with the last 15 % in bf16: judge whether that ends nearer bf16."""
+    from benchmarks.acceptance.scheduled import Plan
+    from benchmarks.acceptance.scheduled import accept as accept_schedules
+
+    console = Console()
+    try:
+        done = accept_schedules(Plan(steps=steps, seeds=seeds, model=model, folder=runs), jobs, console)
+    except KeyboardInterrupt:
+        console.print("stopped, every run saved; the same command goes on")
+        raise typer.Exit(130) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(0 if done.accepted else 1)
 
 
 @app.command()

@@ -6,12 +6,14 @@ The file holds a `Run`; beside it the run leaves its checkpoints and, once it ha
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,6 +22,15 @@ from quaver import E4M3, E5M2, GemmSpec, QuantSpec, Recipe
 from quaver.torch.blocks.attention import DotProductAttention
 from quaver.train import TrainConfig, TrainResult, run_training
 from quaver.train.configuration import recipe_name
+from quaver.train.configuration.config import to_toml
+from quaver.train.configuration.parameter_table import parameters
+from quaver.train.configuration.sizes import MODELS
+from quaver.train.data.tokens import load
+from quaver.train.files import whole_file
+from quaver.train.learning import frameworks
+from quaver.train.records import checkpoint
+from quaver.train.running.loop import prepare
+from quaver.train.running.resuming import MOMENTS
 
 #: Trained like the others with every scale at 1: a comparison that could not tell it from bf16 would prove nothing.
 CONTROL = "unit_scales"
@@ -38,6 +49,12 @@ class Run:
     # Where everything about this run is kept.
     folder: str
     framework: str = "torch"
+    # How far each weight is moved at most, at random, where the run begins: what chance alone does to a loss.
+    nudge: float = 0.0
+    # Keep the checkpoint of this step beside the last; 0 keeps the last alone.
+    keep: int = 0
+    # The folder of a run that has kept the checkpoint of a step: this one goes on from there.
+    after: str = ""
 
     @property
     def description(self) -> Path:
@@ -49,7 +66,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        return f"{self.recipe} seed {self.seed}"
+        return f"{self.recipe}{' nudged' if self.nudge else ''} seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +107,22 @@ def train(run: Run) -> Outcome:
         keep=1,
         out=str(out),
     )
-    recipe = find(run.recipe)
     try:
-        done = run_training(config, recipe, resume=(out / "config.toml").exists())
+        if run.recipe != CONTROL:
+            config = dataclasses.replace(config, recipe=run.recipe)
+        # Of a run that changes its recipe the one that it ends under.
+        recipe = find(run.recipe if run.recipe == CONTROL else recipe_name.parts(run.recipe)[-1].text)
+        if run.keep:
+            config = dataclasses.replace(config, checkpoint_every=run.keep, keep=0)
+        if not (out / "config.toml").exists():
+            if run.after:
+                begin_after(config, Path(run.after) / "run")
+            elif run.nudge:
+                begin_anew(config, recipe)
+            if run.nudge:
+                nudge_weights(config, run.nudge)
+        resume = (out / "config.toml").exists()
+        done = run_training(config, recipe if run.recipe == CONTROL else None, resume=resume)
     except ValueError as error:
         return Outcome(failure=str(error), seconds=time.perf_counter() - begun)
     if run.framework == "jax":
@@ -103,6 +133,42 @@ def train(run: Run) -> Outcome:
         errors = weight_errors(done, recipe)
         check_attention(done.model, recipe)
     return Outcome(loss=done.validation_loss, weight_errors=errors, seconds=time.perf_counter() - begun)
+
+
+def begin_anew(config: TrainConfig, recipe: Recipe) -> None:
+    """Write the checkpoint of no step, from which a run goes as from its beginning."""
+    folder = Path(config.out)
+    tokens = load(config, None, folder)
+    model, _ = frameworks.make(config, recipe, tokens.vocab).tensors()
+    shapes = parameters(MODELS[config.model], tokens.vocab)
+    moments = {f"{name}/{key}": np.zeros(shape, np.float32) for name, shape in shapes.items() for key in MOMENTS}
+    moments |= {f"{name}/step": np.zeros((), np.float32) for name in shapes}
+    facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.save(folder, 0, model, moments, facts | {"config": dataclasses.asdict(config)})
+    prepare(folder, config, tokens)
+
+
+def begin_after(config: TrainConfig, source: Path) -> None:
+    """Begin where another run's oldest checkpoint is, with its records."""
+    folder, first = Path(config.out), checkpoint.all_in(source)[0]
+    shutil.copytree(first, folder / first.name)
+    shutil.copy(source / "metrics.jsonl", folder)
+    whole_file.write(folder / "config.toml", to_toml(config))
+
+
+def nudge_weights(config: TrainConfig, nudge: float) -> None:
+    """Move each weight of a run's checkpoint by less than `nudge`, at random."""
+    path = checkpoint.all_in(Path(config.out))[-1]
+    saved, noise = checkpoint.load(path, {}), np.random.default_rng((config.seed, 1))
+    weights = {name.partition("/")[0] for name in saved.optimizer}
+    model = {
+        name: (value + noise.uniform(-nudge, nudge, value.shape)).astype(np.float32) if name in weights else value
+        for name, value in saved.model.items()
+    }
+    own = ("format", "step", "files", "digest")
+    facts = {key: value for key, value in saved.state.items() if key not in own}
+    checkpoint.save(path.parent, saved.step, model, saved.optimizer, facts)
 
 
 def weight_errors(done: TrainResult, recipe: Recipe) -> dict[str, float]:

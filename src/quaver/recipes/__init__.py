@@ -6,8 +6,10 @@ Each is a function of its options that returns a `Recipe`; its name as a string 
 from collections.abc import Callable
 from typing import Any
 
+from quaver.core.converting.schedule import Schedule, read
 from quaver.core.recipe_functions import intern
 from quaver.core.spec import Recipe
+from quaver.core.text.recipe_text import parse
 from quaver.core.text.spelling import suggest
 from quaver.recipes.bf16 import bf16
 from quaver.recipes.blockwise import blockwise
@@ -55,12 +57,43 @@ def get(recipe: str | Recipe, **options: Any) -> Recipe:
     return RECIPES[recipe](**options)
 
 
+def from_text(text: str) -> Recipe:
+    """The recipe of a text: its name, or its name with options, as `delayed(history=16)`.
+
+    Raises:
+        ValueError: the text has another form, or names no recipe or option that there is; the message names the
+            nearest.
+    """
+    name, options = parse(text)
+    return get(name, **options)
+
+
+def schedule(text: str, *, steps: int | None = None, peak: float | None = None) -> Schedule:
+    """Recipes over a run, as `nvfp4 until 85%, bf16`: `quaver.core.converting.schedule` has the grammar.
+
+        schedule = quaver.recipes.schedule("nvfp4 until 85%, bf16", steps=1000)
+        recipe = schedule.at(step)  # before each step, with lr= where a part ends by it
+        schedule.saw(loss)  # after each, where a part ends by it
+
+    Args:
+        text: parts with commas between, each but the last with its end: `until STEP`, `until SHARE%` (of the steps),
+            `until loss<NATS` (the mean of the last 20 steps) or `until lr<SHARE%` (of the peak, after the warm-up).
+            A recipe alone is in force all the time.
+        steps: of the run in all; needed for shares of it.
+        peak: the highest learning rate; needed for ends by learning rate.
+    Raises:
+        ValueError: the text cannot be read, needs what was not given, or has a part without a step.
+    """
+    return Schedule(read(text, from_text), steps=steps, peak=peak)
+
+
 # Written out, because type checkers do not run code: a recipe that is missing here is an error under mypy --strict.
 __all__ = [
     "RECIPES",
     "bf16",
     "blockwise",
     "delayed",
+    "from_text",
     "get",
     "mxfp4",
     "mxfp6",
@@ -68,6 +101,7 @@ __all__ = [
     "nvfp4",
     "rowwise",
     "rowwise_bf16_wgrad",
+    "schedule",
     "tensorwise",
 ]
 

@@ -69,6 +69,12 @@ def test_text_takes_several_paths(toml: Path, text: Path, tmp_path: Path) -> Non
         (["--recipe", "delayed(histori=3)"], "did you mean 'history'?"),
         (["--recipe", "delayed(history=0)"], "history"),
         (["--recipe", "delayed("], "cannot be read; write NAME or NAME(option=value, ...)"),
+        (
+            ["--recipe", "nvfp4, bf16"],
+            "does not say where 'nvfp4' ends: each but the last has until STEP, until ",
+        ),
+        (["--recipe", "nvfp4 until 85%"], "does not say what follows 'nvfp4 until 85%'; write the recipe of the steps"),
+        (["--recipe", "nvfp4 until 10, bf16"], "leaves no step for 'bf16': it ends with step 10, and there are 10;"),
         (["--model", "tinny"], "did you mean 'tiny'?"),
         (["--framework", "jaxx"], "framework 'jaxx' is not known; did you mean 'jax'?"),
         (["--framework", "jax", "--device", "cuda:99"], "the device 'cuda:99' is not available to JAX"),
@@ -217,6 +223,16 @@ def test_without_a_terminal_progress_is_lines(toml: Path, tmp_path: Path) -> Non
     assert "step" not in quaver("train", "--config", toml, "--steps", 63, "--resume", "--quiet").stderr
     compared = quaver("compare", "--config", toml, "--out", tmp_path / "all", "--recipes", "bf16", "--steps", 2)
     assert "bf16 seed 0: step 2 of 2  loss" in compared.stderr, compared.output
+
+
+def test_a_change_of_the_recipe_is_said_where_it_comes(toml: Path, tmp_path: Path) -> None:
+    result = quaver("train", "--config", toml, "--steps", 60, "--recipe", "nvfp4 until 31, bf16")
+    assert result.exit_code == 0, result.output
+    said = re.findall(r"^step (\d+) of 60  loss .* tokens/s  (\w+)$", result.stderr, re.MULTILINE)
+    assert ("30", "nvfp4") in said and ("32", "bf16") in said and ("31", "nvfp4") not in said
+    assert "from step 32 on: bf16" in result.stdout
+    result = quaver("plan", "--gpu", "h100", "--model", "tiny", "--recipe", "nvfp4 until 85%, bf16")
+    assert result.exit_code == 1 and "changes over a run, and here is no run" in result.stderr
 
 
 def test_doctor_says_what_to_install_for_a_framework(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What the pictures show: a recipe's own colour, and each end label beside the value that it names."""
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -131,3 +132,30 @@ def test_runs_are_drawn_beside_the_first_and_its_differences(monkeypatch: pytest
     assert list(steps) == [2, 3, 4] and list(values) == pytest.approx([0.25, 0, 0], abs=1e-12)
     with pytest.raises(ValueError, match="ranks has no step that one has"):
         plots.plot_runs({"one": one, "ranks": [{"step": 9, "loss": 1.0}]}, tmp_path / "runs.png")
+
+
+def test_a_change_of_the_recipe_is_marked_before_its_first_step(
+    monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "write", lambda figure, path: (drawn.append(figure), path)[1])
+    text = "nvfp4 until 7, bf16"
+    changed = made_up(text, 0, 0.1, make_config)
+    records = [{**r, "part": 1 + (r["step"] > 7)} if "loss" in r else r for r in changed.records]
+
+    def marks(figure: Figure) -> list[list[float]]:
+        return [
+            [float(line.get_xdata()[0]) for line in axes.lines if line.get_linestyle() == ":"] for axes in figure.axes
+        ]
+
+    plots.plot_loss(records, tmp_path / "loss.png", "a run", text)
+    assert marks(drawn[0]) == [[7.5]] and "bf16" in [mark.get_text() for mark in drawn[0].axes[0].texts]
+    plots.plot_runs({"one": records, "other": list(made_up("bf16", 0, 0, make_config).records)}, tmp_path / "runs.png")
+    assert marks(drawn[1]) == [[], []], "the first run is the broad line"
+    plots.plot_runs({"other": list(made_up("bf16", 0, 0, make_config).records), "one": records}, tmp_path / "runs.png")
+    assert marks(drawn[2]) == [[7.5], []]
+    runs = made_up("bf16", 0, 0, make_config), replace(changed, records=tuple(records))
+    figure = plots.comparison_figure(Comparison(folder=Path(), runs=runs, jobs=1))
+    assert marks(figure)[0] == [7.5] and labels(figure)[text].get_color() == colour(text)
+    assert colour(text) not in COLOURS.values() and colour(text) == colour("nvfp4  until 7,bf16()")
+    assert colour(text) != colour("nvfp4 until 8, bf16")

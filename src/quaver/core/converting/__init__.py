@@ -1,1 +1,1 @@
-"""What `convert` decides in any framework: which module gets which recipe, and the report; it touches no module."""
+"""What is decided in any framework: which module gets which recipe, and at which step; it touches no module."""

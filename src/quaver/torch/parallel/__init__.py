@@ -3,7 +3,7 @@
 from quaver.torch.parallel.alike.comparing import check_alike
 from quaver.torch.parallel.checkpoint import Checkpoint, agree_histories
 from quaver.torch.parallel.context.applying import ContextParallel, context_parallel
-from quaver.torch.parallel.fsdp.gathering import Gathers, gather_quantized
+from quaver.torch.parallel.fsdp.gathering import Gathers, gather_again, gather_quantized
 from quaver.torch.parallel.fsdp.watching import Traffic
 from quaver.torch.parallel.pipeline.stages import stage
 from quaver.torch.parallel.quantized.dispatch import Splits, exchange
@@ -27,6 +27,7 @@ __all__ = [
     "context_parallel",
     "cross_entropy",
     "exchange",
+    "gather_again",
     "gather_quantized",
     "quantize_gradients",
     "stage",

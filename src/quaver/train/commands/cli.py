@@ -28,7 +28,7 @@ from quaver.train.configuration.config import TrainConfig, read_toml, reason
 from quaver.train.learning import ranks
 from quaver.train.learning.ranks import OnRank, Told
 from quaver.train.records.comparison import Run
-from quaver.train.records.metrics import Record, losses, read
+from quaver.train.records.metrics import Record, losses, read, switches
 from quaver.train.running.compare import compare_runs
 from quaver.train.running.generation import generate
 from quaver.train.running.interrupt import Interrupted
@@ -172,20 +172,24 @@ def train(
         settings = configure({**typed, "out": str(before.parent)}, before, more_text)
     with bars(quiet) as progress:
         task = progress.add_task(settings.recipe, total=settings.steps, numbers="")
+        parts = parts_of(settings)
         line = lines("", settings, quiet)
 
         def watch(record: Record) -> None:
             if "loss" in record:
                 line(record)
                 progress.start()
-                progress.update(task, completed=record["step"], numbers=numbers(record))
+                progress.update(task, completed=record["step"], numbers=numbers(record, parts))
 
         result = run_training(settings, resume=resume, watch=watch)
     if ranks.rank():
         return
     title = f"{settings.model}, {settings.recipe}, seed {settings.seed}"
-    picture = plot_loss(read(result.folder / "metrics.jsonl"), result.folder / "loss.png", title, settings.recipe)
+    records = read(result.folder / "metrics.jsonl")
+    picture = plot_loss(records, result.folder / "loss.png", title, settings.recipe)
     say(str(result.conversion))
+    for step, part in switches(records).items():
+        say(f"from step {step} on: {parts[part - 1]}")
     say(f"validation loss {result.validation_loss:.4f} nats a token after {settings.steps} steps")
     say(f"picture: {picture}")
 
@@ -197,7 +201,7 @@ def compare(
     *,
     more_text: MoreText = None,
     recipes: Annotated[
-        str, typer.Option(help="separated by commas; bf16 is always among them")
+        str, typer.Option(help="separated by commas; bf16 is always among them; 'nvfp4 until 85%, bf16' is one")
     ] = "bf16,delayed,tensorwise,mxfp8,nvfp4",
     seeds: Annotated[int, typer.Option(help="runs per recipe, with seeds --seed, --seed + 1, ...")] = 1,
     jobs: Annotated[int, typer.Option(help="runs at a time; 0: as many as fill the cores")] = 0,
@@ -370,7 +374,12 @@ def lines(label: str, config: TrainConfig, quiet: bool) -> Callable[[Record], No
     """What takes a run's records and says some of them, where there is no terminal for a bar."""
     if quiet or err.is_terminal:
         return lambda record: None
-    return Lines(label, config.steps, lambda line: tell(line, ""))
+    return Lines(label, config.steps, lambda line: tell(line, ""), parts_of(config))
+
+
+def parts_of(config: TrainConfig) -> list[str]:
+    """The recipes of a run, one after the other."""
+    return [part.text for part in recipe_name.parts(config.recipe)]
 
 
 def follow(progress: Progress, task: TaskID, run: Run) -> None:
@@ -382,4 +391,4 @@ def follow(progress: Progress, task: TaskID, run: Run) -> None:
     elif latest:
         if not progress.tasks[task].started:
             progress.start_task(task)
-        progress.update(task, completed=latest["step"], numbers=numbers(latest))
+        progress.update(task, completed=latest["step"], numbers=numbers(latest, parts_of(run.config)))

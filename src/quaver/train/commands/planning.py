@@ -15,9 +15,9 @@ from quaver.core.costs import gpus, ledger
 from quaver.core.costs.gpus import Gpu
 from quaver.core.costs.ledger import Layer
 from quaver.core.spec import GemmSpec, Recipe
+from quaver.core.text.given import shown
 from quaver.core.text.spelling import suggest
 from quaver.train.configuration import recipe_name
-from quaver.train.configuration.config import shown
 from quaver.train.configuration.parameter_table import matrices
 from quaver.train.configuration.sizes import MODELS, ModelConfig
 

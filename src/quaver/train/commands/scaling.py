@@ -13,9 +13,9 @@ from rich.table import Table
 from quaver.core.costs import interconnects, meshes, steps
 from quaver.core.costs.decoder import Block, Decoder, deepseek_v3_like, dense
 from quaver.core.costs.steps import Step
+from quaver.core.text.given import shown
 from quaver.core.text.spelling import suggest
 from quaver.train.configuration import recipe_name
-from quaver.train.configuration.config import shown
 from quaver.train.configuration.sizes import MODELS, ModelConfig
 
 #: Tokens of a vocabulary where a model does not say: Llama 3's.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+from quaver.core.text.given import shown
 from quaver.core.text.spelling import suggest
 from quaver.train.configuration.pipelines import ORDERS
 from quaver.train.configuration.sizes import MODELS
@@ -28,7 +29,7 @@ TRACKERS = ("tensorboard", "wandb")
 class TrainConfig:
     """What a run does; equal configurations train the same model, bit for bit, on the same machine."""
 
-    recipe: Annotated[str, "a recipe, with options if wanted: mxfp8, 'delayed(history=16)'"] = "bf16"
+    recipe: Annotated[str, "mxfp8, 'delayed(history=16)'; several over the run: 'nvfp4 until 85%, bf16'"] = "bf16"
     model: Annotated[str, "a size of Llama, or a family and a size: " + " ".join(MODELS)] = "tiny"
     text: Annotated[tuple[str, ...], "files or folders of text; none: Python's own library"] = ()
     tokens: Annotated[str, "byte, bpe (trained on the text), or the path of a tokenizer.json"] = "byte"
@@ -120,15 +121,6 @@ LARGEST: Mapping[str, int] = {
 def is_plain(text: str) -> bool:
     """Whether a text can be written to a file and name one: no NUL, no half of a surrogate pair."""
     return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def shown(value: object) -> str:
-    """A value for a message, shortened."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4300 digits
-        return "a number of thousands of digits"
-    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def choose(name: str, value: str, choices: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a framework does in a run, and nothing more: a model with its optimizer, behind seven methods.
+"""What a framework does in a run, and nothing more: a model with its optimizer, behind eight methods.
 
 The loop, the text, the batches, the checkpoints and the reports know no framework.
 """
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from quaver.core.spec import Recipe
 
 #: Arrays by name.
 Tensors = Mapping[str, np.ndarray]
@@ -26,6 +28,9 @@ class Learner(Protocol):
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         """One update; returns the loss and the gradient's norm. Where either is not finite nothing is updated."""
+
+    def take(self, recipe: Recipe) -> None:
+        """Go on under another recipe: weights and moments stay, what the one before has recorded goes."""
 
     def loss(self, batches: np.ndarray) -> float:
         """Mean loss in nats a token, without an update."""

@@ -1,7 +1,8 @@
 """metrics.jsonl: one JSON object a line, appended as the run goes and readable while it does.
 
 Training lines have step, loss, lr, grad_norm, tokens_per_second and seconds; validation lines step,
-validation_loss and seconds. Where several ranks train there are also step_seconds, the longest of a rank;
+validation_loss and seconds. Training lines of a run whose recipe changes have part, too: the number of the part in
+force, from 1. Where several ranks train there are also step_seconds, the longest of a rank;
 own_seconds_min, _median and _max, without what a rank waited for others; slowest_rank, that of the most own seconds;
 communication, the share of a step that ranks waited, their mean; and bytes_weights, bytes_gradients and so on, what a
 rank sent to others in the step, the mean of all. Floats are written in full, so that two runs can be compared bit for
@@ -10,6 +11,7 @@ bit.
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,17 @@ def losses(records: list[Record]) -> dict[int, float]:
 def validation_losses(records: list[Record]) -> dict[int, float]:
     """Validation loss by step."""
     return {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
+
+
+def switches(records: Iterable[Record]) -> dict[int, int]:
+    """Where a run's recipe changed: by the first step of a part, the part's number, the first one left out."""
+    changed, before = {}, None
+    for record in records:
+        part = record.get("part")
+        if part is not None and before is not None and part != before:
+            changed[record["step"]] = part
+        before = before if part is None else part
+    return changed
 
 
 class Metrics:

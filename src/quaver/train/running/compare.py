@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from quaver.core.text.given import shown
 from quaver.train.configuration import recipe_name
-from quaver.train.configuration.config import TrainConfig, read_toml, shown, to_toml
+from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
 from quaver.train.data import frozen, tokens
 from quaver.train.files import lock, whole_file
 from quaver.train.learning import frameworks
@@ -57,7 +58,8 @@ def compare_runs(
     if (ranks := world()) > 1:
         raise ValueError(f"a comparison starts its runs itself, and here are {ranks} ranks; start it without torchrun")
     for recipe in recipes:
-        frameworks.check(config, recipe_name.find(recipe))
+        for part in recipe_name.schedule_of(replace(config, recipe=recipe)).parts:
+            frameworks.check(config, part.recipe)
     trackers.check(config)
     idle.say(config, 1)
     framework = "" if config.framework == "torch" else f"-{config.framework}"

@@ -8,14 +8,17 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from quaver.core.spec import Recipe
+from quaver.core.text.given import shown
 from quaver.train.configuration import memory, recipe_name
-from quaver.train.configuration.config import TrainConfig, choose, is_plain, read_toml, shown
+from quaver.train.configuration.config import TrainConfig, choose, is_plain, read_toml
 from quaver.train.configuration.parameter_table import parameters
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.data.tokens import open_tokenizer
 from quaver.train.learning import frameworks
 from quaver.train.records import checkpoint
 from quaver.train.records.checkpoint import Saved
+from quaver.train.running.precision import Precision
 from quaver.train.running.resuming import differing
 from quaver.train.running.sampling import Sampling, sample
 
@@ -82,7 +85,7 @@ def generate(
         tokens: how many at most; the token between files ends the text before.
         how: the rule that chooses tokens; None takes the defaults of `Sampling`.
         seed: of the choice.
-        recipe: as the command line takes it; "" is the run's own.
+        recipe: as the command line takes it; "" is the run's own, and of several the one that the checkpoint is of.
         cache: one of `CACHES`. Where every row of an input is quantized by itself, a cache does not change the choice;
             a scale per tensor depends on the other tokens in the tensor.
         device: as `TrainConfig.device`.
@@ -98,7 +101,7 @@ def generate(
     if seed < 0:
         raise ValueError(f"seed is {shown(seed)}; it must be at least 0")
     how = how or Sampling()
-    chosen = recipe_name.find(recipe or config.recipe)
+    chosen = recipe_name.find(recipe) if recipe else in_force(run, config)
     vocabulary = Vocabulary(None if config.tokens == "byte" else open_tokenizer(run / "tokenizer.json"))
     ids = vocabulary.encode(prompt)
     notes = check_length(config, len(ids), tokens)
@@ -166,6 +169,13 @@ def config_of(run: Path) -> TrainConfig:
     config = TrainConfig(**read_toml(path))
     newest(run)
     return config
+
+
+def in_force(run: Path, config: TrainConfig) -> Recipe:
+    """The recipe that a run's newest checkpoint was saved under."""
+    precision = Precision(config)
+    precision.take_up(checkpoint.read_state(newest(run)))
+    return precision.recipe
 
 
 def newest(run: Path) -> Path:

@@ -4,7 +4,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 
-from quaver.train.configuration.config import TrainConfig, shown
+from quaver.core.text.given import shown
+from quaver.train.configuration.config import TrainConfig
 from quaver.train.data import frozen
 
 #: By option, what says why it has no effect on so many ranks, or "".

@@ -27,6 +27,7 @@ from quaver.train.records.metrics import Metrics, Record, losses, read, validati
 from quaver.train.records.trackers import Tracker
 from quaver.train.running import idle
 from quaver.train.running.interrupt import Interrupt, Interrupted
+from quaver.train.running.precision import Precision
 from quaver.train.running.resuming import take_up
 from quaver.train.running.saving import Saver
 
@@ -78,17 +79,21 @@ def run_training(
             became NaN (NonFiniteError).
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, once the step was finished and saved.
     """
-    recipe = recipe or recipe_name.find(config.recipe)
-    frameworks.check(config, recipe)  # before the text is read
+    precision = Precision(config, recipe)
+    for each in precision.recipes:
+        frameworks.check(config, each)  # before the text is read
     trackers.check(config)
     if rank() == 0:
         idle.say(config, world())
-    with frameworks.joined(config, recipe) as ranks, memory.told("--batch, --accumulate, --sequence or --model"):
-        return as_rank(ranks, config, recipe, resume, watch)
+    with (
+        frameworks.joined(config, precision.recipe) as ranks,
+        memory.told("--batch, --accumulate, --sequence or --model"),
+    ):
+        return as_rank(ranks, config, precision, resume, watch)
 
 
 def as_rank(
-    ranks: Ranks, config: TrainConfig, recipe: Recipe, resume: bool, watch: Callable[[Record], None]
+    ranks: Ranks, config: TrainConfig, precision: Precision, resume: bool, watch: Callable[[Record], None]
 ) -> TrainResult:
     """A run as one of its ranks sees it; the first alone holds the folder and writes into it."""
     folder = folder_of(config)
@@ -102,11 +107,13 @@ def as_rank(
         same(ranks, "a text of fingerprint", tokens.fingerprint)
         if frameworks.on_cpu(config):
             memory.check(config, tokens.vocab, ranks.number)
-        trained = frameworks.make(config, recipe, tokens.vocab, ranks)
         facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
         start = 0
         # The first rank's choice: a shared disk may show another one an older list.
         last = ranks.given((path := checkpoint.latest(folder)) and path.name) if resume else None
+        if last:
+            precision.take_up(checkpoint.read_state(folder / last))
+        trained = frameworks.make(config, precision.recipe, tokens.vocab, ranks)
         if last:
             start = take_up(folder / last, trained, ranks, facts, config, tokens.vocab)
         if start < config.steps and ranks.first:
@@ -117,7 +124,7 @@ def as_rank(
             if ranks.first:
                 metrics = stack.enter_context(Metrics(folder / "metrics.jsonl", start))
                 log = Log(metrics, stack.enter_context(trackers.opened(folder, config, metrics.records)), watch)
-            go_on(trained, tokens, config, facts, start, ranks, log, interrupt)
+            go_on(trained, precision, tokens, config, facts, start, ranks, log, interrupt)
     return TrainResult(
         folder=folder,
         losses=losses(log.records),
@@ -129,6 +136,7 @@ def as_rank(
 
 def go_on(
     trained: Learner,
+    precision: Precision,
     tokens: Tokens,
     config: TrainConfig,
     facts: dict[str, Any],
@@ -144,7 +152,8 @@ def go_on(
         for step in range(start + 1, config.steps + 1):
             batch = training_batch(tokens.train, config, step)
             ranks.at(step, "training")
-            record = train_step(trained, batch, step, config)
+            precision.begin(step, trained)
+            record = precision.saw(train_step(trained, batch, step, config), ranks)
             log({**record, **ranks.done()})
             last_one = step == config.steps
             if last_one or due(step, config.validate_every):
@@ -153,7 +162,7 @@ def go_on(
             stop = ranks.largest(interrupt.number or 0)
             if last_one or due(step, config.checkpoint_every) or stop:
                 ranks.at(step, "saving")
-                state = {**facts, "config": asdict(config)}
+                state = {**facts, **precision.state(), "config": asdict(config)}
                 path = saver.save(step, state)
             if stop and not last_one:
                 saver.finish()

@@ -29,13 +29,17 @@ def colour(text: str) -> str:
     """A recipe's colour: its row of the table, or with options, or of a name without a row, one drawn from its specs.
 
     Args:
-        text: as `TrainConfig.recipe` takes it; two texts of one recipe have one colour.
+        text: as `TrainConfig.recipe` takes it; two texts of one recipe, or schedule, have one colour.
     Raises:
         ValueError: no recipe has this name.
     """
-    recipe = recipe_name.find(text)
-    if recipe.name in COLOURS and recipe == recipes.get(recipe.name):
+    parts = [(part.recipe, part.end) for part in recipe_name.parts(text)]
+    recipe = parts[0][0]
+    if len(parts) > 1:
+        drawn = crc32(repr(parts).encode())
+    elif recipe.name in COLOURS and recipe == recipes.get(recipe.name):
         return COLOURS[recipe.name]
-    drawn = crc32(repr(recipe).encode())
+    else:
+        drawn = crc32(repr(recipe).encode())
     red_green_blue = hsv_to_rgb((drawn & 0xFFFF) / 0x10000, 0.85, 0.45 + 0.35 * (drawn >> 16) / 0x10000)
     return "#" + "".join(f"{round(255 * part):02X}" for part in red_green_blue)

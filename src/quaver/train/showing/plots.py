@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,9 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from quaver.train.configuration import recipe_name
 from quaver.train.files import whole_file
 from quaver.train.records.comparison import BASELINE, Comparison, Row
-from quaver.train.records.metrics import Record, losses, validation_losses
+from quaver.train.records.metrics import Record, losses, switches, validation_losses
 from quaver.train.showing.colours import GREY, colour
 
 BLACK = "#000000"
@@ -36,9 +38,27 @@ def plot_loss(records: Sequence[Record], path: Path, title: str, recipe: str) ->
         va="center",
         annotation_clip=False,
     )
+    names = [part.text for part in recipe_name.parts(recipe)]
+    for step, part in switches(records).items():
+        mark(axes, step, BLACK, names[part - 1] if part <= len(names) else "")
     finish(axes, "step", "loss (nats a token)", title)
     axes.legend(frameon=False)
     return write(figure, path)
+
+
+def mark(axes: Axes, step: int, shade: Any, name: str = "") -> None:
+    """A dotted line where a run's recipe changes, before its first step under the next one, with that one's name."""
+    axes.axvline(step - 0.5, color=shade, linewidth=1.0, linestyle=":")
+    axes.annotate(
+        name,
+        (step - 0.5, 1.0),
+        (3, -4),
+        xycoords=axes.get_xaxis_transform(),
+        textcoords="offset points",
+        color=shade,
+        fontsize=9,
+        va="top",
+    )
 
 
 def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
@@ -56,6 +76,8 @@ def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
     lower.axhline(0, color=GREY, linewidth=1.2)
     for name in others:
         (line,) = upper.plot(*series(curves[name]), linewidth=1.2, label=name)
+        for step in switches(runs[name]):
+            mark(upper, step, line.get_color())
         difference = minus(curves[name], curves[first])
         if not difference:
             raise ValueError(f"{name} has no step that {first} has, so there is no difference to show")
@@ -100,6 +122,8 @@ def draw_losses(axes: Axes, comparison: Comparison, recipe: str) -> bool:
     steps, values = stack([run.losses for run in runs])
     width, alpha = (5.0, 0.35) if recipe == BASELINE else (1.3, 1.0)
     axes.plot(steps, smooth(values.mean(axis=0)), color=colour(recipe), linewidth=width, alpha=alpha, label=recipe)
+    for step in {step for run in runs for step in switches(run.records)}:
+        mark(axes, step, colour(recipe))
     return True
 
 

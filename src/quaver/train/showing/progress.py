@@ -1,6 +1,6 @@
 """Progress where there is no terminal: a line every so many steps, for a log that is read while the run goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quaver.train.records.metrics import Record
 
@@ -8,8 +8,15 @@ from quaver.train.records.metrics import Record
 PARTS = 20
 
 
-def numbers(record: Record) -> str:
+def numbers(record: Record, parts: Sequence[str] = ()) -> str:
+    """What a step says: its loss and speed, and of a run whose recipe changes the one in force.
+
+    Args:
+        parts: the recipes of such a run.
+    """
     said = f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
+    if 0 < record.get("part", 0) <= len(parts):
+        said += f"  {parts[record['part'] - 1]}"
     return said + among_ranks(record) if "communication" in record else said
 
 
@@ -21,26 +28,30 @@ def among_ranks(record: Record) -> str:
 
 
 class Lines:
-    """Says a run's first step that it sees, its last, and one in so many between them.
+    """Says a run's first step that it sees, its last, one in so many between them, and the first under another recipe.
 
     Args:
         label: of the run, before each line; "" for none.
         steps: of the run in all.
         say: takes a line.
+        parts: the recipes of a run that changes its own.
     """
 
-    def __init__(self, label: str, steps: int, say: Callable[[str], None]) -> None:
+    def __init__(self, label: str, steps: int, say: Callable[[str], None], parts: Sequence[str] = ()) -> None:
         self.label = label
         self.steps = steps
         self.say = say
+        self.parts = parts
+        self.part: int | None = None
         self.every = max(1, steps // PARTS)
         self.shown = 0
         self.due = 1
 
     def __call__(self, record: Record) -> None:
         """A record of a training step; one that was seen before says nothing."""
-        step = record["step"]
-        if step <= self.shown or (step < self.due and step != self.steps):
+        step, part = record["step"], record.get("part")
+        changed = self.part is not None and part != self.part
+        if step <= self.shown or (step < self.due and step != self.steps and not changed):
             return
-        self.shown, self.due = step, (step // self.every + 1) * self.every
-        self.say(f"{self.label}{': ' if self.label else ''}step {step} of {self.steps}  {numbers(record)}")
+        self.shown, self.due, self.part = step, (step // self.every + 1) * self.every, part
+        self.say(f"{self.label}{': ' if self.label else ''}step {step} of {self.steps}  {numbers(record, self.parts)}")

@@ -2,12 +2,12 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +20,7 @@ from quaver.torch.parallel.fsdp.agreeing import Across, Model, Weight
 from quaver.torch.parallel.fsdp.codes import shard_codes
 from quaver.torch.parallel.fsdp.cutting import sides
 from quaver.torch.parallel.fsdp.shards import Shard
-from quaver.torch.parallel.fsdp.units import local, set_local
+from quaver.torch.parallel.fsdp.units import Unit, held_parameters, local, set_local
 from quaver.torch.parallel.tensor.layers import layout_of
 
 
@@ -66,14 +66,7 @@ def gather_quantized(
     Source: torchao's FP8 all-gather for FSDP2 (github.com/pytorch/ao, torchao/float8) has per-tensor scales; the
         agreement on blocks that several ranks share is ours.
     """
-    patterns = [skip] if isinstance(skip, str) else list(skip)
-    try:
-        gathers, prepared = _prepared_of(model, None if recipe is None else recipes.get(recipe), patterns)
-    except ValueError as error:
-        # The other ranks would wait for this one.
-        compare([], mesh, str(error))
-        raise
-    compare([*lines_of(model), *str(gathers).split("\n")], mesh)
+    gathers, prepared = _agreed_on(model, recipe, skip, mesh, {})
     for weight in prepared.weights:
         of_weight = weight.layer()
         assert of_weight is not None
@@ -85,9 +78,64 @@ def gather_quantized(
     return gathers
 
 
-def _prepared_of(model: nn.Module, chosen: Recipe | None, patterns: Sequence[str]) -> tuple[Gathers, Model]:
-    """Which weights travel how, before anything is changed."""
-    _refuse(model)
+def gather_again(
+    model: nn.Module, *, recipe: str | Recipe | None = None, skip: str | Sequence[str] = (), mesh: Any = None
+) -> Gathers:
+    """Have fully_shard gather the weights of a model in the codes of the recipes that its layers have by now.
+
+    Call it where `quaver.torch.convert` has given a sharded model other recipes, on all ranks alike, after an
+    optimizer's step and before the next forward. Weights that no recipe has as codes travel in high precision, also
+    those that were gathered as codes before, and the other way round.
+
+    Args:
+        model, recipe, skip, mesh: as `gather_quantized` takes them.
+    Returns:
+        Which weights travel as codes, and why others do not.
+    Raises:
+        ValueError: on all ranks, where one of them cannot go on or has another model; a weight is held by no
+            fully_shard, or this torch has other names for what fully_shard keeps of it.
+    Exact: what follows is what follows a checkpoint that is loaded into the model as it is now.
+    """
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    units = {layer: unit for layer, name, unit in held_parameters(model) if name == "weight"}
+    gathers, prepared = _agreed_on(model, recipe, skip, mesh, units)
+    weights = {weight.layer(): weight for weight in prepared.weights}
+    for layer in [module for module in model.modules() if isinstance(module, Linear)]:
+        weight, before = weights.get(layer), _prepared.get(layer)
+        if weight is None and before is None:
+            continue
+        _prepare(layer, weight)
+        units[layer].renew()
+    return gathers
+
+
+def _agreed_on(
+    model: nn.Module, recipe: str | Recipe | None, skip: str | Sequence[str], mesh: Any, units: Mapping[nn.Module, Unit]
+) -> tuple[Gathers, Model]:
+    """`_prepared_of`, the same on all ranks."""
+    patterns = [skip] if isinstance(skip, str) else list(skip)
+    try:
+        gathers, prepared = _prepared_of(model, None if recipe is None else recipes.get(recipe), patterns, units)
+    except ValueError as error:
+        # The other ranks would wait for this one.
+        compare([], mesh, str(error))
+        raise
+    compare([*lines_of(model), *str(gathers).split("\n")], mesh)
+    return gathers, prepared
+
+
+def _prepared_of(
+    model: nn.Module, chosen: Recipe | None, patterns: Sequence[str], units: Mapping[nn.Module, Unit]
+) -> tuple[Gathers, Model]:
+    """Which weights travel how, before anything is changed.
+
+    Args:
+        units: what fully_shard holds, by layer, where it does.
+    """
+    if not units:
+        _refuse(model)
     gathers = Gathers()
     prepared = Model(model)
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
@@ -98,7 +146,8 @@ def _prepared_of(model: nn.Module, chosen: Recipe | None, patterns: Sequence[str
         fits = {pattern for pattern in patterns if fnmatch(name, pattern)}
         unused -= fits
         of_layer = layer.recipe or chosen
-        why = "left out by name" if fits else _why_not(layer, of_layer, holders)
+        shape, across = _divided(layer, units.get(layer))
+        why = "left out by name" if fits else _why_not(layer, of_layer, holders, shape, across)
         if not why and layer.weight_spec is not None:
             gathers.stored.append(name)
             continue
@@ -107,14 +156,13 @@ def _prepared_of(model: nn.Module, chosen: Recipe | None, patterns: Sequence[str
             continue
         assert of_layer is not None
         gathers.quantized[name] = of_layer
-        held: Any = layer._parameters["weight"]
-        part = local(held)
-        n, k = held.shape if part is None else part.shape
-        own = name or type(layer).__name__
-        prepared.weights.append(Weight(layer, own, of_layer, (n, k), prepared, _across(layer)))
+        if units and layer not in units:
+            raise ValueError(f"{name}.weight is held by no fully_shard; call gather_quantized before fully_shard")
+        n, k = shape
+        prepared.weights.append(Weight(layer, name or type(layer).__name__, of_layer, (n, k), prepared, across))
     if unused:
         raise ValueError(f"no quantized layer has a name that fits {', '.join(map(repr, sorted(unused)))} of skip")
-    if not prepared.weights and not gathers.stored:
+    if not prepared.weights and not gathers.stored and not units:
         raise ValueError(
             f"gather_quantized has no weight to gather as codes; call quaver.torch.convert(model, ...) before it, or "
             f"give recipe= for layers that run in an autocast\n{gathers}"
@@ -141,8 +189,8 @@ def _refuse(model: nn.Module) -> None:
                 )
 
 
-def _why_not(layer: Linear, recipe: Recipe | None, holders: Counter[int]) -> str:
-    """Why a layer's weight is gathered in high precision, or ""."""
+def _why_not(layer: Linear, recipe: Recipe | None, holders: Counter[int], shape: Sequence[int], across: Across) -> str:
+    """Why a layer's weight is gathered in high precision, or ""; see `_divided`."""
     weight = layer._parameters.get("weight")
     if layer.weight_spec is not None:
         if weight is not None and weight.requires_grad:
@@ -169,47 +217,58 @@ def _why_not(layer: Linear, recipe: Recipe | None, holders: Counter[int]) -> str
         return f"it is {weight.dtype}, which recipes leave alone"
     if holders[id(weight)] > 1:
         return "another module holds it, too"
-    return _cut_through(layer, weight, recipe)
+    return _cut_through(shape, across.axis, recipe)
 
 
-def _across(layer: Linear) -> Across:
-    """How tensor parallelism has cut a layer's weight."""
-    layout, weight = layout_of(layer), layer._parameters["weight"]
-    if layout is None or not isinstance(weight, DTensor) or weight.device_mesh.size() == 1:
-        return Across()
-    return Across(layout.weight_axis, weight.device_mesh)
+def _divided(layer: Linear, unit: Unit | None) -> tuple[Sequence[int], Across]:
+    """The shape of what fully_shard divides of a layer's weight, or will, and how tensor parallelism has cut that."""
+    weight: Any = layer._parameters.get("weight")
+    if weight is None:
+        return (), Across()
+    part = local(weight)
+    shape = (weight.shape if part is None else part.shape) if unit is None else unit.shape
+    layout = layout_of(layer)
+    if layout is None or not isinstance(weight, DTensor):
+        return shape, Across()
+    mesh: Any = weight.device_mesh
+    if unit is not None:
+        # Its last dimension is tensor parallelism's, before which fully_shard puts its own.
+        mesh = mesh[mesh.mesh_dim_names[-1]]
+    return shape, Across() if mesh.size() == 1 else Across(layout.weight_axis, mesh)
 
 
-def _cut_through(layer: Linear, weight: Tensor, recipe: Recipe) -> str:
+def _cut_through(shape: Sequence[int], axis: int | None, recipe: Recipe) -> str:
     """Which blocks of a weight tensor parallelism has cut through, which its layer refuses in a forward; or ""."""
-    axis, own = _across(layer).axis, local(weight)
-    if axis is None or own is None:
+    if axis is None:
         return ""
     for side in sides(recipe):
         needed = (side.height, side.width)[axis] or 1
         if axis == 1 and side.spec.hadamard and needed % 16:
             needed = 16
-        if own.shape[axis] % needed:
-            return f"ranks of tensor parallelism have {own.shape[axis]} features each, no multiple of {needed}"
+        if shape[axis] % needed:
+            return f"ranks of tensor parallelism have {shape[axis]} features each, no multiple of {needed}"
     return ""
 
 
-#: The weight of each layer that is prepared.
-_prepared: "weakref.WeakKeyDictionary[nn.Module, Weight]" = weakref.WeakKeyDictionary()
+#: The weight of each layer that is prepared; None of one whose weight was gathered as codes, and is no more.
+_prepared: "weakref.WeakKeyDictionary[nn.Module, Weight | None]" = weakref.WeakKeyDictionary()
 
 
-def _prepare(layer: nn.Module, weight: Weight) -> None:
+def _prepare(layer: nn.Module, weight: Weight | None) -> None:
+    """Have a layer's weight travel as codes, or as it is."""
     parameter = layer._parameters["weight"]
     assert parameter is not None
     part = local(parameter)
-    if part is None:
+    if part is not None:
+        # Of fully_shard, or of tensor parallelism, which fully_shard divides once more.
+        plain = getattr(part, "plain", part).detach()
+        set_local(parameter, plain if weight is None else Shard(plain, weight))
+    elif weight is not None:
         layer._parameters["weight"] = nn.Parameter(Shard(parameter.detach(), weight), parameter.requires_grad)
-    else:
-        # Of tensor parallelism, which fully_shard divides once more.
-        set_local(parameter, Shard(part.detach(), weight))
+    if layer not in _prepared:
+        layer.register_state_dict_post_hook(_write_plain)
+        layer.register_load_state_dict_post_hook(_prepare_again)
     _prepared[layer] = weight
-    layer.register_state_dict_post_hook(_write_plain)
-    layer.register_load_state_dict_post_hook(_prepare_again)
 
 
 def _write_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -63,6 +63,24 @@ class Unit:
             return True
         return unsharded is not None and unsharded.grad is not None
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of what fully_shard divides: the weight, or the part of it that tensor parallelism leaves this rank."""
+        shape: torch.Size = self._parameter._orig_size
+        return shape
+
+    def renew(self) -> None:
+        """Have the next gather begin as the first one did: another tensor is the part on this rank."""
+        if hasattr(self._parameter, "_unsharded_param"):
+            del self._parameter._unsharded_param
+        self.forget_outputs()
+        part: Any = local(self.sharded)
+        if hasattr(part, "fsdp_pre_all_gather"):
+            # fully_shard would compare its address, which such a part has not, with that of a plain one.
+            self._parameter._sharded_param_data = part.view(-1)
+        self._parameter.reset_sharded_param()
+        self._parameter._init_extensions()
+
     def forget_outputs(self) -> None:
         """Have the next gather take room for as many bytes as it is given: fully_shard keeps that of the first."""
         self._parameter.all_gather_outputs = []
@@ -109,7 +127,10 @@ _OF_GROUP = (
     "_use_post_forward_mesh",
     "mp_policy",
 )
-_OF_PARAMETER = ("sharded_param", "shard_mesh", "unsharded_accumulated_grad", "all_gather_outputs", "_module_info")
+_OF_PARAMETER = (
+    *("sharded_param", "shard_mesh", "unsharded_accumulated_grad", "all_gather_outputs", "_module_info"),
+    *("_orig_size", "_sharded_param_data", "reset_sharded_param", "_init_extensions"),
+)
 
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Unit]]:

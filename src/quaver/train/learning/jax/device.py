@@ -4,7 +4,7 @@ import os
 
 import jax
 
-from quaver.train.configuration.config import shown
+from quaver.core.text.given import shown
 
 
 def find(name: str, threads: int = 0) -> jax.Device:

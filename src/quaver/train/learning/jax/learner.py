@@ -1,7 +1,7 @@
 """A model in training under JAX: the methods that the loop calls, written with JAX."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,18 +41,28 @@ class JaxLearner:
         self.decoder = Decoder(
             config=sizes, recipe=recipe, dtype=config.dtype, seed=config.seed, recompute=config.recompute
         )
-        layers = projections(sizes)
-        self.fresh = {name: own for name in layers if (own := buffers.init(recipe))}
-        skipped = {} if sizes.tied else {"head": "as the embedding, it stays in high precision"}
-        self.conversion = Report(converted=dict.fromkeys(layers, recipe), skipped=skipped)
+        self._prepare(recipe)
         self.params = self._put(dict(initial(sizes, vocab, config.seed)))
-        self.state = self._put(self.fresh)
         self.moments = start(self.params)
         self.updates = 0
 
     @property
     def model(self) -> Model:
         return Model(decoder=self.decoder, params=self.params, state=self.state)
+
+    def _prepare(self, recipe: Recipe) -> None:
+        """Begin with a recipe: what it remembers, by layer, and what it is applied to."""
+        sizes = MODELS[self.config.model]
+        layers = projections(sizes)
+        self.fresh = {name: own for name in layers if (own := buffers.init(recipe))}
+        skipped = {} if sizes.tied else {"head": "as the embedding, it stays in high precision"}
+        self.conversion = Report(converted=dict.fromkeys(layers, recipe), skipped=skipped)
+        self.state = self._put(self.fresh)
+
+    def take(self, recipe: Recipe) -> None:
+        if recipe is not self.decoder.recipe:
+            self.decoder = replace(self.decoder, recipe=recipe)
+            self._prepare(recipe)
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         now = rates(lr, self.updates + 1, self.config)

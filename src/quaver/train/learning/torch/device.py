@@ -2,7 +2,7 @@
 
 import torch
 
-from quaver.train.configuration.config import shown
+from quaver.core.text.given import shown
 
 #: What is tested: a CPU, and NVIDIA's GPUs.
 KINDS = ("cpu", "cuda")

@@ -1,5 +1,6 @@
 """A model in training under PyTorch: the methods that the loop calls, written with torch."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from quaver.train.learning.torch.nonfinite import first_gradient, first_module
 from quaver.train.learning.torch.optimizer import adamw, load_state, state_of
 from quaver.train.learning.torch.parallel import shards
 from quaver.train.learning.torch.parallel.group import Group
-from quaver.train.learning.torch.parallel.parallelize_model import parallelize
+from quaver.train.learning.torch.parallel.parallelize_model import change_recipe, parallelize
 from quaver.train.learning.torch.update import Update
 
 
@@ -36,6 +37,7 @@ class TorchLearner:
         self.config = config
         sizes = MODELS[config.model]
         self.model = build(sizes, vocab, config.seed, self.device, config.recompute)
+        self.recipe = recipe
         if group is None:
             self.conversion = quantize_layers(self.model, recipe, config.seed)
         else:
@@ -48,6 +50,20 @@ class TorchLearner:
         self.update.set_lr(lr, self.device)
         loss, norm = self._run(self._ids(batch)).tolist()
         return loss, norm
+
+    def take(self, recipe: Recipe) -> None:
+        if recipe is self.recipe:
+            return
+        self.recipe = recipe
+        with warnings.catch_warnings():
+            # That what the recipe before has recorded is dropped is what a schedule asks for.
+            warnings.filterwarnings("ignore", "convert gives .* another recipe", UserWarning)
+            if self.group is None:
+                self.conversion = quantize_layers(self.model, recipe, self.config.seed)
+            else:
+                self.conversion = change_recipe(self.model, recipe, self.config, self.group)
+        # What was recorded would go on under the recipe from before.
+        self._run = self._runner()
 
     def loss(self, batches: np.ndarray) -> float:
         self.model.eval()

@@ -8,7 +8,16 @@ from quaver.core.converting.conversion import Report
 from quaver.core.spec import Recipe
 from quaver.torch.blocks.norm import Norm
 from quaver.torch.blocks.transformer import TransformerLayer
-from quaver.torch.parallel import Column, Heads, Row, Sequence, Vocabulary, context_parallel, gather_quantized
+from quaver.torch.parallel import (
+    Column,
+    Heads,
+    Row,
+    Sequence,
+    Vocabulary,
+    context_parallel,
+    gather_again,
+    gather_quantized,
+)
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.pipelines import ORDERS
 from quaver.train.learning.mesh import check_words
@@ -54,6 +63,18 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
     for whole in wholes:
         fully_shard(whole, mesh=group.mesh["data"], reshard_after_forward=reshards)
         group.watch(whole)
+    return report
+
+
+def change_recipe(model: Decoder, recipe: Recipe, config: TrainConfig, group: Group) -> Report:
+    """Give the decoder of many ranks another recipe between two steps; all ranks call it.
+
+    Weights are gathered in the new recipe's codes from here on, or in high precision where they cannot be.
+    """
+    report = quantize_layers(model, recipe, config.seed)
+    if isinstance(group.pipeline, Pipeline):
+        group.pipeline.recipe = recipe
+    gather_again(model, mesh=group.mesh["data"])
     return report
 
 
