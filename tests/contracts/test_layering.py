@@ -100,7 +100,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("traffic", "alike", "wire", "quantized", "tensor", "fsdp", "context", "pipeline", "checkpoint"),
     ),
     "quaver.torch.parallel.tensor": (
-        *("layout", "parts", "tokens", "joined", "overlapping", "function", "words", "layers", "styles"),
+        *("layout", "parts", "tokens", "joined", "products", "words", "layers", "styles"),
     ),
     "quaver.torch.parallel.quantized": ("gradients", "dispatch"),
     "quaver.torch.parallel.pipeline": ("splitting", "stages"),

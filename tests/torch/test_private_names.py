@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 import quaver
 from quaver.torch.operations import derivatives, ops
 from quaver.torch.operations.derivatives import forward_level
-from quaver.torch.parallel.tensor import overlapping
+from quaver.torch.parallel.tensor.products import overlapping
 from quaver.torch.state import kept_weights, recomputation
 from quaver.torch.state.history import groups
 

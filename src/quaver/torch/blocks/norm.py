@@ -279,6 +279,12 @@ def normalized_projections(
         return_input: give the layers' input too, first.
         then: as `project` takes it.
     """
+    over_ranks = getattr(type(layers[0]), "normed_over_ranks", None)
+    if over_ranks is not None and norm is not None and not return_input:
+        # Layers in parts, whose ranks have some tokens each.
+        outputs: tuple[Tensor, ...] | None = over_ranks(norm, x, layers)
+        if outputs is not None:
+            return outputs if then is None else project(then[0], outputs, then[1])
     if norm is None or norm.__class__.forward is not Norm.forward or not is_bare(norm):
         y = x if norm is None else norm(x)
         if len(layers) == 1 and not return_input and then is None:

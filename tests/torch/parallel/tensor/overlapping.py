@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver.torch.parallel import Column, Row, Traffic, wire
-from quaver.torch.parallel.tensor import function, overlapping
+from quaver.torch.parallel.tensor.products import function, overlapping
 from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor.split import tokens
 from tests.two_ranks import RANKS

@@ -5,23 +5,30 @@ stands above the one that the layer had, so that a style fits whatever computes 
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quaver import recipes
-from quaver.torch.linear.gemms import begin, is_given
+from quaver.core.spec import Recipe
+from quaver.torch.blocks.norm import Norm
+from quaver.torch.linear.entrance import may_fuse
+from quaver.torch.linear.gemms import Call, begin, is_given
 from quaver.torch.linear.layer import Quantizable, dtype_sentence, recipe_of
+from quaver.torch.linear.projections import is_bare
 from quaver.torch.model.reach.exchanging import PUT_ABOVE
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
 from quaver.torch.parallel.alike import opening
-from quaver.torch.parallel.tensor.function import LinearInParts
 from quaver.torch.parallel.tensor.joined import pieces
 from quaver.torch.parallel.tensor.layout import Layout
 from quaver.torch.parallel.tensor.parts import Ranks
+from quaver.torch.parallel.tensor.products.function import LinearInParts
+from quaver.torch.parallel.tensor.products.normed import Layer, NormedInParts
+from quaver.torch.parallel.tensor.tokens import bare, local_parameters, tokens_of
 from quaver.torch.parallel.tensor.words.loss import loss_over_ranks
 from quaver.torch.state.buffers import prepare
 
@@ -36,7 +43,12 @@ def layout_of(layer: nn.Module) -> Layout | None:
 def in_parts(kind: Any, layout: Layout) -> type:
     """The class of a layer of a class once it is in parts."""
     members: dict[str, Any] = {"forward": _forward, "layout_on_ranks": layout, "__reduce_ex__": _reduce}
-    members |= {"loss_over_ranks": loss_over_ranks, "__module__": kind.__module__, PUT_ABOVE: True}
+    members |= {
+        "loss_over_ranks": loss_over_ranks,
+        "normed_over_ranks": staticmethod(normed_over_ranks),
+        "__module__": kind.__module__,
+        PUT_ABOVE: True,
+    }
     members["_load_from_state_dict"] = _load
     return type(kind.__name__, (kind,), members)
 
@@ -61,9 +73,71 @@ def _load(
     kind._load_from_state_dict(layer, state_dict, prefix, metadata, strict, missing, *args)
 
 
+class Asked(NamedTuple):
+    """What one call of a layer in parts takes."""
+
+    call: Call
+    ranks: Ranks
+    held: Tensor
+    #: The input in the dtype of the GEMMs.
+    x: Tensor
+    #: What gradients of weight and bias are given to.
+    weight: Tensor
+    bias: Tensor | None
+
+
 @torch.compiler.disable
 def _forward(layer: Any, input: Tensor) -> Tensor:
     """This rank's part of the output, from its part of the input; see `quaver.torch.parallel.tensor.layout`."""
+    call, ranks, held, x, weight, bias = _asked(layer, input)
+    with ops.without_autocast(ops.autocast_device(input)):
+        y: Tensor = LinearInParts.apply(call, ranks, held, x, weight, bias)
+    return y
+
+
+@torch.compiler.disable
+def normed_over_ranks(norm: nn.Module, x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...] | None:
+    """What column layers of one input give behind a norm, by one function; None where that saves nothing.
+
+    Each rank has some tokens of x; a kernel of a GPU normalizes and quantizes them in one pass.
+    """
+    tokens, kind = tokens_of(norm), bare(norm) if tokens_of(norm) is not None else None
+    layout, recipe = layout_of(layers[0]), recipe_of(layers[0], False) if isinstance(layers[0], Quantizable) else None
+    if kind is None or kind.forward is not Norm.forward or tokens is None or tokens.takes_whole or tokens.gives_whole:
+        return None
+    if layout is None or not (layout.column and layout.sequence):
+        return None
+    if recipe is None or any(recipe_of(layer, False) is not recipe for layer in layers) or not _rounds(recipe):
+        return None
+    alike = all(
+        layout_of(each) == layout and pieces.of(each, "weight")[0].device_mesh == tokens.mesh for each in layers
+    )
+    casting = torch.is_autocast_enabled(ops.autocast_device(x))
+    if not alike or casting or not is_bare(norm, *layers) or not may_fuse(x.dtype, x):
+        return None
+    own: Any = norm
+    own.check_input(x)
+    local, asked = local_parameters(norm), [_asked(layer, x) for layer in layers]
+    each = [Layer(one.call, one.ranks, one.held) for one in asked]
+    parameters = *(one.weight for one in asked), *(one.bias for one in asked)
+    outputs: tuple[Tensor, ...] = NormedInParts.apply(
+        own.formula, each, x, local.get("weight"), local.get("bias"), *parameters
+    )
+    return outputs
+
+
+def _rounds(recipe: Recipe) -> bool:
+    """Whether a recipe quantizes inputs and weights, inputs alike for all layers that read them."""
+    a, b, c = recipe.fprop.a, recipe.fprop.b, recipe.wgrad.b
+    return a is not None and b is not None and all(spec is None or spec.rounding == "nearest" for spec in (a, c))
+
+
+def _asked(layer: Any, input: Tensor) -> Asked:
+    """Begin a call.
+
+    Raises:
+        ValueError: an input that does not fit, with what to do.
+    """
     layout: Any = layout_of(layer)
     weights, biases = pieces.of(layer, "weight"), pieces.of(layer, "bias")
     if not weights or any(getattr(each, "device_mesh", None) is None for each in weights):
@@ -111,8 +185,7 @@ def _forward(layer: Any, input: Tensor) -> Tensor:
         of_weights = pieces.routed([each.to_local() for each in weights])
         of_biases = [each.to_local() for each in biases]
         bias = None if not of_biases else of_biases[0] if len(of_biases) == 1 else torch.cat(of_biases)
-        y: Tensor = LinearInParts.apply(call, ranks, held, x, of_weights, bias)
-    return y
+    return Asked(call, ranks, held, x, of_weights, bias)
 
 
 def _check(layer: Any, held: Tensor, x: Tensor) -> None:

@@ -81,6 +81,11 @@ class Ranks:
             bits = reference.block_bits(magnitude_bits(x.float()), spec)
         return wire.agree(bits.contiguous(), self.group).view(torch.float32)
 
+    def agreed_of(self, own: Tensor) -> Tensor:
+        """The largest of the ranks' amaxes of one scale for all of an operand, float32 of any shape."""
+        bits = own.contiguous().view(torch.int32) & 0x7FFFFFFF
+        return wire.agree(bits, self.group).view(torch.float32)
+
     def check(self, operand: str, length: int, spec: QuantSpec, axis: int) -> None:
         """Refuse parts that would cut a block, a group of 16 that is rotated, or four elements that share noise.
 

@@ -14,10 +14,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored import stored
-from quaver.torch.parallel.tensor import overlapping
 from quaver.torch.parallel.tensor.joined import packed, pieces
 from quaver.torch.parallel.tensor.layers import in_parts, layout_of, name_of
 from quaver.torch.parallel.tensor.layout import Layout
+from quaver.torch.parallel.tensor.products import overlapping
 from quaver.torch.parallel.tensor.tokens import OTHER_DROPOUTS, Tokens, on_tokens, tokens_of
 from quaver.torch.parallel.tensor.words.embedding import OverWords, over_words, words_of
 from quaver.torch.state import kept_weights

@@ -35,7 +35,7 @@ def on_tokens(kind: Any, tokens: Tokens) -> type:
 
 def _reduce(module: Any, protocol: int) -> Any:
     """Pickle a module of a class that was made here: by the class that it stands above."""
-    return _rebuild, (_bare(module), tokens_of(module)), module.__getstate__()
+    return _rebuild, (bare(module), tokens_of(module)), module.__getstate__()
 
 
 def _rebuild(kind: Any, tokens: Tokens) -> Any:
@@ -43,7 +43,7 @@ def _rebuild(kind: Any, tokens: Tokens) -> Any:
     return exchanged.__new__(exchanged)
 
 
-def _bare(module: nn.Module) -> Any:
+def bare(module: nn.Module) -> Any:
     """The class that the one made here stands above."""
     return next(kind for kind in type(module).__mro__ if "tokens_on_ranks" in vars(kind)).__bases__[0]
 
@@ -69,8 +69,8 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
                 f"{tokens.mesh.size()} ranks cannot share {x.shape[dim]} tokens; pad them"
             )
         x = _Part.apply(x, dim, tokens)
-    kind, held = _bare(module), module._parameters
-    local = {name: p if p is None else _Summed.apply(p.to_local(), group) for name, p in held.items()}
+    kind, held = bare(module), module._parameters
+    local = local_parameters(module)
     module.__dict__["_parameters"] = local
     try:
         if isinstance(module, nn.Dropout) and module.training:
@@ -80,6 +80,13 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     finally:
         module.__dict__["_parameters"] = held
     return _Whole.apply(y, y.dim() - 2, tokens) if tokens.gives_whole else y
+
+
+def local_parameters(module: nn.Module) -> dict[str, Any]:
+    """A module's parameters as this rank has them, whose gradients go to all ranks' sums."""
+    group = tokens_of(module).mesh.get_group()  # type: ignore[union-attr]
+    held: dict[str, Any] = module._parameters
+    return {name: p if p is None else _Summed.apply(p.to_local(), group) for name, p in held.items()}
 
 
 def _dropped(x: Tensor, p: float, mesh: Any) -> Tensor:

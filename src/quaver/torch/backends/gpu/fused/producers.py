@@ -3,7 +3,7 @@
 Importing this module imports no kernels; they are imported when one is wanted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +62,7 @@ def operand(
     is_set: bool,
     want_output: bool,
     turn: bool,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Made, Quantized, Quantized | None] | None:
     """A prologue's result [..., width] quantized on the way, or None where that saves nothing.
 
@@ -71,6 +72,7 @@ def operand(
             amax, and a second one casts.
         want_output: True if the result itself is needed too.
         turn: True if the transpose is wanted.
+        agree: gives of an amax of this tensor that of a larger one, of which others have the rest.
     Returns:
         What the prologue made, that as an operand, and its transpose if that was wanted.
     Exact: the codes, scales and amax of the result, made by the same kernel, and quantized.
@@ -87,7 +89,10 @@ def operand(
     q = result.quantized
     if q is None:
         assert result.y is not None
-        q = cast(result.y.view(-1, result.y.shape[-1]), spec, on_device, result.amax, turn)
+        top = result.amax if agree is None or result.amax is None else agree(result.amax)
+        q = cast(result.y.view(-1, result.y.shape[-1]), spec, on_device, top, turn)
+    elif agree is not None and isinstance(q.amax, Tensor) and spec.per_tensor:
+        q.amax = agree(q.amax)
     if not turn:
         return result, q, None
     # Neither refers to the other: of one that is dropped the memory is free.

@@ -20,7 +20,7 @@ from quaver.torch.linear.gemms import is_given
 from quaver.torch.operations import ops
 from quaver.torch.parallel import wire
 from quaver.torch.parallel.alike import opening, telling
-from quaver.torch.parallel.tensor.function import of_sums, plain_product
+from quaver.torch.parallel.tensor.products.function import of_sums, plain_product
 
 
 class Words(NamedTuple):

@@ -24,8 +24,8 @@ from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.parallel import wire
 from quaver.torch.parallel.alike import opening
-from quaver.torch.parallel.tensor import overlapping
 from quaver.torch.parallel.tensor.parts import Ranks
+from quaver.torch.parallel.tensor.products import overlapping
 from quaver.torch.state import kept_weights
 from quaver.torch.state.history import amax
 
@@ -73,10 +73,10 @@ class LinearInParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         with ops.without_autocast(ops.autocast_device(g)):
-            return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, g)
+            return first_derivative(backward, ctx, NO_DOUBLE_BACKWARD, g)
 
 
-class _WholeOfWgrad:
+class WholeOfWgrad:
     """What wgrad consumes, put together once for the layers that share it."""
 
     __slots__ = ("pending", "users")
@@ -101,7 +101,7 @@ class _Entered(NamedTuple):
     whole: wire.Pending
     #: This rank's part of what wgrad consumes; None where it does not run.
     kept: Tensor | Quantized | None
-    of_wgrad: _WholeOfWgrad
+    of_wgrad: WholeOfWgrad
 
 
 def _overlapped(ranks: Ranks, y: Tensor, held: Tensor, bias: Tensor | None) -> Tensor:
@@ -125,7 +125,7 @@ def _enter(call: Call, ranks: Ranks, y: Tensor, keeps: bool, overlaps: bool) -> 
     # Backward needs nothing of it.
     ranks.source = None
     if overlaps:
-        of_wgrad = _WholeOfWgrad()
+        of_wgrad = WholeOfWgrad()
         of_wgrad.users = int(keeps)
         return _Entered(lambda: y, call.turned(y, y)[0] if keeps else None, of_wgrad)
     if source is not None and may_share(call, source, y):
@@ -138,7 +138,7 @@ def _enter(call: Call, ranks: Ranks, y: Tensor, keeps: bool, overlaps: bool) -> 
     else:
         q = y if a is None else quantize(call, amax.INPUT, "input", y, a)
         kept = call.turned(y, q)[0] if keeps else None
-        entered = _Entered(cache(ranks.gather("input", q)), kept, _WholeOfWgrad())
+        entered = _Entered(cache(ranks.gather("input", q)), kept, WholeOfWgrad())
         if source is not None and facts:
             noted = siblings.thread.last = siblings.Quantization(source, siblings.free)
             noted.facts, noted.by, noted.operands = facts, call.recipe, (entered, q)
@@ -175,7 +175,8 @@ def of_sums(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
+def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
+    """The gradients of what `LinearInParts` takes, from what it saved."""
     call, ranks, of_wgrad, layouts, shape, weight_dtype, bias_dtype = ctx.constants
     opening.close(ranks.group)
     held, (kept,) = tensors[0], unpack(tensors[1:], layouts)

@@ -1,0 +1,1 @@
+"""Autograd functions of layers in parts: one layer, several behind a norm, tokens that travel meanwhile; no module."""
