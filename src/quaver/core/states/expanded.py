@@ -47,7 +47,7 @@ def encode(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # What is stored is what codes are made with.
     c = np.sqrt(largest * smallest).astype(F)
     s = (np.exp2(k * np.log2(largest / c)) / E4M3.max).astype(F)
-    power = np.exp2(k * np.log2(np.where(counted, a, 1.0) / c)) / s
+    power = np.exp2(k * np.log2(np.where(counted, a, c) / c)) / s
     y = np.where(usable & counted, power, 0.0).astype(F)
     rounded = round_to(np.minimum(y, F(E4M3.max)), E4M3)
     codes = encode_format(np.copysign(rounded, blocks), E4M3)

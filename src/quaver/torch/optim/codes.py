@@ -237,7 +237,7 @@ def _expanded(blocks: Tensor) -> tuple[Tensor, Tensor]:
     k = (expanded.PARTS * expanded.REACH / spread).floor_().div_(expanded.PARTS).clamp_(min=expanded.LEAST)
     c = (largest * smallest).sqrt_().float()
     s = ((largest / c).log2_().mul_(k).exp2_() / E4M3.max).float()
-    power = (torch.where(counted, a, 1.0) / c).log2_().mul_(k).exp2_().div_(s)
+    power = (torch.where(counted, a, c) / c).log2_().mul_(k).exp2_().div_(s)
     y = torch.where(usable & counted, power, 0.0).float().clamp_(max=E4M3.max).copysign_(blocks)
     codes = y.to(torch.float8_e4m3fn).view(torch.uint8)
     kept = torch.cat([k.float(), torch.where(usable, c, 1.0), torch.where(usable, s, 0.0)], -1)
