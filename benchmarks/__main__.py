@@ -1,4 +1,4 @@
-"""The command line, `python -m benchmarks`: `cpu`, `parallel`, `accept` and its sisters, `families`."""
+"""The command line, `python -m benchmarks`: `cpu`, `parallel`, `accept` and its sisters, `families`, `open-loop`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,6 +118,20 @@ def families(
         run(steps, seeds, [name for name in only.split(",") if name], write, Console())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def open_loop(
+    steps: Steps = 300,
+    seed: Annotated[int, typer.Option(help="Of the weights, the batches and the noise.")] = 0,
+    write: Annotated[
+        bool, typer.Option("--write/--no-write", help="Keep the figures, and the table in docs/optimizer.md.")
+    ] = False,
+) -> None:
+    """What each way to keep optimizer states does to an update: all beside one run in float32, same gradients."""
+    from benchmarks.acceptance.open_loop import run
+
+    run(steps, seed, write, Console())
 
 
 def judge(jobs: int, **of_plan: Any) -> None:

@@ -1,0 +1,308 @@
+"""States that shadow a run in float32: what each way to keep them does to an update, with the same gradients.
+
+A small GPT is trained by AdamW in float32. Every scheme keeps moments of its own beside it: it decodes them, takes in
+the gradient, computes the update that it would make, and encodes them again. Nothing comes back into the run, so
+schemes differ by their codes alone, and differences far below the scatter of two runs are seen.
+
+    error = ‖u' - u‖ / ‖u‖, of the last steps       bias = mean of ln √(v' / v)       u = m̂ / (√v̂ + ε)
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from benchmarks.measuring import machine, results
+from quaver.core.states import bounds
+from quaver.core.states.codes import StateSpec
+from quaver.torch.optim import codes
+from quaver.train.data.text import read, split
+from quaver.train.data.tokens import join_bytes
+
+PAGE = Path(__file__).parents[2] / "docs" / "optimizer.md"
+BEGIN, END = "<!-- python -m benchmarks open-loop writes from here -->", "<!-- to here, open loop -->"
+BETA1, EPSILON, DECAY, PEAK, WARMUP = 0.9, 1e-8, 0.1, 3e-3, 30
+BATCH, SEQUENCE, VOCABULARY = 16, 64, 256
+#: How many steps at the end the error is the mean of.
+LAST = 5
+NOISE = 2**15
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Both moments; in the words that `StateSpec.parse` reads."""
+
+    name: str
+    first: str
+    second: str
+    #: Whether the second moment's scale is that of the last step's amax.
+    delayed: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Of both moments, a parameter of a large matrix."""
+        many = 2**20
+        return sum(StateSpec.parse(text).bytes((many,)) for text in (self.first, self.second)) / many
+
+
+_MSAMP = "e4m3/tensor power_of_two"
+_V = "uint8_root/64 stochastic floor"
+SCHEMES = (
+    Scheme("float32", "float32", "float32"),
+    Scheme("bfloat16", "bfloat16", "bfloat16"),
+    Scheme("bfloat16 at random: `exact`", "bfloat16 stochastic", "bfloat16 stochastic"),
+    Scheme("MS-AMP O2: `msamp`", _MSAMP, "float16/tensor power_of_two"),
+    Scheme("issue 99: √v in E5M2, last step's amax", _MSAMP, "root_e5m2/tensor float32", delayed=True),
+    Scheme("√v in E5M2, this step's amax", _MSAMP, "root_e5m2/tensor float32"),
+    Scheme("v in E5M2", _MSAMP, "e5m2/tensor float32"),
+    Scheme("v in E4M3 (the control)", _MSAMP, "e4m3/tensor float32"),
+    Scheme("√v in E4M3", _MSAMP, "root_e4m3/tensor float32"),
+    Scheme("√v in E4M3, at random, floor", _MSAMP, "root_e4m3/tensor float32 stochastic floor"),
+    Scheme("E4M3/128, as torchao's AdamWFp8", "e4m3/128", "e4m3/128"),
+    Scheme("E4M3/128, floor", "e4m3/128", "e4m3/128 floor"),
+    Scheme("E4M3/128, v in E5M2/128", "e4m3/128", "e5m2/128"),
+    Scheme("E4M3/128, √v in E4M3/128", "e4m3/128", "root_e4m3/128"),
+    Scheme("E4M3/128, √v in unsigned E4M4/128, floor", "e4m3/128", "root_e4m4/128 floor"),
+    Scheme("the same, at random", "e4m3/128", "root_e4m4/128 stochastic floor"),
+    Scheme(
+        "the same, of 32, scales powers of two", "e4m3/32 power_of_two", "root_e4m4/32 power_of_two stochastic floor"
+    ),
+    Scheme("COAT's expansion, E4M3/128: `coat`", "e4m3_expanded/128 float32", "e4m3_expanded/128 float32"),
+    Scheme("dynamic map /256: `bnb8`, `torchao8`", "int8_dynamic/256 float32", "uint8_dynamic/256 float32"),
+    Scheme("int8 softsign/32, √v uint8/32: `flashoptim`", "int8_softsign/32", "uint8_root/32"),
+    Scheme("the same, v at random, floor", "int8_softsign/32", "uint8_root/32 stochastic floor"),
+    Scheme("int8 softsign/64, √v uint8/64, v at random, floor: `lean`, `balanced`", "int8_softsign/64", _V),
+    Scheme("int8 root/64, the same v", "int8_root/64", _V),
+    Scheme("E4M3/64, the same v", "e4m3/64", _V),
+    Scheme("int8 softsign/64, √v in E4M4/64 at random, floor", "int8_softsign/64", "root_e4m4/64 stochastic floor"),
+    Scheme("m alone: E4M3 per tensor", _MSAMP, "float32"),
+    Scheme("m alone: E4M3/128", "e4m3/128", "float32"),
+    Scheme("m alone: COAT's expansion /128", "e4m3_expanded/128 float32", "float32"),
+    Scheme("m alone: int8 root/64", "int8_root/64", "float32"),
+    Scheme("m alone: int8 softsign/32", "int8_softsign/32", "float32"),
+    Scheme("m alone: int8 softsign/64", "int8_softsign/64", "float32"),
+    Scheme("m alone: int8 softsign/128", "int8_softsign/128", "float32"),
+)
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each after a norm."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
+        gate, up = self.up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+class Gpt(nn.Module):
+    """A GPT of 0.39 million parameters on bytes."""
+
+    def __init__(self, width: int = 96, layers: int = 3, heads: int = 4, hidden: int = 256) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(SEQUENCE, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, hidden) for _ in range(layers)))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding) or module is self.head:
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.7 * module.in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.places.weight[: x.shape[1]]
+        return self.head(self.norm(self.blocks(hidden)))
+
+
+class State:
+    """One moment of all matrices under one spec; blocks run on from row to row."""
+
+    def __init__(self, spec: StateSpec, sizes: list[int], delayed: bool) -> None:
+        self.spec, self.sizes, self.delayed = spec, sizes, delayed
+        pieces = sizes if spec.block is None else [sum(sizes)]
+        self.kept = [codes.encode(torch.zeros(n), spec, self._noise(torch.zeros(n, dtype=torch.int32))) for n in pieces]
+        self.amaxes: list[Tensor] | None = None
+
+    def _noise(self, words: Tensor) -> Tensor | None:
+        return words if self.spec.stochastic else None
+
+    def read(self) -> Tensor:
+        return torch.cat([codes.decode(*kept, self.spec) for kept in self.kept])
+
+    def write(self, x: Tensor, words: Tensor) -> None:
+        if self.spec.block is not None:
+            self.kept = [codes.encode(x, self.spec, self._noise(words))]
+            return
+        parts = x.split(self.sizes)
+        amaxes = [part.abs().max() for part in parts]
+        used = self.amaxes if self.delayed and self.amaxes is not None else amaxes
+        self.amaxes = amaxes
+        noise = [self._noise(word) for word in words.split(self.sizes)]
+        self.kept = [codes.encode(p, self.spec, n, a) for p, n, a in zip(parts, noise, used, strict=True)]
+
+
+@dataclass
+class Seen:
+    """What was seen of one scheme."""
+
+    error: list[float] = field(default_factory=list)
+    clamped_error: list[float] = field(default_factory=list)
+    bias: float = 0.0
+    largest: float = 0.0
+    clamped: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, float]:
+        return {
+            "error": statistics.mean(self.error[-LAST:]),
+            "clamped error": statistics.mean(self.clamped_error[-LAST:]),
+            "bias": self.bias,
+            "largest": self.largest,
+            "clamped": statistics.mean(self.clamped),
+        }
+
+
+class Shadows:
+    """The states of all schemes; those that two schemes share are kept once."""
+
+    def __init__(self, schemes: tuple[Scheme, ...], sizes: list[int], beta2: float, seed: int) -> None:
+        self.schemes, self.beta2 = schemes, beta2
+        self.first = {s.first: State(StateSpec.parse(s.first), sizes, False) for s in schemes}
+        self.second = {(s.second, s.delayed): State(StateSpec.parse(s.second), sizes, s.delayed) for s in schemes}
+        self.noise = torch.Generator().manual_seed(seed)
+        self.seen = {scheme.name: Seen() for scheme in schemes}
+        self.steps = 0
+
+    def step(self, gradient: Tensor) -> None:
+        """Take in one gradient, flat."""
+        self.steps += 1
+        t, beta2 = self.steps, self.beta2
+        squared = gradient.square().mul_(1 - beta2)
+        words = [torch.randint(NOISE, gradient.shape, generator=self.noise, dtype=torch.int32) for _ in range(2)]
+        numerators, denominators, seconds = {}, {}, {}
+        for key, state in self.first.items():
+            m = state.read().mul_(BETA1).add_(gradient, alpha=1 - BETA1)
+            numerators[key] = m / (1 - BETA1**t)
+            state.write(m, words[0])
+        for of, state in self.second.items():
+            v = state.read().mul_(beta2).add_(squared)
+            denominators[of] = (v / (1 - beta2**t)).sqrt_().add_(EPSILON)
+            state.write(v, words[1])
+            seconds[of] = v
+        bound = bounds.adam(t, BETA1, beta2) * (1 + 1e-6)
+        true = numerators["float32"] / denominators["float32", False]
+        norm, v = true.norm(), seconds["float32", False]
+        for scheme in self.schemes:
+            of, seen = (scheme.second, scheme.delayed), self.seen[scheme.name]
+            u = numerators[scheme.first] / denominators[of]
+            held = u.clamp(-bound, bound)
+            seen.largest = max(seen.largest, u.abs().max().item())
+            seen.clamped.append((held != u).float().mean().item())
+            seen.error.append(((u - true).norm() / norm).item())
+            seen.clamped_error.append(((held - true).norm() / norm).item())
+            both = (v > 0) & (seconds[of] > 0)
+            seen.bias = 0.5 * (seconds[of][both] / v[both]).log_().mean().item()
+
+
+def measured(
+    beta2: float, steps: int, seed: int, told: Callable[[str], None], schemes: tuple[Scheme, ...] = SCHEMES
+) -> dict[str, dict[str, float]]:
+    """Train in float32, and what each scheme's update was beside it."""
+    torch.manual_seed(seed)
+    model, text = Gpt(), _text()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=PEAK, betas=(BETA1, beta2), eps=EPSILON, foreach=False)
+    shadows = Shadows(schemes, [p.numel() for p in matrices], beta2, seed + 77)
+    drawn = np.random.default_rng(1000 + seed)
+    for t in range(1, steps + 1):
+        falling = 0.5 * (1 + math.cos(math.pi * max(0, t - WARMUP) / max(1, steps - WARMUP)))
+        for group in adam.param_groups:
+            group["lr"] = PEAK * min(1, t / WARMUP) * (0.01 + 0.99 * falling)
+        starts = drawn.integers(0, len(text) - SEQUENCE - 1, BATCH)
+        rows = torch.from_numpy(text[starts[:, None] + np.arange(SEQUENCE + 1)].astype(np.int64))
+        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with torch.no_grad():
+            shadows.step(torch.cat([p.grad.flatten() for p in matrices if p.grad is not None]))
+        adam.step()
+        adam.zero_grad()
+        if t % 50 == 0 or t == steps:
+            told(f"β2 {beta2}, step {t}: loss {loss.item():.3f}")
+    return {name: seen.row() for name, seen in shadows.seen.items()}
+
+
+def _text() -> np.ndarray:
+    return join_bytes(split(read(()))[0])
+
+
+def table(figures: dict[str, dict[str, dict[str, float]]], schemes: tuple[Scheme, ...] = SCHEMES) -> list[str]:
+    """The table: a row a scheme, five columns for each β2."""
+    columns = ["states", "bytes"]
+    for beta2 in figures:
+        columns += [f"β2 = {beta2}: error", "bias", "largest u", "clamped", "error, clamped"]
+    rows = []
+    for scheme in schemes:
+        row = [scheme.name, f"{scheme.bytes:.2f}"]
+        for by_name in figures.values():
+            one = by_name[scheme.name]
+            row += [
+                f"{one['error']:.3g}",
+                f"{one['bias']:+.3f}",
+                f"{one['largest']:.3g}",
+                f"{one['clamped']:.1e}" if one["clamped"] else "0",
+                f"{one['clamped error']:.3g}",
+            ]
+        rows.append(row)
+    return results.table(columns, rows)
+
+
+def written(page: str, said: str, lines: list[str]) -> str:
+    """The page with this table."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([before + BEGIN, "", said, "", *lines, "", END + after])
+
+
+def run(steps: int, seed: int, write: bool, console: Console) -> None:
+    """Measure under β2 = 0.95 and 0.999, show the table, keep it, and write it into docs/optimizer.md."""
+
+    def told(line: str) -> None:
+        console.print(line, highlight=False)
+
+    figures = {str(beta2): measured(beta2, steps, seed, told) for beta2 in (0.95, 0.999)}
+    lines = table(figures)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    if not write:
+        return
+    of: dict[str, Any] = {"steps": steps, "seed": seed, "figures": figures}
+    for path in results.write(
+        results.FOLDER, "open-loop", machine.describe(), ["# States beside a run", "", *lines], of
+    ):
+        console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    limits = ", ".join(f"{bounds.adam_limit(BETA1, float(beta2)):.3f} for β2 = {beta2}" for beta2 in figures)
+    said = (
+        f"{steps} steps of a GPT of 0.39 million parameters on Python's standard library, AdamW in float32 with "
+        f"β1 = {BETA1}, ε = {EPSILON:g}, norm of the gradient held to 1, learning rate {PEAK:g} falling to 1 %; "
+        f"seed {seed}. Bytes are those of both moments, scales included. The bound ends at {limits}. "
+        f"{machine.cpu()}, torch {torch.__version__}, {machine.today()}."
+    )
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), said, lines), encoding="utf-8")
