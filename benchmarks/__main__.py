@@ -103,6 +103,26 @@ def accept_schedule(
 
 
 @app.command()
+def accept_optimizers(
+    steps: Steps = 200,
+    seeds: Seeds = 6,
+    model: Model = "tiny",
+    recipe: Annotated[str, typer.Option(help="Whose weight codes are trained.")] = "tensorwise",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 64,
+    runs: Runs = Path("runs/accept-optimizers"),
+    write: Annotated[bool, typer.Option("--write", help="Write the table into docs/optimizer.md.")] = False,
+) -> None:
+    """Train with states in few bits and in float32 on the same eight-bit weights, and judge paired differences."""
+    from benchmarks.acceptance import optimizers
+
+    plan = optimizers.Plan(
+        steps=steps, seeds=seeds, model=model, recipe=recipe, batch=batch, sequence=sequence, folder=runs
+    )
+    raise typer.Exit(0 if optimizers.run(plan, Console(), write) else 1)
+
+
+@app.command()
 def families(
     steps: Steps = 100,
     seeds: Seeds = 2,

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 
 from quaver.train.files import whole_file
-from quaver.train.records import checkpoint
+from quaver.train.learning.torch import learner
+from quaver.train.records import checkpoint, parts
 from quaver.train.records.checkpoint import CheckpointError
 
 ABOUT = {"model": "nano"}
@@ -51,20 +53,34 @@ def test_the_newest_is_the_highest_number_and_old_ones_go(tmp_path: Path) -> Non
     assert checkpoint.latest(tmp_path) == tmp_path / "step-1000001"
 
 
+def test_a_file_is_what_safetensors_writes_and_bfloat16_is_of_that_type(tmp_path: Path) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool)
+    given = {str(dtype): torch.randn(5, 3).mul(100).to(dtype) for dtype in dtypes}
+    given |= {"column": torch.randn(4, 6).t(), "empty": torch.zeros(0, 3), "one": torch.tensor(7.0)}
+    parts.write(tmp_path / "ours", learner.arrays(given))
+    theirs = load_torch(tmp_path / "ours")
+    assert theirs.keys() == given.keys()
+    for name, tensor in given.items():
+        assert theirs[name].dtype is tensor.dtype and torch.equal(theirs[name], tensor), name
+    save_torch({name: tensor.contiguous() for name, tensor in given.items()}, tmp_path / "theirs")
+    for name, tensor in learner.tensors_of(parts.joined([tmp_path / "theirs"])).items():
+        assert tensor.dtype is given[name].dtype and torch.equal(tensor, given[name]), name
+
+
 @pytest.mark.parametrize("fails_at", ["model.safetensors", "optimizer.safetensors"])
 def test_a_full_disk_keeps_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
     model, optimizer = trained()
     good = checkpoint.save(tmp_path, 1, model, optimizer, ABOUT, keep=1)
-    save_file = checkpoint.save_file
+    write = parts.write
 
-    def full(tensors: Tensors, path: Path) -> None:
-        save_file(tensors, path)
+    def full(path: Path, tensors: Tensors) -> None:
+        write(path, tensors)
         if path.name == fails_at:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(parts, "write", full)
     with pytest.raises(CheckpointError, match=r"No space left on device; the last good checkpoint is .*step-000001"):
         checkpoint.save(tmp_path, 2, model, optimizer, ABOUT, keep=1)
     assert list(tmp_path.iterdir()) == [good]
@@ -163,7 +179,7 @@ def test_an_emptied_optimizer_is_refused(tmp_path: Path) -> None:
         checkpoint.load(path, ABOUT)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.complex64])
 def test_a_type_that_numpy_lacks_is_one_sentence(tmp_path: Path, dtype: torch.dtype) -> None:
     path = checkpoint.save(tmp_path, 1, *trained(), ABOUT)
     save_torch({"0.weight": torch.zeros(4, dtype=dtype)}, path / "model.safetensors")

@@ -17,6 +17,7 @@ from tests.train.conftest import MakeConfig
 OTHER: dict[str, Any] = {
     **{"recipe": "tensorwise", "model": "nano-gpt2", "text": ("README.md",), "tokens": "bpe", "vocab": 300, "steps": 3},
     **{"batch": 3, "sequence": 40, "accumulate": 2, "lr": 0.01, "final_lr": 0.5, "warmup": 2, "weight_decay": 0.3},
+    **{"optimizer": "lean"},
     **{"beta1": 0.5, "beta2": 0.5, "clip": 0.1, "seed": 4, "framework": "jax", "dtype": "float32", "device": "cuda"},
     **{"recompute": "full", "fsdp": 2, "pp": 2, "cp": 2, "cp_how": "ring", "tp": 2, "sp": True, "timeout": 40},
     **{"loss_chunk": 16, "capture": "step", "threads": 2, "out": "elsewhere", "validate_every": 1, "keep": 1},
@@ -71,12 +72,17 @@ def test_what_is_said_is_so_where_it_is_said(make_config: MakeConfig) -> None:
     working: dict[str, tuple[dict[str, Any], int]] = {
         "vocab": ({"tokens": "bpe"}, 1),
         "final_lr": ({}, 1),
+        "beta2": ({"optimizer": "lion"}, 1),
         "capture": ({}, 1),
         "cp_how": ({"cp": 2}, 2),
         "async_save": ({}, 2),
         "timeout": ({}, 2),
     }
-    resting: dict[str, dict[str, Any]] = {"final_lr": {"warmup": 4}, "capture": {"framework": "jax"}}
+    resting: dict[str, dict[str, Any]] = {
+        "final_lr": {"warmup": 4},
+        "beta2": {"optimizer": "sgd"},
+        "capture": {"framework": "jax"},
+    }
     assert idle.IDLE.keys() == working.keys()
     for name, (options, ranks) in working.items():
         other = replace(config, **{name: OTHER[name]})

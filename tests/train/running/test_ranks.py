@@ -26,7 +26,7 @@ from quaver.core.spec import Recipe
 from quaver.train.configuration.config import TrainConfig, read_toml, to_toml
 from quaver.train.configuration.sizes import GEMMA2, MODELS, NEOX
 from quaver.train.learning import mesh
-from quaver.train.learning.torch import learner
+from quaver.train.learning.torch import decoder
 from quaver.train.learning.torch.decoder import quantize_layers
 from quaver.train.records import checkpoint
 from quaver.train.records.checkpoint import CheckpointError
@@ -229,7 +229,7 @@ def test_ranks_that_share_layers_are_the_single_process(
         # Its ranks' parts of each sum, one after the other.
         one = plain(config, f"{Path(config.out).name}-split", batch=2, accumulate=2, loss_chunk=1 << 20)
         with monkeypatch.context() as patch:
-            patch.setattr(learner, "quantize_layers", split_layers)
+            patch.setattr(decoder, "quantize_layers", split_layers)
             run_training(one)
         assert losses_of(recorded(one)) == losses_of(recorded(config)), config.recipe
     high, *as_codes = (read(Path(config.out) / "metrics.jsonl")[0]["bytes_weights"] for config in quantized)

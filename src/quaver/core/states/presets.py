@@ -17,6 +17,8 @@ class Preset:
     """What is kept for a matrix. Norms, biases, embeddings and small tensors are kept as `float32` keeps them."""
 
     name: str
+    #: What quaver's trainer keeps matrices as: "codes" of the recipe, where it has any, "bfloat16" or "float32".
+    weights: str = "float32"
     #: The first moment of Adam, and the momentum of other rules.
     first: StateSpec = FLOAT32
     #: The second moment of Adam.
@@ -45,10 +47,11 @@ PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
         Preset(name="float32"),
-        Preset(name="exact", first=_BFLOAT16, second=_BFLOAT16, gradient="bfloat16"),
-        Preset(name="balanced", first=_FIRST, second=_SECOND, codes="residual16", gradient="bfloat16"),
+        Preset(name="exact", weights="bfloat16", first=_BFLOAT16, second=_BFLOAT16, gradient="bfloat16"),
+        Preset(name="balanced", weights="codes", first=_FIRST, second=_SECOND, codes="residual16", gradient="bfloat16"),
         Preset(
             name="lean",
+            weights="codes",
             first=_FIRST,
             second=_SECOND,
             codes="residual8",
@@ -58,6 +61,7 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             name="msamp",
+            weights="codes",
             first=_MSAMP,
             second=StateSpec(code="float16", block=None, scale="power_of_two"),
             codes="float16",
@@ -66,6 +70,7 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             name="te",
+            weights="bfloat16",
             first=StateSpec(code="e4m3", block=None, scale="float32"),
             second=StateSpec(code="float16", block=None, scale="float32"),
             gradient="bfloat16",
@@ -75,6 +80,7 @@ PRESETS: dict[str, Preset] = {
         # Its scales are float16, which a block of √v below 6e-8 has none of; its masters have 24 bits, these 32.
         Preset(
             name="flashoptim",
+            weights="bfloat16",
             first=StateSpec(code="int8_softsign", block=32),
             second=StateSpec(code="uint8_root", block=32),
             gradient="bfloat16",
@@ -88,6 +94,7 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             name="torchao8",
+            weights="bfloat16",
             first=_DYNAMIC_FIRST,
             second=_DYNAMIC_SECOND,
             gradient="bfloat16",

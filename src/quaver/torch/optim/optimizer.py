@@ -175,7 +175,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         for _, p in own:
             if not self.state[p]:
-                self.state[p] = self._first_state(p, group)
+                self.state[p] = self.first_state(p, group)
         keep = None if overflow is None else overflow.reshape(()) == 0
         steps = [self.state[p]["step"] for _, p in own]
         for taken in steps:
@@ -301,7 +301,7 @@ class Optimizer(torch.optim.Optimizer):
         way, old = self.way(p, group), None if written is None else self.way(p, {**group, "preset": written})
         weight = tuple(layout.rows(t) for t in weight_of(p, way))
         state, lost = states_of(p, saved, way, old, weight)
-        first = self._first_state(p, group)
+        first = self.first_state(p, group)
         self.state[p] = {**first, **{name: value for name, value in state.items() if name in first}}
         self.state[p]["step"] = first["step"] + state["step"].to(first["step"].device)
         if way.predicts:
@@ -315,7 +315,7 @@ class Optimizer(torch.optim.Optimizer):
             sentence = f"states of {wrote} were converted to preset {self.preset(p, group).name}"
             said[sentence] = said.get(sentence, 0) + 1
 
-    def _first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a parameter starts with."""
         way = self.way(p, group)
         device = p.device

@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 from quaver.core.text.given import shown
 from quaver.core.text.spelling import suggest
+from quaver.train.configuration import optimizer_name
 from quaver.train.configuration.pipelines import ORDERS
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.files import whole_file
@@ -40,6 +41,7 @@ class TrainConfig:
     sequence: Annotated[int, "tokens in a sequence"] = 128
     accumulate: Annotated[int, "micro-batches in a step"] = 1
 
+    optimizer: Annotated[str, "adamw: torch's; states in few bits: lean, balanced, exact, lion-lean, ..."] = "adamw"
     lr: Annotated[float, "highest learning rate; 0: the model's own"] = 0.0
     final_lr: Annotated[float, "learning rate at the end of the cosine, as a fraction of the highest"] = 0.0
     warmup: Annotated[int, "steps of linear warm-up"] = 30
@@ -82,6 +84,7 @@ class TrainConfig:
         choose("capture", self.capture, CAPTURE)
         choose("cp_how", self.cp_how, CP_HOW)
         choose("pp_schedule", self.pp_schedule, ORDERS)
+        optimizer_name.find(self.optimizer)
         for tracker in self.report_to:
             choose("report_to", tracker, TRACKERS)
         if not self.tokens.endswith(".json"):

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from quaver.core.spec import Recipe
+from quaver.core.text.given import shown
+from quaver.train.configuration import optimizer_name, recipe_name
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning import mesh, ranks
@@ -50,6 +52,7 @@ def check(config: TrainConfig, recipe: Recipe) -> None:
     """Raise a ValueError if the run's framework, its device or what the framework can do is not enough for it."""
     on_cpu(config)
     mesh.sizes_of(config, recipe)
+    check_optimizer(config, recipe)
     if ranks.world() > 1:
         check_for_ranks(config)
     cores = os.cpu_count() or 1
@@ -63,6 +66,26 @@ def check(config: TrainConfig, recipe: Recipe) -> None:
         raise ValueError("JAX cannot take the loss in chunks yet; leave out --loss-chunk, or take --framework torch")
     if MODELS[config.model].scaling:
         raise ValueError(f"JAX cannot stretch rotary positions yet, as {config.model} asks; take --framework torch")
+
+
+def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
+    """Raise a ValueError for what a run with another optimizer than torch's cannot do."""
+    if config.optimizer == optimizer_name.TORCH:
+        return
+    optimizer_name.check(config.optimizer, recipe)
+    preset = optimizer_name.find(config.optimizer).preset
+    if preset is not None and preset.weights == "codes" and len(recipe_name.parts(config.recipe)) > 1:
+        raise ValueError(
+            f"optimizer {config.optimizer} keeps weights as codes of one recipe, and {shown(config.recipe)} changes "
+            "over the run; take --optimizer exact, or one recipe"
+        )
+    instead = f"take --optimizer {optimizer_name.TORCH}"
+    if config.framework == "jax":
+        raise ValueError(f"JAX has no optimizer {config.optimizer} yet; {instead}, or --framework torch")
+    if ranks.world() > 1:
+        raise ValueError(f"optimizer {config.optimizer} trains in a single process yet; {instead} on several ranks")
+    if config.capture != "none":
+        raise ValueError(f"optimizer {config.optimizer} cannot be recorded yet; {instead}, or leave --capture out")
 
 
 def check_for_ranks(config: TrainConfig) -> None:

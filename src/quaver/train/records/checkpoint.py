@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from quaver.train.configuration.config import reason
 from quaver.train.files import whole_file
@@ -90,8 +89,8 @@ def save(
     Raises: CheckpointError if it cannot be written; the checkpoints before it stay.
     """
     with writing(folder, step, facts, keep) as partial:
-        save_file(contiguous(model), partial / "model.safetensors")
-        save_file(contiguous(optimizer), partial / "optimizer.safetensors")
+        parts.write(partial / "model.safetensors", model)
+        parts.write(partial / "optimizer.safetensors", optimizer)
     return folder / name_of(step)
 
 
@@ -249,11 +248,6 @@ def read_tensors(path: Path, state: dict[str, Any], read: Callable[[list[Path]],
 
 def broken(path: Path, why: str) -> str:
     return f"the checkpoint {path} is broken ({why}); delete that folder to go on from the one before it"
-
-
-def contiguous(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Each tensor row by row, as safetensors writes it."""
-    return {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
 
 
 def flush(path: Path) -> None:

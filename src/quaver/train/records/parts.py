@@ -5,7 +5,7 @@ Each file's metadata say where in the whole each of its parts begins; nothing of
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +14,11 @@ from safetensors import safe_open
 
 #: The entry of a file's metadata: {name: {"saved_offsets": [...]}} as JSON.
 WHERE = "DCP_SHARDING_INFO"
-#: The types that numpy has, as safetensors calls them.
-DTYPES: dict[str, type[np.generic]] = {
-    **{"F64": np.float64, "F32": np.float32, "F16": np.float16, "BOOL": np.bool_},
+#: bfloat16, which numpy has not: its bits under its name.
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+#: The types of tensors, as safetensors calls them.
+DTYPES: dict[str, Any] = {
+    **{"BF16": BFLOAT16, "F64": np.float64, "F32": np.float32, "F16": np.float16, "BOOL": np.bool_},
     **{"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8},
     **{"U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8},
 }
@@ -73,6 +75,35 @@ def joined(files: Iterable[Path]) -> dict[str, np.ndarray]:
         whole[name] = np.empty(shape_of(each), each[0].dtype)
         for part in each:
             at = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
-            with safe_open(part.file, framework="np") as file:
-                whole[name][at] = file.get_tensor(name)
+            whole[name][at] = tensor(part.file, name, part)
     return whole
+
+
+def tensor(path: Path, name: str, part: Part) -> np.ndarray:
+    """A tensor of a file."""
+    if part.dtype != BFLOAT16:
+        with safe_open(path, framework="np") as file:
+            own: np.ndarray = file.get_tensor(name)
+            return own
+    with path.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        begin, end = json.loads(raw.read(length))[name]["data_offsets"]
+        raw.seek(8 + length + begin)
+        return np.frombuffer(raw.read(end - begin), "<u2").astype(np.uint16).view(BFLOAT16).reshape(part.shape)
+
+
+def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write whole tensors into a file, row by row, those of wide types first, as safetensors lays them out."""
+    names = {np.dtype(kind): name for name, kind in DTYPES.items()}
+    header, end = {}, 0
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    for name, value in ordered:
+        begin, end = end, end + value.nbytes
+        header[name] = {"dtype": names[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+    said = json.dumps(header, separators=(",", ":")).encode()
+    said += b" " * (-len(said) % 8)
+    with path.open("wb") as file:
+        file.write(len(said).to_bytes(8, "little") + said)
+        for _, value in ordered:
+            bits = value.view(np.uint16) if value.dtype == BFLOAT16 else value
+            file.write(np.ascontiguousarray(bits, bits.dtype.newbyteorder("<")).tobytes())

@@ -59,7 +59,7 @@ def compare_runs(
         raise ValueError(f"a comparison starts its runs itself, and here are {ranks} ranks; start it without torchrun")
     for recipe in recipes:
         for part in recipe_name.schedule_of(replace(config, recipe=recipe)).parts:
-            frameworks.check(config, part.recipe)
+            frameworks.check(replace(config, recipe=recipe), part.recipe)
     trackers.check(config)
     idle.say(config, 1)
     framework = "" if config.framework == "torch" else f"-{config.framework}"

@@ -12,6 +12,7 @@ from quaver.core.spec import Recipe
 from quaver.core.text.given import shown
 from quaver.train.configuration import memory, recipe_name
 from quaver.train.configuration.config import TrainConfig, choose, is_plain, read_toml
+from quaver.train.configuration.optimizer_name import TORCH
 from quaver.train.configuration.parameter_table import parameters
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.data.tokens import open_tokenizer
@@ -118,7 +119,9 @@ def generate(
 def of_this_model(path: Path, config: TrainConfig, vocab: int) -> Saved:
     """A checkpoint. Raises: CheckpointError if it is broken or its weights are those of another model."""
     saved = checkpoint.load(path, {})
-    wrong = differing("the model", saved.model, parameters(MODELS[config.model], vocab))
+    wrong: list[str] = []
+    if config.optimizer == TORCH:  # else codes and bfloat16 are among them, and what is loaded is looked at then
+        wrong = differing("the model", saved.model, parameters(MODELS[config.model], vocab))
     if saved.state.get("model") != config.model:
         wrong = [f"it is one of {shown(saved.state.get('model'))}"]
     if wrong:

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from quaver.core.text.given import shown
 from quaver.train.configuration.config import TrainConfig
+from quaver.train.configuration.optimizer_name import find
 from quaver.train.data import frozen
 
 #: By option, what says why it has no effect on so many ranks, or "".
@@ -21,6 +22,7 @@ IDLE: Mapping[str, Callable[[TrainConfig, int], str]] = {
         if config.warmup >= config.steps
         else ""
     ),
+    "beta2": lambda config, ranks: "sgd has one moment" * (find(config.optimizer).rule == "sgd"),
     "capture": lambda config, ranks: "framework is jax, which compiles whole steps" * (config.framework == "jax"),
     "cp_how": lambda config, ranks: "cp is 1, and no sequence is divided" * (config.cp == 1),
     "async_save": lambda config, ranks: "a single process writes before it goes on" * (ranks == 1),

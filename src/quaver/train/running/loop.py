@@ -13,6 +13,7 @@ import numpy as np
 from quaver.core.spec import Recipe
 from quaver.train.configuration import memory, recipe_name
 from quaver.train.configuration.config import TrainConfig, reason, to_toml
+from quaver.train.configuration.optimizer_name import TORCH
 from quaver.train.configuration.schedule import lr_at
 from quaver.train.data.batches import training_batch, validation_batches
 from quaver.train.data.tokens import Tokens, load
@@ -266,7 +267,8 @@ def due(step: int, every: int) -> bool:
 def folder_of(config: TrainConfig) -> Path:
     """The run's folder: `config.out`, or a name made of what distinguishes a run."""
     framework = "" if config.framework == "torch" else f"-{config.framework}"
-    name = f"{config.model}-{recipe_name.folder(config.recipe)}{framework}-seed{config.seed}"
+    optimizer = "" if config.optimizer == TORCH else f"-{config.optimizer}"
+    name = f"{config.model}-{recipe_name.folder(config.recipe)}{framework}{optimizer}-seed{config.seed}"
     return Path(config.out) if config.out else Path("runs") / name
 
 

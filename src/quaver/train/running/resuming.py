@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from quaver.train.configuration.config import TrainConfig
+from quaver.train.configuration.optimizer_name import TORCH
 from quaver.train.configuration.parameter_table import parameters
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.learner import InParts, Learner, Tensors
@@ -36,15 +37,19 @@ def take_up(path: Path, trained: Learner, ranks: Ranks, facts: dict[str, Any], c
     if ranks.first and not alone:
         checkpoint.check_digests(path, saved.state)
     before = saved.state.get("config")
-    changed = differences(before if isinstance(before, dict) else {}, config)
+    before = before if isinstance(before, dict) else {}
+    kept_by = before.get("optimizer", TORCH)
+    if kept_by != config.optimizer:
+        raise CheckpointError(
+            f"the checkpoint {path} was made with --optimizer {kept_by}, and this run has {config.optimizer}, which "
+            f"keeps something else; resume with --optimizer {kept_by}, or give another --out"
+        )
+    changed = differences(before, config)
     own = MODELS[config.model].lr
     said = ", ".join(f"{name} {worded(name, getattr(config, name), own)} (was {was})" for name, was in changed.items())
     check_steps(path, saved.step, config, said)
-    shapes = parameters(MODELS[config.model], vocab)
-    state = trained.names() - set(shapes)
-    wrong = lacks(saved, shapes, set() if "recipe" in changed else state)
-    if not wrong and "recipe" not in changed:
-        wrong = [f"{name} is not part of the model" for name in saved.model if name not in {*shapes, *state}]
+    # Others look at what they are given themselves: codes and residuals are theirs alone.
+    wrong = misfits(saved, trained, config, vocab, "recipe" in changed) if config.optimizer == TORCH else []
     try:
         if wrong:
             raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
@@ -62,6 +67,16 @@ def take_up(path: Path, trained: Learner, ranks: Ranks, facts: dict[str, Any], c
             stacklevel=2,
         )
     return saved.step
+
+
+def misfits(saved: Saved, trained: Learner, config: TrainConfig, vocab: int, other_recipe: bool) -> list[str]:
+    """What is wrong with a checkpoint of float32 weights and moments, in words."""
+    shapes = parameters(MODELS[config.model], vocab)
+    state = trained.names() - set(shapes)
+    wrong = lacks(saved, shapes, set() if other_recipe else state)
+    if wrong or other_recipe:
+        return wrong
+    return [f"{name} is not part of the model" for name in saved.model if name not in {*shapes, *state}]
 
 
 def check_steps(path: Path, step: int, config: TrainConfig, changed: str) -> None:

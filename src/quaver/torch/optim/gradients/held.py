@@ -108,7 +108,8 @@ class Gradients:
         """Multiply gradients so that their norm is at most `largest`; returns the norm before, float32 []."""
         parameters = [p for p in parameters if p.grad is not None or p in self.held]
         norm = self.norm(parameters, order)
-        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+        # Where one of them is NaN the others stay: then it can be told which.
+        factor = (largest / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
         for p in parameters:
             held = self.held.get(p)
             if held is None:

@@ -19,6 +19,9 @@ from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.norm import Norm
 from quaver.torch.blocks.transformer import TransformerLayer
+from quaver.torch.linear.stored import storing
+from quaver.train.configuration import optimizer_name
+from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.parameter_table import initial, padded
 from quaver.train.configuration.sizes import ModelConfig
 
@@ -104,6 +107,22 @@ def build(config: ModelConfig, vocab: int, seed: int, device: torch.device, reco
 def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
     """Give matrices and attention of the layers a recipe; embedding and head stay as they are."""
     return qt.convert(model, recipe, skip=["head"] if model.head is not None else [], seed=seed)
+
+
+def prepare(model: Decoder, recipe: Recipe, config: TrainConfig) -> Report:
+    """`quantize_layers`, and the weights in the form in which the run's optimizer keeps them."""
+    report = quantize_layers(model, recipe, config.seed)
+    chosen = optimizer_name.find(config.optimizer)
+    if chosen.weights(recipe, config.dtype) == "codes":
+        for name in report.converted:
+            spec = storing.weight_spec(recipe)
+            assert spec is not None
+            storing.store(model.get_submodule(name), spec)  # type: ignore[arg-type]
+    if chosen.others(config.dtype) == "bfloat16":
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module.weight.dtype is torch.float32:
+                module.weight = nn.Parameter(module.weight.detach().bfloat16())
+    return report
 
 
 def loss_of(

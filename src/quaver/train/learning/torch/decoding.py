@@ -11,9 +11,10 @@ from quaver.core.spec import Recipe
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.model.weights.freezing import frozen
+from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
-from quaver.train.learning.torch.decoder import Cache, build, quantize_layers
+from quaver.train.learning.torch.decoder import Cache, build, prepare, quantize_layers
 from quaver.train.learning.torch.device import device_of
 from quaver.train.learning.torch.learner import in_short, tensors_of
 from quaver.train.records.checkpoint import CheckpointError, Saved
@@ -45,7 +46,10 @@ class Decoding:
         self.vocab = vocab
         sizes = MODELS[config.model]
         self.model = build(sizes, vocab, config.seed, self.device).eval()
-        quantize_layers(self.model, recipe, config.seed)
+        own = recipe_name.parts(config.recipe)[-1].recipe
+        prepare(self.model, own, config)
+        if recipe != own:
+            quantize_layers(self.model, recipe, config.seed)
         try:
             with warnings.catch_warnings():
                 # Histories and counters that another recipe's run lacks start fresh: nothing is trained here.

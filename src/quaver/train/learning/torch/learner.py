@@ -10,21 +10,23 @@ import torch
 from quaver.core.spec import Recipe
 from quaver.torch.model.graph import CapturedStep
 from quaver.torch.model.weights.freezing import frozen
+from quaver.torch.optim import Optimizer
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.learner import Tensors
-from quaver.train.learning.torch.decoder import build, quantize_layers
+from quaver.train.learning.torch.decoder import build, prepare, quantize_layers
 from quaver.train.learning.torch.device import device_of
 from quaver.train.learning.torch.nonfinite import first_gradient, first_module
-from quaver.train.learning.torch.optimizer import adamw, load_state, state_of
+from quaver.train.learning.torch.optimizer import load_state, optimizer_of, state_of
 from quaver.train.learning.torch.parallel import shards
 from quaver.train.learning.torch.parallel.group import Group
 from quaver.train.learning.torch.parallel.parallelize_model import change_recipe, parallelize
 from quaver.train.learning.torch.update import Update
+from quaver.train.records.parts import BFLOAT16
 
 
 class TorchLearner:
-    """A converted `Decoder` and its AdamW; with a group, this rank's part of them.
+    """A converted `Decoder` and its optimizer; with a group, this rank's part of them.
 
     Batches come whole to every rank, which takes its own sequences of them; losses and norms are those of all.
     """
@@ -39,10 +41,10 @@ class TorchLearner:
         self.model = build(sizes, vocab, config.seed, self.device, config.recompute)
         self.recipe = recipe
         if group is None:
-            self.conversion = quantize_layers(self.model, recipe, config.seed)
+            self.conversion = prepare(self.model, recipe, config)
         else:
             self.conversion = parallelize(self.model, recipe, config, group)
-        self.optimizer = adamw(self.model, config)
+        self.optimizer = optimizer_of(self.model, config)
         self.update = Update(self.model, self.optimizer, config, group)
         self._run = self._runner()
 
@@ -83,7 +85,8 @@ class TorchLearner:
         return first.says if self.group is None else self.group.whose(self.update.own) + self.group.earliest(first)
 
     def first_gradient(self, batch: np.ndarray) -> str:
-        first = first_gradient(self.model)
+        held = self.optimizer.gradients.held if isinstance(self.optimizer, Optimizer) else {}
+        first = first_gradient(self.model, {p: own.scale for p, own in held.items()})
         return first.says if self.group is None else self.group.whose() + self.group.earliest(first, backward=True)
 
     def tensors(self) -> tuple[Tensors, Tensors]:
@@ -124,7 +127,14 @@ class TorchLearner:
 
 
 def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+    """Tensors as numpy's, bfloat16 as `BFLOAT16`."""
+    return {name: array_of(tensor.detach().cpu()) for name, tensor in tensors.items()}
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(BFLOAT16)
+    return tensor.numpy()
 
 
 def in_short(error: Exception) -> str:
@@ -133,4 +143,10 @@ def in_short(error: Exception) -> str:
 
 
 def tensors_of(arrays: Tensors) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {name: tensor_of(array) for name, array in arrays.items()}
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -1,12 +1,14 @@
 """Where a NaN or an infinity first appeared, for the sentence that stops a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from quaver.torch.linear.stored.stored import CODES
 
 
 class Place(NamedTuple):
@@ -23,6 +25,8 @@ class Place(NamedTuple):
 def finite(value: Any) -> bool:
     if isinstance(value, DTensor):  # the same answer on all ranks, which all ask
         value = value.full_tensor()
+    if isinstance(value, torch.Tensor) and value.dtype in CODES:
+        value = value.float()
     return not isinstance(value, torch.Tensor) or bool(torch.isfinite(value).all())
 
 
@@ -62,9 +66,13 @@ def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Te
     return places[0] if places else Place(0, "", "every module's output is finite")
 
 
-def first_gradient(model: nn.Module) -> Place:
-    """The first parameter, in order of backward (from the head down), whose gradient is not finite."""
-    names = [name for name, parameter in model.named_parameters() if not finite(parameter.grad)]
+def first_gradient(model: nn.Module, scales: Mapping[Tensor, Tensor] | None = None) -> Place:
+    """The first parameter, in order of backward (from the head down), whose gradient is not finite.
+
+    Args:
+        scales: of gradients that are held as codes: NaN where an element is not finite.
+    """
+    names = [name for name, p in model.named_parameters() if not (finite(p.grad) and finite((scales or {}).get(p)))]
     if not names:
         return Place(0, "", "the norm overflowed")
     return Place(0, names[-1], f"the first gradient that is not finite is that of {names[-1]}")

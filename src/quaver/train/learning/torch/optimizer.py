@@ -1,12 +1,33 @@
-"""torch's AdamW, weight decay on matrices only, and its state under the parameters' names."""
+"""A run's optimizer, weight decay on matrices only, and its state under the parameters' names."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from quaver.torch import optim
+from quaver.train.configuration import optimizer_name
 from quaver.train.configuration.config import TrainConfig
+
+
+def optimizer_of(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer that a run names; see `quaver.train.configuration.optimizer_name`."""
+    chosen = optimizer_name.find(config.optimizer)
+    if chosen.preset is None:
+        return adamw(model, config)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    kinds: dict[str, list[Tensor]] = {"matrices": [], "embedding": [], "vectors": []}
+    for p in model.parameters():
+        kinds["embedding" if id(p) in tables else "matrices" if p.ndim >= 2 else "vectors"].append(p)
+    of_kind: dict[str, dict[str, Any]] = {"embedding": {"preset": "float32"}, "vectors": {"weight_decay": 0.0}}
+    groups = [{"params": own, **of_kind.get(kind, {})} for kind, own in kinds.items() if own]
+    options: dict[str, Any] = {"weight_decay": config.weight_decay, "preset": chosen.preset, "seed": config.seed}
+    if chosen.rule == "sgd":
+        return optim.SGD(groups, 0.0, config.beta1, **options)
+    rules = {"adamw": optim.AdamW, "adam": optim.Adam, "lion": optim.Lion}
+    return rules[chosen.rule](groups, 0.0, (config.beta1, config.beta2), **options)
 
 
 def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -33,7 +54,13 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Take up what `state_of` gave. Raises: ValueError for a parameter that the model does not have."""
+    """Take up what `state_of` gave.
+
+    Raises: ValueError for a parameter that the model does not have, and for what another optimizer keeps.
+    """
+    if isinstance(optimizer, optim.Optimizer):
+        load_kept(model, optimizer, tensors)
+        return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     index = {name: number for number, name in enumerate(order)}
@@ -44,6 +71,28 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapp
             raise ValueError(f"{full_name!r} belongs to none of the model's parameters")
         state.setdefault(index[name], {})[key] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def load_kept(model: nn.Module, optimizer: optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """`load_state` of an optimizer of `quaver.torch.optim`: each state as it was, none cast."""
+    parameters, given = dict(model.named_parameters()), dict(tensors)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            name = next(name for name, own in parameters.items() if own is p)
+            first = optimizer.first_state(p, group)
+            for key, held in first.items():
+                value = given.pop(f"{name}/{key}", None)
+                if value is None:
+                    raise ValueError(f"{name}/{key} is missing in the optimizer")
+                if value.shape != held.shape or value.dtype is not held.dtype:
+                    raise ValueError(
+                        f"{name}/{key} is {value.dtype} {tuple(value.shape)}, where the optimizer has {held.dtype} "
+                        f"{tuple(held.shape)}"
+                    )
+                first[key] = value.to(held.device)
+            optimizer.state[p] = first
+    if given:
+        raise ValueError(f"{next(iter(given))} is not part of the optimizer")
 
 
 def mesh_of(parameter: Tensor) -> object:

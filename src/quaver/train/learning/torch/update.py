@@ -1,12 +1,14 @@
 """One update of a model, as operations on its device alone: it can be recorded as a CUDA graph."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from quaver.torch.optim import Optimizer
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.decoder import loss_of
 from quaver.train.learning.torch.optimizer import mesh_of
@@ -56,22 +58,34 @@ class Update:
         if self.group is not None and self.group.pipeline is not None:
             total = self.group.pipeline.step(ids)
         else:
-            for micro_batch in ids:
-                loss = self.loss(micro_batch) / len(ids)
-                loss.backward()
+            for left, micro_batch in zip(range(len(ids))[::-1], ids, strict=True):
+                with self.adding_up() if left else nullcontext():
+                    loss = self.loss(micro_batch) / len(ids)
+                    loss.backward()
                 total += loss.detach()
         if self.group is not None:
             self.own = total.clone()
             total = self.group.agreed(self.group.mean(total))
-        norm = clip_gradients(self.model, self.config.clip or float("inf"), self.group)
+        norm = self.clip(self.config.clip or float("inf"))
         norms = torch.stack([total, norm])
-        # The fused optimizer itself leaves everything as it is where this is not 0 (torch.amp.GradScaler's way).
+        # The optimizer itself leaves everything as it is where this is not 0 (torch.amp.GradScaler's way).
         self.optimizer.found_inf = (~norms.isfinite().all()).float()  # type: ignore[attr-defined]
         capturing = ids.is_cuda and torch.cuda.is_current_stream_capturing()
-        for group in self.optimizer.param_groups:
-            group["capturable"] = capturing
+        if not isinstance(self.optimizer, Optimizer):
+            for group in self.optimizer.param_groups:
+                group["capturable"] = capturing
         self.optimizer.step()
         return norms
+
+    def adding_up(self) -> AbstractContextManager[None]:
+        """Around the backwards of all micro-batches but a step's last."""
+        return self.optimizer.accumulating() if isinstance(self.optimizer, Optimizer) else nullcontext()
+
+    def clip(self, largest: float) -> Tensor:
+        """Have the gradients' norm be at most `largest`; returns the norm before."""
+        if isinstance(self.optimizer, Optimizer):
+            return self.optimizer.clip_grad_norm_(largest)
+        return clip_gradients(self.model, largest, self.group)
 
 
 def clip_gradients(model: nn.Module, largest: float, group: Group | None) -> Tensor:

@@ -1,0 +1,77 @@
+"""Optimizers as a user types them.
+
+adamw              torch's fused AdamW, all in float32
+PRESET             AdamW over a row of `quaver.core.states.presets.PRESETS`: lean, balanced, exact, ...
+RULE-PRESET        another rule over it: lion-lean, sgd-balanced, adam-exact
+RULE               that rule with states in float32: lion, sgd, adam
+"""
+
+from dataclasses import dataclass
+
+from quaver.core.spec import Recipe
+from quaver.core.states.presets import PRESETS, Preset
+from quaver.core.text.spelling import suggest
+
+#: What a run has where nothing else is asked for.
+TORCH = "adamw"
+#: By rule, how many moments a parameter has.
+RULES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1}
+#: Formats whose codes are a parameter that takes a gradient.
+EIGHT_BITS = ("e4m3", "e5m2")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An optimizer by its rule and its preset; without a preset it is torch's fused AdamW."""
+
+    rule: str
+    preset: Preset | None
+
+    def weights(self, recipe: Recipe, dtype: str) -> str:
+        """What matrices between embedding and head are kept as: "codes", "bfloat16" or "float32".
+
+        Args:
+            dtype: of the run; bfloat16 is that of weights under autocast alone.
+        """
+        kept = "float32" if self.preset is None else self.preset.weights
+        if kept == "codes" and recipe.quantizes:
+            return kept
+        return "float32" if dtype == "float32" else self.others(dtype)
+
+    def others(self, dtype: str) -> str:
+        """What other matrices are kept as, such as the head's: "bfloat16" or "float32"."""
+        narrow = self.preset is not None and self.preset.weights != "float32" and dtype == "bfloat16"
+        return "bfloat16" if narrow else "float32"
+
+
+def find(text: str) -> Chosen:
+    """The optimizer that a text names. Raises: ValueError, with a suggestion, if there is none."""
+    if text == TORCH:
+        return Chosen(TORCH, None)
+    rule, _, name = text.partition("-")
+    if rule in RULES and (name or rule != TORCH):
+        name = name or ("" if text.endswith("-") else "float32")
+    elif not name:
+        rule, name = TORCH, text
+    if rule in RULES and name in PRESETS:
+        return Chosen(rule, PRESETS[name])
+    known = [*RULES, *PRESETS, *(f"{rule}-{preset}" for rule in RULES for preset in PRESETS)]
+    raise ValueError(f"optimizer {text[:100]!r} is not known; {suggest(text[:100], known)}")
+
+
+def check(text: str, recipe: Recipe) -> None:
+    """Raise a ValueError if a recipe's weights cannot be kept as the optimizer keeps them."""
+    preset = find(text).preset
+    if preset is None or preset.weights != "codes" or not recipe.quantizes:
+        return
+    spec = recipe.fprop.b
+    why = ""
+    if spec is None:
+        why = "quantizes no weight"
+    elif spec.format.name not in EIGHT_BITS:
+        why = f"has weights in {spec.format}, which take no gradient"
+    if why:
+        raise ValueError(
+            f"optimizer {text} keeps weights as codes of eight bits, and recipe {recipe} {why}; take a recipe with "
+            "weights in eight bits, such as tensorwise or mxfp8, or --optimizer exact"
+        )

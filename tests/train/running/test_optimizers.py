@@ -1,0 +1,154 @@
+"""`quaver train --optimizer`: what is kept, resumed, refused and generated from."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quaver.torch.optim import Optimizer
+from quaver.train.configuration import recipe_name
+from quaver.train.configuration.config import TrainConfig
+from quaver.train.learning.torch.learner import TorchLearner
+from quaver.train.records import parts
+from quaver.train.records.metrics import read
+from quaver.train.running.generation import generate
+from quaver.train.running.loop import folder_of, run_training
+from tests.train.conftest import MakeConfig
+
+#: What a layer's matrix, the head and its state are kept as.
+KEPT = {
+    ("lean", "tensorwise"): ("uint8", "bfloat16", {"exp_avg": "int8", "exp_avg_sq": "uint8", "residual": "int8"}),
+    ("balanced", "mxfp8(weight_2d=True)"): (
+        "uint8",
+        "bfloat16",
+        {"exp_avg": "int8", "exp_avg_sq": "uint8", "residual": "int16"},
+    ),
+    ("exact", "blockwise"): (
+        "bfloat16",
+        "bfloat16",
+        {"exp_avg": "bfloat16", "exp_avg_sq": "bfloat16", "remainder": "int16"},
+    ),
+    ("lean", "bf16"): ("bfloat16", "bfloat16", {"exp_avg": "int8", "exp_avg_sq": "uint8", "residual": "int8"}),
+    ("lion-lean", "tensorwise"): ("uint8", "bfloat16", {"exp_avg": "int8", "residual": "int8"}),
+    ("sgd", "tensorwise"): ("float32", "float32", {"momentum_buffer": "float32"}),
+    ("coat", "tensorwise"): ("float32", "float32", {"exp_avg": "uint8", "exp_avg_sq": "uint8"}),
+}
+
+
+def kind(array: Any) -> str:
+    return "bfloat16" if array.dtype == parts.BFLOAT16 else str(array.dtype)
+
+
+def recorded(out: str | Path) -> list[dict[str, Any]]:
+    times = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in r.items() if k not in times} for r in read(Path(out) / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize(("optimizer", "recipe"), KEPT)
+def test_a_resumed_run_is_the_one_never_stopped(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
+    whole = make_config(optimizer=optimizer, recipe=recipe, accumulate=2, steps=6, checkpoint_every=3, keep=0)
+    run_training(whole)
+    out = Path(whole.out)
+    matrix, head, states = KEPT[optimizer, recipe]
+    saved = [parts.joined([out / "step-000006" / f"{name}.safetensors"]) for name in ("model", "optimizer")]
+    name = "layers.0.mlp.up_proj.weight"
+    assert kind(saved[0][name]) == matrix and kind(saved[0]["head.weight"]) == head
+    own = {key.rpartition("/")[2]: kind(value) for key, value in saved[1].items() if key.startswith(name)}
+    assert own.items() >= states.items()
+    assert set(own) - set(states) <= {"step", "exp_avg_scale", "exp_avg_sq_scale", "amax"}
+
+    halted = out.with_name("halted")
+    halted.mkdir()
+    shutil.copytree(out / "step-000003", halted / "step-000003")
+    shutil.copy(out / "config.toml", halted)
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (halted / "metrics.jsonl").write_text("".join(lines[:3]))
+    run_training(replace(whole, out=str(halted)), resume=True)
+    assert recorded(halted) == recorded(out)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (halted / "step-000006" / file).read_bytes() == (out / "step-000006" / file).read_bytes()
+    for other in ("", "bf16"):
+        assert generate(out, "3 times", tokens=3, recipe=other, device="cpu").tokens
+
+
+def test_float32_states_are_torchs_losses(make_config: MakeConfig) -> None:
+    """The rule is torch's AdamW; what differs is the order of float32 operations."""
+    ours = run_training(make_config("ours", optimizer="float32", dtype="float32"))
+    torchs = run_training(make_config("torchs", dtype="float32"))
+    for step, loss in torchs.losses.items():
+        assert ours.losses[step] == pytest.approx(loss, abs=1e-4), step
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(make_config: MakeConfig) -> None:
+    config = make_config(optimizer="lean", recipe="tensorwise", steps=2)
+    run_training(config)
+    for other in ("adamw", "balanced"):
+        with pytest.raises(ValueError, match=f"made with --optimizer lean, and this run has {other}"):
+            run_training(replace(config, optimizer=other, steps=3), resume=True)
+    with pytest.raises(ValueError, match=r"does not fit this model: .*"):
+        run_training(replace(config, recipe="mxfp8", steps=3), resume=True)
+
+
+def test_the_folder_says_the_optimizer() -> None:
+    assert folder_of(TrainConfig(optimizer="lean")).name == "tiny-bf16-lean-seed0"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recipe": "nvfp4"}, "keeps weights as codes of eight bits"),
+        ({"recipe": "tensorwise until 50%, bf16"}, "keeps weights as codes of one recipe"),
+        ({"framework": "jax"}, "JAX has no optimizer lean yet"),
+        ({"capture": "step", "device": "cpu"}, "cannot be recorded yet"),
+    ],
+)
+def test_what_it_cannot_do_is_one_sentence(make_config: MakeConfig, options: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run_training(make_config(**{"optimizer": "lean", "recipe": "tensorwise", **options}))
+
+
+def test_several_ranks_are_refused(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="optimizer lean trains in a single process yet"):
+        run_training(make_config(optimizer="lean", recipe="tensorwise"))
+
+
+@pytest.mark.parametrize("optimizer", ["lean", "balanced"])
+def test_a_gradient_that_is_not_finite_updates_nothing_and_is_named(make_config: MakeConfig, optimizer: str) -> None:
+    config = make_config(optimizer=optimizer, recipe="tensorwise", accumulate=2)
+    learner = TorchLearner(config, recipe_name.find("tensorwise"), 256)
+    batch = torch.randint(256, (2, 2, 33)).numpy()
+    learner.step(batch, 1e-3)
+    before, kept = ({n: v.copy() for n, v in each.items()} for each in learner.tensors())
+    layer = learner.model.layers[0].mlp.up_proj
+    handle = layer.weight.register_hook(lambda gradient: gradient / 0)
+    loss, norm = learner.step(batch, 1e-3)
+    handle.remove()
+    assert loss == loss and not norm < float("inf")
+    assert "layers.0.mlp.up_proj.weight" in learner.first_gradient(batch)
+    after, states = learner.tensors()
+    assert all((after[n] == v).all() for n, v in before.items())
+    assert all((states[n] == v).all() for n, v in kept.items())
+    assert isinstance(learner.optimizer, Optimizer)
+    assert learner.step(batch, 1e-3)[1] < float("inf"), "the next step goes on"
+
+
+@pytest.mark.parametrize("optimizer", ["lean", "balanced", "exact"])
+def test_clipping_is_the_optimizers(make_config: MakeConfig, optimizer: str) -> None:
+    """The norm is that of all gradients, and where it is above the limit the weights move as far as at the limit."""
+    batch = torch.randint(256, (1, 2, 33)).numpy()
+    norms = {}
+    for clip in (0.0, 1e-3):
+        config = make_config(optimizer=f"sgd-{optimizer}", recipe="tensorwise", clip=clip, beta1=0.0, weight_decay=0.0)
+        learner = TorchLearner(config, recipe_name.find("tensorwise"), 256)
+        before = learner.model.embedding.weight.detach().clone()
+        norms[clip] = learner.step(batch, 1.0)[1]
+        moved = (learner.model.embedding.weight.detach() - before).norm().item()
+        assert moved > 0
+        if clip:
+            assert moved <= clip * 1.001
+    assert norms[0.0] == pytest.approx(norms[1e-3]) and norms[0.0] > 0.1
