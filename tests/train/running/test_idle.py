@@ -17,7 +17,7 @@ from tests.train.conftest import MakeConfig
 OTHER: dict[str, Any] = {
     **{"recipe": "tensorwise", "model": "nano-gpt2", "text": ("README.md",), "tokens": "bpe", "vocab": 300, "steps": 3},
     **{"batch": 3, "sequence": 40, "accumulate": 2, "lr": 0.01, "final_lr": 0.5, "warmup": 2, "weight_decay": 0.3},
-    **{"optimizer": "lean"},
+    **{"optimizer": "lean", "pp_schedule": "GPipe", "pp_stages": 2},
     **{"beta1": 0.5, "beta2": 0.5, "clip": 0.1, "seed": 4, "framework": "jax", "dtype": "float32", "device": "cuda"},
     **{"recompute": "full", "fsdp": 2, "pp": 2, "cp": 2, "cp_how": "ring", "tp": 2, "sp": True, "timeout": 40},
     **{"loss_chunk": 16, "capture": "step", "threads": 2, "out": "elsewhere", "validate_every": 1, "keep": 1},
