@@ -125,6 +125,7 @@ class Quantizable(nn.Module):
         copied: Quantizable = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(Quantizable.__getstate__(self), memo))
+        storing.remember(self, copied, memo)
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -16,11 +16,19 @@ from quaver.torch.optim.gradients.held import Gradients
 from quaver.torch.optim.gradients.release import Release
 from quaver.torch.optim.loading.converting import states_of
 from quaver.torch.optim.loading.presets import packed, preset_of
-from quaver.torch.optim.refusals import check_gradient, check_nonfinite, check_options, check_parameter, warn_of_rate
+from quaver.torch.optim.refusals import (
+    check_gradient,
+    check_nonfinite,
+    check_options,
+    check_parameter,
+    check_replaced,
+    warn_of_rate,
+)
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, step
 from quaver.torch.optim.weights import Keeping
+from quaver.torch.state.layer import state_of
 
 #: Tensors below are kept in high precision.
 SMALL = 4096
@@ -62,6 +70,20 @@ class Optimizer(torch.optim.Optimizer):
         self._resolution: list[float] = []
         defaults["seed"] = seed
         super().__init__(groups_of(params), defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("nonfinite", "statistics", "skipped", "_warned", "_resolution")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "gradients" in self.__dict__:
+            return
+        # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
+        self.gradients, self._release, self.counted = Gradients(), None, {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.gradients.prepare(p, self.preset(p, group).gradient)
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
         """The formula of a group."""
@@ -110,6 +132,7 @@ class Optimizer(torch.optim.Optimizer):
                 "take a preset with gradients in a float, such as balanced"
             )
         parameters = [p for group in self.param_groups for p in group["params"]]
+        check_replaced(parameters)
         self._update([p for p in parameters if p.grad is not None or p in self.gradients.held], factor, overflow)
         return loss
 
@@ -210,8 +233,12 @@ class Optimizer(torch.optim.Optimizer):
             check_gradient(p)
         elif held.factor is not None:
             factor = held.factor if factor is None else held.factor * factor
+        parts = self.parts(p, way)
         drawn = Drawn(group["seed"], number, state["step"].long(), layout.first_element(p))
-        outcome = step(way, self.parts(p, way), scalars, factor, drawn, state.get("amax"), keep)
+        outcome = step(way, parts, scalars, factor, drawn, state.get("amax"), keep)
+        if parts.weight[0].data_ptr() != layout.local(p).data_ptr():
+            # It does not lie row by row, and was copied.
+            layout.local(p).copy_(parts.weight[0].view(p.shape))
         if outcome.amax is not None:
             state["amax"].copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, state["amax"]))
         if self.statistics and outcome.clamped is not None:
@@ -329,7 +356,11 @@ class Optimizer(torch.optim.Optimizer):
                 scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)
                 state[f"{name}_scale"] = layout.like(p, scale, codes.scale_shape(p.shape, spec.block, spec.of.numbers))
         value = layout.value_of(p) if way.keeping.kind in ("float32", "float16") else None
-        for name, tensor in zip(way.keeping.states, weights.first_states(way.keeping, own, value), strict=True):
+        beside = weights.first_states(way.keeping, own, value)
+        initial = initial_of(p, way)
+        if initial is not None:
+            beside = weights.around(way.keeping, initial, (*weight_of(p, way), *beside))
+        for name, tensor in zip(way.keeping.states, beside, strict=True):
             state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
         if way.predicts:
             assert way.keeping.spec is not None
@@ -347,6 +378,15 @@ def groups_of(params: Any) -> Any:
     others = [p for p in trained if id(p) not in embeddings]
     groups: list[dict[str, Any]] = [{"params": others}] if others else []
     return groups + ([{"params": table, "preset": "float32"}] if table else [])
+
+
+def initial_of(p: Tensor, way: Way) -> Tensor | None:
+    """The value in high precision that a weight in codes was made of, float32 on its device, if the layer kept it."""
+    if way.keeping.spec is None or not way.keeping.states or layout.local(p) is not p:
+        return None
+    owner = storing.owner(p)
+    initial = None if owner is None else state_of(owner).initial
+    return None if initial is None else initial.to(p.device, torch.float32)
 
 
 def weight_of(p: Tensor, way: Way) -> list[Tensor]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from quaver.torch.linear.stored.storing import REPLACED
+
 #: Options of torch's optimizers, and what to do without them where they are True.
 TORCHS = {
     "amsgrad": "it keeps a third moment, which no preset has: leave it out, or take torch.optim.AdamW",
@@ -42,6 +44,17 @@ def check_parameter(p: Tensor) -> None:
         raise ValueError(f"a parameter is {p.dtype}; view it as real numbers: torch.view_as_real")
     if p.element_size() == 8:
         raise ValueError(f"a parameter is {p.dtype}, and steps are computed in float32: convert the model to float32")
+
+
+def check_replaced(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters that a model no longer has. Raises: ValueError."""
+    for p in parameters:
+        by = getattr(p, REPLACED, None)
+        if by is not None:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} was replaced by {by} after the optimizer was made, which would "
+                "step what the model no longer has: make the optimizer after it"
+            )
 
 
 def check_gradient(p: Tensor) -> None:

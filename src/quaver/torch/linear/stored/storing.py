@@ -22,6 +22,8 @@ from quaver.torch.state.layer import state_of
 ABOUT = ("weight_spec", "weight_dtype", "keep_initial")
 
 
+#: Attribute of a parameter that a layer no longer has: what has put another in its place.
+REPLACED = "quaver_replaced_by"
 #: Said of a format whose codes cannot be a parameter.
 NO_DTYPE = f"for whose codes torch has no dtype; weights that exist only as codes are {', '.join(CODE_DTYPES)}"
 
@@ -80,6 +82,7 @@ def store(layer: nn.Linear, spec: QuantSpec, keep_initial: bool = False) -> None
     if keep_initial:
         _keep_initial(layer, weight)
     codes, scales = encode(weight, spec)
+    setattr(weight, REPLACED, "quantize_weights")
     layer._parameters["weight"] = nn.Parameter(codes, requires_grad=not spec.format.packed and weight.requires_grad)
     for name, value in scales.items():
         layer.register_buffer(name, value)
@@ -90,6 +93,7 @@ def restore(layer: nn.Linear) -> None:
     """Turn the codes into a weight of the dtype it had."""
     weight = layer.weight
     value = dequantized(layer, weight, layer.__dict__["weight_dtype"])
+    setattr(weight, REPLACED, "dequantize_weights")
     layer._parameters["weight"] = nn.Parameter(value, requires_grad=weight.requires_grad)
     for name in SCALES:
         layer._buffers.pop(name, None)
@@ -274,6 +278,19 @@ def unpacked(state: dict[str, Any]) -> dict[str, Any]:
     dtype, requires_grad = state.pop("_packed")
     weight = nn.Parameter(state["_parameters"]["weight"].detach().view(dtype), requires_grad=requires_grad)
     return {**state, "_parameters": {**state["_parameters"], "weight": weight}}
+
+
+def remember(layer: Any, copied: Any, memo: dict[int, Any]) -> None:
+    """Have a copied layer and what else is copied with it, such as its optimizer, share one parameter of codes."""
+    weight = layer._parameters.get("weight")
+    if weight is None or weight.dtype not in CODES:
+        return
+    before = memo.get(id(weight))
+    if before is None:
+        memo[id(weight)] = copied._parameters["weight"]
+    else:
+        copied._parameters["weight"] = before
+        settle(copied)
 
 
 # What torch does not carry along with a parameter.

@@ -5,8 +5,10 @@ and keeps codes and scales. `p.grad` is None then, and torch.nn.utils.clip_grad_
 optimizer's own `clip_grad_norm_` takes its place.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from quaver.core.states.codes import StateSpec
 from quaver.torch.optim import codes
 from quaver.torch.optim.stepping import layout
 
+#: By a parameter's identity: what takes its gradients. A handle of a parameter that is gone removes nothing.
+_takers: dict[int, Any] = {}
 #: Elements that are decoded at once where the norm is taken.
 PIECE = 1 << 16
 
@@ -38,6 +42,13 @@ class Held:
         rows = max(PIECE // max(data[0].numel(), 1), 1)
         for at in range(0, data.shape[0], rows):
             yield codes.decode(data[at : at + rows], scale[at : at + rows], self.spec)
+
+
+def _forget(parameter: int, handle: Any) -> None:
+    """Remove what took a parameter's gradients, once its optimizer is gone."""
+    handle.remove()
+    if _takers.get(parameter) is handle:
+        del _takers[parameter]
 
 
 class Gradients:
@@ -67,17 +78,24 @@ class Gradients:
     def _watch(self, p: Tensor, spec: StateSpec | None) -> None:
         if not p.requires_grad:
             return
+        gradients = weakref.ref(self)
 
         def whole(parameter: Tensor) -> None:
-            if self.accumulating:
+            owner = gradients()
+            if owner is None or owner.accumulating:
                 return
-            if spec is not None:
-                self._take(parameter, spec)
-            if self.arrived is not None:
-                self.arrived(parameter)
+            if spec is not None and parameter.grad is not None:
+                owner._take(parameter, spec)
+            if owner.arrived is not None:
+                owner.arrived(parameter)
 
         self._watched.add(p)
-        p.register_post_accumulate_grad_hook(whole)
+        # The optimizer that was made last has a parameter's gradients: one that was dropped may not be collected yet.
+        before = _takers.pop(id(p), None)
+        if before is not None:
+            before.remove()
+        handle = _takers[id(p)] = p.register_post_accumulate_grad_hook(whole)
+        weakref.finalize(self, _forget, id(p), handle)
 
     def finite(self, p: Tensor) -> Tensor:
         """Whether a parameter's gradient is: bool []. Codes of a block that is not have the scale NaN."""

@@ -58,6 +58,11 @@ def value_of(p: Tensor) -> Tensor:
     return local(p).detach().float()
 
 
+def in_rows(t: Tensor) -> Tensor:
+    """A tensor that lies row by row: itself, or a copy of one that lies otherwise, as channels_last does."""
+    return t if t.dim() <= 2 or t.is_contiguous() else t.contiguous()
+
+
 def as_rows(parts: Parts) -> Parts:
     """All tensors as matrices: leading dimensions are rows, and a vector is one."""
     moments = tuple(tuple(rows(t) for t in held) for held in parts.moments)
@@ -68,4 +73,4 @@ def rows(t: Tensor) -> Tensor:
     """A tensor as a matrix."""
     if t.dim() == 2 or t.dim() == 0:
         return t
-    return t.view(1, -1) if t.dim() < 2 else t.view(-1, t.shape[-1])
+    return t.view(1, -1) if t.dim() < 2 else in_rows(t).view(-1, t.shape[-1])

@@ -1,0 +1,117 @@
+"""What happens to models and optimizers around steps: copies, other parameters, layouts, kept initial values."""
+
+import copy
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver.torch import optim
+from quaver.torch.optim import weights
+
+
+def model_of() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))
+    qt.quantize_weights(model, "tensorwise")
+    return model
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    with qt.autocast("tensorwise"):
+        return model(torch.randn(32, 160, generator=draw)).square().mean()
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, seed: int) -> None:
+    loss_of(model, seed).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("preset", ["balanced", "lean"])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_copy_of_model_and_optimizer_goes_on_as_they_do(first: str, preset: str) -> None:
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset, statistics=True)
+    train(model, optimizer, 1)
+    if first == "model":
+        model2, optimizer2 = copy.deepcopy((model, optimizer))
+    else:
+        optimizer2, model2 = copy.deepcopy((optimizer, model))
+    for seed in (2, 3):
+        train(model, optimizer, seed)
+        train(model2, optimizer2, seed)
+    for (name, a), b in zip(model.state_dict().items(), model2.state_dict().values(), strict=True):
+        assert bool((a.float() == b.float()).all()), name
+
+
+def test_a_whole_model_is_saved_with_an_optimizer_over_it() -> None:
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), preset="lean")
+    train(model, optimizer, 1)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert torch.equal(loss_of(again), loss_of(model))
+
+
+def test_the_optimizer_made_last_has_the_gradients_and_one_that_is_gone_takes_none() -> None:
+    model = model_of()
+    first = optim.AdamW(model.parameters(), preset="lean")
+    second = optim.AdamW(model.parameters(), preset="lean")
+    loss_of(model).backward()
+    assert (len(first.gradients.held), len(second.gradients.held)) == (0, 2)
+    second.zero_grad()
+    del first, second
+    gc.collect()
+    loss_of(model).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["quantize_weights", "dequantize_weights"])
+def test_parameters_that_a_model_no_longer_has_are_refused(name: str) -> None:
+    model = model_of() if name == "dequantize_weights" else nn.Sequential(qt.Linear(160, 192))
+    optimizer = optim.AdamW(model.parameters(), preset="balanced")
+    getattr(qt, name)(model, *(["tensorwise"] if name == "quantize_weights" else []))
+    with pytest.raises(ValueError, match=f"was replaced by {name} after the optimizer was made"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("preset", "bound"), [("float32", 0.0), ("balanced", 2.0**-20), ("lean", 2.0**-11)])
+def test_the_initial_value_that_a_layer_keeps_begins_the_master(preset: str, bound: float) -> None:
+    with qt.quantized_init("tensorwise", keep_initial="cpu"):
+        layer = qt.Linear(160, 192)
+    initial = qt.initial_value(layer.weight)
+    assert initial is not None
+    optimizer = optim.AdamW(layer.parameters(), lr=0.0, weight_decay=0.0, preset=preset)
+    codes = layer.weight.detach().view(torch.uint8).clone()
+    layer.weight.grad = torch.zeros(192, 160, dtype=layer.weight.grad_dtype)
+    optimizer.step()
+    way = optimizer.way(layer.weight, optimizer.param_groups[0])
+    weight = weights.read(way.keeping, optimizer.parts_of_weight(layer.weight, way))
+    error, largest = (float(tensor.detach().abs().max()) for tensor in (weight - initial, initial))
+    assert error <= bound * largest
+    assert float((codes != layer.weight.detach().view(torch.uint8)).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("preset", ["exact", "lean"])
+def test_memory_in_another_order_takes_the_same_steps(preset: str) -> None:
+    weight = torch.randn(64, 32, 3, 3, generator=torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(weight.shape, generator=draw) for _ in range(3)]
+    results = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        p = nn.Parameter(weight.clone().to(memory_format=order))
+        optimizer = optim.AdamW([p], lr=1e-2, preset=preset)
+        for gradient in gradients:
+            p.grad = gradient.to(p.grad_dtype or p.dtype).to(memory_format=order)
+            optimizer.step()
+        results.append(p.detach())
+    assert not torch.equal(results[0], weight)
+    assert torch.equal(*results)
