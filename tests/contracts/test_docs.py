@@ -10,7 +10,7 @@ import torch
 from tests.contracts.test_readme import ROOT, python_blocks
 
 FOLDERS = [ROOT / "docs" / "blocks", ROOT / "docs" / "guides"]
-PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
+PAGES = [*(page for folder in FOLDERS for page in sorted(folder.glob("*.md"))), ROOT / "docs" / "optimizer.md"]
 #: Of files, not of the web and not within a page.
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
