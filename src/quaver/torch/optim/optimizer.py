@@ -95,6 +95,8 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         for p in group["params"]:
             check_parameter(p)
+            if p.requires_grad and layout.divided(p):
+                layout.check_divided(p, self.way(p, group), self.preset(p, group).name)
             self.gradients.prepare(p, self.preset(p, group).gradient)
 
     def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
@@ -158,6 +160,7 @@ class Optimizer(torch.optim.Optimizer):
     def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
         """1 where a gradient is not finite, else 0, float32 []. Raises: ValueError, if that is asked."""
         finite = [self.gradients.finite(p) for p in parameters]
+        finite = layout.agreed(finite, parameters)
         if self.nonfinite == "raise":
             bad = [p for p, ok in zip(parameters, finite, strict=True) if not ok]
             if bad:
@@ -182,6 +185,11 @@ class Optimizer(torch.optim.Optimizer):
         """
         if outstanding_bytes < 1:
             raise ValueError(f"outstanding_bytes is {outstanding_bytes}; give at least 1")
+        if any(layout.divided(p) for group in self.param_groups for p in group["params"]):
+            raise ValueError(
+                "parameters lie in parts on ranks, which may have unlike many bytes and would step unlike many of them "
+                "at once; under fully_shard gradients are in parts already: leave step_in_backward out"
+            )
         self._release = Release(self.gradients, self._update, outstanding_bytes, max_norm)
         self.gradients.watch(p for group in self.param_groups for p in group["params"])
         self.gradients.arrived = self._release.arrived
@@ -233,12 +241,12 @@ class Optimizer(torch.optim.Optimizer):
             check_gradient(p)
         elif held.factor is not None:
             factor = held.factor if factor is None else held.factor * factor
-        parts = self.parts(p, way)
-        drawn = Drawn(group["seed"], number, state["step"].long(), layout.first_element(p))
+        parts, own = self.parts(p, way), layout.local(p)
+        drawn = Drawn(group["seed"], number, state["step"].long(), layout.place(p))
         outcome = step(way, parts, scalars, factor, drawn, state.get("amax"), keep)
-        if parts.weight[0].data_ptr() != layout.local(p).data_ptr():
+        if layout.in_rows(own) is not own:
             # It does not lie row by row, and was copied.
-            layout.local(p).copy_(parts.weight[0].view(p.shape))
+            own.copy_(parts.weight[0].view(own.shape))
         if outcome.amax is not None:
             state["amax"].copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, state["amax"]))
         if self.statistics and outcome.clamped is not None:
@@ -257,7 +265,7 @@ class Optimizer(torch.optim.Optimizer):
             gradient: tuple[Tensor, ...] = (held.codes, held.scale)
         else:
             assert p.grad is not None
-            gradient = (layout.local(p.grad),)
+            gradient = (layout.gradient(p),)
         return layout.as_rows(Parts(self.parts_of_weight(p, way), moments, gradient))
 
     def parts_of_weight(self, p: Tensor, way: Way) -> tuple[Tensor, ...]:

@@ -8,9 +8,11 @@ optimizer's own `clip_grad_norm_` takes its place.
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quaver.core.states.codes import StateSpec
@@ -19,6 +21,8 @@ from quaver.torch.optim.stepping import layout
 
 #: By a parameter's identity: what takes its gradients. A handle of a parameter that is gone removes nothing.
 _takers: dict[int, Any] = {}
+#: torch 2.13 has given it this name, and warns of the earlier one.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: Elements that are decoded at once where the norm is taken.
 PIECE = 1 << 16
 
@@ -39,7 +43,7 @@ class Held:
         if data.dim() < 2 or self.spec.block is None:
             yield codes.decode(data, scale, self.spec)
             return
-        rows = max(PIECE // max(data[0].numel(), 1), 1)
+        rows = max(PIECE // max(prod(data.shape[1:]), 1), 1)
         for at in range(0, data.shape[0], rows):
             yield codes.decode(data[at : at + rows], scale[at : at + rows], self.spec)
 
@@ -124,31 +128,57 @@ class Gradients:
 
     def clip(self, parameters: Iterable[Tensor], largest: float, order: float) -> Tensor:
         """Multiply gradients so that their norm is at most `largest`; returns the norm before, float32 []."""
-        parameters = [p for p in parameters if p.grad is not None or p in self.held]
+        parameters = list(parameters)
         norm = self.norm(parameters, order)
+        parameters = [p for p in parameters if p.grad is not None or p in self.held]
         # Where one of them is NaN the others stay: then it can be told which.
         factor = (largest / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
         for p in parameters:
             held = self.held.get(p)
             if held is None:
                 assert p.grad is not None
-                p.grad.mul_(factor.to(p.grad.device))
+                layout.local(p.grad).mul_(factor.to(p.grad.device))
             else:
                 held.factor = factor if held.factor is None else held.factor * factor
         return norm
 
     def norm(self, parameters: Iterable[Tensor], order: float = 2.0) -> Tensor:
-        """The norm of gradients, as the step will see them: float32 []."""
-        norms = []
+        """The norm of gradients, as the step will see them, of all ranks' parts: float32 [], the same on all ranks.
+
+        Args:
+            parameters: those without a gradient count nothing; ranks that divide them have the same in one order.
+        """
+        # By the process groups that divide a parameter: all ranks have the same, whatever gradients they have.
+        norms: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in parameters:
+            own = norms.setdefault(layout.groups(p), [])
             held = self.held.get(p)
-            if held is None:
-                assert p.grad is not None
-                norms.append(torch.linalg.vector_norm(layout.local(p.grad), order, dtype=torch.float32))
-            else:
-                parts = [torch.linalg.vector_norm(piece, order) for piece in held.in_pieces()]
-                whole = torch.linalg.vector_norm(torch.stack(parts), order) if parts else held.codes.new_zeros(())
-                norms.append(whole if held.factor is None else whole * held.factor)
-        if not norms:
+            if held is not None:
+                parts = [_norm(piece, order) for piece in held.in_pieces()]
+                whole = torch.linalg.vector_norm(torch.stack(parts), order) if parts else _nothing(p)
+                own.append(whole if held.factor is None else whole * held.factor)
+            elif p.grad is not None:
+                own.append(_norm(layout.gradient(p), order))
+            elif not own:
+                own.append(_nothing(p))
+        sums = []
+        for groups, own in norms.items():
+            total = torch.linalg.vector_norm(torch.stack([norm.to(own[0].device) for norm in own]), order)
+            for group in groups:
+                every = total.new_empty(dist.get_world_size(group))
+                all_gather(every, total.reshape(1), group)
+                # Summed by every rank alike: the bits of a reduction may differ.
+                total = torch.linalg.vector_norm(every, order)
+            sums.append(total)
+        if not sums:
             return torch.zeros((), dtype=torch.float32, device="cpu")
-        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
+        return torch.linalg.vector_norm(torch.stack([each.to(sums[0].device) for each in sums]), order)
+
+
+def _norm(x: Tensor, order: float) -> Tensor:
+    # Of nothing, as a rank without rows has it, torch has no largest.
+    return torch.linalg.vector_norm(x if x.numel() else x.new_zeros(1), order, dtype=torch.float32)
+
+
+def _nothing(p: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=p.device)

@@ -1,15 +1,18 @@
 """Where a parameter's tensors lie: whole on one device, or as this rank's rows of a DTensor."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import CODES, dequantized
-from quaver.torch.optim.stepping.pieces import Parts
+from quaver.torch.optim.stepping.noise import Place
+from quaver.torch.optim.stepping.pieces import Parts, Way
 
 
 def local(t: Tensor) -> Tensor:
@@ -34,19 +37,83 @@ def like(p: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
     )
 
 
-def first_element(p: Tensor) -> int:
-    """The place of this rank's first element in the whole parameter."""
+def divided(p: Tensor) -> list[tuple[int, int]]:
+    """The dimensions of a parameter that ranks have parts of, and the mesh's dimension of these, in order of cutting.
+
+    fully_shard cuts what tensor parallelism has cut before it, and stands before it in the mesh.
+    """
     if not isinstance(p, DTensor):
-        return 0
-    row = 0
-    for dim, placement in enumerate(p.placements):
-        if not isinstance(placement, Shard):
-            continue
-        if placement.dim != 0:
-            raise NotImplementedError
-        size, rank = p.device_mesh.size(dim), p.device_mesh.get_local_rank(dim)
-        row += -(-p.shape[0] // size) * rank
-    return row * (p.numel() // max(p.shape[0], 1))
+        return []
+    cuts = [(p.placements[over].dim, over) for over in range(p.device_mesh.ndim) if _cuts(p, over)]
+    later = {over for _, over in cuts if hasattr(p.placements[over], "split_factor")}
+    return [cut for cut in cuts if cut[1] not in later] + [cut for cut in reversed(cuts) if cut[1] in later]
+
+
+def _cuts(p: DTensor, over: int) -> bool:
+    return hasattr(p.placements[over], "dim") and p.device_mesh.size(over) > 1
+
+
+def groups(p: Tensor) -> tuple[Any, ...]:
+    """The process groups whose ranks have other parts of a parameter each, those of one after those of the other."""
+    return tuple(p.device_mesh.get_group(over) for _, over in divided(p))  # type: ignore[attr-defined]
+
+
+def place(p: Tensor) -> Place:
+    """Where this rank's part of a parameter lies in the whole."""
+    start, stop = [0] * p.dim(), list(p.shape)
+    for dim, over in divided(p):
+        mesh: Any = p.device_mesh  # type: ignore[attr-defined]
+        part = -(-(stop[dim] - start[dim]) // mesh.size(over))
+        start[dim] = min(stop[dim], start[dim] + part * mesh.get_local_rank(over))
+        stop[dim] = min(stop[dim], start[dim] + part)
+    own = tuple(local(p).shape)
+    assert own == tuple(b - a for a, b in zip(start, stop, strict=True)), f"{own} of {start} to {stop}"
+    return Place(tuple(start), own, tuple(p.shape))
+
+
+def gradient(p: Tensor) -> Tensor:
+    """This rank's part of a gradient, which lies as its parameter does; all ranks call it alike."""
+    assert p.grad is not None
+    if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+        # As of a parameter that ranks have copies of, where each has a part of the sum.
+        return p.grad.redistribute(placements=p.placements).to_local()
+    return local(p.grad)
+
+
+def agreed(finite: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+    """Whether all ranks' parts of parameters are finite, bool [] each, from whether each one's own are."""
+    if not parameters:
+        return finite
+    bits = torch.stack([ok.to(parameters[0].device) for ok in finite]).logical_not().int()
+    for group in {group: None for p in parameters for group in groups(p)}:
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    return [*(bits == 0).unbind()]
+
+
+def check_divided(p: Tensor, way: Way, preset: str) -> None:
+    """Refuse what a rank cannot step with a part of a parameter alone. Raises: ValueError."""
+    cuts = divided(p)
+    if not cuts:
+        return
+    lies = f"a parameter of shape {tuple(p.shape)} lies in parts on the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
+    rule = type(way.rule).__name__
+    if way.rule.whole:
+        raise ValueError(
+            f"{lies}, and {rule} needs whole matrices: give it to AdamW or Lion, or leave it out of fully_shard with "
+            "ignored_params="
+        )
+    if any(spec.of.scaled and spec.block is None for spec in way.moments) or way.keeping.whole:
+        raise ValueError(
+            f"{lies}, and preset {preset!r} has one scale for all of it: take one with scales of blocks, such as "
+            "'balanced' or 'lean'"
+        )
+    ranks = prod(p.device_mesh.size(over) for dim, over in cuts if dim == p.dim() - 1)  # type: ignore[attr-defined]
+    for spec in way.moments:
+        if ranks > 1 and spec.of.scaled and spec.block is not None and p.shape[-1] % (spec.block * ranks):
+            raise ValueError(
+                f"{lies}, of which {ranks} divide its {p.shape[-1]} columns, and preset {preset!r} has a scale for "
+                f"each {spec.block}: take preset='exact' or 'float32' for it, or fewer ranks for tensor parallelism"
+            )
 
 
 def value_of(p: Tensor) -> Tensor:

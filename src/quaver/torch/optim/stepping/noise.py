@@ -3,6 +3,9 @@
 The counter of Philox is the element's place in the whole parameter, so ranks that have parts draw what one would.
 """
 
+from math import prod
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,42 @@ from quaver.core.states.reference import NOISE_BITS
 from quaver.torch.numerics.philox import philox4x32
 
 _LOW = 0xFFFFFFFF
+
+
+class Place(NamedTuple):
+    """Where a part of a parameter lies in the whole."""
+
+    #: The part's first index along each dimension.
+    start: tuple[int, ...]
+    part: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @property
+    def joined(self) -> bool:
+        """Whether its elements follow one another in the whole."""
+        return self.part[1:] == self.whole[1:]
+
+    @property
+    def first(self) -> int:
+        """The number of its first element in the whole."""
+        return sum(at * prod(self.whole[dim + 1 :]) for dim, at in enumerate(self.start))
+
+
+def words_at(place: Place, rows: slice, seed: int, parameter: int, step: Tensor | int, device: torch.device) -> Tensor:
+    """Words of some rows of a part, whose leading dimensions are rows: int64 [rows, K]. See `words`."""
+    columns, number = place.part[-1] if place.part else 1, rows.stop - rows.start
+    if place.joined:
+        drawn = words(place.first + rows.start * columns, number * columns, seed, parameter, step, device)
+        return drawn.view(number, columns)
+    at = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device)
+    firsts = torch.full_like(at, place.first)
+    for dim in range(len(place.part) - 2, -1, -1):
+        firsts += at % place.part[dim] * prod(place.whole[dim + 1 :])
+        at = at // place.part[dim]
+    # Groups of four that hold a row wherever it begins in its first one.
+    g = firsts[:, None] // 4 + torch.arange((columns + 6) // 4, dtype=torch.int64, device=device)
+    inside = firsts[:, None] % 4 + torch.arange(columns, dtype=torch.int64, device=device)
+    return _drawn(g.view(-1), seed, parameter, step).view(g.shape[0], 4 * g.shape[1]).gather(1, inside)
 
 
 def words(first: int, number: int, seed: int, parameter: int, step: Tensor | int, device: torch.device) -> Tensor:
@@ -23,12 +62,17 @@ def words(first: int, number: int, seed: int, parameter: int, step: Tensor | int
     """
     begin, end = first // 4, -(-(first + number) // 4)
     g = torch.arange(begin, max(end, begin), dtype=torch.int64, device=device)
+    return _drawn(g, seed, parameter, step)[first - 4 * begin :][:number]
+
+
+def _drawn(g: Tensor, seed: int, parameter: int, step: Tensor | int) -> Tensor:
+    """The words of groups of four elements: int64 [4 * groups]."""
     if isinstance(step, Tensor):
         count = torch.empty_like(g).copy_(step.reshape(()).to(torch.int64).bitwise_and(_LOW))
     else:
         count = torch.full_like(g, step & _LOW)
     drawn = philox4x32(g & _LOW, g >> 32, torch.full_like(g, parameter), count, seed)
-    return torch.stack(drawn, -1).view(-1)[first - 4 * begin :][:number]
+    return torch.stack(drawn, -1).view(-1)
 
 
 def shares(word: Tensor, number: int) -> list[Tensor]:

@@ -16,6 +16,7 @@ from quaver.core.states.codes import StateSpec
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import noise
+from quaver.torch.optim.stepping.noise import Place
 from quaver.torch.optim.weights import Keeping
 
 #: Elements of a piece. Its temporaries stay in a core's caches.
@@ -124,8 +125,8 @@ class Drawn(NamedTuple):
     parameter: int
     #: int64 [].
     step: Tensor | int
-    #: The place of this rank's first element in the whole parameter.
-    first: int = 0
+    #: Where this rank's part lies in the whole parameter.
+    place: Place
 
 
 class Outcome(NamedTuple):
@@ -160,9 +161,7 @@ def step(
         own = cut(way, parts, piece)
         word = None
         if way.draws:
-            shape = own.weight[0].shape
-            first = drawn.first + piece.start * parts.weight[0].shape[1]
-            word = noise.words(first, shape.numel(), *drawn[:3], own.weight[0].device).view(shape)
+            word = noise.words_at(drawn.place, piece, *drawn[:3], own.weight[0].device)
         bound = None if reach is None else of_rows(reach, way, parts, piece)
         moved = move(way, own, scalars, factor, word, bound)
         old = [*own.weight, *(t for held in own.moments for t in held)]

@@ -1,0 +1,307 @@
+"""Optimizers of parameters that ranks have parts of: what one process does, joined from the ranks' parts."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import quaver.torch as qt
+from quaver.torch import optim
+from quaver.torch.optim.stepping import layout, noise
+from quaver.torch.parallel import gather_quantized
+from tests import two_ranks
+from tests.close import assert_bitwise
+
+PRESETS = ("float32", "exact", "balanced", "lean", "coat", "torchao8")
+#: Rows that neither 2, 3 nor 4 ranks divide, and a matrix of fewer rows than ranks have parts of.
+SHAPES = {"wide": (37, 160), "tall": (131, 96), "low": (2, 4096), "cube": (5, 31, 64), "bias": (129,)}
+
+
+class Tensors(nn.Module):
+    """Parameters of all shapes, whose gradients are given."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=draw).to(dtype)))
+
+
+def gradients(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(step + 1)
+    numbers = {name: torch.randn(shape, generator=draw) * 10.0**-step for name, shape in SHAPES.items()}
+    # As some presets keep them where parameters are whole.
+    return {name: number.bfloat16().to(dtype) for name, number in numbers.items()}
+
+
+def give(model: nn.Module, step: int, dtype: torch.dtype) -> None:
+    """Gradients as a backward leaves them: in parts, then hooks."""
+    for name, whole in gradients(step, dtype).items():
+        p: Any = getattr(model, name)
+        sharded = isinstance(p, DTensor)
+        p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if sharded else whole.to(p.grad_dtype)
+        for hook in (p._post_accumulate_grad_hooks or {}).values():
+            hook(p)
+
+
+def whole(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    # gloo carries no int16.
+    short = value.dtype is torch.int16
+    return value.int().full_tensor().short() if short else value.full_tensor()
+
+
+def everything(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and states, put together."""
+    every = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        every |= {f"{name}.{key}": whole(value) for key, value in optimizer.state[p].items()}
+    return {name: value.clone() for name, value in every.items()}
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], says: str) -> None:
+    assert ours.keys() == theirs.keys(), f"{says}: {ours.keys() ^ theirs.keys()}"
+    for name, value in theirs.items():
+        assert_bitwise(ours[name], value, f"{says}: {name}")
+
+
+Way = Callable[[nn.Module], nn.Module]
+
+
+def alone(model: nn.Module) -> nn.Module:
+    return model
+
+
+def by_fsdp(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def by_replicas(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+    return fully_shard(model, mesh=mesh)
+
+
+def ways() -> tuple[Way, ...]:
+    return (by_fsdp, by_replicas) if dist.get_world_size() == 4 else (by_fsdp,)
+
+
+def train(preset: Any, way: Way, dtype: torch.dtype, rule: Any = optim.AdamW) -> Any:
+    model = way(Tensors(dtype))
+    optimizer = rule(model.parameters(), lr=1e-2, preset=preset, seed=7)
+    for step in range(3):
+        give(model, step, dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def ranks_step_as_one(rank: int) -> None:
+    """Weights, codes and scales of all presets and rules; at random as well."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for preset in PRESETS:
+            expected = everything(*train(preset, alone, dtype))
+            for way in ways():
+                assert_same(everything(*train(preset, way, dtype)), expected, f"{preset}, {dtype}, {way.__name__}")
+        for rule in (optim.Adam, optim.Lion, optim.SGD):
+            expected = everything(*train("lean", alone, dtype, rule=rule))
+            assert_same(everything(*train("lean", by_fsdp, dtype, rule=rule)), expected, rule.__name__)
+
+
+def tensor_parallelism_cuts_columns(rank: int) -> None:
+    """One and two dimensions of a mesh, fully_shard's parts of parts among them; noise is that of the whole's place."""
+    world = dist.get_world_size()
+    flat = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    meshes: list[tuple[Any, Any]] = [(flat, None)]
+    if world == 4:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        meshes.append((both["tp"], both["dp"]))
+    shape = (66, world * 128)
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    draws = [torch.randn(shape, generator=torch.Generator().manual_seed(step)).bfloat16() for step in range(3)]
+
+    def stepped(preset: str, p: nn.Parameter, model: nn.Module) -> dict[str, Tensor]:
+        optimizer = optim.AdamW([p], lr=1e-2, preset=preset)
+        for gradient in draws:
+            p.grad = distribute_parts(gradient, p)
+            for hook in (p._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+                hook(p)
+            optimizer.clip_grad_norm_(1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    for preset in ("exact", "balanced", "lean"):
+        lone = nn.Linear(shape[1], shape[0], bias=False)
+        lone.weight = nn.Parameter(start.clone())
+        expected = stepped(preset, lone.weight, lone)
+        for (tp, dp), dim in itertools.product(meshes, (0, 1)):
+            model = nn.Linear(shape[1], shape[0], bias=False)
+            model.weight = nn.Parameter(distribute_tensor(start.clone(), tp, [Shard(dim)]))
+            if dp is not None:
+                fully_shard(model, mesh=dp)
+            got = stepped(preset, model.weight, model)
+            assert_same(got, expected, f"{preset}, dimension {dim} of {tp}, {dp}")
+
+
+def distribute_parts(whole: Tensor, p: Tensor) -> Tensor:
+    """A whole tensor in the parts that a parameter has; as it is where that is whole."""
+    if not isinstance(p, DTensor):
+        return whole
+    place = layout.place(p)
+    own = whole[tuple(slice(at, at + size) for at, size in zip(place.start, place.part, strict=True))]
+    return DTensor.from_local(
+        own.contiguous(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+def norms_count_all_parts(rank: int) -> None:
+    """Of floats and of codes, to the order of sums; clipped, the step is that of one process."""
+    for preset, order in itertools.product(("float32", "lean"), (2.0, 1.0, float("inf"))):
+        norms = []
+        for way in (alone, *ways()):
+            model = way(Tensors(torch.float32))
+            optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset=preset)
+            give(model, 0, torch.float32)
+            norms.append(optimizer.clip_grad_norm_(1.0, order))
+            again = optimizer.clip_grad_norm_(1e9, order)
+            assert again.item() == pytest.approx(1.0, rel=1e-5)
+            for other in two_ranks.gathered(norms[-1]):
+                assert_bitwise(other, norms[-1], f"{preset}, {order}, {way.__name__}")
+            optimizer.step()
+        for norm in norms[1:]:
+            assert norm.item() == pytest.approx(norms[0].item(), rel=1e-6), f"{preset}, {order}"
+
+
+def a_nan_on_one_rank_is_seen_by_all(rank: int) -> None:
+    model = by_fsdp(Tensors(torch.float32))
+    optimizer = optim.AdamW(model.parameters(), preset="lean")
+    give(model, 0, torch.float32)
+    if rank == 0:
+        optimizer.gradients.held[model.wide].scale.fill_(float("nan"))  # type: ignore[index]
+    assert optimizer.clip_grad_norm_(1.0).isnan()
+
+
+def a_step_is_skipped_by_all_ranks_or_raised_on_all(rank: int) -> None:
+    for nonfinite, preset in itertools.product(("skip", "raise"), ("exact", "lean")):
+        model = by_fsdp(Tensors(torch.float32))
+        optimizer = optim.AdamW(model.parameters(), preset=preset, nonfinite=nonfinite)
+        before = {name: p.to_local().clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+        give(model, 0, torch.float32)
+        if rank == 0:
+            model.bias.grad.to_local().fill_(float("nan"))  # type: ignore[union-attr]
+        if nonfinite == "raise":
+            with pytest.raises(ValueError, match="gradients of 1 parameters are not finite"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert int(optimizer.skipped) == 1
+        for name, p in model.named_parameters():
+            assert_bitwise(p.to_local(), before[name], f"{nonfinite}, {preset}, {name}")  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="parameters lie in parts on ranks"):
+        optimizer.step_in_backward()
+
+
+def what_ranks_cannot_step_alone_is_refused(rank: int) -> None:
+    world = dist.get_world_size()
+    for preset in ("msamp", "te"):
+        with pytest.raises(ValueError, match=f"'{preset}' has one scale for all of it: take one with scales of blocks"):
+            optim.AdamW(by_fsdp(Tensors(torch.float32)).parameters(), preset=preset)
+    net = by_fsdp(nn.Linear(64, 128, bias=False))
+    with pytest.raises(ValueError, match=r"shape \(128, 64\) lies in parts .* and Muon needs whole matrices"):
+        optim.Muon(net.parameters())
+    mesh = init_device_mesh("cpu", (world,))
+    p = nn.Parameter(distribute_tensor(torch.zeros(128, 32 * world), mesh, [Shard(1)]))
+    with pytest.raises(ValueError, match=r"divide its .* columns, and preset 'lean' has a scale for each 64"):
+        optim.AdamW([p], preset="lean")
+    optim.AdamW([p], preset="exact")
+
+
+def layers(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(96, 130), nn.GELU(), nn.Linear(130, 97))
+
+
+def units(model: Any) -> nn.Module:
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+    return model
+
+
+def train_layers(model: nn.Module, optimizer: Any, steps: range) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        x, y = torch.randn(2, 12, 128, generator=torch.Generator().manual_seed(step))
+        rank = dist.get_rank()
+        batch = slice(rank * 12 // dist.get_world_size(), (rank + 1) * 12 // dist.get_world_size())
+        loss = nn.functional.mse_loss(model(x[batch, :96].to(next(model.parameters()).dtype)).float(), y[batch, :97])
+        loss.backward()
+        optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def weights_travel_as_codes_all_the_same(rank: int) -> None:
+    """A step is the same under gather_quantized, whose shards are tensors of a kind of their own."""
+    for preset, dtype in itertools.product(("float32", "exact", "balanced", "lean"), (torch.float32, torch.bfloat16)):
+        ends = []
+        for as_codes in (False, True):
+            model = layers().to(dtype)
+            qt.convert(model, "mxfp8")
+            if as_codes:
+                gather_quantized(model)
+            optimizer = optim.AdamW(units(model).parameters(), lr=1e-2, preset=preset)
+            losses = train_layers(model, optimizer, range(3))
+            ends.append({f"loss {i}": loss for i, loss in enumerate(losses)} | everything(model, optimizer))
+        assert_same(ends[1], ends[0], f"{preset}, {dtype}")
+        if preset == "lean":
+            assert not optimizer.gradients.held
+            assert ends[0]["0.weight.exp_avg"].dtype is torch.int8
+
+
+def words_of_a_part_are_those_of_the_whole(rank: int) -> None:
+    """Of every part of every cut, whether its elements follow one another or not."""
+    draw = torch.Generator().manual_seed(rank)
+    for _ in range(60):
+        dims = int(torch.randint(1, 4, (), generator=draw))
+        whole = tuple(int(n) for n in torch.randint(1, 13, (dims,), generator=draw))
+        start = tuple(int(torch.randint(0, n + 1, (), generator=draw)) for n in whole)
+        part = tuple(int(torch.randint(0, n - at + 1, (), generator=draw)) for n, at in zip(whole, start, strict=True))
+        numel = torch.Size(whole).numel()
+        every = noise.words(0, numel, 5, 3, 2, torch.device("cpu")).view(whole)
+        own = every[tuple(slice(at, at + n) for at, n in zip(start, part, strict=True))]
+        rows = own.reshape(torch.Size(part[:-1]).numel(), part[-1])
+        low = rows.shape[0] // 3
+        got = noise.words_at(noise.Place(start, part, whole), slice(low, rows.shape[0]), 5, 3, 2, rows.device)
+        assert_bitwise(got, rows[low:], f"{part} at {start} of {whole}")
+
+
+CASES = [
+    words_of_a_part_are_those_of_the_whole,
+    tensor_parallelism_cuts_columns,
+    norms_count_all_parts,
+    a_nan_on_one_rank_is_seen_by_all,
+    a_step_is_skipped_by_all_ranks_or_raised_on_all,
+    what_ranks_cannot_step_alone_is_refused,
+    weights_travel_as_codes_all_the_same,
+    ranks_step_as_one,
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks(ranks: int, tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, ranks)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES)
