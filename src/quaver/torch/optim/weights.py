@@ -24,6 +24,7 @@ from quaver.torch.optim import codes
 
 #: Parts of half a step by the dtype of the residual.
 PARTS = {torch.int8: 2.0**7, torch.int16: 2.0**15}
+_NAN_BITS = 0x7FC00000
 _MASTER16 = StateSpec(code="float16", block=None, scale="power_of_two")
 
 
@@ -110,7 +111,8 @@ def write(
             return (codes.to_bfloat16(weight, noise),)
         return (weight.to(tensors[0].dtype),)
     if keeping.kind == "remainder":
-        bits = weight.view(torch.int32)
+        # Of NaN the sixteen bits of a bfloat16 alone may say a number, or carry into the sign.
+        bits = torch.where(weight.isnan(), _NAN_BITS, weight.view(torch.int32))
         rest = bits.to(torch.int16)
         return ((bits - rest.int()) >> 16).to(torch.int16).view(torch.bfloat16), rest
     if keeping.spec is None:
@@ -153,8 +155,8 @@ def _value_and_half(keeping: Keeping, held: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers of codes, and half of the step between neighbours there: float32."""
     if keeping.spec is None:
         bits = held.view(torch.int16).int() & 0x7F80
-        # Half a step is 2**-8 of the number's power of two; kept a normal number.
-        half = (bits << 16).view(torch.float32).clamp(min=2.0**-117) * 2.0**-8
+        # Half a step is 2**-8 of the number's power of two; kept a normal number, of infinity too.
+        half = (bits << 16).view(torch.float32).clamp(min=2.0**-117, max=2.0**127) * 2.0**-8
         return held.float(), half
     fmt = keeping.spec.format
     field = (held.view(torch.uint8).int() & 0x7F) >> fmt.mantissa_bits

@@ -39,7 +39,9 @@ class Lion:
         (m,) = moments
         new1, new2, lr, decay = scalars
         g = -gradient if self.maximize else gradient
-        update = (m + (g - m) * new1).sign()
+        mixed = m + (g - m) * new1
+        # torch's sign of NaN is 0: such weights would stand still for ever without a word.
+        update = torch.where(mixed.isnan(), mixed, mixed.sign())
         return Stepped(weight - weight * decay - update * lr, (m + (g - m) * new2,))
 
     def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:

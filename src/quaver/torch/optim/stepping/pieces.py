@@ -156,7 +156,9 @@ def step(
     if way.predicts:
         assert amax is not None
         reach = way.rule.reach(amax, scalars, largest(way, parts, factor) if way.rule.asks else ())
-    tops, clamped = [], []
+    # Every piece reads the scales of before where all of them share one.
+    shared = way.predicts and way.keeping.spec is not None and way.keeping.spec.block[0] is None
+    tops, clamped, scales = [], [], []
     for piece in in_pieces(way, parts):
         own = cut(way, parts, piece)
         word = None
@@ -166,10 +168,17 @@ def step(
         moved = move(way, own, scalars, factor, word, bound)
         old = [*own.weight, *(t for held in own.moments for t in held)]
         new = [*moved.weight, *(t for held in moved.moments for t in held)]
+        if shared:
+            old.pop(1)
+            scales.append(new.pop(1))
         for target, value in zip(old, new, strict=True):
             target.copy_(value if keep is None else torch.where(keep, value, target))
         tops += [] if moved.amax is None else [moved.amax]
         clamped += [] if moved.clamped is None else [moved.clamped]
+    if scales:
+        # NaN where a piece has a number that is not finite.
+        target, scale = parts.weight[1], torch.stack(scales).amax(0)
+        target.copy_(scale if keep is None else torch.where(keep, scale, target))
     top = None
     if tops:
         assert way.keeping.spec is not None
