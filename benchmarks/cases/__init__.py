@@ -10,7 +10,7 @@ from benchmarks.cases.blocks import (
     model_peak,
     model_step,
 )
-from benchmarks.cases.host import host_cost, imports
+from benchmarks.cases.host import host_cost, imports, optimizer_step
 from benchmarks.cases.linear import frozen, jax_speed, memory, noise, speed
 
 CASES = (
@@ -36,6 +36,7 @@ CASES = (
     frozen.CASE,
     host_cost.CASE,
     imports.CASE,
+    optimizer_step.CASE,
     noise.WHOLE,
     noise.WORST_ROW,
     attention_noise.GAUSSIAN,
