@@ -5,6 +5,7 @@ nn.Linear do; embedding and head are not counted, nor what is between the matric
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,12 @@ from quaver.core.costs import gpus, ledger
 from quaver.core.costs.gpus import Gpu
 from quaver.core.costs.ledger import Layer
 from quaver.core.spec import GemmSpec, Recipe
+from quaver.core.states.footprint import of_matrix, plain
+from quaver.core.states.presets import PRESETS
 from quaver.core.text.given import shown
 from quaver.core.text.spelling import suggest
-from quaver.train.configuration import recipe_name
-from quaver.train.configuration.parameter_table import matrices
+from quaver.train.configuration import optimizer_name, recipe_name
+from quaver.train.configuration.parameter_table import matrices, projections
 from quaver.train.configuration.sizes import MODELS, ModelConfig
 
 #: What the ledger's kinds of GEMM multiply, in a user's words.
@@ -180,7 +183,34 @@ def lacking(recipe: Recipe, gemm: str, kind: str) -> str:
 
 def notes(planned: Plan) -> list[str]:
     """What the table means, what it leaves out, and what its columns are."""
-    return [*verdict(planned), *_left_out(planned)]
+    return [*verdict(planned), kept(planned), *_left_out(planned)]
+
+
+def optimizers(planned: Plan) -> dict[str, int]:
+    """Bytes by optimizer of the model's matrices in training: weights, gradients and all that is kept beside them."""
+    shapes = projections(planned.config).values()
+    recipe, held = planned.recipe, {}
+    held[optimizer_name.TORCH] = sum(plain(n * k).total for n, k in shapes)
+    for name, preset in PRESETS.items():
+        with suppress(ValueError):  # of codes that the recipe has not
+            optimizer_name.check(name, recipe)
+            how = optimizer_name.find(name).weights(recipe, "bfloat16")
+            held[name] = sum(of_matrix(preset, shape, how, recipe.fprop.b).total for shape in shapes)
+    return held
+
+
+def kept(planned: Plan) -> str:
+    """What optimizers keep of the matrices, in a sentence."""
+    number = sum(n * k for n, k in projections(planned.config).values())
+    said = (
+        f"{name} {total / 1e9:.3g} GB ({total / number:.2f})"
+        for name, total in optimizers(planned).items()
+        if name in ("adamw", "exact", "balanced", "lean")
+    )
+    return (
+        f"In training the {number / 1e6:,.1f} million parameters of these matrices take, with gradients and optimizer "
+        f"states (in brackets, bytes a parameter): {', '.join(said)}; quaver train --optimizer takes the names."
+    )
 
 
 def _left_out(planned: Plan) -> list[str]:
@@ -204,6 +234,7 @@ def as_json(planned: Plan) -> dict[str, Any]:
         "fused": planned.fused,
         "layers": planned.config.layers,
         "matrices": [_matrix(row) for row in planned.rows],
+        "optimizer_bytes": optimizers(planned),
         "layer": {name: getattr(planned, name) for name in ("bf16_seconds", "seconds", "bytes", "speedup")},
         "rates": {
             name: {"value": f.value, "unit": "TB/s" if name == "copy" else "TFLOP/s", "how": f.how, "source": f.source}

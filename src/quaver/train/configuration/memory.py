@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from quaver.core.spec import Recipe
+from quaver.core.states.footprint import NOTHING, SMALL, Footprint, of_matrix, plain
+from quaver.core.states.presets import PRESETS
+from quaver.train.configuration import optimizer_name, recipe_name
 from quaver.train.configuration.config import TrainConfig
-from quaver.train.configuration.parameter_table import padded, parameters
-from quaver.train.configuration.sizes import MODELS
+from quaver.train.configuration.parameter_table import padded, parameters, projections
+from quaver.train.configuration.sizes import MODELS, ModelConfig
 
 #: Where Linux writes the limit of a container, version 2 and version 1.
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-#: Bytes that a parameter takes in training: itself, its gradient and AdamW's two moments, all float32.
-TRAINED = 16
 #: How frameworks say that memory ran out.
 WORDS = ("can't allocate memory", "not enough memory", "out of memory", "RESOURCE_EXHAUSTED", "Cannot allocate memory")
 
@@ -36,6 +38,28 @@ def available() -> int:
     return min(limits)
 
 
+def trained(sizes: ModelConfig, vocab: int, optimizer: str, recipe: Recipe, dtype: str) -> Footprint:
+    """What a model's weights take in training, with their gradients and all that the optimizer keeps."""
+    chosen = optimizer_name.find(optimizer)
+    moments = optimizer_name.RULES[chosen.rule]
+    layers, kept = projections(sizes), chosen.weights(recipe, dtype)
+    whole = NOTHING
+    for name, shape in parameters(sizes, vocab).items():
+        number = math.prod(shape)
+        of_layer = name.removesuffix(".weight") in layers
+        codes = of_layer and kept == "codes"
+        small = len(shape) < 2 or (number < SMALL and not codes) or name == "embedding.weight"
+        if chosen.preset is None or small:
+            # A small matrix of a layer or head is a bfloat16 weight all the same.
+            narrow = len(shape) == 2 and name != "embedding.weight" and chosen.others(dtype) == "bfloat16"
+            own = of_matrix(PRESETS["float32"], (shape[0], shape[-1]), "bfloat16", None, moments) if narrow else None
+            whole += own or plain(number, moments)
+        else:
+            how = kept if of_layer else chosen.others(dtype)
+            whole += of_matrix(chosen.preset, (shape[0], shape[1]), how, recipe.fprop.b, moments)
+    return whole
+
+
 def check(config: TrainConfig, vocab: int, ranks: int = 1) -> None:
     """Raise a ValueError if training on a CPU needs more memory than there is.
 
@@ -43,7 +67,8 @@ def check(config: TrainConfig, vocab: int, ranks: int = 1) -> None:
     ranks has a part of it, and of the weights.
     """
     sizes = MODELS[config.model]
-    weights = TRAINED * sum(math.prod(shape) for shape in parameters(sizes, vocab).values())
+    recipe = recipe_name.parts(config.recipe)[0].recipe
+    weights = trained(sizes, vocab, config.optimizer, recipe, config.dtype).total
     tokens = config.batch * config.sequence
     at_once = min(tokens, config.loss_chunk or tokens)
     batch = 8 * config.accumulate * tokens + 8 * at_once * padded(vocab) + 2 * tokens * sizes.dim * sizes.layers

@@ -1,0 +1,48 @@
+"""What `trained` says is what live tensors take."""
+
+import math
+
+import pytest
+import torch
+
+from quaver.core.states.presets import PRESETS
+from quaver.torch.optim import Optimizer
+from quaver.train.configuration import memory, optimizer_name, recipe_name
+from quaver.train.configuration.sizes import MODELS
+from quaver.train.learning.torch.learner import TorchLearner
+from tests.train.conftest import MakeConfig
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", *PRESETS, "lion-lean", "sgd-balanced"])
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise"])
+def test_bytes_are_those_of_live_tensors(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
+    config = make_config(optimizer=optimizer, recipe=recipe, batch=1, sequence=16)
+    learner = TorchLearner(config, recipe_name.find(recipe), 256)
+    learner.step(torch.randint(256, (1, 1, 17)).numpy(), 1e-3)
+    parameters = list(learner.model.parameters())
+    scales = [value for name, value in learner.model.named_buffers() if name.endswith("weight_scale")]
+    own = learner.optimizer
+    held = own.gradients.held if isinstance(own, Optimizer) else {}
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients += [t for each in held.values() for t in (each.codes, each.scale)]
+    states = [t for state in own.state.values() for name, t in state.items() if name not in ("step", "amax")]
+    expected = memory.trained(MODELS["nano"], 256, optimizer, recipe_name.find(recipe), config.dtype)
+    assert expected.weight == bytes_of([*parameters, *scales])
+    assert expected.gradient == bytes_of(gradients)
+    assert expected.beside + expected.moments == bytes_of(states)
+
+
+def test_presets_keep_what_they_promise() -> None:
+    """Of 8b's matrices alone, under recipes whose weight codes serve both GEMMs."""
+    from quaver.train.commands.planning import optimizers, plan
+
+    for recipe in ("tensorwise", "blockwise", "mxfp8(weight_2d=True)"):
+        planned = plan("8b", recipe, "h200")
+        number = sum(math.prod(s) for s in memory.projections(MODELS["8b"]).values())
+        held = {name: total / number for name, total in optimizers(planned).items()}
+        assert held[optimizer_name.TORCH] == 16
+        assert held["lean"] <= 5.1 and held["balanced"] <= 7.1 and held["exact"] <= 10.1
