@@ -103,6 +103,16 @@ def accept_schedule(
 
 
 @app.command()
+def optimizer_bytes(
+    write: Annotated[bool, typer.Option("--write", help="Write the tables into docs/optimizer.md.")] = False,
+) -> None:
+    """Bytes a parameter that optimizers keep, counted on live tensors, and what a step needs above them."""
+    from benchmarks.acceptance import optimizer_bytes
+
+    raise typer.Exit(0 if optimizer_bytes.run(Console(), write) else 1)
+
+
+@app.command()
 def accept_optimizers(
     steps: Steps = 200,
     seeds: Seeds = 6,

@@ -11,6 +11,7 @@ import statistics
 import time
 import zlib
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ class Outcome:
     own_seconds: float = 0.0
 
 
+@cache
 def checksum() -> str:
     """Of the sources that optimizers and layers are made of."""
     package, total = Path(quaver.__file__).parent, 0

@@ -1,0 +1,217 @@
+"""Bytes a parameter in training, counted on live tensors: weight and scales, what is beside it, gradient, moments.
+
+Of matrices that a preset covers, after one step, under recipes whose codes of a weight serve both GEMMs, and under one
+whose do not; and of what a step needs above what stays: the live bytes of all tensors, at their highest.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import quaver.torch as qt
+from benchmarks.measuring import machine, results
+from quaver.core.states.presets import PRESETS
+from quaver.torch.linear.layer import Linear
+from quaver.torch.optim import AdamW, Optimizer
+from quaver.torch.optim.stepping.pieces import PIECE
+from quaver.train.configuration import memory, optimizer_name, recipe_name
+from quaver.train.configuration.parameter_table import parameters
+from quaver.train.configuration.sizes import MODELS
+
+PAGE = Path(__file__).parents[2] / "docs" / "optimizer.md"
+BEGIN, END = "<!-- python -m benchmarks optimizer-bytes writes from here -->", "<!-- to here, bytes -->"
+#: Of the matrix that is stepped: [out, in].
+SHAPE = (2048, 1024)
+#: Whose codes serve both GEMMs, and one that quantizes a second copy for dgrad.
+RECIPES = ("tensorwise", "blockwise", "mxfp8(weight_2d=True)", "mxfp8")
+#: Bytes a parameter at most, where one set of codes serves both.
+MOST = {"lean": 5.1, "balanced": 7.1, "exact": 10.1}
+ORDER = ("exact", "balanced", "lean")
+#: Whole models, and the words of their vocabulary.
+WHOLE = {"tiny": 256, "125m": 32_000, "8b": 128_256}
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                if key not in given and key not in self.seen:
+                    self.seen.add(key)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.gone, key, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def gone(self, key: int, bytes: int) -> None:
+        self.seen.discard(key)
+        self.now -= bytes
+
+
+def layer(kept: str, recipe: str, shape: tuple[int, int] = SHAPE) -> nn.Sequential:
+    """One matrix, its weight as it is kept."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
+    if kept == "codes":
+        qt.quantize_weights(model, recipe_name.find(recipe))
+    return model.bfloat16() if kept == "bfloat16" else model
+
+
+def stepped(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    """Forward, backward and a step."""
+    weight: Any = model[0].weight
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(32, SHAPE[1])).square().mean().backward()
+    optimizer.step()
+    assert weight is model[0].weight
+
+
+def counted(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> tuple[float, float, float, float]:
+    """Bytes a parameter: weight with scales, beside it, gradient, moments."""
+    weight = model[0].weight
+    own = optimizer.state[weight]
+    held = optimizer.gradients.held.get(weight) if isinstance(optimizer, Optimizer) else None
+    gradient = [weight.grad] if held is None else [held.codes, held.scale]
+    buffers = [model[0].weight_scale] if isinstance(model[0], Linear) and model[0].weight_spec is not None else []
+    moments = [tensors for name, tensors in own.items() if name.startswith("exp_avg")]
+    beside = [t for name, t in own.items() if isinstance(t, Tensor) and not name.startswith("exp_avg") and t.dim()]
+    parts = ([weight, *buffers], beside, gradient, moments)
+    total = weight.numel()
+    return tuple(sum(size_of(t) for t in each) / total for each in parts)  # type: ignore[return-value]
+
+
+def size_of(tensor: Any) -> int:
+    """Bytes, of tensors made of others too."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(size_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return int(tensor.numel() * tensor.element_size())
+
+
+def peers() -> Iterator[tuple[str, tuple[float, ...]]]:
+    """torch's AdamW, and torchao's of bfloat16 weights; theirs step without a compiler."""
+    from torchao.optim import AdamW8bit, AdamWFp8
+
+    for name, kept, kind in (
+        ("torch AdamW, float32", "float32", torch.optim.AdamW),
+        ("torchao AdamW8bit, bfloat16 weights, no master", "bfloat16", AdamW8bit),
+        ("torchao AdamWFp8, bfloat16 weights, no master", "bfloat16", AdamWFp8),
+    ):
+        model = layer(kept, "")
+        optimizer = kind(model.parameters(), lr=1e-3)
+        with torch.compiler.set_stance("force_eager"):
+            stepped(model, optimizer)
+        yield name, counted(model, optimizer)
+
+
+@contextmanager
+def live() -> Iterator[Live]:
+    mode = Live()
+    with mode:
+        yield mode
+
+
+def above(preset: str, recipe: str, shape: tuple[int, int]) -> int:
+    """Bytes that a step needs above what stays."""
+    model = layer(optimizer_name.find(preset).weights(recipe_name.find(recipe), "bfloat16"), recipe, shape)
+    optimizer = AdamW(model.parameters(), lr=1e-3, preset=preset)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(32, shape[1])).square().mean().backward()
+        with live() as seen:
+            optimizer.step()
+    return seen.peak
+
+
+def run(console: Console, write: bool = False) -> bool:
+    """Count all, show the tables, and write them into docs/optimizer.md; returns whether all is as promised."""
+    rows, holds = [], True
+    for preset in PRESETS:
+        ways: dict[str, list[str]] = {}
+        for recipe in RECIPES:
+            kept = optimizer_name.find(preset).weights(recipe_name.find(recipe), "bfloat16")
+            ways.setdefault(recipe if kept == "codes" else kept, []).append(recipe)
+        for way in ways:
+            kept = "codes" if way in RECIPES else way
+            model = layer(kept, way)
+            optimizer = AdamW(model.parameters(), lr=1e-3, preset=preset)
+            stepped(model, optimizer)
+            own = counted(model, optimizer)
+            if way != "mxfp8":
+                holds = holds and sum(own) <= MOST.get(preset, 99.0)
+            note = f"codes of {way}" + (", and a copy for dgrad: + 1.03" if way == "mxfp8" else "")
+            rows.append([f"`{preset}`", note if kept == "codes" else kept, *numbers(own)])
+    for name, own in peers():
+        rows.append([name, "", *numbers(own)])
+    rows += [
+        ["AMP as Megatron has it (arithmetic)", "bfloat16", *numbers((2, 4, 2, 8))],
+        ["bitsandbytes AdamW8bit, AMP (arithmetic)", "bfloat16", *numbers((2, 4, 2, 2 + 8 / 256))],
+        ["FlashOptim (arithmetic)", "bfloat16", *numbers((2, 1, 2, 2 + 4 / 32))],
+    ]
+    columns = ("states", "weight", "weight and scales", "beside it", "gradient", "moments", "bytes a parameter")
+    lines = [
+        f"Live tensors of a matrix {list(SHAPE)} after a step. {machine.cpu()}, torch {torch.__version__}, "
+        f"{machine.today()}.",
+        "",
+        *results.table(columns, rows),
+        "",
+        "Of whole models under tensorwise, embedding, norms and small tensors in float32, by the arithmetic that "
+        "`quaver plan` uses and a test compares with live tensors; GB (bytes a parameter):",
+        "",
+        *results.table(("model", "adamw", "exact", "balanced", "lean"), whole()),
+        "",
+        "What a step needs above what stays, at its highest, in MB; a piece in float32 is "
+        f"{4 * PIECE / 1e6:.2f} MB, and whole matrices are 8.4 and 33.6:",
+        "",
+        *results.table(("states, recipe", "2048 x 1024", "4096 x 2048"), peaks()),
+    ]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    if write:
+        page = PAGE.read_text(encoding="utf-8")
+        before, begin, rest = page.partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not (begin and end):
+            raise ValueError(f"{PAGE} lacks the line {BEGIN} or {END}")
+        PAGE.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]), encoding="utf-8")
+    return holds
+
+
+def numbers(own: tuple[float, ...]) -> list[str]:
+    return [f"{each:.3f}" for each in (*own, sum(own))]
+
+
+def whole() -> list[list[str]]:
+    recipe, rows = recipe_name.find("tensorwise"), []
+    for name, vocab in WHOLE.items():
+        sizes = MODELS[name]
+        count = sum(int(torch.Size(shape).numel()) for shape in parameters(sizes, vocab).values())
+        cells = [memory.trained(sizes, vocab, each, recipe, "bfloat16").total for each in ("adamw", *ORDER)]
+        rows.append([f"`{name}`", *(f"{total / 1e9:.3g} ({total / count:.2f})" for total in cells)])
+    return rows
+
+
+def peaks() -> list[list[str]]:
+    ways = (("exact", "tensorwise"), ("balanced", "tensorwise"), ("lean", "tensorwise"), ("lean", "blockwise"))
+    return [
+        [f"`{preset}`, {recipe}", *(f"{above(preset, recipe, s) / 1e6:.2f}" for s in (SHAPE, (4096, 2048)))]
+        for preset, recipe in ways
+    ]

@@ -1,0 +1,77 @@
+"""What docs/optimizer.md's tables rest on."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.acceptance import optimizer_bytes, optimizers
+from benchmarks.acceptance.optimizers import BASELINE, CONTROL, KINDS, NULL, Outcome, Plan
+from quaver.core.states.presets import PRESETS
+
+
+def test_live_bytes_are_those_of_tensors_that_live() -> None:
+    kept = torch.ones(1000)
+    with optimizer_bytes.live() as seen:
+        first = kept + 1
+        assert seen.now == 4000
+        first.add_(1)
+        view = first[10:]
+        assert seen.now == 4000
+        second = view * 2
+        assert seen.now == seen.peak == 4000 + 990 * 4
+        del first, view, second
+        assert seen.now == 0 and seen.peak == 7960
+
+
+@pytest.mark.parametrize("preset", ["lean", "balanced", "exact"])
+def test_a_step_needs_a_piece_however_large_the_matrix_is(preset: str) -> None:
+    few, many = (optimizer_bytes.above(preset, "tensorwise", (rows, 1024)) for rows in (512, 1024))
+    assert few > 0 and many <= few * 1.01
+
+
+def test_both_pages_have_their_marks() -> None:
+    page = optimizers.PAGE.read_text(encoding="utf-8")
+    for mark in (optimizers.BEGIN, optimizers.END, optimizer_bytes.BEGIN, optimizer_bytes.END):
+        assert page.count(mark) == 1
+    assert optimizers.written(optimizers.written(page, ["x"]), ["x"]) == optimizers.written(page, ["x"])
+    with pytest.raises(ValueError, match="lacks the line"):
+        optimizers.written("", ["x"])
+
+
+def test_a_table_is_of_seeds_that_have_ended_in_all_kinds_and_every_rule_is_asked(tmp_path: Path) -> None:
+    def holds(seeds: int = 2, **losses: float | None) -> bool:
+        plan = Plan(seeds=3, folder=tmp_path)
+        for kind in KINDS:
+            for seed in range(seeds):
+                loss = {BASELINE: 2.0, NULL: 2.001, "balanced": 2.002, "lean": 1.999, CONTROL: 2.5, **losses}[kind]
+                path = plan.result(kind, seed)
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(json.dumps(asdict(Outcome(loss=loss, updates=10))))
+        lines, held = optimizers.table(plan)
+        assert f"**{seeds} seeds** of 3" in lines[0]
+        return held
+
+    assert holds()
+    assert holds(control=None), "a control that became NaN is seen"
+    for wrong in ({"lean": 2.02}, {"balanced": 2.02}, {"lean": None}, {"control": 2.1}, {"float32_states": None}):
+        assert not holds(**wrong), wrong
+
+
+def test_a_run_is_trained_from_nudged_codes(tmp_path: Path) -> None:
+    """All kinds, two steps of the smallest model; the null model begins elsewhere, by less than a thousandth."""
+    plan = Plan(steps=2, seeds=1, model="nano", batch=1, sequence=16, folder=tmp_path)
+    rows = dict(PRESETS)
+    try:
+        PRESETS.update(KINDS)
+        tokens = optimizers.load(plan.config(BASELINE, 0))
+        losses = {kind: optimizers.trained(plan.config(kind, 0), tokens) for kind in (BASELINE, NULL, "lean")}
+    finally:
+        PRESETS.clear()
+        PRESETS.update(rows)
+    base, null, lean = (losses[kind].loss for kind in (BASELINE, NULL, "lean"))
+    assert base is not None and null is not None and lean is not None
+    assert null != base and abs(null - base) < 1e-3 and abs(lean - base) < 1e-2
+    assert losses["lean"].updates > 0
