@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import quaver.torch as qt
 from quaver.torch import optim
@@ -181,3 +182,20 @@ def test_a_preset_of_ones_own_is_saved_as_plain_data() -> None:
         warnings.simplefilter("error")
         other.load_state_dict(through_a_file(optimizer.state_dict()))
     assert torch.equal(other.state[layer.weight]["exp_avg"], optimizer.state[layer.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("preset", ["float32", "exact", "balanced", "lean"])
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "mxfp8"])
+def test_torchs_functions_read_an_optimizer_that_has_not_stepped(preset: str, recipe: str | None) -> None:
+    model = nn.Sequential(qt.Linear(64, 128), qt.Linear(128, 64))
+    if recipe is not None:
+        qt.quantize_weights(model, recipe)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = optim.AdamW(model.parameters(), preset=preset)
+    state: Any = get_optimizer_state_dict(model, optimizer)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8)), name
+    assert state["state"].keys() == dict(model.named_parameters()).keys()
+    assert all(each["step"] == 0 for each in state["state"].values())
+    set_optimizer_state_dict(model, optimizer, state)
+    assert all(p.grad is None for p in model.parameters())

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -16,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.optim.stepping import layout, noise
-from quaver.torch.parallel import gather_quantized
+from quaver.torch.parallel import Checkpoint, gather_quantized
 from tests import two_ranks
 from tests.close import assert_bitwise
 
@@ -286,7 +293,59 @@ def words_of_a_part_are_those_of_the_whole(rank: int) -> None:
         assert_bitwise(got, rows[low:], f"{part} at {start} of {whole}")
 
 
+def runs_go_on_from_checkpoints(rank: int) -> None:
+    """Saved in parts; loaded on as many ranks and by one process, into optimizers that have not stepped."""
+    for preset in ("exact", "balanced", "lean"):
+        folder = two_ranks.folder() / f"{preset} of {dist.get_world_size()}"
+        model = units(layers())
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset=preset, seed=3)
+        train_layers(model, optimizer, range(2))
+        saved = everything(model, optimizer)
+        Checkpoint(model, optimizer).save(folder)
+        expected = train_layers(model, optimizer, range(2, 4))
+        other = units(layers(5))
+        again = optim.AdamW(other.parameters(), lr=1e-3, preset=preset, seed=8)
+        Checkpoint(other, again).load(folder)
+        assert_same(everything(other, again), saved, f"{preset}, in parts")
+        for loss, value in zip(train_layers(other, again, range(2, 4)), expected, strict=True):
+            assert_bitwise(loss, value, preset)
+        lone = layers(6)
+        whole_one = optim.AdamW(lone.parameters(), preset=preset)
+        Checkpoint(lone, whole_one).load(folder)
+        assert_same(everything(lone, whole_one), saved, f"{preset}, whole")
+        # And back: of one process, in parts.
+        Checkpoint(lone, whole_one).save(folder / "whole")
+        third = units(layers(7))
+        parts = optim.AdamW(third.parameters(), preset=preset)
+        Checkpoint(third, parts).load(folder / "whole")
+        assert_same(everything(third, parts), saved, f"{preset}, divided")
+
+
+def torchs_functions_find_states_that_have_not_begun(rank: int) -> None:
+    for preset in ("float32", "exact", "balanced", "lean"):
+        model = units(layers())
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset=preset)
+        train_layers(model, optimizer, range(2))
+        saved = everything(model, optimizer)
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        folder = two_ranks.folder() / f"{preset} by hand"
+        dcp.save(state, checkpoint_id=folder)
+        other = units(layers(5))
+        fresh = optim.AdamW(other.parameters(), preset=preset)
+        before = {name: p.to_local().clone() for name, p in other.named_parameters()}  # type: ignore[attr-defined]
+        held: Any = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, fresh)}
+        for name, p in other.named_parameters():
+            assert_bitwise(p.to_local(), before[name], f"{preset}: {name} moved")  # type: ignore[attr-defined]
+            assert p.grad is None and not fresh.state[p]["step"].item()
+        dcp.load(held, checkpoint_id=folder)
+        set_model_state_dict(other, held["model"])
+        set_optimizer_state_dict(other, fresh, held["optimizer"])
+        assert_same(everything(other, fresh), saved, preset)
+
+
 CASES = [
+    runs_go_on_from_checkpoints,
+    torchs_functions_find_states_that_have_not_begun,
     words_of_a_part_are_those_of_the_whole,
     tensor_parallelism_cuts_columns,
     norms_count_all_parts,

@@ -14,6 +14,7 @@ from quaver.torch.linear.stored.stored import CODES
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.gradients.held import Gradients
 from quaver.torch.optim.gradients.release import Release
+from quaver.torch.optim.loading.beginning import States
 from quaver.torch.optim.loading.converting import states_of
 from quaver.torch.optim.loading.presets import packed, preset_of
 from quaver.torch.optim.refusals import (
@@ -70,6 +71,7 @@ class Optimizer(torch.optim.Optimizer):
         self._resolution: list[float] = []
         defaults["seed"] = seed
         super().__init__(groups_of(params), defaults)
+        self.state = States(self._begun)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("nonfinite", "statistics", "skipped", "_warned", "_resolution")}
@@ -77,6 +79,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        kept, self.state = self.state, States(self._begun)
+        self.state.update(kept)
         if "gradients" in self.__dict__:
             return
         # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
@@ -305,6 +309,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Codes keep their dtypes, and groups name their presets as plain data."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if not len(self.state) and not self.gradients.held and all(p.grad is None for p in parameters):
+            # Room for what torch.distributed.checkpoint loads.
+            self.state.update({p: self._begun(p) for p in parameters})
         state = super().state_dict()
         for group in state["param_groups"]:
             group["preset"] = packed(group["preset"])
@@ -349,6 +357,10 @@ class Optimizer(torch.optim.Optimizer):
             wrote = "another library" if written is None else f"preset {preset_of(written).name}"
             sentence = f"states of {wrote} were converted to preset {self.preset(p, group).name}"
             said[sentence] = said.get(sentence, 0) + 1
+
+    def _begun(self, p: Tensor) -> dict[str, Tensor]:
+        """What a parameter of this optimizer starts with."""
+        return self.first_state(p, next(g for g in self.param_groups if any(p is each for each in g["params"])))
 
     def first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a parameter starts with."""

@@ -96,7 +96,7 @@ class Checkpoint:
     def state_dict(self) -> dict[str, Any]:
         """What is saved, each rank's part, histories as all ranks agreed on them. All ranks call it."""
         agree_histories(self.model)
-        fresh = [optimizer for optimizer in self.optimizers if not optimizer.state]
+        fresh = [optimizer for optimizer in self.optimizers if not len(optimizer.state)]
         state = self._state()
         # torch has made their states by a step without gradients, which would count as the first.
         for optimizer in fresh:

@@ -1,0 +1,32 @@
+"""The states of parameters that have not stepped yet, where a state dict is asked for or filled before the first step.
+
+torch.distributed.checkpoint makes states by a step with gradients of zeros. Such a gradient has the parameter's dtype,
+which codes and a `grad_dtype` of bfloat16 refuse, and the step counts as one. It does so where `optimizer.state` is
+false as a condition; this one never is, and begins a state when that is asked for.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+class States(defaultdict[Tensor, Any]):
+    """What an optimizer keeps, by parameter."""
+
+    def __init__(self, first: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        super().__init__(dict)
+        self._first = first
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, p: Tensor) -> dict[str, Tensor]:
+        self[p] = self._first(p)
+        state: dict[str, Tensor] = self[p]
+        return state
+
+    def __reduce__(self) -> Any:
+        # A copy belongs to another optimizer.
+        return defaultdict, (dict,), None, None, iter(self.items())
