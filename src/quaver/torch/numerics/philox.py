@@ -119,3 +119,17 @@ def _keys(seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
 
 def _word(v: int, device: torch.device) -> Tensor:
     return torch.tensor(v, dtype=torch.int64, device=device)
+
+
+def round_keys(seed: int, device: torch.device) -> Tensor:
+    """The keys of all rounds, int64 [10, 2]: what compiled code is given, so that no seed compiles anew."""
+    return torch.stack([torch.stack(pair) for pair in _keys(seed, device)])
+
+
+def traced(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`philox4x32` for a compiler, which fuses it: nothing is overwritten, and the keys are `round_keys`."""
+    for i in range(ROUNDS):
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c2 = ((p1 >> 32) & _LOW) ^ c1 ^ keys[i, 0], ((p0 >> 32) & _LOW) ^ c3 ^ keys[i, 1]
+        c1, c3 = p1 & _LOW, p0 & _LOW
+    return c0, c1, c2, c3

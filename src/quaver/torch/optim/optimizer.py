@@ -27,6 +27,7 @@ from quaver.torch.optim.refusals import (
 )
 from quaver.torch.optim.rules.rule import Rule
 from quaver.torch.optim.stepping import layout
+from quaver.torch.optim.stepping.compiled import Compiled
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, step
 from quaver.torch.optim.weights import Keeping
 from quaver.torch.state.layer import state_of
@@ -55,12 +56,16 @@ class Optimizer(torch.optim.Optimizer):
         seed: int = 0,
         statistics: bool = False,
         nonfinite: str = "keep",
+        compile: bool = False,
         **torchs: Any,
     ) -> None:
         check_options(type(self).__name__, torchs)
         check_nonfinite(nonfinite)
         self.nonfinite = nonfinite
         self.statistics = statistics
+        #: Whether large pieces step by torch.compile.
+        self.compile = compile
+        self._programs = Compiled() if compile else None
         #: Steps that gradients which are not finite have ended, if `nonfinite` is "skip": int64 [].
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         #: Of each parameter: how many updates were held to their bound, and how many there were.
@@ -74,7 +79,8 @@ class Optimizer(torch.optim.Optimizer):
         self.state = States(self._begun)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("nonfinite", "statistics", "skipped", "_warned", "_resolution")}
+        names = ("nonfinite", "statistics", "compile", "skipped", "_warned", "_resolution")
+        own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -85,6 +91,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
         self.gradients, self._release, self.counted = Gradients(), None, {}
+        self._programs = Compiled() if self.compile else None
         for group in self.param_groups:
             for p in group["params"]:
                 self.gradients.prepare(p, self.preset(p, group).gradient)
@@ -247,7 +254,7 @@ class Optimizer(torch.optim.Optimizer):
             factor = held.factor if factor is None else held.factor * factor
         parts, own = self.parts(p, way), layout.local(p)
         drawn = Drawn(group["seed"], number, state["step"].long(), layout.place(p))
-        outcome = step(way, parts, scalars, factor, drawn, state.get("amax"), keep)
+        outcome = step(way, parts, scalars, factor, drawn, state.get("amax"), keep, self._programs)
         if layout.in_rows(own) is not own:
             # It does not lie row by row, and was copied.
             own.copy_(parts.weight[0].view(own.shape))

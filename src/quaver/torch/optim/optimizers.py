@@ -3,8 +3,9 @@
 Every class takes parameters, groups of them, or a model, whose embeddings are then kept in float32; `lr`, a number or a
 tensor of one element; `preset`, a name in `PRESETS` or a `Preset`, which groups may have of their own; `seed`, of what
 is rounded at random; `nonfinite`, what to do about gradients that are not finite: "keep", "skip" or "raise"; and
-`statistics`, which counts the updates that were held to their bound. Options of torch's that are not honoured, such as
-`fused=True`, are refused by name.
+`statistics`, which counts the updates that were held to their bound; and `compile`, which steps matrices of 2^18
+elements and more by torch.compile, in some programs that all matrices share: the same bits. Options of torch's that
+are not honoured, such as `fused=True`, are refused by name.
 """
 
 from collections.abc import Mapping

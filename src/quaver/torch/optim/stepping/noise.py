@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quaver.core.states.reference import NOISE_BITS
-from quaver.torch.numerics.philox import philox4x32
+from quaver.torch.numerics.philox import philox4x32, traced
 
 _LOW = 0xFFFFFFFF
 
@@ -73,6 +73,21 @@ def _drawn(g: Tensor, seed: int, parameter: int, step: Tensor | int) -> Tensor:
         count = torch.full_like(g, step & _LOW)
     drawn = philox4x32(g & _LOW, g >> 32, torch.full_like(g, parameter), count, seed)
     return torch.stack(drawn, -1).view(-1)
+
+
+def traced_words(number: int, first: Tensor, parameter: Tensor, step: Tensor, keys: Tensor) -> Tensor:
+    """`words` for a compiler: no number that changes is a constant of the program.
+
+    Args:
+        number: a multiple of four.
+        first: int64 [], a multiple of four.
+        parameter, step: int64 [].
+        keys: of the seed, `philox.round_keys`.
+    """
+    g = torch.arange(number // 4, dtype=torch.int64, device=first.device) + first // 4
+    drawn = traced(g & _LOW, g >> 32, parameter, step & _LOW, keys)
+    # The lower 32 bits, whose shares are the same.
+    return torch.stack([word.to(torch.int32) for word in drawn], -1).view(-1)
 
 
 def shares(word: Tensor, number: int) -> list[Tensor]:

@@ -5,9 +5,10 @@ float32, and all is written back in place. A state with one scale in all, and a 
 piece the whole parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import lcm
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ from quaver.torch.optim.weights import Keeping
 
 #: Elements of a piece. Its temporaries stay in a core's caches.
 PIECE = 1 << 16
+#: And of one that is compiled, whose call costs as much as some thousand elements.
+COMPILED = 1 << 18
+#: Lines of a matrix that is read without regard to its rows are as wide as a multiple of this.
+LINE = 64
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,11 @@ class Way:
     def draws(self) -> int:
         """How many codes are rounded at random."""
         return sum(spec.stochastic for spec in self.moments) + self.keeping.stochastic
+
+    @property
+    def shared(self) -> bool:
+        """Whether all of the weight has one scale, that of before for every piece."""
+        return self.predicts and self.keeping.spec is not None and self.keeping.spec.block[0] is None
 
     @property
     def whole(self) -> bool:
@@ -129,6 +139,37 @@ class Drawn(NamedTuple):
     place: Place
 
 
+class Written(NamedTuple):
+    """What is known after a piece's step in place."""
+
+    #: As `Moved` has them.
+    amax: Tensor | None
+    clamped: Tensor | None
+    #: That the weight shall have, where all of it shares one.
+    scale: Tensor | None
+
+
+class Programs(Protocol):
+    """Pieces' steps, compiled."""
+
+    def step(
+        self,
+        way: Way,
+        own: Parts,
+        scalars: tuple[Tensor, ...],
+        factor: Tensor | None,
+        drawn: Drawn,
+        first: int,
+        amax: Tensor | None,
+        keep: Tensor | None,
+    ) -> Written | None:
+        """A piece's step in place; None if it was not taken.
+
+        Args:
+            first: the number of the piece's first element in the whole parameter.
+        """
+
+
 class Outcome(NamedTuple):
     """What is known after a parameter's step."""
 
@@ -144,6 +185,7 @@ def step(
     drawn: Drawn,
     amax: Tensor | None = None,
     keep: Tensor | None = None,
+    programs: Programs | None = None,
 ) -> Outcome:
     """A parameter's step in place.
 
@@ -151,40 +193,88 @@ def step(
         parts: all of it.
         amax: of its blocks before the step, if the way predicts scales.
         keep: bool [], False leaves everything as it is; None steps.
+        programs: what steps large pieces; None: they step here.
     """
     reach = None
     if way.predicts:
         assert amax is not None
         reach = way.rule.reach(amax, scalars, largest(way, parts, factor) if way.rule.asks else ())
-    # Every piece reads the scales of before where all of them share one.
-    shared = way.predicts and way.keeping.spec is not None and way.keeping.spec.block[0] is None
-    tops, clamped, scales = [], [], []
-    for piece in in_pieces(way, parts):
-        own = cut(way, parts, piece)
-        word = None
-        if way.draws:
-            word = noise.words_at(drawn.place, piece, *drawn[:3], own.weight[0].device)
-        bound = None if reach is None else of_rows(reach, way, parts, piece)
-        moved = move(way, own, scalars, factor, word, bound)
-        old = [*own.weight, *(t for held in own.moments for t in held)]
-        new = [*moved.weight, *(t for held in moved.moments for t in held)]
-        if shared:
-            old.pop(1)
-            scales.append(new.pop(1))
-        for target, value in zip(old, new, strict=True):
-            target.copy_(value if keep is None else torch.where(keep, value, target))
-        tops += [] if moved.amax is None else [moved.amax]
-        clamped += [] if moved.clamped is None else [moved.clamped]
+    if programs is not None and drawn.place.joined:
+        parts, drawn = lines(way, parts, drawn)
+    columns = parts.weight[0].shape[1]
+    done: list[Written] = []
+    for large, small in divided(way, parts, programs is not None and drawn.place.joined):
+        if large is not None:
+            assert programs is not None
+            bound, first = of_reach(reach, way, parts, large), drawn.place.first + large.start * columns
+            taken = programs.step(way, cut(way, parts, large), scalars, factor, drawn, first, bound, keep)
+            if taken is not None:
+                done.append(taken)
+                continue
+        for rows in small:
+            word = None
+            if way.draws:
+                word = noise.words_at(drawn.place, rows, *drawn[:3], parts.weight[0].device)
+            bound = of_reach(reach, way, parts, rows)
+            own = cut(way, parts, rows)
+            done.append(put(way, own, move(way, own, scalars, factor, word, bound), keep))
+    scales = [one.scale for one in done if one.scale is not None]
     if scales:
         # NaN where a piece has a number that is not finite.
         target, scale = parts.weight[1], torch.stack(scales).amax(0)
         target.copy_(scale if keep is None else torch.where(keep, scale, target))
+    tops = [one.amax for one in done if one.amax is not None]
     top = None
     if tops:
         assert way.keeping.spec is not None
-        one = way.keeping.spec.block[0] is None
-        top = torch.stack(tops).amax(0) if one else torch.cat(tops)
+        one_scale = way.keeping.spec.block[0] is None
+        top = torch.stack(tops).amax(0) if one_scale else torch.cat(tops)
+    clamped = [one.clamped for one in done if one.clamped is not None]
     return Outcome(top, torch.stack(clamped).sum() if clamped else None)
+
+
+def put(way: Way, own: Parts, moved: Moved, keep: Tensor | None) -> Written:
+    """Write what a piece's step gives to where it was read."""
+    old = [*own.weight, *(t for held in own.moments for t in held)]
+    new = [*moved.weight, *(t for held in moved.moments for t in held)]
+    scale = None
+    if way.shared:
+        old.pop(1)
+        scale = new.pop(1)
+    for target, value in zip(old, new, strict=True):
+        target.copy_(value if keep is None else torch.where(keep, value, target))
+    return Written(moved.amax, moved.clamped, scale)
+
+
+def lines(way: Way, parts: Parts, drawn: Drawn) -> tuple[Parts, Drawn]:
+    """A matrix as lines of one width, if its rows mean nothing to the way; else as it is."""
+    spec = way.keeping.spec
+    rows, columns = parts.weight[0].shape
+    specs = (*way.moments, *(() if way.gradient is None else (way.gradient,)))
+    width = lcm(LINE, *(s.block for s in specs if s.block is not None))
+    tensors = (*parts.weight, *(t for held in parts.moments for t in held), *parts.gradient)
+    by_rows = way.whole or (spec is not None and spec.block != (None, None))
+    if by_rows or columns % width or not rows or not all(t.is_contiguous() for t in tensors):
+        return parts, drawn
+    number = rows * columns // width
+
+    def of(t: Tensor) -> Tensor:
+        return t.view(number, -1)
+
+    weight = tuple(t if spec is not None and i == 1 else of(t) for i, t in enumerate(parts.weight))
+    moments = tuple(tuple(map(of, held)) for held in parts.moments)
+    place = noise.Place((0, drawn.place.first), (number, width), (number, width))
+    return Parts(weight, moments, tuple(map(of, parts.gradient))), drawn._replace(place=place)
+
+
+def divided(way: Way, parts: Parts, compiled: bool) -> Iterator[tuple[slice | None, Sequence[slice]]]:
+    """Rows of each piece that may be compiled, None where there is none, and of the small ones that it is made of."""
+    if not compiled or way.whole:
+        yield None, in_pieces(way, parts)
+        return
+    for large in in_pieces(way, parts, COMPILED):
+        full = (large.stop - large.start) * parts.weight[0].shape[1] == COMPILED
+        yield large if full else None, in_pieces(way, parts, PIECE, large)
 
 
 def largest(way: Way, parts: Parts, factor: Tensor | None) -> tuple[Tensor, ...]:
@@ -197,16 +287,17 @@ def largest(way: Way, parts: Parts, factor: Tensor | None) -> tuple[Tensor, ...]
     return (top if factor is None else top * factor, *tops)
 
 
-def in_pieces(way: Way, parts: Parts) -> Sequence[slice]:
-    """Rows of each piece."""
+def in_pieces(way: Way, parts: Parts, size: int = PIECE, within: slice | None = None) -> Sequence[slice]:
+    """Rows of each piece of so many elements, of all rows or of some, which begin where a block does."""
     rows, columns = parts.weight[0].shape
-    if way.whole or rows * columns <= PIECE:
-        return [slice(0, rows)] if rows * columns else []
+    first, last = (0, rows) if within is None else (within.start, within.stop)
+    if way.whole or (last - first) * columns <= size:
+        return [slice(first, last)] if (last - first) * columns else []
     block = 1
     if way.keeping.spec is not None:
         block = way.keeping.spec.block[0] or 1
-    high = max(PIECE // columns // block, 1) * block
-    return [slice(at, min(at + high, rows)) for at in range(0, rows, high)]
+    high = max(size // columns // block, 1) * block
+    return [slice(at, min(at + high, last)) for at in range(first, last, high)]
 
 
 def cut(way: Way, parts: Parts, rows: slice) -> Parts:
@@ -230,3 +321,8 @@ def of_rows(blocks: Tensor, way: Way, parts: Parts, rows: slice) -> Tensor:
     if block is None:
         return blocks
     return blocks[rows.start // block : -(-rows.stop // block)]
+
+
+def of_reach(reach: Tensor | None, way: Way, parts: Parts, rows: slice) -> Tensor | None:
+    """The bound of some rows' blocks."""
+    return None if reach is None else of_rows(reach, way, parts, rows)

@@ -1,0 +1,83 @@
+"""Compiled steps write the bits of eager ones, matrices of every shape share a program, and a compiler may fail."""
+
+import warnings
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import quaver.torch as qt
+from quaver.recipes import Recipe, get, mxfp8
+from quaver.torch import optim
+
+#: One compiled piece; two programs' worth of rows; one and a remainder; none.
+SHAPES = ((512, 512), (512, 1024), (1280, 256), (64, 128))
+LEAN = pytest.mark.slow
+WAYS = [
+    pytest.param("float32", None, 1, id="float32"),
+    pytest.param("exact", None, 1, id="exact", marks=LEAN),
+    pytest.param("balanced", None, 1, id="balanced", marks=LEAN),
+    pytest.param("lean", get("tensorwise"), 1, id="lean", marks=LEAN),
+    # Its blocks have rows, so that each width is a program.
+    pytest.param("lean", mxfp8(weight_2d=True), 3, id="lean of blocks", marks=LEAN),
+]
+
+
+def trained(preset: str, recipe: Recipe | None, compile: bool, steps: int = 2) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    dtype = torch.float32 if preset == "float32" else torch.bfloat16
+    model = nn.ModuleList(qt.Linear(columns, rows, dtype=dtype) for rows, columns in SHAPES)
+    if recipe is not None:
+        qt.quantize_weights(model, recipe)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset=preset, statistics=True, compile=compile)
+    for step in range(steps):
+        for (_, columns), layer in zip(SHAPES, model, strict=True):
+            with qt.autocast(recipe or get("bf16")):
+                y = layer(torch.randn(8, columns, dtype=dtype))
+            # An outlier and zeros in the gradients, and in the second step none at all below the first columns.
+            y = y * torch.randn_like(y) * (y.detach() > 0)
+            (y.sum() + (step == 0) * 1e4 * y[0, 0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer, model
+
+
+@pytest.mark.parametrize(("preset", "recipe", "programs"), WAYS)
+def test_compiled_steps_are_eager_ones_bit_for_bit(preset: str, recipe: Recipe | None, programs: int) -> None:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*learning rate.*")
+        ours, model = trained(preset, recipe, compile=True)
+        eager, twin = trained(preset, recipe, compile=False)
+    assert not ours._programs.failed and len(ours._programs.programs) == programs
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        same(p, q, name)
+        for key, value in ours.state[p].items():
+            same(value, eager.state[q][key], f"{name}, {key}")
+        if p in ours.counted:
+            assert int(ours.counted[p][0]) == int(eager.counted[q][0]), name
+    for (name, b), c in zip(model.named_buffers(), twin.buffers(), strict=True):
+        same(b, c, name)
+
+
+def same(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
+    a, b = (t.detach().reshape(-1).view(torch.uint8) for t in (a, b))
+    wrong = (a != b).nonzero()
+    assert not len(wrong), f"{name}: byte {wrong[0].item()} of {len(wrong)} that differ"
+
+
+def test_a_compiler_that_fails_is_said_and_the_step_is_taken_without_it() -> None:
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.warns(UserWarning, match="its steps go on without"):
+        ours, model = trained("float32", None, compile=True)
+    assert ours._programs.failed
+    _, twin = trained("float32", None, compile=False)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_copy_compiles_as_the_first_does() -> None:
+    optimizer = optim.AdamW([nn.Parameter(torch.zeros(2, 2))], compile=True)
+    assert deepcopy(optimizer)._programs is not None
