@@ -1,16 +1,23 @@
 """Questions that hold for every rule, preset and piece: what a sceptic of the numbers would ask first."""
 
+import itertools
+import warnings
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import quaver.torch as qt
+from quaver.core.states import bounds
 from quaver.torch import optim
 from quaver.torch.optim import weights
 from quaver.torch.optim.stepping import pieces
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-RULES = {
+#: Rates beside decays; lr * decay near 1 leaves nothing of a weight, where float32 rounds by what it was.
+RATES = ((0.0, 0.1), (1e-3, 0.0), (1e-3, 999.9), (0.5, 0.1), (0.5, 30.0), (1e-30, 0.0))
+RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (optim.AdamW, {}),
     "Adam": (optim.Adam, {"weight_decay": 0.1}),
     "Lion": (optim.Lion, {"weight_decay": 0.1}),
@@ -21,7 +28,8 @@ RULES = {
 def layer_of(recipe: str, rows: int = 96, columns: int = 128) -> qt.Linear:
     torch.manual_seed(0)
     layer = qt.Linear(columns, rows, bias=False)
-    qt.quantize_weights(layer, recipe)
+    if recipe != "none":
+        qt.quantize_weights(layer, recipe)
     return layer
 
 
@@ -106,3 +114,167 @@ def test_what_a_gradient_that_is_not_finite_touched_is_read_as_such(
         assert not read[5, 7].isfinite(), name
         # Of a scale that is not finite no code says a number.
         assert bool(kept(optimizer, layer.weight)[5, 7].isnan()), name
+
+
+@pytest.mark.parametrize("rule", ["AdamW", "AdamW, no bound", "Adam", "Lion", "SGD", "SGD, momentum", "SGD, dampening"])
+def test_no_weight_exceeds_what_was_said_before_the_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients against the weight, huge decays, rates of zero, in tensors, and factors: 0 violations, and no NaN."""
+    name, _, kind = rule.partition(", ")
+    options: dict[str, Any] = {
+        "momentum": {"momentum": 0.9, "nesterov": True},
+        "dampening": {"momentum": 0.9, "dampening": 3.0},
+        "no bound": {"betas": (0.95, 0.9)},
+    }.get(kind, {})
+    written: list[tuple[Tensor, Tensor | None]] = []
+    write = weights.write
+
+    def seen(keeping: Any, weight: Tensor, tensors: Any, noise: Any, amax: Tensor | None = None) -> Any:
+        written.append((weights.block_amax(keeping.spec, weight), amax))
+        return write(keeping, weight, tensors, noise, amax)
+
+    monkeypatch.setattr(weights, "write", seen)
+    for number, (recipe, preset, (lr, decay)) in enumerate(
+        itertools.product(("tensorwise", "rowwise"), ("balanced", "lean"), RATES)
+    ):
+        layer = layer_of(recipe, 64, 64)
+        p = layer.weight
+        rate = torch.tensor(lr) if number % 2 else lr
+        options["maximize"] = number % 3 == 0
+        optimizer = getattr(optim, name)([p], rate, weight_decay=decay, preset=preset, **options)
+        for step in range(3):
+            draw = torch.Generator().manual_seed(step)
+            optimizer.grad_scale = torch.tensor(0.25)
+            give(p, torch.randn(64, 64, generator=draw) * 10.0**step if step else -p.detach().float().sign())
+            optimizer.step()
+            after, (top, said) = kept(optimizer, p), written.pop()
+            assert bool(after.isfinite().all())
+            assert (said is None) == (kind == "no bound")
+            if said is not None:
+                assert not bool((top > said).any()), (recipe, preset, lr, decay, step)
+                # What is stored may be above by the half step of a code that residuals are parts of, rounded.
+                stored = optimizer.state[p]["amax"]
+                assert bool((stored <= said * (1 + 2.0**-11)).all())
+                assert torch.equal(stored, weights.block_amax(layer.weight_spec, after))
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.0, 0.999), (0.99, 0.999)])
+def test_updates_of_exact_moments_are_never_held(betas: tuple[float, float]) -> None:
+    """Against the gradients that reach the bound, each row of another size, each column at another step."""
+    (b1, b2), p = betas, nn.Parameter(torch.zeros(64, 64))
+    options: Any = {"betas": betas, "eps": 0.0, "weight_decay": 0.0, "preset": "float32"}
+    optimizer = optim.AdamW([p], lr=1.0, statistics=True, **options)
+    end, largest = torch.arange(64) + 2, 0.0
+    for step in range(1, 70):
+        rising = ((b1 / b2) ** (end - step).clamp(min=0)).double()
+        column = torch.where(step <= end, rising, torch.rand(64).double()).clamp(min=1e-9)
+        give(p, (torch.logspace(-6, 6, 64).double()[:, None] * column).float())
+        before = p.detach().clone()
+        optimizer.step()
+        reached = float((p - before).detach().abs().max()) / bounds.adam(step, *betas)
+        largest = max(largest, reached) if step > 1 else largest
+    clamped, number = optimizer.counted[p]
+    assert (int(clamped), number) == (0, 69 * 64 * 64)
+    # Which says something only where the bound is reached.
+    assert 0.999 < largest < 1.0001
+
+
+@pytest.mark.parametrize("schedule", ["OneCycleLR", "CyclicLR"])
+def test_schedules_that_move_betas_step_as_torchs_do(schedule: str) -> None:
+    """The bound is that of betas that stay."""
+    ends = []
+    for kind, options in ((optim.AdamW, {"preset": "float32"}), (torch.optim.AdamW, {})):
+        p = nn.Parameter(torch.zeros(64, 64))
+        optimizer = kind([p], lr=1e-2, **options)
+        more = {"total_steps": 9} if schedule == "OneCycleLR" else {"step_size_up": 2, "base_lr": 1e-3}
+        scheduler = getattr(torch.optim.lr_scheduler, schedule)(optimizer, max_lr=1e-2, **more)
+        for step in range(8):
+            give(p, torch.randn(64, 64, generator=torch.Generator().manual_seed(step)))
+            optimizer.step()
+            scheduler.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
+
+
+def test_predicted_scales_begin_and_end_where_betas_move() -> None:
+    layer = layer_of("tensorwise")
+    optimizer = optim.AdamW([layer.weight], lr=1e-2, betas=(0.9, 0.95), preset="balanced")
+    for step, betas in enumerate([(0.9, 0.95), (0.9, 0.95), (0.8, 0.95), (0.9, 0.95)]):
+        optimizer.param_groups[0]["betas"] = betas
+        give(layer.weight, torch.randn(96, 128))
+        optimizer.step()
+        assert ("amax" in optimizer.state[layer.weight]) == (step < 2)
+        assert float(kept(optimizer, layer.weight).abs().max()) < 1
+
+
+def test_a_step_that_is_refused_changes_nothing() -> None:
+    p, words = nn.Parameter(torch.ones(80, 80)), nn.Embedding(100, 64, sparse=True)
+    optimizer = optim.AdamW([p, words.weight], lr=0.1, preset="float32")
+    p.grad = torch.ones(80, 80)
+    words(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="is sparse"):
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(80, 80)) and not any(optimizer.state.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", ["float32", "lean"])
+def test_one_number_steps_as_a_vector_of_one(preset: str, dtype: torch.dtype) -> None:
+    """A temperature is a parameter of no dimension."""
+    one, vector = (nn.Parameter(torch.full(shape, 1.5, dtype=dtype)) for shape in ((), (1,)))
+    optimizer = optim.AdamW([one, vector], lr=0.1, preset=preset)
+    for gradient in (1.0, -0.3):
+        for p in (one, vector):
+            give(p, torch.full(p.shape, gradient))
+        optimizer.step()
+    assert one.shape == () and float(one.detach()) == float(vector.detach()) != 1.5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_codes_of_no_rows_step(rule: str) -> None:
+    kind, options = RULES[rule]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = layer_of("tensorwise", 0)
+    optimizer = kind([layer.weight], lr=0.1, preset="balanced", **options)
+    give(layer.weight, torch.zeros(0, 128))
+    optimizer.step()
+
+
+def test_gradients_that_were_forgotten_are_not_stepped_after_backward() -> None:
+    layer = nn.Linear(80, 80)
+    optimizer = optim.AdamW(layer.parameters(), lr=0.1)
+    optimizer.step_in_backward()
+    before = layer.weight.detach().clone()
+    layer(torch.ones(2, 80)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(layer.weight.detach(), before)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": float("nan")}, {"seed": 1.5}]
+)
+def test_numbers_that_no_rule_is_meant_for_are_refused(wrong: dict[str, Any]) -> None:
+    p = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=f"AdamW was given {next(iter(wrong))}"):
+        optim.AdamW([p], **wrong)
+    with pytest.raises(ValueError, match=f"AdamW was given {next(iter(wrong))}"):
+        optim.AdamW([{"params": [p], **wrong}])
+    with pytest.raises(ValueError, match=r"lr of shape \(2,\)"):
+        optim.AdamW([p], lr=torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD", "Muon"])
+@pytest.mark.parametrize("around", ["torch.autocast", "torch.compile"])
+def test_a_step_is_the_same_under_autocast_and_in_a_compiler(around: str, name: str) -> None:
+    ends = []
+    for within in (False, True):
+        layer = layer_of("none" if name == "Muon" else "tensorwise")
+        optimizer = getattr(optim, name)([layer.weight], lr=1e-2, preset="lean")
+        call = torch.compile(optimizer.step) if within and around == "torch.compile" else optimizer.step
+        for step in range(2):
+            give(layer.weight, torch.randn(96, 128, generator=torch.Generator().manual_seed(step)))
+            with torch.autocast("cpu", torch.float16, enabled=within and around == "torch.autocast"):
+                call()
+        ends.append(kept(optimizer, layer.weight).clone())
+    assert torch.equal(*ends)

@@ -19,6 +19,7 @@ from quaver.torch.optim.loading.converting import states_of
 from quaver.torch.optim.loading.presets import packed, preset_of
 from quaver.torch.optim.refusals import (
     check_gradient,
+    check_group,
     check_nonfinite,
     check_options,
     check_parameter,
@@ -102,6 +103,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         preset_of(param_group.get("preset", self.defaults["preset"]))
+        check_group(type(self).__name__, {**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for p in group["params"]:
@@ -125,6 +127,7 @@ class Optimizer(torch.optim.Optimizer):
         held = self.gradients.held.get(p)
         return Way(rule, keeping, specs, None if held is None else held.spec, predicts and rule.bounded)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
@@ -156,6 +159,9 @@ class Optimizer(torch.optim.Optimizer):
             factor: of their gradients, float32 [].
             overflow: not 0 where nothing may change.
         """
+        for p in parameters:
+            if p not in self.gradients.held:
+                check_gradient(p)
         if self.nonfinite != "keep" and parameters:
             overflow = self._not_finite(parameters, overflow)
         if overflow is not None and overflow.is_cpu:
@@ -248,12 +254,11 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         way, state = self.way(p, group), self.state[p]
         held = self.gradients.held.get(p)
-        if held is None:
-            check_gradient(p)
-        elif held.factor is not None:
+        if held is not None and held.factor is not None:
             factor = held.factor if factor is None else held.factor * factor
         parts, own = self.parts(p, way), layout.local(p)
         drawn = Drawn(group["seed"], number, state["step"].long(), layout.place(p))
+        self._know_amax(p, way)
         outcome = step(way, parts, scalars, factor, drawn, state.get("amax"), keep, self._programs)
         if layout.in_rows(own) is not own:
             # It does not lie row by row, and was copied.
@@ -263,6 +268,15 @@ class Optimizer(torch.optim.Optimizer):
         if self.statistics and outcome.clamped is not None:
             before, total = self.counted.get(p, (torch.zeros_like(outcome.clamped), 0))
             self.counted[p] = before + outcome.clamped, total + layout.local(p).numel()
+
+    def _know_amax(self, p: Tensor, way: Way) -> None:
+        """Have the largest magnitudes of a weight's blocks in its state, if its scales are predicted, and only then."""
+        if not way.predicts:
+            self.state[p].pop("amax", None)
+        elif "amax" not in self.state[p]:
+            assert way.keeping.spec is not None
+            tensors = self.parts_of_weight(p, way)
+            self.state[p]["amax"] = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
 
     def parts(self, p: Tensor, way: Way) -> Parts:
         """All that a parameter's step reads and writes, this rank's part, as matrices."""
@@ -354,10 +368,8 @@ class Optimizer(torch.optim.Optimizer):
         first = self.first_state(p, group)
         self.state[p] = {**first, **{name: value for name, value in state.items() if name in first}}
         self.state[p]["step"] = first["step"] + state["step"].to(first["step"].device)
-        if way.predicts:
-            assert way.keeping.spec is not None
-            tensors = self.parts_of_weight(p, way)
-            self.state[p]["amax"] = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
+        self.state[p].pop("amax", None)
+        self._know_amax(p, way)
         if lost:
             said[lost] = said.get(lost, 0) + 1
         if old is None or old.moments != way.moments or old.keeping != way.keeping:
@@ -391,7 +403,8 @@ class Optimizer(torch.optim.Optimizer):
             state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
         if way.predicts:
             assert way.keeping.spec is not None
-            state["amax"] = weights.block_amax(way.keeping.spec, layout.value_of(p))
+            tensors = tuple(layout.rows(t) for t in (*weight_of(p, way), *beside))
+            state["amax"] = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
         return state
 
 

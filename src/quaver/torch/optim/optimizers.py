@@ -39,8 +39,19 @@ class Adam(Optimizer):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {**options, "preset": preset}, **others)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("steady_betas", tuple(group["betas"]))
+
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
-        return adam.Adam(self.decoupled, preset.clamp, group["maximize"])
+        b1, b2 = group["betas"]
+        # The bound is that of betas that stay: a schedule which moves them, as OneCycleLR does, has updates beyond it.
+        steady = tuple(group.get("steady_betas", (b1, b2))) == (b1, b2)
+        if not steady and isinstance(group, dict):
+            group["steady_betas"] = ()
+        held = preset.clamp and b1**2 < b2 < 1 and steady
+        return adam.Adam(self.decoupled, held, group["maximize"])
 
 
 class AdamW(Adam):

@@ -38,6 +38,27 @@ def check_nonfinite(nonfinite: str) -> None:
         )
 
 
+def check_group(name: str, group: Mapping[str, Any]) -> None:
+    """Refuse numbers that no rule is meant for, as torch's optimizers do.
+
+    Raises:
+        ValueError: a negative one (dampening may be), betas of 1 and more, a learning rate in a tensor of
+            several elements, a seed that is no integer.
+    """
+    for option in ("lr", "eps", "weight_decay", "momentum"):
+        value = group.get(option, 0.0)
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"{name} was given {option} of shape {tuple(value.shape)}; give one element")
+        elif not value >= 0:
+            raise ValueError(f"{name} was given {option}={value!r}; give 0 or more")
+    for index, beta in enumerate(group.get("betas", ())):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} was given betas[{index}]={beta!r}; give 0 or more, below 1")
+    if not isinstance(group["seed"], int):
+        raise ValueError(f"{name} was given seed={group['seed']!r}; give an integer, of which 64 bits count")
+
+
 def check_parameter(p: Tensor) -> None:
     """Refuse what no rule can step. Raises: ValueError."""
     if p.is_complex():

@@ -31,7 +31,7 @@ class Release:
         self.update = update
         self.most = most
         self.max_norm = max_norm
-        self._waiting: list[Tensor] = []
+        self._waiting: dict[Tensor, None] = {}
         self._bytes = 0
         self._squares: list[Tensor] = []
         #: Of all gradients of the last step, float32 []; None before the first.
@@ -40,7 +40,7 @@ class Release:
 
     def arrived(self, p: Tensor) -> None:
         """Take a parameter whose gradient is whole."""
-        self._waiting.append(p)
+        self._waiting[p] = None
         held = self.gradients.held.get(p)
         if held is not None:
             self._bytes += held.codes.nbytes + held.scale.nbytes
@@ -52,7 +52,9 @@ class Release:
     @torch.no_grad()
     def flush(self) -> None:
         """Step what waits, and free its gradients."""
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        # Gradients that zero_grad has forgotten are not stepped.
+        waiting = [p for p in self._waiting if p.grad is not None or p in self.gradients.held]
+        self._waiting, self._bytes = {}, 0
         if not waiting:
             return
         self._squares.append(self.gradients.norm(waiting).square())

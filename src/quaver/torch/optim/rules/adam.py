@@ -73,9 +73,13 @@ class Adam:
 
     def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
         _, _, _, lr, decay, _, _, limit = scalars
-        kept = (1 - decay).abs() if self.decoupled else 1.0
         # Above by what float32 may round: three operations.
-        return (amax * kept + lr.abs() * limit) * (1 + 2.0**-20)
+        return (amax * (kept(decay) if self.decoupled else 1.0) + lr.abs() * limit) * (1 + 2.0**-20)
+
+
+def kept(decay: Tensor) -> Tensor:
+    """What a weight of 1 is at most after its decay, which float32 rounds by the weight's ulps: float32 []."""
+    return (1 - decay).abs() + decay.abs() * 2.0**-22
 
 
 def root(v: Tensor) -> Tensor:

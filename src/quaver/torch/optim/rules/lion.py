@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.optim.rules.adam import wide
+from quaver.torch.optim.rules.adam import kept, wide
 from quaver.torch.optim.rules.rule import Stepped
 
 
@@ -46,4 +46,4 @@ class Lion:
 
     def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
         _, _, lr, decay = scalars
-        return (amax * (1 - decay).abs() + lr.abs()) * (1 + 2.0**-20)
+        return (amax * kept(decay) + lr.abs()) * (1 + 2.0**-20)

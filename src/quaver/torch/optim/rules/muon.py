@@ -62,8 +62,10 @@ def orthogonalized(update: Tensor, steps: int, eps: float) -> Tensor:
     x = update.bfloat16()
     turned = x.shape[0] > x.shape[1]
     x = x.T if turned else x
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    # An ambient torch.autocast would take the norm to float32 and matrices to a dtype of its own.
+    with torch.autocast(x.device.type, enabled=False):
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if turned else x).float()

@@ -60,6 +60,6 @@ class SGD:
         lr, decay, momentum, new = scalars
         step = others[0] + decay.abs() * amax
         if self.momentum:
-            buffer = momentum * others[1] + new * step
-            step = step + momentum * buffer if self.nesterov else buffer
+            buffer = momentum.abs() * others[1] + new.abs() * step
+            step = step + momentum.abs() * buffer if self.nesterov else buffer
         return (amax + lr.abs() * step) * (1 + 2.0**-20)

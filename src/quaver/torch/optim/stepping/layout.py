@@ -132,6 +132,10 @@ def in_rows(t: Tensor) -> Tensor:
 
 def as_rows(parts: Parts) -> Parts:
     """All tensors as matrices: leading dimensions are rows, and a vector is one."""
+    if parts.weight[0].dim() == 0:
+        # One number, such as a temperature: no state of it is in codes, so no scale is among its tensors.
+        of_one = [[t.view(1, 1) for t in tensors] for tensors in (parts.weight, (m for (m,) in parts.moments))]
+        return Parts(tuple(of_one[0]), tuple((t,) for t in of_one[1]), (parts.gradient[0].view(1, 1),))
     moments = tuple(tuple(rows(t) for t in held) for held in parts.moments)
     return Parts(tuple(rows(t) for t in parts.weight), moments, tuple(rows(t) for t in parts.gradient))
 

@@ -280,16 +280,22 @@ def divided(way: Way, parts: Parts, compiled: bool) -> Iterator[tuple[slice | No
 def largest(way: Way, parts: Parts, factor: Tensor | None) -> tuple[Tensor, ...]:
     """The largest of the gradient and of each moment: float32 []."""
     gradient, *scales = parts.gradient
-    top = gradient.abs().amax().float()
+    top = _top(gradient)
     if way.gradient is not None:
-        top = codes.decode(gradient, scales[0], way.gradient).abs().amax()
-    tops = [_decoded(held, spec).abs().amax() for held, spec in zip(parts.moments, way.moments, strict=True)]
+        top = _top(codes.decode(gradient, scales[0], way.gradient))
+    tops = [_top(_decoded(held, spec)) for held, spec in zip(parts.moments, way.moments, strict=True)]
     return (top if factor is None else top * factor, *tops)
 
 
-def in_pieces(way: Way, parts: Parts, size: int = PIECE, within: slice | None = None) -> Sequence[slice]:
+def _top(x: Tensor) -> Tensor:
+    """The largest magnitude, 0 of no elements: float32 []."""
+    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def in_pieces(way: Way, parts: Parts, size: int | None = None, within: slice | None = None) -> Sequence[slice]:
     """Rows of each piece of so many elements, of all rows or of some, which begin where a block does."""
     rows, columns = parts.weight[0].shape
+    size = PIECE if size is None else size
     first, last = (0, rows) if within is None else (within.start, within.stop)
     if way.whole or (last - first) * columns <= size:
         return [slice(first, last)] if (last - first) * columns else []
