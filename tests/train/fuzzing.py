@@ -77,7 +77,8 @@ def place(root: Path, make_config: MakeConfig) -> Place:
     config = root / "base.toml"
     base = make_config(steps=2, validate_every=0, validation_batches=1, keep=0)
     config.write_text(to_toml(base), encoding="utf-8")
-    configs = [replace(base, out=str(root / name), tokens=name, vocab=300) for name in ("byte", "bpe")]
+    learned = {"byte": {}, "bpe": {"vocab": 300}}
+    configs = [replace(base, out=str(root / name), tokens=name, **options) for name, options in learned.items()]
     runs = [run_training(config).folder for config in configs]
     os.mkfifo(root / "fifo")
     (root / "loop").symlink_to(root / "loop")

@@ -27,7 +27,7 @@ from quaver.train.learning.nonfinite import NonFiniteError
 from quaver.train.learning.torch import decoder
 from quaver.train.learning.torch.decoder import build, loss_of
 from quaver.train.learning.torch.nonfinite import first_gradient, first_module
-from quaver.train.records import checkpoint
+from quaver.train.records import checkpoint, parts
 from quaver.train.records.checkpoint import CheckpointError
 from quaver.train.records.metrics import Record, losses, read, validation_losses
 from quaver.train.running.interrupt import Interrupted
@@ -186,14 +186,14 @@ def test_every_expected_tensor_is_there_and_no_other(make_config: MakeConfig, fr
 
 def test_a_full_disk_ends_the_run_with_a_sentence(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
-    save_file = checkpoint.save_file
+    write = parts.write
 
-    def full(tensors: dict[str, np.ndarray], path: Path) -> None:
+    def full(path: Path, tensors: dict[str, np.ndarray]) -> None:
         if "step-000010" in str(path):
             raise OSError(28, "No space left on device")
-        save_file(tensors, path)
+        write(path, tensors)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(parts, "write", full)
     with pytest.raises(CheckpointError, match=r"No space left on device; the last good checkpoint is .*step-000005"):
         run_training(config)
     monkeypatch.undo()
