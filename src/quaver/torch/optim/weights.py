@@ -10,7 +10,7 @@ step: what int8 holds, int16 and float32 hold too. Sources: remainder, Transform
 bfloat16, FlashOptim, arXiv:2602.23349; float16 master with a scale, MS-AMP, arXiv:2310.18313.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -168,12 +168,6 @@ def _spread_scales(spec: QuantSpec, scale: Tensor, weight: Tensor) -> Tensor:
     return spread(decode_scales(scale, spec, None), spec.block, (weight.shape[0], weight.shape[1]))
 
 
-def promoted(keeping: Keeping, tensors: tuple[Tensor, ...]) -> tuple[Keeping, tuple[Tensor, ...]]:
-    """A residual of int8 as one of int16, which has the same value: more bits from here on."""
-    *rest, residual = tensors
-    return replace(keeping, kind="residual16"), (*rest, residual.to(torch.int16) * 256)
-
-
 def around(keeping: Keeping, weight: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What is kept beside a weight that stays as a GEMM reads it, so that both say `weight` as nearly as they can.
 
@@ -184,7 +178,8 @@ def around(keeping: Keeping, weight: Tensor, tensors: tuple[Tensor, ...]) -> tup
     if keeping.kind == "plain":
         return ()
     if keeping.kind == "remainder":
-        # Exact where the bfloat16 is the weight rounded: it fits sixteen bits.
+        # Exact where the bfloat16 is the weight rounded: it fits sixteen bits, but for a negative number just half a
+        # step away, which comes an ulp nearer.
         rest = weight.view(torch.int32) - (tensors[0].view(torch.int16).int() << 16)
         return (rest.clamp(-(2**15), 2**15 - 1).to(torch.int16),)
     if keeping.kind == "float32":

@@ -1,0 +1,298 @@
+"""What is promised of every number, sequence and cut: enumerated where that can be done, else drawn by a seed."""
+
+import itertools
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver.core.states import bounds
+from quaver.torch import optim
+from quaver.torch.optim import optimizer as module
+from quaver.torch.optim import weights
+from quaver.torch.optim.stepping import layout, noise, pieces
+from quaver.torch.optim.weights import Keeping
+
+BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.5, 0.3), (0.95, 0.95), (0.99, 0.9999), (0.3, 0.0901))
+#: Three of its codes are rounded at random, which share a word by tens of bits.
+THREE = optim.Preset(
+    name="three",
+    first=optim.StateSpec(code="int8_softsign", stochastic=True),
+    second=optim.StateSpec(code="uint8_root", stochastic=True, floor=True),
+    codes="residual8",
+    bfloat16="residual8",
+    stochastic=True,
+)
+
+
+def sequences(steps: int, number: int, betas: tuple[float, float], decades: float, rng: Any) -> np.ndarray:
+    """Gradients that push an update to its bound, each in one of seven ways: float64 [steps, number]."""
+    t, sign = np.arange(steps)[:, None], rng.choice([-1.0, 1.0], (steps, number))
+    size = 10.0 ** rng.uniform(-decades, decades, number)
+    last = rng.integers(1, steps, number)
+    rising = (betas[0] / betas[1]) ** (last - t).clip(0, 300)
+    ways = (
+        sign,
+        rng.standard_normal((steps, number)),
+        10.0 ** rng.uniform(-decades / 2, decades / 2, (steps, number)) * sign,
+        np.where(rng.random((steps, number)) < 0.05, sign, 0.0),
+        (t == last) * 1.0,
+        # Which reaches the bound at the last step, and goes on by nothing or by the contrary.
+        np.where(t <= last, rising, 0.0),
+        np.where(t <= last, rising, -rising),
+    )
+    chosen = rng.integers(0, len(ways), number)
+    return np.choose(chosen, np.stack(ways)) * size / decades
+
+
+@pytest.mark.parametrize("betas", BETAS)
+def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]) -> None:
+    """The bound itself, in float64, and that float32 states never meet it: 0 elements are held."""
+    rng = np.random.default_rng(0)
+    g = sequences(80, 4096, betas, 12.0, rng)
+    m, v = np.zeros(4096), np.zeros(4096)
+    # eps stands for what keeps 0 / 0 away; it lowers an update.
+    p = nn.Parameter(torch.zeros(64, 64))
+    optimizer = optim.AdamW([p], 1.0, betas, 1e-30, weight_decay=0.0, preset="float32", statistics=True)
+    largest = 0.0
+    for step, gradient in enumerate(g, 1):
+        m, v = betas[0] * m + (1 - betas[0]) * gradient, betas[1] * v + (1 - betas[1]) * gradient**2
+        update = (m / (1 - betas[0] ** step)) / (np.sqrt(v / (1 - betas[1] ** step)) + 1e-300)
+        largest = max(largest, float(np.abs(update).max()) / bounds.adam(step, *betas))
+        p.grad = torch.tensor(gradient, dtype=torch.float32).view(64, 64)
+        optimizer.step()
+    assert 0.9999 < largest < 1 + 1e-9
+    # Where v falls by two thirds at each step it leaves float32 within the run, and is held for it.
+    assert betas[1] < 0.9 or int(optimizer.counted[p][0]) == 0
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_shares_of_a_word_are_even_and_know_nothing_of_each_other(number: int) -> None:
+    """Means, and products of pairs, of a million words, within three sigmas."""
+    count = 1 << 20
+    drawn = noise.shares(noise.words(3, count, 11, 5, 7, torch.device("cpu")), number)
+    # Of uniform numbers in [0, 1), less their mean, of variance 1 / 12; their grids are of 15 bits, or of 10.
+    centred = [share.double() / 2**15 + (2.0**-16 if number < 3 else 0.0) - 0.5 for share in drawn]
+    for share in centred:
+        assert abs(float(share.mean())) < 3 * (1 / 12 / count) ** 0.5
+        assert abs(float(share.square().mean()) * 12 - 1) < 3 * (0.8 / count) ** 0.5 + 1e-6
+    for a, b in itertools.combinations(centred, 2):
+        assert abs(float((a * b).mean())) < 3 / 12 / count**0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("plain", "bfloat16"), *itertools.product(("exact", "lean", "three"), ("bfloat16", "tensorwise", "mxfp8"))],
+)
+def test_what_a_step_rounds_at_random_is_right_in_the_mean(kind: str, dtype: str) -> None:
+    """Through a whole step: by moment and weight, over 200 draws of 4096 elements, within three sigmas."""
+    torch.manual_seed(0)
+    preset = {"three": THREE, "plain": optim.Preset(name="plain", bfloat16="none")}.get(kind)
+    layer: Any = qt.Linear(64, 64, bias=False, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    if dtype != "bfloat16":
+        qt.quantize_weights(layer, dtype)
+    p = layer.weight
+    optimizer = optim.AdamW([p], lr=0.1, betas=(0.9, 0.99), preset=preset or kind)
+    group = optimizer.param_groups[0]
+    p.grad = torch.randn(64, 64).to(p.grad_dtype or p.dtype)
+    optimizer.step()
+    way = optimizer.way(p, group)
+    parts = optimizer.parts(p, way)
+    parts = pieces.Parts(
+        tuple(t.clone() for t in parts.weight),
+        tuple(tuple(t.clone() for t in held) for held in parts.moments),
+        parts.gradient,
+    )
+    scalars = tuple(s[0] for s in way.rule.scalars(group, torch.tensor([2.0], dtype=torch.float64)))
+    amax = optimizer.state[p].get("amax")
+    if amax is not None:
+        amax = way.rule.reach(amax, scalars, ())
+    exact = way.rule(
+        weights.read(way.keeping, parts.weight),
+        parts.gradient[0].float(),
+        tuple(pieces._decoded(held, spec) for held, spec in zip(parts.moments, way.moments, strict=True)),
+        scalars,
+    )
+    wanted: dict[str, Tensor] = {}
+    draws: dict[str, list[Tensor]] = {}
+    if way.keeping.stochastic:
+        wanted["weight"] = exact.weight
+    wanted |= {
+        f"moment {i}": value
+        for i, (value, spec) in enumerate(zip(exact.moments, way.moments, strict=True))
+        if spec.stochastic
+    }
+    assert len(wanted) == way.draws > 0
+    for step in range(200):
+        word = noise.words(0, 4096, 3, 1, step, torch.device("cpu")).view(64, 64)
+        moved = pieces.move(way, parts, scalars, None, word, amax)
+        values = {"weight": weights.read(way.keeping, moved.weight)}
+        values |= {
+            f"moment {i}": pieces._decoded(held, spec)
+            for i, (held, spec) in enumerate(zip(moved.moments, way.moments, strict=True))
+        }
+        for name in wanted:
+            draws.setdefault(name, []).append(values[name].double())
+    for name, want in wanted.items():
+        values = torch.stack(draws[name])
+        errors, step = values - want.double(), values.amax(0) - values.amin(0)
+        spread = errors.std(0)
+        # Those whose two values are both likely; a floor rounds up what is below the smallest code.
+        both = (step > 0) & (spread > step / 4) & (values.amin(0).abs() > float(want.abs().amax()) * 1e-4)
+        assert int(both.sum()) > 1000, name
+        z = (errors.mean(0) / spread * 200**0.5)[both]
+        assert abs(float(z.mean())) * len(z) ** 0.5 < 3, name
+        # A variable of Student's with 199 degrees of freedom, squared: of mean 199 / 197, and of variance 2 and a bit.
+        assert abs(float(z.square().mean()) - 199 / 197) < 3 * (2.1 / len(z)) ** 0.5, name
+
+
+def cuts(rows: int, world: int, rng: np.random.Generator) -> list[list[int]]:
+    """Where parts of rows begin and end: as torch cuts them, and anyhow, some of no rows."""
+    size = -(-rows // world)
+    evenly = [min(i * size, rows) for i in range(world + 1)]
+    return [evenly, [0, *sorted(rng.integers(0, rows + 1, world - 1).tolist()), rows]]
+
+
+@pytest.mark.parametrize("preset", ["exact", "balanced", "lean", "coat", "flashoptim", "bnb8", THREE], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_cut_in_any_way_step_as_the_whole(
+    dtype: torch.dtype, preset: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worlds of 1, 2, 3 and 5, uneven and with ranks of nothing: weights, codes and scales, bit by bit."""
+    monkeypatch.setattr(module, "SMALL", 0)
+    places: dict[int, noise.Place] = {}
+    place = layout.place
+    monkeypatch.setattr(layout, "place", lambda p: places.get(id(p)) or place(p))
+    shape, rng = (37, 3, 88), np.random.default_rng(0)
+    draw = torch.Generator().manual_seed(0)
+    first = torch.randn(shape, generator=draw).to(dtype)
+    gradients = [torch.randn(shape, generator=draw) * 10.0**-i for i in range(2)]
+
+    def train(begin: int, end: int) -> dict[str, Tensor]:
+        p = nn.Parameter(first[begin:end].clone())
+        places[id(p)] = noise.Place((begin, 0, 0), tuple(p.shape), shape)
+        optimizer = optim.AdamW([p], lr=1e-2, preset=preset, seed=5)
+        for gradient in gradients:
+            p.grad = gradient[begin:end].to(p.grad_dtype or dtype)
+            optimizer.step()
+        return {"weight": p.detach(), **{k: v for k, v in optimizer.state[p].items() if v.dim()}}
+
+    whole = train(0, 37)
+    for world in (1, 2, 3, 5):
+        for edges in cuts(37, world, rng):
+            parts = [train(*edge) for edge in itertools.pairwise(edges)]
+            for name, value in whole.items():
+                assert torch.equal(torch.cat([part[name] for part in parts]), value), (name, edges)
+
+
+def test_a_cut_along_any_dimensions_draws_the_words_of_the_whole() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        shape = tuple(int(n) for n in rng.integers(1, 12, rng.integers(1, 4)))
+        whole = noise.words(0, int(np.prod(shape)), 9, 2, 4, torch.device("cpu")).view(shape)
+        start = tuple(int(rng.integers(0, n + 1)) for n in shape)
+        part = tuple(int(rng.integers(0, n - at + 1)) for n, at in zip(shape, start, strict=True))
+        if 0 in part:
+            continue
+        rows = int(np.prod(part[:-1]))
+        drawn = noise.words_at(noise.Place(start, part, shape), slice(0, rows), 9, 2, 4, torch.device("cpu"))
+        own = whole[tuple(slice(at, at + n) for at, n in zip(start, part, strict=True))]
+        assert torch.equal(drawn.view(part), own), (shape, start, part)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 127, 253, 254, 255])
+def test_a_remainder_keeps_all_mantissas(exponent: int) -> None:
+    """All of 2**23 of subnormals, numbers of both signs, the largest, which round to infinity, and NaN."""
+    bits = torch.arange(1 << 23, dtype=torch.int32) | (exponent << 23)
+    bits = (bits | (-(1 << 31) if exponent % 2 else 0)).view(1, -1)
+    weight, keeping = bits.view(torch.float32), Keeping("remainder")
+    held = weights.write(keeping, weight, (torch.empty(0, dtype=torch.bfloat16),), None)
+    back = weights.read(keeping, held).view(torch.int32)
+    # NaN is kept as such, its payload is not.
+    assert torch.equal(back, torch.where(weight.isnan(), 0x7FC00000, bits))
+    if exponent < 255:
+        assert int(((bits >> 16) - held[0].view(torch.int16).int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "bfloat16"])
+def test_residuals_of_all_codes_become_finer_without_a_loss(recipe: str) -> None:
+    """W8R8 to W8R16 to float32: every code with every residual that rounding gives it."""
+    spec = None
+    if recipe == "bfloat16":
+        data = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(-1, 1)
+        # Of zero and numbers below 2**-117 residuals say more than the sixteen bits of a remainder can.
+        data = data[data.isfinite() & (data.abs() >= 2.0**-117)].view(-1, 1).repeat(1, 64)
+        # A power of two has none below -64: its lower neighbour is nearer.
+        residual = torch.cat([torch.arange(-64, -48), torch.arange(-8, 8), torch.arange(96, 128)])
+        weight: tuple[Tensor, ...] = (data,)
+    else:
+        layer: Any = qt.Linear(256, 256, bias=False)
+        qt.quantize_weights(layer, recipe)
+        spec = layer.weight_spec
+        data = torch.arange(256, dtype=torch.uint8).view(-1, 1).repeat(1, 256)
+        data = torch.where(data.view(torch.float8_e4m3fn).isnan(), 0, data).view(torch.float8_e4m3fn)
+        residual = torch.arange(-128, 128)
+        weight = (data, layer.weight_scale)
+    # Of negative bfloat16 numbers those towards zero are the positive ones.
+    residual = residual * data.float().sign().int() if spec is None else residual.expand(data.shape)
+    residual = residual.to(torch.int8).contiguous()
+    old = Keeping("residual8", spec, True)
+    value = weights.read(old, (*weight, residual))
+    for kind in ("residual16", "float32") if spec is not None else ("residual16", "remainder"):
+        keeping = Keeping(kind, spec)
+        beside = weights.first_states(keeping, data, value)
+        beside = weights.around(keeping, value, (*weight, *beside))
+        assert torch.equal(weights.read(keeping, (*weight, *beside)), value), kind
+
+
+KINDS = ("float32", "bfloat16", "tensorwise", "mxfp8")
+
+
+@pytest.mark.parametrize("before", optim.PRESETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_presets_become_each_other_as_float32_becomes_them(kind: str, before: str) -> None:
+    """From any to any: the same codes, moments and residuals as by way of float32; nothing but rounding is lost."""
+    torch.manual_seed(0)
+    layer: Any = qt.Linear(160, 64, bias=False, dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    if kind in KINDS[2:]:
+        qt.quantize_weights(layer, kind)
+    p = layer.weight
+
+    def optimizer_of(preset: str, state: Any = None) -> optim.Optimizer:
+        optimizer = optim.AdamW([p], lr=1e-3, preset=preset)
+        if state is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.load_state_dict(state)
+        return optimizer
+
+    first = optimizer_of(before)
+    for _ in range(2):
+        p.grad = torch.randn(64, 160).to(p.grad_dtype or p.dtype)
+        first.step()
+    plain = optimizer_of("float32", first.state_dict())
+    group, read = plain.param_groups[0], weights.read
+    whole = read((way := plain.way(p, group)).keeping, plain.parts_of_weight(p, way))
+    old = first.way(p, first.param_groups[0])
+    # A negative number half a step from a bfloat16 is an ulp of float32 more than its remainder can say.
+    ulp = 2.0**-23 if (kind, before) == ("bfloat16", "lean") else 0.0
+    torch.testing.assert_close(whole, read(old.keeping, first.parts_of_weight(p, old)), rtol=ulp, atol=0)
+    for name, spec in zip(old.rule.names, old.moments, strict=True):
+        held = first.state[p][name], first.state[p].get(f"{name}_scale")
+        assert torch.equal(plain.state[p][name], optim.codes.decode(*held, spec))
+    for after in optim.PRESETS:
+        direct, through = optimizer_of(after, first.state_dict()), optimizer_of(after, plain.state_dict())
+        new = direct.way(p, direct.param_groups[0])
+        same = {name for name, a, b in zip(new.rule.names, old.moments, new.moments, strict=True) if a == b}
+        for name, value in direct.state[p].items():
+            if name.removesuffix("_scale") in same:
+                # They were taken up as they are; a block whose largest was rounded down has another scale now.
+                assert torch.equal(value, first.state[p][name])
+            elif name == "amax":
+                torch.testing.assert_close(value, through.state[p][name], rtol=1e-6, atol=0)
+            else:
+                assert torch.equal(value, through.state[p][name]), (after, name)
