@@ -85,7 +85,12 @@ def accept_attention(
 
 @app.command()
 def accept_schedule(
-    steps: Steps = 300, seeds: Seeds = 3, jobs: Jobs = 2, model: Model = "tiny", runs: Runs = Path("runs/accept")
+    steps: Steps = 300,
+    seeds: Seeds = 3,
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    jobs: Jobs = 2,
+    model: Model = "tiny",
+    runs: Runs = Path("runs/accept"),
 ) -> None:
     """Train in bf16, in NVFP4, and in NVFP4 with the last 15 % in bf16: judge whether that ends nearer bf16."""
     from benchmarks.acceptance.scheduled import Plan
@@ -93,7 +98,7 @@ def accept_schedule(
 
     console = Console()
     try:
-        done = accept_schedules(Plan(steps=steps, seeds=seeds, model=model, folder=runs), jobs, console)
+        done = accept_schedules(Plan(steps=steps, seeds=seeds, first=first, model=model, folder=runs), jobs, console)
     except KeyboardInterrupt:
         console.print("stopped, every run saved; the same command goes on")
         raise typer.Exit(130) from None

@@ -7,6 +7,9 @@ be the same.
 Beside it null models, from weights that are moved by 1e-5 at most, which say what chance alone does: to bf16 from the
 beginning, and to the recipe alone where the schedule changes. The second one is what the schedule is judged against:
 both have the first recipe's run behind them, and differ by what follows.
+
+The rule is one of means, since single seeds scatter: the mean by which the schedule ends nearer must be 2 of its
+standard errors or more, and above the magnitude of the null model's mean shift and 2 of its standard errors together.
 """
 
 import dataclasses
@@ -49,7 +52,9 @@ class Plan:
     """What is compared."""
 
     steps: int = 300
+    # How many, from the first on; standard errors ask for two.
     seeds: int = 3
+    first: int = 0
     model: str = "tiny"
     # Of text files and folders; none is the default text.
     text: tuple[str, ...] = ()
@@ -57,6 +62,15 @@ class Plan:
     schedule: str = "nvfp4 until 85%, bf16"
     # Where runs are kept.
     folder: Path = Path("runs/accept")
+
+    def __post_init__(self) -> None:
+        if self.seeds < 2:
+            raise ValueError(f"seeds is {self.seeds}, of which there is no standard error; give 2 or more")
+
+    @property
+    def numbers(self) -> range:
+        """The seeds."""
+        return range(self.first, self.first + self.seeds)
 
     @property
     def baseline(self) -> Kind:
@@ -108,7 +122,7 @@ class Plan:
                 keep=self.change * (kind == self.alone),
                 after=place(self.alone, seed) if kind.late else "",
             )
-            for seed in range(self.seeds)
+            for seed in self.numbers
             for kind in self.kinds
         }
 
@@ -122,8 +136,8 @@ class Scheduled:
 
     def losses(self, kind: Kind) -> list[float]:
         """By seed. Raises: ValueError if a run failed."""
-        outcomes = [self.outcomes[kind, seed] for seed in range(self.plan.seeds)]
-        for seed, outcome in enumerate(outcomes):
+        outcomes = [self.outcomes[kind, seed] for seed in self.plan.numbers]
+        for seed, outcome in zip(self.plan.numbers, outcomes, strict=True):
             if outcome.loss is None:
                 raise ValueError(f"{kind} with seed {seed} failed: {outcome.failure}")
         return [outcome.loss for outcome in outcomes if outcome.loss is not None]
@@ -141,13 +155,15 @@ class Scheduled:
 
     @property
     def chance(self) -> float:
-        """The largest that a null model of the recipe is off, of all seeds."""
-        return max(map(abs, self.apart(self.plan.null, self.plan.alone)))
+        """What the null model of the recipe is off by in the mean, and 2 standard errors of that."""
+        mean, error = of(self.apart(self.plan.null, self.plan.alone))
+        return abs(mean) + 2 * error
 
     @property
     def accepted(self) -> bool:
-        """Nearer with every seed by more than chance is with any."""
-        return min(self.nearer) > self.chance
+        """Nearer in the mean by 2 standard errors or more, and by more than chance."""
+        mean, error = of(self.nearer)
+        return mean >= 2 * error and mean > self.chance
 
     def cells(self, kind: Kind) -> tuple[str, ...]:
         """A row of the table."""
@@ -162,9 +178,17 @@ class Scheduled:
         mean, by_seed = said(self.nearer)
         return (
             f"{'Accepted' if self.accepted else 'Not accepted'}: `{self.plan.schedule}` ends nearer bf16 than "
-            f"`{self.plan.recipe}` by {mean} nats (by seed {by_seed}). Rule: with every seed by more than the null "
-            f"model of `{self.plan.recipe}` is off with any, {self.chance:.4f}."
+            f"`{self.plan.recipe}` by {mean} nats (by seed {by_seed}). Rule: in the mean by 2 standard errors or more, and "
+            f"by more than the null model of `{self.plan.recipe}` is off in the mean and 2 of its standard errors, "
+            f"{self.chance:.4f}."
         )
+
+
+def of(differences: list[float]) -> tuple[float, float]:
+    """Their mean and its standard error."""
+    mean, error = paired(differences)
+    assert mean is not None and error is not None
+    return mean, error
 
 
 def said(differences: list[float]) -> tuple[str, str]:
@@ -197,8 +221,8 @@ def markdown(done: Scheduled) -> list[str]:
     return [
         "# A run that ends in bf16",
         "",
-        f"`python -m benchmarks accept-schedule`: model `{plan.model}`, {plan.steps} steps, seeds 0 to "
-        f"{plan.seeds - 1}, text: {text}; the same initial weights and batches in every run of a seed. The recipe "
+        f"`python -m benchmarks accept-schedule`: model `{plan.model}`, {plan.steps} steps, seeds {plan.first} to "
+        f"{plan.numbers[-1]}, text: {text}; the same initial weights and batches in every run of a seed. The recipe "
         f"changes after step {plan.change}. Nats a token.",
         "",
         *results.table(COLUMNS, done.table()),
