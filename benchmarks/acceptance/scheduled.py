@@ -176,11 +176,11 @@ class Scheduled:
 
     def verdict(self) -> str:
         mean, by_seed = said(self.nearer)
+        alone = self.plan.recipe
         return (
             f"{'Accepted' if self.accepted else 'Not accepted'}: `{self.plan.schedule}` ends nearer bf16 than "
-            f"`{self.plan.recipe}` by {mean} nats (by seed {by_seed}). Rule: in the mean by 2 standard errors or more, and "
-            f"by more than the null model of `{self.plan.recipe}` is off in the mean and 2 of its standard errors, "
-            f"{self.chance:.4f}."
+            f"`{alone}` by {mean} nats (by seed {by_seed}). Rule: in the mean by 2 standard errors, and by more than "
+            f"the null model of `{alone}` is off in the mean and 2 of its standard errors, {self.chance:.4f}."
         )
 
 

@@ -54,6 +54,39 @@ def test_in_float32_a_rule_is_torchs(name: str, dtype: torch.dtype) -> None:
     assert error <= (0.03 * moved if "Muon" in name else 1e-5)
 
 
+@pytest.mark.parametrize("preset", ["float32", "lean"])
+def test_muon_steps_groups_of_adamw_as_adamw_does(preset: str) -> None:
+    starts = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((70, 96), (50, 96), (96,))]
+    ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "preset": preset, "seed": 3}
+    rest = {"params": ours[1:], "rule": "adamw", "betas": (0.8, 0.9), "eps": 1e-6}
+    muon = optim.Muon([{"params": ours[:1]}, rest], **options)
+    # The same numbers of parameters, which noise goes by.
+    alone = [optim.Muon(theirs[:1], **options), optim.AdamW(theirs, betas=(0.8, 0.9), eps=1e-6, **options)]
+    for step in range(4):
+        for p, r in zip(ours, theirs, strict=True):
+            draw = torch.Generator().manual_seed(step)
+            for each in (p, r):
+                each.grad = torch.randn(p.shape, generator=draw.manual_seed(step))
+                for hook in (each._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+                    hook(each)
+        muon.step()
+        first = theirs[0].detach().clone()
+        alone[1].gradients.held.pop(theirs[0], None)
+        theirs[0].grad = None
+        alone[1].step()
+        assert torch.equal(theirs[0], first)
+        for optimizer in (muon, *alone):
+            optimizer.zero_grad()
+    for p, r in zip(ours[1:], theirs[1:], strict=True):
+        assert torch.equal(p, r)
+    with pytest.raises(ValueError, match="rule='lion'; give 'muon' or 'adamw'"):
+        optim.Muon([{"params": ours[:1], "rule": "lion"}])
+    again = optim.Muon([{"params": ours[:1]}, {"params": ours[1:], "rule": "adamw"}], **options)
+    again.load_state_dict(muon.state_dict())
+    assert again.param_groups[1]["rule"] == "adamw" and set(again.state[ours[2]]) == set(muon.state[ours[2]])
+
+
 def test_lion_is_its_formula() -> None:
     p = nn.Parameter(torch.randn(70, 96, generator=torch.Generator().manual_seed(0)))
     optimizer = optim.Lion([p], lr=1e-2, weight_decay=0.1, preset="float32")

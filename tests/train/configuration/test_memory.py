@@ -17,11 +17,14 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", *PRESETS, "lion-lean", "sgd-balanced"])
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise"])
+@pytest.mark.parametrize("optimizer", ["adamw", *PRESETS, "lion-lean", "sgd-balanced", "muon-lean"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise", "mxfp8 until 50%, bf16"]
+)
 def test_bytes_are_those_of_live_tensors(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
     config = make_config(optimizer=optimizer, recipe=recipe, batch=1, sequence=16)
-    learner = TorchLearner(config, recipe_name.find(recipe), 256)
+    first, *later = recipe_name.parts(recipe)
+    learner = TorchLearner(config, first.recipe, 256)
     learner.step(torch.randint(256, (1, 1, 17)).numpy(), 1e-3)
     parameters = list(learner.model.parameters())
     scales = [value for name, value in learner.model.named_buffers() if name.endswith("weight_scale")]
@@ -30,7 +33,7 @@ def test_bytes_are_those_of_live_tensors(make_config: MakeConfig, optimizer: str
     gradients = [p.grad for p in parameters if p.grad is not None]
     gradients += [t for each in held.values() for t in (each.codes, each.scale)]
     states = [t for state in own.state.values() for name, t in state.items() if name not in ("step", "amax")]
-    expected = memory.trained(MODELS["nano"], 256, optimizer, recipe_name.find(recipe), config.dtype)
+    expected = memory.trained(MODELS["nano"], 256, optimizer, first.recipe, config.dtype, alone=not later)
     assert expected.weight == bytes_of([*parameters, *scales])
     assert expected.gradient == bytes_of(gradients)
     assert expected.beside + expected.moments == bytes_of(states)

@@ -47,6 +47,9 @@ FOUR, EIGHT = "four", "eight"
 MODELS.setdefault(PAIR, replace(MODELS["nano"], layers=2, groups=2))
 MODELS.setdefault(FOUR, replace(MODELS[PAIR], layers=4))
 MODELS.setdefault(EIGHT, replace(MODELS[PAIR], layers=8))
+#: One whose columns are divided in blocks of 64.
+BROAD = "broad"
+MODELS.setdefault(BROAD, replace(MODELS[PAIR], head_dim=64))
 #: Parts of models that the first lacks: biases and two norms side by side; a tied head, norms of heads and after parts.
 MODELS.setdefault("pair-neox", replace(MODELS[PAIR], **NEOX))
 MODELS.setdefault("pair-gemma", replace(MODELS[PAIR], qk_norm="RMSNorm", windows=(7, -1), **GEMMA2))

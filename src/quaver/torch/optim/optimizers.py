@@ -45,13 +45,18 @@ class Adam(Optimizer):
         group.setdefault("steady_betas", tuple(group["betas"]))
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
-        b1, b2 = group["betas"]
-        # The bound is that of betas that stay: a schedule which moves them, as OneCycleLR does, has updates beyond it.
-        steady = tuple(group.get("steady_betas", (b1, b2))) == (b1, b2)
-        if not steady and isinstance(group, dict):
-            group["steady_betas"] = ()
-        held = preset.clamp and b1**2 < b2 < 1 and steady
-        return adam.Adam(self.decoupled, held, group["maximize"])
+        return rule_of_adam(group, preset, self.decoupled)
+
+
+def rule_of_adam(group: Mapping[str, Any], preset: Preset, decoupled: bool) -> Rule:
+    """Adam's formula for a group, with the bound of its updates while that is known."""
+    b1, b2 = group["betas"]
+    # The bound is that of betas that stay: a schedule which moves them, as OneCycleLR does, has updates beyond it.
+    steady = tuple(group.get("steady_betas", (b1, b2))) == (b1, b2)
+    if not steady and isinstance(group, dict):
+        group["steady_betas"] = ()
+    held = preset.clamp and b1**2 < b2 < 1 and steady
+    return adam.Adam(decoupled, held, group["maximize"])
 
 
 class AdamW(Adam):
@@ -123,7 +128,8 @@ class SGD(Optimizer):
 
 
 class Muon(Optimizer):
-    """Muon, of matrices; give all else to another optimizer. See `quaver.torch.optim.rules.muon`."""
+    """Muon, of matrices; a parameter group with `rule="adamw"` steps by AdamW, with `betas` and `eps`: embeddings,
+    heads, norms and biases belong there. See `quaver.torch.optim.rules.muon`."""
 
     def __init__(
         self,
@@ -134,22 +140,33 @@ class Muon(Optimizer):
         nesterov: bool = True,
         adjust_lr_fn: str = "original",
         *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
         preset: str | Preset = "balanced",
         maximize: bool = False,
         **others: Any,
     ) -> None:
         if adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; give 'original' or 'match_rms_adamw'")
-        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        options["nesterov"] = nesterov
-        options |= {"adjust_lr_fn": adjust_lr_fn, "maximize": maximize, "preset": preset}
-        super().__init__(params, options, **others)
+        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        options |= {"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "rule": "muon"}
+        super().__init__(params, {**options, "maximize": maximize, "preset": preset}, **others)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        rule = param_group.get("rule", self.defaults["rule"])
+        if rule not in ("muon", "adamw"):
+            raise ValueError(f"a group of Muon was given rule={rule!r}; give 'muon' or 'adamw'")
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            if p.dim() != 2:
-                raise ValueError(f"Muon steps matrices, and a parameter has shape {tuple(p.shape)}; give it to AdamW")
+        group = self.param_groups[-1]
+        group.setdefault("steady_betas", tuple(group["betas"]))
+        for p in group["params"]:
+            if rule == "muon" and p.dim() != 2:
+                raise ValueError(
+                    f"Muon steps matrices, and a parameter has shape {tuple(p.shape)}; give it to AdamW, or put it in "
+                    "a parameter group with rule='adamw'"
+                )
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
+        if group["rule"] == "adamw":
+            return rule_of_adam(group, preset, decoupled=True)
         return muon.Muon(group["nesterov"], adjust=group["adjust_lr_fn"], maximize=group["maximize"])

@@ -41,7 +41,7 @@ class TrainConfig:
     sequence: Annotated[int, "tokens in a sequence"] = 128
     accumulate: Annotated[int, "micro-batches in a step"] = 1
 
-    optimizer: Annotated[str, "adamw: torch's; states in few bits: lean, balanced, exact, lion-lean, ..."] = "adamw"
+    optimizer: Annotated[str, "adamw: torch's; states in few bits: lean, balanced, exact, muon-lean, ..."] = "adamw"
     lr: Annotated[float, "highest learning rate; 0: the model's own"] = 0.0
     final_lr: Annotated[float, "learning rate at the end of the cosine, as a fraction of the highest"] = 0.0
     warmup: Annotated[int, "steps of linear warm-up"] = 30

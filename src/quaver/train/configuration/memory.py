@@ -38,15 +38,21 @@ def available() -> int:
     return min(limits)
 
 
-def trained(sizes: ModelConfig, vocab: int, optimizer: str, recipe: Recipe, dtype: str) -> Footprint:
-    """What a model's weights take in training, with their gradients and all that the optimizer keeps."""
+def trained(
+    sizes: ModelConfig, vocab: int, optimizer: str, recipe: Recipe, dtype: str, alone: bool = True
+) -> Footprint:
+    """What a model's weights take in training, with their gradients and all that the optimizer keeps.
+
+    Args:
+        alone: as `Chosen.weights` takes it.
+    """
     chosen = optimizer_name.find(optimizer)
-    moments = optimizer_name.RULES[chosen.rule]
-    layers, kept = projections(sizes), chosen.weights(recipe, dtype)
+    layers, kept = projections(sizes), chosen.weights(recipe, dtype, alone)
     whole = NOTHING
     for name, shape in parameters(sizes, vocab).items():
         number = math.prod(shape)
         of_layer = name.removesuffix(".weight") in layers
+        moments = chosen.moments[0 if of_layer else 1]
         codes = of_layer and kept == "codes"
         small = len(shape) < 2 or (number < SMALL and not codes) or name == "embedding.weight"
         if chosen.preset is None or small:
@@ -67,8 +73,9 @@ def check(config: TrainConfig, vocab: int, ranks: int = 1) -> None:
     ranks has a part of it, and of the weights.
     """
     sizes = MODELS[config.model]
-    recipe = recipe_name.parts(config.recipe)[0].recipe
-    weights = trained(sizes, vocab, config.optimizer, recipe, config.dtype).total
+    first, *later = recipe_name.parts(config.recipe)
+    alone = ranks == 1 and not later
+    weights = trained(sizes, vocab, config.optimizer, first.recipe, config.dtype, alone).total
     tokens = config.batch * config.sequence
     at_once = min(tokens, config.loss_chunk or tokens)
     batch = 8 * config.accumulate * tokens + 8 * at_once * padded(vocab) + 2 * tokens * sizes.dim * sizes.layers

@@ -2,8 +2,10 @@
 
 adamw              torch's fused AdamW, all in float32
 PRESET             AdamW over a row of `quaver.core.states.presets.PRESETS`: lean, balanced, exact, ...
-RULE-PRESET        another rule over it: lion-lean, sgd-balanced, adam-exact
-RULE               that rule with states in float32: lion, sgd, adam
+RULE-PRESET        another rule over it: lion-lean, sgd-balanced, adam-exact, muon-lean
+RULE               that rule with states in float32: lion, sgd, adam, muon
+
+Muon steps the matrices of layers, and AdamW the rest.
 """
 
 from dataclasses import dataclass
@@ -14,8 +16,8 @@ from quaver.core.text.spelling import suggest
 
 #: What a run has where nothing else is asked for.
 TORCH = "adamw"
-#: By rule, how many moments a parameter has.
-RULES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1}
+#: By rule, how many moments a matrix of a layer has.
+RULES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "muon": 1}
 #: Formats whose codes are a parameter that takes a gradient.
 EIGHT_BITS = ("e4m3", "e5m2")
 
@@ -27,16 +29,24 @@ class Chosen:
     rule: str
     preset: Preset | None
 
-    def weights(self, recipe: Recipe, dtype: str) -> str:
+    def weights(self, recipe: Recipe, dtype: str, alone: bool = True) -> str:
         """What matrices between embedding and head are kept as: "codes", "bfloat16" or "float32".
 
         Args:
             dtype: of the run; bfloat16 is that of weights under autocast alone.
+            alone: whether a single process trains under a single recipe. Ranks have parts of weights that are floats,
+                and codes are of one recipe.
         """
         kept = "float32" if self.preset is None else self.preset.weights
-        if kept == "codes" and recipe.quantizes:
+        if kept == "codes" and recipe.quantizes and alone:
             return kept
         return "float32" if dtype == "float32" else self.others(dtype)
+
+    @property
+    def moments(self) -> tuple[int, int]:
+        """How many moments a matrix of a layer has, and how many anything else."""
+        own = RULES[self.rule]
+        return own, 2 if self.rule == "muon" else own
 
     def others(self, dtype: str) -> str:
         """What other matrices are kept as, such as the head's: "bfloat16" or "float32"."""
@@ -60,7 +70,7 @@ def find(text: str) -> Chosen:
 
 
 def check(text: str, recipe: Recipe) -> None:
-    """Raise a ValueError if a recipe's weights cannot be kept as the optimizer keeps them."""
+    """Raise a ValueError if the weights of a run's one recipe cannot be kept as the optimizer keeps them."""
     preset = find(text).preset
     if preset is None or preset.weights != "codes" or not recipe.quantizes:
         return

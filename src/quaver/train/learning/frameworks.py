@@ -7,9 +7,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from quaver.core.spec import Recipe
-from quaver.core.text.given import shown
+from quaver.core.states.footprint import SMALL
 from quaver.train.configuration import optimizer_name, recipe_name
 from quaver.train.configuration.config import TrainConfig
+from quaver.train.configuration.parameter_table import projections
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning import mesh, ranks
 from quaver.train.learning.learner import Learner
@@ -17,6 +18,8 @@ from quaver.train.learning.ranks import Alone, Ranks
 
 #: What to install for each.
 EXTRAS = {"torch": "train", "jax": "train-jax"}
+#: Matrices of a layer whose columns tensor parallelism divides.
+ROWS = ("o_proj", "down_proj")
 
 
 @contextmanager
@@ -72,20 +75,43 @@ def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
     """Raise a ValueError for what a run with another optimizer than torch's cannot do."""
     if config.optimizer == optimizer_name.TORCH:
         return
-    optimizer_name.check(config.optimizer, recipe)
-    preset = optimizer_name.find(config.optimizer).preset
-    if preset is not None and preset.weights == "codes" and len(recipe_name.parts(config.recipe)) > 1:
-        raise ValueError(
-            f"optimizer {config.optimizer} keeps weights as codes of one recipe, and {shown(config.recipe)} changes "
-            "over the run; take --optimizer exact, or one recipe"
-        )
     instead = f"take --optimizer {optimizer_name.TORCH}"
     if config.framework == "jax":
         raise ValueError(f"JAX has no optimizer {config.optimizer} yet; {instead}, or --framework torch")
-    if ranks.world() > 1:
-        raise ValueError(f"optimizer {config.optimizer} trains in a single process yet; {instead} on several ranks")
     if config.capture != "none":
         raise ValueError(f"optimizer {config.optimizer} cannot be recorded yet; {instead}, or leave --capture out")
+    if ranks.world() > 1:
+        check_in_parts(config, mesh.sizes_of(config, recipe))
+    elif len(recipe_name.parts(config.recipe)) == 1:
+        optimizer_name.check(config.optimizer, recipe)
+
+
+def check_in_parts(config: TrainConfig, sizes: mesh.Sizes) -> None:
+    """Raise a ValueError if ranks cannot step their parts of matrices by themselves."""
+    chosen = optimizer_name.find(config.optimizer)
+    preset, parts = chosen.preset, sizes.fsdp * sizes.cp * sizes.tp
+    if preset is None or parts == 1:
+        return
+    lies = f"{parts} ranks have parts of each matrix"
+    if chosen.rule == "muon":
+        raise ValueError(
+            f"optimizer {config.optimizer} orthogonalizes whole matrices, and {lies}; leave --fsdp, --cp and --tp out, "
+            "as a pipeline does (--pp), or take --optimizer lean or lion-lean"
+        )
+    specs = [spec for spec in (preset.first, preset.second)[: chosen.moments[0]] if spec.of.scaled]
+    if any(spec.block is None for spec in specs):
+        raise ValueError(
+            f"optimizer {config.optimizer} has one scale for a whole matrix, and {lies}; take one with scales of "
+            "blocks: lean, balanced or exact"
+        )
+    block = max((spec.block or 1 for spec in specs), default=1)
+    for name, (rows, columns) in projections(MODELS[config.model]).items():
+        divided = sizes.tp > 1 and name.endswith(ROWS) and rows * columns >= SMALL
+        if divided and columns % (block * sizes.tp):
+            raise ValueError(
+                f"tp is {sizes.tp}, which divides the {columns} columns of {name}, and optimizer {config.optimizer} "
+                f"has a scale for each {block}; give --tp a smaller number, or take --optimizer exact"
+            )
 
 
 def check_for_ranks(config: TrainConfig) -> None:

@@ -50,6 +50,8 @@ def take_up(path: Path, trained: Learner, ranks: Ranks, facts: dict[str, Any], c
     check_steps(path, saved.step, config, said)
     # Others look at what they are given themselves: codes and residuals are theirs alone.
     wrong = misfits(saved, trained, config, vocab, "recipe" in changed) if config.optimizer == TORCH else []
+    if config.optimizer != TORCH:
+        check_form(path, saved, trained)
     try:
         if wrong:
             raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
@@ -67,6 +69,19 @@ def take_up(path: Path, trained: Learner, ranks: Ranks, facts: dict[str, Any], c
             stacklevel=2,
         )
     return saved.step
+
+
+def check_form(path: Path, saved: Saved, trained: Learner) -> None:
+    """Raise a CheckpointError if matrices were kept as codes and are floats here, or the other way round."""
+    were, are = (any(name.endswith(".weight_scale") for name in names) for names in (saved.model, trained.names()))
+    if were == are:
+        return
+    codes = "of a single process under a single recipe keeps matrices as codes"
+    floats = "of several ranks, or of recipes that change, keeps them in bfloat16"
+    raise CheckpointError(
+        f"a run {codes if were else floats}, as the checkpoint {path} has them, and one {floats if were else codes}, "
+        "as this one would: go on as the run began, or give another --out; with --optimizer exact both keep the same"
+    )
 
 
 def misfits(saved: Saved, trained: Learner, config: TrainConfig, vocab: int, other_recipe: bool) -> list[str]:

@@ -130,6 +130,12 @@ class Gradients:
         """Multiply gradients so that their norm is at most `largest`; returns the norm before, float32 []."""
         parameters = list(parameters)
         norm = self.norm(parameters, order)
+        self.hold_to(parameters, largest, norm)
+        return norm
+
+    @torch.no_grad()
+    def hold_to(self, parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
+        """Multiply gradients by what brings `norm`, float32 [], to at most `largest`."""
         parameters = [p for p in parameters if p.grad is not None or p in self.held]
         # Where one of them is NaN the others stay: then it can be told which.
         factor = (largest / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
@@ -140,7 +146,6 @@ class Gradients:
                 layout.local(p.grad).mul_(factor.to(p.grad.device))
             else:
                 held.factor = factor if held.factor is None else held.factor * factor
-        return norm
 
     def norm(self, parameters: Iterable[Tensor], order: float = 2.0) -> Tensor:
         """The norm of gradients, as the step will see them, of all ranks' parts: float32 [], the same on all ranks.

@@ -109,11 +109,15 @@ def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
     return qt.convert(model, recipe, skip=["head"] if model.head is not None else [], seed=seed)
 
 
-def prepare(model: Decoder, recipe: Recipe, config: TrainConfig) -> Report:
-    """`quantize_layers`, and the weights in the form in which the run's optimizer keeps them."""
+def prepare(model: Decoder, recipe: Recipe, config: TrainConfig, alone: bool) -> Report:
+    """`quantize_layers`, and the weights in the form in which the run's optimizer keeps them.
+
+    Args:
+        alone: as `Chosen.weights` takes it.
+    """
     report = quantize_layers(model, recipe, config.seed)
     chosen = optimizer_name.find(config.optimizer)
-    if chosen.weights(recipe, config.dtype) == "codes":
+    if chosen.weights(recipe, config.dtype, alone) == "codes":
         for name in report.converted:
             spec = storing.weight_spec(recipe)
             assert spec is not None

@@ -10,6 +10,7 @@ import torch
 from quaver.core.spec import Recipe
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
+from quaver.torch.linear.stored.stored import SCALES
 from quaver.torch.model.weights.freezing import frozen
 from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import TrainConfig
@@ -47,7 +48,9 @@ class Decoding:
         sizes = MODELS[config.model]
         self.model = build(sizes, vocab, config.seed, self.device).eval()
         own = recipe_name.parts(config.recipe)[-1].recipe
-        prepare(self.model, own, config)
+        # Ranks, and a schedule of recipes, keep weights as floats where a single process keeps codes.
+        codes = any(name.endswith(SCALES[0]) for name in saved.model)
+        prepare(self.model, own, config, alone=codes)
         if recipe != own:
             quantize_layers(self.model, recipe, config.seed)
         try:

@@ -11,6 +11,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.model.graph import CapturedStep
 from quaver.torch.model.weights.freezing import frozen
 from quaver.torch.optim import Optimizer
+from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.learner import Tensors
@@ -41,10 +42,10 @@ class TorchLearner:
         self.model = build(sizes, vocab, config.seed, self.device, config.recompute)
         self.recipe = recipe
         if group is None:
-            self.conversion = prepare(self.model, recipe, config)
+            self.conversion = prepare(self.model, recipe, config, len(recipe_name.parts(config.recipe)) == 1)
         else:
             self.conversion = parallelize(self.model, recipe, config, group)
-        self.optimizer = optimizer_of(self.model, config)
+        self.optimizer = optimizer_of(self.model, config, 0 if group is None else group.mesh.get_local_rank("pp"))
         self.update = Update(self.model, self.optimizer, config, group)
         self._run = self._runner()
 

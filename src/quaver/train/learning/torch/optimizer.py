@@ -12,22 +12,36 @@ from quaver.train.configuration import optimizer_name
 from quaver.train.configuration.config import TrainConfig
 
 
-def optimizer_of(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that a run names; see `quaver.train.configuration.optimizer_name`."""
+def optimizer_of(model: nn.Module, config: TrainConfig, stage: int = 0) -> torch.optim.Optimizer:
+    """The optimizer that a run names; see `quaver.train.configuration.optimizer_name`.
+
+    Args:
+        stage: of a pipeline, whose noise is its own.
+    """
     chosen = optimizer_name.find(config.optimizer)
     if chosen.preset is None:
         return adamw(model, config)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    kinds: dict[str, list[Tensor]] = {"matrices": [], "embedding": [], "vectors": []}
+    head = getattr(model, "head", None)
+    heads = {id(head.weight)} if head is not None and chosen.rule == "muon" else set()
+    kinds: dict[str, list[Tensor]] = {"matrices": [], "head": [], "embedding": [], "vectors": []}
     for p in model.parameters():
-        kinds["embedding" if id(p) in tables else "matrices" if p.ndim >= 2 else "vectors"].append(p)
+        kind = "embedding" if id(p) in tables else "head" if id(p) in heads else "matrices"
+        kinds[kind if p.ndim >= 2 else "vectors"].append(p)
     of_kind: dict[str, dict[str, Any]] = {"embedding": {"preset": "float32"}, "vectors": {"weight_decay": 0.0}}
+    if chosen.rule == "muon":
+        of_kind = {kind: of_kind.get(kind, {}) | {"rule": "adamw"} for kind in ("head", "embedding", "vectors")}
     groups = [{"params": own, **of_kind.get(kind, {})} for kind, own in kinds.items() if own]
-    options: dict[str, Any] = {"weight_decay": config.weight_decay, "preset": chosen.preset, "seed": config.seed}
+    options: dict[str, Any] = {"weight_decay": config.weight_decay, "preset": chosen.preset}
+    options["seed"] = config.seed + (stage << 32)
+    betas = (config.beta1, config.beta2)
+    if chosen.rule == "muon":
+        # Updates of AdamW's size: one learning rate serves both.
+        return optim.Muon(groups, 0.0, adjust_lr_fn="match_rms_adamw", betas=betas, **options)
     if chosen.rule == "sgd":
         return optim.SGD(groups, 0.0, config.beta1, **options)
     rules = {"adamw": optim.AdamW, "adam": optim.Adam, "lion": optim.Lion}
-    return rules[chosen.rule](groups, 0.0, (config.beta1, config.beta2), **options)
+    return rules[chosen.rule](groups, 0.0, betas, **options)
 
 
 def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

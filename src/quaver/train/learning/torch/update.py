@@ -83,9 +83,21 @@ class Update:
 
     def clip(self, largest: float) -> Tensor:
         """Have the gradients' norm be at most `largest`; returns the norm before."""
-        if isinstance(self.optimizer, Optimizer):
+        if not isinstance(self.optimizer, Optimizer):
+            return clip_gradients(self.model, largest, self.group)
+        if self.group is None or self.group.sizes.pp == 1:
             return self.optimizer.clip_grad_norm_(largest)
-        return clip_gradients(self.model, largest, self.group)
+        return clip_stages(self.model, self.optimizer, largest, self.group)
+
+
+def clip_stages(model: nn.Module, optimizer: Optimizer, largest: float, group: Group) -> Tensor:
+    """`clip_gradients` of a rank's stages, whose gradients may be in codes."""
+    parameters = [*model.parameters()]
+    every = group.of_all(optimizer.gradients.norm(parameters).to(group.device))
+    # All ranks of a stage have its norm; a pipeline's dimension is the outermost.
+    norm = torch.linalg.vector_norm(every.view(group.sizes.pp, -1)[:, 0])
+    optimizer.gradients.hold_to(parameters, largest, norm)
+    return norm
 
 
 def clip_gradients(model: nn.Module, largest: float, group: Group | None) -> Tensor:

@@ -1,7 +1,8 @@
 """What makes a decoder the decoder of many ranks, in the order in which it is done."""
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from quaver.core.converting.conversion import Report
@@ -21,7 +22,7 @@ from quaver.torch.parallel import (
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.pipelines import ORDERS
 from quaver.train.learning.mesh import check_words
-from quaver.train.learning.torch.decoder import Decoder, quantize_layers
+from quaver.train.learning.torch.decoder import Decoder, prepare, quantize_layers
 from quaver.train.learning.torch.parallel.group import Group
 from quaver.train.learning.torch.parallel.pipeline import Pipeline
 
@@ -36,7 +37,7 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
     4. `stage`, where pp is given: each rank keeps the layers of its stages, which are one or several.
     5. `gather_quantized`: torch's fully_shard will gather the layers' weights as codes and scales, in parts or whole.
     6. `fully_shard`, layer by layer and then what is left: weights, gradients and moments are divided among the ranks
-       of fsdp and of cp.
+       of fsdp and of cp. Where the optimizer keeps matrices in bfloat16, norms and embedding are units of their own.
 
     Args:
         model: with the same values on every rank.
@@ -44,7 +45,7 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
     Returns:
         What the recipe was applied to.
     """
-    report = quantize_layers(model, recipe, config.seed)
+    report = prepare(model, recipe, config, alone=False)
     if group.sizes.tp > 1:
         check_words(model.embedding.num_embeddings, group.sizes.tp)
         parallelize_module(model, group.mesh["tp"], plan(model, config.sp), src_data_rank=None)
@@ -58,12 +59,44 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
         gather_quantized(model, mesh=group.mesh["data"])
     # Parts of a backward that are run apart would each gather a layer anew: it stays gathered until its stage is done.
     reshards = False if group.sizes.pp > 1 and ORDERS[config.pp_schedule].splits else None
-    for layer in model.layers:
-        fully_shard(layer, mesh=group.mesh["data"], reshard_after_forward=reshards)
+    for unit in (*model.layers, *wholes):
+        shard(unit, group, reshards)
     for whole in wholes:
-        fully_shard(whole, mesh=group.mesh["data"], reshard_after_forward=reshards)
         group.watch(whole)
     return report
+
+
+def shard(unit: nn.Module, group: Group, reshards: bool | None) -> None:
+    """fully_shard what it has not of a module yet. It wants gradients of one dtype in a unit: beside matrices in
+    bfloat16 each module of float32 is a unit of its own, and biases become bfloat16."""
+    mesh, held = group.mesh["data"], set()
+    for name, module in unit.named_modules():
+        if name and (isinstance(module, FSDPModule) or name.rpartition(".")[0] in held):
+            held.add(name)
+    left = [(module, p) for name, module in unit.named_modules() if name not in held for p in own(module)]
+    dtypes = {p.dtype for _, p in left}
+    if len(dtypes) > 1:
+        for module in dict.fromkeys(module for module, _ in left):
+            kinds = {p.dtype for p in own(module)}
+            if torch.bfloat16 not in kinds:
+                fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
+            elif len(kinds) > 1:
+                narrow(module)
+    # Sums of gradients over ranks are in float32 all the same.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if torch.bfloat16 in dtypes else MixedPrecisionPolicy()
+    fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
+
+
+def own(module: nn.Module) -> list[nn.Parameter]:
+    """A module's own parameters."""
+    return [p for p in module._parameters.values() if p is not None]
+
+
+def narrow(module: nn.Module) -> None:
+    """Make a module's parameters bfloat16; an optimizer in few bits keeps of small ones what float32 has more."""
+    for name, p in module._parameters.items():
+        if p is not None and p.dtype is torch.float32:
+            module._parameters[name] = nn.Parameter(p.detach().bfloat16())
 
 
 def change_recipe(model: Decoder, recipe: Recipe, config: TrainConfig, group: Group) -> Report:

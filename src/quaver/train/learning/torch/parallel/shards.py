@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from quaver.torch.optim import Optimizer
 from quaver.torch.parallel import agree_histories
 from quaver.train.learning.torch.optimizer import load_state, state_of
 
@@ -54,7 +55,7 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     Raises: ValueError for what does not fit.
     """
     of_model = model.state_dict()
-    of_optimizer = fresh(model)
+    of_optimizer = fresh(model, optimizer)
     whole = {**of_model, **of_optimizer}
     try:
         dcp.load(whole, storage_reader=HuggingFaceStorageReader(str(folder)))
@@ -70,9 +71,15 @@ def in_short(error: CheckpointException) -> str:
     return f"rank {rank}: {' '.join(str(failure).split())[:300]}"
 
 
-def fresh(model: nn.Module) -> dict[str, Tensor]:
-    """AdamW's state before the first step, under the names of `state_of` and divided as the parameters are."""
+def fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state before the first step, under the names of `state_of` and divided as the parameters are."""
     state: dict[str, Tensor] = {}
+    if isinstance(optimizer, Optimizer):
+        names = {p: name for name, p in model.named_parameters()}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state |= {f"{names[p]}/{key}": value for key, value in optimizer.first_state(p, group).items()}
+        return state
     for name, value in model.state_dict().items():
         if name in dict(model.named_parameters()):
             state[f"{name}/step"] = torch.zeros((), dtype=torch.float32, device="cpu")

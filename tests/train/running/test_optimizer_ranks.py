@@ -1,0 +1,143 @@
+"""`--optimizer` on several ranks: the single process's losses, resumed bit for bit on as many ranks and on others."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quaver.core.states.presets import PRESETS
+from quaver.train.configuration.config import TrainConfig
+from quaver.train.records import checkpoint
+from quaver.train.records.checkpoint import CheckpointError
+from quaver.train.running.generation import generate
+from quaver.train.running.loop import run_training
+from tests.train.conftest import MakeConfig
+from tests.train.running.test_ranks import BROAD, farthest, losses_of, norms, plain, recorded, start
+
+COMMON: dict[str, Any] = {"batch": 4, "final_lr": 1.0, "keep": 0, "steps": 6}
+COMMON |= {"checkpoint_every": 3, "validate_every": 3}
+#: By optimizer, the recipe that it trains under here.
+BITWISE = {"exact": "mxfp8", "balanced": "mxfp8", "lean": "mxfp8", "coat": "tensorwise", "lion-lean": "bf16"}
+
+
+def begun(config: TrainConfig, source: TrainConfig) -> TrainConfig:
+    """A run's folder as another run had it after step 3."""
+    shutil.copytree(source.out, config.out)
+    shutil.rmtree(Path(config.out) / "step-000006")
+    return config
+
+
+@pytest.fixture
+def floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single process keeps matrices as ranks do: in bfloat16 where it would keep codes."""
+    for name in ("lean", "balanced"):
+        monkeypatch.setitem(PRESETS, name, replace(PRESETS[name], weights="bfloat16"))
+
+
+def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig, tmp_path: Path, floats: None) -> None:
+    # Without clipping no norm, whose sum is in another order, comes into the weights.
+    same = {
+        name: make_config(name, fsdp=2, optimizer=name, recipe=recipe, clip=0.0, **COMMON)
+        for name, recipe in BITWISE.items()
+    }
+    clipped = make_config("clipped", fsdp=2, optimizer="lean", recipe="mxfp8", clip=0.1, async_save=True, **COMMON)
+    halves = [replace(clipped, out=str(tmp_path / "halves"), steps=steps) for steps in (3, 6)]
+    biased = make_config("biased", fsdp=2, optimizer="lean", model="pair-neox", **COMMON | {"steps": 3})
+    start([*same.values(), clipped, *halves, biased], tmp_path / "two", 2)
+
+    # Both ranks' parts of a batch, one after the other: the same sums.
+    one = {"batch": 2, "accumulate": 2}
+    for name, config in same.items():
+        whole = plain(config, f"{name}-one", **one)
+        run_training(whole)
+        assert losses_of(recorded(whole)) == losses_of(recorded(config)), name
+        ours, its = (checkpoint.load(Path(c.out) / "step-000006", {}) for c in (whole, config))
+        for tensors, others in ((ours.model, its.model), (ours.optimizer, its.optimizer)):
+            assert tensors.keys() == others.keys()
+            for tensor, value in tensors.items():
+                np.testing.assert_array_equal(others[tensor], value, f"{name}: {tensor}")
+    assert recorded(halves[1]) == recorded(clipped), "a resumed run is the one never stopped"
+    whole = plain(clipped, "clipped-one", **one)
+    run_training(whole)
+    assert norms(whole)[0] == pytest.approx(norms(clipped)[0], rel=1e-6) and min(norms(whole)) > 0.1
+    assert norms(whole) == pytest.approx(norms(clipped), rel=1e-2)
+    assert farthest(losses_of(recorded(whole)), losses_of(recorded(clipped))) < 1e-3
+    whole = plain(biased, "biased-one", **one)
+    run_training(whole)
+    # Biases beside matrices in bfloat16 are bfloat16 there, and float32 here.
+    assert farthest(losses_of(recorded(whole)), losses_of(recorded(biased))) < 5e-3
+    assert generate(Path(clipped.out), "3 times", tokens=3, device="cpu").tokens
+
+    # On as many ranks as one, from where two were: the numbers that are kept are the same.
+    back = begun(plain(clipped, "back"), clipped)
+    run_training(back, resume=True)
+    assert farthest(losses_of(recorded(clipped)), losses_of(recorded(back))) < 1e-2
+
+
+def test_ranks_that_share_layers_go_on_on_others(make_config: MakeConfig, tmp_path: Path) -> None:
+    common = COMMON | {"sequence": 64, "model": BROAD, "dtype": "float32"}
+    narrow = common | {"dtype": "bfloat16", "recipe": "mxfp8"}
+    grid = make_config("grid", fsdp=2, tp=2, optimizer="exact", **common | {"steps": 3})
+    lean = make_config("lean", fsdp=2, tp=2, sp=True, optimizer="lean", **narrow)
+    halves = [replace(lean, out=str(tmp_path / "halves"), steps=steps) for steps in (3, 6)]
+    staged = make_config("staged", pp=2, fsdp=2, optimizer="lean", **narrow | {"batch": 2, "accumulate": 2, "steps": 3})
+    start([grid, lean, *halves, staged], tmp_path / "of-four", 4)
+    assert recorded(halves[1]) == recorded(lean), "a resumed run is the one never stopped"
+
+    layers, batches, piped = (
+        begun(replace(lean, out=str(tmp_path / name), **{"fsdp": 1, "tp": 1, "sp": False} | options), lean)
+        for name, options in (
+            ("layers", {"tp": 2, "sp": True}),
+            ("batches", {"fsdp": 2}),
+            ("piped", {"pp": 2, "batch": 2, "accumulate": 2}),
+        )
+    )
+    turned = make_config("turned", pp=2, optimizer="muon-lean", **narrow | {"batch": 2, "accumulate": 2, "steps": 3})
+    start([layers, batches, piped, turned], tmp_path / "of-two", 2)
+    for config in (layers, batches, piped):
+        # A gradient of 64 columns on a rank has scales of its own, and a stage has noise of its own.
+        assert farthest(losses_of(recorded(lean)), losses_of(recorded(config))) < 1e-2, config.out
+    for config in (grid, lean, staged, turned):
+        one = plain(config, f"{Path(config.out).name}-one")
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("lean", "balanced"):
+                patch.setitem(PRESETS, name, replace(PRESETS[name], weights="bfloat16"))
+            run_training(one)
+        bound = 1e-5 if config is grid else 2e-2
+        assert farthest(losses_of(recorded(one)), losses_of(recorded(config))) < bound, config.out
+        assert norms(one)[0] == pytest.approx(norms(config)[0], rel=1e-5 if config is grid else 1e-2), config.out
+        assert norms(one) == pytest.approx(norms(config), rel=0.1), config.out
+
+
+def test_codes_and_floats_are_told_apart(make_config: MakeConfig) -> None:
+    alone = make_config("alone", optimizer="lean", recipe="tensorwise", steps=2)
+    run_training(alone)
+    with pytest.raises(CheckpointError, match=r"a run of a single process .* keeps matrices as codes, as .* has them"):
+        run_training(replace(alone, recipe="tensorwise until 3, bf16", steps=4), resume=True)
+    changing = replace(alone, recipe="tensorwise until 1, bf16", out=f"{alone.out}-changing")
+    run_training(changing)
+    with pytest.raises(CheckpointError, match="a run of several ranks, or of recipes that change, keeps them in bfl"):
+        run_training(replace(changing, recipe="tensorwise", steps=4), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": "muon-lean"}, "muon-lean orthogonalizes whole matrices, and 2 ranks have parts of each matrix"),
+        ({"optimizer": "msamp"}, "optimizer msamp has one scale for a whole matrix, and 2 ranks have parts"),
+        ({"optimizer": "te", "cp": 2}, "optimizer te has one scale for a whole matrix, and 2 ranks have parts"),
+        ({"optimizer": "lean", "tp": 2, "model": "pair"}, "divides the 64 columns of layers.0.attention.o_proj, and"),
+        ({"optimizer": "lean", "framework": "jax"}, "JAX has no optimizer lean yet"),
+        ({"optimizer": "lean", "capture": "step"}, "optimizer lean cannot be recorded yet"),
+    ],
+)
+def test_what_ranks_cannot_step_is_said_before_anything_is_read(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=said):
+        run_training(make_config(recipe="tensorwise", **options))
