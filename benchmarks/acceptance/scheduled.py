@@ -210,9 +210,14 @@ def accept(plan: Plan, jobs: int, console: Console, folder: Path = results.FOLDE
         shown.add_row(*row)
     console.print(shown)
     console.print(done.verdict(), highlight=False)
-    for path in results.write(folder, "accept-schedule", machine.describe(), markdown(done), data(done)):
+    for path in results.write(folder, name_of(done.plan), machine.describe(), markdown(done), data(done)):
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return done
+
+
+def name_of(plan: Plan) -> str:
+    """What the results are written as; later seeds do not replace the first ones."""
+    return f"accept-schedule-from-seed-{plan.first}" if plan.first else "accept-schedule"
 
 
 def markdown(done: Scheduled) -> list[str]:

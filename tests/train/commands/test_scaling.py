@@ -1,15 +1,18 @@
 """`quaver plan --gpus`: a table, JSON, sentences; without torch, jax or a GPU."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from quaver import recipes
 from quaver.core.costs.decoder import llama
 from quaver.train.commands import cli
 from quaver.train.commands.cli import app
-from quaver.train.commands.scaling import OTHERS, PARTS, Cluster, cells, decoder, price
+from quaver.train.commands.scaling import OTHERS, PARTS, VOCAB, Cluster, cells, decoder, price
+from quaver.train.configuration import memory
 from quaver.train.configuration.parameter_table import projections
 from quaver.train.configuration.sizes import MODELS
 
@@ -50,6 +53,37 @@ def test_the_decoders_are_the_models() -> None:
         )
     assert decoder("llama3-8b") == llama("llama3-8b", 32, 4096, 32, 8, 128, 14_336)
     assert decoder("deepseek-v3-like") == OTHERS["deepseek-v3-like"]()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "exact", "balanced", "lean", "lion-lean", "sgd", "flashoptim"])
+@pytest.mark.parametrize("model", ["tiny", "125m", "8b"])
+@pytest.mark.parametrize("mesh", [{"gpus": 1}, {"gpus": 4}, {"gpus": 4, "fsdp": 2, "tp": 2}])
+def test_a_rank_keeps_its_part_of_what_live_tensors_take(mesh: dict[str, int], model: str, optimizer: str) -> None:
+    """`memory.trained`, which test_memory.py holds to live tensors, and test_optimizer_ranks.py to ranks' files."""
+    planned = price(model, "tensorwise", "h100", Cluster(**mesh), optimizer=optimizer)
+    whole = memory.trained(
+        MODELS[model], VOCAB, optimizer, recipes.get("tensorwise"), "bfloat16", alone=mesh["gpus"] == 1
+    )
+    # Norms are left out.
+    said = planned.recipe.memory["weights and optimizer"] * mesh["gpus"]
+    assert said == pytest.approx(whole.total, rel=5e-4) and said <= whole.total
+
+
+def test_optimizers_that_ranks_cannot_step_are_refused() -> None:
+    for options, said in (
+        (("--optimizer", "muon-lean", "--gpus", 8), "orthogonalizes whole matrices, and 8 ranks have parts"),
+        (("--optimizer", "msamp", "--gpus", 8), "has one scale for a whole matrix"),
+        (
+            ("--optimizer", "lean", "--model", "tiny", "--gpus", 4, "--tp", 4),
+            "which divides the 128 columns of layers.0",
+        ),
+        (("--optimizer", "leen", "--gpus", 8), "is not known; did you mean 'lean'"),
+    ):
+        result = quaver(*LLAMA, *options)
+        assert result.exit_code == 1 and re.search(said, result.stderr), (options, result.output)
+    result = quaver(*LLAMA, "--optimizer", "lean")
+    assert "--optimizer lean, 6.08 bytes a parameter of the blocks' matrices" in result.stdout, result.output
+    assert json.loads(quaver(*LLAMA, "--optimizer", "lean", "--json").stdout)["optimizer"] == "lean"
 
 
 def test_a_mixture_of_experts_is_planned() -> None:

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from quaver.core.states.presets import PRESETS
+from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import TrainConfig
+from quaver.train.configuration.memory import trained
+from quaver.train.configuration.sizes import MODELS
 from quaver.train.records import checkpoint
 from quaver.train.records.checkpoint import CheckpointError
 from quaver.train.running.generation import generate
@@ -55,6 +58,10 @@ def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig
         run_training(whole)
         assert losses_of(recorded(whole)) == losses_of(recorded(config)), name
         ours, its = (checkpoint.load(Path(c.out) / "step-000006", {}) for c in (whole, config))
+        kept = {**its.model, **its.optimizer}
+        held = [value.nbytes for tensor, value in kept.items() if not tensor.endswith("/step")]
+        expected = trained(MODELS["nano"], 256, name, recipe_name.find(config.recipe), "bfloat16", alone=False)
+        assert sum(held) == expected.total - expected.gradient, f"{name}: bytes of all ranks' parts"
         for tensors, others in ((ours.model, its.model), (ours.optimizer, its.optimizer)):
             assert tensors.keys() == others.keys()
             for tensor, value in tensors.items():

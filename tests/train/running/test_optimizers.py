@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from quaver.core.states.presets import PRESETS
 from quaver.torch.optim import Optimizer
 from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.learner import TorchLearner
 from quaver.train.records import parts
-from quaver.train.records.metrics import read
+from quaver.train.records.metrics import read, switches
 from quaver.train.running.generation import generate
 from quaver.train.running.loop import folder_of, run_training
 from tests.train.conftest import MakeConfig
@@ -78,6 +79,26 @@ def test_a_resumed_run_is_the_one_never_stopped(make_config: MakeConfig, optimiz
         assert (halted / "step-000006" / file).read_bytes() == (out / "step-000006" / file).read_bytes()
     for other in ("", "bf16"):
         assert generate(out, "3 times", tokens=3, recipe=other, device="cpu").tokens
+
+
+@pytest.mark.parametrize("optimizer", [*PRESETS, "lion-lean", "sgd", "muon-lean"])
+def test_a_run_is_resumed_before_and_after_its_recipe_changes(make_config: MakeConfig, optimizer: str) -> None:
+    """By learning rate, which falls from step 2 of 6 on."""
+    recipe = "nvfp4 until lr<60%, tensorwise"
+    whole = make_config(optimizer=optimizer, recipe=recipe, steps=6, checkpoint_every=1, keep=0, validate_every=0)
+    run_training(whole)
+    (change,) = switches(read(Path(whole.out) / "metrics.jsonl"))
+    assert 2 < change < 6
+    for step in (change - 2, change - 1, change):
+        halted = replace(whole, out=f"{whole.out}-{step}")
+        shutil.copytree(whole.out, halted.out)
+        for later in range(step + 1, 7):
+            shutil.rmtree(Path(halted.out) / f"step-00000{later}")
+        run_training(halted, resume=True)
+        assert recorded(halted.out) == recorded(whole.out), step
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            ours, its = (Path(config.out) / "step-000006" / file for config in (halted, whole))
+            assert ours.read_bytes() == its.read_bytes(), f"{step}: {file}"
 
 
 def test_float32_states_are_torchs_losses(make_config: MakeConfig) -> None:

@@ -81,6 +81,8 @@ class Plan:
     overlapped: bool = False
     #: Parts of a stage that take turns, which divides the pipeline's idle time.
     interleaved: int = 1
+    #: Bytes that training keeps of a parameter of the blocks' matrices, of the embedding and of the head.
+    trained: tuple[float, float, float] = (TRAINED, TRAINED, TRAINED)
 
     @property
     def rows(self) -> int:
@@ -310,15 +312,16 @@ def memory(plan: Plan) -> dict[str, float]:
     blocks = [(count / mesh.pp, block) for count, block in decoder.blocks]
     routed = sum(count * block.routed_parameters for count, block in blocks)
     others = sum(count * (block.parameters - block.routed_parameters) for count, block in blocks)
-    rows = decoder.vocab * decoder.dim * (1 if decoder.tied or mesh.pp > 1 else 2)
-    own = (others + rows) / (mesh.tp * mesh.fsdp) + routed / mesh.fsdp
+    matrix, table, head = plan.trained
+    rows = decoder.vocab * decoder.dim * (table if decoder.tied or mesh.pp > 1 else table + head)
+    own = (matrix * others + rows) / (mesh.tp * mesh.fsdp) + matrix * routed / mesh.fsdp
     largest = max(_here(plan, block) for _, block in blocks)
     kept = sum(count * kept_a_token(plan, block, plan.checkpoints) for count, block in blocks)
     again = max(kept_a_token(plan, block, "none") for _, block in blocks) * (plan.checkpoints != "none")
     tokens = plan.rows / mesh.tp
     # The first stage holds as many micro-batches as there are stages.
     return {
-        "weights and optimizer": TRAINED * own,
+        "weights and optimizer": own,
         "gathered weights": 2 * plan.on_the_wire(largest) + 2 * WIDE * largest,
         "activations": tokens * (kept * min(plan.micro_batches, mesh.pp) + again),
         "logits": LOGIT * plan.rows * decoder.vocab / mesh.tp,

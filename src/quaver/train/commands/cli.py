@@ -329,15 +329,22 @@ def plan(
     fused: Annotated[
         bool, typer.Option("--fused", help="norms and activations quantize what they make, forward and backward")
     ] = False,
+    optimizer: Annotated[
+        str, typer.Option(help="as of train, whose bytes count: adamw, lean, balanced, ...")
+    ] = "adamw",
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with the rates and where they come from")] = False,
 ) -> None:
     """Predict what a model's layers gain under a recipe on a GPU, or with --gpus what a step takes on many."""
     cluster = scaling.Cluster(**typed)
     if cluster.gpus:
-        stepped = scaling.price(model, recipe, gpu, cluster, tokens=tokens, micro_batches=micro_batches)
+        stepped = scaling.price(
+            model, recipe, gpu, cluster, tokens=tokens, micro_batches=micro_batches, optimizer=optimizer
+        )
         show(scaling, stepped, as_json)
         return
-    planned = planning.plan(model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused)
+    planned = planning.plan(
+        model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused, optimizer=optimizer
+    )
     show(planning, planned, as_json)
 
 

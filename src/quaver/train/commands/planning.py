@@ -65,6 +65,8 @@ class Plan:
     micro_batches: int
     #: Inputs and gradients are quantized by the kernels that make them.
     fused: bool
+    #: As `quaver train` takes it.
+    optimizer: str = optimizer_name.TORCH
 
     @property
     def bf16_seconds(self) -> float:
@@ -84,7 +86,16 @@ class Plan:
         return self.bf16_seconds / self.seconds
 
 
-def plan(model: str, recipe: str, gpu: str, *, tokens: int = 8192, micro_batches: int = 1, fused: bool = False) -> Plan:
+def plan(
+    model: str,
+    recipe: str,
+    gpu: str,
+    *,
+    tokens: int = 8192,
+    micro_batches: int = 1,
+    fused: bool = False,
+    optimizer: str = optimizer_name.TORCH,
+) -> Plan:
     """Price the matrices of a model.
 
     Args:
@@ -94,6 +105,7 @@ def plan(model: str, recipe: str, gpu: str, *, tokens: int = 8192, micro_batches
         tokens: in a micro-batch.
         micro_batches: that share one quantization of the weights.
         fused: inputs and gradients are quantized by the kernels that make them.
+        optimizer: as `quaver train` takes it, whose bytes are said beside those of others.
     Raises:
         ValueError: an unknown model, recipe or GPU, with the nearest known one; a number below 1 or above `MOST`.
     """
@@ -103,6 +115,7 @@ def plan(model: str, recipe: str, gpu: str, *, tokens: int = 8192, micro_batches
         if not 1 <= value <= MOST:
             raise ValueError(f"{name} is {shown(value)}; give a number from 1 to {MOST}")
     config, chosen, card = MODELS[model], recipe_name.find(recipe), gpus.get(gpu)
+    optimizer_name.check(optimizer, chosen)
     shapes: dict[tuple[int, int], list[str]] = {}
     for part in matrices(config).values():
         for name, shape in part.items():
@@ -111,7 +124,7 @@ def plan(model: str, recipe: str, gpu: str, *, tokens: int = 8192, micro_batches
         Row(names, ledger.layer(chosen, tokens, k, n, card, micro_batches=micro_batches, produced=fused))
         for (n, k), names in shapes.items()
     ]
-    return Plan(model, config, chosen, card, rows, micro_batches, fused)
+    return Plan(model, config, chosen, card, rows, micro_batches, fused, optimizer)
 
 
 def cells(planned: Plan) -> Iterator[tuple[str, ...]]:
@@ -191,11 +204,14 @@ def optimizers(planned: Plan) -> dict[str, int]:
     shapes = projections(planned.config).values()
     recipe, held = planned.recipe, {}
     held[optimizer_name.TORCH] = sum(plain(n * k).total for n, k in shapes)
-    for name, preset in PRESETS.items():
+    for name in dict.fromkeys((*PRESETS, planned.optimizer)):
+        chosen = optimizer_name.find(name)
+        if chosen.preset is None:
+            continue
         with suppress(ValueError):  # of codes that the recipe has not
             optimizer_name.check(name, recipe)
-            how = optimizer_name.find(name).weights(recipe, "bfloat16")
-            held[name] = sum(of_matrix(preset, shape, how, recipe.fprop.b).total for shape in shapes)
+            how, moments = chosen.weights(recipe, "bfloat16"), chosen.moments[0]
+            held[name] = sum(of_matrix(chosen.preset, shape, how, recipe.fprop.b, moments).total for shape in shapes)
     return held
 
 
@@ -205,7 +221,7 @@ def kept(planned: Plan) -> str:
     said = (
         f"{name} {total / 1e9:.3g} GB ({total / number:.2f})"
         for name, total in optimizers(planned).items()
-        if name in ("adamw", "exact", "balanced", "lean")
+        if name in ("adamw", "exact", "balanced", "lean", planned.optimizer)
     )
     return (
         f"In training the {number / 1e6:,.1f} million parameters of these matrices take, with gradients and optimizer "

@@ -3,6 +3,7 @@
 Prices are `quaver.core.costs.steps`'. Here a model's configuration becomes what those see, and the step a table.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -13,9 +14,12 @@ from rich.table import Table
 from quaver.core.costs import interconnects, meshes, steps
 from quaver.core.costs.decoder import Block, Decoder, deepseek_v3_like, dense
 from quaver.core.costs.steps import Step
+from quaver.core.spec import Recipe
+from quaver.core.states.footprint import of_matrix, plain
 from quaver.core.text.given import shown
 from quaver.core.text.spelling import suggest
-from quaver.train.configuration import recipe_name
+from quaver.train.configuration import optimizer_name, recipe_name
+from quaver.train.configuration.parameter_table import projections
 from quaver.train.configuration.sizes import MODELS, ModelConfig
 
 #: Tokens of a vocabulary where a model does not say: Llama 3's.
@@ -66,6 +70,8 @@ class Scaling:
 
     recipe: Step
     bf16: Step
+    #: As `quaver train` takes it.
+    optimizer: str = optimizer_name.TORCH
 
     @property
     def speedup(self) -> float:
@@ -90,8 +96,32 @@ def _block(config: ModelConfig) -> Block:
     return dense(config.dim, config.heads, config.groups, config.head_dim, config.hidden, gated=config.gated)
 
 
+def trained(optimizer: str, recipe: Recipe, alone: bool) -> tuple[float, float, float]:
+    """Bytes that training keeps of a parameter of a layer's matrix, of the embedding and of the head.
+
+    Args:
+        alone: whether there is one GPU; ranks have parts of weights that are floats.
+    """
+    chosen, shape = optimizer_name.find(optimizer), (4096, 4096)
+    own, others = chosen.moments
+    table = float(plain(1, others).total)
+    if chosen.preset is None:
+        return table, table, table
+    kept = chosen.weights(recipe, "bfloat16", alone), chosen.others("bfloat16")
+    matrix = of_matrix(chosen.preset, shape, kept[0], recipe.fprop.b, own).total / math.prod(shape)
+    head = of_matrix(chosen.preset, shape, kept[1], None, others).total / math.prod(shape)
+    return matrix, table, head
+
+
 def price(
-    model: str, recipe: str, gpu: str, cluster: Cluster, *, tokens: int = 8192, micro_batches: int = 1
+    model: str,
+    recipe: str,
+    gpu: str,
+    cluster: Cluster,
+    *,
+    tokens: int = 8192,
+    micro_batches: int = 1,
+    optimizer: str = optimizer_name.TORCH,
 ) -> Scaling:
     """Price a step.
 
@@ -101,9 +131,16 @@ def price(
         gpu: a row of `quaver.core.costs.gpus.GPUS`.
         cluster: of such GPUs.
         tokens: of a micro-batch of one rank of data: whole sequences.
+        optimizer: as `quaver train` takes it; of memory alone: time is that of AdamW in float32.
     Raises:
         ValueError: an unknown name, with the nearest known one; a mesh that does not fit.
     """
+    chosen, mesh = recipe_name.find(recipe), cluster.mesh
+    alone, high = mesh.gpus == 1, recipe_name.find("bf16")
+    if alone:
+        optimizer_name.check(optimizer, chosen)
+    shapes = projections(MODELS[model]) if model in MODELS else {}
+    optimizer_name.check_parts(optimizer, shapes, mesh.fsdp * mesh.tp, mesh.tp)
     if cluster.sequence < 1 or tokens < 1 or tokens % cluster.sequence:
         sequences = f"whole sequences of {cluster.sequence}"
         raise ValueError(f"{tokens} tokens are not {sequences}; give --tokens a multiple of it")
@@ -115,9 +152,9 @@ def price(
         raise ValueError(f"interleaved is {cluster.interleaved}; give 1 or more")
     priced = steps.predict(
         decoder(model),
-        recipe_name.find(recipe),
+        chosen,
         gpu,
-        cluster.mesh,
+        mesh,
         interconnects.get(cluster.interconnect),
         sequences=tokens // cluster.sequence,
         tokens=cluster.sequence,
@@ -125,8 +162,10 @@ def price(
         checkpoints=cluster.checkpoints,
         overlapped=cluster.overlap,
         interleaved=cluster.interleaved,
+        trained=trained(optimizer, chosen, alone),
     )
-    return Scaling(priced, steps.step(replace(priced.plan, recipe=recipe_name.find("bf16"))))
+    in_bf16 = replace(priced.plan, recipe=high, trained=trained(optimizer, high, alone))
+    return Scaling(priced, steps.step(in_bf16), optimizer)
 
 
 def title(planned: Scaling) -> str:
@@ -174,9 +213,20 @@ def notes(planned: Scaling) -> list[str]:
     return [
         f"{planned.speedup:.2f} times bf16's tokens a second. Weights are gathered {kind}; gradients are summed in "
         "float32.",
+        said_of_memory(planned),
         '"Shown" is what the work beside it does not hide. A roofline: no stragglers, no failures, no data loading; '
         "docs/performance.md compares it with published runs.",
     ]
+
+
+def said_of_memory(planned: Scaling) -> str:
+    """What weights, gradients and optimizer states take, in a sentence."""
+    matrix, table, _ = planned.recipe.plan.trained
+    here = planned.recipe.memory["weights and optimizer"] / 2**30
+    return (
+        f"Of the memory {here:.3g} GiB are weights, gradients and states of --optimizer {planned.optimizer}, "
+        f"{matrix:.3g} bytes a parameter of the blocks' matrices and {table:.3g} of the embedding; ranks divide it."
+    )
 
 
 def as_json(planned: Scaling) -> dict[str, Any]:
@@ -191,6 +241,7 @@ def as_json(planned: Scaling) -> dict[str, Any]:
         "gpu": plan.gpu.name,
         "mesh": {name: getattr(plan.mesh, name) for name in ("tp", "cp", "fsdp", "replicas", "pp", "ep", "gpus")},
         "interconnect": link.name,
+        "optimizer": planned.optimizer,
         "speedup": planned.speedup,
         **{name: _step(step) for name, step in (("bf16", planned.bf16), ("predicted", planned.recipe))},
         "rates": {

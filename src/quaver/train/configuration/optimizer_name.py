@@ -8,9 +8,11 @@ RULE               that rule with states in float32: lion, sgd, adam, muon
 Muon steps the matrices of layers, and AdamW the rest.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quaver.core.spec import Recipe
+from quaver.core.states.footprint import SMALL
 from quaver.core.states.presets import PRESETS, Preset
 from quaver.core.text.spelling import suggest
 
@@ -20,6 +22,8 @@ TORCH = "adamw"
 RULES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "muon": 1}
 #: Formats whose codes are a parameter that takes a gradient.
 EIGHT_BITS = ("e4m3", "e5m2")
+#: Matrices of a layer whose columns tensor parallelism divides.
+ROWS = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -85,3 +89,36 @@ def check(text: str, recipe: Recipe) -> None:
             f"optimizer {text} keeps weights as codes of eight bits, and recipe {recipe} {why}; take a recipe with "
             "weights in eight bits, such as tensorwise or mxfp8, or --optimizer exact"
         )
+
+
+def check_parts(text: str, shapes: Mapping[str, tuple[int, int]], parts: int, tp: int) -> None:
+    """Raise a ValueError if ranks cannot step their parts of matrices by themselves.
+
+    Args:
+        shapes: [out, in] of the layers' matrices, by name.
+        parts: ranks that have parts of each matrix.
+        tp: of those the ranks of tensor parallelism.
+    """
+    chosen = find(text)
+    preset, lies = chosen.preset, f"{parts} ranks have parts of each matrix"
+    if preset is None or parts == 1:
+        return
+    if chosen.rule == "muon":
+        raise ValueError(
+            f"optimizer {text} orthogonalizes whole matrices, and {lies}; have ranks share layers alone (--pp), or "
+            "take --optimizer lean or lion-lean"
+        )
+    specs = [spec for spec in (preset.first, preset.second)[: chosen.moments[0]] if spec.of.scaled]
+    if any(spec.block is None for spec in specs):
+        raise ValueError(
+            f"optimizer {text} has one scale for a whole matrix, and {lies}; take one with scales of blocks: lean, "
+            "balanced or exact"
+        )
+    block = max((spec.block or 1 for spec in specs), default=1)
+    for name, (rows, columns) in shapes.items():
+        divided = tp > 1 and name.endswith(ROWS) and rows * columns >= SMALL
+        if divided and columns % (block * tp):
+            raise ValueError(
+                f"tp is {tp}, which divides the {columns} columns of {name}, and optimizer {text} has a scale for each "
+                f"{block}; give --tp a smaller number, or take --optimizer exact"
+            )

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from quaver.core.spec import Recipe
-from quaver.core.states.footprint import SMALL
 from quaver.train.configuration import optimizer_name, recipe_name
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.parameter_table import projections
@@ -18,8 +17,6 @@ from quaver.train.learning.ranks import Alone, Ranks
 
 #: What to install for each.
 EXTRAS = {"torch": "train", "jax": "train-jax"}
-#: Matrices of a layer whose columns tensor parallelism divides.
-ROWS = ("o_proj", "down_proj")
 
 
 @contextmanager
@@ -81,37 +78,11 @@ def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
     if config.capture != "none":
         raise ValueError(f"optimizer {config.optimizer} cannot be recorded yet; {instead}, or leave --capture out")
     if ranks.world() > 1:
-        check_in_parts(config, mesh.sizes_of(config, recipe))
+        sizes = mesh.sizes_of(config, recipe)
+        shapes = projections(MODELS[config.model])
+        optimizer_name.check_parts(config.optimizer, shapes, sizes.fsdp * sizes.cp * sizes.tp, sizes.tp)
     elif len(recipe_name.parts(config.recipe)) == 1:
         optimizer_name.check(config.optimizer, recipe)
-
-
-def check_in_parts(config: TrainConfig, sizes: mesh.Sizes) -> None:
-    """Raise a ValueError if ranks cannot step their parts of matrices by themselves."""
-    chosen = optimizer_name.find(config.optimizer)
-    preset, parts = chosen.preset, sizes.fsdp * sizes.cp * sizes.tp
-    if preset is None or parts == 1:
-        return
-    lies = f"{parts} ranks have parts of each matrix"
-    if chosen.rule == "muon":
-        raise ValueError(
-            f"optimizer {config.optimizer} orthogonalizes whole matrices, and {lies}; leave --fsdp, --cp and --tp out, "
-            "as a pipeline does (--pp), or take --optimizer lean or lion-lean"
-        )
-    specs = [spec for spec in (preset.first, preset.second)[: chosen.moments[0]] if spec.of.scaled]
-    if any(spec.block is None for spec in specs):
-        raise ValueError(
-            f"optimizer {config.optimizer} has one scale for a whole matrix, and {lies}; take one with scales of "
-            "blocks: lean, balanced or exact"
-        )
-    block = max((spec.block or 1 for spec in specs), default=1)
-    for name, (rows, columns) in projections(MODELS[config.model]).items():
-        divided = sizes.tp > 1 and name.endswith(ROWS) and rows * columns >= SMALL
-        if divided and columns % (block * sizes.tp):
-            raise ValueError(
-                f"tp is {sizes.tp}, which divides the {columns} columns of {name}, and optimizer {config.optimizer} "
-                f"has a scale for each {block}; give --tp a smaller number, or take --optimizer exact"
-            )
 
 
 def check_for_ranks(config: TrainConfig) -> None:
