@@ -70,7 +70,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model", "parallel", "optim"),
     "quaver.torch.backends": ("cpu", "gpu"),
     "quaver.torch.backends.gpu": (
-        *("launching", "quantizing", "emulating", "gemms", "families", "fused", "attention", "announcing"),
+        *("launching", "quantizing", "stepping", "emulating", "gemms", "families", "fused", "attention", "announcing"),
     ),
     "quaver.torch.state": (
         *("layer", "recomputation", "history", "noise", "kept_weights", "counters", "buffers", "context"),

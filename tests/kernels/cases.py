@@ -7,7 +7,7 @@ to that row.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from quaver import E2M1, E2M3, E4M3, E5M2, QuantSpec, recipes
 from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu import attention, families
+from quaver.torch.backends.gpu import stepping as optimizing
 from quaver.torch.backends.gpu.emulating import blocks as emulated_blocks
 from quaver.torch.backends.gpu.emulating import folding, two_level
 from quaver.torch.backends.gpu.fused import activation, column_sums, cross_entropy, norm, rope
@@ -23,10 +24,13 @@ from quaver.torch.backends.gpu.gemms import decoding
 from quaver.torch.backends.gpu.launching.passes import Launch
 from quaver.torch.backends.gpu.quantizing import block_scaled
 from quaver.torch.backends.gpu.quantizing.ways import Wanted, shared_launches
+from quaver.torch.backends.gpu.stepping import Moment
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.state.history import on_gpu
 
 ROWS, COLUMNS = 8192, 4096
+#: Elements of an optimizer's program.
+PROGRAM = optimizing.BLOCKS * optimizing.ROUNDS * optimizing.BLOCK
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 
 
@@ -46,6 +50,8 @@ class Case:
     trips_beside: Mapping[str, tuple[int | tuple[int, ...], ...]] = field(default_factory=dict)
     #: Multiply-adds of a launch's products, by kernel: what bounds it instead of memory.
     products: Mapping[str, float] = field(default_factory=dict)
+    #: Bytes that are moved by addresses in a table, besides those of the arguments.
+    beside: int = 0
     #: How often memory moves an argument that it moves more than once.
     times: Mapping[str, int] = field(default_factory=dict)
     #: By the name of a rule (`tests.kernels.gate.rules.RULES`), why it does not hold for this row.
@@ -185,6 +191,69 @@ def _by_rows_and_blocks() -> list[Case]:
         Case(name="128x128+transpose", launch=both(squares)),
         Case(name="transpose", launch=codes(ROWS)),
         Case(name="transpose ragged tokens", launch=codes(8175)),
+    ]
+
+
+def _of_optimizers() -> list[Case]:
+    """A step of a matrix by each preset, of one whose rows end within a block, and of a vector."""
+    codes = Moment("int8_softsign"), Moment("uint8_root", stochastic=True, floor=True)
+    float32 = optimizing.Form(
+        rule="adamw",
+        clamp=True,
+        maximize=False,
+        keeping="plain",
+        weight=FLOAT32,
+        beside=None,
+        gradient=FLOAT32,
+        moments=(Moment("float32"), Moment("float32")),
+    )
+    noisy = Moment("bfloat16", stochastic=True)
+    exact = replace(
+        float32, keeping="remainder", weight=BF16, beside=torch.int16, gradient=BF16, moments=(noisy, noisy)
+    )
+    weight = {"weight": torch.float8_e4m3fn, "spec": QuantSpec(E4M3), "moments": codes}
+    balanced = replace(exact, keeping="residual16", **weight)
+    lean = replace(balanced, keeping="residual8", beside=torch.int8, gradient=torch.uint8, stochastic=True)
+
+    def launch(form: optimizing.Form) -> Callable[[], object]:
+        return lambda: optimizing.launch(
+            form,
+            matrix(ROWS * COLUMNS // PROGRAM, 3, torch.int32),
+            matrix(1, optimizing.FIELDS, torch.int64),
+            matrix(4 if form.rule == "lion" else 8, 1, FLOAT32),
+            matrix(1, 2, torch.int32),
+        )
+
+    told = {
+        "wide loads": "a program reads some twenty addresses and numbers, once for all its rounds",
+        "wide stores": "a scale for every 64 bytes, and what the last program writes of the whole",
+    }
+
+    def row(name: str, form: optimizing.Form, read: float, written: float, **exceptions: str) -> Case:
+        moved = round(ROWS * COLUMNS * (read + written))
+        own = {"elements": PROGRAM // optimizing.ROUNDS, "trips": (optimizing.ROUNDS,), "beside": moved}
+        return Case(name=f"optimizer {name}", launch=launch(form), exceptions=told | exceptions, **own)
+
+    #: Of both moments in codes, and of a gradient's.
+    moments, gradient = 2 + 4 / 64, 1 + 2 / 128
+    dear = "random words, a root, a division and codes of nine bytes an element: more than memory takes"
+    return [
+        row("float32", float32, 16, 12),
+        row("exact", exact, 10, 8),
+        row("balanced", balanced, 5 + moments, 3 + moments, instructions=dear),
+        row("lean", lean, 2 + gradient + moments, 2 + moments, instructions=dear),
+        row("lean clipped", replace(lean, factored=True), 2 + gradient + moments, 2 + moments, instructions=dear),
+        row(
+            "lean of bf16",
+            replace(lean, weight=BF16, spec=None),
+            3 + gradient + moments,
+            3 + moments,
+            instructions=dear,
+        ),
+        row(
+            "lion lean", replace(lean, rule="lion", clamp=False, moments=codes[:1]), 3 + gradient, 3, instructions=dear
+        ),
+        row("float32 ragged", replace(float32, even=False), 16, 12),
     ]
 
 
@@ -650,5 +719,6 @@ CASES: list[Case] = [
     *_decoded(),
     *_emulated(),
     *_of_a_step(),
+    *_of_optimizers(),
     *_attention(),
 ]

@@ -48,8 +48,8 @@ class Recorded:
 
     @property
     def bytes(self) -> int:
-        """What the launch cannot but move: each tensor once, or as often as its row says."""
-        return sum(size * self.case.times.get(name, 1) for name, size in self.launch.sizes.items())
+        """What the launch cannot but move: each tensor once, or as often as its row says, and what a table says."""
+        return self.case.beside + sum(size * self.case.times.get(name, 1) for name, size in self.launch.sizes.items())
 
     @property
     def threads(self) -> int:

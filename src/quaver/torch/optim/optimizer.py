@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.states.presets import PRESETS, Preset
-from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import CODES
+from quaver.torch.operations.ops import no_kernels
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.gradients.held import Gradients
 from quaver.torch.optim.gradients.release import Release
@@ -27,11 +27,9 @@ from quaver.torch.optim.refusals import (
     warn_of_rate,
 )
 from quaver.torch.optim.rules.rule import Rule
-from quaver.torch.optim.stepping import layout
+from quaver.torch.optim.stepping import layout, on_gpu
 from quaver.torch.optim.stepping.compiled import Compiled
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, step
-from quaver.torch.optim.weights import Keeping
-from quaver.torch.state.layer import state_of
 
 #: Tensors below are kept in high precision.
 SMALL = 4096
@@ -67,6 +65,9 @@ class Optimizer(torch.optim.Optimizer):
         #: Whether large pieces step by torch.compile.
         self.compile = compile
         self._programs = Compiled() if compile else None
+        #: What kernels are told, by device, and why they did not take a parameter, if that was said.
+        self._kernels: dict[torch.device, Any] = {}
+        self._said: set[str] = set()
         #: Steps that gradients which are not finite have ended, if `nonfinite` is "skip": int64 [].
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         #: Of each parameter: how many updates were held to their bound, and how many there were.
@@ -93,6 +94,7 @@ class Optimizer(torch.optim.Optimizer):
         # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
         self.gradients, self._release, self.counted = Gradients(), None, {}
         self._programs = Compiled() if self.compile else None
+        self._kernels, self._said = {}, set()
         for group in self.param_groups:
             for p in group["params"]:
                 self.gradients.prepare(p, self.preset(p, group).gradient)
@@ -122,7 +124,7 @@ class Optimizer(torch.optim.Optimizer):
         preset = self.preset(p, group)
         rule = self.rule(group, preset)
         specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
-        keeping = keeping_of(p, preset)
+        keeping = weights.keeping_of(p, preset)
         predicts = keeping.kind.startswith("residual") and keeping.spec is not None and None in keeping.spec.block
         held = self.gradients.held.get(p)
         return Way(rule, keeping, specs, None if held is None else held.spec, predicts and rule.bounded)
@@ -168,11 +170,14 @@ class Optimizer(torch.optim.Optimizer):
             if overflow.item():
                 return
             overflow = None
-        chosen, number = {id(p) for p in parameters}, 0
+        keep = None if overflow is None else overflow.reshape(()) == 0
+        chosen, number, taken = {id(p) for p in parameters}, 0, on_gpu.Launches(self._kernels)
         for group in self.param_groups:
             own = [(number + i, p) for i, p in enumerate(group["params"]) if id(p) in chosen]
             number += len(group["params"])
-            self._step_group(group, own, overflow, factor)
+            if own:
+                self._step_group(group, own, keep, factor, taken)
+        self._launch(taken, keep)
 
     def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
         """1 where a gradient is not finite, else 0, float32 []. Raises: ValueError, if that is asked."""
@@ -217,22 +222,77 @@ class Optimizer(torch.optim.Optimizer):
         return overflow, None if scale is None else scale.float().reciprocal().reshape(())
 
     def _step_group(
-        self, group: dict[str, Any], own: list[tuple[int, Tensor]], overflow: Tensor | None, factor: Tensor | None
+        self,
+        group: dict[str, Any],
+        own: list[tuple[int, Tensor]],
+        keep: Tensor | None,
+        factor: Tensor | None,
+        taken: on_gpu.Launches,
     ) -> None:
-        if not own:
-            return
         for _, p in own:
             if not self.state[p]:
                 self.state[p] = self.first_state(p, group)
-        keep = None if overflow is None else overflow.reshape(()) == 0
-        steps = [self.state[p]["step"] for _, p in own]
-        for taken in steps:
-            taken += 1 if keep is None else keep.to(taken.device)
         rule = self.rule(group, preset_of(group["preset"]))
         self._check_rate(group, [p for _, p in own])
+        own = self._for_kernels(group, rule, own, factor, taken)
+        if not own:
+            return
+        steps = [self.state[p]["step"] for _, p in own]
+        for count in steps:
+            count += 1 if keep is None else keep.to(count.device)
         scalars = [s.unbind() for s in rule.scalars(group, torch.stack(steps).double())]
         for i, (number, p) in enumerate(own):
             self._step_parameter(p, group, number, tuple(s[i] for s in scalars), factor, keep)
+
+    def _for_kernels(
+        self,
+        group: dict[str, Any],
+        rule: Rule,
+        own: list[tuple[int, Tensor]],
+        factor: Tensor | None,
+        taken: on_gpu.Launches,
+    ) -> list[tuple[int, Tensor]]:
+        """Have kernels take along what they step; returns the others."""
+        left, rows = [], dict[torch.device, list[Any]]()
+        for number, p in own:
+            weight, state = layout.local(p).detach(), self.state[p]
+            if weight.is_cpu and no_kernels(weight):
+                left.append((number, p))
+                continue
+            way = self.way(p, group)
+            self._know_amax(p, way)
+            parts, place = self.parts(p, way), layout.place(p)
+            given = (weight, way, parts, place, state["step"])
+            if not on_gpu.TAKES(*given):
+                on_gpu.announce(self._said, *given)
+                left.append((number, p))
+                continue
+            own_factor = self._factor(p, factor)
+            row = on_gpu.row(way, parts, place, group["seed"], number, state, own_factor)
+            row.owner = p
+            rows.setdefault(weight.device, []).append(row)
+        for of_device in rows.values():
+            # The kernel counts the step where it is taken.
+            steps = torch.stack([row.tensors["step"] for row in of_device]).double() + 1
+            taken.add(of_device, torch.stack(rule.scalars(group, steps)))
+        return left
+
+    def _launch(self, taken: on_gpu.Launches, keep: Tensor | None) -> None:
+        """Step what kernels have taken along."""
+        for where, counts in taken.run(keep, self.statistics).items():
+            for i, row in enumerate(taken.rows[where]):
+                # What goes by versions must see that these were written.
+                torch.autograd.graph.increment_version([row.owner, *(t for t in row.written if not t.is_inference())])
+                if counts is not None and row.form.clamp:
+                    before, total = self.counted.get(row.owner, (torch.zeros_like(counts[i]), 0))
+                    self.counted[row.owner] = before + counts[i], total + layout.local(row.owner).numel()
+
+    def _factor(self, p: Tensor, factor: Tensor | None) -> Tensor | None:
+        """What a parameter's gradient is multiplied by, float32 [] on its device, given that of all of them."""
+        held = self.gradients.held.get(p)
+        if held is not None and held.factor is not None:
+            factor = held.factor if factor is None else held.factor * factor
+        return factor
 
     def _check_rate(self, group: Mapping[str, Any], own: list[Tensor]) -> None:
         """Warn once of a learning rate whose steps eight bits of residual lose."""
@@ -253,9 +313,7 @@ class Optimizer(torch.optim.Optimizer):
         keep: Tensor | None,
     ) -> None:
         way, state = self.way(p, group), self.state[p]
-        held = self.gradients.held.get(p)
-        if held is not None and held.factor is not None:
-            factor = held.factor if factor is None else held.factor * factor
+        factor = self._factor(p, factor)
         parts, own = self.parts(p, way), layout.local(p)
         drawn = Drawn(group["seed"], number, state["step"].long(), layout.place(p))
         self._know_amax(p, way)
@@ -296,7 +354,7 @@ class Optimizer(torch.optim.Optimizer):
     def parts_of_weight(self, p: Tensor, way: Way) -> tuple[Tensor, ...]:
         """All that says a parameter's weight, this rank's part, as matrices."""
         beside = [layout.local(self.state[p][name]) for name in way.keeping.states]
-        return tuple(layout.rows(t) for t in (*weight_of(p, way), *beside))
+        return tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *beside))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
@@ -363,7 +421,7 @@ class Optimizer(torch.optim.Optimizer):
         self, p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], written: Any, said: dict[str, int]
     ) -> None:
         way, old = self.way(p, group), None if written is None else self.way(p, {**group, "preset": written})
-        weight = tuple(layout.rows(t) for t in weight_of(p, way))
+        weight = tuple(layout.rows(t) for t in layout.weight_of(p, way))
         state, lost = states_of(p, saved, way, old, weight)
         first = self.first_state(p, group)
         self.state[p] = {**first, **{name: value for name, value in state.items() if name in first}}
@@ -396,14 +454,14 @@ class Optimizer(torch.optim.Optimizer):
                 state[f"{name}_scale"] = layout.like(p, scale, codes.scale_shape(p.shape, spec.block, spec.of.numbers))
         value = layout.value_of(p) if way.keeping.kind in ("float32", "float16") else None
         beside = weights.first_states(way.keeping, own, value)
-        initial = initial_of(p, way)
+        initial = layout.initial_of(p, way)
         if initial is not None:
-            beside = weights.around(way.keeping, initial, (*weight_of(p, way), *beside))
+            beside = weights.around(way.keeping, initial, (*layout.weight_of(p, way), *beside))
         for name, tensor in zip(way.keeping.states, beside, strict=True):
             state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
         if way.predicts:
             assert way.keeping.spec is not None
-            tensors = tuple(layout.rows(t) for t in (*weight_of(p, way), *beside))
+            tensors = tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *beside))
             state["amax"] = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
         return state
 
@@ -418,39 +476,3 @@ def groups_of(params: Any) -> Any:
     others = [p for p in trained if id(p) not in embeddings]
     groups: list[dict[str, Any]] = [{"params": others}] if others else []
     return groups + ([{"params": table, "preset": "float32"}] if table else [])
-
-
-def initial_of(p: Tensor, way: Way) -> Tensor | None:
-    """The value in high precision that a weight in codes was made of, float32 on its device, if the layer kept it."""
-    if way.keeping.spec is None or not way.keeping.states or layout.local(p) is not p:
-        return None
-    owner = storing.owner(p)
-    initial = None if owner is None else state_of(owner).initial
-    return None if initial is None else initial.to(p.device, torch.float32)
-
-
-def weight_of(p: Tensor, way: Way) -> list[Tensor]:
-    """The weight as a GEMM reads it: itself, and the scales of codes."""
-    weight = [layout.local(p).detach()]
-    if way.keeping.spec is not None:
-        owner = storing.owner(p)
-        assert owner is not None
-        weight.append(owner._buffers["weight_scale"])  # type: ignore[arg-type]
-    return weight
-
-
-def keeping_of(p: Tensor, preset: Preset) -> Keeping:
-    """How a parameter's weight is kept."""
-    if p.dtype in CODES:
-        owner = storing.owner(p)
-        if owner is None:
-            raise ValueError(
-                f"a parameter of {p.dtype} belongs to no layer of quaver.torch: make it by quantized_init or "
-                "quantize_weights, or keep it in high precision"
-            )
-        return Keeping(preset.codes, owner.__dict__["weight_spec"], preset.stochastic and preset.codes[:3] == "res")
-    if p.dtype is torch.bfloat16:
-        if preset.bfloat16 == "none":
-            return Keeping("plain", stochastic=True)
-        return Keeping(preset.bfloat16, stochastic=preset.stochastic and preset.bfloat16[:3] == "res")
-    return Keeping("plain")

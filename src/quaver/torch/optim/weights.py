@@ -17,6 +17,9 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.core.states.codes import StateSpec
+from quaver.core.states.presets import Preset
+from quaver.torch.linear.stored import storing
+from quaver.torch.linear.stored.stored import CODES
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import decode_scales, spread
 from quaver.torch.numerics.rounding import magnitude_bits
@@ -57,6 +60,23 @@ class Keeping:
     def whole(self) -> bool:
         """Whether a step needs the whole weight: a scale of all of it is measured."""
         return self.kind == "float16"
+
+
+def keeping_of(p: Tensor, preset: Preset) -> Keeping:
+    """How a parameter's weight is kept."""
+    if p.dtype in CODES:
+        owner = storing.owner(p)
+        if owner is None:
+            raise ValueError(
+                f"a parameter of {p.dtype} belongs to no layer of quaver.torch: make it by quantized_init or "
+                "quantize_weights, or keep it in high precision"
+            )
+        return Keeping(preset.codes, owner.__dict__["weight_spec"], preset.stochastic and preset.codes[:3] == "res")
+    if p.dtype is torch.bfloat16:
+        if preset.bfloat16 == "none":
+            return Keeping("plain", stochastic=True)
+        return Keeping(preset.bfloat16, stochastic=preset.stochastic and preset.bfloat16[:3] == "res")
+    return Keeping("plain")
 
 
 def first_states(keeping: Keeping, weight: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:

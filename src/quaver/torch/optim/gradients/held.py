@@ -123,7 +123,8 @@ class Gradients:
         gradient = layout.local(p.grad).float()
         data, scale = codes.encode(gradient, spec)
         assert scale is not None
-        self.held[p] = Held(data, scale, spec)
+        # Of rows that are no whole blocks codes lie among what filled these.
+        self.held[p] = Held(data.contiguous(), scale, spec)
         p.grad = None
 
     def clip(self, parameters: Iterable[Tensor], largest: float, order: float) -> Tensor:

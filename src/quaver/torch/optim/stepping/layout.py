@@ -13,6 +13,7 @@ from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import CODES, dequantized
 from quaver.torch.optim.stepping.noise import Place
 from quaver.torch.optim.stepping.pieces import Parts, Way
+from quaver.torch.state.layer import state_of
 
 
 def local(t: Tensor) -> Tensor:
@@ -123,6 +124,25 @@ def value_of(p: Tensor) -> Tensor:
         assert layer is not None
         return dequantized(layer, local(p), torch.float32)
     return local(p).detach().float()
+
+
+def initial_of(p: Tensor, way: Way) -> Tensor | None:
+    """The value in high precision that a weight in codes was made of, float32 on its device, if the layer kept it."""
+    if way.keeping.spec is None or not way.keeping.states or local(p) is not p:
+        return None
+    owner = storing.owner(p)
+    initial = None if owner is None else state_of(owner).initial
+    return None if initial is None else initial.to(p.device, torch.float32)
+
+
+def weight_of(p: Tensor, way: Way) -> list[Tensor]:
+    """The weight as a GEMM reads it: itself, and the scales of codes."""
+    weight = [local(p).detach()]
+    if way.keeping.spec is not None:
+        owner = storing.owner(p)
+        assert owner is not None
+        weight.append(owner._buffers["weight_scale"])  # type: ignore[arg-type]
+    return weight
 
 
 def in_rows(t: Tensor) -> Tensor:

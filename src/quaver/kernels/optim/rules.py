@@ -1,0 +1,57 @@
+"""The formulas of `quaver.torch.optim.rules` inside a kernel: the same operations, each rounded, in the same order."""
+
+import triton
+import triton.language as tl
+
+#: Adam with decoupled decay, Adam with coupled decay, Lion.
+ADAMW, ADAM, LION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+#: What a bound is raised by, above what float32 rounds; and the ulps of 1 by which a decay is.
+_ABOVE, _ULPS = tl.constexpr(1.0 + 2.0**-20), tl.constexpr(2.0**-22)
+#: 1 + 1e-6 in float32.
+_BEYOND = tl.constexpr(1.00000095367431640625)
+
+
+@triton.jit
+def adam(
+    w, g, m, v, new1, new2, eps, lr, decay, grow1, grow2, limit,
+    RULE: tl.constexpr, CLAMP: tl.constexpr, MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    """The weight, both moments, and whether an update was beyond its bound. Exact."""
+    if MAXIMIZE:
+        g = -g
+    if RULE == ADAM:
+        g = g + w * decay
+    m = m + (g - m) * new1
+    # A NaN has no sign then, as a GPU has it, and is above all numbers.
+    v = v + (tl.abs(g * g) - v) * new2
+    update = tl.div_rn(m * grow1, tl.sqrt_rn(v) * grow2 + eps)
+    beyond = tl.abs(update) > limit * _BEYOND
+    if CLAMP:
+        update = tl.maximum(update, -limit, propagate_nan=tl.PropagateNan.ALL)
+        update = tl.minimum(update, limit, propagate_nan=tl.PropagateNan.ALL)
+    if RULE == ADAMW:
+        w = w - w * decay
+    return w - update * lr, m, v, beyond
+
+
+@triton.jit
+def lion(w, g, m, new1, new2, lr, decay, MAXIMIZE: tl.constexpr):
+    """The weight and the moment. Exact."""
+    if MAXIMIZE:
+        g = -g
+    mixed = m + (g - m) * new1
+    sign = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, tl.where(mixed == mixed, 0.0, mixed)))
+    return (w - w * decay) - sign * lr, m + (g - m) * new2
+
+
+@triton.jit
+def reach(amax, lr, decay, limit, RULE: tl.constexpr):
+    """What no weight exceeds after a step of weights of at most `amax`, float32. Exact."""
+    kept = tl.abs(1.0 - decay) + tl.abs(decay) * _ULPS
+    if RULE == LION:
+        most = amax * kept + tl.abs(lr)
+    elif RULE == ADAMW:
+        most = amax * kept + tl.abs(lr) * limit
+    else:
+        most = amax + tl.abs(lr) * limit
+    return most * _ABOVE

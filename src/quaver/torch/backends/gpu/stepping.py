@@ -1,0 +1,272 @@
+"""An optimizer's step of many parameters by one launch for each way to step; see `quaver.kernels.optim.step`.
+
+What is launched is described by `Form`, which is compiled in, and by rows of addresses and numbers, one a parameter.
+The rows go to the device once and again when one of them is another. A graph that is captured copies its rows at every
+replay from memory of the host that is kept as long as what launches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from quaver.core.spec import QuantSpec
+from quaver.kernels.optim import keeping, rules, states
+from quaver.kernels.optim import step as written
+from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
+from quaver.torch.backends.gpu.quantizing.codes import integers
+
+#: Blocks that a program takes at once, and how often: 16 elements a thread.
+BLOCKS, ROUNDS, WARPS = 32, 8, 4
+BLOCK, FIELDS = written.BLOCK.value, written.FIELDS.value
+#: What kernels call dtypes: codes of eight bits are bytes.
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.uint8: tl.uint8,
+    torch.float8_e4m3fn: tl.uint8,
+}
+RULES = {"adamw": rules.ADAMW.value, "adam": rules.ADAM.value, "lion": rules.LION.value}
+KEEPINGS = {
+    **{"plain": keeping.PLAIN.value, "remainder": keeping.REMAINDER.value},
+    **{"residual8": keeping.RESIDUAL.value, "residual16": keeping.RESIDUAL.value},
+}
+#: Of moments, by the name of their code; those with scales have bfloat16 ones of blocks of 64.
+KINDS = {
+    **{"float32": states.FLOAT32.value, "bfloat16": states.BFLOAT16.value},
+    **{"int8_softsign": states.SOFTSIGN.value, "int8_root": states.SIGNED_ROOT.value},
+    **{"uint8_root": states.ROOT.value, "root_e4m4": states.E4M4.value, "e4m3": states.E4M3.value},
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """How a moment is kept."""
+
+    #: In `KINDS`.
+    code: str
+    stochastic: bool = False
+    floor: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a launch is compiled for: parameters that step alike."""
+
+    #: In `RULES`.
+    rule: str
+    clamp: bool
+    maximize: bool
+    #: In `KEEPINGS`.
+    keeping: str
+    #: Of the weight, of what is beside it (None: nothing), and of the gradient, whose uint8 are E4M3 in blocks of 128.
+    weight: torch.dtype
+    beside: torch.dtype | None
+    gradient: torch.dtype
+    moments: tuple[Moment, ...]
+    #: Of codes with one scale in all, known before the step.
+    spec: QuantSpec | None = None
+    #: Whether the weight, or its residual, is rounded at random.
+    stochastic: bool = False
+    #: Whether gradients are multiplied by a number first.
+    factored: bool = False
+    #: Whether parameters are whole chunks of blocks that lie one after the other, at multiples of 16 bytes.
+    even: bool = True
+
+    def constants(self, device: torch.device) -> dict[str, Any]:
+        """As the kernel takes them."""
+        first, second = (*self.moments, None)[:2]
+        spec = self.spec
+        return {
+            "BLOCKS": BLOCKS,
+            "EVEN": self.even,
+            "RULE": RULES[self.rule],
+            "CLAMP": self.clamp,
+            "MAXIMIZE": self.maximize,
+            "FACTORED": self.factored,
+            "GRADIENT_TYPE": TYPES[self.gradient],
+            "GRADIENT_CODES": self.gradient is torch.uint8,
+            "KEEPING": KEEPINGS[self.keeping],
+            "WEIGHT_TYPE": TYPES[self.weight],
+            "BESIDE_TYPE": TYPES[self.beside or self.weight],
+            "WEIGHT_NOISE": self.stochastic,
+            "CODES": spec is not None,
+            "POWER_OF_TWO": spec is not None and spec.power_of_two,
+            "EMAX": 0 if spec is None else spec.format.emax,
+            "TOP_MANTISSA": 0 if spec is None else spec.format.max_mantissa,
+            "MAX": 1.0 if spec is None else float(spec.format.max),
+            "INTEGERS": integers(device),
+            **_of_moment("FIRST", first),
+            **_of_moment("SECOND", second),
+        }
+
+
+def _of_moment(name: str, moment: Moment | None) -> dict[str, Any]:
+    if moment is None:
+        return {f"{name}_KIND": states.NONE.value, f"{name}_NOISE": False, f"{name}_FLOOR": False}
+    return {
+        f"{name}_KIND": KINDS[moment.code],
+        f"{name}_NOISE": moment.stochastic,
+        f"{name}_FLOOR": moment.floor,
+    }
+
+
+@dataclass
+class Row:
+    """One parameter: a matrix [rows, columns], its elements one after the other."""
+
+    form: Form
+    #: As `Form` says them: the weight and its scale, what is beside it, codes and scale of each moment; gradient and
+    #: its scale, the gradient's factor, amax of the stored weight and count of steps, float32 of one element each.
+    tensors: dict[str, Tensor | None]
+    shape: tuple[int, int]
+    #: Of its first element in the whole parameter that ranks may divide, of the parameter, and of the noise.
+    first: int
+    number: int
+    seed: int
+    #: The parameter itself.
+    owner: Any = None
+
+    @property
+    def written(self) -> list[Tensor]:
+        """What the kernel writes."""
+        read = ("gradient", "gradient_scale", "factor")
+        return [t for name, t in self.tensors.items() if t is not None and name not in read]
+
+    @property
+    def blocks(self) -> int:
+        return self.shape[0] * -(-self.shape[1] // BLOCK)
+
+    @property
+    def words(self) -> list[int]:
+        """As the table has them."""
+        given = (self.tensors.get(name) for name in NAMES)
+        chunks = -(-self.blocks // (BLOCKS * ROUNDS))
+        numbers = (self.shape[1], -(-self.shape[1] // BLOCK), self.blocks, chunks, self.first, self.number)
+        seed = self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
+        return [*(0 if t is None else t.data_ptr() for t in given), *numbers, *seed]
+
+
+#: Of a row's tensors, in the table's order.
+NAMES = (
+    *("weight", "weight_scale", "beside", "first", "first_scale", "second", "second_scale"),
+    *("gradient", "gradient_scale", "factor", "amax", "step"),
+)
+assert len(NAMES) == written.STEP.value + 1
+
+
+def even(tensors: Sequence[Tensor], columns: int, blocks: int, held: bool) -> bool:
+    """Whether a parameter is read in runs: see `Form.even`.
+
+    Args:
+        held: whether its gradient is in codes, two of whose scales a row's blocks must not share.
+    """
+    whole = columns % (2 * BLOCK if held else BLOCK) == 0 and blocks % BLOCKS == 0
+    return whole and all(t.data_ptr() % 16 == 0 for t in tensors)
+
+
+class Stepping:
+    """Launches of one optimizer on one device, and what they read besides tensors of parameters."""
+
+    def __init__(self) -> None:
+        self._words: list[list[int]] = []
+        self._forms: list[Form] = []
+        self._table: Tensor | None = None
+        self._chunks: dict[Form, Tensor] = {}
+        self._work: Tensor | None = None
+        #: What captured graphs read.
+        self._captured: list[Any] = []
+
+    def __call__(
+        self, rows: Sequence[Row], scalars: Tensor, keep: Tensor | None = None, counts: Tensor | None = None
+    ) -> None:
+        """Step parameters in place, each way to step by one launch.
+
+        Args:
+            scalars: the rule's, float32 [scalars, rows].
+            keep: bool [], False leaves everything as it is.
+            counts: int64 [rows], raised by how many updates were held to their bound.
+        """
+        device = scalars.device
+        self._know(rows, device)
+        assert self._table is not None
+        assert self._work is not None
+        told = None if keep is None else keep.reshape(1)
+        scalars = scalars.contiguous()
+        for form, chunks in self._chunks.items():
+            own = counts if form.clamp else None
+            launch(form, chunks, self._table, scalars, self._work, told, own)
+
+    def _know(self, rows: Sequence[Row], device: torch.device) -> None:
+        """Have the rows on the device."""
+        words, forms = [row.words for row in rows], [row.form for row in rows]
+        capturing = capture.capturing(device)
+        if self._table is None or len(words) != len(self._words) or self._table.device != device:
+            self._work = torch.zeros((len(rows), 2), dtype=torch.int32, device=device)
+        elif words == self._words and forms == self._forms and not capturing:
+            return
+        if forms != self._forms or not self._chunks or _sizes(words) != _sizes(self._words) or capturing:
+            self._chunks = {
+                form: _on(torch.tensor(chunks, dtype=torch.int32, device="cpu"), device, self._captured)
+                for form, chunks in _chunks(rows).items()
+            }
+        self._words, self._forms = words, forms
+        self._table = _on(torch.tensor(words, dtype=torch.int64, device="cpu"), device, self._captured)
+        if capturing:
+            # The graph's own: what is captured or run later makes its own again.
+            self._captured += [self._table, self._work, *self._chunks.values()]
+            self._words = []
+
+
+def launch(
+    form: Form,
+    chunks: Tensor,
+    table: Tensor,
+    scalars: Tensor,
+    work: Tensor,
+    keep: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> None:
+    """The kernel; its tensors are those of `quaver.kernels.optim.step.step`."""
+    _steps((chunks, table, scalars, work, keep, counts), form, len(table))
+
+
+def _sizes(words: Sequence[Sequence[int]]) -> list[int]:
+    return [each[written.BLOCKS_IN_ALL.value] for each in words]
+
+
+def _chunks(rows: Sequence[Row]) -> dict[Form, list[tuple[int, int, int]]]:
+    """By form: a parameter, its first block and rounds for each program."""
+    chunks: dict[Form, list[tuple[int, int, int]]] = {}
+    for number, row in enumerate(rows):
+        for first in range(0, row.blocks, BLOCKS * ROUNDS):
+            rounds = min(ROUNDS, -(-(row.blocks - first) // BLOCKS))
+            chunks.setdefault(row.form, []).append((number, first, rounds))
+    return chunks
+
+
+def _on(host: Tensor, device: torch.device, kept: list[Any]) -> Tensor:
+    """A tensor on the device; nothing waits for it."""
+    if device.type != "cuda":
+        return host
+    if capture.capturing(device):
+        # Copied at each replay: the host's must stay.
+        host = host.pin_memory()
+        kept.append(host)
+    return host.to(device, non_blocking=True)
+
+
+def _pass(given: Sequence[Any], form: Form, parameters: int) -> Pass:
+    chunks = given[0]
+    constants = form.constants(chunks.device)
+    return Pass(given, (), [Launch(written.step, (len(chunks),), given, (parameters,), constants, WARPS)])
+
+
+_steps = Passes(_pass)

@@ -1,0 +1,245 @@
+"""The kernel of a step gives the bits of the pieces' step in torch, over parameters of several shapes in one launch."""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quaver import E4M3
+from quaver.core.spec import QuantSpec
+from quaver.core.states.codes import StateSpec
+from quaver.core.states.presets import PRESETS
+from quaver.torch.backends.gpu.launching import device
+from quaver.torch.numerics import reference
+from quaver.torch.optim import codes, weights
+from quaver.torch.optim.rules.adam import Adam
+from quaver.torch.optim.rules.lion import Lion
+from quaver.torch.optim.stepping import on_gpu, pieces
+from quaver.torch.optim.stepping.noise import Place
+from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way
+from quaver.torch.optim.weights import Keeping
+from tests.kernels.compare import DEVICE
+
+LEAN, BALANCED, EXACT = (PRESETS[name] for name in ("lean", "balanced", "exact"))
+FLOAT, BFLOAT = StateSpec(), StateSpec(code="bfloat16")
+TENSORWISE, ANY_SCALE = QuantSpec(E4M3), QuantSpec(E4M3, scale="fp32")
+NOISY = StateSpec(code="bfloat16", stochastic=True)
+MOMENTS = LEAN.first, LEAN.second
+assert isinstance(LEAN.gradient, StateSpec)
+W8R8 = Keeping("residual8", TENSORWISE, stochastic=True)
+
+
+def way(keeping: Keeping, moments: tuple[StateSpec, ...], rule: Any = None, gradient: Any = None) -> Way:
+    return Way(rule or Adam(), keeping, moments, gradient, keeping.spec is not None)
+
+
+#: What there is a branch for, by name: how a parameter steps, and the dtypes of its weight and its gradient.
+WAYS: dict[str, tuple[Way, torch.dtype, torch.dtype]] = {
+    "lean": (way(W8R8, MOMENTS, gradient=LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
+    "balanced": (way(Keeping("residual16", TENSORWISE), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
+    "any scale": (way(replace(W8R8, spec=ANY_SCALE, stochastic=False), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
+    "exact": (way(Keeping("remainder"), (NOISY, NOISY)), torch.bfloat16, torch.bfloat16),
+    "lean bf16": (way(Keeping("residual8", stochastic=True), MOMENTS), torch.bfloat16, torch.bfloat16),
+    "balanced bf16": (way(Keeping("residual16"), MOMENTS), torch.bfloat16, torch.float32),
+    "float32": (way(Keeping("plain"), (FLOAT, FLOAT)), torch.float32, torch.float32),
+    "three codes at random": (way(Keeping("plain", stochastic=True), (NOISY, NOISY)), torch.bfloat16, torch.bfloat16),
+    "float16": (way(Keeping("plain"), (BFLOAT, BFLOAT)), torch.float16, torch.float16),
+    "other codes": (
+        way(Keeping("plain"), (StateSpec(code="int8_root"), StateSpec(code="root_e4m4", stochastic=True, floor=True))),
+        *(torch.float32, torch.float32),
+    ),
+    "FP8": (
+        way(Keeping("plain"), (StateSpec(code="e4m3"), StateSpec(code="uint8_root", floor=True)), Adam(clamp=False)),
+        *(torch.float32, torch.float32),
+    ),
+    "coupled": (
+        way(W8R8, MOMENTS, Adam(decoupled=False, maximize=True), LEAN.gradient),
+        *(torch.float8_e4m3fn, torch.uint8),
+    ),
+    "lion": (way(W8R8, MOMENTS[:1], Lion(), LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
+    "lion float32": (way(Keeping("plain"), (FLOAT,), Lion(maximize=True)), torch.float32, torch.float32),
+}
+#: One that is read in runs, of more rounds than one and of a row of two blocks; and rows that end within a block.
+SHAPES = [(32, 128), (3, 200), (1, 33), (5, 64)]
+GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2}
+SEED = 0x9E3779B97F4A7C15
+
+
+@dataclass
+class Parameter:
+    """What is stepped."""
+
+    way: Way
+    parts: Parts
+    state: dict[str, Tensor]
+    place: Place
+    factor: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.parts.weight, *(t for held in self.parts.moments for t in held), *self.state.values()]
+
+
+def drawn(shape: tuple[int, int], generator: torch.Generator, size: float, hostile: bool, outlier: bool) -> Tensor:
+    """float32: zeros, subnormals and tiny numbers among ordinary ones; one huge one; what is none, if hostile."""
+    x = torch.randn(shape, generator=generator) * size
+    flat = x.view(-1)
+    number = flat.numel()
+    flat[: number // 16] = 0.0
+    flat[number // 16 : number // 12] = -0.0
+    flat[number // 12 : number // 10] *= 1e-40 / size
+    flat[number // 10 : number // 8] *= 1e-20
+    if outlier:
+        flat[number // 2] = 1e4 * size
+    if hostile:
+        for i, value in enumerate((float("nan"), float("inf"), -float("inf"), 1e38)):
+            flat[number - 1 - 7 * i] = value
+    return x
+
+
+def parameter(
+    how: Way, dtype: torch.dtype, gradient: torch.dtype, shape: tuple[int, int], seed: int, hostile: bool
+) -> Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    outlier = seed % 2 == 1
+    value = drawn(shape, generator, 0.1, False, outlier)
+    grad = drawn(shape, generator, 1.0, hostile, outlier)
+    keeping = how.keeping
+    if keeping.spec is not None:
+        q = reference.quantize(value, keeping.spec)
+        assert isinstance(q.scale, Tensor)
+        held: tuple[Tensor, ...] = (q.data, q.scale)
+    else:
+        held = (value.to(dtype),)
+    if keeping.states:
+        kind = torch.int8 if keeping.kind == "residual8" else torch.int16
+        info = torch.iinfo(kind)
+        held = (*held, torch.randint(info.min, info.max + 1, shape, generator=generator).to(kind))
+    moments = []
+    for spec, signed, size in zip(how.moments, how.rule.signed, (0.1, 0.01), strict=False):
+        x = drawn(shape, generator, size, False, outlier)
+        noise = torch.randint(0, 2**15, shape, generator=generator).int() if spec.stochastic else None
+        data, scale = codes.encode(x if signed else x.abs(), spec, noise)
+        moments.append((data.contiguous(),) if scale is None else (data.contiguous(), scale))
+    if how.gradient is not None:
+        data, scale = codes.encode(grad, how.gradient)
+        assert scale is not None
+        given: tuple[Tensor, ...] = (data.contiguous(), scale)
+    else:
+        given = (grad.to(gradient),)
+    state = {"step": torch.tensor(float(3 + seed))}
+    if how.predicts:
+        assert keeping.spec is not None
+        state["amax"] = weights.block_amax(keeping.spec, weights.read(keeping, held))
+    # The second half of a parameter: noise goes by its place in the whole.
+    place = Place((shape[0], 0), shape, (2 * shape[0], shape[1]))
+    factor = torch.tensor(0.37) if seed % 2 else None
+    return Parameter(how, Parts(held, tuple(moments), given), state, place, factor)
+
+
+def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool = True) -> Any:
+    """Moves them to the device, steps them there and returns what was counted."""
+    launches = on_gpu.Launches({})
+    with device.asking("triton"):
+        for number, p in enumerate(parameters):
+            # A card's tensors are copies, which the caller compares.
+            p.parts = Parts(*(moved(each) for each in p.parts))
+            p.state = {name: t.to(DEVICE) for name, t in p.state.items()}
+            p.factor = None if p.factor is None else p.factor.to(DEVICE)
+            why = on_gpu.reason(p.parts.weight[0], p.way, p.parts, p.place, p.state["step"])
+            assert not why, why
+            row = on_gpu.row(p.way, p.parts, p.place, SEED, number, p.state, p.factor)
+            assert row.form.even == (p.place.part[1] % 128 == 0)
+            scalars = p.way.rule.scalars(GROUP, p.state["step"].double().view(1) + 1)
+            launches.add([row], torch.stack(scalars))
+        told = None if keep is None else torch.tensor(keep, device=DEVICE)
+        (counts,) = launches.run(told, statistics).values()
+    return counts
+
+
+def moved(tensors: Any) -> Any:
+    return tensors.to(DEVICE) if isinstance(tensors, Tensor) else tuple(map(moved, tensors))
+
+
+def in_pieces(parameters: list[Parameter]) -> list[int | None]:
+    counts = []
+    for number, p in enumerate(parameters):
+        p.state["step"] += 1
+        scalars = p.way.rule.scalars(GROUP, p.state["step"].double())
+        place = Drawn(SEED, number, p.state["step"].long(), p.place)
+        outcome = pieces.step(p.way, p.parts, scalars, p.factor, place, p.state.get("amax"))
+        if outcome.amax is not None:
+            p.state["amax"].copy_(outcome.amax)
+        counts.append(None if outcome.clamped is None else int(outcome.clamped))
+    return counts
+
+
+def assert_same(ours: Parameter, theirs: Parameter, what: str) -> None:
+    """Bit by bit, but that a NaN is a NaN, and that under a scale of NaN residuals say nothing."""
+    nothing = ours.way.keeping.spec is not None and bool(theirs.parts.weight[1].isnan())
+    for i, (a, b) in enumerate(zip(ours.tensors, theirs.tensors, strict=True)):
+        if nothing and i == 2:
+            continue
+        a, wide = a.cpu(), b.is_floating_point()
+        same = (a.float() == b.float()) & (a.float().signbit() == b.float().signbit()) if wide else a == b
+        same = same | (a.float().isnan() & b.float().isnan()) if wide else same
+        assert same.all(), f"{what}: {int((~same).sum())} of tensor {i} differ, {a[~same][0]} and not {b[~same][0]}"
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_parameters_of_one_launch_step_as_their_pieces(name: str) -> None:
+    """Shapes with whole blocks and without, gradients with NaN and without, factors, and noise by place."""
+    how, dtype, gradient = WAYS[name]
+    ours = [
+        parameter(how, dtype, gradient, shape, i, hostile)
+        for i, (shape, hostile) in enumerate((s, h) for h in (False, True) for s in SHAPES[: 2 + 2 * (name == "lean")])
+    ]
+    theirs = copy.deepcopy(ours)
+    counts = by_kernel(ours, None)
+    expected = in_pieces(theirs)
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(one, other, f"{name}, parameter {i} of {one.place.part}")
+        if expected[i] is not None:
+            assert int(counts[i]) == expected[i], name
+
+
+def test_ways_rules_and_groups_share_a_step_and_false_keeps_all() -> None:
+    """Parameters of unlike ways go into one table, each way's into a launch of its own."""
+    ours = [parameter(*WAYS[name], SHAPES[i % 2], i, False) for i, name in enumerate(("lean", "exact", "float32"))]
+    before = copy.deepcopy(ours)
+    by_kernel(ours, False)
+    for one, other in zip(ours, before, strict=True):
+        assert_same(one, other, "kept")
+    by_kernel(ours, True)
+    in_pieces(before)
+    for one, other in zip(ours, before, strict=True):
+        assert_same(one, other, "stepped")
+
+
+def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
+    how, dtype, gradient = WAYS["lean"]
+    ours = [parameter(how, dtype, gradient, (64, 512), 2, False)]
+    theirs = copy.deepcopy(ours)
+    by_kernel(ours, None, statistics=False)
+    in_pieces(theirs)
+    assert_same(ours[0], theirs[0], "two programs")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"moments": (StateSpec(code="int8_dynamic", block=256, scale="float32"), FLOAT)}, "int8_dynamic/256 float32"),
+        ({"moments": (StateSpec(code="int8_softsign", block=32), FLOAT)}, "int8_softsign/32"),
+        ({"keeping": Keeping("float32", TENSORWISE), "predicts": False}, "masters in float32"),
+        ({"keeping": Keeping("residual8", QuantSpec(E4M3, (128, 128)))}, "one scale for all"),
+        ({"predicts": False}, "follows from the weight after the step"),
+        ({"gradient": StateSpec(code="e4m3", block=64)}, "gradients in e4m3/64"),
+    ],
+)
+def test_what_no_kernel_steps_is_said(changed: dict[str, Any], why: str) -> None:
+    how, dtype, gradient = WAYS["lean"]
+    p = parameter(how, dtype, gradient, (32, 128), 0, False)
+    assert why in on_gpu.reason(p.parts.weight[0], replace(how, **changed), p.parts, p.place, p.state["step"])

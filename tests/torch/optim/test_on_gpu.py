@@ -1,0 +1,128 @@
+"""Optimizers whose parameters a kernel steps: the bits of plain torch, one launch a way, nothing read back."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver.torch import optim
+from quaver.torch.backends.gpu.launching import device
+from quaver.torch.optim.stepping import on_gpu
+from tests.torch.backends.gpu.launch_counts import _Kernels, _Operations
+from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu
+
+#: What a step of torch's own operations may be, however many parameters there are: counts of steps put together, the
+#: rule's numbers of them, and these put together.
+MOST_OPERATIONS = 50
+
+
+def model_of(layers: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    wide, narrow = ([qt.Linear(*sizes) for _ in range(layers)] for sizes in ((32, 128), (128, 32)))
+    pairs = [layer for pair in zip(wide, narrow, strict=True) for layer in pair]
+    model = nn.Sequential(*pairs, nn.LayerNorm(32))
+    qt.quantize_weights(model, "tensorwise")
+    return model
+
+
+def backward(model: nn.Module, seed: int, size: float = 1.0) -> None:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+    with qt.autocast("tensorwise"):
+        (model(x).square().mean() * size).backward()
+
+
+def all_of(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    tensors = dict(model.state_dict())
+    for name, p in model.named_parameters():
+        tensors |= {f"{name}: {key}": value for key, value in optimizer.state[p].items()}
+        tensors |= {f"{name}: held": optimizer.counted[p][0]} if p in optimizer.counted else {}
+    return tensors
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
+
+
+def trained(rule: Any, preset: str, kernels: bool, **options: Any) -> tuple[dict[str, Tensor], Any]:
+    model = model_of()
+    groups = [
+        {"params": list(model[:1].parameters()), "lr": torch.tensor(1e-3), "weight_decay": 0.1},
+        {"params": list(model[1:].parameters()), "betas": (0.8, 0.97)},
+    ]
+    optimizer = rule(groups, lr=1e-2, preset=preset, seed=2**40 + 7, statistics=True, **options)
+    for seed in range(2):
+        backward(model, seed)
+        optimizer.clip_grad_norm_(0.05)
+        with device.asking("triton" if kernels else "none"):
+            optimizer.step()
+        optimizer.zero_grad()
+    return all_of(model, optimizer), optimizer
+
+
+@pytest.mark.parametrize(
+    ("rule", "preset"),
+    [
+        (optim.AdamW, "lean"),
+        (optim.AdamW, "balanced"),
+        (optim.AdamW, "exact"),
+        (optim.Adam, "lean"),
+        (optim.Lion, "lean"),
+    ],
+)
+def test_steps_by_the_kernel_are_those_of_plain_torch(rule: Any, preset: str) -> None:
+    """Clipped, in two groups; parameters that the kernel leaves are stepped beside the others."""
+    ours, optimizer = trained(rule, preset, True)
+    theirs, plain = trained(rule, preset, False)
+    assert len(optimizer._kernels) == 1
+    assert not plain._kernels
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert same(ours[name], value), name
+
+
+def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), preset="lean", nonfinite="skip")
+    backward(model, 0)
+    with device.asking("triton"):
+        optimizer.step()
+        optimizer.zero_grad()
+        before = {name: value.clone() for name, value in all_of(model, optimizer).items()}
+        backward(model, 1, float("inf"))
+        # What a gradient scaler says is read on the device: a number on a CPU is the host's.
+        keep = torch.tensor(False)
+        taken = on_gpu.Launches(optimizer._kernels)
+        for group in optimizer.param_groups:
+            optimizer._step_group(group, list(enumerate(group["params"])), keep, None, taken)
+        optimizer._launch(taken, keep)
+    after = all_of(model, optimizer)
+    assert all(
+        torch.equal(value.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8))
+        for name, value in before.items()
+    )
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_step_takes_one_launch_for_each_way_whatever_there_is_to_step(layers: int) -> None:
+    """By a stub of the driver; a capture launches what its rehearsal does, loads nothing and reads nothing back."""
+    model = model_of(layers)
+    optimizer = optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), preset="lean")
+    launched: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
+        driver = Driver(patch, runs=False)
+        for capturing in (False, False, True):
+            backward(model, 0)
+            launched.append([])
+            driver.launched, driver.capturing = _Kernels(launched[-1]), capturing
+            with _Operations(launched[-1]):
+                optimizer.step()
+            driver.capturing = False
+            optimizer.zero_grad()
+    # The first step makes the states.
+    for of_step in launched[1:]:
+        # Codes of rows that are whole blocks, of rows that end within one, and vectors.
+        assert of_step.count("step") == 3, of_step
+        assert not {"torch._local_scalar_dense", "torch.item", "torch.nonzero"} & set(of_step)
+        assert len(of_step) <= MOST_OPERATIONS, of_step
