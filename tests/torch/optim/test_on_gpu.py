@@ -15,7 +15,7 @@ from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu
 
 #: What a step of torch's own operations may be, however many parameters there are: counts of steps put together, the
 #: rule's numbers of them, and these put together.
-MOST_OPERATIONS = 50
+MOST_OPERATIONS = 40
 
 
 def model_of(layers: int = 1) -> nn.Sequential:
@@ -118,11 +118,11 @@ def test_a_step_takes_one_launch_for_each_way_whatever_there_is_to_step(layers: 
             driver.launched, driver.capturing = _Kernels(launched[-1]), capturing
             with _Operations(launched[-1]):
                 optimizer.step()
-            driver.capturing = False
+            driver.launched, driver.capturing = [], False
             optimizer.zero_grad()
     # The first step makes the states.
     for of_step in launched[1:]:
         # Codes of rows that are whole blocks, of rows that end within one, and vectors.
         assert of_step.count("step") == 3, of_step
         assert not {"torch._local_scalar_dense", "torch.item", "torch.nonzero"} & set(of_step)
-        assert len(of_step) <= MOST_OPERATIONS, of_step
+        assert len(of_step) <= MOST_OPERATIONS, f"{len(of_step)}: {of_step}"
