@@ -106,13 +106,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.torch.parallel.pipeline": ("splitting", "stages"),
     "quaver.torch.optim": (
         *(
+            "refusals",
             "codes",
             "weights",
             "rules",
             "stepping",
             "gradients",
             "loading",
-            "refusals",
             "optimizer",
             "optimizers",
         ),

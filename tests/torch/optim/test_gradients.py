@@ -63,6 +63,10 @@ def test_a_second_backward_is_refused_and_accumulating_adds_up() -> None:
     with pytest.raises(RuntimeError, match="inside of `with optimizer"):
         backward(model, 2)
     optimizer.zero_grad()
+    backward(model, 1)
+    with pytest.raises(RuntimeError, match="but its last inside of"), optimizer.accumulating():
+        backward(model, 2)
+    optimizer.zero_grad()
     with optimizer.accumulating():
         backward(model, 1)
         backward(model, 2)
@@ -99,11 +103,26 @@ def test_clipping_is_exact(order: float) -> None:
         assert torch.equal(p.detach().float(), r.detach().float())
 
 
-def test_a_gradient_scaler_is_told_that_it_sees_nothing() -> None:
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_gradient_scaler_is_told_that_it_sees_nothing(in_backward: bool, unscaled: bool) -> None:
     model = model_of()
-    optimizer = optim.AdamW(model.parameters(), preset="lean")
+    optimizer = optim.AdamW(model.parameters(), preset="balanced" if in_backward else "lean")
+    if in_backward:
+        optimizer.step_in_backward(1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     backward(model, 1)
+    if unscaled:
+        scaler.unscale_(optimizer)
     with pytest.raises(ValueError, match="GradScaler sees no gradients"):
         scaler.step(optimizer)
+
+
+def test_a_gradient_scaler_without_a_gradient_steps_nothing() -> None:
+    p = nn.Parameter(torch.ones(80, 80))
+    optimizer, scaler = optim.AdamW([p]), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert torch.equal(p.detach(), torch.ones(80, 80))

@@ -66,6 +66,36 @@ def test_other_options_and_parameters_are_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="is sparse; make nn"):
         optim.AdamW(embedding.parameters()).step()
+    with pytest.raises(ValueError, match="is sparse; make nn"):
+        kept = optim.AdamW(embedding.parameters(), preset="lean")
+        embedding(torch.tensor([1])).sum().backward()
+        kept.step()
+
+
+def test_a_group_that_is_refused_is_not_there() -> None:
+    p, wrong = nn.Parameter(torch.zeros(80, 80)), nn.Parameter(torch.zeros(80, 80, dtype=torch.complex64))
+    vector = nn.Parameter(torch.zeros(80))
+    for optimizer, own, said in (
+        (optim.AdamW([p], preset="lean"), [nn.Parameter(torch.zeros(80, 80)), wrong], "complex64"),
+        (optim.Muon([p], preset="lean"), [vector], "Muon steps matrices"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            optimizer.add_param_group({"params": own})
+        assert [group["params"] for group in optimizer.param_groups] == [[p]]
+        own[0].sum().backward()
+        assert own[0].grad is not None, "its gradients are not taken"
+
+
+def test_tied_weights_are_stepped_once_or_refused() -> None:
+    p = nn.Parameter(torch.zeros(80, 80))
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="in a group twice"):
+        optim.AdamW([p, p])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optim.AdamW([{"params": [p]}, {"params": [p]}])
+    words, head = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False)
+    head.weight = words.weight
+    (group,) = optim.AdamW(nn.Sequential(words, head), preset="lean").param_groups
+    assert group["params"] == [words.weight] and group["preset"] == "float32"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -155,6 +185,17 @@ def test_a_step_in_backward_is_clipped_by_the_norm_of_the_step_before() -> None:
         norm = own
         for p, r in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(p.detach().float(), r.detach().float(), rtol=1e-5, atol=1e-7)
+
+
+def test_what_needs_all_gradients_is_refused_where_steps_are_taken_in_backward() -> None:
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), nonfinite="skip")
+    with pytest.raises(ValueError, match="nonfinite is 'skip', which needs all gradients"):
+        optimizer.step_in_backward()
+    optimizer = optim.AdamW(model.parameters())
+    optimizer.step_in_backward()
+    with pytest.raises(ValueError, match="give step_in_backward a max_norm"):
+        optimizer.clip_grad_norm_(1.0)
 
 
 def test_a_rate_whose_steps_residuals_lose_is_warned_of_once() -> None:

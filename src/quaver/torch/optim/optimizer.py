@@ -24,6 +24,8 @@ from quaver.torch.optim.refusals import (
     check_options,
     check_parameter,
     check_replaced,
+    check_scaler,
+    check_tied,
     warn_of_rate,
 )
 from quaver.torch.optim.rules.rule import Rule
@@ -108,11 +110,22 @@ class Optimizer(torch.optim.Optimizer):
         check_group(type(self).__name__, {**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        try:
+            self._check_parameters(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         for p in group["params"]:
-            check_parameter(p)
+            self.gradients.prepare(p, self.preset(p, group).gradient)
+
+    def _check_parameters(self, group: dict[str, Any]) -> None:
+        """Refuse a group's parameters before anything of them is changed. Raises: ValueError."""
+        rule = self.rule(group, preset_of(group["preset"]))
+        check_tied(group["params"])
+        for p in group["params"]:
+            check_parameter(p, type(rule).__name__, rule.whole)
             if p.requires_grad and layout.divided(p):
                 layout.check_divided(p, self.way(p, group), self.preset(p, group).name)
-            self.gradients.prepare(p, self.preset(p, group).gradient)
 
     def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
         """What is kept for a parameter: the group's preset, or that of high precision."""
@@ -137,18 +150,12 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if hasattr(self, "grad_scale"):
+            # A GradScaler's, None where unscale_ was called.
+            check_scaler(self._release is not None, bool(self.gradients.held))
         overflow, factor = self._scaling()
         if self._release is not None:
-            if factor is not None:
-                raise ValueError(
-                    "torch.amp.GradScaler sees no gradients that are stepped in backward; train in bfloat16"
-                )
             self._release.end()
-        if factor is not None and self.gradients.held:
-            raise ValueError(
-                "torch.amp.GradScaler sees no gradients that are kept in eight bits; train in bfloat16 without it, or "
-                "take a preset with gradients in a float, such as balanced"
-            )
         parameters = [p for group in self.param_groups for p in group["params"]]
         check_replaced(parameters)
         self._update([p for p in parameters if p.grad is not None or p in self.gradients.held], factor, overflow)
@@ -204,9 +211,16 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             max_norm: gradients are multiplied so that the norm of the step before would have been at most this: all of
                 this step's are never there together.
+        Raises:
+            ValueError: parameters lie in parts on ranks, or `nonfinite` is not "keep".
         """
         if outstanding_bytes < 1:
             raise ValueError(f"outstanding_bytes is {outstanding_bytes}; give at least 1")
+        if self.nonfinite != "keep":
+            raise ValueError(
+                f"nonfinite is {self.nonfinite!r}, which needs all gradients of a step before its first update, and "
+                "step_in_backward has stepped some parameters by then; leave one of the two out"
+            )
         if any(layout.divided(p) for group in self.param_groups for p in group["params"]):
             raise ValueError(
                 "parameters lie in parts on ranks, which may have unlike many bytes and would step unlike many of them "
@@ -219,6 +233,8 @@ class Optimizer(torch.optim.Optimizer):
     def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """What torch.amp.GradScaler says: whether a gradient is not finite, and what to multiply gradients by."""
         overflow, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        # A GradScaler that saw no gradient gives the number 0.
+        overflow = overflow if isinstance(overflow, Tensor) else None
         return overflow, None if scale is None else scale.float().reciprocal().reshape(())
 
     def _step_group(
@@ -382,7 +398,14 @@ class Optimizer(torch.optim.Optimizer):
         """Multiply all gradients so that their norm is at most `max_norm`; returns the norm before, float32 [].
 
         Exact: codes keep a factor, by which the step multiplies what they stand for.
+        Raises:
+            ValueError: gradients are stepped in backward.
         """
+        if self._release is not None:
+            raise ValueError(
+                "gradients are stepped in backward and gone by now: give step_in_backward a max_norm, which holds them "
+                "to it by the norm of the step before"
+            )
         parameters = [p for group in self.param_groups for p in group["params"]]
         return self.gradients.clip(parameters, max_norm, norm_type)
 

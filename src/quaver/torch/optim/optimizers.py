@@ -159,12 +159,6 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("steady_betas", tuple(group["betas"]))
-        for p in group["params"]:
-            if rule == "muon" and p.dim() != 2:
-                raise ValueError(
-                    f"Muon steps matrices, and a parameter has shape {tuple(p.shape)}; give it to AdamW, or put it in "
-                    "a parameter group with rule='adamw'"
-                )
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> Rule:
         if group["rule"] == "adamw":

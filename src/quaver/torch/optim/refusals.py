@@ -1,7 +1,7 @@
 """What optimizers refuse, and what they warn of: parameters, gradients, options of torch's, rates that codes lose."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -59,12 +59,40 @@ def check_group(name: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} was given seed={group['seed']!r}; give an integer, of which 64 bits count")
 
 
-def check_parameter(p: Tensor) -> None:
-    """Refuse what no rule can step. Raises: ValueError."""
+def check_parameter(p: Tensor, rule: str, matrices: bool) -> None:
+    """Refuse what no rule can step, and what a rule of matrices cannot. Raises: ValueError."""
+    if matrices and p.dim() != 2:
+        raise ValueError(
+            f"{rule} steps matrices, and a parameter has shape {tuple(p.shape)}; give it to AdamW, or put it in a "
+            "parameter group with rule='adamw'"
+        )
     if p.is_complex():
         raise ValueError(f"a parameter is {p.dtype}; view it as real numbers: torch.view_as_real")
     if p.element_size() == 8:
         raise ValueError(f"a parameter is {p.dtype}, and steps are computed in float32: convert the model to float32")
+
+
+def check_tied(parameters: Sequence[Tensor]) -> None:
+    """Refuse a parameter that is there twice, and would be stepped twice. Raises: ValueError."""
+    seen: set[int] = set()
+    for p in parameters:
+        if id(p) in seen:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is in a group twice, and would be stepped twice; give tied "
+                "weights once, as model.parameters() does"
+            )
+        seen.add(id(p))
+
+
+def check_scaler(in_backward: bool, held: bool) -> None:
+    """Refuse torch.amp.GradScaler where it sees no gradients. Raises: ValueError."""
+    if in_backward:
+        raise ValueError("torch.amp.GradScaler sees no gradients that are stepped in backward; train in bfloat16")
+    if held:
+        raise ValueError(
+            "torch.amp.GradScaler sees no gradients that are kept in eight bits; train in bfloat16 without it, or "
+            "take a preset with gradients in a float, such as balanced"
+        )
 
 
 def check_replaced(parameters: Iterable[Tensor]) -> None:

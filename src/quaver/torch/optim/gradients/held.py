@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quaver.core.states.codes import StateSpec
 from quaver.torch.optim import codes
+from quaver.torch.optim.refusals import check_gradient
 from quaver.torch.optim.stepping import layout
 
 #: By a parameter's identity: what takes its gradients. A handle of a parameter that is gone removes nothing.
@@ -86,7 +87,11 @@ class Gradients:
 
         def whole(parameter: Tensor) -> None:
             owner = gradients()
-            if owner is None or owner.accumulating:
+            if owner is None:
+                return
+            if parameter in owner.held:
+                refuse_second(parameter, owner.held[parameter].spec)
+            if owner.accumulating:
                 return
             if spec is not None and parameter.grad is not None:
                 owner._take(parameter, spec)
@@ -113,12 +118,7 @@ class Gradients:
     @torch.no_grad()
     def _take(self, p: Tensor, spec: StateSpec) -> None:
         """Put codes in the place of `p.grad`."""
-        if p in self.held:
-            raise RuntimeError(
-                f"a gradient of shape {tuple(p.shape)} came while one in {spec.text} was held, and eight bits do not "
-                "add up; call zero_grad() after each step, and run all micro-batches of a step but its last inside of "
-                "`with optimizer.accumulating():`"
-            )
+        check_gradient(p)
         assert p.grad is not None
         gradient = layout.local(p.grad).float()
         data, scale = codes.encode(gradient, spec)
@@ -179,6 +179,15 @@ class Gradients:
         if not sums:
             return torch.zeros((), dtype=torch.float32, device="cpu")
         return torch.linalg.vector_norm(torch.stack([each.to(sums[0].device) for each in sums]), order)
+
+
+def refuse_second(p: Tensor, spec: StateSpec) -> None:
+    """Raises: RuntimeError, always."""
+    raise RuntimeError(
+        f"a gradient of shape {tuple(p.shape)} came while one in {spec.text} was held, and eight bits do not "
+        "add up; call zero_grad() after each step, and run all micro-batches of a step but its last inside of "
+        "`with optimizer.accumulating():`"
+    )
 
 
 def _norm(x: Tensor, order: float) -> Tensor:
