@@ -51,9 +51,13 @@ def test_codes_take_the_place_of_gradients_and_small_ones_stay() -> None:
 
 def test_balanced_gradients_are_bfloat16() -> None:
     model = model_of()
-    optim.AdamW(model.parameters(), preset="balanced")
+    optimizer = optim.AdamW(model.parameters(), preset="balanced")
+    before = {p.grad_dtype for p in model_of().parameters() if p.dim() == 2}
     backward(model, 1)
     assert {p.grad.dtype for p in model.parameters() if p.dim() == 2} == {torch.bfloat16}
+    optimizer.zero_grad()
+    del optimizer
+    assert {p.grad_dtype for p in model.parameters() if p.dim() == 2} == before != {torch.bfloat16}
 
 
 def test_a_second_backward_is_refused_and_accumulating_adds_up() -> None:

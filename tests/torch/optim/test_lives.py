@@ -69,9 +69,39 @@ def test_the_optimizer_made_last_has_the_gradients_and_one_that_is_gone_takes_no
     assert (len(first.gradients.held), len(second.gradients.held)) == (0, 2)
     second.zero_grad()
     del first, second
-    gc.collect()
     loss_of(model).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("preset", ["lean", "balanced"])
+def test_the_next_optimizer_finds_gradients_as_they_were(preset: str, in_backward: bool) -> None:
+    """torch's, when ours is dropped, without waiting for the collector; ours, while the other one is there."""
+    layer = nn.Linear(80, 80)
+    gc.disable()
+    try:
+        first = optim.AdamW(layer.parameters(), preset=preset)
+        if in_backward:
+            first.step_in_backward(1)
+        layer(torch.ones(2, 80)).sum().backward()
+        first.step()
+        first.zero_grad()
+        del first
+        layer(torch.ones(2, 80)).sum().backward()
+        assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
+        torch.optim.AdamW(layer.parameters()).step()
+    finally:
+        gc.enable()
+    layer.zero_grad()
+    first = optim.AdamW(layer.parameters(), preset=preset)
+    if in_backward:
+        first.step_in_backward(1)
+    second = optim.AdamW(layer.parameters(), preset="float32")
+    layer(torch.ones(2, 80)).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
+    before = layer.weight.detach().clone()
+    second.step()
+    assert not torch.equal(layer.weight.detach(), before)
 
 
 @pytest.mark.parametrize("name", ["quantize_weights", "dequantize_weights"])

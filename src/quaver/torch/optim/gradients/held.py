@@ -20,8 +20,9 @@ from quaver.torch.optim import codes
 from quaver.torch.optim.refusals import check_gradient
 from quaver.torch.optim.stepping import layout
 
-#: By a parameter's identity: what takes its gradients. A handle of a parameter that is gone removes nothing.
-_takers: dict[int, Any] = {}
+#: By a parameter's identity: what an optimizer changed about its gradients. One of a parameter that is gone removes
+#: nothing.
+_takers: dict[int, list[Any]] = {}
 #: torch 2.13 has given it this name, and warns of the earlier one.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: Elements that are decoded at once where the norm is taken.
@@ -49,11 +50,28 @@ class Held:
             yield codes.decode(data[at : at + rows], scale[at : at + rows], self.spec)
 
 
-def _forget(parameter: int, handle: Any) -> None:
-    """Remove what took a parameter's gradients, once its optimizer is gone."""
-    handle.remove()
-    if _takers.get(parameter) is handle:
-        del _takers[parameter]
+class _Narrow:
+    """Gradients of another dtype than their parameter."""
+
+    def __init__(self, p: Tensor, dtype: torch.dtype) -> None:
+        self._p, self._before = weakref.ref(p), p.grad_dtype
+        p.grad_dtype = dtype
+
+    def remove(self) -> None:
+        """Have them of the dtype that they had before, unless there is one."""
+        p = self._p()
+        if p is not None and p.grad is None:
+            p.grad_dtype = self._before
+
+
+def _forget(parameter: int, taker: Any) -> None:
+    """Remove what an optimizer changed about a parameter's gradients, once it is gone."""
+    taker.remove()
+    own = _takers.get(parameter, [])
+    if taker in own:
+        own.remove(taker)
+    if not own:
+        _takers.pop(parameter, None)
 
 
 class Gradients:
@@ -68,11 +86,21 @@ class Gradients:
         self._watched: set[Tensor] = set()
 
     def prepare(self, p: Tensor, kind: str | StateSpec) -> None:
-        """Have a parameter's gradients kept in a dtype, by its name, or in codes."""
+        """Have a parameter's gradients kept in a dtype, by its name, or in codes.
+
+        The optimizer that was made last has them: one that was dropped may not be collected yet.
+        """
+        for taker in _takers.pop(id(p), []):
+            taker.remove()
         if isinstance(kind, StateSpec):
             self._watch(p, kind)
         elif kind == "bfloat16" and p.dtype is not torch.bfloat16 and layout.local(p) is p and p.grad is None:
-            p.grad_dtype = torch.bfloat16
+            self._own(p, _Narrow(p, torch.bfloat16))
+
+    def _own(self, p: Tensor, taker: Any) -> None:
+        """Have what was changed about a parameter's gradients end with their optimizer."""
+        _takers.setdefault(id(p), []).append(taker)
+        weakref.finalize(self, _forget, id(p), taker)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Have `arrived` called for parameters whose gradients are floats too."""
@@ -99,12 +127,7 @@ class Gradients:
                 owner.arrived(parameter)
 
         self._watched.add(p)
-        # The optimizer that was made last has a parameter's gradients: one that was dropped may not be collected yet.
-        before = _takers.pop(id(p), None)
-        if before is not None:
-            before.remove()
-        handle = _takers[id(p)] = p.register_post_accumulate_grad_hook(whole)
-        weakref.finalize(self, _forget, id(p), handle)
+        self._own(p, p.register_post_accumulate_grad_hook(whole))
 
     def finite(self, p: Tensor) -> Tensor:
         """Whether a parameter's gradient is: bool []. Codes of a block that is not have the scale NaN."""

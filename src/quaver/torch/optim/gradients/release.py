@@ -5,7 +5,8 @@ step takes the norm of the step before, and Adam's bound guards the first. Sourc
 arXiv:2306.09782.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,17 +19,18 @@ class Release:
     """Gradients that have come in a backward and are not stepped yet."""
 
     def __init__(
-        self, gradients: Gradients, update: Callable[[list[Tensor], Tensor | None], None], most: int, max_norm: float
+        self, gradients: Gradients, update: Callable[[list[Tensor], Tensor | None], Any], most: int, max_norm: float
     ) -> None:
         """Begin.
 
         Args:
-            update: steps parameters, with a factor for their gradients.
+            update: a method that steps parameters, with a factor for their gradients. Neither its object nor
+                `gradients` is kept alive: what an optimizer has changed about gradients ends with it.
             most: bytes that gradients may take before their parameters step.
             max_norm: what the norm of the last step's gradients is held to in this one.
         """
-        self.gradients = gradients
-        self.update = update
+        self.gradients = weakref.proxy(gradients)
+        self._update = weakref.WeakMethod(update)
         self.most = most
         self.max_norm = max_norm
         self._waiting: dict[Tensor, None] = {}
@@ -41,11 +43,7 @@ class Release:
     def arrived(self, p: Tensor) -> None:
         """Take a parameter whose gradient is whole."""
         self._waiting[p] = None
-        held = self.gradients.held.get(p)
-        if held is not None:
-            self._bytes += held.codes.nbytes + held.scale.nbytes
-        elif p.grad is not None:
-            self._bytes += p.grad.nbytes
+        self._bytes += sum(tensor.nbytes for tensor in self._gradients_of([p]))
         if self._bytes >= self.most:
             self.flush()
 
@@ -68,6 +66,12 @@ class Release:
             self.update(waiting, factor)
             self._free(waiting)
 
+    def update(self, waiting: list[Tensor], factor: Tensor | None) -> None:
+        """Step parameters."""
+        update = self._update()
+        assert update is not None
+        update(waiting, factor)
+
     def _beside(self, device: torch.device, waiting: list[Tensor], factor: Tensor | None) -> None:
         """On a stream of its own, so that backward goes on meanwhile."""
         side = self._streams.get(device)
@@ -76,10 +80,17 @@ class Release:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             self.update(waiting, factor)
-            for p in waiting:
-                if p.grad is not None:
-                    p.grad.record_stream(side)
+        # Freed below, or where this returns, and read by then maybe not.
+        for tensor in (*self._gradients_of(waiting), *(() if factor is None else (factor,))):
+            tensor.record_stream(side)
         self._free(waiting)
+
+    def _gradients_of(self, parameters: list[Tensor]) -> Iterator[Tensor]:
+        """All tensors that say the gradients of parameters."""
+        for p in parameters:
+            held = self.gradients.held.get(p)
+            own = (p.grad,) if held is None else (held.codes, held.scale, held.factor)
+            yield from (tensor for tensor in own if tensor is not None)
 
     def _free(self, waiting: list[Tensor]) -> None:
         for p in waiting:

@@ -8,6 +8,7 @@ false as a condition; this one never is, and begins a state when that is asked f
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor
 
@@ -16,14 +17,21 @@ class States(defaultdict[Tensor, Any]):
     """What an optimizer keeps, by parameter."""
 
     def __init__(self, first: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        """Begin.
+
+        Args:
+            first: a method that gives a parameter's first state. Its object, which has these states, is not kept alive.
+        """
         super().__init__(dict)
-        self._first = first
+        self._first = WeakMethod(first)
 
     def __bool__(self) -> bool:
         return True
 
     def __missing__(self, p: Tensor) -> dict[str, Tensor]:
-        self[p] = self._first(p)
+        first = self._first()
+        assert first is not None
+        self[p] = first(p)
         state: dict[str, Tensor] = self[p]
         return state
 
