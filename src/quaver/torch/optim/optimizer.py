@@ -216,15 +216,15 @@ class Optimizer(torch.optim.Optimizer):
         """
         if outstanding_bytes < 1:
             raise ValueError(f"outstanding_bytes is {outstanding_bytes}; give at least 1")
-        if self.nonfinite != "keep":
-            raise ValueError(
-                f"nonfinite is {self.nonfinite!r}, which needs all gradients of a step before its first update, and "
-                "step_in_backward has stepped some parameters by then; leave one of the two out"
-            )
         if any(layout.divided(p) for group in self.param_groups for p in group["params"]):
             raise ValueError(
                 "parameters lie in parts on ranks, which may have unlike many bytes and would step unlike many of them "
                 "at once; under fully_shard gradients are in parts already: leave step_in_backward out"
+            )
+        if self.nonfinite != "keep":
+            raise ValueError(
+                f"nonfinite is {self.nonfinite!r}, which needs all gradients of a step before its first update, and "
+                "step_in_backward has stepped some parameters by then; leave one of the two out"
             )
         self._release = Release(self.gradients, self._update, outstanding_bytes, max_norm)
         self.gradients.watch(p for group in self.param_groups for p in group["params"])
