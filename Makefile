@@ -12,7 +12,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CHECKED := tests/contracts/test_layering.py tests/contracts/test_bits.py tests/torch/linear/test_linear.py
 
-.PHONY: demo check test slow test-lowering test-integrations test-gpu-ready test-gpu test-versions
+# Where tests start several ranks (`tests/contracts/test_ranks_marked.py` compares).
+RANKS := tests/torch/parallel tests/torch/optim/test_ranks.py tests/torch/test_distributed.py \
+	tests/torch/state/history/test_groups.py tests/train/running tests/examples tests/benchmarks/test_benchmarks.py
+
+.PHONY: demo check test slow test-ranks test-lowering test-integrations test-gpu-ready test-gpu test-versions
 .PHONY: accept accept-attention bench bench-gpu docs lint format clean
 
 # Kernels that were compiled beforehand, and for which cards: the machine that will have the card needs the Python and
@@ -35,6 +39,10 @@ test: $(VENV)/.dev
 ## What `make test` leaves out.
 slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+## The distributed suite alone: every test that starts several ranks, over gloo on this CPU.
+test-ranks: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "ranks and not slow" $(RANKS)
 
 ## Compile JAX layers for H200 and B200 without either, and read the programs. Downloads jax's CUDA plugin (480 MB).
 test-lowering: $(VENV)/.cuda

@@ -161,9 +161,11 @@ def place(path: Path) -> str:
 
 
 def turn(item: pytest.Item) -> int:
-    """Where the file of a case stands in LONGEST, or after all of them; others stay in their order."""
+    """Where the file of a case stands in LONGEST, or after all of them, what starts ranks first; others stay in their
+    order."""
     path = place(item.path)
-    return next((at for at, longest in enumerate(LONGEST) if path.startswith(longest)), len(LONGEST))
+    least = len(LONGEST) + (item.get_closest_marker("ranks") is None)
+    return next((at for at, longest in enumerate(LONGEST) if path.startswith(longest)), least)
 
 
 @pytest.hookimpl(wrapper=True)

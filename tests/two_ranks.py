@@ -5,12 +5,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests import forked
 from tests.conftest import ROOT
@@ -30,11 +31,11 @@ def run(module: str, folder: Path, ranks: int = RANKS) -> None:
         folder: of this test alone.
         ranks: how many.
     """
-    # They meet in a file: a port that is free now may be another process's by then.
-    meeting = (folder / "meeting").as_uri()
+    # They meet at a port that this process holds: in a file they would look for one another every now and then.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(ranks):
-        command = [sys.executable, "-m", module, str(rank), meeting, str(ranks)]
+        command = [sys.executable, "-m", module, str(rank), str(store.port), str(ranks), str(folder)]
         processes.append(forked.quick.Popen(command, cwd=ROOT, stderr=forked.quick.PIPE))
     try:
         while any(each.poll() is None for each in processes) and not any(each.poll() for each in processes):
@@ -53,7 +54,17 @@ def world() -> int:
 
 def folder() -> Path:
     """The test's own."""
-    return Path(urlparse(sys.argv[2]).path).parent
+    return Path(sys.argv[4])
+
+
+@cache
+def mesh(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """The mesh of all ranks that every case takes which asks for these sizes and names.
+
+    Each group of gloo has threads that go on waking up until the process ends: four ranks whose cases made a mesh each
+    spent a third of their time on that, and on meeting.
+    """
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 def main(cases: Sequence[Case], seconds: float = PATIENT) -> None:
@@ -62,11 +73,13 @@ def main(cases: Sequence[Case], seconds: float = PATIENT) -> None:
     Args:
         seconds: how long a rank waits for the others, where a case is about that.
     """
-    rank, meeting = int(sys.argv[1]), sys.argv[2]
+    rank, port = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     # What was imported is no garbage, and takes long to be looked through.
     gc.freeze()
-    dist.init_process_group("gloo", meeting, rank=rank, world_size=world(), timeout=timedelta(seconds=seconds))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world(), timeout=limit)
     try:
         for case in cases:
             # A model that one rank has dropped and another one not would differ in the histories that they reduce.

@@ -52,6 +52,7 @@ def test_names_of_cases_are_unique() -> None:
 
 
 @pytest.mark.parametrize("case", PARALLEL, ids=lambda case: case.name)
+@pytest.mark.ranks
 def test_every_case_of_ranks_runs_quickly_and_says_what_travels(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(started, "subprocess", forked.quick)
     figures = list(case.measure(True))

@@ -16,20 +16,19 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 NEEDS = {"lightning": "lightning", "accelerate": "accelerate", "peft": "peft", "huggingface": "accelerate"}
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def of_ranks(path: Path) -> bool:
+    return "torchrun --nproc-per-node 2" in path.read_text()
+
+
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if not of_ranks(path)], ids=lambda p: p.stem)
 def test_an_example_runs_and_says_something(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    text = path.read_text()
     needed = NEEDS.get(path.stem.partition("_")[0])
     if needed is not None:
         pytest.importorskip(needed, reason=f"{needed} is not installed: make test-integrations")
         forget_accelerators()
-    assert len(text.splitlines()) < 100
-    if "jax_num_cpu_devices" in text:
+    if "jax_num_cpu_devices" in path.read_text():
         # JAX counts its devices once in a process.
         forked.bare("jax").run([sys.executable, "-W", "error", str(path)], check=True)
-    elif "torchrun --nproc-per-node 2" in text:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-        forked.bare("torch").run(command, check=True)
     else:
         with warnings.catch_warnings():
             if needed is not None:
@@ -39,6 +38,19 @@ def test_an_example_runs_and_says_something(path: Path, capfd: pytest.CaptureFix
         if needed is not None:
             forget_accelerators()
     assert capfd.readouterr().out.strip()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if of_ranks(path)], ids=lambda p: p.stem)
+def test_an_example_of_ranks_runs_and_says_something(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    forked.bare("torch").run(command, check=True)
+    assert capfd.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 100
 
 
 def forget_accelerators() -> None:

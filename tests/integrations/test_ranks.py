@@ -131,6 +131,7 @@ def by_lightning(rank: int) -> None:
 CASES = [by_accelerate, by_trainer, by_lightning]
 
 
+@pytest.mark.ranks
 def test_two_ranks_agree_under_delayed_scaling(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 

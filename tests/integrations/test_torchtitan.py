@@ -354,6 +354,7 @@ def a_job_is_a_loop_of_ones_own(rank: int) -> None:
             assert_bitwise(loss, other, f"{recipe}, step {step}")
 
 
+@pytest.mark.ranks
 def test_sharded_by_torchtitan(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -331,6 +332,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ranks
 def test_two_ranks_are_one_model(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 

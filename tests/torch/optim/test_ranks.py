@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -75,6 +74,26 @@ def everything(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor
     return {name: value.clone() for name, value in every.items()}
 
 
+def own(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and states as this rank has them: DTensors where they lie in parts."""
+    every = {name: p.detach() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        every |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
+    return every
+
+
+def assert_parts(ours: dict[str, Tensor], whole: dict[str, Tensor], says: str) -> None:
+    """A rank's parts are those of a whole, cut here: nothing travels."""
+    assert ours.keys() == whole.keys(), f"{says}: {ours.keys() ^ whole.keys()}"
+    for name, value in ours.items():
+        wanted = whole[name]
+        if isinstance(value, DTensor):
+            assert value.shape == wanted.shape, f"{says}: {name}"
+            cut = distribute_tensor(wanted, value.device_mesh, value.placements, src_data_rank=None)
+            value, wanted = value.to_local(), cut.to_local()
+        assert_bitwise(value, wanted, f"{says}: {name}")
+
+
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], says: str) -> None:
     assert ours.keys() == theirs.keys(), f"{says}: {ours.keys() ^ theirs.keys()}"
     for name, value in theirs.items():
@@ -89,11 +108,11 @@ def alone(model: nn.Module) -> nn.Module:
 
 
 def by_fsdp(model: nn.Module) -> nn.Module:
-    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return fully_shard(model, mesh=two_ranks.mesh(dist.get_world_size()))
 
 
 def by_replicas(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+    mesh = two_ranks.mesh(2, dist.get_world_size() // 2, names=("replicas", "shards"))
     return fully_shard(model, mesh=mesh)
 
 
@@ -117,19 +136,19 @@ def ranks_step_as_one(rank: int) -> None:
         for preset in PRESETS:
             expected = everything(*train(preset, alone, dtype))
             for way in ways():
-                assert_same(everything(*train(preset, way, dtype)), expected, f"{preset}, {dtype}, {way.__name__}")
+                assert_parts(own(*train(preset, way, dtype)), expected, f"{preset}, {dtype}, {way.__name__}")
         for rule in (optim.Adam, optim.Lion, optim.SGD):
             expected = everything(*train("lean", alone, dtype, rule=rule))
-            assert_same(everything(*train("lean", by_fsdp, dtype, rule=rule)), expected, rule.__name__)
+            assert_parts(own(*train("lean", by_fsdp, dtype, rule=rule)), expected, rule.__name__)
 
 
 def tensor_parallelism_cuts_columns(rank: int) -> None:
     """One and two dimensions of a mesh, fully_shard's parts of parts among them; noise is that of the whole's place."""
     world = dist.get_world_size()
-    flat = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    flat = two_ranks.mesh(world, names=("tp",))
     meshes: list[tuple[Any, Any]] = [(flat, None)]
     if world == 4:
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        both = two_ranks.mesh(2, 2, names=("dp", "tp"))
         meshes.append((both["tp"], both["dp"]))
     shape = (66, world * 128)
     start = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -225,7 +244,7 @@ def what_ranks_cannot_step_alone_is_refused(rank: int) -> None:
     net = by_fsdp(nn.Linear(64, 128, bias=False))
     with pytest.raises(ValueError, match=r"shape \(128, 64\) lies in parts .* and Muon needs whole matrices"):
         optim.Muon(net.parameters())
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = two_ranks.mesh(world)
     p = nn.Parameter(distribute_tensor(torch.zeros(128, 32 * world), mesh, [Shard(1)]))
     with pytest.raises(ValueError, match=r"divide its .* columns, and preset 'lean' has a scale for each 64"):
         optim.AdamW([p], preset="lean")
@@ -269,7 +288,10 @@ def weights_travel_as_codes_all_the_same(rank: int) -> None:
                 gather_quantized(model)
             optimizer = optim.AdamW(units(model).parameters(), lr=1e-2, preset=preset)
             losses = train_layers(model, optimizer, range(3))
-            ends.append({f"loss {i}": loss for i, loss in enumerate(losses)} | everything(model, optimizer))
+            parts = {name: layout.local(value) for name, value in own(model, optimizer).items()}
+            # Of a shard that travels as codes, its values.
+            parts = {name: getattr(part, "plain", part) for name, part in parts.items()}
+            ends.append({f"loss {i}": loss for i, loss in enumerate(losses)} | parts)
         assert_same(ends[1], ends[0], f"{preset}, {dtype}")
         if preset == "lean":
             assert not optimizer.gradients.held
@@ -357,7 +379,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+# What two ranks do, three do, and theirs are parts of unlike sizes.
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.ranks
 def test_ranks(ranks: int, tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 

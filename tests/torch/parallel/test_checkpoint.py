@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -55,7 +54,7 @@ def alone(model: nn.Module) -> nn.Module:
 
 
 def by_fsdp(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (two_ranks.world(),))
+    mesh = two_ranks.mesh(two_ranks.world())
     # Some recipes have no weight to gather as codes.
     with contextlib.suppress(ValueError):
         gather_quantized(model)
@@ -69,11 +68,11 @@ def by_copies(model: nn.Module) -> nn.Module:
 
 
 def by_tensor(model: nn.Module) -> nn.Module:
-    return parallelize_module(model, init_device_mesh("cpu", (two_ranks.world(),)), {"up": Column(), "down": Row()})
+    return parallelize_module(model, two_ranks.mesh(two_ranks.world()), {"up": Column(), "down": Row()})
 
 
 def by_both(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    mesh = two_ranks.mesh(2, 2, names=("fsdp", "tp"))
     parallelize_module(model, mesh["tp"], {"up": Column(), "down": Row()})
     for part in (model.up, model.down, model):
         fully_shard(part, mesh=mesh["fsdp"])
@@ -265,7 +264,7 @@ def other_recipes(rank: int) -> None:
     for part in ("up", "down"):
         old = getattr(plain, part)
         setattr(plain, part, qt.Linear(old.in_features, old.out_features))
-    fully_shard(plain, mesh=init_device_mesh("cpu", (two_ranks.world(),)))
+    fully_shard(plain, mesh=two_ranks.mesh(two_ranks.world()))
     Checkpoint(plain).load(folder)
     expected = run("delayed", by_fsdp)
     Checkpoint(*expected).load(folder)
@@ -461,10 +460,10 @@ CASES = {
 }
 
 
+@pytest.mark.ranks
 def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
     for ranks in (2, 1, 3, 4):
         two_ranks.run(__name__, tmp_path, ranks)
-        (tmp_path / "meeting").unlink(missing_ok=True)
 
 
 def test_a_process_without_ranks_saves_and_loads(tmp_path: Path) -> None:

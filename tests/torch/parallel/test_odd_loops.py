@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -176,6 +177,7 @@ def accumulation(rank: int) -> None:
 CASES: list[Callable[[int], None]] = [copies_in_checkpoints, two_models, exceptions_in_a_step, accumulation]
 
 
+@pytest.mark.ranks
 def test_odd_loops_keep_ranks_together(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 

@@ -5,10 +5,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -21,13 +22,14 @@ from tests.torch.parallel.fsdp.training import first_difference
 from tests.torch.parallel.test_pipeline import KINDS, LR, WIDTH, converted, loss_of
 from tests.two_ranks import RANKS
 
-STEPS = 20
+#: One of each kind of scale, with histories, and with noise.
+SCALES = ("delayed", "mxfp8", "nvfp4")
+#: Losses of 1F1B by recipe: one of each kind of scale has 20.
+STEPS = dict.fromkeys(recipes.RECIPES, 3) | dict.fromkeys(SCALES, 20)
 #: Sequences and tokens of a micro-batch.
 TOKENS = 2, 8
 #: Of these schedules few, since a mistake shows in the first or the second.
 OTHERS = {name: 2 for name in KINDS if name != "1F1B"}
-#: One of each kind of scale, with histories, and with noise.
-SCALES = ("delayed", "mxfp8", "nvfp4")
 
 
 def micro(name: str) -> int:
@@ -117,7 +119,7 @@ def on_ranks(
 
 def cases() -> list[tuple[str, str, int, bool | None]]:
     """A schedule, a recipe, steps, and `reshard_after_forward`."""
-    cases: list[tuple[str, str, int, bool | None]] = [("1F1B", recipe, STEPS, None) for recipe in recipes.RECIPES]
+    cases: list[tuple[str, str, int, bool | None]] = [("1F1B", *of_recipe, None) for of_recipe in STEPS.items()]
     for number, (name, steps) in enumerate(OTHERS.items()):
         cases += [(name, recipe, steps, (None, False)[number % 2]) for recipe in SCALES]
     return cases
@@ -125,7 +127,7 @@ def cases() -> list[tuple[str, str, int, bool | None]]:
 
 def as_one_process(rank: int) -> None:
     """Losses, weights, histories and counts are those of one process that splits the same sums."""
-    mesh = init_device_mesh("cpu", (RANKS, RANKS), mesh_dim_names=("pp", "dp"))
+    mesh = two_ranks.mesh(RANKS, RANKS, names=("pp", "dp"))
     alone()
     # Each rank trains some of what all compare with.
     own = {case: in_one_process(*case[:3]) for case in cases()[rank :: RANKS * RANKS]}
@@ -152,6 +154,7 @@ def as_one_process(rank: int) -> None:
                 assert_bitwise(whole, states[i][key], f"{case}: stage {i}: {key}")
 
 
+@pytest.mark.ranks
 def test_stages_and_shards_are_one_process(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, RANKS * RANKS)
 

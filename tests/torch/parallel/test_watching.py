@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     Schedule1F1B,
@@ -109,7 +108,7 @@ def tensors_in_parts(rank: int) -> None:
         net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
         qt.convert(net, name)
         plan = {"0": Column(sequence=True), "2": Row(sequence=True)}
-        parallelize_module(net, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+        parallelize_module(net, two_ranks.mesh(dist.get_world_size()), plan)
         x = torch.randn(1, 64, 64, requires_grad=True)
         ours, torchs = counted(lambda net=net, x=x: net(x).sum().backward())
         others = ours.bytes["gradients"] + ours.bytes["control"]
@@ -134,7 +133,7 @@ def rows_and_words(rank: int) -> None:
     for sequence in (False, True):
         net = nn.Sequential(nn.Embedding(64, 32))
         plan = {"0": parallel.Vocabulary(sequence=sequence)}
-        parallelize_module(net, init_device_mesh("cpu", (ranks,)), plan)
+        parallelize_module(net, two_ranks.mesh(ranks), plan)
         ours, torchs = counted(lambda net=net: net(torch.arange(16).view(2, 8)).sum().backward())
         assert ours.bytes["activations"] == sum(torchs.values()) - ours.bytes["control"] > 0
 
@@ -230,7 +229,7 @@ def gradients_that_are_not_finite(rank: int) -> None:
 
 def replicas(rank: int) -> None:
     """HSDP on 4 ranks, two groups of two: parts are summed over replicas after the reduce-scatter."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = two_ranks.mesh(2, 2, names=("replicas", "shards"))
     for name in ("bf16", "mxfp8"):
         net = converted(name)
         if name != "bf16":
@@ -261,10 +260,12 @@ CASES = [
 ]
 
 
+@pytest.mark.ranks
 def test_what_is_counted_is_what_torch_sends(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 
+@pytest.mark.ranks
 def test_replicas_are_counted(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, 4)
 

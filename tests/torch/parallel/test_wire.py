@@ -84,6 +84,7 @@ def codes_are_not_summed(rank: int) -> None:
 CASES = [amaxes_order_as_integers, parts_of_tensors, parts_of_operands, codes_are_not_summed]
 
 
+@pytest.mark.ranks
 def test_two_ranks_have_one_whole(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -164,6 +165,7 @@ SLOW = {
 WRITES = r"rank 1 is furthest behind, at step \d+ \(saving\), after \d+ collectives, where it has been for "
 
 
+@pytest.mark.ranks
 def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_goes_on(make_config: MakeConfig, tmp_path: Path) -> None:
     starts = begun(make_config, tmp_path, [*QUICK, "raise"])
     seen = outcomes(starts)
@@ -192,6 +194,7 @@ def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_goes_on(make_config:
     assert re.search(r"step \d+ of 10  loss .*% communication, 0.\d MB a rank, rank [01] slowest", said)
 
 
+@pytest.mark.ranks
 def test_a_rank_that_stands_still_is_named_when_the_others_have_waited(make_config: MakeConfig, tmp_path: Path) -> None:
     starts = begun(make_config, tmp_path, SLOW, timeout=TIMEOUT)
     starts |= begun(make_config, tmp_path, ["write"], timeout=TIMEOUT, async_save=True)

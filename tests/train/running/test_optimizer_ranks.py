@@ -40,6 +40,7 @@ def floats(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(PRESETS, name, replace(PRESETS[name], weights="bfloat16"))
 
 
+@pytest.mark.ranks
 def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig, tmp_path: Path, floats: None) -> None:
     # Without clipping no norm, whose sum is in another order, comes into the weights.
     same = {
@@ -84,6 +85,7 @@ def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig
     assert farthest(losses_of(recorded(clipped)), losses_of(recorded(back))) < 1e-2
 
 
+@pytest.mark.ranks
 def test_ranks_that_share_layers_go_on_on_others(make_config: MakeConfig, tmp_path: Path) -> None:
     common = COMMON | {"sequence": 64, "model": BROAD, "dtype": "float32"}
     narrow = common | {"dtype": "bfloat16", "recipe": "mxfp8"}

@@ -136,6 +136,7 @@ DELAYED = "delayed(history=4)"
 DRIFT = {"tensorwise": 5e-3, "mxfp8": 1e-3, DELAYED: 1e-3}
 
 
+@pytest.mark.ranks
 def test_runs_of_two_and_four_ranks_are_the_single_process_s(make_config: MakeConfig, tmp_path: Path) -> None:
     common: dict[str, Any] = {"dtype": "float32", "batch": 4, "final_lr": 1.0, "keep": 0}
     bf16 = make_config("bf16", fsdp=2, **common)
@@ -196,6 +197,7 @@ def begin_from(config: TrainConfig, source: TrainConfig) -> None:
     shutil.rmtree(Path(config.out) / "step-000010")
 
 
+@pytest.mark.ranks
 def test_ranks_that_share_layers_are_the_single_process(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -442,6 +444,7 @@ def test_what_is_asked_of_parts_is_what_layers_ask(name: str) -> None:
     assert mesh.multiple_of(recipe) == math.lcm(*asked)
 
 
+@pytest.mark.ranks
 def test_ranks_that_are_killed_while_they_save_leave_a_whole_checkpoint(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def assert_weights(config: TrainConfig, trained: TrainResult) -> None:
         np.testing.assert_array_equal(saved.model[tensor], value.numpy(), f"{config.pp_schedule}: {tensor}")
 
 
+@pytest.mark.ranks
 def test_every_schedule_gives_the_single_process_s_bits(make_config: MakeConfig, tmp_path: Path) -> None:
     """Losses, those of validation, and weights; delayed scaling rolls once a step in each."""
     common = COMMON | {"pp": 2, "accumulate": 4, "clip": 0.0}
@@ -68,6 +69,7 @@ def test_every_schedule_gives_the_single_process_s_bits(make_config: MakeConfig,
             assert recorded(config) == recorded(runs["1F1B", recipe]), name
 
 
+@pytest.mark.ranks
 def test_schedules_go_with_other_parallelism_and_runs_go_on_in_any_layout(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -93,6 +94,7 @@ def ends(configs: Sequence[TrainConfig], folder: Path) -> list[str]:
     return ["|".join((folder / f"{number}.{rank}").read_text() for rank in range(2)) for number in range(len(configs))]
 
 
+@pytest.mark.ranks
 def test_ranks_stop_together_where_only_one_has_a_nan(make_config: MakeConfig, tmp_path: Path) -> None:
     common: dict[str, Any] = {"dtype": "float32", "model": PAIR, "checkpoint_every": 2, "validate_every": 0}
     layers = make_config("layers", tp=2, timeout=30, **common)

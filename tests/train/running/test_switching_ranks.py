@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from quaver.core.converting.schedule import SMOOTHED
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.records.metrics import read, switches
@@ -35,6 +37,7 @@ def begun_at(config: TrainConfig, step: int, **options: Any) -> TrainConfig:
     return replace(config, out=str(folder), **options)
 
 
+@pytest.mark.ranks
 def test_ranks_change_their_recipe_as_the_single_process_does(make_config: MakeConfig, tmp_path: Path) -> None:
     runs = {name: make_config(name, fsdp=2, recipe=text, **COMMON) for name, text in OVER_TIME.items()}
     between = runs["between"] = replace(runs["between"], checkpoint_every=1)
@@ -62,18 +65,20 @@ def test_ranks_change_their_recipe_as_the_single_process_does(make_config: MakeC
         assert switches(records_of(config)) == switches(records_of(whole))
 
 
+@pytest.mark.ranks
 def test_layers_and_stages_in_parts_go_on_as_from_a_checkpoint(make_config: MakeConfig, tmp_path: Path) -> None:
     """Under the next recipe alone, which knows nothing of a schedule."""
-    common = COMMON | {"sequence": 64, "model": PAIR, "steps": 6, "checkpoint_every": 1}
+    common = COMMON | {"sequence": 64, "model": PAIR, "steps": 6, "checkpoint_every": 2}
     grid = make_config("grid", fsdp=2, tp=2, sp=True, **common)
     staged = make_config("staged", fsdp=2, pp=2, **common | {"batch": 2, "accumulate": 2})
     whole = {grid: ("tensorwise", "mxfp8", "bf16"), staged: (DELAYED, "mxfp8", "bf16")}
     text = "{} until 2, {} until 4, {}".format
     runs = [replace(config, recipe=text(*recipes)) for config, recipes in whole.items()]
-    with_history = replace(grid, recipe=text("bf16", DELAYED, "mxfp8"), out=f"{grid.out}-history")
+    history = {"recipe": text("bf16", DELAYED, "mxfp8"), "checkpoint_every": 3, "out": f"{grid.out}-history"}
+    with_history = replace(grid, **history)
     start([*runs, with_history], tmp_path / "four", 4)
     apart = [
-        begun_at(run, step, recipe=recipe)
+        begun_at(run, step, recipe=recipe, steps=step + 2)
         for run, recipes in zip(runs, whole.values(), strict=True)
         for step, recipe in ((2, recipes[1]), (4, recipes[2]))
     ]

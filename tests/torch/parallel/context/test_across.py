@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from quaver import recipes
 from quaver.torch.blocks.attention import attention
@@ -254,7 +253,7 @@ def bad_input(rank: int) -> None:
         f"ends at 8 and there are {8 * world()} tokens", q[0], q[0], q[0], layout="thd", cu_seqlens=torch.tensor([0, 8])
     )
     refused("differ for queries and keys", cu_seqlens=(torch.tensor([0]), torch.tensor([0])))
-    both = init_device_mesh("cpu", (1, world()), mesh_dim_names=("dp", "cp"))
+    both = two_ranks.mesh(1, world(), names=("dp", "cp"))
     refused(r"this mesh has 2, \('dp', 'cp'\); give the one, such as mesh\['cp'\]", mesh=both)
     assert across.attention(q, q, q, mesh=both["cp"]).shape == q.shape
     chunks = 2 * world()
@@ -274,6 +273,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.ranks
 def test_parts_attend_as_the_whole(tmp_path: Path, ranks: int) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 

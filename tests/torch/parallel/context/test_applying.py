@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -30,8 +29,9 @@ VOCABULARY, DIM, BATCH, TOKENS = 40, 64, 2, 64
 LOSSES = 20
 #: Steps by recipe on two ranks. Delayed scaling's histories, which ranks agree on, are looked at by themselves; noise
 #: is that of a layer's number where it has no name.
-ALONE: dict[str | None, int] = {name: 2 for name in recipes.RECIPES if name != "delayed"}
-ALONE |= dict.fromkeys((None, "mxfp8", "tensorwise"), LOSSES) | {"nvfp4": 1}
+ALONE: dict[str | None, int] = {name: 2 for name in (None, *recipes.RECIPES) if name != "delayed"} | {"nvfp4": 1}
+#: The one with all losses of each way: nothing but weights goes from step to step.
+LONG = {"gather": "tensorwise", "ring": "mxfp8", "all_to_all": None}
 #: Steps after which ranks' histories are compared, each way.
 HISTORIES = {"delayed": 3}
 
@@ -127,7 +127,8 @@ def trained_in_one(models: Any, how: str, recipe: str | None, steps: int) -> lis
 
 def the_same_losses(rank: int) -> None:
     for how in SPLIT:
-        for recipe, steps in ALONE.items() if world() == 2 else {None: 3, "rowwise": 3}.items():
+        longest: dict[str | None, int] = {LONG[how]: LOSSES}
+        for recipe, steps in (ALONE | longest if world() == 2 else {None: 3, "rowwise": 3}).items():
             got = in_parts(how, recipe, steps)
             wanted = in_one(how, recipe, steps) if rank == 0 else got
             for other, (a, b) in enumerate(zip(got, wanted, strict=True)):
@@ -235,7 +236,7 @@ def some_ranks(rank: int) -> None:
     """A mesh of two dimensions: sequences lie on one, other batches on the other."""
     if world() < 4:
         return
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = two_ranks.mesh(2, 2, names=("dp", "cp"))
     plain = net(layers=1)
     for how in SPLIT:
         model = net(layers=1)
@@ -250,7 +251,7 @@ def heads_in_parts_too(rank: int) -> None:
     """Two ranks share heads and features, two the sequence: within 1e-6 of one process, gradients of their largest."""
     if world() < 4:
         return
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = two_ranks.mesh(2, 2, names=("cp", "tp"))
     options = {"fused": False, "activation": "swiglu"}
     plain = net(layers=1, **options)
     tokens, labels = batch(0)
@@ -276,7 +277,7 @@ def heads_in_parts_too(rank: int) -> None:
 
 #: What takes 4 ranks, 2 of each kind, and on which each way and recipe has so many steps.
 OF_BOTH: dict[str, Any] = {"fused": False, "activation": "swiglu", "groups": 8, "hidden": 128}
-STEPS = {"gather": dict.fromkeys((None, "tensorwise", "mxfp8"), LOSSES), "ring": {"mxfp8": 3}, "all_to_all": {None: 3}}
+STEPS = {"gather": {None: 3, "tensorwise": LOSSES, "mxfp8": 3}, "ring": {"mxfp8": 3}, "all_to_all": {None: 3}}
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
 
@@ -284,7 +285,7 @@ def the_same_losses_with_heads_in_parts(rank: int) -> None:
     """Two ranks share heads and features, two the sequence: bit for bit one process that splits the same sums."""
     if world() < 4:
         return
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = two_ranks.mesh(2, 2, names=("cp", "tp"))
     runs = [(how, recipe, steps) for how, each in STEPS.items() for recipe, steps in each.items()]
     got = []
     for how, recipe, steps in runs:
@@ -313,7 +314,7 @@ def tokens_in_parts_twice(rank: int) -> None:
     """Sequence parallelism within a part of a sequence: layers' positions are those of what projections gather."""
     if world() < 4:
         return
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = two_ranks.mesh(2, 2, names=("cp", "tp"))
     x = torch.randn(BATCH, TOKENS, DIM, generator=torch.Generator().manual_seed(1))
     options = {"layers": 1, "fused": False, "activation": "swiglu"}
     plain = net(**options).layers[0]
@@ -409,6 +410,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.ranks
 def test_models_train_with_sequences_in_parts(tmp_path: Path, ranks: int) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 

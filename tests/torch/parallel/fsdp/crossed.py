@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -16,6 +15,7 @@ import quaver.torch as qt
 from quaver.core.spec import Recipe
 from quaver.torch.parallel import Column, Gathers, Row, gather_quantized
 from quaver.torch.parallel.fsdp import agreeing
+from tests import two_ranks
 from tests.torch.parallel.fsdp.training import Run, counted, first_difference
 
 RANKS = 2
@@ -101,7 +101,7 @@ def train(
         before: called before each step.
     """
     names = ("replicas", "dp", "tp") if replicas else ("dp", "tp")
-    mesh = init_device_mesh("cpu", (RANKS, 1, RANKS) if replicas else (RANKS, RANKS), mesh_dim_names=names)
+    mesh = two_ranks.mesh(*((RANKS, 1, RANKS) if replicas else (RANKS, RANKS)), names=names)
     over = mesh["replicas", "dp"] if replicas else mesh["dp"]
     across, along = dist.get_rank() // RANKS, mesh["tp"].get_local_rank()
     sizes = sizes or sizes_of(block_of(recipe))

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import quaver.torch as qt
 from quaver.core.spec import Recipe
 from quaver.torch.parallel import gather_quantized
+from tests import two_ranks
 
 Case = Callable[[int], None]
 
@@ -67,7 +68,7 @@ def converted(recipe: str | Recipe, net: nn.Module | None = None) -> nn.Module:
 
 def sharded(net: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
     """Each Linear a unit, and the root one."""
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or two_ranks.mesh(dist.get_world_size())
     for part in net.children():
         if isinstance(part, nn.Linear):
             fully_shard(part, mesh=mesh, **options)
@@ -139,7 +140,7 @@ def train(
     net = converted(recipe, network(sizes, bias))
     if as_codes:
         gather_quantized(net)
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards")) if hsdp else None
+    mesh = two_ranks.mesh(2, world // 2, names=("replicas", "shards")) if hsdp else None
     if in_bf16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}

@@ -209,6 +209,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.ranks
 def test_rows_arrive_as_one_process_has_them(ranks: int, tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 

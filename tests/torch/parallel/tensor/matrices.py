@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -29,7 +28,7 @@ from tests.two_ranks import RANKS
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (RANKS,))
+    return two_ranks.mesh(RANKS)
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory as symmetric
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver.torch.parallel import Column, Row, Traffic, wire
 from quaver.torch.parallel.tensor.products import function, overlapping
+from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor.split import tokens
 from tests.two_ranks import RANKS
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (RANKS,))
+    return two_ranks.mesh(RANKS)
 
 
 @contextmanager

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -24,9 +25,9 @@ from tests.torch.parallel.tensor.split import tokens
 from tests.torch.parallel.tensor.test_styles import batch, block_of, net, split
 from tests.two_ranks import RANKS
 
-STEPS = 20
-#: A layer without a recipe, and every recipe.
-NAMES = ("none", *recipes.RECIPES)
+#: Of a layer without a recipe and of every recipe; one of each kind of scale has 20 losses.
+STEPS = dict.fromkeys(("none", *recipes.RECIPES), 4)
+STEPS |= dict.fromkeys(("none", "tensorwise", "delayed", "mxfp8", "nvfp4"), 20)
 
 
 def as_one_process(rank: int) -> None:
@@ -34,11 +35,11 @@ def as_one_process(rank: int) -> None:
 
     Tokens lie in parts, and weights that a recipe quantizes are gathered as codes.
     """
-    mesh = init_device_mesh("cpu", (RANKS, RANKS), mesh_dim_names=("dp", "tp"))
+    mesh = two_ranks.mesh(RANKS, RANKS, names=("dp", "tp"))
     # Each rank trains some of what all compare with.
-    own = {name: in_one_process(name) for name in NAMES[rank :: RANKS * RANKS]}
+    own = {name: in_one_process(name) for name in [*STEPS][rank :: RANKS * RANKS]}
     gc.collect()
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(STEPS):
         said = [own.get(name)]
         dist.broadcast_object_list(said, number % (RANKS * RANKS))
         assert said[0] is not None
@@ -60,7 +61,7 @@ def on_ranks(name: str, mesh: DeviceMesh) -> tuple[list[float], Any]:
     for part in (model.up, model.down, model):
         fully_shard(part, mesh=mesh["dp"])
     optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False), []
-    for step in range(STEPS):
+    for step in range(STEPS[name]):
         x = batch(RANKS * step + mesh["dp"].get_local_rank(), block_of(recipe))
         y = model(tokens(x, mesh["tp"].get_local_rank(), RANKS))
         loss = y.square().sum() / y.numel()
@@ -80,7 +81,7 @@ def in_one_process(name: str) -> tuple[list[list[list[float]]], list[Tensor]]:
         for key in [*each._parameters]:
             each.register_parameter(key, one._parameters[key])
     optimizer, losses = torch.optim.AdamW(wholes[0].parameters(), 1e-2, foreach=False), []
-    for step in range(STEPS):
+    for step in range(STEPS[name]):
         of_step = []
         for i, whole in enumerate(wholes):
             # Not by `whole(...)`: where a converted root begins a forward, all ranks agree on histories.
@@ -99,7 +100,7 @@ def in_one_process(name: str) -> tuple[list[list[list[float]]], list[Tensor]]:
 
 def several_matrices_in_one_weight(rank: int) -> None:
     """Blocks with q, k and v in one weight under fully_shard: the loss and the next one of one process."""
-    mesh = init_device_mesh("cpu", (RANKS, RANKS), mesh_dim_names=("dp", "tp"))
+    mesh = two_ranks.mesh(RANKS, RANKS, names=("dp", "tp"))
     torch.manual_seed(0)
     whole: Any = qt.TransformerLayer(64, 4, hidden=64, activation="swiglu", recipe="mxfp8")
     layer: Any = copy.deepcopy(whole)
@@ -133,6 +134,7 @@ def roll(wholes: list[Any]) -> None:
             layer.roll()
 
 
+@pytest.mark.ranks
 def test_two_dimensions_are_one_process(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, RANKS * RANKS)
 

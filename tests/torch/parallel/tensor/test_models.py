@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
@@ -25,7 +24,7 @@ GAPS = {None: 1e-5, "tensorwise": 2e-2, "mxfp8": 2e-2, "delayed": 2e-2}
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (RANKS,))
+    return two_ranks.mesh(RANKS)
 
 
 def whole_gradient(p: nn.Parameter) -> Tensor:
@@ -209,6 +208,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ranks
 def test_models_in_parts_are_the_whole_ones(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 

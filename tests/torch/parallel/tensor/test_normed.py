@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
@@ -33,7 +32,7 @@ CASES_OF_RECIPES = [("tensorwise", 2, False), ("delayed", 1, False), ("mxfp8", 1
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (RANKS,))
+    return two_ranks.mesh(RANKS)
 
 
 def width_of(name: str) -> int:
@@ -117,6 +116,7 @@ CASES = [a_norm_and_its_layers_in_one_pass]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels of ranks on a CPU are interpreted")
+@pytest.mark.ranks
 def test_a_norm_in_parts_is_quantized_by_the_kernel_that_makes_it(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 

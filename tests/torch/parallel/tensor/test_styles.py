@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +33,7 @@ LOSSES = 20
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (RANKS,))
+    return two_ranks.mesh(RANKS)
 
 
 def block_of(recipe: Recipe | None) -> int:
@@ -382,7 +381,7 @@ def bad_input(rank: int) -> None:
     refused("dequantize_weights", lambda: parallelize_module(in_bits, here, Column()))
     parallel = in_parts("mxfp8")
     refused("is in parts by Column.sequence=True. already", lambda: parallelize_module(parallel.up, here, Row()))
-    flat = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
+    flat = two_ranks.mesh(1, RANKS, names=("dp", "tp"))
     refused(r"a mesh of 2 dimensions.*mesh\['tp'\]", lambda: Column()._apply(qt.Linear(32, 32), flat))
     refused(r"its last axis must be 32: of the layer's 32 features", lambda: parallel.up(torch.zeros(64, 16)))
     refused("its last axis must be 32: of the layer's 64 .* a part of them", lambda: parallel.down(torch.zeros(64, 64)))
@@ -449,6 +448,7 @@ def test_the_table_of_the_page_is_of_these_recipes_and_styles() -> None:
     assert set(NAMES) >= set(recipes.RECIPES), "every recipe is tested"
 
 
+@pytest.mark.ranks
 def test_two_ranks_are_one_process_that_splits_the_same_sums(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 

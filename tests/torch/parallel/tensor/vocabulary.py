@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +29,7 @@ WORDS, DIM = 24, 16
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (RANKS,))
+    return two_ranks.mesh(RANKS)
 
 
 def generator(seed: int) -> torch.Generator:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -318,6 +319,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ranks
 def test_maxima_are_reduced_over_the_layers_own_group(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 

@@ -1,0 +1,108 @@
+"""Codes of weights that tensor parallelism has divided before fully_shard does give what high precision gives."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+
+import quaver.torch as qt
+from quaver import recipes
+from tests import two_ranks
+from tests.torch.parallel.fsdp import crossed
+from tests.torch.parallel.fsdp.test_gathering import MOST, MOST_OF_MX_AND_ROWS
+from tests.torch.parallel.fsdp.test_operands import RECIPES
+from tests.torch.parallel.fsdp.training import Case, adam
+
+#: Of every recipe, whose 20 losses beside one process are in `tensor/test_mesh.py`.
+STEPS = 3
+_OWN = [name for name in recipes.RECIPES if name != "bf16"]
+
+
+def crossed_of(name: str, steps: int, **options: Any) -> Case:
+    """Weights that tensor parallelism has divided before fully_shard does."""
+
+    def case(rank: int) -> None:
+        crossed.assert_same(RECIPES[name](), steps, **options)
+
+    case.__name__ = f"{name} by fully_shard and tensor parallelism, {options}"
+    return case
+
+
+def crossed_bytes(rank: int) -> None:
+    for name in _OWN:
+        options: dict[str, Any] = {"steps": 1, "in_bf16": True, "bias": False, "sizes": (256, 256, 256)}
+        plain, codes = (crossed.train(recipes.get(name), as_codes=each, **options)[0].traffic for each in (False, True))
+        share = codes.gathered / plain.gathered
+        assert codes.gathers == plain.gathers, name
+        assert share <= MOST.get(name, MOST_OF_MX_AND_ROWS), f"{name}: {share:.4f} of bf16's bytes"
+
+
+def crossed_checkpoints(rank: int) -> None:
+    """What is saved has no class of ours, and is loaded by a model gathered in either way, made on meta too."""
+    folder = str(two_ranks.folder() / "crossed")
+    mesh = two_ranks.mesh(crossed.RANKS, crossed.RANKS, names=("dp", "tp"))
+    recipe = recipes.get("mxfp8")
+    sizes = crossed.sizes_of(crossed.block_of(recipe))
+    losses = []
+    for as_codes, on in ((True, "cpu"), (True, "cpu"), (False, "cpu"), (True, "meta"), (False, "meta")):
+        with torch.device(on):
+            net = crossed.model(recipe, mesh, as_codes, sizes)[0]
+        crossed.shard(net, mesh["dp"]).to_empty(device="cpu")
+        optimizer = adam(net, foreach=False)
+        if losses:
+            state = {"model": net.state_dict()}
+            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+            net.load_state_dict(state["model"])
+        else:
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.to_local().copy_(torch.linspace(-1, 1, p.to_local().numel()).view(p.to_local().shape))
+            state = {"model": net.state_dict()}
+            for key, value in state["model"].items():
+                assert type(value.to_local()) is torch.Tensor, key
+            torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+        own = []
+        for seed in range(2):
+            x = torch.randn(4, sizes[0], generator=torch.Generator().manual_seed(seed + rank // 2))
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(loss.item())
+        losses.append(own)
+    assert all(own == losses[0] for own in losses), losses
+
+
+def crossed_refusals(rank: int) -> None:
+    mesh = two_ranks.mesh(crossed.RANKS, crossed.RANKS, names=("dp", "tp"))
+    recipe = recipes.get("mxfp8")
+    net, _ = crossed.model(recipe, mesh, True, (64, 128, 64))
+    with pytest.raises(ValueError, match="up was prepared by gather_quantized and is gathered by no fully_shard"):
+        net(torch.ones(4, 64))
+    crossed.shard(net, mesh["dp"])
+    with qt.autocast(enabled=False), pytest.raises(ValueError, match="up runs under no recipe, and its weight was ga"):
+        net(torch.ones(4, 64))
+    net, gathers = crossed.model(recipe, mesh, True, (64, 96, 64))
+    why = "ranks of tensor parallelism have 48 features each, no multiple of 32"
+    assert gathers.in_high_precision == {"up": why, "down": why}
+
+
+CASES: list[Case] = [
+    *(crossed_of(name, STEPS) for name in _OWN),
+    *(crossed_of(name, 5, before=crossed.hostile) for name in ("tensorwise", "rowwise", "nvfp4")),
+    *(crossed_of("mxfp8", 2, **{name: True}) for name in ("sequence", "in_bf16", "replicas")),
+    crossed_of("mxfp8", 2, after_forward=False),
+    *(crossed_of(name, 2, micro=2) for name in ("tensorwise", "delayed")),
+    *(crossed_bytes, crossed_checkpoints, crossed_refusals),
+]
+
+
+@pytest.mark.ranks
+def test_codes_give_what_high_precision_gives(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, crossed.RANKS**2)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES)
