@@ -3,13 +3,16 @@
 import copy
 import os
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import quaver.torch as qt
 from quaver.recipes import RECIPES, get
+from quaver.torch import optim
 from quaver.torch.backends.gpu.launching import launch
 from quaver.torch.model.graph import CapturedStep
 from quaver.train.configuration.config import TrainConfig
@@ -118,6 +121,45 @@ def test_a_capture_loads_no_kernel_and_gives_the_gradients_of_eager_steps(
         replayed = [t.clone() for t in captured(x)]
         for gradient, expected in zip(replayed, step(twin, x), strict=True):
             assert torch.equal(gradient, expected), number
+
+
+@pytest.mark.parametrize("preset", ["lean", "balanced", "exact", "float32"])
+@pytest.mark.parametrize("rule", [optim.AdamW, optim.Lion])
+def test_captured_steps_of_an_optimizer_are_the_eager_ones(preset: str, rule: Any) -> None:
+    """A learning rate that changes, clipping, noise by the step's count, and a gradient of NaN that is skipped."""
+
+    def pair() -> tuple[nn.Module, optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(qt.Linear(256, 128), nn.GELU(), qt.Linear(128, 96)).cuda()
+        qt.quantize_weights(model, "tensorwise")
+        rate = torch.tensor(1e-2, device="cuda")
+        return model, rule(model.parameters(), lr=rate, preset=preset, nonfinite="skip")
+
+    def step(model: nn.Module, optimizer: optim.Optimizer, x: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"].copy_(rate)
+        with qt.autocast("tensorwise"):
+            loss: torch.Tensor = model(x).float().square().mean()
+        loss.backward()
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        return loss.detach()
+
+    twins = pair(), pair()
+    captured = CapturedStep(lambda x, rate: step(*twins[0], x, rate))
+    for number in range(STEPS):
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(number)).cuda()
+        x = x * (torch.nan if number == STEPS - 2 else 1.0)
+        now = torch.tensor(rate(number), device="cuda")
+        first, second = captured(x, now).clone(), step(*twins[1], x, now)
+        assert torch.equal(first.nan_to_num(-1.0), second.nan_to_num(-1.0)), number
+    assert int(twins[0][1].skipped) == int(twins[1][1].skipped) == 1
+    pairs = zip(twins[0][0].named_parameters(), twins[1][0].parameters(), strict=True)
+    for (name, p), q in pairs:
+        assert torch.equal(p.view(torch.uint8), q.view(torch.uint8)), name
+        ours, theirs = twins[0][1].state[p], twins[1][1].state[q]
+        for key, value in theirs.items():
+            assert torch.equal(ours[key], value), f"{name}: {key}"
 
 
 def test_threads_that_load_kernels_at_once_get_the_results_of_one() -> None:

@@ -5,11 +5,24 @@ judged by; single kernels explain that, and training is slow to say little.
 """
 
 from benchmarks.gpu.measuring.setting import Section
-from benchmarks.gpu.sections.kernels import ceilings, gemms, producers, quantizing
+from benchmarks.gpu.sections.kernels import ceilings, gemms, optimizers, producers, quantizing
 from benchmarks.gpu.sections.layers import attention, host, layer, linears, memory
 from benchmarks.gpu.sections.training import graph, runs
 
 SECTIONS: dict[str, Section] = {
     module.SECTION.name: module.SECTION
-    for module in (ceilings, gemms, host, linears, quantizing, layer, producers, attention, graph, memory, runs)
+    for module in (
+        ceilings,
+        gemms,
+        host,
+        linears,
+        quantizing,
+        layer,
+        producers,
+        attention,
+        optimizers,
+        graph,
+        memory,
+        runs,
+    )
 }

@@ -15,7 +15,7 @@ from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu
 
 #: What a step of torch's own operations may be, however many parameters there are: counts of steps put together, the
 #: rule's numbers of them, and these put together.
-MOST_OPERATIONS = 40
+MOST_OPERATIONS = 42
 
 
 def model_of(layers: int = 1) -> nn.Sequential:
@@ -80,6 +80,24 @@ def test_steps_by_the_kernel_are_those_of_plain_torch(rule: Any, preset: str) ->
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert same(ours[name], value), name
+
+
+@pytest.mark.parametrize("outstanding", [1, 1 << 30])
+def test_steps_in_backward_go_by_the_kernel(outstanding: int) -> None:
+    """Each time that gradients are as many bytes their parameters step by the kernel, to the bits of plain steps."""
+    both = []
+    for kernels in (True, False):
+        model = model_of()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset="lean")
+        optimizer.step_in_backward(outstanding_bytes=outstanding)
+        with device.asking("triton" if kernels else "none"):
+            for seed in range(2):
+                backward(model, seed)
+                optimizer.step()
+        assert bool(optimizer._kernels) == kernels
+        both.append(all_of(model, optimizer))
+    for name, value in both[1].items():
+        assert same(both[0][name], value), name
 
 
 def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:

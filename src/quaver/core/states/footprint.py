@@ -26,6 +26,11 @@ class Footprint:
     def total(self) -> int:
         return self.weight + self.beside + self.gradient + self.moments
 
+    @property
+    def moved(self) -> int:
+        """Bytes that a step in one pass moves: all is read, and all but the gradient is written."""
+        return 2 * self.total - self.gradient
+
     def __add__(self, other: "Footprint") -> "Footprint":
         own, its = (tuple(vars(each).values()) for each in (self, other))
         return Footprint(*(a + b for a, b in zip(own, its, strict=True)))

@@ -57,7 +57,7 @@ def inverse_of(scale_bits):
     Exact: it is of all scales of eight bits."""
     usable = (scale_bits >= SMALLEST_NORMAL_BITS) & (scale_bits <= LARGEST_SCALE_BITS)
     scale = tl.where(usable, scale_bits, 0x3F800000).to(tl.float32, bitcast=True)
-    inverse = tl.where(usable, _quotient(1.0, scale), 0.0)
+    inverse = tl.where(usable, _quotient(1.0, -scale), 0.0)
     return tl.expand_dims(inverse, 1), tl.expand_dims(tl.where(usable, 1, 0), 1)
 
 
@@ -66,8 +66,7 @@ def encode_softsign(x, inverse):
     """int8 codes to nearest. Exact: the quotient by an approximation and its remainder, which near the middles between
     codes, where alone it matters, is the rounded one."""
     y = _multiple(x, inverse, 1.0)
-    below = 1.0 + y
-    c = _quotient(y, below) * 254.0
+    c = _quotient(y, -1.0 - y) * 254.0
     return _whole(_with_sign(c, x)).to(tl.int8)
 
 
@@ -75,7 +74,7 @@ def encode_softsign(x, inverse):
 def decode_softsign(codes):
     """What int8 codes are worth as multiples of their scale: c / (254 - |c|). Exact, as the division is of all 255."""
     c = codes.to(tl.float32)
-    return _quotient(c, 254.0 - tl.abs(c))
+    return _quotient(c, tl.abs(c) - 254.0)
 
 
 @triton.jit
@@ -93,9 +92,9 @@ def encode_root(x, inverse, least, noise, SIGNED: tl.constexpr, STOCHASTIC: tl.c
         rounded = tl.sqrt(z) + _ROUND
         low = rounded - _ROUND
         low = tl.where(low * low > z, low - 1.0, low)
-        # Between c and c + 1 the square grows from c² by 2 c + 1; the noise is 1 + u.
-        wide = tl.fma(low, 2.0, 1.0)
-        up = z > tl.fma(wide, _one_and(noise), tl.fma(low, low, -wide))
+        # Between c and c + 1 the square grows from c² by 2 c + 1, here with the other sign; the noise is -1 - u.
+        wide = tl.fma(low, -2.0, -1.0)
+        up = z > tl.fma(wide, _less_one_and(noise), tl.fma(low, low, wide))
         c = _whole(tl.where(up, low + 1.0, low))
     else:
         root = tl.sqrt_rn(z)
@@ -129,8 +128,8 @@ def encode_root_e4m4(x, inverse, least, noise, STOCHASTIC: tl.constexpr, FLOOR: 
     steps = value * per_step
     if STOCHASTIC:
         low = tl.floor(steps)
-        wide = tl.fma(low, 2.0, 1.0)
-        up = (y * per_step) * per_step > tl.fma(wide, _one_and(noise), tl.fma(low, low, -wide))
+        wide = tl.fma(low, -2.0, -1.0)
+        up = (y * per_step) * per_step > tl.fma(wide, _less_one_and(noise), tl.fma(low, low, wide))
         steps = tl.where(up, low + 1.0, low)
     # Steps of a binade count on from where the field of its exponent begins.
     c = tl.minimum((_whole(steps) - 0x4B400000) + ((e - _E4M4_LOW) << 4), 255)
@@ -173,11 +172,14 @@ def _multiple(x, inverse, LARGEST: tl.constexpr):
 
 @triton.jit
 def _quotient(a, b):
-    """a / b: an approximation, and what it lacks. Rounded once for the numbers of this file; see the tests."""
-    r = tl.rsqrt(b)
+    """a / -b, b below 0: an approximation, and what it lacks. Rounded once for the numbers of this file; see the tests.
+
+    A divisor is given with the other sign, since a sign of what enters `tl.fma` costs an instruction.
+    """
+    r = tl.rsqrt(tl.abs(b))
     r = r * r
     q = a * r
-    return tl.fma(tl.fma(-q, b, a), r, q)
+    return tl.fma(tl.fma(q, b, a), r, q)
 
 
 @triton.jit
@@ -193,9 +195,9 @@ def _whole(c):
 
 
 @triton.jit
-def _one_and(noise):
-    """1 + noise / 2**15: float32."""
-    return ((noise << 8) | 0x3F800000).to(tl.float32, bitcast=True)
+def _less_one_and(noise):
+    """-1 - noise / 2**15: float32."""
+    return ((noise << 8) | -0x40800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

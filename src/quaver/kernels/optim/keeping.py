@@ -8,7 +8,7 @@ RESIDUAL   E4M3 codes with one scale in all, or bfloat16, and what is missing in
 import triton
 import triton.language as tl
 
-from quaver.kernels.bits.numbers import NAN_BITS, decoded, encode, magnitude_bits, widened
+from quaver.kernels.bits.numbers import NAN_BITS, decoded, encode, widened
 from quaver.kernels.optim.codes import bfloat16_at_random
 
 PLAIN, REMAINDER, RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -98,7 +98,7 @@ def _with_parts(value, field, parts, WIDE: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def _parts(rest, field, noise, WIDE: tl.constexpr, CODES: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """What is missing, in parts of half a step: whole numbers as float32, 0 for what is not a number."""
+    """What is missing, in parts of half a step: whole numbers as float32; beside no codes 0 for NaN."""
     BITS: tl.constexpr = 15 if WIDE else 7
     if CODES:
         inverse = (((BITS << 23) - field) + (254 << 23)).to(tl.float32, bitcast=True)
@@ -112,13 +112,9 @@ def _parts(rest, field, noise, WIDE: tl.constexpr, CODES: tl.constexpr, STOCHAST
         parts = tl.floor(tl.fma(rest, inverse, u))
     else:
         parts = rest * inverse
-    parts = tl.where(parts == parts, tl.minimum(tl.maximum(parts, -MOST), MOST - 1.0), 0.0)
+    held = tl.minimum(tl.maximum(parts, -MOST), MOST - 1.0)
+    # Of codes whose weight is NaN so is the scale.
+    parts = held if CODES else tl.where(parts == parts, held, 0.0)
     if not STOCHASTIC:
         parts = (parts + _ROUND) - _ROUND
     return parts
-
-
-@triton.jit
-def largest_bits(x):
-    """The largest of `magnitude_bits`, int32 []."""
-    return tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)

@@ -119,7 +119,8 @@ def step(
         after = decode_scale(reached, e, POWER_OF_TWO)
         # Of the codes' own numbers, where the scale itself is NaN.
         scale = decode_scale(reached * 0, e, POWER_OF_TWO)
-    top, wrong, beyond = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    beyond = tl.zeros([], tl.int32)
+    top = tl.zeros([BLOCKS, 64] if CODES else [1, 1], tl.float32)
     for i in range(rounds):
         here, there, at, inside, pair = places.blocks_at(first + i * BLOCKS, columns, across, blocks, BLOCKS, EVEN)
         g = places.read(gradient_at, at, inside, GRADIENT_TYPE, EVEN)
@@ -169,19 +170,19 @@ def step(
         if KEEPING != keeping.PLAIN:
             places.write(beside_at, beside, at, inside, BESIDE_TYPE, EVEN)
         if CODES:
-            if not EVEN:
-                w, value = tl.where(inside, w, 0.0), tl.where(inside, value, 0.0)
-            wrong = tl.maximum(wrong, keeping.largest_bits(w))
-            top = tl.maximum(top, keeping.largest_bits(value))
+            # NaN where the weight is none, or infinite: its code is a number then.
+            value = tl.fma(w, 0.0, value)
+            value = value if EVEN else tl.where(inside, value, 0.0)
+            top = tl.maximum(top, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
     # Another program may be the last: no warp of this one may then still read what that writes.
     tl.debug_barrier()
     if goes:
         if counts is not None:
             tl.atomic_add(counts + parameter, beyond.to(tl.int64), sem="relaxed")
-        bits = top
+        bits = tl.max(tl.max(magnitude_bits(top), axis=1), axis=0)
         if CODES:
-            stored = flushed(magnitude_bits(top.to(tl.float32, bitcast=True) * scale))
-            bits = tl.where((wrong < 0x7F800000) & (reached < 0x7F800000), stored, NAN_BITS)
+            stored = flushed(magnitude_bits(bits.to(tl.float32, bitcast=True) * scale))
+            bits = tl.where((bits < 0x7F800000) & (reached < 0x7F800000), stored, NAN_BITS)
         last, largest = meet(work + 2 * parameter, bits, tl.load(row + PROGRAMS).to(tl.int32))
         if last:
             tl.store(step_at, count)

@@ -199,7 +199,9 @@ class Optimizer(torch.optim.Optimizer):
                     "changed: lower the learning rate, clip gradients, or give nonfinite='skip'"
                 )
         one = ~torch.stack([ok.to(finite[0].device) for ok in finite]).all()
-        self.skipped = self.skipped.to(one.device) + one
+        self.skipped = self.skipped.to(one.device)
+        # In place: a graph counts at each replay.
+        self.skipped += one
         return one.float() if overflow is None else one.float() + overflow.to(one.device)
 
     def step_in_backward(self, outstanding_bytes: int = 1 << 25, max_norm: float = float("inf")) -> None:
@@ -277,16 +279,14 @@ class Optimizer(torch.optim.Optimizer):
                 continue
             way = self.way(p, group)
             self._know_amax(p, way)
-            parts, place = self.parts(p, way), layout.place(p)
-            given = (weight, way, parts, place, state["step"])
-            if not on_gpu.TAKES(*given):
-                on_gpu.announce(self._said, *given)
+            given = (way, self.parts(p, way), layout.place(p))
+            if on_gpu.TAKES(weight, *given, state["step"]):
+                row = on_gpu.row(*given, group["seed"], number, state, self._factor(p, factor))
+                row.owner = p
+                rows.setdefault(weight.device, []).append(row)
+            else:
+                on_gpu.announce(self._said, weight, *given, state["step"])
                 left.append((number, p))
-                continue
-            own_factor = self._factor(p, factor)
-            row = on_gpu.row(way, parts, place, group["seed"], number, state, own_factor)
-            row.owner = p
-            rows.setdefault(weight.device, []).append(row)
         for of_device in rows.values():
             # The kernel counts the step where it is taken.
             steps = torch.stack([row.tensors["step"] for row in of_device]).double() + 1

@@ -181,6 +181,8 @@ class Stepping:
         self._table: Tensor | None = None
         self._chunks: dict[Form, Tensor] = {}
         self._work: Tensor | None = None
+        #: What the rows of a capture go to.
+        self._pinned: Tensor | None = None
         #: What captured graphs read.
         self._captured: list[Any] = []
 
@@ -207,22 +209,43 @@ class Stepping:
     def _know(self, rows: Sequence[Row], device: torch.device) -> None:
         """Have the rows on the device."""
         words, forms = [row.words for row in rows], [row.form for row in rows]
-        capturing = capture.capturing(device)
-        if self._table is None or len(words) != len(self._words) or self._table.device != device:
-            self._work = torch.zeros((len(rows), 2), dtype=torch.int32, device=device)
-        elif words == self._words and forms == self._forms and not capturing:
+        alike = forms == self._forms and _sizes(words) == _sizes(self._words)
+        if capture.capturing(device):
+            self._capture(words, alike)
             return
-        if forms != self._forms or not self._chunks or _sizes(words) != _sizes(self._words) or capturing:
+        if self._pinned is None and device.type == "cuda":
+            # A capture may allocate none.
+            self._pinned = torch.empty((len(rows), FIELDS), dtype=torch.int64, device="cpu", pin_memory=True)
+        if alike and words == self._words:
+            return
+        if not alike:
             self._chunks = {
-                form: _on(torch.tensor(chunks, dtype=torch.int32, device="cpu"), device, self._captured)
+                form: torch.tensor(chunks, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
                 for form, chunks in _chunks(rows).items()
             }
+            self._work = torch.zeros((len(rows), 2), dtype=torch.int32, device=device)
+            self._pinned = None if self._pinned is None or len(self._pinned) != len(rows) else self._pinned
         self._words, self._forms = words, forms
-        self._table = _on(torch.tensor(words, dtype=torch.int64, device="cpu"), device, self._captured)
-        if capturing:
-            # The graph's own: what is captured or run later makes its own again.
-            self._captured += [self._table, self._work, *self._chunks.values()]
-            self._words = []
+        self._table = _host(words).to(device, non_blocking=True)
+
+    def _capture(self, words: list[list[int]], alike: bool) -> None:
+        """Have the rows copied by the graph, from memory that stays.
+
+        Raises:
+            RuntimeError: no step before the capture stepped these parameters so.
+        """
+        if not alike or self._table is None:
+            raise RuntimeError(
+                "an optimizer's step is captured that steps other parameters, or others so, than the step before: take "
+                "one step as it will be captured first, as CapturedStep does"
+            )
+        host, table = _host(words), torch.empty_like(self._table)
+        if self._pinned is not None:
+            host = self._pinned.copy_(host)
+        table.copy_(host, non_blocking=True)
+        self._captured += [host, table, self._work, *self._chunks.values()]
+        # What runs later makes its own: the graph reads these at each replay.
+        self._table, self._pinned, self._words, self._forms = table, None, [], []
 
 
 def launch(
@@ -252,15 +275,8 @@ def _chunks(rows: Sequence[Row]) -> dict[Form, list[tuple[int, int, int]]]:
     return chunks
 
 
-def _on(host: Tensor, device: torch.device, kept: list[Any]) -> Tensor:
-    """A tensor on the device; nothing waits for it."""
-    if device.type != "cuda":
-        return host
-    if capture.capturing(device):
-        # Copied at each replay: the host's must stay.
-        host = host.pin_memory()
-        kept.append(host)
-    return host.to(device, non_blocking=True)
+def _host(words: list[list[int]]) -> Tensor:
+    return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 
 def _pass(given: Sequence[Any], form: Form, parameters: int) -> Pass:
