@@ -30,7 +30,7 @@ from tests.close import assert_bitwise
 from tests.torch.parallel.flops import Flops
 from tests.two_ranks import RANKS
 
-MICRO, STEPS, WIDTH = 4, 4, 64
+MICRO, STEPS, WIDTH = 4, 3, 64
 #: Steps of backwards in two parts: more where steps leave more than weights. One backward has 20 losses of every kind
 #: of scale in test_pipeline_mesh.py.
 SPLIT = dict.fromkeys(recipes.RECIPES, STEPS) | {"delayed": 20}
