@@ -215,13 +215,15 @@ def _of_optimizers() -> list[Case]:
     balanced = replace(exact, keeping="residual16", **weight)
     lean = replace(balanced, keeping="residual8", beside=torch.int8, gradient=torch.uint8, stochastic=True)
 
-    def launch(form: optimizing.Form) -> Callable[[], object]:
+    def launch(form: optimizing.Form, skips: bool) -> Callable[[], object]:
         return lambda: optimizing.launch(
             form,
             matrix(ROWS * COLUMNS // PROGRAM, 3, torch.int32),
             matrix(1, optimizing.FIELDS, torch.int64),
             matrix(4 if form.rule == "lion" else 8, 1, FLOAT32),
             matrix(1, 2, torch.int32),
+            number(torch.bool) if skips else None,
+            number(torch.int64) if skips else None,
         )
 
     told = {
@@ -231,8 +233,13 @@ def _of_optimizers() -> list[Case]:
 
     def row(name: str, form: optimizing.Form, read: float, written: float, **exceptions: str) -> Case:
         moved = round(ROWS * COLUMNS * (read + written))
-        own = {"elements": PROGRAM // optimizing.ROUNDS, "trips": (optimizing.ROUNDS,), "beside": moved}
-        return Case(name=f"optimizer {name}", launch=launch(form), exceptions=told | exceptions, **own)
+        own = {"elements": form.blocks * 64, "trips": (PROGRAM // 64 // form.blocks,), "beside": moved}
+        return Case(
+            name=f"optimizer {name}",
+            launch=launch(form, name.endswith("skipping")),
+            exceptions=told | exceptions,
+            **own,
+        )
 
     #: Of both moments in codes, and of a gradient's.
     moments, gradient = 2 + 4 / 64, 1 + 2 / 128
@@ -253,7 +260,9 @@ def _of_optimizers() -> list[Case]:
         row(
             "lion lean", replace(lean, rule="lion", clamp=False, moments=codes[:1]), 3 + gradient, 3, instructions=dear
         ),
+        row("lean skipping", lean, 2 + gradient + moments, 2 + moments, instructions=dear),
         row("float32 ragged", replace(float32, even=False), 16, 12),
+        row("lean ragged", replace(lean, even=False), 2 + gradient + moments, 2 + moments, instructions=dear),
     ]
 
 

@@ -20,8 +20,10 @@ from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.backends.gpu.launching.passes import Launch, Pass, Passes
 from quaver.torch.backends.gpu.quantizing.codes import integers
 
-#: Blocks that a program takes at once, and how often: 16 elements a thread.
+#: Blocks that a program takes at once, and how often: 16 elements a thread. Where each element is looked for by itself,
+#: which takes more registers, so many at once, the more often.
 BLOCKS, ROUNDS, WARPS = 32, 8, 4
+FEW_BLOCKS = 8
 BLOCK, FIELDS = written.BLOCK.value, written.FIELDS.value
 #: What kernels call dtypes: codes of eight bits are bytes.
 TYPES = {
@@ -80,12 +82,17 @@ class Form:
     #: Whether parameters are whole chunks of blocks that lie one after the other, at multiples of 16 bytes.
     even: bool = True
 
+    @property
+    def blocks(self) -> int:
+        """That a program takes at once."""
+        return BLOCKS if self.even else FEW_BLOCKS
+
     def constants(self, device: torch.device) -> dict[str, Any]:
         """As the kernel takes them."""
         first, second = (*self.moments, None)[:2]
         spec = self.spec
         return {
-            "BLOCKS": BLOCKS,
+            "BLOCKS": self.blocks,
             "EVEN": self.even,
             "RULE": RULES[self.rule],
             "CLAMP": self.clamp,
@@ -270,7 +277,7 @@ def _chunks(rows: Sequence[Row]) -> dict[Form, list[tuple[int, int, int]]]:
     chunks: dict[Form, list[tuple[int, int, int]]] = {}
     for number, row in enumerate(rows):
         for first in range(0, row.blocks, BLOCKS * ROUNDS):
-            rounds = min(ROUNDS, -(-(row.blocks - first) // BLOCKS))
+            rounds = -(-min(row.blocks - first, BLOCKS * ROUNDS) // row.form.blocks)
             chunks.setdefault(row.form, []).append((number, first, rounds))
     return chunks
 
