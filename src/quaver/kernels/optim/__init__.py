@@ -1,1 +1,1 @@
-"""What an optimizer's kernel does to its states: codes, scales and noise as functions; no update, nothing launched."""
+"""An optimizer's step inside a kernel: codes of states, weights, formulas, where parameters lie; no GEMM, no launch."""

@@ -6,7 +6,21 @@ A kind is a number, 0 where there is no such moment; scales of blocks are bfloat
 import triton
 import triton.language as tl
 
-from quaver.kernels.optim import codes, places
+from quaver.kernels.optim.codes import (
+    bfloat16_at_random,
+    block_amax,
+    decode_e4m3,
+    decode_root,
+    decode_root_e4m4,
+    decode_softsign,
+    encode_e4m3,
+    encode_root,
+    encode_root_e4m4,
+    encode_softsign,
+    inverse_of,
+    scale_of,
+)
+from quaver.kernels.optim.places import read, read_scales, write, write_scales
 
 NONE, FLOAT32, BFLOAT16, SOFTSIGN, SIGNED_ROOT, ROOT, E4M4, E4M3 = (
     *(tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)),
@@ -20,21 +34,21 @@ def read_state(
 ):
     """A moment, float32 [BLOCKS, 64]. Exact."""
     if KIND == FLOAT32:
-        value = places.read(address, at, inside, tl.float32, EVEN)
+        value = read(address, at, inside, tl.float32, EVEN)
     elif KIND == BFLOAT16:
-        value = places.read(address, at, inside, tl.bfloat16, EVEN).to(tl.float32)
+        value = read(address, at, inside, tl.bfloat16, EVEN).to(tl.float32)
     else:
         if KIND == SOFTSIGN:
-            value = codes.decode_softsign(places.read(address, at, inside, tl.int8, EVEN))
+            value = decode_softsign(read(address, at, inside, tl.int8, EVEN))
         elif KIND == SIGNED_ROOT:
-            value = codes.decode_root(places.read(address, at, inside, tl.int8, EVEN))
+            value = decode_root(read(address, at, inside, tl.int8, EVEN))
         elif KIND == ROOT:
-            value = codes.decode_root(places.read(address, at, inside, tl.uint8, EVEN))
+            value = decode_root(read(address, at, inside, tl.uint8, EVEN))
         elif KIND == E4M4:
-            value = codes.decode_root_e4m4(places.read(address, at, inside, tl.uint8, EVEN))
+            value = decode_root_e4m4(read(address, at, inside, tl.uint8, EVEN))
         else:
-            value = codes.decode_e4m3(places.read(address, at, inside, tl.uint8, EVEN), INTEGERS)
-        value = value * places.read_scales(scales, number, there, tl.bfloat16, EVEN)
+            value = decode_e4m3(read(address, at, inside, tl.uint8, EVEN), INTEGERS)
+        value = value * read_scales(scales, number, there, tl.bfloat16, EVEN)
     return value
 
 
@@ -46,26 +60,26 @@ def write_state(
 ):  # fmt: skip
     """A moment, float32 [BLOCKS, 64], which is not negative unless SIGNED; noise: as `codes` takes it. Exact."""
     if KIND == FLOAT32:
-        places.write(address, x, at, inside, tl.float32, EVEN)
+        write(address, x, at, inside, tl.float32, EVEN)
     elif KIND == BFLOAT16:
-        narrow = codes.bfloat16_at_random(x, noise) if STOCHASTIC else x.to(tl.bfloat16)
-        places.write(address, narrow, at, inside, tl.bfloat16, EVEN)
+        narrow = bfloat16_at_random(x, noise) if STOCHASTIC else x.to(tl.bfloat16)
+        write(address, narrow, at, inside, tl.bfloat16, EVEN)
     else:
         LARGEST: tl.constexpr = 448.0 if KIND == E4M3 else (246016.0 if KIND == E4M4 else 1.0)
-        bits = codes.scale_of(codes.block_amax(x, SIGNED), LARGEST)
-        inverse, least = codes.inverse_of(bits)
+        bits = scale_of(block_amax(x, SIGNED), LARGEST)
+        inverse, least = inverse_of(bits)
         if KIND == SOFTSIGN:
-            places.write(address, codes.encode_softsign(x, inverse), at, inside, tl.int8, EVEN)
+            write(address, encode_softsign(x, inverse), at, inside, tl.int8, EVEN)
         elif KIND == SIGNED_ROOT:
-            code = codes.encode_root(x, inverse, least, noise, True, STOCHASTIC, FLOOR)
-            places.write(address, code, at, inside, tl.int8, EVEN)
+            code = encode_root(x, inverse, least, noise, True, STOCHASTIC, FLOOR)
+            write(address, code, at, inside, tl.int8, EVEN)
         elif KIND == ROOT:
-            code = codes.encode_root(x, inverse, least, noise, False, STOCHASTIC, FLOOR)
-            places.write(address, code, at, inside, tl.uint8, EVEN)
+            code = encode_root(x, inverse, least, noise, False, STOCHASTIC, FLOOR)
+            write(address, code, at, inside, tl.uint8, EVEN)
         elif KIND == E4M4:
-            code = codes.encode_root_e4m4(x, inverse, least, noise, STOCHASTIC, FLOOR)
-            places.write(address, code, at, inside, tl.uint8, EVEN)
+            code = encode_root_e4m4(x, inverse, least, noise, STOCHASTIC, FLOOR)
+            write(address, code, at, inside, tl.uint8, EVEN)
         else:
-            places.write(address, codes.encode_e4m3(x, inverse, INTEGERS), at, inside, tl.uint8, EVEN)
+            write(address, encode_e4m3(x, inverse, INTEGERS), at, inside, tl.uint8, EVEN)
         scale = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        places.write_scales(scales, scale, number, there, tl.bfloat16, EVEN)
+        write_scales(scales, scale, number, there, tl.bfloat16, EVEN)

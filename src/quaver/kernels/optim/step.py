@@ -10,7 +10,10 @@ import triton.language as tl
 
 from quaver.kernels.bits.numbers import NAN_BITS, decode_scale, decoded, encode_factor, flushed, magnitude_bits, meet
 from quaver.kernels.bits.philox import philox
-from quaver.kernels.optim import keeping, places, rules, states
+from quaver.kernels.optim.keeping import PLAIN, read_weight, write_weight
+from quaver.kernels.optim.places import blocks_at, read, read_scales, write
+from quaver.kernels.optim.rules import LION, adam, lion, reach
+from quaver.kernels.optim.states import read_state, write_state
 
 #: Columns of the table of parameters, each an int64: addresses, then numbers.
 WEIGHT, WEIGHT_SCALE, BESIDE, FIRST, FIRST_SCALE, SECOND, SECOND_SCALE = (
@@ -89,7 +92,7 @@ def step(
     weight_at, gradient_at = tl.load(row + WEIGHT), tl.load(row + GRADIENT)
     first_at, first_scale_at = tl.load(row + FIRST), tl.load(row + FIRST_SCALE)
     number = scalars + parameter
-    if RULE == rules.LION:
+    if RULE == LION:
         new1, new2 = tl.load(number), tl.load(number + parameters)
         lr, decay = tl.load(number + 2 * parameters), tl.load(number + 3 * parameters)
         limit = lr
@@ -107,14 +110,14 @@ def step(
         seed = tl.load(row + SEED_LOW), tl.load(row + SEED_HIGH)
     if FACTORED:
         factor = tl.load(tl.load(row + FACTOR).to(tl.pointer_type(tl.float32)))
-    if KEEPING != keeping.PLAIN:
+    if KEEPING != PLAIN:
         beside_at = tl.load(row + BESIDE)
     before, e, scale, after = 1.0, 1.0, 1.0, 1.0
     if CODES:
         scale_at = tl.load(row + WEIGHT_SCALE).to(tl.pointer_type(tl.float32))
         amax_at = tl.load(row + AMAX).to(tl.pointer_type(tl.float32))
         before = tl.load(scale_at)
-        reached = flushed(magnitude_bits(rules.reach(tl.load(amax_at), lr, decay, limit, RULE)))
+        reached = flushed(magnitude_bits(reach(tl.load(amax_at), lr, decay, limit, RULE)))
         e = encode_factor(reached, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
         after = decode_scale(reached, e, POWER_OF_TWO)
         # Of the codes' own numbers, where the scale itself is NaN.
@@ -122,28 +125,26 @@ def step(
     beyond = tl.zeros([], tl.int32)
     top = tl.zeros([BLOCKS, 64] if CODES else [1, 1], tl.float32)
     for i in range(rounds):
-        here, there, at, inside, pair = places.blocks_at(first + i * BLOCKS, columns, across, blocks, BLOCKS, EVEN)
-        g = places.read(gradient_at, at, inside, GRADIENT_TYPE, EVEN)
+        here, there, at, inside, pair = blocks_at(first + i * BLOCKS, columns, across, blocks, BLOCKS, EVEN)
+        g = read(gradient_at, at, inside, GRADIENT_TYPE, EVEN)
         if GRADIENT_CODES:
-            gradient_scale = places.read_scales(tl.load(row + GRADIENT_SCALE), pair, there, tl.bfloat16, EVEN)
+            gradient_scale = read_scales(tl.load(row + GRADIENT_SCALE), pair, there, tl.bfloat16, EVEN)
             g = decoded(g, tl.float8e4nv, INTEGERS) * gradient_scale
         else:
             g = g.to(tl.float32)
         if FACTORED:
             g = g * factor
-        kept = places.read(weight_at, at, inside, WEIGHT_TYPE, EVEN)
+        kept = read(weight_at, at, inside, WEIGHT_TYPE, EVEN)
         beside = kept
-        if KEEPING != keeping.PLAIN:
-            beside = places.read(beside_at, at, inside, BESIDE_TYPE, EVEN)
-        w = keeping.read_weight(kept, beside, before, KEEPING, CODES, INTEGERS)
-        m = states.read_state(first_at, first_scale_at, here, there, at, inside, FIRST_KIND, EVEN, INTEGERS)
-        if RULE == rules.LION:
-            w, m = rules.lion(w, g, m, new1, new2, lr, decay, MAXIMIZE)
+        if KEEPING != PLAIN:
+            beside = read(beside_at, at, inside, BESIDE_TYPE, EVEN)
+        w = read_weight(kept, beside, before, KEEPING, CODES, INTEGERS)
+        m = read_state(first_at, first_scale_at, here, there, at, inside, FIRST_KIND, EVEN, INTEGERS)
+        if RULE == LION:
+            w, m = lion(w, g, m, new1, new2, lr, decay, MAXIMIZE)
         else:
-            v = states.read_state(second_at, second_scale_at, here, there, at, inside, SECOND_KIND, EVEN, INTEGERS)
-            w, m, v, held = rules.adam(
-                w, g, m, v, new1, new2, eps, lr, decay, grow1, grow2, limit, RULE, CLAMP, MAXIMIZE
-            )
+            v = read_state(second_at, second_scale_at, here, there, at, inside, SECOND_KIND, EVEN, INTEGERS)
+            w, m, v, held = adam(w, g, m, v, new1, new2, eps, lr, decay, grow1, grow2, limit, RULE, CLAMP, MAXIMIZE)
             if counts is not None:
                 beyond += tl.sum(tl.sum((held & inside).to(tl.int32), axis=1), axis=0)
         if DRAWS > 0:
@@ -154,21 +155,21 @@ def step(
             noise3 = _share(word, DRAWS - 1, DRAWS)
         else:
             noise1, noise2, noise3 = 0, 0, 0
-        states.write_state(
+        write_state(
             m, first_at, first_scale_at, noise1, here, there, at, inside,
             FIRST_KIND, True, FIRST_NOISE, FIRST_FLOOR, EVEN, INTEGERS,
         )  # fmt: skip
-        if RULE != rules.LION:
-            states.write_state(
+        if RULE != LION:
+            write_state(
                 v, second_at, second_scale_at, noise2, here, there, at, inside,
                 SECOND_KIND, False, SECOND_NOISE, SECOND_FLOOR, EVEN, INTEGERS,
             )  # fmt: skip
-        kept, beside, value = keeping.write_weight(
+        kept, beside, value = write_weight(
             w, e, scale, noise3, POWER_OF_TWO, KEEPING, CODES, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS
         )
-        places.write(weight_at, kept, at, inside, WEIGHT_TYPE, EVEN)
-        if KEEPING != keeping.PLAIN:
-            places.write(beside_at, beside, at, inside, BESIDE_TYPE, EVEN)
+        write(weight_at, kept, at, inside, WEIGHT_TYPE, EVEN)
+        if KEEPING != PLAIN:
+            write(beside_at, beside, at, inside, BESIDE_TYPE, EVEN)
         if CODES:
             # NaN where the weight is none, or infinite: its code is a number then.
             value = tl.fma(w, 0.0, value)
