@@ -196,8 +196,11 @@ def test_kernels_that_no_h200_can_run_at_its_copy_rate_are_few_and_have_a_reason
         and floors.share(row["sm_90"]["a_byte"], "H200") < 1
     }
     assert slow <= {case.name for case in CASES if "instructions" in case.exceptions}
-    # Those that draw the specification's words.
-    assert len(slow & {case.name for case in CASES if case.since <= 90}) <= 3
+    launched = slow & {case.name for case in CASES if case.since <= 90}
+    steps = {name for name in launched if name.startswith("optimizer ")}
+    # Those that draw the specification's words, and every optimizer's step that writes moments in eight bits.
+    assert len(launched - steps) <= 3
+    assert len(steps) <= 7
 
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def rows() -> list[Row]:
     in_stages = {recipe: steps for name, recipe, steps, _ in test_pipeline_mesh.cases() if name == "1F1B"}
     return [
         ("`gather_quantized`, `fully_shard`", dict.fromkeys(test_gathering._OWN, test_gathering.STEPS), gather),
-        ("the same, after `Column`, `Row`", dict.fromkeys(test_mesh.NAMES, test_mesh.STEPS), None),
+        ("the same, after `Column`, `Row`", test_mesh.STEPS, None),
         ("`quantized_init`, `fully_shard`", test_gathering.STORED, store),
         ("`Column`, `Row`, tokens in parts", test_styles.STEPS, None),
         ("`Heads`: several matrices in one weight", matrices.STEPS, None),
