@@ -1,9 +1,10 @@
 """Training with optimizer states in few bits, against float32 states on the same eight-bit weights, paired by seed.
 
-All runs have the same recipe, text, batches and first weights, which exist only as the recipe's codes; the learning
-rate falls to 1 % of its highest. A null model, whose first weights differ by 1e-5 at most, says how far apart two runs
-come by themselves; a control, whose second moments are e4m3 with one scale a matrix and whose updates nothing holds,
-shows that the comparison can fail. Runs are done one after the other, a seed at a time, and each ended one is kept.
+All runs have the same recipe, text, batches and first weights, which exist only as the recipe's codes and what is kept
+beside them; the learning rate falls to 1 % of its highest. Beside them is torch's AdamW, whose weights are float32 and
+quantized anew each step. A null model, whose first weights differ by 1e-5 at most, says how far apart two runs come by
+themselves; a control, whose second moments are e4m3 with one scale a matrix and whose updates nothing holds, shows that
+the comparison can fail. Runs are done one after the other, a seed at a time, and each ended one is kept.
 """
 
 import json
@@ -25,10 +26,9 @@ from quaver.core.states.presets import PRESETS, Preset
 from quaver.core.text.given import shown
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored import storing
-from quaver.torch.linear.stored.stored import dequantized
 from quaver.torch.optim import Optimizer
 from quaver.train import TrainConfig
-from quaver.train.configuration import recipe_name
+from quaver.train.configuration import optimizer_name, recipe_name
 from quaver.train.data.batches import training_batch, validation_batches
 from quaver.train.data.tokens import Tokens, load
 from quaver.train.learning.nonfinite import NonFiniteError
@@ -48,7 +48,7 @@ NUDGE = 1e-5
 WORSE, SEEN = 0.01, 0.3
 #: Updates that `lean` may hold to their bound.
 HELD = 1e-3
-KINDS: dict[str, Preset] = {
+KINDS: dict[str, Preset | None] = {
     BASELINE: replace(PRESETS["float32"], name=BASELINE, weights="codes"),
     NULL: replace(PRESETS["float32"], name=NULL, weights="codes"),
     "balanced": PRESETS["balanced"],
@@ -60,6 +60,7 @@ KINDS: dict[str, Preset] = {
         second=StateSpec(code="e4m3", block=None, scale="float32"),
         clamp=False,
     ),
+    optimizer_name.TORCH: None,
 }
 
 
@@ -128,10 +129,10 @@ def trained(config: TrainConfig, tokens: Tokens) -> Outcome:
     recipe = recipe_name.find(config.recipe)
     learner = TorchLearner(config, recipe, tokens.vocab)
     optimizer = learner.optimizer
-    assert isinstance(optimizer, Optimizer)
-    optimizer.statistics = True
-    if config.optimizer == NULL:
-        nudge(learner.model, config.seed)
+    if isinstance(optimizer, Optimizer):
+        optimizer.statistics = True
+        if config.optimizer == NULL:
+            nudge(learner.model, optimizer, config.seed)
     loss, failure = None, ""
     try:
         for step in range(1, config.steps + 1):
@@ -139,7 +140,8 @@ def trained(config: TrainConfig, tokens: Tokens) -> Outcome:
         loss = validate(learner, validation_batches(tokens.validation, config), config.steps)
     except NonFiniteError as error:
         failure = str(error)
-    counted = [(held.item(), number) for p, (held, number) in optimizer.counted.items() if p.dim() > 1]
+    every = optimizer.counted if isinstance(optimizer, Optimizer) else {}
+    counted = [(held.item(), number) for p, (held, number) in every.items() if p.dim() > 1]
     return Outcome(
         loss=loss,
         failure=failure,
@@ -151,21 +153,24 @@ def trained(config: TrainConfig, tokens: Tokens) -> Outcome:
 
 
 @torch.no_grad()
-def nudge(model: torch.nn.Module, seed: int) -> None:
-    """Move every weight by less than `NUDGE`; of codes, what they are quantized from."""
+def nudge(model: torch.nn.Module, optimizer: Optimizer, seed: int) -> None:
+    """Move every weight by less than `NUDGE`; of codes, the master that they are quantized from."""
     random = torch.Generator().manual_seed(seed)
     stored = {m.weight: m for m in model.modules() if isinstance(m, Linear) and m.weight_spec is not None}
     for p in model.parameters():
         noise = (torch.rand(p.shape, generator=random) * 2 - 1) * NUDGE
         if p in stored:
-            storing.write(stored[p], dequantized(stored[p], p, torch.float32) + noise)
+            state = optimizer.state[p]
+            storing.write(stored[p], state["master"].add_(noise))
+            # Measured anew before the first step.
+            state.pop("amax", None)
         else:
             p.add_(noise)
 
 
 def run(plan: Plan, console: Console, write: bool = False) -> bool:
     """Train what is not trained yet, show the table, and write it into docs/optimizer.md; returns whether all holds."""
-    PRESETS.update(KINDS)  # rows of this process alone
+    PRESETS.update(presets())  # rows of this process alone
     tokens = None
     for seed in range(plan.seeds):
         for kind in KINDS:
@@ -188,6 +193,11 @@ def run(plan: Plan, console: Console, write: bool = False) -> bool:
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(written(page, lines), encoding="utf-8")
     return holds
+
+
+def presets() -> dict[str, Preset]:
+    """Those of `KINDS`."""
+    return {kind: preset for kind, preset in KINDS.items() if preset is not None}
 
 
 def outcomes(plan: Plan) -> dict[str, list[Outcome]]:
@@ -223,7 +233,7 @@ def table(plan: Plan) -> tuple[list[str], bool]:
                 "" if kind == BASELINE or len(apart) < 2 else f"{statistics.stdev(apart):.4f}",
                 "" if kind == BASELINE else " ".join(f"{d:+.4f}" for d in apart) + f" ({failed} NaN)" * bool(failed),
                 rule,
-                "not held" if not KINDS[kind].clamp else f"{share:.1e}" if share else "0",
+                how_held(KINDS[kind], share),
             ]
         )
     columns = (
@@ -241,11 +251,18 @@ def table(plan: Plan) -> tuple[list[str], bool]:
     return [said, "", *results.table(columns, rows)], bool(number) and all(verdicts)
 
 
+def how_held(preset: Preset | None, share: float) -> str:
+    """The share of updates that were held to their bound, in a cell."""
+    if preset is None or not preset.clamp:
+        return "not held"
+    return f"{share:.1e}" if share else "0"
+
+
 def judged(kind: str, mean: float | None, failed: int) -> tuple[str, bool]:
     """A kind's rule in words, and whether it holds."""
     if kind == CONTROL:
         return f"≥ +{SEEN}", bool(failed) or (mean is not None and mean >= SEEN)
-    if kind in (BASELINE, NULL):
+    if kind in (BASELINE, NULL, optimizer_name.TORCH):
         return "", not failed
     return f"≤ +{WORSE}", not failed and mean is not None and mean <= WORSE
 

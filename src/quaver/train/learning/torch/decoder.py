@@ -121,7 +121,8 @@ def prepare(model: Decoder, recipe: Recipe, config: TrainConfig, alone: bool) ->
         for name in report.converted:
             spec = storing.weight_spec(recipe)
             assert spec is not None
-            storing.store(model.get_submodule(name), spec)  # type: ignore[arg-type]
+            # What is kept beside the codes begins at the value that they were made of.
+            storing.store(model.get_submodule(name), spec, keep_initial=True)  # type: ignore[arg-type]
     if chosen.others(config.dtype) == "bfloat16":
         for module in model.modules():
             if isinstance(module, nn.Linear) and module.weight.dtype is torch.float32:

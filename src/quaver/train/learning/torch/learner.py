@@ -8,8 +8,10 @@ import numpy as np
 import torch
 
 from quaver.core.spec import Recipe
+from quaver.torch.linear.stored.stored import CODES
 from quaver.torch.model.graph import CapturedStep
 from quaver.torch.model.weights.freezing import frozen
+from quaver.torch.model.weights.quantized import drop_initial_value
 from quaver.torch.optim import Optimizer
 from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import TrainConfig
@@ -46,6 +48,7 @@ class TorchLearner:
         else:
             self.conversion = parallelize(self.model, recipe, config, group)
         self.optimizer = optimizer_of(self.model, config, 0 if group is None else group.mesh.get_local_rank("pp"))
+        begin(self.model, self.optimizer)
         self.update = Update(self.model, self.optimizer, config, group)
         self._run = self._runner()
 
@@ -125,6 +128,16 @@ class TorchLearner:
         if self.group is not None:
             batch = batch[:, self.group.rows(batch.shape[1])]
         return torch.from_numpy(batch).to(self.device)
+
+
+def begin(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Begin what an optimizer keeps beside codes at the values that they were made of, and let these go."""
+    if isinstance(optimizer, Optimizer):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.dtype in CODES:
+                    optimizer.state[p] = optimizer.first_state(p, group)
+        drop_initial_value(model)
 
 
 def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
