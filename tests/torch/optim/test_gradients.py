@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
+from benchmarks.measuring.memory import peak
 from quaver.torch import optim
 from quaver.torch.optim import codes
+from quaver.torch.optim.gradients.held import encoded
 
 SPEC = optim.StateSpec(code="e4m3", block=128)
 LEAN = optim.PRESETS["lean"]
@@ -47,6 +49,33 @@ def test_codes_take_the_place_of_gradients_and_small_ones_stay() -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert not optimizer.gradients.held
+
+
+@pytest.mark.parametrize("text", ["e4m3/128", "e4m3/tensor power_of_two", "int8_softsign/32 floor"])
+@pytest.mark.parametrize("shape", [(70, 200), (3, 40, 96), (5, 2000), (0, 96)])
+def test_codes_of_a_gradient_that_is_taken_in_pieces_are_those_of_the_whole(
+    text: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = optim.StateSpec.parse(text)
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cases = {"plain": whole, "zeros": whole * 0}
+    if whole.numel():
+        for name, value in {"nan": float("nan"), "infinity": float("inf"), "outlier": 1e30, "subnormal": 1e-40}.items():
+            cases[name] = whole.clone()
+            cases[name].view(-1, shape[-1])[2, 7] = value
+    cases["columns first"] = whole.mT.contiguous().mT
+    monkeypatch.setattr("quaver.torch.optim.gradients.held.PIECE", 1000)
+    for name, gradient in cases.items():
+        want, scale = codes.encode(gradient.float(), spec)
+        data, scales = encoded(gradient, spec)
+        assert scale is not None and data.is_contiguous() and scales.dtype == scale.dtype, name
+        assert torch.equal(data, want) and torch.equal(scales.nan_to_num(-1.0), scale.nan_to_num(-1.0)), name
+
+
+def test_a_gradient_becomes_codes_in_the_memory_of_a_piece() -> None:
+    gradients = [torch.randn(rows, 1024) for rows in (512, 2048)]
+    few, many = (peak(lambda g=g: encoded(g, SPEC)).bytes - g.numel() for g in gradients)  # type: ignore[misc]
+    assert many < few * 1.05
 
 
 def test_balanced_gradients_are_bfloat16() -> None:

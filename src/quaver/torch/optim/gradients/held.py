@@ -25,8 +25,8 @@ from quaver.torch.optim.stepping import layout
 _takers: dict[int, list[Any]] = {}
 #: torch 2.13 has given it this name, and warns of the earlier one.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-#: Elements that are decoded at once where the norm is taken.
-PIECE = 1 << 16
+#: Elements that are encoded at once, and decoded where the norm is taken: on a CPU, and where launches cost more.
+PIECE, LAUNCHED = 1 << 16, 1 << 22
 
 
 @dataclass
@@ -143,11 +143,7 @@ class Gradients:
         """Put codes in the place of `p.grad`."""
         check_gradient(p)
         assert p.grad is not None
-        gradient = layout.local(p.grad).float()
-        data, scale = codes.encode(gradient, spec)
-        assert scale is not None
-        # Of rows that are no whole blocks codes lie among what filled these.
-        self.held[p] = Held(data.contiguous(), scale, spec)
+        self.held[p] = Held(*encoded(layout.local(p.grad), spec), spec)
         p.grad = None
 
     def clip(self, parameters: Iterable[Tensor], largest: float, order: float) -> Tensor:
@@ -202,6 +198,38 @@ class Gradients:
         if not sums:
             return torch.zeros((), dtype=torch.float32, device="cpu")
         return torch.linalg.vector_norm(torch.stack([each.to(sums[0].device) for each in sums]), order)
+
+
+def encoded(gradient: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a gradient [..., K], some rows at a time: what that needs besides is as large as a piece.
+
+    Exact: the bits of all rows at once.
+    """
+    size, count = PIECE if gradient.is_cpu else LAUNCHED, gradient.numel()
+    if gradient.dim() < 2 or count <= size:
+        data, scale = codes.encode(gradient.float(), spec)
+        assert scale is not None
+        # Of rows that are no whole blocks codes lie among what filled these.
+        return data.contiguous(), scale
+    pieces = gradient.flatten(0, -2).split(max(size // gradient.shape[-1], 1))
+    top = None
+    if spec.block is None:
+        top = torch.stack([codes.block_amax(piece.float(), None) for piece in pieces]).amax(0)
+    data = torch.empty(gradient.shape, dtype=codes.code_dtype(spec.of), device=gradient.device)
+    shape = codes.scale_shape(gradient.shape, spec.block, spec.of.numbers)
+    scales = torch.empty(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=gradient.device)
+    at = 0
+    for piece in pieces:
+        own, scale = codes.encode(piece.float(), spec, amax=top)
+        assert scale is not None
+        rows = slice(at, at + piece.shape[0])
+        data.flatten(0, -2)[rows] = own
+        if spec.block is None:
+            scales.copy_(scale)
+        else:
+            scales.flatten(0, -2)[rows] = scale
+        at = rows.stop
+    return data, scales
 
 
 def refuse_second(p: Tensor, spec: StateSpec) -> None:
