@@ -231,14 +231,14 @@ def _distribute(module: nn.Module, placements: dict[str, Any], mesh: Any, source
         parameter = module._parameters[name]
         if parameter is None or hasattr(parameter, "device_mesh"):
             continue
+        # This module's, the name here, and the argument; parts of it would be one more.
+        owners = [module] if sys.getrefcount(parameter) <= 3 else _owners(parameter)
         parts = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
         in_parts = nn.Parameter(parts, requires_grad=parameter.requires_grad)
-        # This module's, the name here, and the argument.
-        owners = [module] if sys.getrefcount(parameter) <= 3 else _owners(parameter)
         for owner in owners:
-            for key, held in owner._parameters.items():
-                if held is parameter:
-                    owner._parameters[key] = in_parts
+            # No name is left that would count as another module's at the next parameter.
+            for key in [key for key, held in owner._parameters.items() if held is parameter]:
+                owner._parameters[key] = in_parts
 
 
 def _owners(parameter: nn.Parameter) -> list[nn.Module]:
