@@ -18,7 +18,7 @@ from benchmarks.cases.linear.memory import SAVING
 from benchmarks.measuring.figure import Case, Figure, Target, at_most
 from benchmarks.subjects import blocks
 from benchmarks.subjects.blocks import Plain, Size
-from quaver.torch.blocks.norm import RMSNorm
+from quaver.torch.blocks.prologues.norm import RMSNorm
 from quaver.torch.numerics.quantized import take_apart
 
 #: Batch and tokens, and the layer.

@@ -6,7 +6,6 @@ if find_spec("torch") is None:
     sentence = "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"
     raise ModuleNotFoundError(sentence, name="torch")
 
-from quaver.torch.blocks.activation import ACTIVATIONS, activate
 from quaver.torch.blocks.attention import DotProductAttention
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
@@ -17,10 +16,11 @@ from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary
 from quaver.torch.blocks.loss.cross_entropy import linear_cross_entropy
 from quaver.torch.blocks.mlp import MLP, LayerNormMLP
-from quaver.torch.blocks.norm import LayerNorm, RMSNorm
 from quaver.torch.blocks.norm_linear import LayerNormLinear
+from quaver.torch.blocks.prologues.activation import ACTIVATIONS, activate
+from quaver.torch.blocks.prologues.norm import LayerNorm, RMSNorm
 from quaver.torch.blocks.transformer import TransformerLayer
-from quaver.torch.linear.grouped import grouped_matmul
+from quaver.torch.linear.grouped.matmul import grouped_matmul
 from quaver.torch.linear.layer import Linear
 from quaver.torch.model.conversion import convert, revert
 from quaver.torch.model.fusing.placing import Blocks

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quaver import E4M3, E5M2, QuantSpec
 from quaver.torch.backends.gpu.fused import activation as gpu
-from quaver.torch.blocks.activation import ACTIVATIONS, _plain_backward, _plain_forward
+from quaver.torch.blocks.prologues.activation import ACTIVATIONS, _plain_backward, _plain_forward
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from tests.kernels.compare import DEVICE, assert_same

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu.fused import activation as gpu
-from quaver.torch.blocks.activation import ACTIVATIONS, _plain_backward, _plain_forward
+from quaver.torch.blocks.prologues.activation import ACTIVATIONS, _plain_backward, _plain_forward
 from tests.kernels.compare import DEVICE
 
 #: Of one input, and what gives the error that is stated: of the result where the result is that far from zero's side,

@@ -10,7 +10,7 @@ from quaver import E4M3, E5M2, QuantSpec
 from quaver.torch.backends.gpu.fused import column_sums
 from quaver.torch.backends.gpu.fused import norm as gpu
 from quaver.torch.backends.gpu.launching.launch import workspace
-from quaver.torch.blocks import norm
+from quaver.torch.blocks.prologues import norm
 from quaver.torch.numerics import reference
 from tests.kernels.compare import DEVICE, assert_same
 from tests.operands import nasty

@@ -12,7 +12,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import GemmSpec, QuantSpec, Recipe
-from quaver.torch.blocks.activation import ACTIVATIONS
+from quaver.torch.blocks.prologues.activation import ACTIVATIONS
 from quaver.torch.linear import function
 from quaver.torch.state.layer import state_of
 from tests.close import assert_bitwise, assert_close

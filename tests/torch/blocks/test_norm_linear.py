@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.blocks.norm import normalized_projections
+from quaver.torch.blocks.prologues.norm import normalized_projections
 from quaver.torch.linear import entrance, gemms
 from quaver.torch.linear.plans import on_cpu
 from tests.close import assert_bitwise

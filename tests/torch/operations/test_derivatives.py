@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.linear.entrance import GIVEN
-from quaver.torch.linear.grouped import grouped_matmul
+from quaver.torch.linear.grouped.matmul import grouped_matmul
 from quaver.torch.linear.projections import project
 from tests.torch.blocks.attention.implementations.quantized import attention_fp8
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from quaver.jax.blocks.activation import ACTIVATIONS as JAX_ACTIVATIONS
-from quaver.torch.blocks.activation import ACTIVATIONS
+from quaver.torch.blocks.prologues.activation import ACTIVATIONS
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.parameter_table import parameters
 from quaver.train.configuration.sizes import MODELS, ModelConfig

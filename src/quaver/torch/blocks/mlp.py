@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quaver.core.options import takes
-from quaver.torch.blocks.activation import Activated, get_activation, option_values
-from quaver.torch.blocks.norm import normalized_projections
 from quaver.torch.blocks.norm_linear import PartOptions, Parts
+from quaver.torch.blocks.prologues.activation import Activated, get_activation, option_values
+from quaver.torch.blocks.prologues.norm import normalized_projections
 from quaver.torch.state.checkpointing import checkpoint
 from quaver.torch.state.layer import state_of
 
@@ -49,7 +49,7 @@ class MLP(Parts):
     Args:
         dim: features of input and output.
         hidden: features between.
-        activation: a row of `quaver.torch.blocks.activation.ACTIVATIONS`.
+        activation: a row of `quaver.torch.blocks.prologues.activation.ACTIVATIONS`.
         activation_options: of the activation, such as {"limit": 7.0}.
         bias: of both matrices.
         fused: gate and up are one matrix `gate_up_proj`, the gate's rows first; else `gate_proj` and `up_proj`.

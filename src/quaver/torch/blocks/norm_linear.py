@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quaver.core.options import checks
 from quaver.core.spec import Recipe
-from quaver.torch.blocks.norm import NormOptions, named, normalized_projections
+from quaver.torch.blocks.prologues.norm import NormOptions, named, normalized_projections
 from quaver.torch.linear.layer import Linear
 
 

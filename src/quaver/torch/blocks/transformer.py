@@ -14,8 +14,8 @@ from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.latent import Latent, LatentAttention, LatentOptions
 from quaver.torch.blocks.attention.multihead import AttentionOptions, MultiheadAttention
 from quaver.torch.blocks.mlp import MLP, MLPOptions
-from quaver.torch.blocks.norm import check_normalization
 from quaver.torch.blocks.norm_linear import Parts
+from quaver.torch.blocks.prologues.norm import check_normalization
 from quaver.torch.operations.sums import Fork, Join
 from quaver.torch.state.checkpointing import checkpoint
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.blocks.norm import normalized_projections
+from quaver.torch.blocks.prologues.norm import normalized_projections
 from quaver.torch.parallel import Column, Sequence
 from quaver.torch.parallel.tensor import layers
 from tests import two_ranks

@@ -16,8 +16,8 @@ from quaver.torch.blocks.attention.dot_product import CoreOptions, DotProductAtt
 from quaver.torch.blocks.attention.multihead import check_cached, check_input
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary
-from quaver.torch.blocks.norm import normalized_projections
 from quaver.torch.blocks.norm_linear import PartOptions, Parts
+from quaver.torch.blocks.prologues.norm import normalized_projections
 
 
 @dataclass(frozen=True, kw_only=True)

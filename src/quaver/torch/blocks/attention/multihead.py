@@ -16,8 +16,8 @@ from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.positions import positions_of, tempered
 from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary, apply_rotary_to_both, apply_rotary_to_parts
-from quaver.torch.blocks.norm import QK_NORM_SCOPES, norm_of_heads, normalized_projections
 from quaver.torch.blocks.norm_linear import PartOptions, Parts
+from quaver.torch.blocks.prologues.norm import QK_NORM_SCOPES, norm_of_heads, normalized_projections
 from quaver.torch.state.layer import state_of
 
 #: What x is in each layout.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.blocks.activation import ACTIVATIONS, Activated, option_values
+from quaver.torch.blocks.prologues.activation import ACTIVATIONS, Activated, option_values
 from quaver.torch.linear.entrance import GIVEN
 from quaver.torch.linear.projections import is_bare, project
 from quaver.torch.model.fusing.comparing import differs, drawn, linear, rows, twin, why_not

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.blocks.norm import NORMALIZATIONS, Normalization
+from quaver.torch.blocks.prologues.norm import NORMALIZATIONS, Normalization
 from quaver.torch.model.fusing.comparing import differs, drawn, rows, twin, why_not
 from quaver.torch.model.fusing.fused import Fused, Named, casts, changed, patched, stands_aside, untold
 from quaver.torch.model.reach.exchanging import bare_class, original

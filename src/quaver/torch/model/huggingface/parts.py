@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.blocks.activation import ACTIVATIONS
-from quaver.torch.blocks.norm import NORMALIZATIONS, Norm, NormOfEachHead, NormOptions, named
+from quaver.torch.blocks.prologues.activation import ACTIVATIONS
+from quaver.torch.blocks.prologues.norm import NORMALIZATIONS, Norm, NormOfEachHead, NormOptions, named
 from quaver.torch.model.huggingface.choices import Choices, distance
 from quaver.torch.model.reach.transposed import is_transposed
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
-from quaver.torch.linear.grouped import grouped_matmul
+from quaver.torch.linear.grouped.matmul import grouped_matmul
 from quaver.torch.linear.layer import Quantizable, recipe_of, refuse_sharded
 from quaver.torch.model.reach.products import described
 from quaver.torch.state import recomputation

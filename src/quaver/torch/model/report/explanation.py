@@ -15,8 +15,8 @@ from quaver.core.text.tables import html_lines, html_table
 from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.blocks.attention import AttentionExplanation, DotProductAttention, explain_attention
 from quaver.torch.blocks.attention.explanation import why_not
-from quaver.torch.linear.grouped import GROUPED_MATMUL, check, grouped_matmul
-from quaver.torch.linear.grouped_operands import together
+from quaver.torch.linear.grouped.matmul import GROUPED_MATMUL, check, grouped_matmul
+from quaver.torch.linear.grouped.operands import together
 from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.model.reach.kinds import kind_of
 from quaver.torch.numerics.groups import Groups, Offsets

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.core.spec import Recipe
-from quaver.torch.blocks.norm import Norm
+from quaver.torch.blocks.prologues.norm import Norm
 from quaver.torch.linear.entrance import may_fuse
 from quaver.torch.linear.gemms import Call, begin, is_given
 from quaver.torch.linear.layer import Quantizable, dtype_sentence, recipe_of

@@ -17,7 +17,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
-from quaver.torch.blocks.norm import Norm
+from quaver.torch.blocks.prologues.norm import Norm
 from quaver.torch.blocks.transformer import TransformerLayer
 from quaver.torch.linear.stored import storing
 from quaver.train.configuration import optimizer_name

@@ -12,8 +12,8 @@ import quaver
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.backends.gpu.fused import producers
-from quaver.torch.blocks import activation as activation_module
-from quaver.torch.blocks import norm as norm_module
+from quaver.torch.blocks.prologues import activation as activation_module
+from quaver.torch.blocks.prologues import norm as norm_module
 
 TOKENS, DIM, HIDDEN = 6, 48, 64
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -13,8 +13,8 @@ import quaver.torch as qt
 from quaver import E4M3, QuantSpec
 from quaver.torch.backends.gpu.gemms import grouped_mm
 from quaver.torch.backends.gpu.launching import device
-from quaver.torch.linear.grouped import GROUPED_MATMUL
-from quaver.torch.linear.grouped_operands import quantize_experts, quantize_tokens
+from quaver.torch.linear.grouped.matmul import GROUPED_MATMUL
+from quaver.torch.linear.grouped.operands import quantize_experts, quantize_tokens
 from quaver.torch.numerics.groups import Groups, Offsets
 from quaver.torch.operations import ops
 from tests.close import assert_bitwise

@@ -1,7 +1,7 @@
 """Activations on a GPU: forward, with what the next linear layer reads of the result from the same pass, and backward.
 
-The numbers are those of `quaver.torch.blocks.activation` within its bounds; what is quantized is exactly the result
-quantized.
+The numbers are those of `quaver.torch.blocks.prologues.activation` within its bounds; what is quantized is exactly the
+result quantized.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from quaver.torch.numerics.quantized import Quantized
 
 
 class Kind(NamedTuple):
-    """How the kernels compute a row of `quaver.torch.blocks.activation.ACTIVATIONS`."""
+    """How the kernels compute a row of `quaver.torch.blocks.prologues.activation.ACTIVATIONS`."""
 
     forward: Any
     backward: Any
@@ -60,7 +60,7 @@ TILE, BLOCK_TILE, BACKWARD_TILE = (128, 64, 4), (16, 128, 4), (32, 128, 4)
 
 
 def forward(name: str, options: Sequence[float], x: Sequence[Tensor]) -> Tensor:
-    """As `quaver.torch.blocks.activation.ACTIVATE`.
+    """As `quaver.torch.blocks.prologues.activation.ACTIVATE`.
 
     Bounded: for normally distributed inputs relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """
@@ -185,7 +185,7 @@ def _limits(options: Sequence[float]) -> tuple[float, float]:
 
 
 def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of the inputs, contiguous, as `quaver.torch.blocks.activation.backward`.
+    """The gradients of the inputs, contiguous, as `quaver.torch.blocks.prologues.activation.backward`.
 
     Bounded: for normally distributed inputs relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """

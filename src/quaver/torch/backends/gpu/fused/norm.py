@@ -1,6 +1,6 @@
 """Normalizations on a GPU: forward, with what a quantized layer reads of the output from the same pass, and backward.
 
-The numbers are those of `quaver.torch.blocks.norm` within its bounds; what is quantized is exactly the output
+The numbers are those of `quaver.torch.blocks.prologues.norm` within its bounds; what is quantized is exactly the output
 quantized.
 """
 
@@ -39,7 +39,7 @@ _NO_FORMAT = {"POWER_OF_TWO": True, "EMAX": 0, "TOP_MANTISSA": 0, "MAX": 1.0, "I
 def forward(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quaver.torch.blocks.norm.NORMALIZE`.
+    """As `quaver.torch.blocks.prologues.norm.NORMALIZE`.
 
     Bounded: relative RMS 1e-6 of float64 before the rounding to x's dtype.
     """
@@ -160,7 +160,7 @@ def backward(
     inverse: Tensor,
     normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quaver.torch.blocks.norm.NORMALIZE_BACKWARD`; gradients of parameters that are not there are empty.
+    """As `quaver.torch.blocks.prologues.norm.NORMALIZE_BACKWARD`; gradients of parameters that are not there are empty.
 
     Bounded: relative RMS 1e-6 of float64 in float32. Deterministic.
     """

@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from quaver.core.converting.conversion import Report
 from quaver.core.spec import Recipe
-from quaver.torch.blocks.norm import Norm
+from quaver.torch.blocks.prologues.norm import Norm
 from quaver.torch.blocks.transformer import TransformerLayer
 from quaver.torch.parallel import (
     Column,

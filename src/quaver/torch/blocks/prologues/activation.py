@@ -18,7 +18,7 @@ from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import check_name, suggest
 from quaver.torch.backends.gpu.fused import producers, results
-from quaver.torch.blocks.prologue import alone
+from quaver.torch.blocks.prologues.prologue import alone
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation

@@ -15,7 +15,7 @@ from quaver.core.options import checks
 from quaver.core.spec import QuantSpec
 from quaver.core.text.spelling import check_name
 from quaver.torch.backends.gpu.fused import producers, results
-from quaver.torch.blocks.prologue import alone
+from quaver.torch.blocks.prologues.prologue import alone
 from quaver.torch.linear.entrance import GIVEN, Prologue
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.projections import is_bare, project

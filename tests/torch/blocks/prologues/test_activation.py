@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver.torch.blocks import activation
-from quaver.torch.blocks.activation import ACTIVATIONS
+from quaver.torch.blocks.prologues import activation
+from quaver.torch.blocks.prologues.activation import ACTIVATIONS
 from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
 

@@ -19,7 +19,7 @@ from quaver import recipes
 from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch.backends.gpu.launching.device import why_no_fp8
 from quaver.torch.linear.gemms import LATER, high_precision
-from quaver.torch.linear.grouped_operands import (
+from quaver.torch.linear.grouped.operands import (
     Noise,
     quantize_experts,
     quantize_features,

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver.torch.blocks import norm
-from quaver.torch.blocks.norm import NORMALIZATIONS, Norm, Normalization
 from quaver.torch.blocks.norm_linear import LayerNormLinear
+from quaver.torch.blocks.prologues import norm
+from quaver.torch.blocks.prologues.norm import NORMALIZATIONS, Norm, Normalization
 from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
 

@@ -9,8 +9,8 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver import QuantSpec, recipes
 from quaver.core.spec import Recipe
-from quaver.torch.linear import grouped as grouped_module
-from quaver.torch.linear.grouped_operands import quantize_experts, quantize_tokens
+from quaver.torch.linear.grouped import matmul as grouped_module
+from quaver.torch.linear.grouped.operands import quantize_experts, quantize_tokens
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.groups import Offsets
 from quaver.torch.operations import ops
