@@ -72,7 +72,7 @@ def rows() -> list[Row]:
         *((way, test_applying.ALONE | test_applying.HISTORIES, None) for way in ways),
         ("`exchange`", sent(), send),
         ("`quantize_gradients`", test_gradients.TRAINED, None),
-        ("stages, backwards in two parts", dict.fromkeys(recipes.RECIPES, test_pipeline.SPLIT), None),
+        ("stages, backwards in two parts", test_pipeline.SPLIT, None),
         ("stages by 1F1B, `fully_shard`", in_stages, None),
     ]
 
