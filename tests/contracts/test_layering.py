@@ -77,7 +77,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "checkpointing",
     ),
     "quaver.torch.linear": (*("stored", "gemms", "plans", "entrance", "function", "layer", "projections", "grouped"),),
-    "quaver.torch.blocks": ("prologues", "norm_linear", "mlp", "attention", "loss", "transformer"),
+    "quaver.torch.blocks": ("prologues", "norm_linear", "mlp", "attention", "loss", "experts", "transformer"),
     "quaver.torch.blocks.attention": (
         *("inputs", "implementations", "op", "dot_product", "explanation", "rope", "cache", "multihead"),
         "latent",

@@ -14,6 +14,9 @@ from quaver.torch.blocks.attention.multihead import MultiheadAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary
+from quaver.torch.blocks.experts.balancing import balance_loss, token_counts, update_bias, z_loss
+from quaver.torch.blocks.experts.permutation import permute, unpermute
+from quaver.torch.blocks.experts.routing import Routing, route
 from quaver.torch.blocks.loss.cross_entropy import linear_cross_entropy
 from quaver.torch.blocks.mlp import MLP, LayerNormMLP
 from quaver.torch.blocks.norm_linear import LayerNormLinear
@@ -63,10 +66,12 @@ __all__ = [
     "RelativePositionBias",
     "Report",
     "RotaryEmbedding",
+    "Routing",
     "TransformerLayer",
     "activate",
     "apply_rotary",
     "autocast",
+    "balance_loss",
     "checkpoint",
     "convert",
     "count",
@@ -82,13 +87,19 @@ __all__ = [
     "load_scaling_state_dict",
     "matmul",
     "only",
+    "permute",
     "plain_state_dict",
     "quantize",
     "quantize_weights",
     "quantized_init",
     "refresh",
     "revert",
+    "route",
     "scaling_state_dict",
+    "token_counts",
+    "unpermute",
+    "update_bias",
+    "z_loss",
 ]
 
 

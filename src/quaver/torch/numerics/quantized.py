@@ -104,6 +104,16 @@ class Quantized:
         data = self.data.contiguous()
         return Quantized(data, scale, self.spec, self.shape, self.turned, self.tensor_factor, self.amax)
 
+    def upright(self) -> "Quantized":
+        """`plain`, lying as its rows: what is taken row by row."""
+        q = self.plain()
+        if not q.turned:
+            return q
+        codes = q.lying_codes().t()
+        data = pack(codes) if q.spec.format.packed else codes.contiguous().view(q.data.dtype)
+        scale = q.scale.t().contiguous() if isinstance(q.scale, Tensor) else q.scale
+        return Quantized(data, scale, q.spec, q.shape, False, q.tensor_factor, q.amax)
+
     def codes(self) -> Tensor:
         """uint8 [rows, k], one code an element, every NaN as 0x7F."""
         codes = self.lying_codes()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quaver.core.spec import QuantSpec
-from quaver.torch.numerics.quantized import Quantized, pack
+from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import DTYPES
@@ -128,7 +128,7 @@ def exchange_operand(q: Quantized, splits: Splits, group: Any = None) -> Pending
         ValueError: other blocks, or splits of other rows.
     """
     _refuse(_why_no_spec(q.spec) or _why_no_rows(q.shape[0], splits))
-    q = _upright(q.plain())
+    q = q.upright()
     sent = q.data.view(torch.uint8)
     codes = sent.shape[1]
     with_scales = q.spec.block[0] is not None
@@ -252,16 +252,6 @@ def _why_no_rows(rows: int, splits: Splits) -> str:
 def _refuse(why: str) -> None:
     if why:
         raise ValueError(why)
-
-
-def _upright(q: Quantized) -> Quantized:
-    """An operand that lies as its rows."""
-    if not q.turned:
-        return q
-    codes = q.lying_codes().t()
-    data = pack(codes) if q.spec.format.packed else codes.contiguous().view(q.data.dtype)
-    scale = q.scale.t().contiguous() if isinstance(q.scale, Tensor) else q.scale
-    return Quantized(data, scale, q.spec, q.shape, False, q.tensor_factor)
 
 
 def _bytes(scale: Tensor) -> Tensor:

@@ -1,0 +1,141 @@
+"""The executable specification of experts in numpy: who goes where, in which order rows lie, what is summed.
+
+Token by token, in float64 but for what is compared, which is float32 as in every fast version.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+#: Added to a sum of scores before it divides.
+TINY = 1e-20
+
+
+class Routing(NamedTuple):
+    """What T tokens choose of E experts."""
+
+    #: [T, k], the best first.
+    indices: np.ndarray
+    #: float64 [T, k].
+    weights: np.ndarray
+    #: float64 [T, E], each row's sum 1.
+    probabilities: np.ndarray
+
+
+def score_of(z: np.ndarray, scores: str) -> np.ndarray:
+    """Scores of one token's logits, float64 [E]."""
+    if scores == "sigmoid":
+        return np.array([1 / (1 + math.exp(-v)) if v > -700 else 0.0 for v in z])
+    if scores == "sqrtsoftplus":
+        return np.array([math.sqrt(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) for v in z])
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def descending(x: np.ndarray) -> list[int]:
+    """Places in descending order, compared as float32; the first of equal ones first, NaN before all."""
+    keys = [math.inf if math.isnan(v) else float(v) for v in x.astype(np.float32)]
+    return sorted(range(len(keys)), key=lambda i: (not math.isnan(float(x[i])), -keys[i], i))
+
+
+def route(
+    logits: np.ndarray,
+    k: int,
+    *,
+    scores: str = "softmax",
+    softmax_first: bool = False,
+    groups: int | None = None,
+    top_groups: int | None = None,
+    best_of_group: int | None = None,
+    bias: np.ndarray | None = None,
+    scale: float = 1.0,
+    normalize: bool | None = None,
+) -> Routing:
+    """Options as those of `quaver.torch.route`; logits [T, E] are finite."""
+    experts = logits.shape[1]
+    rows: list[tuple[list[int], np.ndarray, np.ndarray]] = []
+    for z in logits.astype(np.float64):
+        late = scores == "softmax" and not softmax_first
+        s = z if late else score_of(z, scores)
+        by = (z if bias is None and groups is None else s) + (0.0 if bias is None else bias)
+        if groups is not None and top_groups is not None:
+            size, count = experts // groups, best_of_group or max(1, k // top_groups)
+            parts = by.reshape(groups, size)
+            sums = np.array([np.sort(part)[::-1][:count].sum() for part in parts])
+            taken = descending(sums)[:top_groups]
+            by = np.array([v if e // size in taken else -math.inf for e, v in enumerate(by)])
+        chosen = descending(by)[:k]
+        w = score_of(s[chosen], "softmax") if late else s[chosen]
+        if not late and (normalize or (normalize is None and scores != "softmax" and k > 1)):
+            w = w / (w.sum() + TINY)
+        p = score_of(z, "softmax") if late else s / (s.sum() + (0.0 if scores == "softmax" else TINY))
+        rows.append((chosen, w * scale, p))
+    return Routing(
+        np.array([row[0] for row in rows], dtype=np.int64).reshape(-1, k),
+        np.array([row[1] for row in rows]).reshape(-1, k),
+        np.array([row[2] for row in rows]).reshape(-1, experts),
+    )
+
+
+def places(
+    indices: np.ndarray, experts: int, pad: int = 1, capacity: int | None = None
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Where every choice's row lies, where every expert's rows end, and how many rows there are.
+
+    Args:
+        indices: [T, k]; a number outside of [0, experts) is a choice of no expert here.
+        pad: an expert's rows are so many times a whole number.
+        capacity: choices that an expert takes at most, the first ones.
+    Returns:
+        int64 [T × k], -1 for a choice without a row; int32 [experts]; the rows, the last of which may be no expert's.
+    """
+    flat = indices.reshape(-1)
+    row, ends, end = np.full(len(flat), -1, np.int64), [], 0
+    for expert in range(experts):
+        own = [at for at, e in enumerate(flat) if e == expert][:capacity]
+        for number, at in enumerate(own):
+            row[at] = end + number
+        end += -(-len(own) // pad) * pad
+        ends.append(end)
+    return row, np.array(ends, np.int32), rows_of(len(flat), experts, pad, capacity)
+
+
+def rows_of(choices: int, experts: int, pad: int = 1, capacity: int | None = None) -> int:
+    """Rows that suffice however so many choices fall: a number that does not depend on how they do."""
+    most = choices + min(choices, experts) * (pad - 1)
+    if capacity is not None:
+        most = min(most, experts * (-(-capacity // pad) * pad))
+    return most // pad * pad
+
+
+def permute(
+    x: np.ndarray, indices: np.ndarray, experts: int, pad: int = 1, capacity: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of x [T, H], expert by expert, zeros between; ends and places as `places` gives them."""
+    row, ends, count = places(indices, experts, pad, capacity)
+    y = np.zeros((count, x.shape[1]), x.dtype)
+    for at, to in enumerate(row):
+        if to >= 0:
+            y[to] = x[at // indices.shape[1]]
+    return y, ends, row
+
+
+def unpermute(y: np.ndarray, row: np.ndarray, k: int, weights: np.ndarray | None = None) -> np.ndarray:
+    """Each token's rows, times its weights, added up from the first choice to the last in float32 (float64 of such).
+
+    A choice without a row counts as a row of zeros.
+    """
+    wide = np.promote_types(y.dtype, np.float32).type
+    out = np.zeros((len(row) // k, y.shape[1]), y.dtype)
+    for token in range(len(out)):
+        parts = []
+        for choice in range(k):
+            to = row[token * k + choice]
+            part = (y[to] if to >= 0 else np.zeros(y.shape[1], y.dtype)).astype(wide)
+            parts.append(part if weights is None or to < 0 else part * wide(weights[token, choice]))
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        out[token] = total.astype(y.dtype)
+    return out
