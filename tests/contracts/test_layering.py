@@ -109,6 +109,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
+    "quaver.jax.blocks": (*("options", "activation", "norm", "residuals", "feed_forward", "attention", "experts"),),
     "quaver.train": (
         *("files", "configuration", "data", "records", "learning", "running", "showing", "commands", "__main__"),
     ),

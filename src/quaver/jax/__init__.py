@@ -14,6 +14,8 @@ if jax.__version_info__ < (0, 10, 2):
     )
 
 from quaver.jax import state
+from quaver.jax.blocks.experts.permutation import permute, unpermute
+from quaver.jax.blocks.experts.routing import Routing, route
 from quaver.jax.linears.contraction import dot_general
 from quaver.jax.linears.function import linear
 from quaver.jax.linears.grouped import grouped_dot
@@ -26,15 +28,19 @@ from quaver.jax.state.context import autocast
 __all__ = [
     "Gather",
     "Quantized",
+    "Routing",
     "autocast",
     "dequantize",
     "dot_general",
     "grouped_dot",
     "linear",
     "matmul",
+    "permute",
     "quantize",
+    "route",
     "sharding",
     "state",
+    "unpermute",
 ]
 
 

@@ -16,9 +16,9 @@ from quaver import recipes
 from quaver.jax import linen
 from quaver.jax import state as states
 from quaver.jax.blocks.activation import activate
-from quaver.jax.blocks.dot_product import attention
+from quaver.jax.blocks.attention.dot_product import attention
+from quaver.jax.blocks.attention.rotary import rope
 from quaver.jax.blocks.norm import layer_norm, rms_norm
-from quaver.jax.blocks.rotary import rope
 from quaver.jax.nnx import MLP, DenseGeneral
 from tests.close import assert_bitwise
 from tests.jax.transformed import integers

@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Added to a sum of scores before it divides.
+from quaver.core.spec import QuantSpec
+from quaver.core.text.spelling import check_name
+
+#: What logits may be made.
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+#: Added to a sum of scores before it divides, as DeepSeek does.
 TINY = 1e-20
 
 
@@ -53,6 +58,8 @@ def route(
     normalize: bool | None = None,
 ) -> Routing:
     """Options as those of `quaver.torch.route`; logits [T, E] are finite."""
+    given = groups, top_groups, best_of_group, None if bias is None else bias.shape, normalize
+    check_route(logits.shape, k, scores, softmax_first, *given)
     experts = logits.shape[1]
     rows: list[tuple[list[int], np.ndarray, np.ndarray]] = []
     for z in logits.astype(np.float64):
@@ -139,3 +146,90 @@ def unpermute(y: np.ndarray, row: np.ndarray, k: int, weights: np.ndarray | None
             total = total + part
         out[token] = total.astype(y.dtype)
     return out
+
+
+def check_route(
+    shape: tuple[int, ...],
+    k: int,
+    scores: str,
+    softmax_first: bool,
+    groups: int | None,
+    top_groups: int | None,
+    best_of_group: int | None,
+    bias: tuple[int, ...] | None,
+    normalize: bool | None,
+) -> None:
+    """Refuse options of `route` that do not fit, in a sentence.
+
+    Args:
+        shape: of the logits; bias: its shape; all else as `route` takes it.
+    Raises:
+        ValueError.
+    """
+    check_name("scores", scores, SCORES)
+    if len(shape) != 2:
+        raise ValueError(f"logits are [tokens, experts]; these are {tuple(shape)}: flatten batch and sequence first")
+    experts = shape[1]
+    if not 1 <= k <= experts:
+        raise ValueError(f"k is {k}, and there are {experts} experts: a token chooses at least 1 and at most all")
+    if scores != "softmax" and softmax_first:
+        raise ValueError(f"softmax_first belongs to scores='softmax', and scores are {scores!r}: leave it out")
+    if normalize is False and scores == "softmax" and not softmax_first:
+        raise ValueError("a softmax over the chosen experts adds up to 1: leave out normalize, or give softmax_first")
+    if bias is not None and bias != (experts,):
+        raise ValueError(f"bias is {bias}; give one number for each of the {experts} experts")
+    if (groups is None) != (top_groups is None):
+        raise ValueError("groups and top_groups are given together: how many groups there are, and how many are taken")
+    if groups is None or top_groups is None:
+        if best_of_group is not None:
+            raise ValueError("best_of_group says how a group is scored; give groups and top_groups too")
+        return
+    if groups < 1 or experts % groups:
+        raise ValueError(f"{groups} groups do not divide {experts} experts: give a number that does")
+    size = experts // groups
+    if not 1 <= top_groups <= groups:
+        raise ValueError(f"top_groups is {top_groups} of {groups} groups: give at least 1 and at most all")
+    if k > top_groups * size:
+        raise ValueError(
+            f"{top_groups} groups of {size} experts have fewer than the {k} that a token chooses: raise top_groups"
+        )
+    count = best_of_group if best_of_group is not None else max(1, k // top_groups)
+    if not 1 <= count <= size:
+        raise ValueError(f"a group is scored by its {count} best, and has {size} experts: give best_of_group={size}")
+
+
+def check_permute(indices: tuple[int, ...], integers: bool, experts: int, pad: int, capacity: int | None) -> None:
+    """Refuse arguments of `permute` that do not fit, in a sentence.
+
+    Args:
+        indices: their shape; integers: whether they are some.
+    Raises:
+        ValueError.
+    """
+    if len(indices) != 2 or not integers:
+        raise ValueError(
+            f"indices are integers [T, k], the experts of each token, of shape {indices} here: give those of route"
+        )
+    if experts < 1 or not indices[1]:
+        raise ValueError(f"{experts} experts, of which a token chooses {indices[1]}: give at least one of each")
+    if pad < 1:
+        raise ValueError(f"pad is {pad}: rows are filled up to a multiple of it, 1 leaves them as they are")
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"a capacity of {capacity} drops every token: give at least 1, or None to drop none")
+
+
+def check_unpermute(rows: tuple[int, ...], places: tuple[int, ...], k: int, weights: tuple[int, ...] | None) -> None:
+    """Refuse arguments of `unpermute` whose shapes these are and do not fit, in a sentence. Raises: ValueError."""
+    if len(rows) != 2 or len(places) != 1 or k < 1 or places[0] % k:
+        raise ValueError(f"rows are [rows, H] and places [tokens * {k}]; these are {rows} and {places}")
+    if weights is not None and weights != (places[0] // k, k):
+        raise ValueError(f"weights are one for each of {places[0] // k} tokens and {k} choices, not {weights}")
+
+
+def why_not_rows(spec: QuantSpec) -> str:
+    """Why an operand's rows cannot be moved and stay what quantizing the moved rows gives, or ""."""
+    if not (spec.per_tensor or spec.block[0] == 1):
+        return f"rows that move have scales of their own or one for all, and {spec} has others: quantize afterwards"
+    if spec.rounding != "nearest":
+        return f"noise goes by a row's place, and {spec} rounds at random: quantize after rows are moved"
+    return ""

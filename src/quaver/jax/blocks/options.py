@@ -68,7 +68,7 @@ class NormOptions:
 
 @dataclass(kw_only=True)
 class CoreOptions:
-    """Of `quaver.jax.blocks.dot_product.attention`."""
+    """Of `quaver.jax.blocks.attention.dot_product.attention`."""
 
     mask_type: str = "none"
     window: tuple[int, int] | None = None

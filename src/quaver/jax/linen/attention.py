@@ -8,11 +8,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from quaver.core.options import pick, suggests
-from quaver.jax.blocks.dot_product import Mask
-from quaver.jax.blocks.heads import attend, count_heads, prepare, project, projections
+from quaver.jax.blocks.attention.dot_product import Mask
+from quaver.jax.blocks.attention.heads import attend, count_heads, prepare, project, projections
+from quaver.jax.blocks.attention.position import relative_position_bias
 from quaver.jax.blocks.norm import named
 from quaver.jax.blocks.options import AttentionOptions, CoreOptions, Initializer
-from quaver.jax.blocks.position import relative_position_bias
 from quaver.jax.linears.general import Matrix
 from quaver.jax.linen.dense import dense_of
 from quaver.jax.linen.norm import NORMS
@@ -20,7 +20,8 @@ from quaver.jax.linen.norm import NORMS
 
 @suggests
 class DotProductAttention(nn.Module, CoreOptions):
-    """`quaver.jax.blocks.dot_product.attention` as a module; it has no parameters and draws from the rng "dropout".
+    """`quaver.jax.blocks.attention.dot_product.attention` as a module without parameters; it draws from the rng
+    "dropout".
 
     Attributes: as the function's arguments.
     """
@@ -66,7 +67,7 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         rope: options of rotary positions; None has none.
         qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys; None has none.
         qk_norm_after_rope: turn first.
-        mask_type, window, scale, soft_cap, dropout: of `quaver.jax.blocks.dot_product.attention`.
+        mask_type, window, scale, soft_cap, dropout: of `quaver.jax.blocks.attention.dot_product.attention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for flax's logical sharding rules.
         others: those of DenseGeneral.
     """
@@ -90,8 +91,8 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         """Attend from x [B, S, d] to memory [B, Sm, dm], or to itself.
 
         Args:
-            mask, bias: of `quaver.jax.blocks.dot_product.attention`.
-            positions, offset: of `quaver.jax.blocks.rotary.rope`, for queries and keys alike.
+            mask, bias: of `quaver.jax.blocks.attention.dot_product.attention`.
+            positions, offset: of `quaver.jax.blocks.attention.rotary.rope`, for queries and keys alike.
             deterministic: False applies dropout, with the rng "dropout".
         Returns:
             [B, S, out].
@@ -116,7 +117,7 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
 class RelativePositionBias(nn.Module):
     """T5's bias for `attention`: a parameter `table` [heads, buckets], shared by the layers that it is handed to.
 
-    Attributes: as the arguments of `quaver.jax.blocks.position.relative_position_bias`.
+    Attributes: as the arguments of `quaver.jax.blocks.attention.position.relative_position_bias`.
     """
 
     heads: int

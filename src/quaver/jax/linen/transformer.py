@@ -6,7 +6,7 @@ from flax import linen as nn
 from jax import Array
 
 from quaver.core.options import pick, suggests
-from quaver.jax.blocks.dot_product import Mask
+from quaver.jax.blocks.attention.dot_product import Mask
 from quaver.jax.blocks.options import PartOptions, TransformerOptions, of_cross_attention, of_self_attention
 from quaver.jax.blocks.residuals import drop_path, residual
 from quaver.jax.linen.attention import MultiHeadAttention, is_dropping

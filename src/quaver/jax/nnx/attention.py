@@ -9,11 +9,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from quaver.core.options import pick, takes
-from quaver.jax.blocks.dot_product import Mask
-from quaver.jax.blocks.heads import attend, count_heads, prepare, project, projections
+from quaver.jax.blocks.attention.dot_product import Mask
+from quaver.jax.blocks.attention.heads import attend, count_heads, prepare, project, projections
+from quaver.jax.blocks.attention.position import relative_position_bias
 from quaver.jax.blocks.norm import named
 from quaver.jax.blocks.options import AttentionOptions, CoreOptions, Initializer
-from quaver.jax.blocks.position import relative_position_bias
 from quaver.jax.linears.general import Matrix
 from quaver.jax.nnx.dense import Parameters, dense_of
 from quaver.jax.nnx.norm import NORMS
@@ -27,8 +27,8 @@ class CoreArguments(CoreOptions):
 
 
 class DotProductAttention(nnx.Module):
-    """`quaver.jax.blocks.dot_product.attention` as a module without parameters; `train()` and `eval()` switch its
-    dropout.
+    """`quaver.jax.blocks.attention.dot_product.attention` as a module without parameters; `train()` and `eval()` switch
+    its dropout.
 
     Args: as the function's; rngs, whose stream "dropout" is drawn from, is needed with dropout alone.
     """
@@ -83,7 +83,7 @@ class MultiHeadAttention(nnx.Module):
         rope: options of rotary positions; None has none.
         qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys; None has none.
         qk_norm_after_rope: turn first.
-        mask_type, window, scale, soft_cap, dropout: of `quaver.jax.blocks.dot_product.attention`.
+        mask_type, window, scale, soft_cap, dropout: of `quaver.jax.blocks.attention.dot_product.attention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for nnx.logical_axis_rules.
         others: those of DenseGeneral.
     """
@@ -122,8 +122,8 @@ class MultiHeadAttention(nnx.Module):
         """Attend from x [B, S, d] to memory [B, Sm, dm], or to itself.
 
         Args:
-            mask, bias: of `quaver.jax.blocks.dot_product.attention`.
-            positions, offset: of `quaver.jax.blocks.rotary.rope`, for queries and keys alike.
+            mask, bias: of `quaver.jax.blocks.attention.dot_product.attention`.
+            positions, offset: of `quaver.jax.blocks.attention.rotary.rope`, for queries and keys alike.
         Returns:
             [B, S, out].
         """
@@ -144,7 +144,7 @@ class MultiHeadAttention(nnx.Module):
 class RelativePositionBias(nnx.Module):
     """T5's bias for `attention`: a parameter `table` [heads, buckets], shared by the layers that it is handed to.
 
-    Args: as those of `quaver.jax.blocks.position.relative_position_bias`.
+    Args: as those of `quaver.jax.blocks.attention.position.relative_position_bias`.
     """
 
     def __init__(

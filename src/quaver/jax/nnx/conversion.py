@@ -19,7 +19,7 @@ from quaver import recipes
 from quaver.core.converting.conversion import Choice, Report
 from quaver.core.converting.rules import Rules, Skip
 from quaver.core.spec import Recipe
-from quaver.jax.blocks.dot_product import refuse_quantized
+from quaver.jax.blocks.attention.dot_product import refuse_quantized
 from quaver.jax.nnx.dense import DenseGeneral
 from quaver.jax.nnx.inject import DotGeneral, Einsum
 from quaver.jax.nnx.variable import LayerState

@@ -7,7 +7,7 @@ from flax import nnx
 from jax import Array
 
 from quaver.core.options import pick, takes
-from quaver.jax.blocks.dot_product import Mask
+from quaver.jax.blocks.attention.dot_product import Mask
 from quaver.jax.blocks.options import PartOptions, TransformerOptions, of_cross_attention, of_self_attention
 from quaver.jax.blocks.residuals import drop_path, residual
 from quaver.jax.nnx.attention import MultiHeadAttention, dropout_stream

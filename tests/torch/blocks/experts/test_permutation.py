@@ -11,9 +11,10 @@ from torch.testing import assert_close as torch_close
 
 import quaver.torch as qt
 from quaver.core.reference import experts as reference
+from quaver.core.reference.experts import why_not_rows
 from quaver.core.spec import QuantSpec
 from quaver.recipes import RECIPES
-from quaver.torch.blocks.experts.permutation import order, why_not_rows
+from quaver.torch.blocks.experts.permutation import order
 from quaver.torch.numerics.quantized import Quantized
 from tests.close import assert_bitwise, assert_close
 from tests.operands import SPECS, nasty

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.core.reference.experts import rows_of
-from quaver.core.spec import QuantSpec
+from quaver.core.reference.experts import check_permute, check_unpermute, rows_of, why_not_rows
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import on_host
@@ -51,7 +50,8 @@ def permute(
             several rows and not of all.
     Exact: rows, and the gradient of x, which adds up its copies' in float32 from the first choice on and rounds once.
     """
-    check_choices(indices, experts, pad, capacity)
+    integers = indices.dtype in (torch.int64, torch.int32)
+    check_permute(tuple(indices.shape), integers, experts, pad, capacity)
     if isinstance(x, Quantized):
         why = why_not_rows(x.spec)
         if why:
@@ -82,42 +82,10 @@ def unpermute(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = Non
         ValueError: shapes that do not fit.
     Exact: the products and their sum from the first choice on are float32's (float64's of such), rounded once.
     """
-    if rows.dim() != 2 or places.dim() != 1 or k < 1 or places.shape[0] % k:
-        raise ValueError(
-            f"rows are [rows, H] and places [tokens * {k}]; these are {tuple(rows.shape)} and {tuple(places.shape)}"
-        )
-    if weights is not None and tuple(weights.shape) != (places.shape[0] // k, k):
-        raise ValueError(
-            f"weights are one for each of {places.shape[0] // k} tokens and {k} choices, not {tuple(weights.shape)}"
-        )
+    of_weights = None if weights is None else tuple(weights.shape)
+    check_unpermute(tuple(rows.shape), tuple(places.shape), k, of_weights)
     y: Tensor = Combine.apply(rows, places, k, weights)
     return y
-
-
-def why_not_rows(spec: QuantSpec) -> str:
-    """Why an operand's rows cannot be moved and stay what quantizing the moved rows gives, or ""."""
-    if not (spec.per_tensor or spec.block[0] == 1):
-        return (
-            f"rows that are moved have scales of their own or one for all, and {spec} has others: quantize afterwards"
-        )
-    if spec.rounding != "nearest":
-        return f"noise goes by a row's place, and {spec} rounds at random: quantize after rows are moved"
-    return ""
-
-
-def check_choices(indices: Tensor, experts: int, pad: int, capacity: int | None) -> None:
-    """Refuse what does not fit, in a sentence."""
-    if indices.dim() != 2 or indices.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"indices are integers [T, k], the experts of each token; these are {indices.dtype} "
-            f"{tuple(indices.shape)}: give those of quaver.torch.route"
-        )
-    if experts < 1 or not indices.shape[1]:
-        raise ValueError(f"{experts} experts, of which a token chooses {indices.shape[1]}: give at least one of each")
-    if pad < 1:
-        raise ValueError(f"pad is {pad}: rows are filled up to a multiple of it, 1 leaves them as they are")
-    if capacity is not None and capacity < 1:
-        raise ValueError(f"a capacity of {capacity} drops every token: give at least 1, or None to drop none")
 
 
 def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

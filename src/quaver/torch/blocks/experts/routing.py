@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.core.text.spelling import check_name
+from quaver.core.reference.experts import TINY, check_route
 
-#: Added to a sum of scores before it divides, as DeepSeek does.
-TINY = 1e-20
 #: Below it softplus(z) is exp(z) in float32, and the derivative of its root is still a number.
 FAR = -40.0
 
@@ -85,7 +83,8 @@ def route(
     Exact: the choice without bias and groups, by the logits in float32. Bounded: scores, weights and their gradients,
         relative RMS 1e-6 of float64 in float32.
     """
-    check(logits.shape, k, scores, softmax_first, groups, top_groups, best_of_group, bias, normalize)
+    of_bias = None if bias is None else tuple(bias.shape)
+    check_route(tuple(logits.shape), k, scores, softmax_first, groups, top_groups, best_of_group, of_bias, normalize)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     late = scores == "softmax" and not softmax_first
     score = z if late else SCORES[scores](z)
@@ -128,47 +127,3 @@ def _within_groups(by: Tensor, groups: int, top: int, count: int) -> Tensor:
     sums = each.topk(count, -1)[0].sum(-1)
     keep = torch.zeros_like(sums, dtype=torch.bool).scatter(1, best(sums, top), True)
     return each.masked_fill(~keep.unsqueeze(-1), -torch.inf).flatten(1)
-
-
-def check(
-    shape: tuple[int, ...],
-    k: int,
-    scores: str,
-    softmax_first: bool,
-    groups: int | None,
-    top_groups: int | None,
-    best_of_group: int | None,
-    bias: Tensor | None,
-    normalize: bool | None = None,
-) -> None:
-    """Refuse what does not fit, in a sentence; shape is that of the logits."""
-    check_name("scores", scores, SCORES)
-    if len(shape) != 2:
-        raise ValueError(f"logits are [tokens, experts]; these are {tuple(shape)}: flatten batch and sequence first")
-    experts = shape[1]
-    if not 1 <= k <= experts:
-        raise ValueError(f"k is {k}, and there are {experts} experts: a token chooses at least 1 and at most all")
-    if scores != "softmax" and softmax_first:
-        raise ValueError(f"softmax_first belongs to scores='softmax', and scores are {scores!r}: leave it out")
-    if normalize is False and scores == "softmax" and not softmax_first:
-        raise ValueError("a softmax over the chosen experts adds up to 1: leave out normalize, or give softmax_first")
-    if bias is not None and tuple(bias.shape) != (experts,):
-        raise ValueError(f"bias is {tuple(bias.shape)}; give one number for each of the {experts} experts")
-    if (groups is None) != (top_groups is None):
-        raise ValueError("groups and top_groups are given together: how many groups there are, and how many are taken")
-    if groups is None or top_groups is None:
-        if best_of_group is not None:
-            raise ValueError("best_of_group says how a group is scored; give groups and top_groups too")
-        return
-    if groups < 1 or experts % groups:
-        raise ValueError(f"{groups} groups do not divide {experts} experts: give a number that does")
-    size = experts // groups
-    if not 1 <= top_groups <= groups:
-        raise ValueError(f"top_groups is {top_groups} of {groups} groups: give at least 1 and at most all")
-    if k > top_groups * size:
-        raise ValueError(
-            f"{top_groups} groups of {size} experts have fewer than the {k} that a token chooses: raise top_groups"
-        )
-    count = best_of_group if best_of_group is not None else max(1, k // top_groups)
-    if not 1 <= count <= size:
-        raise ValueError(f"a group is scored by its {count} best, and has {size} experts: give best_of_group={size}")

@@ -14,9 +14,9 @@ from jax import Array
 
 from quaver.core.spec import Recipe
 from quaver.jax.blocks.activation import activate
-from quaver.jax.blocks.dot_product import attention
+from quaver.jax.blocks.attention.dot_product import attention
+from quaver.jax.blocks.attention.rotary import rope
 from quaver.jax.blocks.norm import normalize
-from quaver.jax.blocks.rotary import rope
 from quaver.jax.linears.function import linear
 from quaver.train.configuration.sizes import ModelConfig
 

@@ -73,7 +73,7 @@ def test_off_by_one_is_a_sink_of_logit_zero() -> None:
 @pytest.mark.parametrize("mask_type", MASK_TYPES)
 def test_it_equals_the_jax_twin_with_gradients(mask_type: str) -> None:
     jax = pytest.importorskip("jax")
-    from quaver.jax.blocks.dot_product import attention as twin
+    from quaver.jax.blocks.attention.dot_product import attention as twin
 
     q, k, v = operands(5, 7)
     mask = mask_of(mask_type, 5, 7)

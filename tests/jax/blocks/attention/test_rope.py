@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quaver.jax.blocks.rotary import rope
+from quaver.jax.blocks.attention.rotary import rope
 from tests.close import assert_close
 from tests.pairs import pairs
 

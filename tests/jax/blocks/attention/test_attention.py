@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quaver.core.reference.masks import MASKS
-from quaver.jax.blocks.dot_product import attention
+from quaver.jax.blocks.attention.dot_product import attention
 from tests.close import assert_close
 
 B, SQ, SK, H, G, D, DV = 2, 5, 7, 4, 2, 8, 6

@@ -7,9 +7,9 @@ from jax import Array
 
 from quaver.core.options import pick
 from quaver.core.reference.masks import check_heads
-from quaver.jax.blocks.dot_product import Mask, attention
+from quaver.jax.blocks.attention.dot_product import Mask, attention
+from quaver.jax.blocks.attention.rotary import rope
 from quaver.jax.blocks.options import CoreOptions, Rope
-from quaver.jax.blocks.rotary import rope
 from quaver.jax.linears.general import Matrix
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quaver.jax.blocks.position import relative_position_bias, relative_position_buckets
+from quaver.jax.blocks.attention.position import relative_position_bias, relative_position_buckets
 
 
 def bucket(distance: int, buckets: int, max_distance: int, bidirectional: bool) -> int:

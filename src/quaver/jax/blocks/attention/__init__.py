@@ -1,0 +1,1 @@
+"""Attention as functions of arrays: the function, its heads, positions, biases of distances; no module."""
