@@ -46,6 +46,7 @@ OURS["quaver.torch.optim"] = OURS["quaver.torch"] | {"quaver.torch.optim"}
 OURS["quaver.inspect.plots"] = OURS["quaver.inspect"] | {"quaver.inspect.plots"}
 OURS["quaver.integrations"] = OURS["quaver.torch.parallel"] | OURS["quaver.jax"]
 OURS["quaver.integrations"] |= {"quaver.inspect", "quaver.integrations", "quaver.rules"}
+OURS["quaver.compat"] = OURS["quaver.integrations"] - {"quaver.integrations"} | {"quaver.compat"}
 #: It imports everything; that it is in nobody else's set means that nobody imports it.
 OURS["quaver.train"] = set(OURS) | {"quaver.train"}
 
@@ -62,7 +63,7 @@ NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"tor
 #: The rooms of a package from the ground up: each may import those before it, and none after. A package whose rooms
 #: are all files needs no row: without a cycle of files there is an order of them.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "integrations", "train"),
+    "quaver": ("core", "recipes", "rules", "kernels", "torch", "jax", "compat", "integrations", "train"),
     "quaver.core": (
         *("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs", "states"),
     ),
@@ -107,6 +108,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
             "optimizers",
         ),
     ),
+    "quaver.compat": ("torchao",),
+    "quaver.compat.torchao": ("float8",),
     "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),
     "quaver.jax.blocks": (*("options", "activation", "norm", "residuals", "feed_forward", "attention", "experts"),),

@@ -1,0 +1,24 @@
+"""torchao.float8's public names, each in the file that torchao has it in; no prototype and no class of tensors."""
+
+from quaver.compat.torchao.float8.config import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
+)
+from quaver.compat.torchao.float8.float8_linear_utils import _auto_filter_for_recipe, convert_to_float8_training
+from quaver.compat.torchao.float8.fsdp_utils import precompute_float8_dynamic_scale_for_fsdp
+
+__all__ = [
+    "CastConfig",
+    "Float8GemmConfig",
+    "Float8LinearConfig",
+    "Float8LinearRecipeName",
+    "ScalingGranularity",
+    "ScalingType",
+    "_auto_filter_for_recipe",
+    "convert_to_float8_training",
+    "precompute_float8_dynamic_scale_for_fsdp",
+]

@@ -1,0 +1,226 @@
+"""torchao's configuration of a float8 linear layer, and the recipe that it is.
+
+Fields, names and defaults are torchao 0.18's (torchao/float8/config.py). A cast is one operand: of a scale for the
+tensor, or for each row along the axis that the GEMM sums over.
+"""
+
+import enum
+import warnings
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from quaver.core.numbers.formats import E4M3, E5M2
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe, ScaleKind
+from quaver.core.text.spelling import suggest
+
+FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+
+
+class ScalingType(enum.Enum):
+    """Whether a tensor is cast."""
+
+    DYNAMIC = "dynamic"
+    DISABLED = "disabled"
+
+    def short_str(self) -> str:
+        """The first three letters of its value."""
+        return self.value[:3]
+
+
+class ScalingGranularity(enum.Enum):
+    """Whether a tensor has one scale, or each of its rows along the axis that a GEMM sums over."""
+
+    TENSORWISE = "tensorwise"
+    AXISWISE = "axiswise"
+
+    def short_str(self) -> str:
+        """Three letters."""
+        return "ten" if self is ScalingGranularity.TENSORWISE else "axs"
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """How one tensor is cast to float8.
+
+    Raises:
+        ValueError: a scaling_type, granularity or dtype that there is not; a scale a row of a tensor that is not cast.
+    """
+
+    scaling_type: ScalingType = ScalingType.DYNAMIC
+    scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
+    #: None is that of the operand: E4M3 of inputs and weights, E5M2 of gradients.
+    target_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field, kind in (("scaling_type", ScalingType), ("scaling_granularity", ScalingGranularity)):
+            value = getattr(self, field)
+            # An enum of torchao's own is as good: it has the same values.
+            if not isinstance(value, kind):
+                try:
+                    object.__setattr__(self, field, kind(getattr(value, "value", value)))
+                except ValueError:
+                    raise ValueError(f"CastConfig.{field} is {value!r}; give one of {[*kind]}") from None
+        if self.scaling_granularity is ScalingGranularity.AXISWISE and self.scaling_type is ScalingType.DISABLED:
+            raise ValueError("a tensor that is not cast has no scales: leave scaling_granularity out of CastConfig")
+        if self.target_dtype is not None and self.target_dtype not in FORMATS:
+            raise ValueError(
+                f"CastConfig.target_dtype is {self.target_dtype}; give torch.float8_e4m3fn or torch.float8_e5m2 "
+                "(AMD's fnuz formats are not there)"
+            )
+
+    def short_str(self) -> str:
+        """As torchao's layers print a cast."""
+        dtype = "e5m2" if self.target_dtype is torch.float8_e5m2 else "e4m3"
+        return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}_{dtype}"
+
+
+@dataclass(frozen=True)
+class Float8GemmConfig:
+    """How one GEMM accumulates."""
+
+    use_fast_accum: bool = False
+
+
+class Float8LinearRecipeName(enum.Enum):
+    """torchao's three recipes."""
+
+    TENSORWISE = "tensorwise"
+    ROWWISE = "rowwise"
+    ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
+
+
+@dataclass(frozen=True)
+class Float8LinearConfig:
+    """How linear layers are converted.
+
+    Three options are there to be typed: `pad_inner_dim`, since sizes are padded where a GEMM needs it;
+    `emulate`, since what a device lacks is emulated anyway; `force_recompute_fp8_weight_in_bwd`, which torchao ignores.
+    Configurations that are given to several operands stay as they are.
+
+    Raises:
+        ValueError: operands of one GEMM of which one alone is cast, two dtypes of one tensor, weights with a scale a
+            row that are to be gathered in float8.
+    """
+
+    cast_config_input: CastConfig = CastConfig()
+    cast_config_input_for_grad_weight: CastConfig | None = None
+    cast_config_weight: CastConfig = CastConfig()
+    cast_config_weight_for_grad_input: CastConfig | None = None
+    cast_config_grad_output: CastConfig = CastConfig()
+    cast_config_grad_output_for_grad_weight: CastConfig | None = None
+
+    gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
+    gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
+    gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
+
+    #: Whether fully_shard gathers weights as codes.
+    enable_fsdp_float8_all_gather: bool = False
+    pad_inner_dim: bool = False
+    emulate: bool = False
+    force_recompute_fp8_weight_in_bwd: bool = False
+    #: Whether scales are powers of two.
+    round_scales_to_power_of_2: bool = False
+
+    def __post_init__(self) -> None:
+        for operand, other in SECOND.items():
+            if getattr(self, other) is None:
+                object.__setattr__(self, other, getattr(self, operand))
+            first, second = getattr(self, operand), getattr(self, other)
+            if (first.target_dtype or second.target_dtype) is not (second.target_dtype or first.target_dtype):
+                raise ValueError(
+                    f"{operand} casts to {first.target_dtype} and {other} to {second.target_dtype}; give both one "
+                    "target_dtype"
+                )
+        for gemm, (a, b) in GEMMS.items():
+            if getattr(self, a).scaling_type is not getattr(self, b).scaling_type:
+                raise ValueError(f"{gemm} multiplies what {a} and {b} cast; cast both, or disable both")
+        granularity = self.cast_config_weight.scaling_granularity
+        if self.enable_fsdp_float8_all_gather and granularity is not ScalingGranularity.TENSORWISE:
+            raise ValueError(
+                "enable_fsdp_float8_all_gather gathers weights with one scale a tensor, and cast_config_weight has one "
+                "a row: leave one of the two out, or call quaver.torch.parallel.gather_quantized(model), which takes "
+                "every recipe"
+            )
+        if self.force_recompute_fp8_weight_in_bwd:
+            warnings.warn(
+                "force_recompute_fp8_weight_in_bwd has no effect, in torchao neither: weights are quantized once an "
+                "optimizer step",
+                stacklevel=3,
+            )
+
+    @staticmethod
+    def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
+        """The configuration of one of torchao's recipes.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        name = getattr(recipe_name, "value", recipe_name)
+        known = [recipe.value for recipe in Float8LinearRecipeName]
+        if name not in known:
+            hint = suggest(name, known) if isinstance(name, str) else f"known: {', '.join(known)}"
+            raise ValueError(f"torchao has no recipe {recipe_name!r}; {hint}")
+        if name == "tensorwise":
+            return Float8LinearConfig()
+        row = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn)
+        tensor = CastConfig(target_dtype=torch.float8_e4m3fn)
+        high = CastConfig(ScalingType.DISABLED, target_dtype=torch.float8_e4m3fn)
+        in_high = name == "rowwise_with_gw_hp"
+        return Float8LinearConfig(
+            cast_config_input=row,
+            cast_config_input_for_grad_weight=high if in_high else None,
+            cast_config_weight=row,
+            cast_config_weight_for_grad_input=tensor if in_high else None,
+            cast_config_grad_output=row,
+            cast_config_grad_output_for_grad_weight=high if in_high else None,
+            round_scales_to_power_of_2=True,
+        )
+
+
+#: The cast of each operand in one GEMM, and that of the same tensor in its other GEMM.
+SECOND = {
+    "cast_config_input": "cast_config_input_for_grad_weight",
+    "cast_config_weight": "cast_config_weight_for_grad_input",
+    "cast_config_grad_output": "cast_config_grad_output_for_grad_weight",
+}
+#: What each GEMM multiplies, as NT: fprop, dgrad, wgrad.
+GEMMS = {
+    "gemm_config_output": ("cast_config_input", "cast_config_weight"),
+    "gemm_config_grad_input": ("cast_config_grad_output", "cast_config_weight_for_grad_input"),
+    "gemm_config_grad_weight": ("cast_config_grad_output_for_grad_weight", "cast_config_input_for_grad_weight"),
+}
+
+
+@cache
+def recipe_of(config: Float8LinearConfig) -> Recipe:
+    """The recipe whose six operands these casts are."""
+    scale: ScaleKind = "power_of_two" if config.round_scales_to_power_of_2 else "fp32"
+
+    def spec(name: str) -> QuantSpec | None:
+        cast: CastConfig = getattr(config, name)
+        if cast.scaling_type is ScalingType.DISABLED:
+            return None
+        of_gradient = "grad_output" in name
+        given = cast.target_dtype
+        for operand, other in SECOND.items():
+            if name in (operand, other):
+                given = given or getattr(config, operand).target_dtype or getattr(config, other).target_dtype
+        default = torch.float8_e5m2 if of_gradient else torch.float8_e4m3fn
+        rows = 1 if cast.scaling_granularity is ScalingGranularity.AXISWISE else None
+        return QuantSpec(FORMATS[given or default], (rows, None), scale)
+
+    def gemm(name: str) -> GemmSpec:
+        a, b = GEMMS[name]
+        return GemmSpec(spec(a), spec(b), getattr(config, name).use_fast_accum)
+
+    fprop, dgrad, wgrad = map(gemm, GEMMS)
+    return Recipe(f"torchao.{_name(config)}", fprop, dgrad, wgrad)
+
+
+def _name(config: Float8LinearConfig) -> str:
+    for recipe in Float8LinearRecipeName:
+        if config == Float8LinearConfig.from_recipe_name(recipe):
+            return recipe.value
+    return "float8"
