@@ -78,7 +78,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "checkpointing",
     ),
     "quaver.torch.linear": (*("stored", "gemms", "plans", "entrance", "function", "layer", "projections", "grouped"),),
-    "quaver.torch.blocks": ("prologues", "norm_linear", "mlp", "attention", "loss", "experts", "transformer"),
+    "quaver.torch.blocks": (
+        *("prologues", "norm_linear", "mlp", "attention", "loss", "experts", "state_space", "transformer"),
+    ),
+    "quaver.torch.blocks.state_space": (
+        *("sequences", "scan", "convolution", "gated_norm", "cache", "mamba2", "layer"),
+    ),
     "quaver.torch.blocks.attention": (
         *("inputs", "implementations", "op", "dot_product", "explanation", "rope", "cache", "multihead"),
         "latent",

@@ -38,6 +38,7 @@ SAFE = {
     "torch.state.history.amax:_numbers": "a thread adds the layers that it makes",
     "torch.blocks.attention.inputs.call:_by_position": "one a stream, since no other waits for what a stream makes",
     "torch.blocks.attention.implementations.flex:_compiled": CACHED,
+    "torch.blocks.state_space.scan.packages:_differs": CACHED,
     "torch.model.reach.exchanging:_counterparts": ONCE,
     "torch.parallel.tensor.layers:in_parts": CACHED,
     "torch.parallel.tensor.tokens:on_tokens": CACHED,

@@ -22,6 +22,12 @@ from quaver.torch.blocks.mlp import MLP, LayerNormMLP
 from quaver.torch.blocks.norm_linear import LayerNormLinear
 from quaver.torch.blocks.prologues.activation import ACTIVATIONS, activate
 from quaver.torch.blocks.prologues.norm import LayerNorm, RMSNorm
+from quaver.torch.blocks.state_space.cache import StateCache
+from quaver.torch.blocks.state_space.convolution import CausalConv1d, causal_conv1d
+from quaver.torch.blocks.state_space.gated_norm import GatedRMSNorm
+from quaver.torch.blocks.state_space.layer import Mamba2Layer
+from quaver.torch.blocks.state_space.mamba2 import Mamba2
+from quaver.torch.blocks.state_space.scan.op import ssd
 from quaver.torch.blocks.transformer import TransformerLayer
 from quaver.torch.linear.grouped.matmul import grouped_matmul
 from quaver.torch.linear.layer import Linear
@@ -51,7 +57,9 @@ __all__ = [
     "ACTIVATIONS",
     "MLP",
     "Blocks",
+    "CausalConv1d",
     "DotProductAttention",
+    "GatedRMSNorm",
     "KVCache",
     "Latent",
     "LatentAttention",
@@ -59,6 +67,8 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "Mamba2",
+    "Mamba2Layer",
     "MultiheadAttention",
     "PagedKVCache",
     "Quantized",
@@ -67,11 +77,13 @@ __all__ = [
     "Report",
     "RotaryEmbedding",
     "Routing",
+    "StateCache",
     "TransformerLayer",
     "activate",
     "apply_rotary",
     "autocast",
     "balance_loss",
+    "causal_conv1d",
     "checkpoint",
     "convert",
     "count",
@@ -96,6 +108,7 @@ __all__ = [
     "revert",
     "route",
     "scaling_state_dict",
+    "ssd",
     "token_counts",
     "unpermute",
     "update_bias",

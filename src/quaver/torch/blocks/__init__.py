@@ -1,1 +1,1 @@
-"""The blocks of a Transformer: norms, activations, MLP, attention, loss, the layer; no whole model and no mesh."""
+"""The blocks of a model: norms, activations, MLP, attention, experts, state spaces, loss, layers; no mesh."""

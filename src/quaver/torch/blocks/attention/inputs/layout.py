@@ -118,13 +118,9 @@ def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int
         )
     lengths = []
     for name, ends, tokens in zip(("queries", "keys"), pair, (queries, keys), strict=True):
-        if ends.dim() != 1 or ends.shape[0] < 1 or ends.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"cu_seqlens of the {name} is {ends.dtype} {list(ends.shape)}; "
-                "give int32 or int64 [sequences + 1], from 0 to the number of tokens"
-            )
-        if not torch.compiler.is_compiling():
-            lengths.append(_lengths(name, ends.tolist(), tokens))
+        checked = lengths_of(ends, tokens, f" of the {name}")
+        if checked is not None:
+            lengths.append(checked)
     if pair[0].shape != pair[1].shape:
         raise ValueError(
             f"cu_seqlens has {pair[0].shape[0] - 1} sequences of queries and {pair[1].shape[0] - 1} of keys; "
@@ -133,15 +129,30 @@ def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int
     return Ragged(*pair, (lengths[0], lengths[1]) if lengths else None)
 
 
-def _lengths(name: str, ends: list[int], tokens: int) -> list[int]:
+def lengths_of(cu_seqlens: Tensor, tokens: int, of: str = "") -> list[int] | None:
+    """The lengths on the host, which cost a synchronization with a GPU; None while a compiler traces.
+
+    Args:
+        of: what the tokens are, for messages.
+    Raises:
+        ValueError: it is no int tensor [sequences + 1], or does not ascend from 0 to the number of tokens.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens{of} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
+            "give int32 or int64 [sequences + 1], from 0 to the number of tokens"
+        )
+    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
+        return None
+    ends: list[int] = cu_seqlens.tolist()
     lengths = [b - a for a, b in pairwise(ends)]
     if ends[0] != 0:
-        raise ValueError(f"cu_seqlens of the {name} starts at {ends[0]}; it starts at 0")
+        raise ValueError(f"cu_seqlens{of} starts at {ends[0]}; it starts at 0")
     for n, length in enumerate(lengths):
         if length < 0:
             raise ValueError(
-                f"cu_seqlens of the {name} falls from {ends[n]} to {ends[n + 1]} at position {n + 1}; it must ascend"
+                f"cu_seqlens{of} falls from {ends[n]} to {ends[n + 1]} at position {n + 1}; it must ascend"
             )
     if ends[-1] != tokens:
-        raise ValueError(f"cu_seqlens of the {name} ends at {ends[-1]} and there are {tokens} tokens; they must agree")
+        raise ValueError(f"cu_seqlens{of} ends at {ends[-1]} and there are {tokens} tokens; they must agree")
     return lengths

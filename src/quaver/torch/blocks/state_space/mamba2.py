@@ -1,0 +1,247 @@
+"""The Mamba-2 block: a projection in, a short convolution, the scan, a gated norm, a projection out.
+
+    z, x B C, dt = in_proj(norm(u))
+    x, B, C      = silu(conv1d(x B C))
+    y            = scan(x, softplus(dt + dt_bias), -exp(A_log), B, C) + D x
+    output       = out_proj(gated_norm(y, z))
+
+Both projections are quantized layers; what stands between them is computed in float32. Source: Dao and Gu 2024,
+arXiv:2405.21060.
+"""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.options import takes
+from quaver.torch.blocks.norm_linear import PartOptions
+from quaver.torch.blocks.prologues.activation import Activated
+from quaver.torch.blocks.prologues.norm import normalized_projections
+from quaver.torch.blocks.state_space.cache import StateCache
+from quaver.torch.blocks.state_space.convolution import CausalConv1d, last_tokens
+from quaver.torch.blocks.state_space.gated_norm import GatedRMSNorm, gated_projection
+from quaver.torch.blocks.state_space.scan.op import ssd
+from quaver.torch.blocks.state_space.scan.recurrent import UNLIMITED
+from quaver.torch.linear.projections import project
+
+#: Where the gate stands: before the norm, after it, or without a norm.
+GATES = ("gate_first", "norm_first", "no_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Options(PartOptions):
+    """Of the block."""
+
+    # Features of the scan's input; None is twice dim.
+    inner: int | None = None
+    head_dim: int = 64
+    # Features of a state, and groups of heads that share B and C.
+    state: int = 128
+    groups: int = 1
+    # Of the convolution.
+    taps: int = 4
+    conv_bias: bool = True
+    conv_activation: str = "silu"
+    # Of in_proj and out_proj; out_bias None is as bias.
+    bias: bool = False
+    out_bias: bool | None = None
+    # A row of `GATES`, groups of features that are normalized by themselves (None as groups), and eps (None as eps).
+    gate: str = "gate_first"
+    gate_groups: int | None = None
+    gate_eps: float | None = None
+    # The least and the most of a step.
+    dt_limit: tuple[float, float] = UNLIMITED
+    # What parameters begin with: steps, drawn evenly on a logarithmic scale, and decays.
+    dt_range: tuple[float, float] = (1e-3, 1e-1)
+    A_range: tuple[float, float] = (1.0, 16.0)
+    chunk_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Mamba2Arguments(Mamba2Options):
+    """The arguments of `Mamba2`, which says what they are."""
+
+    dim: int
+    _: KW_ONLY
+
+
+class Mamba2(nn.Module):
+    """The Mamba-2 block, as Mamba-2, Nemotron-H, Bamba, Zamba2, Granite 4 and Falcon-H1 have it.
+
+    Args:
+        dim: features of input and output.
+        inner: features of the scan's input; None is twice dim. head_dim: of a head.
+        state: features of a state (d_state, N). groups: of heads that share B and C.
+        taps: of the convolution (d_conv); conv_bias, conv_activation: of it.
+        bias: of both projections; out_bias: of `out_proj`, None as bias.
+        gate: "gate_first", rms(y silu(z)); "norm_first", rms(y) silu(z); "no_norm", y silu(z).
+        gate_groups: of features that are normalized by themselves, None as groups; gate_eps: None as eps.
+        dt_limit: the least and the most of a step.
+        dt_range, A_range: of the steps and decays that parameters begin with.
+        chunk_size: of the scan, None chooses.
+        normalization: of the input, before `in_proj`; with eps, zero_centered and norm_bias.
+        recipe, seed: as `quaver.torch.Linear`, of both projections.
+    Submodules: `norm` if there is one, `in_proj` (z, x, B, C and dt below one another), `conv1d`, `gated_norm` unless
+        "no_norm", `out_proj`. Parameters of its own: `dt_bias`, `A_log` and `D` [heads], which want no weight decay.
+    Raises:
+        ValueError: sizes that do not divide, names that do not exist.
+    Bounded: convolution, scan and norm within 1e-6, 9e-7 and 1e-6 of float64 in float32.
+    Source: Dao and Gu 2024, arXiv:2405.21060.
+    """
+
+    @takes(Mamba2Arguments)
+    def __init__(self, options: Mamba2Arguments) -> None:
+        super().__init__()
+        inner = 2 * options.dim if options.inner is None else options.inner
+        _check(options, inner)
+        self.dim, self.inner, self.heads = options.dim, inner, inner // options.head_dim
+        self.head_dim, self.state, self.groups = options.head_dim, options.state, options.groups
+        self.gate, self.dt_limit, self.chunk_size = options.gate, options.dt_limit, options.chunk_size
+        self.dt_range, self.A_range = options.dt_range, options.A_range
+        channels = inner + 2 * options.groups * options.state
+        self.register_module("norm", options.norm(options.dim))
+        self.in_proj = options.linear(options.dim, inner + channels + self.heads)
+        activation = options.conv_activation
+        self.conv1d = CausalConv1d(channels, options.taps, options.conv_bias, activation=activation, **options.like)
+        for name in ("dt_bias", "A_log", "D"):
+            own = torch.empty(self.heads, device=options.device, dtype=options.dtype)
+            self.register_parameter(name, nn.Parameter(own))
+        gated: GatedRMSNorm | None = None
+        if options.gate != "no_norm":
+            groups = options.groups if options.gate_groups is None else options.gate_groups
+            eps = options.eps if options.gate_eps is None else options.gate_eps
+            first = options.gate == "norm_first"
+            gated = GatedRMSNorm(inner, groups, eps, norm_before_gate=first, **options.like)
+        self.register_module("gated_norm", gated)
+        self.out_proj = options.linear(inner, options.dim, options.out_bias)
+        self._reset_own()
+
+    def reset_parameters(self) -> None:
+        """Each part as it begins by itself; steps and decays are drawn."""
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+        self._reset_own()
+
+    @torch.no_grad()
+    def _reset_own(self) -> None:
+        parameters: Any = self._parameters
+        low, high = map(math.log, self.dt_range)
+        steps = torch.empty_like(parameters["dt_bias"], dtype=torch.float32).uniform_(low, high).exp_().clamp_(min=1e-4)
+        # softplus of it is the step.
+        parameters["dt_bias"].copy_(steps + torch.log(-torch.expm1(-steps)))
+        parameters["A_log"].copy_(torch.empty_like(steps).uniform_(*self.A_range).log_())
+        parameters["D"].fill_(1.0)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: StateCache | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        """x [B, S, dim], or with cu_seqlens [T, dim], to the same.
+
+        Args:
+            mask: bool [B, S], True where a token is padding, which stands before a sequence and leaves no trace.
+            cu_seqlens: int [sequences + 1], where sequences laid end to end begin and end: each begins anew.
+            cache: what earlier tokens have left, where these go on; layer: this layer's place in it.
+        Raises:
+            ValueError: inputs that do not fit, or a cache beside cu_seqlens.
+        """
+        _check_input(self, x, mask, cu_seqlens, cache)
+        parts: Any = self._modules
+        (projected,) = normalized_projections(parts["norm"], x, (parts["in_proj"],))
+        if projected.shape[-1] != self.inner + self.channels + self.heads:
+            raise ValueError(
+                f"in_proj gives {projected.shape[-1]} features in place of {self.inner + self.channels + self.heads}: "
+                "a Mamba2 is not divided among ranks; leave its layers out of the plan"
+            )
+        z, mixed, dt = projected.split((self.inner, self.channels, self.heads), -1)
+        if mask is not None:
+            mixed = mixed.masked_fill(mask[..., None], 0)
+        tokens, state = (None, None) if cache is None else cache.read(layer, x)
+        convolved = parts["conv1d"](mixed, tokens, cu_seqlens)
+        if mask is not None:
+            convolved = convolved.masked_fill(mask[..., None], 0)
+        y, last = self._scanned(convolved, dt, state, cu_seqlens)
+        if cache is not None:
+            cache.update(layer, last_tokens(mixed, parts["conv1d"].weight.shape[2], tokens), last, x.shape[1])
+        if parts["gated_norm"] is None:
+            projected_out: Tensor = project(SWIGLU, (z, y), (parts["out_proj"],))[0]
+            return projected_out
+        return gated_projection(parts["gated_norm"], y, z, parts["out_proj"])
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x, B and C."""
+        return self.inner + 2 * self.groups * self.state
+
+    def _scanned(
+        self, convolved: Tensor, dt: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        parameters: Any = self._parameters
+        wide = torch.promote_types(convolved.dtype, torch.float32)
+        x, B, C = convolved.split((self.inner, self.groups * self.state, self.groups * self.state), -1)
+        B, C = (t.unflatten(-1, (self.groups, self.state)) for t in (B, C))
+        y, last = ssd(
+            x.unflatten(-1, (self.heads, self.head_dim)),
+            dt,
+            -torch.exp(parameters["A_log"].to(wide)),
+            B,
+            C,
+            parameters["D"],
+            dt_bias=parameters["dt_bias"],
+            dt_limit=self.dt_limit,
+            initial_states=state,
+            cu_seqlens=cu_seqlens,
+            chunk_size=self.chunk_size,
+        )
+        return y.flatten(-2), last
+
+    def extra_repr(self) -> str:
+        said = f"heads={self.heads}, head_dim={self.head_dim}, state={self.state}, groups={self.groups}"
+        return said + f", gate={self.gate!r}" * (self.gate != "gate_first")
+
+
+#: The gate without a norm.
+SWIGLU = Activated("swiglu", ())
+
+
+def _check(options: Mamba2Arguments, inner: int) -> None:
+    if options.head_dim < 1 or inner < 1 or inner % options.head_dim:
+        raise ValueError(
+            f"{inner} inner features do not divide into heads of {options.head_dim}; give an inner that does"
+        )
+    heads = inner // options.head_dim
+    if options.groups < 1 or heads % options.groups or options.state < 1:
+        raise ValueError(
+            f"{heads} heads cannot share {options.groups} groups of {options.state} state features; give groups that "
+            "divide the heads, and a state above 0"
+        )
+    if options.gate not in GATES:
+        raise ValueError(f"gate is {options.gate!r}; give one of {', '.join(map(repr, GATES))}")
+    for name, (low, high) in (("dt_range", options.dt_range), ("A_range", options.A_range)):
+        if not 0 < low <= high < math.inf:
+            raise ValueError(f"{name} is {(low, high)}; give (least, most), both above 0")
+
+
+def _check_input(
+    block: Mamba2, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: StateCache | None
+) -> None:
+    dims = 3 if cu_seqlens is None else 2
+    if x.dim() != dims or x.shape[-1] != block.dim:
+        raise ValueError(
+            f"Mamba2({block.dim}) got an input of shape {tuple(x.shape)}; give [batch, tokens, {block.dim}], or with "
+            f"cu_seqlens [tokens, {block.dim}]"
+        )
+    if cache is not None and cu_seqlens is not None:
+        raise ValueError("a cache goes on with sequences of one length; give each its own call, or leave out the cache")
+    if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype is not torch.bool):
+        raise ValueError(
+            f"mask is {mask.dtype} {tuple(mask.shape)}; give bool {tuple(x.shape[:-1])}, True where a token is padding"
+        )

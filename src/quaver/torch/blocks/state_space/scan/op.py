@@ -1,0 +1,264 @@
+"""The scan of Mamba-2 as one operation with several implementations: outputs, last states, and all gradients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.torch.blocks.attention.inputs.layout import lengths_of
+from quaver.torch.blocks.prologues.prologue import alone
+from quaver.torch.blocks.state_space.scan import chunked, packages
+from quaver.torch.blocks.state_space.scan.recurrent import UNLIMITED, step, steps_of
+from quaver.torch.blocks.state_space.sequences import chunks_of
+from quaver.torch.operations import ops
+from quaver.torch.operations.operation import Impl, Operation
+
+#: Tokens of a chunk where none are asked for: for large states, and for small ones.
+CHUNK, SMALL_CHUNK, LARGE_STATE = 64, 32, 4096
+#: The largest chunk, of which the sums of decays lie within what `chunked.GRID` allows.
+LARGEST = 256
+
+SENTENCE = (
+    "the scan has no derivative beyond its own backward, which is written by hand (no second derivative, no "
+    "torch.func): use quaver.torch.blocks.state_space.scan.recurrent.recurrence there"
+)
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = UNLIMITED,
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The scan of a state space with one decay a head (state-space duality, Mamba-2), chunk by chunk.
+
+        h_t = exp(A dt_t) h_(t-1) + dt_t x_t ⊗ B_t,    y_t = h_t C_t + D x_t,    dt held within dt_limit
+
+    Args:
+        x: [B, T, H, P]; with cu_seqlens [T, H, P].
+        dt: [B, T, H], or [T, H]; the step is softplus(dt + dt_bias).
+        A: [H], below 0 in all models.
+        B, C: [B, T, G, N], or [T, G, N], in x's dtype; each group serves H / G heads.
+        D: [H] or [H, P]; None skips nothing.
+        dt_bias: [H]. dt_softplus: False takes dt + dt_bias itself. dt_limit: (least, most) of the step.
+        initial_states: [B, H, P, N], or one a sequence; None begins at 0.
+        cu_seqlens: int [sequences + 1], where sequences laid end to end begin and end: each begins anew.
+        chunk_size: tokens that products of matrices take at once, to 256; None chooses. It changes no result but by
+            rounding.
+    Returns:
+        y in x's shape and dtype, and the state after each sequence, [B or sequences, H, P, N], float32 or as x float64.
+    Raises:
+        ValueError: shapes, dtypes, limits or cumulative lengths that do not fit.
+    Bounded: in float32 9e-7 relative RMS of float64's recurrence, outputs and gradients. NaN makes what follows it in
+        its sequence NaN, and may make its own chunk so; no other sequence.
+    Source: Dao and Gu 2024, arXiv:2405.21060.
+    """
+    _check(x, dt, A, B, C)
+    _check_parameters(x, D, dt_bias, dt_limit)
+    size = CHUNK if x.shape[-1] * B.shape[-1] >= LARGE_STATE else SMALL_CHUNK
+    size = size if chunk_size is None else chunk_size
+    if not 1 <= size <= LARGEST:
+        raise ValueError(f"chunk_size is {size}; give 1 to {LARGEST} tokens, or None")
+    packed = cu_seqlens is not None
+    if packed:
+        lengths_of(cu_seqlens, x.shape[0])  # type: ignore[arg-type]
+        x, dt, B, C = (t.unsqueeze(0) for t in (x, dt, B, C))
+    elif x.dim() != 4:
+        raise ValueError(f"x is {list(x.shape)}, of sequences laid end to end: give cu_seqlens, where each begins")
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (sequences, *x.shape[2:], B.shape[-1])
+    if initial_states is not None and initial_states.shape != state:
+        raise ValueError(f"initial_states is {list(initial_states.shape)}; give [sequences, H, P, N] = {list(state)}")
+    how = How(bool(dt_softplus), f"{float(dt_limit[0])!r},{float(dt_limit[1])!r}", size)
+    y, final = SSD(x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens, how)
+    return (y.squeeze(0) if packed else y), final
+
+
+@dataclass(frozen=True)
+class How:
+    """What is no tensor; and the scan of tensors, which keeps for backward what it is given and nothing else."""
+
+    softplus: bool
+    #: Of the step, written: a compiler makes symbols of numbers.
+    limit: str
+    chunk: int
+
+    def forward(self, *tensors: Tensor | None) -> tuple[tuple[Tensor, Tensor], Sequence[Tensor | None]]:
+        return FORWARD(*tensors, self.softplus, self.limit, self.chunk), tensors
+
+    def backward(self, g: Tensor, g_final: Tensor, saved: Sequence[Any]) -> Sequence[Tensor | None]:
+        grads: list[Any] = list(BACKWARD(g, g_final, *saved, self.softplus, self.limit, self.chunk))
+        return *(grad if t is not None else None for grad, t in zip(grads, saved[:-1], strict=True)), None
+
+
+def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> None:
+    if x.dim() not in (3, 4) or not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype} {list(x.shape)}; give floating-point [B, T, H, P], or [T, H, P]")
+    *lead, heads, _ = x.shape
+    if list(dt.shape) != [*lead, heads] or A.shape != (heads,):
+        raise ValueError(f"dt is {list(dt.shape)} and A {list(A.shape)}; beside x {list(x.shape)} give one a head")
+    if B.shape != C.shape or B.dim() != x.dim() or list(B.shape[:-2]) != lead:
+        raise ValueError(
+            f"B is {list(B.shape)} and C {list(C.shape)}; beside x {list(x.shape)} give both {[*lead, 'G', 'N']}"
+        )
+    if not B.shape[-2] or heads % B.shape[-2]:
+        raise ValueError(f"{heads} heads cannot share {B.shape[-2]} groups of B and C evenly; give groups that divide")
+    if not x.dtype is B.dtype is C.dtype:
+        raise ValueError(f"x is {x.dtype}, B {B.dtype} and C {C.dtype}; convert them to one dtype")
+
+
+def _check_parameters(x: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> None:
+    heads, dim = x.shape[-2:]
+    if D is not None and D.shape not in ((heads,), (heads, dim)):
+        raise ValueError(f"D is {list(D.shape)}; give [H] = {[heads]} or [H, P] = {[heads, dim]}")
+    if dt_bias is not None and dt_bias.shape != (heads,):
+        raise ValueError(f"dt_bias is {list(dt_bias.shape)}; give [H] = {[heads]}")
+    pair = isinstance(dt_limit, tuple | list) and len(dt_limit) == 2
+    if not pair or not dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"dt_limit is {dt_limit}; give (least, most) of a step, such as (0.0, inf)")
+
+
+# One token, without gradients: the recurrence itself.
+
+
+def _no_single_step(x: Tensor, *others: Any) -> str:
+    if x.shape[1] != 1 or others[7] is not None:
+        return "it computes one token of each sequence"
+    tensors = (x, *others[:7])
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return "it has no gradients"
+    return ""
+
+
+def _single_step(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
+    initial: Tensor | None, cu_seqlens: None, how: How,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x1, dt1, A1, B1, C1, D1, bias, state = (
+        None if t is None else t.to(wide) for t in (x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D, dt_bias, initial)
+    )
+    assert x1 is not None and dt1 is not None and A1 is not None and B1 is not None and C1 is not None
+    steps = steps_of(dt1, bias, how.softplus, _limit(how.limit))
+    state = x1.new_zeros(*x1.shape, B1.shape[-1]) if state is None else state
+    with ops.without_autocast(ops.autocast_device(x)):
+        y, state = step(state, x1, steps, A1, B1, C1, D1)
+    return y.to(x.dtype)[:, None], state
+
+
+def _limit(text: str) -> tuple[float, float]:
+    least, most = map(float, text.split(","))
+    return least, most
+
+
+# Many tokens, with a backward of our own.
+
+
+def _in_chunks(*given: Any) -> tuple[Tensor, Tensor]:
+    *tensors, how = given
+    y, final = alone(how, SENTENCE, *tensors)
+    return y, final
+
+
+def _plain_forward(*given: Any) -> tuple[Tensor, Tensor]:
+    x, cu_seqlens, softplus, limit, size = given[0], *given[8:]
+    with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
+        lengths, flat = _lengths(x, cu_seqlens), _flat(given, softplus, limit)
+        y, final = chunked.forward(flat, chunks_of(lengths, _size(size, lengths), x.device), len(lengths))
+    return y.view(x.shape), final
+
+
+def _plain_backward(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
+    x, dt, bias, cu_seqlens, softplus, limit, size = given[0], given[1], given[6], *given[8:]
+    with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
+        lengths, flat = _lengths(x, cu_seqlens), _flat(given, softplus, limit)
+        chunks = chunks_of(lengths, _size(size, lengths), x.device)
+        grads = chunked.backward(g.flatten(0, 1), g_final, flat, chunks, len(lengths))
+        dx, of_step, dA, dB, dC, dD, initial = grads
+        assert of_step is not None
+        wide = dt.to(flat.wide) if bias is None else dt.to(flat.wide) + bias.to(flat.wide)
+        of_step = _through(of_step, wide.flatten(0, 1), softplus, _limit(limit))
+        of_bias = None if bias is None else of_step.sum(0).to(bias.dtype)
+        every = dx, of_step.to(dt.dtype), dA, dB, dC, dD, of_bias, initial
+        shapes = given[:8]
+        return [
+            x.new_empty(0) if grad is None or like is None else grad.view(like.shape)
+            for grad, like in zip(every, shapes, strict=True)
+        ]
+
+
+def _through(g: Tensor, dt: Tensor, softplus: bool, limit: tuple[float, float]) -> Tensor:
+    """The gradient of dt, of that of the step; comparisons with NaN are false, and its gradient stays."""
+    unheld = F.softplus(dt) if softplus else dt
+    g = g.masked_fill((unheld < limit[0]) | (unheld > limit[1]), 0)
+    return g * torch.sigmoid(dt) if softplus else g
+
+
+def _lengths(x: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+    if cu_seqlens is None:
+        return [x.shape[1]] * x.shape[0]
+    lengths = lengths_of(cu_seqlens, x.shape[1])
+    assert lengths is not None
+    return lengths
+
+
+def _size(size: int, lengths: Sequence[int]) -> int:
+    """Of a chunk: no more than the longest sequence has."""
+    return max(1, min(size, max(lengths, default=1)))
+
+
+def _flat(given: Sequence[Any], softplus: bool, limit: str) -> chunked.Given:
+    x, dt, A, B, C, D, bias, initial = given[:8]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    steps = steps_of(dt.to(wide), None if bias is None else bias.to(wide), softplus, _limit(limit))
+    x, steps, B, C = (t.flatten(0, 1) for t in (x, steps, B, C))
+    return chunked.Given(x, steps, A, B, C, D, initial)
+
+
+def _fake_forward(*given: Any) -> tuple[Tensor, Tensor]:
+    x, B, cu_seqlens = given[0], given[3], given[8]
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape), x.new_empty((sequences, *x.shape[2:], B.shape[-1]), dtype=wide)
+
+
+def _fake_backward(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
+    return [g.new_empty(0) if t is None else t.new_empty(t.shape) for t in given[:8]]
+
+
+_TENSORS = (
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? initial,"
+    " Tensor? cu_seqlens, bool softplus, str limit, int chunk"
+)
+#: Of x [B, T, H, P], with cu_seqlens of one row: the outputs, and the last states.
+FORWARD: Operation[tuple[Tensor, Tensor]] = Operation(
+    f"ssd({_TENSORS}) -> (Tensor, Tensor)", [Impl("reference", _plain_forward)], fake=_fake_forward
+)
+#: (gradients of both, what forward was given) to the gradients of the tensors, empty where there is none.
+BACKWARD: Operation[list[Tensor]] = Operation(
+    f"ssd_backward(Tensor g, Tensor g_final, {_TENSORS}) -> Tensor[]",
+    [Impl("reference", _plain_backward)],
+    fake=_fake_backward,
+)
+#: The same with a derivative; the package is chosen by name alone: `with quaver.torch.only("mamba_ssm")`.
+SSD: Operation[tuple[Tensor, Tensor]] = Operation(
+    "ssd_differentiably",
+    [
+        Impl("recurrence", _single_step, _no_single_step),
+        Impl("chunked", _in_chunks),
+        Impl("mamba_ssm", packages.scan, packages.reason),
+    ],
+    traced=_in_chunks,
+)
