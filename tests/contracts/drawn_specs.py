@@ -101,7 +101,8 @@ def draw_recipe(rng: np.random.Generator) -> Recipe:
         gemms = [
             GemmSpec(None, None) if rng.random() < 0.05 else GemmSpec(*pair, bool(rng.integers(2))) for pair in six
         ]
-        return Recipe("drawn", *gemms, delayed=delayed)
+        plain = gemms[0].a is not None and any(gemm.a is None for gemm in gemms)
+        return Recipe("drawn", *gemms, delayed=delayed, dequantized_backward=bool(plain and rng.integers(2)))
 
     recipe: Recipe = sensible(build)
     return recipe
@@ -209,12 +210,21 @@ def expected_step(step: Step, ids: Any) -> tuple[Expected, Expected, Expected]:
     def transposed(q: Any) -> Any:
         return reference.Quantized(q.data.T, q.scale.T, q.spec)
 
+    def values(q: Any) -> np.ndarray:
+        """In the dtype of the GEMMs, in which nothing else is multiplied unquantized."""
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(q.dequantize()).to(DTYPES[step.dtype][0]).float().numpy()
+
     x = operand(step.x, r.fprop.a, "input")
     w = operand(step.w, r.fprop.b, "weight")
     y = product(x, w, step.bias)
     xt = transposed(x) if r.plan.input else operand(step.x.T, r.wgrad.b, "input.T")
+    if r.dequantized_backward and r.wgrad.b is None:
+        xt = values(x).T
     g = operand(step.g, r.dgrad.a, "grad_output")
     wt = transposed(w) if r.plan.weight else operand(step.w.T, r.dgrad.b, "weight.T")
+    if r.dequantized_backward and r.dgrad.b is None:
+        wt = values(w).T
     dx = product(g, wt)
     gt = transposed(g) if r.plan.grad_output else operand(step.g.T, r.wgrad.a, "grad_output.T")
     return y, dx, product(gt, xt)

@@ -118,6 +118,7 @@ def test_the_draws_reach_every_kind() -> None:
     assert {spec.scale for spec in specs} == {"fp32", "power_of_two", "e8m0", "two_level", "two_level_fp32", "unit"}
     assert {fmt.name for fmt in SIGNED} < {spec.format.name for spec in specs}
     assert any(spec.hadamard for spec in specs) and any(spec.rounding == "stochastic" for spec in specs)
+    assert sum(recipe.dequantized_backward for recipe in recipes) > 5
     assert any(recipe.delayed for recipe in recipes) and any(not recipe.fprop.a for recipe in recipes)
 
 
@@ -164,6 +165,19 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             "mine", *[GemmSpec(*[dataclasses.replace(QuantSpec(E4M3), hadamard=True)] * 2)] * 3, delayed=Delayed()
         ),
         "not rotated",
+    ),
+    "quantized backward, dequantized": (
+        lambda: Recipe("mine", TENSOR, TENSOR, TENSOR, dequantized_backward=True),
+        r"make one of them GemmSpec\(None, None\)",
+    ),
+    "nothing to dequantize": (lambda: Recipe("mine", HIGH, HIGH, HIGH, dequantized_backward=True), "a quantized fprop"),
+    "a backward of rotated values": (
+        lambda: Recipe("mine", GemmSpec(ROTATED, ROTATED), HIGH, HIGH, dequantized_backward=True),
+        "leave hadamard out of fprop",
+    ),
+    "a backward that is a word": (
+        lambda: Recipe("mine", TENSOR, HIGH, HIGH, dequantized_backward="yes"),  # type: ignore[arg-type]
+        "give True or False",
     ),
     "an endless history": (lambda: Delayed(length=10**12), "12,000,000 MB in every layer; give at most"),
     "an endless margin": (lambda: Delayed(margin=10**9), "from -512 to 512"),

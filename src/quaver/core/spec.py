@@ -239,6 +239,9 @@ class Recipe:
     delayed: Delayed | None = None
     #: How attention's products are quantized; None leaves them in high precision.
     attention: AttentionSpec | None = None
+    #: What dgrad and wgrad multiply where they quantize nothing: the weight and the input themselves, or if this is
+    #: True what fprop consumed of them, dequantized, so that backward differentiates what forward computed.
+    dequantized_backward: bool = False
 
     #: True if any operand is quantized.
     quantizes: bool = field(init=False, repr=False, compare=False)
@@ -277,6 +280,7 @@ class Recipe:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         _check_weight(self)
+        _check_dequantized(self)
         if self.delayed is not None:
             _check_history(self)
 
@@ -285,7 +289,8 @@ class Recipe:
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         # Made again where it is unpickled: another process hashes strings otherwise.
-        return Recipe, (self.name, self.fprop, self.dgrad, self.wgrad, self.delayed, self.attention)
+        fields = self.delayed, self.attention, self.dequantized_backward
+        return Recipe, (self.name, self.fprop, self.dgrad, self.wgrad, *fields)
 
     @property
     def gemms(self) -> dict[str, GemmSpec]:
@@ -296,6 +301,11 @@ class Recipe:
         """The specs behind the three columns of a delayed recipe's history: input, weight, grad_output."""
         assert self.fprop.a is not None and self.fprop.b is not None and self.dgrad.a is not None
         return self.fprop.a, self.fprop.b, self.dgrad.a
+
+    @property
+    def kept_input(self) -> QuantSpec | None:
+        """How backward keeps the input: quantized as wgrad reads it, or dequantized fprop; None keeps it as it is."""
+        return self.fprop.a if self.dequantized_backward and self.wgrad.b is None else self.wgrad.b
 
     def operands(self) -> dict[str, QuantSpec | None]:
         """The table of six, by "gemm.operand"."""
@@ -325,6 +335,8 @@ class Recipe:
             texts.append(f"history {history.length}, {history.algorithm}, margin {history.margin}")
         if products is not None:
             texts.append(f"attention {products.input}, grad_output {products.grad_output}")
+        if self.dequantized_backward:
+            texts.append("backward of what fprop consumed, dequantized")
         return texts
 
 
@@ -340,6 +352,8 @@ def _fields_text(recipe: Recipe) -> str:
         texts.append(f" {history.length} {history.margin} {history.algorithm}")
     if products is not None:
         texts.append(f" {products.input.text} {products.grad_output.text}")
+    if recipe.dequantized_backward:
+        texts.append(" dequantized")
     return "".join(texts)
 
 
@@ -361,6 +375,24 @@ def _check_weight(recipe: Recipe) -> None:
                 f"recipe {recipe.name!r} rounds the weight at random ({label} is {spec}); a weight is quantized once "
                 "for many forwards and so rounded to nearest: leave rounding at random to input and grad_output"
             )
+
+
+def _check_dequantized(recipe: Recipe) -> None:
+    wanted, fprop = recipe.dequantized_backward, recipe.fprop
+    if not isinstance(wanted, bool):
+        raise ValueError(f"recipe {recipe.name!r} has dequantized_backward={wanted!r}; give True or False")
+    if not wanted:
+        return
+    if fprop.a is None or (recipe.dgrad.a is not None and recipe.wgrad.a is not None):
+        raise ValueError(
+            f"recipe {recipe.name!r} has dequantized_backward=True, which is for a quantized fprop beside a dgrad or "
+            "wgrad that quantizes nothing: make one of them GemmSpec(None, None), or leave it out"
+        )
+    if fprop.a.hadamard:
+        raise ValueError(
+            f"recipe {recipe.name!r} has dequantized_backward=True and rotates what fprop consumes: dequantized it is "
+            "still rotated, and gradients would be of other values; leave hadamard out of fprop"
+        )
 
 
 #: Operands that one column of a history serves.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import quaver.jax as qj
+from quaver.core.spec import GemmSpec, Recipe
 from quaver.jax.linears import grouped
 from quaver.jax.linears.grouped import grouped_dot
 from quaver.recipes import get, nvfp4
@@ -22,6 +23,8 @@ RECIPES = {
     "blockwise": get("blockwise"),
     "mxfp8": get("mxfp8", weight_2d=True),
     "nvfp4": get("nvfp4"),
+    # Backward of dequantized operands.
+    "dequantized": Recipe("dequantized", get("mxfp8").fprop, *[GemmSpec(None, None)] * 2, dequantized_backward=True),
 }
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 

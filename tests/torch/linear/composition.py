@@ -51,17 +51,20 @@ def compose(
         factor = factors[column] if recipe.delayed is not None else None
         return reference.quantize(t, spec, factor=factor, **(noise if spec.rounding == "stochastic" else {}))
 
+    def values(q: np.ndarray | reference.Quantized, dtype: torch.dtype) -> np.ndarray:
+        assert isinstance(q, reference.Quantized)
+        return array(torch.from_numpy(q.dequantize()).to(dtype))
+
     with np.errstate(invalid="ignore", over="ignore"):
+        aq, wq = quantized(a, recipe.fprop.a, 0, "input"), quantized(w, recipe.fprop.b, 1, "weight")
+        at, wt = quantized(a.T, recipe.wgrad.b, 0, "input.T"), quantized(w.T, recipe.dgrad.b, 1, "weight.T")
+        if recipe.dequantized_backward:
+            at = values(aq, x.dtype).T if recipe.wgrad.b is None else at
+            wt = values(wq, x.dtype).T if recipe.dgrad.b is None else wt
         return Composed(
-            reference.matmul(
-                quantized(a, recipe.fprop.a, 0, "input"), quantized(w, recipe.fprop.b, 1, "weight"), b
-            ).reshape(*x.shape[:-1], -1),
-            reference.matmul(
-                quantized(gradient, recipe.dgrad.a, 2, "grad_output"), quantized(w.T, recipe.dgrad.b, 1, "weight.T")
-            ).reshape(x.shape),
-            reference.matmul(
-                quantized(gradient.T, recipe.wgrad.a, 2, "grad_output.T"), quantized(a.T, recipe.wgrad.b, 0, "input.T")
-            ),
+            reference.matmul(aq, wq, b).reshape(*x.shape[:-1], -1),
+            reference.matmul(quantized(gradient, recipe.dgrad.a, 2, "grad_output"), wt).reshape(x.shape),
+            reference.matmul(quantized(gradient.T, recipe.wgrad.a, 2, "grad_output.T"), at),
             gradient.astype(np.float64).sum(0),
         )
 

@@ -247,8 +247,8 @@ def saved_bytes(recipe: Recipe, tokens: int, features: int, itemsize: int = 2) -
         features: columns of the input.
         itemsize: bytes of one unquantized element.
     """
-    spec = recipe.wgrad.b
-    return tokens * features * itemsize if spec is None else int(written(Copy(spec, True), tokens, features))
+    spec, turned = recipe.kept_input, recipe.wgrad.b is not None
+    return tokens * features * itemsize if spec is None else int(written(Copy(spec, turned), tokens, features))
 
 
 def measured_first(copy: Copy, delayed: bool) -> bool:

@@ -147,8 +147,9 @@ def _forward(call: Call, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, 
     y, xq, wq = gemms.fprop(call, x, w, bias, ready, axes)
     # JAX may trace one call forward for several needs before it runs their backwards, and remembers one pytree for all:
     # what is kept has the same structure whatever is needed, and its shapes say what was.
-    kept_x = _kept(needs.weight, x, given_x, call.recipe.plan.input, lambda: gemms.kept_input(call, x, xq, ready, axes))
-    kept_w = _kept(needs.input, w, given_w, call.recipe.plan.weight, lambda: gemms.kept_weight(call, w, wq))
+    of_wgrad, of_dgrad = gemms.serves_wgrad(call.recipe), gemms.serves_dgrad(call.recipe)
+    kept_x = _kept(needs.weight, x, given_x, of_wgrad, lambda: gemms.kept_input(call, x, xq, ready, axes))
+    kept_w = _kept(needs.input, w, given_w, of_dgrad, lambda: gemms.kept_weight(call, w, wq))
     amaxes = None
     if call.recipe.delayed is not None:
         assert xq is not None and wq is not None

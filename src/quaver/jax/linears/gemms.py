@@ -81,6 +81,9 @@ def kept_input(call: Call, x: Array | Quantized, xq: Quantized | None, state: St
     if call.recipe.plan.input:
         assert xq is not None
         return xq
+    if spec is None and call.recipe.dequantized_backward:
+        assert xq is not None
+        return xq
     x = _unquantized(call, x)
     if spec is None:
         return x
@@ -90,10 +93,20 @@ def kept_input(call: Call, x: Array | Quantized, xq: Quantized | None, state: St
 
 def kept_weight(call: Call, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
     """What dgrad needs of the weight: fprop's operand where dgrad can use it, else the parameter, which lives on."""
-    if call.recipe.plan.weight:
+    if serves_dgrad(call.recipe):
         assert wq is not None
         return wq
     return _unquantized(call, w)
+
+
+def serves_wgrad(recipe: Recipe) -> bool:
+    """Whether what fprop consumed of the input is what wgrad needs: as it is, or its values."""
+    return recipe.plan.input or (recipe.dequantized_backward and recipe.wgrad.b is None)
+
+
+def serves_dgrad(recipe: Recipe) -> bool:
+    """Whether what fprop consumed of the weight is what dgrad needs: as it is, or its values."""
+    return recipe.plan.weight or (recipe.dequantized_backward and recipe.dgrad.b is None)
 
 
 def quantized_gradient(
@@ -130,6 +143,9 @@ def dgrad(
 ) -> Array:
     """grad_input [T, K] from what `kept_weight` kept."""
     gemm = call.recipe.dgrad
+    if gemm.b is None and isinstance(weight, Quantized):
+        held = whole(weight, None if call.weight is None else call.weight.T)
+        return product(g, held.dequantize().T.astype(g.dtype), dtype)
     if gemm.b is None:
         return product(g, whole(weight, call.weight), dtype)
     assert gq is not None
@@ -145,7 +161,9 @@ def wgrad(call: Call, g: Array, gq: Quantized | None, kept: Array | Quantized, d
     """The gradient of w, grad_weight.T [K, N], from what `kept_input` kept."""
     gemm = call.recipe.wgrad
     if gemm.b is None:
-        return product(whole(kept, call.input).T, g.T, dtype)
+        values = whole(kept, call.input)
+        values = values.dequantize().astype(g.dtype) if isinstance(values, Quantized) else values
+        return product(values.T, g.T, dtype)
     assert gq is not None
     if call.recipe.plan.input:
         operand = whole(kept, call.input).T

@@ -110,6 +110,11 @@ def _forward(call: Call, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array,
     recipe, state = call.recipe, buffers.ready(state, call.recipe)
     lay = _layout(recipe, x, sizes)
     y, xq, wq = _fprop(call, x, w, lay, state)
+    if recipe.dequantized_backward:
+        # Not in codes: tokens are laid out in tiles before wgrad, and take the values with them.
+        x = x if recipe.wgrad.b is not None else xq.dequantize().astype(x.dtype)
+        values = jnp.swapaxes(jax.vmap(lambda q: q.dequantize())(wq), 1, 2).astype(w.dtype)
+        given_w = given_w if recipe.dgrad.b is not None else values
     kept_x = xq if recipe.plan.input else _along_tokens(x, recipe.wgrad.b, lay, factor=factor_of(state, INPUT))
     # What is kept as it was given JAX neither copies nor stacks.
     kept_w = wq if recipe.plan.weight else given_w

@@ -57,7 +57,7 @@ apply: Any = super(torch.autograd.Function, Projections).apply
 
 def _generally(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Any:
     """`Projections.forward` without steps that were decided."""
-    n, taken, needs, c = len(setup.layers), setup.taken, ctx.needs_input_grad, setup.recipe.wgrad.b
+    n, taken, needs, c = len(setup.layers), setup.taken, ctx.needs_input_grad, setup.recipe.kept_input
     weights, biases = tensors[taken : taken + n], tensors[taken + n :]
     # Noise is not drawn a second time; and a prologue keeps nothing if none of its own gradients is needed.
     differentiated = any(needs[1 : 1 + taken])

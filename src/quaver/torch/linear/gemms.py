@@ -169,6 +169,8 @@ class Call:
         if self.plan.input:
             assert isinstance(xq, Quantized)
             return xq.T, None
+        if c is None and self.recipe.dequantized_backward:
+            return xq, None
         assert x is not None
         return x if c is None else quantize(self, amax.INPUT, "input.T", x.t(), c, True), None
 
@@ -179,6 +181,9 @@ class Call:
         if self.plan.input:
             assert a is not None
             return self.turned(None, self.unnoted(x, a, False, factor))
+        if c is None and self.recipe.dequantized_backward:
+            assert a is not None
+            return self.unnoted(x, a, False), None
         if c is None or factor is None:
             return self.turned(x, x)
         return self.unnoted(x.t(), c, True, factor), None
@@ -262,11 +267,18 @@ class Call:
         spec = self.recipe.dgrad.b
         if spec is None:
             assert isinstance(g, Tensor)
-            w = stored.dequantized(self.layer, weight, g.dtype) if weight.dtype in stored.CODES else weight
-            return high_precision(g, w.t(), self.dtype)
+            return high_precision(g, self.plain_weight(weight, g.dtype).t(), self.dtype)
         assert isinstance(g, Quantized)
         wq = quantized_weight(self, weight, "dgrad", spec)
         return self.matmul(g, wq, self.dtype, None, self.recipe.dgrad.fast_accum)
+
+    def plain_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """[N, K], what dgrad multiplies where it quantizes nothing: the weight, or what fprop consumed of it."""
+        if self.recipe.dequantized_backward:
+            spec = self.recipe.fprop.b
+            assert spec is not None
+            return plain(quantized_weight(self, weight, "fprop", spec), dtype)
+        return stored.dequantized(self.layer, weight, dtype) if weight.dtype in stored.CODES else weight
 
     def _wgrad(self, g: Tensor | Quantized, kept: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
         """grad_output.T [N, T] and input.T [K, T] to grad_weight [N, K] in the parameter's dtype.
@@ -275,11 +287,15 @@ class Call:
         """
         if dtype in stored.CODES:
             dtype = torch.float32
-        if isinstance(kept, Tensor):
-            assert isinstance(g, Tensor)
-            return high_precision(g, kept.t(), dtype)
-        assert isinstance(g, Quantized)
+        if isinstance(g, Tensor):
+            return high_precision(g, plain(kept, g.dtype).t(), dtype)
+        assert isinstance(kept, Quantized)
         return self.matmul(g, kept, dtype, None, self.recipe.wgrad.fast_accum)
+
+
+def plain(x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+    """An operand of a GEMM that quantizes nothing: the tensor itself, or the values of codes in this dtype."""
+    return x if isinstance(x, Tensor) else x.dequantize().to(dtype)
 
 
 def matrix(x: Tensor) -> Tensor:

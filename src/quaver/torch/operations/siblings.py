@@ -57,6 +57,7 @@ def alike(one: Recipe, other: Recipe) -> bool:
     return (
         one.fprop.a == other.fprop.a
         and one.wgrad.b == other.wgrad.b
+        and one.dequantized_backward is other.dequantized_backward
         and one.delayed is other.delayed is None
         and _per_tensor(one) == _per_tensor(other)
     )

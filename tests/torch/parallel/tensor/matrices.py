@@ -5,6 +5,7 @@ import pickle
 import re
 import shutil
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
-from quaver import recipes
+from quaver import GemmSpec, recipes
 from quaver.torch.parallel import Column, Heads, Row, Sequence
 from quaver.torch.parallel.tensor.joined import pieces
 from quaver.torch.state.layer import state_of
@@ -315,8 +316,32 @@ def matrices_that_nobody_has_told_of(rank: int) -> None:
         parallelize_module(nn.ModuleDict({name: nn.Linear(8, 8)}), mesh(), {name: Column()})
 
 
+def backward_of_dequantized_operands(rank: int) -> None:
+    """Gradients of the whole model where dgrad and wgrad multiply what fprop consumed, dequantized."""
+    high = GemmSpec(None, None)
+    recipe = replace(recipes.mxfp8(), dgrad=high, wgrad=high, dequantized_backward=True)
+    for sequence in (False, True):
+        torch.manual_seed(0)
+        whole = nn.Sequential(qt.Linear(64, 128), qt.Linear(128, 64))
+        parallel = copy.deepcopy(whole)
+        qt.convert(parallel, recipe)
+        plan = {"0": Column(sequence=sequence), "1": Row(sequence=sequence)}
+        parallel = parallelize_module(parallel, mesh(), plan)
+        x, g = drawn((2, 64, 64), 1), drawn((2, 64, 64), 2)
+        y = parallel(tokens(x, rank, RANKS) if sequence else x)
+        y.backward(tokens(g, rank, RANKS) if sequence else g)
+        with qt.autocast(recipe):
+            z = whole(x)
+        z.backward(g)
+        assert_close("y", y.detach(), tokens(z.detach(), rank, RANKS) if sequence else z.detach(), 1e-6)
+        for (name, p), q in zip(parallel.named_parameters(), whole.parameters(), strict=True):
+            of_p: Any = p.grad
+            assert_close(name, of_p.full_tensor(), q.grad, 1e-6)
+
+
 CASES = [
     under_every_recipe,
+    backward_of_dequantized_operands,
     checkpoints,
     without_copies,
     cross_attention,

@@ -122,6 +122,9 @@ def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: 
         # A launch by addresses would read what lies there; torch's own GEMM says so.
         return Plan(recipe, None)
     step: Step | None = None
+    if recipe.dequantized_backward:
+        # No row multiplies what it has quantized by what it has not.
+        return Plan(recipe, None)
     if x.is_cuda or device.asked:
         # Triton, and all that runs on a GPU, is imported when a GPU is there.
         if not device.why_no_fp8(x.device, "native"):

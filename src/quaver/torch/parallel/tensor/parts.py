@@ -155,7 +155,7 @@ class Ranks:
     def overlaps(self, x: Tensor, weight: Tensor, gemm: GemmSpec) -> bool:
         """Whether tokens of x travel within a GEMM with the weight, neither of which it quantizes."""
         plain = gemm.a is None and gemm.b is None and x.dtype is weight.dtype and x.dtype in NARROW
-        return self.layout.overlap and plain and x.numel() > 0
+        return self.layout.overlap and plain and not self.recipe.dequantized_backward and x.numel() > 0
 
     @property
     def is_quantizable(self) -> bool:

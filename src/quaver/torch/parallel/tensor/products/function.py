@@ -18,7 +18,7 @@ from torch import Tensor
 from quaver.core.spec import GemmSpec
 from quaver.torch.linear.entrance import facts_of, may_share, note
 from quaver.torch.linear.function import pack, unpack
-from quaver.torch.linear.gemms import Call, high_precision, matrix, quantize, quantized_weight
+from quaver.torch.linear.gemms import Call, high_precision, matrix, plain, quantize, quantized_weight
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops, siblings
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
@@ -200,7 +200,7 @@ def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
         grad_input = overlapping.scattered_product(g, held.t(), ranks.group, ranks.batches)
     elif need_input and not overlaps:
         if dgrad.b is None:
-            of_weight: Tensor | Quantized = held.t()
+            of_weight: Tensor | Quantized = call.plain_weight(held, g.dtype).t()
         else:
             of_weight = quantized_weight(call, held, "dgrad", dgrad.b)
         grad_input = product(call, dgrad, operands.of_dgrad(), of_weight, of_sums(call.dtype) if column else call.dtype)
@@ -210,7 +210,7 @@ def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
         grad_bias = _bias_gradient(ranks, g, bias_dtype)
     if whole_input is not None:
         x = whole_input()
-        b = x.t() if isinstance(x, Tensor) else x
+        b = plain(x, g.dtype).t() if wgrad.b is None else x
         grad_weight = product(call, wgrad, operands.of_wgrad(), b, weight_dtype)
         if ranks.is_quantizable:
             kept_weights.used(ranks.layer)
