@@ -24,18 +24,19 @@ Case = Callable[[int], None]
 PATIENT = 240.0
 
 
-def run(module: str, folder: Path, ranks: int = RANKS) -> None:
+def run(module: str, folder: Path, ranks: int = RANKS, *, slow: bool = False) -> None:
     """Run a module of tests as a program on each rank: it calls `main` with its cases.
 
     Args:
         folder: of this test alone.
         ranks: how many.
+        slow: whether the slow cases are run, not the others.
     """
     # They meet at a port that this process holds: in a file they would look for one another every now and then.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(ranks):
-        command = [sys.executable, "-m", module, str(rank), str(store.port), str(ranks), str(folder)]
+        command = [sys.executable, "-m", module, str(rank), str(store.port), str(ranks), str(folder), "slow" * slow]
         processes.append(forked.quick.Popen(command, cwd=ROOT, stderr=forked.quick.PIPE))
     try:
         while any(each.poll() is None for each in processes) and not any(each.poll() for each in processes):
@@ -67,11 +68,12 @@ def mesh(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
-def main(cases: Sequence[Case], seconds: float = PATIENT) -> None:
+def main(cases: Sequence[Case], seconds: float = PATIENT, slow: Sequence[Case] = ()) -> None:
     """Call each case with this process's rank.
 
     Args:
         seconds: how long a rank waits for the others, where a case is about that.
+        slow: the cases of a run that asks for them.
     """
     rank, port = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
@@ -81,7 +83,7 @@ def main(cases: Sequence[Case], seconds: float = PATIENT) -> None:
     limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world(), timeout=limit)
     try:
-        for case in cases:
+        for case in slow if sys.argv[5] else cases:
             # A model that one rank has dropped and another one not would differ in the histories that they reduce.
             gc.collect()
             dist.barrier()

@@ -51,6 +51,7 @@ SAFE = {
     "torch.model.fusing.attentions:rebuilt": CACHED,
     "torch.model.fusing.attentions:_parameters": CACHED,
     "torch.parallel.fsdp.agreeing:_watched": "a thread adds the models whose first gather it makes",
+    "torch.parallel.fsdp.codes:_stored": "a thread adds the layers that it prepares",
     "torch.parallel.fsdp.gathering:_prepared": "a thread adds the layers that it prepares",
     "torch.model.conversion:_roots": "a thread adds the models that it converts",
     "torch.backends.cpu.brgemm:_functions": CACHED,

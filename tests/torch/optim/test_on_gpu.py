@@ -113,7 +113,7 @@ def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:
         keep = torch.tensor(False)
         taken = on_gpu.Launches(optimizer._kernels)
         for group in optimizer.param_groups:
-            optimizer._step_group(group, list(enumerate(group["params"])), keep, None, taken)
+            optimizer._begin_group(group, list(enumerate(group["params"])), keep, None, taken)
         optimizer._launch(taken, keep)
     after = all_of(model, optimizer)
     assert all(

@@ -16,7 +16,7 @@ from quaver import recipes
 from quaver.torch import parallel
 from tests.torch.parallel import test_pipeline, test_pipeline_mesh
 from tests.torch.parallel.context import test_applying
-from tests.torch.parallel.fsdp import test_gathering
+from tests.torch.parallel.fsdp import test_codes, test_gathering
 from tests.torch.parallel.quantized import test_dispatch, test_gradients
 from tests.torch.parallel.tensor import matrices, test_mesh, test_styles, vocabulary
 
@@ -34,6 +34,13 @@ def gather(recipe: str) -> None:
 def store(recipe: str) -> None:
     with qt.quantized_init(recipe):
         qt.Linear(64, 64, recipe=recipe)
+
+
+def learn(recipe: str) -> None:
+    with qt.quantized_init(recipe):
+        net = nn.Sequential(qt.Linear(64, 64, recipe=recipe))
+    net[0].weight.requires_grad_(True)
+    parallel.gather_quantized(net)
 
 
 def send(recipe: str) -> None:
@@ -65,7 +72,8 @@ def rows() -> list[Row]:
     return [
         ("`gather_quantized`, `fully_shard`", dict.fromkeys(test_gathering._OWN, test_gathering.STEPS), gather),
         ("the same, after `Column`, `Row`", test_mesh.STEPS, None),
-        ("`quantized_init`, `fully_shard`", test_gathering.STORED, store),
+        ("`quantized_init`, `fully_shard`, frozen", test_gathering.STORED, store),
+        ("the same, stepped by `quaver.torch.optim`", dict.fromkeys(test_codes.LEARN, test_codes.STEPS), learn),
         ("`Column`, `Row`, tokens in parts", test_styles.STEPS, None),
         ("`Heads`: several matrices in one weight", matrices.STEPS, None),
         ("`Vocabulary`: a quantized head, its loss", vocabulary.HEADS, None),

@@ -63,7 +63,8 @@ class GivenWeight(Protocol):
         """Raise a ValueError where the layer's recipe in force is not the one that it was quantized by."""
 
     def quantized_operand(self, call: "Call", side: str) -> Quantized:
-        """[N, K] for "fprop", or the transpose [K, N] for "dgrad", by the call's recipe and factors."""
+        """[N, K] for "fprop", or the transpose [K, N] for "dgrad", by the call's recipe and factors. What a history of
+        the weight would have seen is noted here."""
 
 
 def is_given(weight: Any) -> bool:
@@ -148,8 +149,8 @@ class Call:
         """x [T, K], quantized already if the recipe says so, to [T, N]."""
         b = self.recipe.fprop.b
         if isinstance(x, Tensor):
-            w = stored.dequantized(self.layer, weight, x.dtype) if weight.dtype in stored.CODES else weight
-            if self.record and not self.traced:
+            w = stored.dequantized(self.layer, weight, x.dtype) if stored.are_codes(weight) else weight
+            if self.record and not self.traced and w is weight:
                 # Nothing else looks at the weight here: the gradient could go and come back, and dgrad's codes stay.
                 kept_weights.look(self.layer, weight)
             if not self.traced and selecting.is_hidden():
@@ -278,14 +279,14 @@ class Call:
             spec = self.recipe.fprop.b
             assert spec is not None
             return plain(quantized_weight(self, weight, "fprop", spec), dtype)
-        return stored.dequantized(self.layer, weight, dtype) if weight.dtype in stored.CODES else weight
+        return stored.dequantized(self.layer, weight, dtype) if stored.are_codes(weight) else weight
 
     def _wgrad(self, g: Tensor | Quantized, kept: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
         """grad_output.T [N, T] and input.T [K, T] to grad_weight [N, K] in the parameter's dtype.
 
-        A parameter that is codes takes float32.
+        That of codes is float32; autograd rounds it to what the parameter's gradient is kept in.
         """
-        if dtype in stored.CODES:
+        if self.layer.__dict__.get("weight_spec") is not None:
             dtype = torch.float32
         if isinstance(g, Tensor):
             return high_precision(g, plain(kept, g.dtype).t(), dtype)
@@ -424,7 +425,8 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
     says."""
     layer = call.layer
     if weight.__class__ is not nn.Parameter and is_given(weight):
-        return _given_weight(call, weight, side)
+        given: Quantized = weight.quantized_operand(call, side)  # type: ignore[attr-defined]
+        return given
     shared = side == "dgrad" and call.plan.weight
     q = None if call.weight is None else call.weight.quantized
     if shared and q is not None:
@@ -465,14 +467,6 @@ def quantized_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> 
     if call.plan.weight:
         call.weight = entry
     return q.T if shared else q
-
-
-def _given_weight(call: Call, weight: Any, side: str) -> Quantized:
-    """The operand of a `GivenWeight`, whose amax is noted as any other weight's."""
-    q: Quantized = weight.quantized_operand(call, side)
-    if call.record and call.factors is not None and side == "fprop":
-        amax.record(call.layer, amax.WEIGHT, q.amax)
-    return q
 
 
 def _quantize_weight(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> tuple[Quantized, Quantized | None]:

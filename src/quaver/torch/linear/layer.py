@@ -240,7 +240,7 @@ class Linear(Quantizable, nn.Linear):
                 return eager
             weight.check_recipe(self, recipe)  # type: ignore[attr-defined]
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
-            if weight.dtype in stored.CODES:
+            if stored.are_codes(weight):
                 return stored.linear(input, weight, bias, self)
             if training and not compiling and state.weights is not None:
                 kept_weights.look(self, weight)
@@ -263,7 +263,7 @@ class Linear(Quantizable, nn.Linear):
         device = ops.autocast_device(input)
         casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in stored.WEIGHTS
         x = input.to(torch.get_autocast_dtype(device)) if casting else input
-        if x.dtype is not weight.dtype and not casting and weight.dtype not in stored.CODES:
+        if x.dtype is not weight.dtype and not casting and not stored.are_codes(weight):
             raise ValueError(dtype_sentence(self, x.dtype))
         packed = weight.dtype is stored.PACKED
         if packed or (compiling and weight.dtype in stored.CODES):
@@ -364,4 +364,4 @@ def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) 
         warnings.warn(
             f"{x.dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
         )
-    return F.linear(x, weight, bias) if weight.dtype not in stored.CODES else stored.linear(x, weight, bias, layer)
+    return stored.linear(x, weight, bias, layer) if stored.are_codes(weight) else F.linear(x, weight, bias)

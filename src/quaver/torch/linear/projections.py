@@ -101,7 +101,7 @@ def _general(
             prepare(layer, recipe)
     refuse_transforms(*x, *weights, *biases)
     for layer, weight in zip(layers, weights, strict=True):
-        if weight.dtype in stored.CODES:
+        if stored.are_codes(weight):
             stored.check_gradient(weight)
         elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))

@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.core.states.presets import PRESETS, Preset
-from quaver.torch.linear.stored.stored import CODES
+from quaver.torch.linear.stored import storing
 from quaver.torch.operations.ops import no_kernels
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.gradients.held import Gradients
@@ -29,7 +30,7 @@ from quaver.torch.optim.refusals import (
     warn_of_rate,
 )
 from quaver.torch.optim.rules.rule import Rule
-from quaver.torch.optim.stepping import layout, on_gpu
+from quaver.torch.optim.stepping import layout, on_gpu, ranks
 from quaver.torch.optim.stepping.compiled import Compiled
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, step
 
@@ -76,6 +77,8 @@ class Optimizer(torch.optim.Optimizer):
         self.counted: dict[Tensor, tuple[Tensor, int]] = {}
         self.gradients = Gradients()
         self._release: Release | None = None
+        #: Weights of codes of which a rank knows the largest magnitude of its own rows alone.
+        self._alone: set[Tensor] = set()
         self._warned = False
         self._resolution: list[float] = []
         defaults["seed"] = seed
@@ -96,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         # A copy: of gradients and counts it has none, and a step in backward is asked for anew.
         self.gradients, self._release, self.counted = Gradients(), None, {}
         self._programs = Compiled() if self.compile else None
-        self._kernels, self._said = {}, set()
+        self._kernels, self._said, self._alone = {}, set(), set()
         for group in self.param_groups:
             for p in group["params"]:
                 self.gradients.prepare(p, self.preset(p, group).gradient)
@@ -130,7 +133,7 @@ class Optimizer(torch.optim.Optimizer):
     def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
         """What is kept for a parameter: the group's preset, or that of high precision."""
         small = p.dim() < 2 or p.numel() < SMALL
-        return PRESETS["float32"] if small and p.dtype not in CODES else preset_of(group["preset"])
+        return PRESETS["float32"] if small and not storing.holds_codes(p) else preset_of(group["preset"])
 
     def way(self, p: Tensor, group: Mapping[str, Any]) -> Way:
         """How a parameter steps."""
@@ -179,12 +182,19 @@ class Optimizer(torch.optim.Optimizer):
             overflow = None
         keep = None if overflow is None else overflow.reshape(()) == 0
         chosen, number, taken = {id(p) for p in parameters}, 0, on_gpu.Launches(self._kernels)
+        begun: list[tuple[int, Mapping[str, Any], ranks.Stepping]] = []
         for group in self.param_groups:
             own = [(number + i, p) for i, p in enumerate(group["params"]) if id(p) in chosen]
             number += len(group["params"])
             if own:
-                self._step_group(group, own, keep, factor, taken)
+                begun += self._begin_group(group, own, keep, factor, taken)
+        every = [one for _, _, one in begun]
+        told = ranks.agree(every, self._alone)
+        for at, of, one in begun:
+            if one.scalars:
+                self._step_parameter(one, of, at, told.get(one.p, {}), keep)
         self._launch(taken, keep)
+        ranks.tell_scales(every)
 
     def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
         """1 where a gradient is not finite, else 0, float32 []. Raises: ValueError, if that is asked."""
@@ -239,28 +249,39 @@ class Optimizer(torch.optim.Optimizer):
         overflow = overflow if isinstance(overflow, Tensor) else None
         return overflow, None if scale is None else scale.float().reciprocal().reshape(())
 
-    def _step_group(
+    def _begin_group(
         self,
         group: dict[str, Any],
         own: list[tuple[int, Tensor]],
         keep: Tensor | None,
         factor: Tensor | None,
         taken: on_gpu.Launches,
-    ) -> None:
+    ) -> list[tuple[int, Mapping[str, Any], ranks.Stepping]]:
+        """Count the steps of a group's parameters, and say what each takes; those without scalars a kernel steps."""
         for _, p in own:
             if not self.state[p]:
                 self.state[p] = self.first_state(p, group)
         rule = self.rule(group, preset_of(group["preset"]))
         self._check_rate(group, [p for _, p in own])
-        own = self._for_kernels(group, rule, own, factor, taken)
-        if not own:
-            return
-        steps = [self.state[p]["step"] for _, p in own]
-        for count in steps:
-            count += 1 if keep is None else keep.to(count.device)
-        scalars = [s.unbind() for s in rule.scalars(group, torch.stack(steps).double())]
-        for i, (number, p) in enumerate(own):
-            self._step_parameter(p, group, number, tuple(s[i] for s in scalars), factor, keep)
+        left = self._for_kernels(group, rule, own, factor, taken)
+        scalars: dict[Tensor, tuple[Tensor, ...]] = {}
+        if left:
+            steps = [self.state[p]["step"] for _, p in left]
+            for count in steps:
+                count += 1 if keep is None else keep.to(count.device)
+            numbers = zip(*(s.unbind() for s in rule.scalars(group, torch.stack(steps).double())), strict=True)
+            scalars = dict(zip((p for _, p in left), numbers, strict=True))
+        begun: list[tuple[int, Mapping[str, Any], ranks.Stepping]] = []
+        for number, p in own:
+            way = self.way(p, group)
+            asks = way.keeping.spec is not None and layout.divided(p)
+            if p in scalars or asks:
+                self._know_amax(p, way)
+                amax = layout.local(self.state[p]["amax"]) if way.predicts else None
+                # Of others they are looked up when their turn comes: some are copies.
+                parts, own_factor = self.parts(p, way) if asks else None, self._factor(p, factor)
+                begun.append((number, group, ranks.Stepping(p, way, parts, scalars.get(p, ()), own_factor, amax)))
+        return begun
 
     def _for_kernels(
         self,
@@ -314,43 +335,53 @@ class Optimizer(torch.optim.Optimizer):
         """Warn once of a learning rate whose steps eight bits of residual lose."""
         if self._warned or isinstance(group["lr"], Tensor):
             return
-        fine = [p for p in own if self.way(p, group).keeping.kind == "residual8" and p.dtype in CODES]
+        fine = [p for p in own if self.way(p, group).keeping.kind == "residual8" and storing.holds_codes(p)]
         if fine and not self._resolution:
-            self._resolution = [weights.resolution(layout.value_of(p)) for p in fine if layout.local(p).is_cpu]
+            here = [p for p in fine if layout.local(p).is_cpu and layout.local(p).numel()]
+            self._resolution = [weights.resolution(layout.value_of(p)) for p in here]
         self._warned = warn_of_rate(group["lr"], self._resolution, preset_of(group["preset"]).stochastic)
 
     def _step_parameter(
         self,
-        p: Tensor,
+        one: ranks.Stepping,
         group: Mapping[str, Any],
         number: int,
-        scalars: tuple[Tensor, ...],
-        factor: Tensor | None,
+        told: Mapping[int, Tensor],
         keep: Tensor | None,
     ) -> None:
-        way, state = self.way(p, group), self.state[p]
-        factor = self._factor(p, factor)
-        parts, own = self.parts(p, way), layout.local(p)
-        drawn = Drawn(group["seed"], number, state["step"].long(), layout.place(p))
-        self._know_amax(p, way)
-        outcome = step(way, parts, scalars, factor, drawn, state.get("amax"), keep, self._programs)
+        p, way, amax, own = one.p, one.way, one.amax, layout.local(one.p)
+        place, whole = layout.place(p), one.parts or self.parts(p, way)
+        for segment in ranks.segments(p, way):
+            parts = ranks.of_segment(whole, segment)
+            drawn = Drawn(group["seed"], number, self.state[p]["step"].long(), ranks.at_segment(place, segment))
+            known = ranks.told_of(told, segment)
+            outcome = step(way, parts, one.scalars, one.factor, drawn, amax, keep, self._programs, known)
+            if outcome.amax is not None:
+                assert amax is not None
+                amax.copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, amax))
+            if self.statistics and outcome.clamped is not None:
+                before, total = self.counted.get(p, (torch.zeros_like(outcome.clamped), 0))
+                self.counted[p] = before + outcome.clamped, total + parts.weight[0].numel()
         if layout.in_rows(own) is not own:
             # It does not lie row by row, and was copied.
-            own.copy_(parts.weight[0].view(own.shape))
-        if outcome.amax is not None:
-            state["amax"].copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, state["amax"]))
-        if self.statistics and outcome.clamped is not None:
-            before, total = self.counted.get(p, (torch.zeros_like(outcome.clamped), 0))
-            self.counted[p] = before + outcome.clamped, total + layout.local(p).numel()
+            own.copy_(whole.weight[0].view(own.shape))
 
     def _know_amax(self, p: Tensor, way: Way) -> None:
         """Have the largest magnitudes of a weight's blocks in its state, if its scales are predicted, and only then."""
         if not way.predicts:
             self.state[p].pop("amax", None)
         elif "amax" not in self.state[p]:
-            assert way.keeping.spec is not None
-            tensors = self.parts_of_weight(p, way)
-            self.state[p]["amax"] = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
+            self.state[p]["amax"] = self._amax(p, way, self.parts_of_weight(p, way))
+
+    def _amax(self, p: Tensor, way: Way, tensors: tuple[Tensor, ...]) -> Tensor:
+        """The largest magnitudes of a weight's blocks, which lie as its rows do; on ranks, of this one's rows."""
+        assert way.keeping.spec is not None
+        amax = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
+        if not layout.divided(p):
+            return amax
+        self._alone.add(p)
+        height = way.keeping.spec.block[0]
+        return amax if height is None else layout.like(p, amax, (-(-p.shape[0] // height), amax.shape[1]))
 
     def parts(self, p: Tensor, way: Way) -> Parts:
         """All that a parameter's step reads and writes, this rank's part, as matrices."""
@@ -444,8 +475,10 @@ class Optimizer(torch.optim.Optimizer):
         self, p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], written: Any, said: dict[str, int]
     ) -> None:
         way, old = self.way(p, group), None if written is None else self.way(p, {**group, "preset": written})
-        weight = tuple(layout.rows(t) for t in layout.weight_of(p, way))
-        state, lost = states_of(p, saved, way, old, weight)
+        keeping, tensors = layout.in_own_rows(p, way.keeping)
+        before = None if old is None else replace(old, keeping=layout.in_own_rows(p, old.keeping)[0])
+        weight = tuple(layout.rows(t) for t in tensors)
+        state, lost = states_of(p, saved, replace(way, keeping=keeping), before, weight)
         first = self.first_state(p, group)
         self.state[p] = {**first, **{name: value for name, value in state.items() if name in first}}
         self.state[p]["step"] = first["step"] + state["step"].to(first["step"].device)
@@ -479,13 +512,12 @@ class Optimizer(torch.optim.Optimizer):
         beside = weights.first_states(way.keeping, own, value)
         initial = layout.initial_of(p, way)
         if initial is not None:
-            beside = weights.around(way.keeping, initial, (*layout.weight_of(p, way), *beside))
+            keeping, tensors = layout.in_own_rows(p, way.keeping)
+            beside = weights.around(keeping, initial, (*tensors, *beside))
         for name, tensor in zip(way.keeping.states, beside, strict=True):
             state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
         if way.predicts:
-            assert way.keeping.spec is not None
-            tensors = tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *beside))
-            state["amax"] = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
+            state["amax"] = self._amax(p, way, tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *beside)))
         return state
 
 

@@ -10,7 +10,7 @@ step: what int8 holds, int16 and float32 hold too. Sources: remainder, Transform
 bfloat16, FlashOptim, arXiv:2602.23349; float16 master with a scale, MS-AMP, arXiv:2310.18313.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from quaver.core.spec import QuantSpec
 from quaver.core.states.codes import StateSpec
 from quaver.core.states.presets import Preset
 from quaver.torch.linear.stored import storing
-from quaver.torch.linear.stored.stored import CODES
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import decode_scales, spread
 from quaver.torch.numerics.rounding import magnitude_bits
@@ -61,10 +60,15 @@ class Keeping:
         """Whether a step needs the whole weight: a scale of all of it is measured."""
         return self.kind == "float16"
 
+    @property
+    def by_rows(self) -> "Keeping":
+        """The same of rows that have their scales each: what is kept is read, and written around, alike."""
+        return self if self.spec is None else replace(self, spec=replace(self.spec, block=(1, self.spec.block[1])))
+
 
 def keeping_of(p: Tensor, preset: Preset) -> Keeping:
     """How a parameter's weight is kept."""
-    if p.dtype in CODES:
+    if storing.holds_codes(p):
         owner = storing.owner(p)
         if owner is None:
             raise ValueError(
@@ -150,6 +154,11 @@ def write(
         return data, scale, master, master_scale
     scaled = weight / _spread_scales(keeping.spec, scale, weight)
     return data, scale, _residual(keeping, scaled, data, tensors[-1].dtype, noise)
+
+
+def values(spec: QuantSpec, codes: Tensor, scale: Tensor) -> Tensor:
+    """What codes [rows, K] stand for, float32. Exact."""
+    return codes.float() * _spread_scales(spec, scale, codes)
 
 
 def resolution(weight: Tensor) -> float:

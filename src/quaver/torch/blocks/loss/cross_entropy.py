@@ -178,7 +178,7 @@ _warned: set[str] = set()
 
 def _weight_of(layer: nn.Linear | nn.Embedding) -> Tensor:
     """A head's weight; of one under a recipe with a warning, that it is not followed here."""
-    if layer.weight.dtype in stored.CODES:
+    if stored.are_codes(layer.weight):
         raise ValueError("the head's weight is stored in eight bits or fewer; dequantize_weights(head) first")
     recipe = recipe_in_force(layer.recipe) if isinstance(layer, Linear) else None
     if recipe is not None and recipe.quantizes and "head" not in _warned:

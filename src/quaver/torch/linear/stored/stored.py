@@ -36,8 +36,15 @@ WEIGHTS = (*ops.DTYPES, *CODES)
 SCALES = ("weight_scale", "weight_factor")
 
 
+def are_codes(weight: Tensor) -> bool:
+    """Whether a layer's weight is codes: a parameter of their dtype, or what fully_shard has gathered of such."""
+    return weight.dtype in CODES or hasattr(weight.__class__, "gathered_codes")
+
+
 def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     """The weight's codes and scales as an operand."""
+    gathered = getattr(weight, "gathered_codes", None)
+    weight = weight if gathered is None else gathered
     spec: QuantSpec = layer.__dict__["weight_spec"]
     scale: Any = layer._buffers["weight_scale"]
     factor = layer._buffers.get("weight_factor")
@@ -48,7 +55,8 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
         # A copy, so it is read each time.
         scale = scale.item()
-    kept = None if capture.as_captured(weight.device) else kept_weights.room(layer)
+    keeps = gathered is None and not capture.as_captured(weight.device)
+    kept = kept_weights.room(layer) if keeps else None
     q = None if kept is None else kept.codes
     if q is not None and _shows(q, weight, scale, factor, spec):
         # What was made of the codes does not follow a write to them.

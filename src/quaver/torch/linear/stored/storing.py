@@ -4,7 +4,7 @@
 import threading
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,42 @@ ADAPTED = (
     "For LoRA call get_peft_model(model, quaver.integrations.peft.over_codes(config)); for another method call "
     "quaver.torch.dequantize_weights(model) first"
 )
+
+
+class Divided(Protocol):
+    """What a parameter [N, K] of codes is, or its part on this rank, that does not show their dtype: fully_shard takes
+    it for floats, whose gradients have their dtype."""
+
+    @property
+    def plain(self) -> Tensor:
+        """The codes."""
+
+    @property
+    def layer_of_codes(self) -> "nn.Module | None":
+        """The layer whose weight they are."""
+
+    def as_bytes(self, parameter: Tensor) -> Tensor:
+        """The codes as uint8, of the same memory, which lie as their parameter does."""
+
+    def with_bytes(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
+        """A parameter like this one of other bytes, as `as_bytes` gives them."""
+
+
+def divided(weight: Any) -> Divided | None:
+    """What a parameter is as `Divided`; None of every other one."""
+    if hasattr(weight.__class__, "layer_of_codes"):
+        of_whole: Divided = weight
+        return of_whole
+    if not hasattr(weight, "device_mesh"):
+        return None
+    with torch.no_grad():
+        part: Any = weight.to_local()
+    return part if hasattr(part.__class__, "layer_of_codes") else None
+
+
+def holds_codes(weight: Tensor) -> bool:
+    """Whether a parameter is codes, however it lies."""
+    return weight.dtype in CODES or divided(weight) is not None
 
 
 class _Construction(threading.local):
@@ -186,11 +222,13 @@ def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
 
 def _refuse_others(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> None:
     """Say where codes or scales are of another kind than the layer's: copying would convert them as numbers."""
-    for name, held in {"weight": layer.weight, **{name: layer._buffers.get(name) for name in SCALES}}.items():
+    held: dict[str, Any] = {name: getattr(layer._buffers.get(name), "dtype", None) for name in SCALES}
+    held["weight"] = CODE_DTYPES[layer.__dict__["weight_spec"].format.name]
+    for name, dtype in held.items():
         given = state_dict.get(prefix + name)
-        if held is not None and given is not None and given.dtype is not held.dtype:
+        if dtype is not None and given is not None and given.dtype is not dtype:
             errors.append(
-                f"{prefix}{name} is {given.dtype} in the checkpoint and {held.dtype} here, as another recipe has it; "
+                f"{prefix}{name} is {given.dtype} in the checkpoint and {dtype} here, as another recipe has it; "
                 "make the model under quantized_init of that one, or call quantize_weights(model, that recipe)"
             )
             state_dict.pop(prefix + name)
@@ -221,8 +259,14 @@ def decode(layer: Any, state_dict: Any, prefix: str, decoded: dict[nn.Module, Te
 
 def portable(state_dict: Any, key: str) -> None:
     """Codes as bytes [N, bytes of a row, 1]: every safetensors takes them, and nn.Linear and its like refuse them."""
-    if key in state_dict and state_dict[key].dtype in CODES:
-        state_dict[key] = state_dict[key].detach().view(torch.uint8).unsqueeze(-1)
+    weight = state_dict.get(key)
+    if weight is None:
+        return
+    part = divided(weight)
+    if part is not None:
+        state_dict[key] = part.as_bytes(weight).unsqueeze(-1)
+    elif weight.dtype in CODES:
+        state_dict[key] = weight.detach().view(torch.uint8).unsqueeze(-1)
 
 
 def moved(layer: Any, fn: Any, apply: Any) -> None:
@@ -234,17 +278,21 @@ def moved(layer: Any, fn: Any, apply: Any) -> None:
         apply: the module's own `_apply`, without the buffers of `SCALES`.
     """
     weight: Tensor = layer.weight
-    dtype = weight.dtype
+    dtype, part = weight.dtype, divided(weight)
     # As integers they pass through a change of dtype as they are.
-    plain = nn.Parameter(weight.detach().view(torch.uint8), requires_grad=False)
-    layer._parameters["weight"] = plain
+    data = weight.detach().view(torch.uint8) if part is None else part.as_bytes(weight)
+    layer._parameters["weight"] = nn.Parameter(data, requires_grad=False)
     try:
         apply(fn)
-        data = layer._parameters["weight"].detach().view(dtype)
+        data = layer._parameters["weight"].detach()
     finally:
         layer._parameters["weight"] = weight
     probe = torch.empty(0, dtype=layer.__dict__["weight_dtype"], device=weight.device)
     layer.__dict__["weight_dtype"] = fn(probe).dtype
+    if part is not None:
+        layer._parameters["weight"] = part.with_bytes(weight, data)
+        return
+    data = data.view(dtype)
     if _takes(weight, data):
         gradient = weight.grad
         weight.data = data
@@ -263,7 +311,13 @@ _takes: Any = getattr(torch, "_has_compatible_shallow_copy_type", lambda weight,
 def packed(state: dict[str, Any]) -> dict[str, Any]:
     """A layer's state with the codes as bytes: plain pickle has no float8, and four bits cannot always be copied."""
     weight = state["_parameters"].get("weight")
-    if weight is None or weight.dtype not in CODES:
+    if weight is None:
+        return state
+    part = divided(weight)
+    if part is not None:
+        # A copy of the layer is not prepared.
+        weight = nn.Parameter(part.plain, requires_grad=weight.requires_grad)
+    if weight.dtype not in CODES:
         return state
     plain = nn.Parameter(weight.detach().view(torch.uint8), requires_grad=False)
     parameters = {**state["_parameters"], "weight": plain}
@@ -317,7 +371,8 @@ _hooked: list[Any] = []
 
 def owner(weight: Tensor) -> nn.Module | None:
     """The layer that a parameter of codes belongs to."""
-    return _owners().get(id(weight))
+    part = divided(weight)
+    return _owners().get(id(weight)) if part is None else part.layer_of_codes
 
 
 def _owners() -> dict[int, nn.Module]:
@@ -332,7 +387,7 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
     owners = _owners()
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p.dtype in CODES and p.grad is not None and id(p) in owners:
+            if p.grad is not None and (divided(p) is not None or (p.dtype in CODES and id(p) in owners)):
                 raise ValueError(
                     f"{type(optimizer).__name__} was given a weight that exists only in eight bits and would write to "
                     "its codes; let it step a high-precision copy, and call layer.set_weight(copy) after that"

@@ -11,14 +11,19 @@ from torch.distributed.tensor import DTensor
 
 from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import CODES, dequantized
+from quaver.torch.optim import weights
 from quaver.torch.optim.stepping.noise import Place
 from quaver.torch.optim.stepping.pieces import Parts, Way
 from quaver.torch.state.layer import state_of
 
 
 def local(t: Tensor) -> Tensor:
-    """This rank's part; all of a tensor that is whole."""
-    return t.to_local() if isinstance(t, DTensor) else t
+    """This rank's part; all of a tensor that is whole. Of one that fully_shard gathers as codes, what it holds."""
+    if not isinstance(t, DTensor):
+        return t
+    part = t.to_local()
+    plain: Tensor = getattr(part, "plain", part)
+    return plain
 
 
 def like(p: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
@@ -94,6 +99,11 @@ def agreed(finite: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
 def check_divided(p: Tensor, way: Way, preset: str) -> None:
     """Refuse what a rank cannot step with a part of a parameter alone. Raises: ValueError."""
     cuts = divided(p)
+    if isinstance(p, DTensor) and p.dtype in CODES:
+        raise ValueError(
+            f"a parameter of {p.dtype} was given to fully_shard as it is, which rounds gradients to its dtype: call "
+            "quaver.torch.parallel.gather_quantized(model) before fully_shard"
+        )
     if not cuts:
         return
     lies = f"a parameter of shape {tuple(p.shape)} lies in parts on the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
@@ -108,6 +118,15 @@ def check_divided(p: Tensor, way: Way, preset: str) -> None:
             f"{lies}, and preset {preset!r} has one scale for all of it: take one with scales of blocks, such as "
             "'balanced' or 'lean'"
         )
+    of_codes = way.keeping.spec
+    if of_codes is not None and (len(cuts) > 1 or cuts[0][0] != 0):
+        raise ValueError(f"{lies}, which divide more than rows of codes: let fully_shard alone divide it, by rows")
+    height = 1 if of_codes is None else of_codes.block[0] or 1
+    if way.predicts and p.shape[0] % (height * p.device_mesh.size(cuts[0][1])) and height > 1:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{lies}, which divide blocks of {height} whole rows, and preset {preset!r} knows their scales before a "
+            "step: give fewer ranks, or a recipe with another block"
+        )
     ranks = prod(p.device_mesh.size(over) for dim, over in cuts if dim == p.dim() - 1)  # type: ignore[attr-defined]
     for spec in way.moments:
         if ranks > 1 and spec.of.scaled and spec.block is not None and p.shape[-1] % (spec.block * ranks):
@@ -119,30 +138,58 @@ def check_divided(p: Tensor, way: Way, preset: str) -> None:
 
 def value_of(p: Tensor) -> Tensor:
     """The weight as float32, this rank's part."""
-    if p.dtype in CODES:
-        layer: Any = storing.owner(p)
-        assert layer is not None
+    if not storing.holds_codes(p):
+        return local(p).detach().float()
+    layer: Any = storing.owner(p)
+    assert layer is not None
+    if not divided(p):
         return dequantized(layer, local(p), torch.float32)
-    return local(p).detach().float()
+    keeping, (codes, scale) = in_own_rows(p, weights.Keeping("residual", layer.weight_spec))
+    assert keeping.spec is not None
+    return weights.values(keeping.spec, codes, scale)
 
 
 def initial_of(p: Tensor, way: Way) -> Tensor | None:
-    """The value in high precision that a weight in codes was made of, float32 on its device, if the layer kept it."""
-    if way.keeping.spec is None or not way.keeping.states or local(p) is not p:
+    """The value in high precision that a weight in codes was made of, float32 on its device, if the layer kept it: this
+    rank's rows."""
+    if way.keeping.spec is None or not way.keeping.states:
         return None
     owner = storing.owner(p)
     initial = None if owner is None else state_of(owner).initial
-    return None if initial is None else initial.to(p.device, torch.float32)
+    if initial is None:
+        return None
+    first = place(p)
+    return initial[first.start[0] :][: first.part[0]].to(p.device, torch.float32)
 
 
 def weight_of(p: Tensor, way: Way) -> list[Tensor]:
-    """The weight as a GEMM reads it: itself, and the scales of codes."""
+    """The weight as a GEMM reads it: itself, and the scales of codes, those of this rank's rows."""
     weight = [local(p).detach()]
-    if way.keeping.spec is not None:
+    spec = way.keeping.spec
+    if spec is not None:
         owner = storing.owner(p)
         assert owner is not None
-        weight.append(owner._buffers["weight_scale"])  # type: ignore[arg-type]
+        scale: Any = owner._buffers["weight_scale"]
+        weight.append(scale if spec.block[0] is None else scale[block_rows(place(p), spec.block[0])])
     return weight
+
+
+def block_rows(part: Place, height: int) -> slice:
+    """The rows of blocks that a part of a matrix has something of."""
+    start, stop = part.start[0], part.start[0] + part.part[0]
+    return slice(start // height, max(-(-stop // height), start // height) if stop > start else start // height)
+
+
+def in_own_rows(p: Tensor, keeping: weights.Keeping) -> tuple[weights.Keeping, list[Tensor]]:
+    """`weight_of`, to be read: where this rank's rows begin within a block, each with scales of its own."""
+    codes, *scales = weight_of(p, Way(None, keeping, ()))  # type: ignore[arg-type]
+    spec = keeping.spec
+    if spec is None or spec.block[0] in (None, 1) or not divided(p):
+        return keeping, [codes, *scales]
+    first = place(p)
+    rows = torch.arange(first.start[0], first.start[0] + first.part[0], dtype=torch.int64, device=codes.device)
+    height: Any = spec.block[0]
+    return keeping.by_rows, [codes, scales[0][rows // height - first.start[0] // height]]
 
 
 def in_rows(t: Tensor) -> Tensor:

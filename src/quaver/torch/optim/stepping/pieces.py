@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quaver.core.states.codes import StateSpec
 from quaver.torch.optim import codes, weights
-from quaver.torch.optim.rules.rule import Rule
+from quaver.torch.optim.rules.rule import Rule, Stepped
 from quaver.torch.optim.stepping import noise
 from quaver.torch.optim.stepping.noise import Place
 from quaver.torch.optim.weights import Keeping
@@ -97,14 +97,7 @@ def move(
         word: int64 random words of the piece's shape, if the way draws any.
         amax: of the weight's blocks, which none will exceed, if the way predicts scales.
     """
-    gradient = parts.gradient[0].float()
-    if way.gradient is not None:
-        gradient = codes.decode(parts.gradient[0], parts.gradient[1], way.gradient)
-    if factor is not None:
-        gradient = gradient * factor
-    before = weights.read(way.keeping, parts.weight)
-    moments = tuple(_decoded(held, spec) for held, spec in zip(parts.moments, way.moments, strict=True))
-    after = way.rule(before, gradient, moments, scalars)
+    after = stepped(way, parts, scalars, factor)
     drawn = iter(() if word is None else noise.shares(word, way.draws))
     states = tuple(
         _encoded(moment, spec, next(drawn) if spec.stochastic else None)
@@ -117,6 +110,18 @@ def move(
         assert way.keeping.spec is not None
         top = weights.block_amax(way.keeping.spec, weights.read(way.keeping, weight))
     return Moved(weight, states, top, None if after.clamped is None else after.clamped.sum())
+
+
+def stepped(way: Way, parts: Parts, scalars: tuple[Tensor, ...], factor: Tensor | None) -> Stepped:
+    """What the rule gives for a piece, float32; see `move`."""
+    gradient = parts.gradient[0].float()
+    if way.gradient is not None:
+        gradient = codes.decode(parts.gradient[0], parts.gradient[1], way.gradient)
+    if factor is not None:
+        gradient = gradient * factor
+    before = weights.read(way.keeping, parts.weight)
+    moments = tuple(_decoded(held, spec) for held, spec in zip(parts.moments, way.moments, strict=True))
+    return way.rule(before, gradient, moments, scalars)
 
 
 def _decoded(held: tuple[Tensor, ...], spec: StateSpec) -> Tensor:
@@ -170,6 +175,15 @@ class Programs(Protocol):
         """
 
 
+class Told(NamedTuple):
+    """What ranks that have parts of a weight of codes agree on before a step."""
+
+    #: As `largest` gives them, if the rule asks and the way predicts scales.
+    others: tuple[Tensor, ...] = ()
+    #: Of the blocks after the step, of which other ranks have rows, too; None where none have.
+    amax: Tensor | None = None
+
+
 class Outcome(NamedTuple):
     """What is known after a parameter's step."""
 
@@ -186,6 +200,7 @@ def step(
     amax: Tensor | None = None,
     keep: Tensor | None = None,
     programs: Programs | None = None,
+    told: Told | None = None,
 ) -> Outcome:
     """A parameter's step in place.
 
@@ -194,11 +209,13 @@ def step(
         amax: of its blocks before the step, if the way predicts scales.
         keep: bool [], False leaves everything as it is; None steps.
         programs: what steps large pieces; None: they step here.
+        told: what this rank's rows alone do not say; None where they are all, or whole blocks.
     """
-    reach = None
+    reach = None if told is None else told.amax
     if way.predicts:
         assert amax is not None
-        reach = way.rule.reach(amax, scalars, largest(way, parts, factor) if way.rule.asks else ())
+        others = largest(way, parts, factor) if way.rule.asks and told is None else ()
+        reach = way.rule.reach(amax, scalars, others if told is None else told.others)
     if programs is not None and drawn.place.joined:
         parts, drawn = lines(way, parts, drawn)
     columns = parts.weight[0].shape[1]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from quaver import recipes
 from quaver.core.spec import Recipe
 from quaver.torch.linear.layer import Linear
+from quaver.torch.linear.stored.stored import FOUR_BITS
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel.alike.comparing import compare, lines_of
 from quaver.torch.parallel.fsdp.agreeing import Across, Model, Weight
@@ -73,7 +74,7 @@ def gather_quantized(
         _prepare(of_weight, weight)
     for name in gathers.stored:
         layer = model.get_submodule(name)
-        shard_codes(layer, name or type(layer).__name__)
+        shard_codes(layer, name or type(layer).__name__, model)
         layer.register_state_dict_post_hook(_write_plain)
     return gathers
 
@@ -193,13 +194,8 @@ def _why_not(layer: Linear, recipe: Recipe | None, holders: Counter[int], shape:
     """Why a layer's weight is gathered in high precision, or ""; see `_divided`."""
     weight = layer._parameters.get("weight")
     if layer.weight_spec is not None:
-        if weight is not None and weight.requires_grad:
-            name = layer.__dict__.get("qualified_name") or f"Linear({layer.in_features} → {layer.out_features})"
-            raise ValueError(
-                f"{name} has a weight that exists only in codes and requires a gradient, and fully_shard takes "
-                "gradients of one dtype: freeze it with weight.requires_grad_(False), or train it after "
-                "dequantize_weights(model)"
-            )
+        if layer.weight_spec.format.packed and weight is not None and weight.requires_grad:
+            raise ValueError(FOUR_BITS)
         return "another module holds it, too" if holders[id(weight)] > 1 else ""
     if recipe is None:
         return "it has no recipe of its own: give recipe="

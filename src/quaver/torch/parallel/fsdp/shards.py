@@ -17,6 +17,7 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.parallel.fsdp.agreeing import Weight
 from quaver.torch.parallel.fsdp.operands import Joint, room, whole
 from quaver.torch.parallel.traffic import during
+from quaver.torch.state.history import amax
 from quaver.torch.state.recomputation import graph_task_id
 
 aten = torch.ops.aten
@@ -51,7 +52,7 @@ class Shard(Tensor):
             plain.size(),
             strides=plain.stride(),
             storage_offset=plain.storage_offset(),
-            dtype=plain.dtype,
+            dtype=cls.shown(plain, weight),
             layout=plain.layout,
             device=plain.device,
             requires_grad=plain.requires_grad,
@@ -61,6 +62,11 @@ class Shard(Tensor):
 
     def __init__(self, *_: object) -> None:
         pass
+
+    @classmethod
+    def shown(cls, plain: Tensor, weight: Any) -> torch.dtype:
+        """The dtype that it says to have."""
+        return plain.dtype
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Shard({self.weight.name}, {self.plain})"
@@ -79,7 +85,7 @@ class Shard(Tensor):
     def data(self, values: Tensor) -> None:
         # By this modules change dtype and device, and fully_shard moves a model to its mesh: the wrapper alone would.
         plain = getattr(values, "plain", values).detach()
-        torch.Tensor.data.__set__(self, Shard(plain, self.weight))  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__(self, type(self)(plain, self.weight))  # type: ignore[attr-defined]
         self.plain = plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -203,18 +209,16 @@ class Held:
         self.operands, self.sent, self.rooms = operands, sent, rooms
 
 
-class GatheredWeight(Tensor):
-    """A weight [N, K] whose operands all ranks' parts have made: a `quaver.torch.linear.gemms.GivenWeight`."""
+class Gathered(Tensor):
+    """A weight [N, K] without values, of which a layer asks for operands."""
 
-    weight: Weight
-    held: Held
+    weight: Any
+    held: Any
     eagerly = staticmethod(eagerly)
 
     @staticmethod
-    def __new__(cls, weight: Weight, dtype: torch.dtype, device: torch.device, held: Held) -> "GatheredWeight":
-        given: GatheredWeight = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(weight.shape), dtype=dtype, device=device
-        )
+    def __new__(cls, weight: Any, dtype: torch.dtype, device: torch.device, held: Any) -> "Gathered":
+        given: Gathered = torch.Tensor._make_wrapper_subclass(cls, torch.Size(weight.shape), dtype=dtype, device=device)
         given.weight, given.held = weight, held
         return given
 
@@ -222,20 +226,30 @@ class GatheredWeight(Tensor):
         pass
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"GatheredWeight({self.weight.name}, {tuple(self.shape)}, {sorted(self.held.operands)})"
+        return f"{type(self).__name__}({self.weight.name}, {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = next(x for x in args if isinstance(x, GatheredWeight))
+        given = next(x for x in args if isinstance(x, Gathered))
         if function in OF_NO_VALUES:
-            return GatheredWeight(given.weight, given.dtype, given.device, given.held)
+            return cls(given.weight, given.dtype, given.device, given.held)
+        if function is aten.zeros_like.default:
+            # The gradient of a weight that no loss has used.
+            return torch.zeros(given.shape, dtype=given.dtype, device=given.device)
         raise ValueError(
             f"{function} reads the weight of {given.weight.name}, which is gathered as codes alone: only the layer's "
             "own products read it; leave the layer out with gather_quantized(model, skip=[...]), and revert no layer "
             "after gather_quantized"
         )
+
+
+class GatheredWeight(Gathered):
+    """A weight [N, K] whose operands all ranks' parts have made: a `quaver.torch.linear.gemms.GivenWeight`."""
+
+    weight: Weight
+    held: Held
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
         if recipe is not self.weight.recipe:
@@ -253,6 +267,8 @@ class GatheredWeight(Tensor):
         if name not in held.operands or held.sent.key != written:
             self._fetch(name, written, call)
         q = held.operands[name]
+        if call.record and call.factors is not None and side == "fprop":
+            amax.record(call.layer, amax.WEIGHT, q.amax)
         return q.T if side == "dgrad" and weight.shared else q
 
     def _fetch(self, name: str, written: float, call: Any) -> None:

@@ -1,0 +1,611 @@
+"""Weights that exist only in codes learn under fully_shard as they do in one process, bit for bit."""
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core.spec import Recipe
+from quaver.core.states.presets import PRESETS
+from quaver.torch import optim
+from quaver.torch.linear.stored import storing
+from quaver.torch.optim.stepping import layout
+from quaver.torch.parallel import Checkpoint, agree_histories, gather_quantized
+from tests import two_ranks
+from tests.close import assert_bitwise
+from tests.torch.parallel.fsdp.training import Case, counted
+
+#: By name: recipes whose weights are codes of eight bits. Those of two dimensions serve both products.
+LEARN: dict[str, str | Recipe] = dict.fromkeys(recipes.RECIPES)  # type: ignore[arg-type]
+LEARN = {name: name for name in LEARN if name not in ("bf16", "mxfp6", "mxfp4", "nvfp4")}
+LEARN["mxfp8, 2-D"] = recipes.mxfp8(weight_2d=True)
+#: Steps, and those of the slow test.
+STEPS, ALL_STEPS = 3, 20
+#: Input and output features: rows that no number of ranks divides, whose blocks several ranks have a part of.
+SIZES = (96, 300, 131)
+#: A layer of fewer rows than ranks, and rows that end within a block of gradients.
+LOW = (160, 2, 290)
+
+
+def network(recipe: str | Recipe, sizes: tuple[int, int, int] = SIZES, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    a, b, c = sizes
+    with qt.quantized_init(recipe, keep_initial="cpu"):
+        net = nn.Sequential(qt.Linear(a, b), nn.GELU(), qt.Linear(b, c))
+    qt.convert(net, recipe)
+    return net.to(dtype)
+
+
+def on_ranks(net: Any, hsdp: bool = False, **options: Any) -> Any:
+    """Under fully_shard, whose gradients are summed."""
+    gather_quantized(net)
+    world = dist.get_world_size()
+    mesh = two_ranks.mesh(2, world // 2, names=("replicas", "shards")) if hsdp else two_ranks.mesh(world)
+    for part in (*net.children(), net):
+        if next(part.parameters(recurse=part is not net), None) is not None or part is net:
+            fully_shard(part, mesh=mesh, **options)
+    for part in net.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    return net
+
+
+def losses_of(net: Any, optimizer: Any, steps: range, alone: bool, micro: int = 1) -> list[float]:
+    """Train. All ranks see the same, and each step's gradient is one rank's, so that any number of them has one's sums.
+
+    Args:
+        alone: without other ranks.
+        micro: batches a step.
+    """
+    world, rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
+    losses = []
+    for step in steps:
+        total = 0.0
+        for i in range(micro):
+            draw = torch.Generator().manual_seed(10 * step + i)
+            x = torch.randn(16, net[0].in_features, generator=draw).to(net[0].weight_dtype)
+            y = net(x).float()
+            loss = (y.square().mean() + y[:, ::2].sum() / 50) / micro
+            weighted = loss * float((step + i) % world == rank)
+            if i < micro - 1:
+                with optimizer.accumulating():
+                    weighted.backward()
+            else:
+                weighted.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def everything(net: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Codes, scales and states, as they lie here."""
+    agree_histories(net)
+    every = dict(net.named_buffers())
+    for name, p in net.named_parameters():
+        every[name] = layout.local(p).detach()
+        every |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
+    return every
+
+
+def assert_parts(net: Any, ours: dict[str, Tensor], whole: dict[str, Tensor], says: str) -> None:
+    """What a rank has is its rows of a whole."""
+    assert ours.keys() == whole.keys(), f"{says}: {ours.keys() ^ whole.keys()}"
+    parameters = dict(net.named_parameters())
+    for name, value in ours.items():
+        p, wanted = parameters.get(name), whole[name]
+        if isinstance(value, DTensor):
+            p, value = parameters[name.rpartition(".")[0]], value.to_local()
+        if p is not None:
+            place = layout.place(p)
+            wanted = wanted[place.start[0] :][: place.part[0]]
+        assert_bitwise(value, wanted, f"{says}: {name}")
+
+
+def learns(
+    name: str,
+    preset: str,
+    rule: Any = optim.AdamW,
+    *,
+    steps: int = STEPS,
+    sizes: tuple[int, int, int] = SIZES,
+    micro: int = 1,
+    hsdp: bool = False,
+    **options: Any,
+) -> Case:
+    """Losses, codes, scales and states of every step."""
+
+    def case(rank: int) -> None:
+        # fully_shard leaves gradients in the dtype that the weight stands for.
+        dtype = torch.bfloat16 if PRESETS[preset].gradient == "bfloat16" else torch.float32
+        ends = []
+        for alone in (True, False):
+            net = network(LEARN[name], sizes, dtype)
+            net = net if alone else on_ranks(net, hsdp, **options)
+            optimizer = rule(net.parameters(), lr=1e-2, preset=preset, seed=5)
+            losses = losses_of(net, optimizer, range(steps), alone, micro)
+            ends.append((net, losses, everything(net, optimizer)))
+        says = f"{name}, {preset}, {rule.__name__}, {sizes}"
+        assert ends[1][1] == ends[0][1], says
+        assert_parts(ends[1][0], ends[1][2], ends[0][2], says)
+
+    case.__name__ = f"{name}, {preset}, {rule.__name__}, {steps} steps, {sizes}, {micro}, {hsdp}, {options}"
+    return case
+
+
+def of_parts(whole: Tensor, p: Any) -> Tensor:
+    """A whole tensor in the parts that a parameter has."""
+    if not isinstance(p, DTensor):
+        return whole
+    place = layout.place(p)
+    own = whole[place.start[0] :][: place.part[0]].clone()
+    return DTensor.from_local(
+        own, p.device_mesh, p.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def bytes_and_collectives(rank: int) -> None:
+    """A byte an element travels; ranks agree once a step at most, and not at all where a block lies on one rank."""
+    for name, straddles in (("tensorwise", False), ("mxfp8", False), ("rowwise", False), ("blockwise", True)):
+        for sizes in (SIZES, (128, 256, 512)):
+            net = on_ranks(network(LEARN[name], sizes))
+            optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+            losses_of(net, optimizer, range(1), alone=False)
+            with counted() as traffic:
+                losses_of(net, optimizer, range(1, 3), alone=False)
+            expected = 2 if straddles and sizes == SIZES else 0
+            assert traffic.agreements == expected, f"{name}, {sizes}: {traffic.agreements}"
+            a, b, c = sizes
+            # Two gathers of each layer with its bias, padding, and the scales once a step.
+            codes = a * b + b * c
+            most = 2 * (2 * (codes + 4 * (b + c)) + 0.04 * codes) * 1.05
+            assert traffic.gathered <= most, f"{name}, {sizes}: {traffic.gathered} bytes of {most}"
+
+
+def a_rank_holds_its_rows(rank: int) -> None:
+    """A byte an element of them, of residuals and of moments; gradients go as codes."""
+    net = on_ranks(network("tensorwise", (256, 512, 256)))
+    optimizer = optim.AdamW(net.parameters(), preset="lean")
+    losses_of(net, optimizer, range(1), alone=False)
+    for p in (net[0].weight, net[2].weight):
+        tensors = [layout.local(p), *map(layout.local, optimizer.state[p].values())]
+        own = sum(t.untyped_storage().nbytes() for t in tensors)
+        assert own <= 4.07 * p.numel() / 2 + 64, f"{own} bytes for {p.numel() / 2} elements"
+        assert p.grad is None
+    y = net(torch.ones(4, 256))
+    (y.sum() * 1.0).backward()
+    held = optimizer.gradients.held[net[0].weight]
+    assert held.codes.nbytes + held.scale.nbytes <= 1.02 * net[0].weight.numel() / 2
+    assert layout.local(net[0].weight).dtype is torch.float8_e4m3fn
+
+
+def goes_on(name: str, preset: str) -> Case:
+    """From a checkpoint on as many ranks, bit for bit; one process loads what ranks saved, and ranks what it saved."""
+
+    def case(rank: int) -> None:
+        folder = two_ranks.folder() / f"{name} {preset}"
+        says = f"{name}, {preset}"
+
+        def fresh(alone: bool) -> tuple[Any, Any]:
+            net = network(LEARN[name])
+            with torch.no_grad():
+                # Other codes, of other values.
+                net[0].set_weight(torch.ones(net[0].out_features, net[0].in_features))
+            net = net if alone else on_ranks(net)
+            return net, optim.AdamW(net.parameters(), lr=1e-3, preset=preset, seed=9)
+
+        net = on_ranks(network(LEARN[name]))
+        optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset=preset, seed=3)
+        losses_of(net, optimizer, range(2), alone=False)
+        Checkpoint(net, optimizer).save(folder)
+        saved = everything(net, optimizer)
+        saved = {name: value.clone() for name, value in saved.items()}
+        expected = losses_of(net, optimizer, range(2, 4), alone=False)
+        other, again = fresh(alone=False)
+        Checkpoint(other, again).load(folder)
+        for key, value in everything(other, again).items():
+            # Of one scale in all a rank knows its own rows' magnitudes, until the next step.
+            if not key.endswith("amax"):
+                assert_bitwise(layout.local(value), layout.local(saved[key]), f"{says}, {key}")
+        assert losses_of(other, again, range(2, 4), alone=False) == expected, says
+        lone, whole = fresh(alone=True)
+        Checkpoint(lone, whole).load(folder)
+        assert_parts(net, saved, everything(lone, whole), f"{says}, whole")
+        Checkpoint(lone, whole).save(folder / "whole")
+        third, parts = fresh(alone=False)
+        Checkpoint(third, parts).load(folder / "whole")
+        assert losses_of(third, parts, range(2, 4), alone=False) == expected, f"{says}, divided again"
+
+    case.__name__ = f"{name}, {preset} goes on from a checkpoint"
+    return case
+
+
+def torchs_own_state_dicts(rank: int) -> None:
+    """They hold codes as bytes, divided as the rows are, and scales of the whole."""
+    net = on_ranks(network("blockwise"))
+    optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+    losses_of(net, optimizer, range(2), alone=False)
+    state: Any = {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
+    codes = state["model"]["0.weight"]
+    assert codes.dtype is torch.uint8 and codes.shape == (300, 96, 1), (codes.dtype, codes.shape)
+    assert type(codes.to_local()) is Tensor
+    folder = two_ranks.folder() / "by hand"
+    dcp.save(state, checkpoint_id=folder)
+    other = on_ranks(network("blockwise"))
+    fresh = optim.AdamW(other.parameters(), lr=1e-2, preset="lean")
+    held: Any = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, fresh)}
+    dcp.load(held, checkpoint_id=folder)
+    set_model_state_dict(other, held["model"])
+    set_optimizer_state_dict(other, fresh, held["optimizer"])
+    ours = everything(net, optimizer)
+    for key, value in everything(other, fresh).items():
+        assert_bitwise(layout.local(value), layout.local(ours[key]), key)
+    expected = losses_of(net, optimizer, range(2, 4), alone=False)
+    assert losses_of(other, fresh, range(2, 4), alone=False) == expected
+
+
+def made_on_meta(rank: int) -> None:
+    """And loaded in parts."""
+    folder = two_ranks.folder() / "for meta"
+    net = on_ranks(network("tensorwise"))
+    dcp.save({"model": net.state_dict()}, checkpoint_id=folder)
+    with torch.device("meta"):
+        other = network("tensorwise")
+    on_ranks(other).to_empty(device="cpu")
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    for of in (net, other):
+        optimizer = optim.AdamW(of.parameters(), lr=1e-2, preset="lean")
+        # What a layer kept of its first values is no part of a checkpoint.
+        qt.drop_initial_value(of)
+        of.losses = losses_of(of, optimizer, range(2), alone=False)
+    assert net.losses == other.losses
+
+
+def policies(rank: int) -> None:
+    """Outputs and gradients are those of one process in that dtype; codes and what they stand for stay."""
+    low, full = torch.bfloat16, torch.float32
+    x = torch.randn(8, 96, generator=torch.Generator().manual_seed(1))
+    for computed, reduced in ((low, full), (low, None), (None, low)):
+        whole = network("mxfp8", dtype=computed or full)
+        net = on_ranks(network("mxfp8"), mp_policy=MixedPrecisionPolicy(computed, reduced))
+        optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="balanced")
+        y, expected = net(x), whole(x.to(computed or full))
+        assert_bitwise(y, expected, f"{computed}, {reduced}")
+        (y.float().square().sum() * float(rank == 0)).backward()
+        expected.float().square().sum().backward()
+        for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
+            place = layout.place(p)
+            wanted = q.grad[place.start[0] :][: place.part[0]].to(low).to(p.dtype)
+            assert_bitwise(p.grad.to_local(), wanted, f"{name}, {computed}, {reduced}")
+        optimizer.step()
+        assert net[0].weight.dtype is full and layout.local(net[0].weight).dtype is torch.float8_e4m3fn
+
+
+def frozen_beside_learning(rank: int) -> None:
+    """In one unit, and at one time or another."""
+    ends = []
+    for alone in (True, False):
+        net = network("mxfp8")
+        net[0].weight.requires_grad_(False)
+        if not alone:
+            gather_quantized(net)
+            fully_shard(net)
+            net.set_gradient_divide_factor(1.0)
+            net.set_force_sum_reduction_for_comms(True)
+        optimizer = optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, preset="lean")
+        losses = losses_of(net, optimizer, range(2), alone)
+        net[2].weight.requires_grad_(False)
+        losses += losses_of(net, optimizer, range(2, 4), alone)
+        net[2].weight.requires_grad_(True)
+        ends.append(losses + losses_of(net, optimizer, range(4, 6), alone))
+    assert ends[1] == ends[0]
+    net[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="was frozen when gather_quantized prepared it: fully_shard would round"):
+        net(torch.ones(4, 96))
+
+
+def not_finite(rank: int) -> None:
+    """NaN in one rank's rows is all ranks' where a scale is of the whole, as in one process; and a step is skipped."""
+    for name in ("tensorwise", "blockwise", "rowwise"):
+        for preset, dtype in (("balanced", torch.bfloat16), ("float32", torch.float32)):
+            scales = []
+            for alone in (True, False):
+                net = network(LEARN[name], dtype=dtype)
+                net = net if alone else on_ranks(net)
+                optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset=preset)
+                losses_of(net, optimizer, range(1), alone)
+                p = net[0].weight
+                p.grad = of_parts(torch.zeros(p.shape, dtype=dtype), p)
+                place = layout.place(p)
+                if place.start[0] <= 299 < place.start[0] + place.part[0]:
+                    # A row that the last rank has.
+                    layout.local(p.grad)[299 - place.start[0], 3] = float("nan")
+                optimizer.step()
+                optimizer.zero_grad()
+                scales.append(net[0].weight_scale)
+            assert scales[0].isnan().any(), name
+            assert_bitwise(scales[1], scales[0], f"{name}, {preset}")
+    net = on_ranks(network("tensorwise"))
+    optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean", nonfinite="skip")
+    before = layout.local(net[0].weight).clone()
+    loss = net(torch.ones(4, 96)).sum() * (float("nan") if rank == 0 else 1.0)
+    loss.backward()
+    optimizer.step()
+    assert int(optimizer.skipped) == 1
+    assert_bitwise(layout.local(net[0].weight), before, "skipped")
+
+
+def other_readers(rank: int) -> None:
+    """Codes serve every recipe, and none."""
+    x = torch.randn(8, 96, generator=torch.Generator().manual_seed(1))
+    for name in ("mxfp8", "tensorwise"):
+        whole, net = network(LEARN[name]), on_ranks(network(LEARN[name]))
+        with qt.autocast(enabled=False):
+            assert_bitwise(net(x), whole(x), name)
+        for each in (whole, net):
+            for i in (0, 2):
+                each[i].recipe = None
+        for recipe in (None, "rowwise", "blockwise"):
+            grads = []
+            for each in (whole, net):
+                with qt.autocast(recipe, enabled=recipe is not None) if recipe else qt.autocast(enabled=False):
+                    y = each(x)
+                (y.square().sum() * float(each is whole or rank == 0)).backward()
+                grads.append((y, each[0].weight.grad, each[0].bias.grad))
+                each.zero_grad()
+            (y, g, b), (ours, dg, db) = grads
+            place = layout.place(net[0].weight)
+            assert_bitwise(ours, y, f"{name} under {recipe}")
+            assert_bitwise(dg.to_local(), g[place.start[0] :][: place.part[0]], f"{name} under {recipe}")
+            assert_bitwise(db.to_local(), b[place.start[0] :][: place.part[0]], f"{name} under {recipe}")
+
+
+def called_by(use: Callable[..., Any]) -> Case:
+    """Whatever calls the layers: a checkpoint that recomputes them, a compiler that leaves them to eager mode."""
+
+    def case(rank: int) -> None:
+        x, ends = torch.randn(8, 96, generator=torch.Generator().manual_seed(1)), []
+        for alone in (True, False):
+            net = network("mxfp8") if alone else on_ranks(network("mxfp8"))
+            inner = nn.Sequential(net)
+            optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+            for _ in range(2):
+                loss = use(inner, x).square().mean()
+                (loss * float(alone or rank == 0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(loss.item())
+        assert ends[0] == ends[1]
+
+    case.__name__ = f"called by {use.__name__}"
+    return case
+
+
+def compiled(net: nn.Module, x: Tensor) -> Any:
+    return torch.compile(net, backend="eager")(x)
+
+
+class Either(nn.Module):
+    """Layers of which each rank uses its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        with qt.quantized_init("tensorwise"):
+            self.layers = nn.ModuleList(qt.Linear(96, 130, recipe="tensorwise") for _ in range(2))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        y: Tensor = self.layers[number](x)
+        return y
+
+
+def weights_that_a_rank_does_not_use(rank: int) -> None:
+    """fully_shard may take zeros for their gradients."""
+    x, ends = torch.ones(4, 96), []
+    for alone in (True, False):
+        net: Any = Either()
+        if not alone:
+            gather_quantized(net)
+            fully_shard(net)
+            net.set_reduce_scatter_unused_params(True)
+            net.set_gradient_divide_factor(1.0)
+            net.set_force_sum_reduction_for_comms(True)
+        optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+        for _ in range(2):
+            for number in (0, 1) if alone else (rank,):
+                net(x, number).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append((net, everything(net, optimizer)))
+    assert_parts(ends[1][0], ends[1][1], ends[0][1], "unused")
+
+
+def wrong_hands(rank: int) -> None:
+    """What takes codes for numbers says so."""
+    net = on_ranks(network("tensorwise"))
+    weight: Any = net[0].weight
+    with pytest.raises(ValueError, match="takes the weight of 0 for numbers, and it exists only in codes"):
+        weight.to_local().norm()
+    with pytest.raises(ValueError, match="takes the weight of 0 for numbers"), torch.no_grad():
+        weight.copy_(of_parts(torch.ones(weight.shape), weight))
+    with pytest.raises(ValueError, match="takes the weight of 0 for numbers"):
+        nn.init.zeros_(weight)
+    stranger = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(4, 96)).sum().backward()
+    with pytest.raises(ValueError, match="SGD was given a weight that exists only in eight bits"):
+        stranger.step()
+    with pytest.raises(ValueError, match="Muon needs whole matrices"):
+        optim.Muon([weight])
+    with pytest.raises(ValueError, match="'msamp' has one scale for all of it"):
+        optim.AdamW([weight], preset="msamp")
+    with pytest.raises(ValueError, match="codes that are sharded over"):
+        storing.decode(net[0], {}, "0.", {})
+    plain = network("tensorwise")
+    fully_shard(plain)
+    with pytest.raises(ValueError, match="was given to fully_shard as it is, which rounds gradients to its dtype"):
+        optim.AdamW(plain.parameters())
+
+
+def two_models(rank: int) -> None:
+    """Trained by turns, and by one optimizer."""
+    ends = []
+    for alone in (True, False):
+        nets = [network("tensorwise"), network("blockwise", LOW)]
+        if not alone:
+            nets = [on_ranks(net) for net in nets]
+        parameters = [p for net in nets for p in net.parameters()]
+        optimizer = optim.AdamW(parameters, lr=1e-2, preset="lean")
+        losses = []
+        for step in range(3):
+            for net in nets[: 1 + step % 2]:
+                x = torch.randn(8, net[0].in_features, generator=torch.Generator().manual_seed(step))
+                loss = net(x).square().mean()
+                (loss * float(alone or rank == 0)).backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(losses)
+    assert ends[0] == ends[1]
+
+
+def a_backward_that_fails(rank: int) -> None:
+    """Leaves a model that steps on."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            raise RuntimeError("meant")
+
+    net = on_ranks(network("tensorwise"))
+    optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+    first = losses_of(net, optimizer, range(1), alone=False)
+    with pytest.raises(RuntimeError, match="meant"):
+        Fails.apply(net(torch.ones(4, 96))).sum().backward()  # type: ignore[no-untyped-call]
+    net.reshard()
+    optimizer.zero_grad()
+    net2 = on_ranks(network("tensorwise"))
+    optimizer2 = optim.AdamW(net2.parameters(), lr=1e-2, preset="lean")
+    assert losses_of(net2, optimizer2, range(1), alone=False) == first
+    again = losses_of(net, optimizer, range(1, 3), alone=False)
+    assert again == losses_of(net2, optimizer2, range(1, 3), alone=False)
+
+
+def a_step_that_one_rank_skips(rank: int) -> None:
+    """The other one says what it asked for in vain."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    net = network("blockwise")
+    gather_quantized(net)
+    fully_shard(net, mesh=DeviceMesh.from_group(group, "cpu"))
+    optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+    net(torch.ones(4, 96)).sum().backward()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"asked the others for amaxes of weights in codes.* in vain"):
+            optimizer.step()
+
+
+SPECIAL: list[Case] = [
+    *(bytes_and_collectives, a_rank_holds_its_rows, torchs_own_state_dicts, made_on_meta, policies),
+    *(frozen_beside_learning, not_finite, other_readers, called_by(qt.checkpoint), weights_that_a_rank_does_not_use),
+    *(wrong_hands, two_models, a_backward_that_fails),
+]
+CASES: dict[int, list[Case]] = {
+    2: [
+        *(learns(name, "lean") for name in LEARN),
+        *(learns(name, "balanced", steps=2) for name in LEARN),
+        learns("tensorwise", "lean", micro=2),
+        learns("mxfp8", "lean", steps=2, reshard_after_forward=False),
+        *(goes_on("tensorwise", "lean"), goes_on("blockwise", "balanced")),
+        *SPECIAL,
+    ],
+    3: [
+        *(learns(name, "lean", sizes=LOW) for name in ("tensorwise", "blockwise", "rowwise", "mxfp8, 2-D")),
+        *(
+            learns(name, "lean", rule, steps=2)
+            for name in ("tensorwise", "blockwise")
+            for rule in (optim.Lion, optim.SGD)
+        ),
+        learns("rowwise", "lean", optim.SGD, steps=2),
+        learns("tensorwise", "exact", steps=2),
+        learns("blockwise", "coat", optim.Adam, steps=2),
+    ],
+    4: [
+        *(learns(name, "lean", steps=2) for name in ("tensorwise", "blockwise", "mxfp8, 2-D", "mxfp8")),
+        *(learns(name, "lean", steps=2, hsdp=True) for name in ("tensorwise", "mxfp8, 2-D")),
+    ],
+}
+RULES = (optim.AdamW, optim.Adam, optim.Lion, optim.SGD)
+#: Every recipe, preset and rule, in twenty steps.
+SLOW: dict[int, list[Case]] = {
+    ranks: [
+        *(learns(n, preset, steps=ALL_STEPS) for n in LEARN for preset in ("lean", "balanced", "float32", "exact")),
+        *(learns(n, "lean", rule, steps=ALL_STEPS, sizes=LOW) for n in LEARN for rule in RULES),
+        *(goes_on(name, preset) for name in LEARN for preset in ("lean", "balanced")),
+    ]
+    for ranks in CASES
+}
+# The last one of two ranks, since no collective follows one that has timed out.
+SLOW[2] += [called_by(compiled), a_step_that_one_rank_skips]
+
+
+@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.ranks
+def test_weights_in_codes_learn_on_ranks(ranks: int, tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, ranks)
+
+
+@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_steps(ranks: int, tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, ranks, slow=True)
+
+
+def test_a_prepared_layer_is_copied_and_moved_as_any_other(tmp_path: Path) -> None:
+    plain, net = network("mxfp8"), network("mxfp8")
+    gathers = gather_quantized(net)
+    assert gathers.stored == ["0", "2"]
+    assert net[0].weight.requires_grad and net[0].weight.dtype is torch.float32
+    assert storing.owner(net[0].weight) is net[0]
+    copied = copy.deepcopy(net)
+    x = torch.ones(4, 96)
+    assert_bitwise(copied(x), plain(x), "a copy is not prepared")
+    assert copied[0].weight.dtype is torch.float8_e4m3fn and storing.owner(copied[0].weight) is copied[0]
+    torch.save(net, tmp_path / "net.pt")
+    assert_bitwise(torch.load(tmp_path / "net.pt", weights_only=False)(x), plain(x), "read again")
+    for key, value in plain.state_dict().items():
+        assert_bitwise(net.state_dict()[key], value, key)
+    assert net.bfloat16()[0].weight.dtype is torch.bfloat16, "what it stands for"
+    net.to("meta")
+    assert net[0].weight.is_meta and net[0].weight.plain.dtype is torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="0 was prepared by gather_quantized and is gathered by no fully_shard"):
+        net(x)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES[two_ranks.world()], slow=SLOW[two_ranks.world()])
