@@ -37,6 +37,7 @@ from quaver.torch.model.huggingface.layer import from_huggingface
 from quaver.torch.model.report.explanation import explain
 from quaver.torch.model.report.report import Report
 from quaver.torch.model.weights.freezing import frozen
+from quaver.torch.model.weights.gradients import weight_gradients
 from quaver.torch.model.weights.quantized import (
     dequantize_weights,
     drop_initial_value,
@@ -112,6 +113,7 @@ __all__ = [
     "token_counts",
     "unpermute",
     "update_bias",
+    "weight_gradients",
     "z_loss",
 ]
 

@@ -73,7 +73,7 @@ def is_given(weight: Any) -> bool:
 
 
 #: Among the gradients that a backward is asked for: one that is needed, but later. A function that gives it may stand
-#: for it, which holds no more than it needs.
+#: for it, which holds no more than it needs, and takes another `dtype` than the weight's.
 LATER: Any = object()
 #: Of the input, the weight and the bias of one layer; of the weight what gives it where it is needed `LATER`.
 Gradients = tuple[Tensor | None, Any, Tensor | None]
@@ -252,11 +252,11 @@ class Call:
                 gt = gq.T
             else:
                 gt = quantize(self, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, True)
-            gives = partial(self._of_weight, gt, kept[0], weight_dtype)
+            gives = partial(self._of_weight, gt, kept[0], dtype=weight_dtype)
             grad_weight = gives if need_weight is LATER else gives()
         return grad_input, grad_weight, grad_bias
 
-    def _of_weight(self, g: Tensor | Quantized, kept: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+    def _of_weight(self, g: Tensor | Quantized, kept: Tensor | Quantized, *, dtype: torch.dtype) -> Tensor:
         """`_wgrad`, the last that backward does for the layer."""
         grad_weight = self._wgrad(g, kept, dtype)
         if not self.traced:

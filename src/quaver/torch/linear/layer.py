@@ -244,7 +244,9 @@ class Linear(Quantizable, nn.Linear):
                 return stored.linear(input, weight, bias, self)
             if training and not compiling and state.weights is not None:
                 kept_weights.look(self, weight)
-            return F.linear(input, weight, bias)
+            if not ambient.takes_weights or compiling or not training or input.dtype not in ops.DTYPES:
+                return F.linear(input, weight, bias)
+            recipe = recipes.get("bf16")
         if weight.__class__ is not nn.Parameter and not compiling:
             if is_foreign(weight):
                 raise ValueError(foreign_sentence(self, weight))

@@ -48,18 +48,21 @@ def _contexts() -> tuple[Log, "_Again"]:
 
 
 class _Again:
-    """The first run's recipe and reads in force."""
+    """The first run's recipe and reads in force, and what has taken gradients of weights from it."""
 
     def __init__(self, log: Log) -> None:
         self.replay = Replay(log)
         self.ambient = ambient.now
+        self.taker = ambient.split if ambient.takes_weights else None
         self.before: list[Any] = []
 
     def __enter__(self) -> None:
-        self.before.append(ambient.now)
+        self.before.append((ambient.now, ambient.split, ambient.takes_weights))
         ambient.now = self.ambient
+        if self.taker is not None:
+            ambient.split, ambient.takes_weights = self.taker, True
         self.replay.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self.replay.__exit__(*error)
-        ambient.now = self.before.pop()
+        ambient.now, ambient.split, ambient.takes_weights = self.before.pop()

@@ -27,6 +27,8 @@ class _Ambient(threading.local):
     #: Where the forward of a pipeline's stage runs: an autograd function and its `apply` to what is called in the place
     #: of that. No compiled code asks for it.
     split: Callable[[type[torch.autograd.Function], Callable[..., Any]], Callable[..., Any]] | None = None
+    #: Whether that takes the gradients of weights away from autograd, of layers that quantize nothing, too.
+    takes_weights = False
 
     def __init__(self) -> None:
         # Dynamo guards on whether an object has an attribute: one of the class alone, which a first autocast sets,

@@ -194,6 +194,9 @@ def bad_input(rank: int) -> None:
     refused("already", twice, Sequence())
     with pytest.raises(ValueError, match="2 ranks cannot share 5 tokens"):
         twice(torch.zeros(5, 8))
+    column = parallelize_module(nn.ModuleDict({"up": qt.Linear(8, 8)}), mesh(), {"up": Column()})
+    with qt.weight_gradients(later=True), pytest.raises(ValueError, match="does not take them; leave it out around"):
+        column["up"](torch.zeros(4, 8))
 
 
 CASES = [

@@ -212,7 +212,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> Any:
             a = transposed(gq, offsets.groups)
         elif wgrad.a is not None:
             a = quantize_features(g, wgrad.a, offsets, setup.noise("grad_output.T"))
-        gives = partial(_by_tokens, a, kept_input, wgrad, setup, ctx.shape, ctx.weight_dtype)
+        gives = partial(_by_tokens, a, kept_input, wgrad, setup, ctx.shape, dtype=ctx.weight_dtype)
         of_weight = gives if need_weight is LATER else gives()
     return of_input, of_weight, None
 
@@ -232,7 +232,7 @@ def _by_rows(
 
 
 def _by_tokens(
-    a: Groups | Tensor, b: Groups | Tensor, gemm: GemmSpec, setup: _Setup, shape: Sequence[int], dtype: torch.dtype
+    a: Groups | Tensor, b: Groups | Tensor, gemm: GemmSpec, setup: _Setup, shape: Sequence[int], *, dtype: torch.dtype
 ) -> Tensor:
     """[groups, n, k], summed over each group's tokens: grad_output.T [n, tokens] by input.T [k, tokens]."""
     # Zeros for groups that have no tokens.

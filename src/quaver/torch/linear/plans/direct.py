@@ -95,16 +95,17 @@ def disturbed(layer: nn.Module) -> bool:
 
 
 def watched(layer: nn.Module) -> bool:
-    """True if counters, recomputation or a selective checkpoint sees what a layer does, or where its backward is split
-    on a GPU, whose kernels write to places of their own again and again; inside backward whether that was so in its
-    last forward, of which this is a recomputation that must save what that saved."""
+    """True if counters, recomputation or a selective checkpoint sees what a layer does, where gradients of weights are
+    taken away, or where its backward is split on a GPU, whose kernels write to places of their own again; inside
+    backward whether that was so in its last forward, of which this is a recomputation that must save what that saved.
+    """
     # `state_of` without a call.
     logs, state = recomputation.state, layer.__dict__["_state"]
     known: bool | None = state.watched
     if logs.replay is None and known is not None and graph_task_id() != -1:
         return known
     now: bool = (
-        (ambient.split is not None and (bool(device.asked) or device_of(layer).type != "cpu"))
+        (ambient.split is not None and _goes_general(layer))
         or counters.active.counters is not None
         or logs.replay is not None
         or bool(logs.writing)
@@ -112,6 +113,11 @@ def watched(layer: nn.Module) -> bool:
     )
     state.watched = now
     return now
+
+
+def _goes_general(layer: nn.Module) -> bool:
+    """Whether the gradient of a weight that waits, or is taken away, is none that a step's kernels give."""
+    return ambient.takes_weights or bool(device.asked) or device_of(layer).type != "cpu"
 
 
 def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module) -> Plan | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from quaver.torch.linear.gemms import LATER
+from quaver.torch.model.weights.gradients import Context
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.operations.selecting import unseen
@@ -72,7 +73,7 @@ class _Forward:
             return apply(*arguments)
         parts = _Parts(function, path, later)
         gate = _join(self.inputs[0], _weigh(parts, *(arguments[i] for i in later)))
-        outputs = _enter(_Context(needs), parts, arguments, gate, *(arguments[i] for i in path))
+        outputs = _enter(Context(needs), parts, arguments, gate, *(arguments[i] for i in path))
         node = (outputs[0] if isinstance(outputs, tuple) else outputs).grad_fn
         if node is not None:
             self.leading.add(node)
@@ -116,22 +117,11 @@ class _Parts:
         self.kept: Sequence[Any] | None = None
 
 
-class _Context:
-    """What an autograd function's own forward and backward take for torch's context."""
-
-    def __init__(self, needs: Sequence[Any]) -> None:
-        self.needs_input_grad = tuple(needs)
-        self.saved_tensors: Sequence[Any] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-
 class _Inputs(torch.autograd.Function):
     """(a context, parts, a function's arguments, the joint's output, those on the path) to what the function gives."""
 
     @staticmethod
-    def forward(ctx: Any, own: _Context, parts: _Parts, arguments: Sequence[Any], gate: Tensor, *path: Tensor) -> Any:
+    def forward(ctx: Any, own: Context, parts: _Parts, arguments: Sequence[Any], gate: Tensor, *path: Tensor) -> Any:
         outputs = parts.function.forward(own, *arguments)
         ctx.save_for_backward(*own.saved_tensors)
         own.saved_tensors = ()

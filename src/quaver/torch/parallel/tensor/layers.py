@@ -31,6 +31,7 @@ from quaver.torch.parallel.tensor.products.normed import Layer, NormedInParts
 from quaver.torch.parallel.tensor.tokens import bare, local_parameters, tokens_of
 from quaver.torch.parallel.tensor.words.loss import loss_over_ranks
 from quaver.torch.state.buffers import prepare
+from quaver.torch.state.context import ambient
 
 
 def layout_of(layer: nn.Module) -> Layout | None:
@@ -139,6 +140,11 @@ def _asked(layer: Any, input: Tensor) -> Asked:
         ValueError: an input that does not fit, with what to do.
     """
     layout: Any = layout_of(layer)
+    if ambient.takes_weights and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name_of(layer)} is in parts by {layout.name}, whose gradients go to autograd: weight_gradients does not "
+            "take them; leave it out around this layer"
+        )
     weights, biases = pieces.of(layer, "weight"), pieces.of(layer, "bias")
     if not weights or any(getattr(each, "device_mesh", None) is None for each in weights):
         raise ValueError(

@@ -48,14 +48,19 @@ def has_ranks(group: Any) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
+def active_wrapper() -> Any:
+    """The DistributedDataParallel whose forward runs; None outside of one. Private to torch."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
 def refuse_join() -> None:
     """Refuse a forward within DistributedDataParallel's `join()`.
 
     Raises:
         ValueError: with what to do. A rank whose data has ended stands in for gradients alone, and reduces no maxima.
     """
-    # Private to torch: without it such a rank and the others meet in collectives of different sizes.
-    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    # Without it such a rank and the others meet in collectives of different sizes.
+    wrapper = active_wrapper()
     config = getattr(wrapper, "_join_config", None)
     if config is not None and config.enable:
         raise ValueError(
