@@ -218,6 +218,24 @@ def test_counters_see_each_operand_once(recipe: str) -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_norms_output_is_given_too(recipe: str, activation: str) -> None:
+    mlp = qt.LayerNormMLP(64, 96, activation, return_normalized=True)
+    plain = twin(mlp)
+    plain.return_normalized = False
+    runs = []
+    for layer in (mlp, plain):
+        x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with qt.autocast(recipe):
+            y = layer(x)
+            y = y if layer is mlp else (y, layer.norm(x))
+        (y[0] * 2 + y[1]).sum().backward()
+        runs.append([*y, x.grad, *(p.grad for p in layer.parameters())])
+    for one, other in zip(*runs, strict=True):
+        assert_close("both ways", one, other, 1e-6)
+
+
 def test_bad_input_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="did you mean 'swiglu'"):
         qt.MLP(8, 16, "swigl")

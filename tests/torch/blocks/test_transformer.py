@@ -54,6 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope": True,
     },
     "DeepSeek-V2 Lite": {"latent": qt.Latent(kv_rank=32, plain_dim=8, rope_dim=16, value_dim=12), "rope": True},
+    "BLOOM's residual": {"residual_from_norm": True, "alibi": True},
     "ALiBi": {"alibi": True, "residual_scale": 0.5, "fused": False},
     "decoder with memory": {"cross_attention": True, "memory_dim": 24},
 }
@@ -103,6 +104,8 @@ def by_hand(layer: Any, x: Tensor) -> Tensor:
             x = x + s * after(part(x))
         elif layer.norm_position == "post":
             x = after(x + s * part(x))
+        elif layer.residual_from_norm:
+            x = part.norm(x) + s * part(x)[0]  # type: ignore[union-attr]
         else:
             x = x + s * part(x)
     return x
@@ -236,6 +239,7 @@ def test_bad_input_is_a_sentence() -> None:
         ({"drop_path": 0.1, "layout": "thd"}, "no axis of samples"),
         ({"cross_attention": True, "layout": "thd"}, "sequences of one length"),
         ({"normalization": "RMS"}, "no normalization 'RMS'"),
+        ({"residual_from_norm": True, "parallel": True}, "leave norm_position, parallel and latent out"),
     ):
         with pytest.raises(ValueError, match=sentence):
             qt.TransformerLayer(64, 4, 96, **options)
@@ -243,3 +247,42 @@ def test_bad_input_is_a_sentence() -> None:
         make("decoder with memory")(torch.randn(2, 5, 64))
     with pytest.raises(ValueError, match="give no memory"):
         make("GPT")(torch.randn(2, 5, 64), torch.randn(2, 5, 64))
+    with pytest.raises(ValueError, match="latent attention takes no window for one call"):
+        make("DeepSeek-V3")(torch.randn(2, 5, 64), window=(1, 0))
+
+
+@pytest.mark.parametrize("kind", ["GPT", "Llama", "Gemma 2", "BLOOM's residual"])
+def test_what_is_given_for_one_call_is_what_a_layer_is_made_with(kind: str) -> None:
+    """Mask type, window and rope, on a layer that was made with others; and the layer's own again after that."""
+    rope = qt.RotaryEmbedding(16, theta=50.0)
+    made = {**KINDS[kind], "rope": False}
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[1, 7:] = True
+    x = torch.randn(2, 9, 64)
+    for asked in (
+        {"mask_type": "none", "window": (-1, -1)},
+        {"mask_type": "padding", "window": (2, 3)},
+        {"window": (2, 0)},
+        {"window": (-1, -1)},
+    ):
+        layer = make(kind)
+        own = layer(x)
+        other = qt.TransformerLayer(64, 4, 96, **{**made, **asked, "rope": rope})  # type: ignore[arg-type]
+        other.load_state_dict(layer.state_dict())
+        padded = {"mask": mask} if asked.get("mask_type") == "padding" else {}
+        y = layer(x, rope=rope, **padded, **asked)  # type: ignore[arg-type]
+        assert_bitwise(y, other(x, **padded))
+        assert not torch.equal(y, own)
+        assert_bitwise(layer(x), own)
+        with qt.autocast("mxfp8"):
+            (g,) = torch.autograd.grad(layer(x, rope=rope, **padded, **asked).sum(), layer.mlp.down_proj.weight)  # type: ignore[arg-type]
+            (h,) = torch.autograd.grad(other(x, **padded).sum(), other.mlp.down_proj.weight)
+        assert_bitwise(g, h)
+
+
+def test_a_memory_is_masked_as_one_call_says() -> None:
+    layer, x = make("decoder with memory"), torch.randn(2, 9, 64)
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[:, 3:] = True
+    y = layer(x, MEMORY, memory_mask=(torch.zeros(2, 9, dtype=torch.bool), mask), memory_mask_type="padding")
+    assert_close("output", y, layer(x, MEMORY[:, :3]), 1e-6)

@@ -17,6 +17,7 @@ from quaver.core.options import takes
 from quaver.torch.blocks.norm_linear import PartOptions, Parts
 from quaver.torch.blocks.prologues.activation import Activated, get_activation, option_values
 from quaver.torch.blocks.prologues.norm import normalized_projections
+from quaver.torch.linear.projections import project
 from quaver.torch.state.checkpointing import checkpoint
 from quaver.torch.state.layer import state_of
 
@@ -41,6 +42,8 @@ class MLPArguments(MLPOptions):
     _: KW_ONLY
     # Keep only x for backward.
     recompute: bool = False
+    # Give norm(x), too.
+    return_normalized: bool = False
 
 
 class MLP(Parts):
@@ -57,10 +60,13 @@ class MLP(Parts):
         eight_bit_activations: keep what goes into a gated activation in eight bits too. Outputs are the same;
             docs/blocks/mlp.md has the error of the gradients.
         recompute: keep only x for backward, and make everything else again.
+        return_normalized: give (output, norm(x)) instead of the output.
         recipe, seed: as `quaver.torch.Linear`.
     Submodules: `norm` if there is one; `up_proj`, with `gate_proj`, or `gate_up_proj`; `down_proj`.
     Exact: the codes and scales of the parts called one after the other.
     """
+
+    return_normalized = False
 
     @takes(MLPArguments)
     def __init__(self, options: MLPArguments) -> None:
@@ -69,6 +75,8 @@ class MLP(Parts):
         gated = get_activation(activation).gated
         self.dim, self.activation = dim, activation
         self.recompute = options.recompute
+        if options.return_normalized:
+            self.return_normalized = True
         # What goes into a plain activation is as wide as what comes out, whose codes would be kept beside it.
         narrow = options.eight_bit_activations and gated
         self._prologue = Activated(activation, option_values(activation, options.activation_options or {}), narrow)
@@ -83,21 +91,23 @@ class MLP(Parts):
         self.down_proj = options.linear(hidden, dim)
         self._entrance = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in self._modules]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., dim] to [..., dim]."""
+    def forward(self, x: Tensor) -> Any:
+        """x [..., dim] to [..., dim]; and norm(x) if return_normalized."""
         if not x.dim() or x.shape[-1] != self.dim:
             raise ValueError(
                 f"MLP({self.dim}) got an input of shape {tuple(x.shape)}; its last axis must be {self.dim}"
             )
         if self.recompute and torch.is_grad_enabled():
-            y: Tensor = checkpoint(self._forward, x)
-            return y
+            return checkpoint(self._forward, x)
         return self._forward(x)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor) -> Any:
         parts: Any = self._modules
         entrance = [parts[name] for name in self._entrance]
         then = self._prologue, (parts["down_proj"],)
+        if self.return_normalized:
+            normalized, *inner = normalized_projections(parts["norm"], x, entrance, True)
+            return project(then[0], inner, then[1])[0], normalized
         return normalized_projections(parts["norm"], x, entrance, then=then)[0]
 
     def extra_repr(self) -> str:

@@ -11,8 +11,10 @@ from quaver.core.options import pick, takes
 from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
+from quaver.torch.blocks.attention.inputs.masks import Window
 from quaver.torch.blocks.attention.latent import Latent, LatentAttention, LatentOptions
 from quaver.torch.blocks.attention.multihead import AttentionOptions, MultiheadAttention
+from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.mlp import MLP, MLPOptions
 from quaver.torch.blocks.norm_linear import Parts
 from quaver.torch.blocks.prologues.norm import check_normalization
@@ -56,6 +58,8 @@ class TransformerArguments(AttentionOptions, MLPOptions):
     attention_dropout: float = 0.0
     drop_path: float = 0.0
     residual_scale: float = 1.0
+    # The residual stream goes on from what each part's norm gives.
+    residual_from_norm: bool = False
     # None, "mlp" or "full".
     recompute: str | None = None
 
@@ -73,7 +77,7 @@ class TransformerArguments(AttentionOptions, MLPOptions):
     def of_attention(self) -> dict[str, Any]:
         bias = self.bias if self.attention_bias is None else self.attention_bias
         own = {"normalization": self.entrance, "bias": bias, "dropout": self.attention_dropout}
-        return pick(AttentionOptions, self) | own
+        return pick(AttentionOptions, self) | own | {"return_normalized": self.residual_from_norm}
 
     @property
     def of_latent_attention(self) -> dict[str, Any]:
@@ -93,7 +97,7 @@ class TransformerArguments(AttentionOptions, MLPOptions):
     def of_mlp(self) -> dict[str, Any]:
         bias = self.bias if self.mlp_bias is None else self.mlp_bias
         own = {"normalization": self.entrance, "bias": bias, "recompute": self.recompute == "mlp"}
-        return pick(MLPOptions, self) | own
+        return pick(MLPOptions, self) | own | {"return_normalized": self.residual_from_norm}
 
 
 class TransformerLayer(Parts):
@@ -118,6 +122,8 @@ class TransformerLayer(Parts):
         dropout: of each part's output; attention_dropout: of the probabilities.
         drop_path: probability of leaving a part out of a whole sample (arXiv:1603.09382).
         residual_scale: each part's output is multiplied by it before it is added.
+        residual_from_norm: n + part(n), n = norm(x), in place of x + part(norm(x)): Megatron-LM's and BLOOM's
+            apply_residual_connection_post_layernorm. Of norm_position "pre".
         recompute: make again in backward what is "mlp"'s, or everything ("full"), instead of keeping it.
         recipe, seed: as `quaver.torch.Linear`.
     Submodules: `attention`, `cross_attention`, `mlp`, each with its `norm` inside; `norm` if parallel is True;
@@ -125,6 +131,8 @@ class TransformerLayer(Parts):
     Raises:
         ValueError: options that exclude one another, unknown names.
     """
+
+    residual_from_norm = False
 
     @takes(TransformerArguments)
     def __init__(self, options: TransformerArguments) -> None:
@@ -135,6 +143,8 @@ class TransformerLayer(Parts):
         self.norm_position = options.norm_position
         self.recompute, self.layout = options.recompute, options.layout
         self.dropout, self.drop_path, self.residual_scale = options.dropout, options.drop_path, options.residual_scale
+        if options.residual_from_norm:
+            self.residual_from_norm = True
         dim, heads = options.dim, options.heads
         self.register_module("norm", options.norm(dim) if options.one_norm else None)
         self.attention: MultiheadAttention | LatentAttention
@@ -161,6 +171,10 @@ class TransformerLayer(Parts):
         cu_seqlens: Any = None,
         cache: KVCache | PagedKVCache | None = None,
         layer: int = 0,
+        mask_type: str | None = None,
+        window: Window | None = None,
+        rope: RotaryEmbedding | None = None,
+        memory_mask_type: str | None = None,
     ) -> Tensor:
         """x [B, S, dim], or as the layout, to the same.
 
@@ -168,6 +182,8 @@ class TransformerLayer(Parts):
             memory: what cross attention attends to, laid out as x.
             mask, bias, positions, cu_seqlens, cache, layer: of the self attention; memory_mask of the cross attention.
                 See `MultiheadAttention`.
+            mask_type, window, rope: of the self attention, others than the layer's for this call; memory_mask_type: of
+                the cross attention.
         Raises:
             ValueError: a memory is missing or not wanted; and as the parts.
         """
@@ -180,14 +196,22 @@ class TransformerLayer(Parts):
                 else "this TransformerLayer has cross attention and needs a memory"
             )
         of_attention = {"mask": mask, "bias": bias, "positions": positions, "cu_seqlens": cu_seqlens}
+        others = {"mask_type": mask_type, "window": window, "rope": rope}
+        others = {name: value for name, value in others.items() if value is not None}
+        if others and isinstance(parts["attention"], LatentAttention):
+            raise ValueError(f"latent attention takes no {', '.join(others)} for one call: give them when it is made")
+        of_attention |= others
+        of_memory = {"mask": memory_mask, "mask_type": memory_mask_type}
         if cache is not None:
-            return self._forward(x, memory, memory_mask, {**of_attention, "cache": cache, "layer": layer})
+            return self._forward(x, memory, of_memory, {**of_attention, "cache": cache, "layer": layer})
         if self.recompute == "full" and torch.is_grad_enabled():
-            y: Tensor = checkpoint(self._forward, x, memory, memory_mask, of_attention)
+            y: Tensor = checkpoint(self._forward, x, memory, of_memory, of_attention)
             return y
-        return self._forward(x, memory, memory_mask, of_attention)
+        return self._forward(x, memory, of_memory, of_attention)
 
-    def _forward(self, x: Tensor, memory: Tensor | None, memory_mask: Any, of_attention: dict[str, Any]) -> Tensor:
+    def _forward(
+        self, x: Tensor, memory: Tensor | None, of_memory: dict[str, Any], of_attention: dict[str, Any]
+    ) -> Tensor:
         parts: Any = self._modules
         attention, mlp = parts["attention"], parts["mlp"]
         if self.parallel:
@@ -197,13 +221,20 @@ class TransformerLayer(Parts):
                 x, h = _branches(x)
                 left, right = _branches(parts["norm"](h))
             return self._add(x, _sum(attention(left, **of_attention), mlp(right)), "")
-        x, h = _branches(x)
-        x = self._add(x, attention(h, **of_attention), "attention_post_norm")
+        x = self._after("attention", x, **of_attention)
         if memory is not None:
+            x = self._after("cross_attention", x, memory, **of_memory)
+        return self._after("mlp", x)
+
+    def _after(self, name: str, x: Tensor, *memory: Tensor, **options: Any) -> Tensor:
+        """The residual stream after a part that reads it."""
+        part: Any = self._modules[name]
+        if self.residual_from_norm:
+            y, x = part(x, *memory, **options)
+        else:
             x, h = _branches(x)
-            x = self._add(x, parts["cross_attention"](h, memory, mask=memory_mask), "cross_attention_post_norm")
-        x, h = _branches(x)
-        return self._add(x, mlp(h), "mlp_post_norm")
+            y = part(h, *memory, **options)
+        return self._add(x, y, f"{name}_post_norm")
 
     def _add(self, x: Tensor, y: Tensor, norm: str) -> Tensor:
         """A part's output joins the residual stream."""
@@ -254,6 +285,10 @@ def _check(options: TransformerArguments) -> None:
         raise ValueError("a parallel TransformerLayer normalizes before its parts and has no cross attention")
     if norm_position != "pre" or options.one_norm:
         check_normalization(options.normalization)
+    if options.residual_from_norm and (norm_position != "pre" or parallel or options.latent is not None):
+        raise ValueError(
+            "residual_from_norm goes on from the norm before each part: leave norm_position, parallel and latent out"
+        )
     if options.latent is not None:
         others = {f.name for f in fields(AttentionOptions)} - LATENT - {"fused"}
         plain = AttentionOptions()

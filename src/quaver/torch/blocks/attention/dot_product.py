@@ -111,15 +111,20 @@ class DotProductAttention(nn.Module):
         bias: Tensor | None = None,
         cu_seqlens: CuSeqlens | None = None,
         mask_type: str | None = None,
+        window: Window | None = None,
     ) -> Tensor:
         """Attention of q on k and v, in the module's layout; see `quaver.torch.blocks.attention.attention`.
 
         Args:
             mask_type: another than the module's for this call, as when keys are cached and queries are the last ones.
+            window: likewise; (-1, -1) is none.
         """
-        return self.attend(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, **self.options(q, k, v, mask_type))
+        options = self.options(q, k, v, mask_type, window)
+        return self.attend(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, **options)
 
-    def options(self, q: Tensor, k: Tensor, v: Tensor, mask_type: str | None = None) -> dict[str, Any]:
+    def options(
+        self, q: Tensor, k: Tensor, v: Tensor, mask_type: str | None = None, window: Window | None = None
+    ) -> dict[str, Any]:
         """What the module adds to a call of `attention`. Raises: ValueError for heads that are not its own."""
         self._check_heads(q, k, v)
         recipe = in_force(self.recipe)
@@ -127,7 +132,7 @@ class DotProductAttention(nn.Module):
             recipe = recipe_in_force(self.recipe)
         return {
             "mask_type": self.mask_type if mask_type is None else mask_type,
-            "window": self.window,
+            "window": self.window if window is None else window,
             "chunk": self.chunk,
             "alibi_slopes": alibi_slopes(self.heads, q.device) if self.alibi else None,
             "sinks": OFF_BY_ONE if self.off_by_one else self._parameters["sinks"],
@@ -144,12 +149,21 @@ class DotProductAttention(nn.Module):
             self.recipe = recipes.get(self.recipe)
 
     def check(
-        self, batch: int, queries: int, keys: int, mask: Mask | None, bias: Tensor | None, cu_seqlens: CuSeqlens | None
+        self,
+        batch: int,
+        queries: int,
+        keys: int,
+        mask: Mask | None,
+        bias: Tensor | None,
+        cu_seqlens: CuSeqlens | None,
+        mask_type: str | None = None,
+        window: Window | None = None,
     ) -> None:
         """Raise the ValueError that `forward` would, for callers with work to do before."""
         shape = (batch, self.heads, queries, keys)
         ragged = ragged_of(self.layout, cu_seqlens, queries, keys)
-        check_mask(self.mask_type, mask, self.window, shape, ragged is not None)
+        mask_type, window = mask_type or self.mask_type, self.window if window is None else window
+        check_mask(mask_type, mask, window, shape, ragged is not None)
         if bias is not None:
             check_fits("bias", bias, shape)
 

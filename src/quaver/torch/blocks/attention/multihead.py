@@ -1,6 +1,7 @@
 """Multi-head attention with everything around it: norm, projections, rotary positions, and the projection out."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.attention.cache.contiguous import KVCache
 from quaver.torch.blocks.attention.cache.paged import PagedKVCache
 from quaver.torch.blocks.attention.dot_product import CoreOptions, DotProductAttention
+from quaver.torch.blocks.attention.inputs.masks import Window
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.positions import positions_of, tempered
 from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
@@ -56,6 +58,8 @@ class AttentionArguments(AttentionOptions):
     out: int | None = None
     # Features of the memory that keys and values are made of; None has no memory.
     memory_dim: int | None = None
+    # Give norm(x), too.
+    return_normalized: bool = False
 
 
 class MultiheadAttention(Parts):
@@ -80,6 +84,7 @@ class MultiheadAttention(Parts):
         qk_norm_scope: a row of `QK_NORM_SCOPES`: whose features are normalized, and by which gamma.
         mask_type, window, chunk, scale, soft_cap, dropout, sinks, alibi, layout: as `DotProductAttention`.
         normalization: of x, before the projections; with eps, zero_centered and norm_bias.
+        return_normalized: give (output, norm(x)) instead of the output.
         recipe, seed: as `quaver.torch.Linear`; a recipe's `attention` quantizes the products of attention too.
     Submodules: `norm` if there is one, the projections, `q_norm` and `k_norm` if there are, `core`, `o_proj`.
     Raises:
@@ -88,6 +93,8 @@ class MultiheadAttention(Parts):
         "L2" after the rotation is Llama 4's (transformers' Llama4TextL2Norm), and so is the temperature, of layers
         without rope (arXiv:2501.19399).
     """
+
+    return_normalized = False
 
     @takes(AttentionArguments)
     def __init__(self, options: AttentionArguments) -> None:
@@ -101,6 +108,8 @@ class MultiheadAttention(Parts):
         self.register_module("position_bias", options.position_bias)
         self.layout, self.qk_norm_after_rope = options.layout, options.qk_norm_after_rope
         self.temperature, self.qk_norm_scope = options.temperature, options.qk_norm_scope
+        if options.return_normalized:
+            self.return_normalized = True
         self.dim, self.memory_dim, self.cross = dim, memory_dim, memory_dim is not None
         self.register_module("norm", options.norm(dim))
         widths = {"q_proj": heads * wide, "k_proj": groups * wide, "v_proj": groups * narrow}
@@ -130,7 +139,10 @@ class MultiheadAttention(Parts):
         cu_seqlens: Any = None,
         cache: KVCache | PagedKVCache | None = None,
         layer: int = 0,
-    ) -> Tensor:
+        mask_type: str | None = None,
+        window: Window | None = None,
+        rope: RotaryEmbedding | None = None,
+    ) -> Any:
         """Attend from x to itself, or to a memory.
 
         Args:
@@ -141,8 +153,9 @@ class MultiheadAttention(Parts):
             cache: earlier tokens' keys and values, which the new ones join; a causal mask aligns the last query with
                 the last key. Layout "bshd".
             layer: this layer's place in the cache.
+            mask_type, window, rope: others than the module's, for this call; a window (-1, -1) is none.
         Returns:
-            x's shape, with `out` features.
+            x's shape, with `out` features; and norm(x) if return_normalized.
         Raises:
             ValueError: a memory is missing or not wanted; a cache with a memory or another layout.
         """
@@ -158,28 +171,29 @@ class MultiheadAttention(Parts):
         if cache is not None:
             if self.cross:
                 raise ValueError("a cache holds keys and values of x itself, and this attention has a memory")
-            check_cached(self.core, self.layout, x, mask, cache)
-        elif mask is not None or bias is not None or cu_seqlens is not None:
+            check_cached(self.core, self.layout, x, mask, cache, mask_type, window)
+        elif any(each is not None for each in (mask, bias, cu_seqlens, mask_type, window)):
             where = 1 if self.layout == "bshd" else 0
             batch = 1 if self.layout == "thd" else x.shape[1 - where]
             keys = (x if memory is None else memory).shape[where]
-            self.core.check(batch, x.shape[where], keys, mask, bias, cu_seqlens)
+            self.core.check(batch, x.shape[where], keys, mask, bias, cu_seqlens, mask_type, window)
         parts: Any = self._modules
+        rope = parts["rope"] if rope is None else rope
         before = 0 if cache is None else cache.offset
         offset = before if positions is None else 0
-        q, k, v = self._turned(self._project(x, memory, cu_seqlens), positions, cu_seqlens, offset)
+        normalized, *projected = self._project(x, memory, cu_seqlens, rope)
+        q, k, v = self._turned(projected, positions, cu_seqlens, offset, rope)
         if self.temperature is not None:
             ends = cu_seqlens[0] if isinstance(cu_seqlens, tuple) else cu_seqlens
             q = tempered(q, positions_of(q, self.layout, positions, offset, ends), *self.temperature)
-        mask_type = None
         if cache is not None:
             k, v = cache.update(layer, k, v)
-            mask, mask_type = cache.mask(mask, self.core.mask_type, q.shape[1])
+            mask, mask_type = cache.mask(mask, mask_type or self.core.mask_type, q.shape[1])
         if parts["position_bias"] is not None:
             bias = self._with_position_bias(q, k, bias, before)
-        y = parts["core"](q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, mask_type=mask_type)
-        projected: Tensor = parts["o_proj"](y.flatten(-2))
-        return projected
+        y = parts["core"](q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, mask_type=mask_type, window=window)
+        output: Tensor = parts["o_proj"](y.flatten(-2))
+        return (output, normalized) if self.return_normalized else output
 
     def _with_position_bias(self, q: Tensor, k: Tensor, bias: Tensor | None, before: int | Tensor) -> Tensor:
         parts: Any = self._modules
@@ -187,18 +201,22 @@ class MultiheadAttention(Parts):
         own: Tensor = parts["position_bias"](q.shape[tokens], k.shape[tokens], before)
         return own if bias is None else own + bias
 
-    def _project(self, x: Tensor, memory: Tensor | None, cu_seqlens: Any) -> tuple[Tensor, ...]:
-        """q, k and v, each [..., its heads, its features of a head]; or one tensor of all heads, which `rope` parts."""
+    def _project(
+        self, x: Tensor, memory: Tensor | None, cu_seqlens: Any, rope: RotaryEmbedding | None
+    ) -> tuple[Tensor, ...]:
+        """norm(x), or x where nothing asks for that; q, k and v, each [..., its heads, its features of a head], or one
+        tensor of all heads, which `rope` parts."""
         parts: Any = self._modules
         names, sizes = list(self._parts), parts["core"].sizes
-        if memory is None:
-            outputs = normalized_projections(parts["norm"], x, [parts[name] for name in names])
-        else:
-            outputs = normalized_projections(parts["norm"], x, [parts[names[0]]])
+        first = [parts[name] for name in (names if memory is None else names[:1])]
+        outputs = normalized_projections(parts["norm"], x, first, self.return_normalized)
+        if self.return_normalized:
+            x, outputs = outputs[0], outputs[1:]
+        if memory is not None:
             outputs += normalized_projections(None, memory, [parts[name] for name in names[1:]])
-        turned = len(names) < 3 and parts["rope"] is not None and parts["q_norm"] is None
+        turned = len(names) < 3 and rope is not None and parts["q_norm"] is None
         if turned and len(names) == 1 and sizes[0][1] == sizes[2][1] and not isinstance(cu_seqlens, tuple):
-            return (outputs[0].unflatten(-1, (-1, sizes[0][1])),)
+            return x, outputs[0].unflatten(-1, (-1, sizes[0][1]))
         if len(names) < 3:
             widths = (self._parts[name] for name in names)
             split = (y.split(of, -1) if len(of) > 1 else (y,) for y, of in zip(outputs, widths, strict=True))
@@ -208,13 +226,12 @@ class MultiheadAttention(Parts):
         if turned and torch.is_grad_enabled():
             # Of a fused projection backward will need v alone: a copy lets the rest go.
             v = v.contiguous()
-        return q, k, v
+        return x, q, k, v
 
     def _turned(
-        self, projected: tuple[Tensor, ...], positions: Tensor | None, cu_seqlens: Any, offset: int | Tensor
+        self, projected: Sequence[Tensor], positions: Tensor | None, cu_seqlens: Any, offset: int | Tensor, rope: Any
     ) -> tuple[Tensor, ...]:
-        parts: Any = self._modules
-        rope, normalize = parts["rope"], parts["q_norm"] is not None
+        normalize = self._modules["q_norm"] is not None
         of_queries, of_keys = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
         where = {"positions": positions, "offset": offset, "layout": self.layout}
         if len(projected) == 1:
@@ -275,16 +292,25 @@ def check_input(module: Any, x: Tensor) -> None:
         )
 
 
-def check_cached(core: DotProductAttention, layout: str, x: Tensor, mask: Any, cache: KVCache | PagedKVCache) -> None:
+def check_cached(
+    core: DotProductAttention,
+    layout: str,
+    x: Tensor,
+    mask: Any,
+    cache: KVCache | PagedKVCache,
+    mask_type: str | None = None,
+    window: Window | None = None,
+) -> None:
     """Refuse, before the cache has taken anything, what does not go with one."""
     if layout != "bshd":
         raise ValueError("a cache holds keys and values of x itself in layout 'bshd'")
-    if "causal" not in core.mask_type and (core.window is not None or core.chunk is not None or core.alibi):
+    mask_type, window = mask_type or core.mask_type, core.window if window is None else window
+    if "causal" not in mask_type and (window is not None or core.chunk is not None or core.alibi):
         raise ValueError(
             "with a cache queries stand at the last keys, and a window, chunks or ALiBi with mask_type "
-            f"{core.mask_type!r} count from the first; make the layer with mask_type='causal'"
+            f"{mask_type!r} count from the first; make the layer with mask_type='causal'"
         )
-    cache.check_mask(mask, core.mask_type, (x.shape[0], x.shape[1]))
+    cache.check_mask(mask, mask_type, (x.shape[0], x.shape[1]))
 
 
 def head_sizes(dim: int, heads: int, head_dim: int | tuple[int, int] | None) -> tuple[int, int]:
