@@ -92,6 +92,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "graph"),
         "weights",
     ),
+    "quaver.torch.model.weights": ("freezing", "gradients", "state_dicts", "quantized", "serving"),
     "quaver.torch.parallel": (
         *("traffic", "alike", "wire", "quantized", "tensor", "fsdp", "context", "pipeline", "checkpoint"),
     ),

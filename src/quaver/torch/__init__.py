@@ -45,6 +45,7 @@ from quaver.torch.model.weights.quantized import (
     quantize_weights,
     quantized_init,
 )
+from quaver.torch.model.weights.serving.exporting import export
 from quaver.torch.model.weights.state_dicts import load_scaling_state_dict, plain_state_dict, scaling_state_dict
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import dequantize, matmul, quantize
@@ -92,6 +93,7 @@ __all__ = [
     "dequantize_weights",
     "drop_initial_value",
     "explain",
+    "export",
     "from_huggingface",
     "frozen",
     "grouped_matmul",

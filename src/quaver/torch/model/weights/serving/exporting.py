@@ -1,0 +1,224 @@
+"""`quaver.torch.export`: the codes that training multiplies by, in the files that servers read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.spec import QuantSpec
+from quaver.core.text.spelling import check_name
+from quaver.torch.model.reach.exchanging import bare_class, original
+from quaver.torch.model.weights.serving.checking import (
+    Check,
+    Written,
+    compare,
+    evaluating,
+    log_probabilities,
+    run,
+    watching_inputs,
+)
+from quaver.torch.model.weights.serving.compressed_tensors import COMPRESSED_TENSORS
+from quaver.torch.model.weights.serving.decoding import Reader, decoded
+from quaver.torch.model.weights.serving.deepseek import DEEPSEEK
+from quaver.torch.model.weights.serving.files import Writing, check_place, safetensors_torch, writing
+from quaver.torch.model.weights.serving.layouts import FileFormat, Inputs, Scheme, Unfit, cut, layout_of
+from quaver.torch.model.weights.serving.modelopt import MODELOPT
+from quaver.torch.model.weights.serving.operands import Held, Parts, take_apart
+from quaver.torch.numerics.quantized import Quantized
+
+FORMATS: dict[str, FileFormat] = {f.name: f for f in (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT)}
+#: Bytes of tensors in a file.
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass
+class Exported:
+    """The result of `export`; printing it says what was written."""
+
+    folder: Path
+    format: str
+    #: Names of layers, as in the checkpoint, by what the format calls them and how the weight was quantized.
+    layers: dict[tuple[str, QuantSpec], list[str]]
+    #: What readers do to the inputs of each of these.
+    reads: dict[tuple[str, QuantSpec], str]
+    #: Bytes of the files of tensors, and what the same tensors have in the dtypes of the model.
+    bytes: int
+    bytes_before: int
+    #: Layers that train quantized and were written in high precision, and why.
+    left: dict[str, str] = field(default_factory=dict)
+    #: What `check` saw.
+    check: Check | None = None
+
+    def __str__(self) -> str:
+        share = f" ({self.bytes / self.bytes_before:.1%})" if self.bytes_before else ""
+        lines = [f"{self.folder}: {self.format}, {self.bytes:,} bytes of {self.bytes_before:,}{share}"]
+        for (name, spec), layers in self.layers.items():
+            lines.append(f"  {len(layers)} weights as {name}, {spec}: {self.reads[name, spec]}")
+        lines += [f"  in high precision though trained quantized: {name} ({why})" for name, why in self.left.items()]
+        return "\n".join([*lines, *([] if self.check is None else [f"  {self.check}"])])
+
+
+def export(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    format: str = "compressed-tensors",
+    check: Any = None,
+    calibrate: Any = None,
+    high_precision: Sequence[str] = (),
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """Write the codes and scales that a model's forward multiplies by into files that servers read.
+
+    Embeddings, norms, biases and the head stay in the model's dtype; names are those of the unconverted model's
+    checkpoint. The model is not changed. A tokenizer is not the model's: save it into the same folder.
+
+    Args:
+        model: converted, or of `quaver.torch` layers, inside the autocast that it trains under; of any size, on one
+            device or several, not in parts on ranks.
+        folder: a new one, or an empty one; it appears whole or not at all.
+        format: "compressed-tensors", "deepseek" or "modelopt".
+        check: inputs of the model, a tensor, a tuple or a dict: the files are read again, and the divergence of the
+            next token's distribution from the model's own forward is reported.
+        calibrate: inputs that tell the largest magnitude of each layer's input, for formats that store its scale.
+        high_precision: patterns of names of layers whose weights to write in high precision, though they are trained
+            quantized.
+        shard_bytes: of tensors in a file, at most.
+    Returns:
+        What was written; printing it says so.
+    Raises:
+        ValueError: a format that cannot hold the codes of a layer (with those that can), a weight that is not finite,
+            not here, or in parts, a place that is taken or cannot be written; all before the folder appears.
+        ModuleNotFoundError: safetensors is not installed.
+    Exact: what is read from the files is what fprop's GEMM consumes, bit for bit; each weight is read again and
+        compared before it is written.
+    """
+    check_name("format of exported files", format, FORMATS)
+    folder, kind = Path(folder), FORMATS[format]
+    safetensors_torch()
+    check_place(folder)
+    parts = take_apart(model, high_precision)
+    seen: Mapping[nn.Module, float] = {}
+    if calibrate is not None:
+        with evaluating(model), watching_inputs(model) as seen:
+            run(model, calibrate)
+    known = [one.inputs(seen) for one in parts.held]
+    plan: list[Written] = [(one, _scheme(kind, one, k), k) for one, k in zip(parts.held, known, strict=True)]
+    trained = None if check is None else log_probabilities(model, check)
+    before = 0
+    with writing(folder, shard_bytes) as files:
+        for name, tensor in parts.plain.items():
+            files.add(name, tensor)
+            before += _bytes(tensor)
+        for one, scheme, of_inputs in plan:
+            before += _write(files, kind, one, scheme, of_inputs)
+        _describe(files, kind, model, parts, plan)
+    result = _told(folder, kind, parts, plan, files.total, before)
+    if trained is not None:
+        result.check = compare(model, check, trained, plan, Reader(folder))
+    return result
+
+
+def _scheme(kind: FileFormat, one: Held, known: Inputs) -> Scheme:
+    """How a format holds a weight.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        return kind.scheme(layout_of(one.spec), one.spec, known)
+    except Unfit as error:
+        raise _refused(kind, one, known, error) from error
+
+
+def _refused(kind: FileFormat, one: Held, known: Inputs, error: Unfit) -> ValueError:
+    others = [other.name for other in FORMATS.values() if other is not kind and _holds(other, one, known)]
+    way = f"use format={' or '.join(map(repr, others))}" if others else "no format of another name holds it either"
+    layer = one.name.removesuffix(".weight")
+    return ValueError(
+        f"{kind.name!r} cannot hold the codes of {layer}: {error}; {way}, or write it in high precision with "
+        f"high_precision=[{layer!r}]"
+    )
+
+
+def _holds(kind: FileFormat, one: Held, known: Inputs) -> bool:
+    try:
+        kind.scheme(layout_of(one.spec), one.spec, known)
+    except Unfit:
+        return False
+    return True
+
+
+def _write(files: Writing, kind: FileFormat, one: Held, scheme: Scheme, known: Inputs) -> int:
+    """Write a weight's pieces, each read again first. Returns the bytes that it has in the model's dtype."""
+    q = one.operand()
+    if not bool(q.scales().isfinite().all()):
+        raise ValueError(f"{one.name} holds infinities or NaN: what is served would be NaN; export an earlier state")
+    for piece in one.pieces:
+        try:
+            part = cut(q, piece.start, piece.stop)
+            tensors = kind.tensors(part, scheme, known)
+        except Unfit as error:
+            raise _refused(kind, one, known, error) from error
+        _prove(piece.prefix, part, tensors, kind)
+        for suffix, tensor in tensors.items():
+            files.add(piece.prefix + suffix, tensor)
+    dtype = one.layer.weight_dtype or one.layer.get_parameter(one.last).dtype
+    return q.shape[0] * q.shape[1] * dtype.itemsize
+
+
+def _prove(name: str, q: Quantized, tensors: Mapping[str, Tensor], kind: FileFormat) -> None:
+    """Read a weight from its tensors and compare every bit."""
+    method = {"deepseek": "fp8"}.get(kind.name, kind.name)
+    read = decoded({suffix: tensor.cpu() for suffix, tensor in tensors.items()}, method).dense()
+    wrong = int((read.view(torch.int32) != q.dequantize().cpu().contiguous().view(torch.int32)).sum())
+    if wrong:
+        raise ValueError(
+            f"{name}weight in {kind.name!r} would be read as other numbers in {wrong} of {read.numel()} places: its "
+            "scales are out of the range in which the format's products are exact; write it in high precision with "
+            f"high_precision=[{name.rstrip('.')!r}]"
+        )
+
+
+def _describe(files: Writing, kind: FileFormat, model: nn.Module, parts: Parts, plan: Sequence[Written]) -> None:
+    """config.json and what else lies beside the tensors."""
+    schemes = {piece.prefix.rstrip("."): scheme for one, scheme, _ in plan for piece in one.pieces}
+    own: Any = getattr(model, "config", None)
+    config: dict[str, Any] = {}
+    if hasattr(own, "to_json_string"):
+        config = json.loads(own.to_json_string())
+        config["architectures"] = [(original(bare_class(model)) or type(model)).__name__]
+        if getattr(own, "tie_word_embeddings", False) and any(one.name in _tied(model) for one, _, _ in plan):
+            config["tie_word_embeddings"] = False
+    elif isinstance(own, dict):
+        config = dict(own)
+    config["quantization_config"] = kind.configuration(schemes, parts.matrices)
+    files.json("config.json", config)
+    for name, content in kind.beside(schemes, parts.matrices).items():
+        files.json(name, content)
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files.json("generation_config.json", json.loads(generation.to_json_string()))
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Names that a model of transformers ties to others."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def _told(folder: Path, kind: FileFormat, parts: Parts, plan: Sequence[Written], total: int, before: int) -> Exported:
+    layers: dict[tuple[str, QuantSpec], list[str]] = {}
+    reads = {}
+    for one, scheme, _ in plan:
+        key = scheme.name, scheme.weight
+        layers.setdefault(key, []).extend(piece.prefix.rstrip(".") for piece in one.pieces)
+        reads[key] = scheme.reads
+    return Exported(folder, kind.name, layers, reads, total, before, parts.left)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,251 @@
+"""What a file is to hold of a model: the operands of its GEMMs, and all else in high precision, by checkpoints' names.
+
+Operands come from the very function that fprop calls. Names are those of the unconverted model's checkpoint; a model of
+transformers says itself what these are, and cuts stacked experts apart.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.core.converting.rules import matches
+from quaver.core.spec import QuantSpec, Recipe
+from quaver.torch.linear.gemms import begin, is_given, quantized_weight
+from quaver.torch.linear.layer import Linear, Quantizable
+from quaver.torch.linear.stored import stored
+from quaver.torch.model.reach import experts
+from quaver.torch.model.weights.serving.layouts import Inputs
+from quaver.torch.model.weights.state_dicts import ADDED
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
+from quaver.torch.state.context import in_force
+from quaver.torch.state.history import amax
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of an operand as a checkpoint names them."""
+
+    #: What stands before "weight": the layer's name and a dot.
+    prefix: str
+    start: int
+    stop: int
+
+
+@dataclass
+class Held:
+    """A weight that a GEMM consumes as codes."""
+
+    #: The parameter's name in the model.
+    name: str
+    layer: Quantizable
+    #: What the layer runs under; None where its weight is codes and no recipe is in force.
+    recipe: Recipe | None
+    #: Of stacked experts, whose matrix it is.
+    expert: int | None = None
+    #: Where its rows go.
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def last(self) -> str:
+        """The parameter's name in the layer."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def spec(self) -> QuantSpec:
+        """Of the operand."""
+        spec = None if self.recipe is None else self.recipe.fprop.b
+        spec = spec or self.layer.weight_spec
+        assert spec is not None
+        return spec
+
+    @property
+    def rows(self) -> int:
+        """Features of the output."""
+        if self.expert is None:
+            return int(self.layer.out_features)  # type: ignore[arg-type]
+        return int(self.layer.get_parameter(self.last).shape[1])
+
+    @torch.no_grad()
+    def operand(self) -> Quantized:
+        """The codes and scales [N, K] that fprop's GEMM consumes."""
+        weight: Tensor = self.layer.get_parameter(self.last)
+        if self.expert is not None:
+            assert self.recipe is not None and self.recipe.fprop.b is not None
+            return ops.QUANTIZE(weight[self.expert].detach(), self.recipe.fprop.b)
+        if self.recipe is None or self.recipe.fprop.b is None:
+            return stored.codes(self.layer, weight)
+        dtype = self.layer.weight_dtype or weight.dtype
+        call = begin(self.layer, self.recipe, torch.empty((0, 0), dtype=dtype, device=weight.device), dtype, False)
+        return quantized_weight(call, weight, "fprop", self.recipe.fprop.b)
+
+    def inputs(self, seen: Mapping[nn.Module, float]) -> Inputs:
+        """What is known of the layer's input."""
+        spec = None if self.recipe is None else self.recipe.fprop.a
+        scale = None
+        if spec is not None and self.recipe is not None and self.recipe.delayed is not None:
+            factor = float(self.layer.get_buffer("factor")[amax.INPUT])
+            scale = 1.0 / factor if factor else None
+        return Inputs(spec=spec, scale=scale, amax=seen.get(self.layer))
+
+
+@dataclass
+class Parts:
+    """A model, taken apart."""
+
+    held: list[Held]
+    #: All other tensors by the names of the checkpoint.
+    plain: dict[str, Tensor]
+    #: Layers and experts that train quantized and are written in high precision, and why.
+    left: dict[str, str]
+    #: Linear layers in high precision, by the names of the checkpoint.
+    matrices: list[str]
+
+
+def take_apart(model: nn.Module, high_precision: Sequence[str]) -> Parts:
+    """What a file is to hold of a model.
+
+    Args:
+        high_precision: patterns of names of layers to write in high precision.
+    Raises:
+        ValueError: weights that are not here as they are: on meta, in parts on ranks, made by a parametrization, or of
+            a kind of layer that no format knows; a pattern without a layer; a model without a quantized layer.
+    """
+    held: list[Held] = []
+    left: dict[str, str] = {}
+    used: set[str] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, Quantizable):
+            continue
+        recipe = in_force(module.recipe)
+        if (recipe is None or recipe.fprop.b is None) and module.weight_spec is None:
+            continue
+        patterns = [pattern for pattern in high_precision if matches(pattern, name)]
+        if patterns:
+            used.update(patterns)
+            left[name] = "asked for by name"
+        else:
+            held += _of(module, name, recipe)
+    unused = [pattern for pattern in high_precision if pattern not in used]
+    if unused:
+        raise ValueError(f"no quantized layer has a name that fits {', '.join(map(repr, unused))} (high_precision)")
+    if not held:
+        raise ValueError(
+            "no layer of this model is quantized: call quaver.torch.convert(model, recipe), or export inside the "
+            "quaver.torch.autocast(recipe) that it trains under"
+        )
+    plain = _others(model, {one.name for one in held})
+    matrices = [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear) and f"{name}.weight" in plain
+    ]
+    return _renamed(_writer(model), Parts(held, plain, left, matrices))
+
+
+def _of(module: Quantizable, name: str, recipe: Recipe | None) -> list[Held]:
+    """The weights of a layer, or of its experts."""
+    if experts.is_stack(module):
+        if module.is_transposed:
+            raise _unfit(
+                name, module, "its experts lie stacked and transposed in checkpoints, where no format has codes"
+            )
+        names = experts.matrices(module)
+        for matrix in names:
+            _check(f"{name}.{matrix}", module.get_parameter(matrix))
+        count = module.get_parameter(names[0]).shape[0]
+        return [Held(f"{name}.{matrix}", module, recipe, expert) for matrix in names for expert in range(count)]
+    if not isinstance(module, Linear):
+        raise _unfit(name, module, "no format has codes for a layer of this kind")
+    if "weight" not in module._parameters:
+        raise ValueError(
+            f"the weight of {name or 'the model'} is made by a parametrization: remove it first, "
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+        )
+    key = f"{name}.weight".lstrip(".")
+    _check(key, module.weight)
+    return [Held(key, module, recipe)]
+
+
+def _unfit(name: str, module: nn.Module, why: str) -> ValueError:
+    return ValueError(
+        f"{name or 'the model'} ({type(module).__name__}) trains quantized, and {why}: write it in high precision with "
+        f"high_precision=[{name!r}]; what is served then differs from what is trained there"
+    )
+
+
+def _check(name: str, weight: Tensor) -> None:
+    if getattr(weight, "device_mesh", None) is not None or is_given(weight):
+        raise ValueError(
+            f"{name} lies in parts on the ranks of a mesh: gather the model on one rank first (a checkpoint of "
+            "torch.distributed.checkpoint.state_dict with full_state_dict=True, loaded into a model that is converted "
+            "the same way), and export that"
+        )
+    if weight.is_meta:
+        raise ValueError(f"{name} is on meta and has no values: load a checkpoint before exporting")
+
+
+def _others(model: nn.Module, held: set[str]) -> dict[str, Tensor]:
+    """The state dict of the unconverted model without the weights that are held as codes."""
+    state: dict[str, Tensor] = model.state_dict()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Quantizable):
+            prefix = f"{name}." if name else ""
+            for added in ADDED:
+                state.pop(prefix + added, None)
+            if module.weight_spec is not None and f"{prefix}weight" not in held:
+                assert module.weight_dtype is not None
+                state[f"{prefix}weight"] = stored.dequantized(
+                    module, module.get_parameter("weight"), module.weight_dtype
+                )
+    state = {name: value for name, value in state.items() if name not in held}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            _check(name, value)
+    return state
+
+
+#: What turns a state dict into the checkpoint's.
+Writer = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def _writer(model: nn.Module) -> Writer:
+    """What the model's own library does to a state dict before it is saved: transformers renames and unstacks."""
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert: Any = getattr(loading, "revert_weight_conversion", None)
+    if revert is None or not hasattr(model, "save_pretrained"):
+        return dict
+    return lambda state: dict(revert(model, state))
+
+
+def _renamed(to_checkpoint: Writer, parts: Parts) -> Parts:
+    """The parts by the names of the checkpoint.
+
+    Of held weights the writer is given numbers of rows in their place: what it makes of them says whose rows go where.
+    """
+    by_name: dict[str, list[Held]] = {}
+    for one in parts.held:
+        by_name.setdefault(one.name, []).append(one)
+    for name, each in by_name.items():
+        rows = each[0].rows
+        numbers = torch.arange(len(each) * rows, dtype=torch.int64, device="cpu")
+        shape = (rows, 1) if each[0].expert is None else (len(each), rows, 1)
+        for key, part in to_checkpoint({name: numbers.view(shape)}).items():
+            flat = part.flatten()
+            first, last = int(flat[0]), int(flat[-1])
+            whole = part.dim() == 2 and bool((flat.diff() == 1).all()) and first // rows == last // rows
+            if not whole or not key.endswith("weight"):
+                raise ValueError(
+                    f"{name} becomes {key} in the model's checkpoint, which holds no rows of one matrix: write it in "
+                    f"high precision with high_precision=[{name.rpartition('.')[0]!r}]"
+                )
+            piece = Piece(key.removesuffix("weight"), first % rows, last % rows + 1)
+            each[first // rows].pieces.append(piece)
+    row = torch.zeros((1, 1), dtype=torch.float32, device="cpu")
+    matrices: Iterable[str] = to_checkpoint({f"{name}.weight": row for name in parts.matrices})
+    names = [name.removesuffix(".weight") for name in matrices]
+    return Parts(parts.held, to_checkpoint(parts.plain), parts.left, names)

@@ -1,0 +1,290 @@
+"""What is served is what is trained: files hold the codes of fprop's GEMMs, and what they cannot hold is refused."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import quaver
+import quaver.torch as qt
+from quaver import recipes
+from quaver.core import reference
+from quaver.torch.model.weights.serving.checking import divergence, log_probabilities, served
+from quaver.torch.model.weights.serving.decoding import Reader
+from quaver.torch.model.weights.serving.exporting import FORMATS
+from quaver.torch.model.weights.serving.operands import take_apart
+from tests.close import assert_bitwise
+from tests.torch.model.weights.serving.page import PAGE
+from tests.torch.model.weights.serving.served import HELD, WIDTH, dense, model, tokens
+
+PAIRS = [(recipe, format) for format in FORMATS for recipe in HELD[format]]
+QUANTIZED = ("1", "3", "4")
+
+
+def consumed(layer: Any) -> Tensor:
+    """What the specification gives of a layer's weight, by the factor that is in force."""
+    spec, weight = layer.recipe.fprop.b, layer.weight.detach().float().numpy()
+    factor = layer._buffers.get("factor")
+    kwargs = {} if factor is None else {"factor": float(factor[1])}
+    return torch.from_numpy(reference.dequantize(reference.quantize(weight, spec, **kwargs)))
+
+
+@pytest.mark.parametrize(("recipe", "format"), PAIRS)
+def test_files_hold_what_fprop_consumes(recipe: str, format: str, tmp_path: Path) -> None:
+    trained = model(recipe)
+    before = {name: value.clone() for name, value in trained.state_dict().items()}
+    result = qt.export(trained, tmp_path / "out", format=format, check=tokens(), calibrate=tokens())
+    read = dense(tmp_path / "out")
+    assert set(read) == set(QUANTIZED)
+    for name in QUANTIZED:
+        assert_bitwise(read[name], consumed(trained[int(name)]))
+    assert {name for name, _ in result.layers} == {HELD[format][recipe]}
+    assert result.check is not None and result.check.weights.largest == 0.0
+    assert 0.0 < result.check.high_inputs.largest < 0.05
+    after = trained.state_dict()
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert_bitwise(value, after[name])
+    assert type(trained[1]) is type(model(recipe)[1]) and trained[1].weight_spec is None and trained.training
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in recipes.RECIPES if recipe != "bf16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_a_format_cannot_hold_is_refused_with_those_that_can(recipe: str, format: str, tmp_path: Path) -> None:
+    if recipe in HELD[format]:
+        return
+    can = [other for other in FORMATS if recipe in HELD[other]]
+    with pytest.raises(ValueError, match=re.escape(f"{format!r} cannot hold the codes of 1")) as error:
+        qt.export(model(recipe), tmp_path / "out", format=format, calibrate=tokens())
+    assert f"use format={' or '.join(map(repr, can))}" in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        quaver.recipes.mxfp8(weight_2d=True),
+        quaver.recipes.nvfp4(weight_2d=False),
+        quaver.recipes.nvfp4(power_of_two=False),
+        quaver.recipes.tensorwise(power_of_two=False),
+        quaver.recipes.rowwise(power_of_two=False),
+        quaver.recipes.blockwise(power_of_two=False),
+        quaver.recipes.delayed(power_of_two=False, margin=1),
+    ],
+    ids=str,
+)
+def test_options_of_recipes_export(recipe: quaver.Recipe, tmp_path: Path) -> None:
+    trained = model(recipe)
+    result = qt.export(trained, tmp_path / "out", check=tokens())
+    for name, value in dense(tmp_path / "out").items():
+        assert_bitwise(value, consumed(trained[int(name)]))
+    assert result.check is not None and result.check.weights.largest == 0.0
+
+
+def test_a_factor_that_has_no_exact_reciprocal_is_refused_by_modelopt(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"exact for powers of two alone.*use format='compressed-tensors'"):
+        qt.export(model(quaver.recipes.nvfp4(power_of_two=False)), tmp_path / "out", format="modelopt")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4", "mxfp6"])
+def test_one_code_that_is_another_shows_in_the_check(recipe: str, tmp_path: Path) -> None:
+    trained, folder = model(recipe), tmp_path / "out"
+    qt.export(trained, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in ("3.weight_packed", "3.weight") if name in tensors)
+    codes = tensors[name].view(torch.uint8).clone()
+    # The sign of a code that is no zero.
+    codes[0] ^= 0x80
+    tensors[name] = codes.view(tensors[name].dtype)
+    save_file(tensors, folder / "model.safetensors")
+    right = log_probabilities(trained, tokens())
+    with served(take_apart(trained, ()).held, Reader(folder)):
+        wrong = log_probabilities(trained, tokens())
+    assert divergence(right, wrong).largest > 1e-6
+    assert divergence(right, log_probabilities(trained, tokens())).largest == 0.0
+
+
+def test_weights_that_exist_only_as_codes_go_out_as_they_are(tmp_path: Path) -> None:
+    with qt.quantized_init("mxfp8"):
+        layer = qt.Linear(WIDTH, WIDTH)
+    trained = nn.Sequential(layer)
+    codes = layer.weight.detach().clone().view(torch.uint8)
+    qt.export(trained, tmp_path / "without recipe")
+    with qt.autocast("mxfp8"):
+        qt.export(trained, tmp_path / "under one", check=torch.randn(4, WIDTH))
+    for folder, inputs in (("without recipe", None), ("under one", dict)):
+        tensors = load_file(tmp_path / folder / "model.safetensors")
+        assert_bitwise(tensors["0.weight"].view(torch.uint8), codes)
+        config = json.loads((tmp_path / folder / "config.json").read_text())["quantization_config"]
+        given = config["config_groups"]["group_0"]["input_activations"]
+        assert given is None if inputs is None else isinstance(given, dict)
+
+
+def test_rules_give_layers_groups_of_their_own(tmp_path: Path) -> None:
+    trained = model("mxfp8")
+    qt.convert(trained, {"3": "nvfp4", "4": "bf16", "5": None, "*": "mxfp8"})
+    result = qt.export(trained, tmp_path / "out", check=tokens())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision" and config["ignore"] == ["4", "5"]
+    targets = {group["format"]: group["targets"] for group in config["config_groups"].values()}
+    assert targets == {"mxfp8-quantized": ["1"], "nvfp4-pack-quantized": ["3"]}
+    assert result.check is not None and result.check.weights.largest == 0.0
+    qt.export(trained, tmp_path / "nvidia", format="modelopt")
+    layers = json.loads((tmp_path / "nvidia" / "hf_quant_config.json").read_text())["quantization"]
+    assert layers["quant_algo"] == "MIXED_PRECISION" and set(layers["quantized_layers"]) == {"1", "3"}
+
+
+def test_layers_left_by_name_and_their_trained_values(tmp_path: Path) -> None:
+    trained = model("rowwise")
+    result = qt.export(trained, tmp_path / "out", high_precision=["4"], check=tokens())
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert_bitwise(tensors["4.weight"], trained[4].weight.detach())
+    assert result.left == {"4": "asked for by name"} and "4 (asked for by name)" in str(result)
+    with pytest.raises(ValueError, match="no quantized layer has a name that fits 'x'"):
+        qt.export(trained, tmp_path / "other", high_precision=["x"])
+
+
+def test_files_are_cut_where_they_are_full(tmp_path: Path) -> None:
+    trained = model("mxfp8")
+    qt.export(trained, tmp_path / "one")
+    qt.export(trained, tmp_path / "many", shard_bytes=9000)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    parts = {name: value for file in files for name, value in load_file(tmp_path / "many" / file).items()}
+    assert whole.keys() == parts.keys()
+    for name, value in whole.items():
+        assert_bitwise(value.view(torch.uint8), parts[name].view(torch.uint8))
+    assert all(
+        a.equal(b) for a, b in zip(dense(tmp_path / "one").values(), dense(tmp_path / "many").values(), strict=True)
+    )
+
+
+class Shared(nn.Module):
+    """A head that is the embedding's matrix, and one layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 32), nn.Linear(32, 32, bias=False)
+        self.head.weight = self.embed.weight
+        self.a = self.again = nn.Linear(32, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.head(self.again(self.a(self.embed(ids))))
+        return y
+
+
+def test_shared_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trained = Shared()
+    qt.convert(trained, "mxfp8", head=True)
+    result = qt.export(trained, tmp_path / "out", check=torch.arange(8))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert_bitwise(tensors["embed.weight"], trained.embed.weight.detach())
+    assert set(dense(tmp_path / "out")) == {"head", "a", "again"}
+    assert result.check is not None and result.check.weights.largest == 0.0
+
+
+def broken(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    trained = model("mxfp8")
+    options: dict[str, Any] = {}
+    if kind == "no recipe":
+        qt.revert(trained)
+    elif kind == "nan":
+        with torch.no_grad():
+            trained[3].weight[0, 0] = float("nan")
+    elif kind == "meta":
+        with torch.device("meta"):
+            trained = nn.Sequential(nn.Linear(65536, 65536))
+        qt.convert(trained, "mxfp8")
+    elif kind == "ends within a block":
+        trained = nn.Sequential(nn.Linear(40, 8))
+        qt.convert(trained, "mxfp8")
+    elif kind == "parametrization":
+        trained = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))
+        qt.convert(trained, "mxfp8")
+    elif kind == "packed":
+        trained = nn.Sequential(nn.MultiheadAttention(32, 2))
+        qt.convert(trained, "mxfp8")
+    elif kind == "format":
+        options["format"] = "compressed_tensors"
+    elif kind == "no logits":
+        trained = nn.Sequential(nn.Linear(32, 32), nn.Flatten(0))
+        qt.convert(trained, "mxfp8")
+        options["check"] = torch.ones(1, 32)
+    return trained, options
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("no recipe", "no layer of this model is quantized: call quaver.torch.convert"),
+        ("nan", "3.weight holds infinities or NaN"),
+        ("meta", "0.weight is on meta and has no values"),
+        ("ends within a block", "rows of 40 values end within a block of 32"),
+        ("parametrization", "made by a parametrization: remove it first"),
+        ("packed", "no format has codes for a layer of this kind: write it in high precision"),
+        ("format", "no format of exported files 'compressed_tensors'; did you mean 'compressed-tensors'?"),
+        ("no logits", "check needs a model that gives logits"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_leaves_nothing(kind: str, sentence: str, tmp_path: Path) -> None:
+    trained, options = broken(kind)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        qt.export(trained, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_places_that_are_taken(tmp_path: Path) -> None:
+    trained = model("mxfp8")
+    (tmp_path / "empty").mkdir()
+    qt.export(trained, tmp_path / "empty")
+    with pytest.raises(ValueError, match="is there and not empty"):
+        qt.export(trained, tmp_path / "empty")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="is there and is no folder"):
+        qt.export(trained, tmp_path / "file")
+    with pytest.raises(ValueError, match="cannot be written"):
+        qt.export(trained, tmp_path / "file" / "below")
+    assert sorted(os.listdir(tmp_path)) == ["empty", "file"]
+
+
+def test_delayed_scales_of_inputs_lie_in_the_files(tmp_path: Path) -> None:
+    trained = model("delayed")
+    result = qt.export(trained, tmp_path / "out", check=tokens())
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert float(tensors["1.input_scale"]) == 1.0 / float(trained[1].factor[0])
+    # Its readers quantize inputs by the same scale: nothing differs.
+    assert result.check is not None and result.check.inputs.largest == 0.0
+    fresh = nn.Sequential(nn.Linear(32, 32))
+    qt.convert(fresh, "delayed")
+    qt.export(fresh, tmp_path / "fresh")
+    assert "0.input_scale" not in load_file(tmp_path / "fresh" / "model.safetensors")
+    with pytest.raises(ValueError, match="give calibrate=inputs"):
+        qt.export(fresh, tmp_path / "nvidia", format="modelopt")
+
+
+def test_two_models_and_threads_of_training_stay_apart(tmp_path: Path) -> None:
+    one, other = model("delayed"), model("delayed")
+    qt.export(one, tmp_path / "one", check=tokens())
+    for m in (one, other):
+        m(tokens()).sum().backward()
+    for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+        assert_bitwise(a, b)
+
+
+def test_the_page_has_every_recipe_in_every_format() -> None:
+    lines = PAGE.read_text().splitlines()
+    for recipe in recipes.RECIPES:
+        for format in FORMATS if recipe != "bf16" else ():
+            (row,) = [line for line in lines if line.startswith(f"| `{recipe}` | `{format}` |")]
+            assert f"| {HELD[format].get(recipe, 'refused')}: " in row
+            # Of weights nothing differs.
+            assert recipe not in HELD[format] or row.split("|")[5].strip() == "0"
