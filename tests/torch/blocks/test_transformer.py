@@ -255,7 +255,7 @@ def test_bad_input_is_a_sentence() -> None:
 def test_what_is_given_for_one_call_is_what_a_layer_is_made_with(kind: str) -> None:
     """Mask type, window and rope, on a layer that was made with others; and the layer's own again after that."""
     rope = qt.RotaryEmbedding(16, theta=50.0)
-    made = {**KINDS[kind], "rope": False}
+    options = {**KINDS[kind], "rope": False}
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[1, 7:] = True
     x = torch.randn(2, 9, 64)
@@ -267,7 +267,7 @@ def test_what_is_given_for_one_call_is_what_a_layer_is_made_with(kind: str) -> N
     ):
         layer = make(kind)
         own = layer(x)
-        other = qt.TransformerLayer(64, 4, 96, **{**made, **asked, "rope": rope})  # type: ignore[arg-type]
+        other = qt.TransformerLayer(64, 4, 96, **{**options, **asked, "rope": rope})  # type: ignore[arg-type]
         other.load_state_dict(layer.state_dict())
         padded = {"mask": mask} if asked.get("mask_type") == "padding" else {}
         y = layer(x, rope=rope, **padded, **asked)  # type: ignore[arg-type]
@@ -284,5 +284,5 @@ def test_a_memory_is_masked_as_one_call_says() -> None:
     layer, x = make("decoder with memory"), torch.randn(2, 9, 64)
     mask = torch.zeros(2, 5, dtype=torch.bool)
     mask[:, 3:] = True
-    y = layer(x, MEMORY, memory_mask=(torch.zeros(2, 9, dtype=torch.bool), mask), memory_mask_type="padding")
+    y = layer(x, MEMORY, memory_mask=(torch.zeros(2, 9, dtype=torch.bool), mask), mask_type=(None, "padding"))
     assert_close("output", y, layer(x, MEMORY[:, :3]), 1e-6)

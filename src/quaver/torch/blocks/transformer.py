@@ -171,10 +171,9 @@ class TransformerLayer(Parts):
         cu_seqlens: Any = None,
         cache: KVCache | PagedKVCache | None = None,
         layer: int = 0,
-        mask_type: str | None = None,
+        mask_type: str | tuple[str | None, str | None] | None = None,
         window: Window | None = None,
         rope: RotaryEmbedding | None = None,
-        memory_mask_type: str | None = None,
     ) -> Tensor:
         """x [B, S, dim], or as the layout, to the same.
 
@@ -182,8 +181,8 @@ class TransformerLayer(Parts):
             memory: what cross attention attends to, laid out as x.
             mask, bias, positions, cu_seqlens, cache, layer: of the self attention; memory_mask of the cross attention.
                 See `MultiheadAttention`.
-            mask_type, window, rope: of the self attention, others than the layer's for this call; memory_mask_type: of
-                the cross attention.
+            mask_type, window, rope: of the self attention, others than the layer's for this call; a pair of mask types
+                is (of the self attention, of the cross attention).
         Raises:
             ValueError: a memory is missing or not wanted; and as the parts.
         """
@@ -196,12 +195,13 @@ class TransformerLayer(Parts):
                 else "this TransformerLayer has cross attention and needs a memory"
             )
         of_attention = {"mask": mask, "bias": bias, "positions": positions, "cu_seqlens": cu_seqlens}
+        mask_type, of_cross = mask_type if isinstance(mask_type, tuple) else (mask_type, None)
         others = {"mask_type": mask_type, "window": window, "rope": rope}
         others = {name: value for name, value in others.items() if value is not None}
         if others and isinstance(parts["attention"], LatentAttention):
             raise ValueError(f"latent attention takes no {', '.join(others)} for one call: give them when it is made")
         of_attention |= others
-        of_memory = {"mask": memory_mask, "mask_type": memory_mask_type}
+        of_memory = {"mask": memory_mask, "mask_type": of_cross}
         if cache is not None:
             return self._forward(x, memory, of_memory, {**of_attention, "cache": cache, "layer": layer})
         if self.recompute == "full" and torch.is_grad_enabled():
