@@ -63,6 +63,7 @@ SAFE = {
     "torch.backends.cpu.fp8:_scalars": SAME,
     "torch.backends.cpu.fp8:_steps": CACHED,
     "torch.backends.cpu.team:_parallel": CACHED,
+    "torch.blocks.attention.implementations.tiles:_triangle": CACHED,
     "torch.blocks.loss.cross_entropy:_warned": WARNS,
     "torch.model.weights.freezing:_held": "filled under a lock",
     "torch.model.weights.freezing:_hooked": "filled under a lock",

@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3 import modeling_qwen3
 
 import quaver.torch as qt
+from quaver.torch.backends.cpu import brgemm
+from quaver.torch.blocks.attention.implementations import tiles
 from quaver.torch.operations import ops
 from tests.close import assert_bitwise
+from tests.torch.backends.cpu import block
 from tests.torch.model.families import tiny
 from tests.torch.model.in_place import model_of
 from tests.torch.test_compile import WITHOUT_CODE
@@ -74,6 +78,36 @@ def test_norms_of_one_formula_share_a_graph_of_any_length(make: Callable[[], nn.
         assert_bitwise(y.detach(), model(x).detach())
         y.square().sum().backward()
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_attention_in_place_is_ours_when_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind norms of turned queries; where the forward's file has been patched since, the forward's own attends."""
+    functions, asked, threads = block.functions(), list[bool](), torch.get_num_threads()
+    monkeypatch.setattr(brgemm, "_functions", lambda: functions)
+    monkeypatch.setattr(tiles, "fits", lambda *_: asked.append(True) or True)
+    torch.set_num_threads(1)
+    model = model_of("qwen3", torch.bfloat16, num_hidden_layers=1)
+    qt.convert(model, "bf16", blocks=True)
+    part = model.model.layers[0].self_attn
+    x = torch.randn(2, 64, model.config.hidden_size).bfloat16()
+    where, results = model.model.rotary_emb(x, torch.arange(64)[None]), []
+    for run in (torch.compile(part, fullgraph=True, backend="aot_eager"), part):
+        model.zero_grad()
+        asked.clear()
+        y = run(x, position_embeddings=where, attention_mask=None)[0]
+        y.float().square().sum().backward()
+        # Forward and backward, and a question before them in eager mode.
+        assert len(asked) >= 2
+        results.append([y.detach(), *(p.grad for p in part.parameters())])
+    for one, other in zip(*results, strict=True):
+        # Compiled, the family's own function turns, and rounds each of its products.
+        assert (one - other).norm() <= 0.02 * other.norm()
+    monkeypatch.setattr(modeling_qwen3, "eager_attention_forward", lambda *args, **options: None)
+    torch._dynamo.reset()
+    asked.clear()
+    torch.compile(part, fullgraph=True, backend="eager")(x, position_embeddings=where, attention_mask=None)
+    assert not asked
+    torch.set_num_threads(threads)
 
 
 def test_a_policy_of_checkpoints_keeps_quantized_operands(monkeypatch: pytest.MonkeyPatch) -> None:

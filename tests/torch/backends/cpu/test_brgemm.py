@@ -55,6 +55,19 @@ def test_nan_infinity_and_an_outlier_stay_in_their_row() -> None:
     torch.testing.assert_close(y[others], a[others].float() @ b.float().t(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 64, 32, 64), (3, 128, 96, 64), (2, 64, 64, 128)], ids=str)
+def test_several_matrices_are_multiplied_by_some_rows_and_columns_of_others(shape: tuple[int, int, int, int]) -> None:
+    count, m, k, n = shape
+    a, b = torch.randn(count, m, k).bfloat16(), torch.randn(count, k + 32, n + 64).bfloat16()
+    pairs = b.view(count, -1, 2, n + 64).transpose(2, 3).contiguous()
+    y = torch.full((count, m, n), torch.nan)
+    cpu_brgemm.multiply_each(a, pairs, y)
+    exact = a.double() @ b[:, :k, :n].double()
+    assert (y - exact).norm() <= 5e-7 * exact.norm()
+    with pytest.raises(ValueError, match="contiguous"):
+        cpu_brgemm.multiply_each(a.transpose(1, 2).contiguous().transpose(1, 2), pairs, y)
+
+
 def test_only_large_products_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_brgemm.takes(512, 512, 512)
     for shape in [(64, 512, 512), (512, 500, 512), (128, 128, 128)]:

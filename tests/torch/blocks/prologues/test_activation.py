@@ -205,12 +205,15 @@ def test_a_second_derivative_is_refused(name: str) -> None:
 
 
 @NAMES
-def test_opaque_operators_say_their_shapes(name: str) -> None:
+def test_opaque_operators_say_their_shapes_and_strides(name: str) -> None:
     row = ACTIVATIONS[name]
     options = list(activation.option_values(name, {}))
     # Tracing is checked for one of each kind: without a gate, with one, with options.
-    checks = {} if name in ("gelu", "swiglu", "clamped_swiglu") else {"test_utils": ("test_schema", "test_faketensor")}
-    for x in ([torch.randn(3, 8, dtype=torch.bfloat16)] * row.inputs, [torch.randn(3, 8, dtype=torch.bfloat16)]):
+    traced = name in ("gelu", "swiglu", "clamped_swiglu")
+    plain = torch.randn(3, 8, dtype=torch.bfloat16)
+    turned = torch.randn(8, 3, dtype=torch.bfloat16).t()
+    for x in ([plain] * row.inputs, [plain], [turned] * row.inputs):
+        checks = {} if traced and x[0] is plain else {"test_utils": ("test_schema", "test_faketensor")}
         y = activation.ACTIVATE(name, options, x)
         torch.library.opcheck(torch.ops.quaver.activate, (name, options, x), **checks)
         torch.library.opcheck(torch.ops.quaver.activate_backward, (name, options, torch.ones_like(y), x), **checks)

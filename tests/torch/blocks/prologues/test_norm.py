@@ -201,13 +201,19 @@ def test_a_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
-def test_opaque_operators_say_their_shapes() -> None:
+@pytest.mark.parametrize("turned", [False, True], ids=["row by row", "turned"])
+def test_opaque_operators_say_their_shapes_and_strides(turned: bool) -> None:
+    """Norms of queries are given heads and tokens turned, and their gradients are."""
     x, gamma = torch.randn(3, 4, 8, dtype=torch.bfloat16), torch.randn(8)
+    if turned:
+        x = x.transpose(0, 1)
     for kind in NORMALIZATIONS:
         beta = gamma if kind == "LayerNorm" else None
         y, mean, factor = norm.NORMALIZE(x, gamma, beta, kind, 1e-5)
-        torch.library.opcheck(torch.ops.quaver.normalize, (x, gamma, beta, kind, 1e-5))
-        torch.library.opcheck(torch.ops.quaver.normalize_backward, (y, x, gamma, beta, mean, factor, kind))
+        checks = {"test_utils": ("test_schema", "test_faketensor")} if turned else {}
+        torch.library.opcheck(torch.ops.quaver.normalize, (x, gamma, beta, kind, 1e-5), **checks)
+        y = y.transpose(0, 1).contiguous().transpose(0, 1) if turned else y
+        torch.library.opcheck(torch.ops.quaver.normalize_backward, (y, x, gamma, beta, mean, factor, kind), **checks)
 
 
 @pytest.mark.parametrize("recipe", [None, "bf16", "tensorwise", "mxfp8"])

@@ -49,6 +49,42 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return _product(functions, a, b, max(0, threads - 1))
 
 
+def available() -> bool:
+    """True where this file can multiply; a compiler that traces takes it for a constant."""
+    return _functions() is not None
+
+
+#: What `torch.compiler.assume_constant_result` sets, which would import the compiler.
+available._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def multiply_each(a: Tensor, pairs: Tensor, out: Tensor) -> None:
+    """Write a [N, m, k] times matrices [k, n], all contiguous, to float32 out [N, m, n], in this thread.
+
+    libtorch compiles a block for each m, n, k and width of the pairs.
+
+    Args:
+        pairs: bf16 [N, at least k / 2, at least n, 2]: two consecutive rows of each matrix beside each other.
+    Bounded: products exact, added up in float32.
+    """
+    functions = _functions()
+    assert functions is not None
+    brgemm, release = functions
+    (count, m, k), n = a.shape, out.shape[2]
+    depth, columns = pairs.shape[1:3]
+    assert out.shape == (count, m, n) and pairs.shape == (count, depth, columns, 2) and k <= 2 * depth and n <= columns
+
+    of_a, of_b = address(a, torch.bfloat16, a.numel()), address(pairs, torch.bfloat16, pairs.numel())
+    of_c = address(out, torch.float32, out.numel())
+    try:
+        for i in range(count):
+            at_a, at_b, at_c = of_a + 2 * i * m * k, of_b + 4 * i * depth * columns, of_c + 4 * i * m * n
+            brgemm(m, n, k, k, columns, n, False, at_a, at_b, at_c, True)
+    finally:
+        # What it holds is the thread's.
+        release(True)
+
+
 def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int) -> Tensor:
     brgemm, release = functions
     (m, k), n = a.shape, b.shape[0]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quaver import recipes
 from quaver.core.spec import AttentionSpec, Recipe
-from quaver.torch.blocks.attention.implementations import flash, flex, reference, sdpa
+from quaver.torch.blocks.attention.implementations import flash, flex, reference, sdpa, tiles
 from quaver.torch.blocks.attention.implementations.fp8 import attention_fp8
 from quaver.torch.blocks.attention.inputs.call import Call
 from quaver.torch.blocks.attention.inputs.layout import CuSeqlens, all_heads_first, heads_back, ragged_of
@@ -21,6 +21,7 @@ ATTENTION: Operation[Tensor] = Operation(
     "attention",
     [
         Impl("flash", flash.attend, flash.reason),
+        Impl("tiles", tiles.attend, tiles.reason),
         Impl("sdpa", sdpa.attend, sdpa.reason),
         Impl("flex", flex.attend, flex.reason),
         Impl("reference", reference.attend),
@@ -129,15 +130,20 @@ def attention(
 
 
 def _as_it_is(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, scale: float | None) -> Tensor:
-    """torch's attention of [B, S, H, D]."""
+    """Attention of [B, S, H, D] without a mask of its own: by tiles, or torch's."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if q.dtype is torch.bfloat16 and not dropout:
+        factor = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
+        if not tiles.why_not(q, k, v, causal, factor):
+            return tiles.attended(q, k, v, causal, factor).transpose(1, 2)
     y = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
+        q,
+        k,
+        v,
         dropout_p=dropout,
         is_causal=causal,
         scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        enable_gqa=bool(q.shape[1] != k.shape[1]),
     )
     return y.transpose(1, 2)
 

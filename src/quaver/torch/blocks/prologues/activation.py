@@ -21,7 +21,7 @@ from quaver.torch.backends.gpu.fused import producers, results
 from quaver.torch.blocks.prologues.prologue import alone
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
-from quaver.torch.operations.operation import Impl, Operation
+from quaver.torch.operations.operation import Impl, Operation, row_by_row
 
 _aten = torch.ops.aten
 Function = Callable[..., Tensor]
@@ -357,6 +357,7 @@ ACTIVATE: Operation[Tensor] = Operation(
         Impl("reference", _plain_forward),
     ],
     fake=_fake_forward,
+    kernel=lambda *args: row_by_row(ACTIVATE.eager(*args)),
 )
 #: (name, options, grad_output, inputs) to the gradients of the inputs, as those came: one tensor or two.
 ACTIVATE_BACKWARD: Operation[list[Tensor]] = Operation(
@@ -366,4 +367,5 @@ ACTIVATE_BACKWARD: Operation[list[Tensor]] = Operation(
         Impl("reference", _plain_backward),
     ],
     fake=_fake_backward,
+    kernel=lambda *args: row_by_row(ACTIVATE_BACKWARD.eager(*args)),
 )

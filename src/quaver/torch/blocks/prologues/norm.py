@@ -20,7 +20,7 @@ from quaver.torch.linear.entrance import GIVEN, Prologue
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.projections import is_bare, project
 from quaver.torch.operations import ops
-from quaver.torch.operations.operation import Impl, Operation
+from quaver.torch.operations.operation import Impl, Operation, row_by_row
 
 #: The kinds by name: whether the mean is subtracted, and whether there is a gamma.
 NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (False, False)}
@@ -398,6 +398,7 @@ NORMALIZE: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
         Impl("reference", _plain_forward),
     ],
     fake=_fake_forward,
+    kernel=lambda *args: row_by_row(NORMALIZE.eager(*args)),
 )
 #: (grad_output, x, gamma, beta, mean, factor, the name) to the gradients of x, gamma and beta, empty where there is no
 #: such parameter.
@@ -409,4 +410,5 @@ NORMALIZE_BACKWARD: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
         Impl("reference", _plain_backward),
     ],
     fake=_fake_backward,
+    kernel=lambda *args: row_by_row(NORMALIZE_BACKWARD.eager(*args)),
 )

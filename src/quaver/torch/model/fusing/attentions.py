@@ -56,13 +56,23 @@ class FusedAttention(Fused):
     """Stands above a class of attention whose forward asks the registry."""
 
     _formula: AttentionFormula
+    #: What a compiler traces in the place of the forward, or None where that attends by itself.
+    _traced: Any = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._traced = traced(cls._original.forward, cls._formula)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = type(self)._original.forward
         x = args[0] if args else kwargs.get("hidden_states")
-        if torch.compiler.is_compiling() or replaced(self) or stands_aside(self, x) or _asks(self, kwargs):
+        if replaced(self) or stands_aside(self, x) or _asks(self, kwargs):
             return super().forward(*args, **kwargs)
-        return rebuilt(own, self._formula)(self, *args, **kwargs)
+        kind = type(self)
+        if not torch.compiler.is_compiling():
+            return rebuilt(kind._original.forward, self._formula)(self, *args, **kwargs)
+        if kind._traced is None or _patched_since(kind):
+            return super().forward(*args, **kwargs)
+        return kind._traced(self, *args, **kwargs)
 
 
 def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
@@ -85,6 +95,29 @@ def rebuilt(forward: Any, formula: AttentionFormula) -> Callable[..., Any]:
     copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return copied
+
+
+def traced(forward: Any, formula: AttentionFormula) -> Callable[..., Any] | None:
+    """`rebuilt` for a compiler, which looks names up in a dict of those that the forward has, and turns queries and
+    keys by the forward's own function, for it fuses that; None where the forward attends by itself.
+
+    Without the name of its module: that is where a compiler would look names up.
+    """
+    if formula.attends is None:
+        return None
+    theirs = forward.__globals__
+    names = {name: theirs[name] for name in ("__builtins__", *forward.__code__.co_names) if name in theirs}
+    names[REGISTRY] = _Traced(theirs[REGISTRY], formula.attends)
+    copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _patched_since(kind: Any) -> bool:
+    """Whether the forward's file has other things by the names that were copied."""
+    theirs = kind._original.forward.__globals__
+    copied = kind._traced.__globals__
+    return any(theirs.get(name) is not value for name, value in copied.items() if name != REGISTRY)
 
 
 class _Globals(dict[str, Any]):
@@ -118,6 +151,14 @@ class _Registry:
 
     def __getitem__(self, name: str) -> Any:
         return self.theirs[name]
+
+
+class _Traced(_Registry):
+    """The same for a compiler, which would note that it was asked."""
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        function = self.theirs.get_interface(name, default)
+        return function if name != SDPA or function is not self.attends else functools.partial(_attend, function)
 
 
 def _attend(
