@@ -1,4 +1,4 @@
-"""The `quaver` command: train, compare, plot, generate, doctor, plan.
+"""The `quaver` command: train, compare, plot, generate, export, doctor, plan.
 
 The options of `train` and `compare` are the fields of `TrainConfig`; one given here goes before the
 `--config` file, which goes before the default. A user's mistake is one sentence on stderr and exit code 1; of several
@@ -22,7 +22,7 @@ from rich.table import Table
 
 import quaver
 from quaver.train.commands import doctor as machine
-from quaver.train.commands import failing, planning, scaling
+from quaver.train.commands import exporting, failing, planning, scaling
 from quaver.train.configuration import recipe_name
 from quaver.train.configuration.config import TrainConfig, read_toml, reason
 from quaver.train.learning import ranks
@@ -292,6 +292,21 @@ def generate_text(
         say("")
         for line in (*result.notes, str(result)):
             err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(name="export")
+def export_weights(
+    run: Annotated[Path, typer.Argument(help="folder of a run of quaver train", metavar="RUN_DIR")],
+    to: Annotated[Path, typer.Option("--out", help="the folder to write, a new one")],
+    format: Annotated[str, typer.Option(help="compressed-tensors, deepseek or modelopt")] = "compressed-tensors",
+    check: Annotated[
+        bool, typer.Option("--check", help="compare the next token's distribution with the trainer's, held-out text")
+    ] = False,
+) -> None:
+    """Write the codes that a run trained with into files that vLLM, SGLang, TensorRT-LLM and transformers read."""
+    with sentences():
+        for line in exporting.export_run(run, to, format, check):
+            say(line)
 
 
 @app.command()

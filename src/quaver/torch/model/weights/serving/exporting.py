@@ -187,7 +187,7 @@ def _prove(name: str, q: Quantized, tensors: Mapping[str, Tensor], kind: FileFor
 def _describe(files: Writing, kind: FileFormat, model: nn.Module, parts: Parts, plan: Sequence[Written]) -> None:
     """config.json and what else lies beside the tensors."""
     schemes = {piece.prefix.rstrip("."): scheme for one, scheme, _ in plan for piece in one.pieces}
-    own: Any = getattr(model, "config", None)
+    own: Any = getattr(model, "checkpoint_config", None) or getattr(model, "config", None)
     config: dict[str, Any] = {}
     if hasattr(own, "to_json_string"):
         config = json.loads(own.to_json_string())

@@ -214,7 +214,13 @@ Writer = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def _writer(model: nn.Module) -> Writer:
-    """What the model's own library does to a state dict before it is saved: transformers renames and unstacks."""
+    """What the model's own library does to a state dict before it is saved: transformers renames and unstacks.
+
+    A model that has a function `checkpoint_names` says by it what each of its names is in a checkpoint.
+    """
+    rename: Any = getattr(model, "checkpoint_names", None)
+    if rename is not None:
+        return lambda state: {rename(name): value for name, value in state.items()}
     loading = sys.modules.get("transformers.core_model_loading")
     revert: Any = getattr(loading, "revert_weight_conversion", None)
     if revert is None or not hasattr(model, "save_pretrained"):
