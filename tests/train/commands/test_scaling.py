@@ -62,7 +62,7 @@ def test_a_rank_keeps_its_part_of_what_live_tensors_take(mesh: dict[str, int], m
     """`memory.trained`, which test_memory.py holds to live tensors, and test_optimizer_ranks.py to ranks' files."""
     planned = price(model, "tensorwise", "h100", Cluster(**mesh), optimizer=optimizer)
     whole = memory.trained(
-        MODELS[model], VOCAB, optimizer, recipes.get("tensorwise"), "bfloat16", alone=mesh["gpus"] == 1
+        MODELS[model], VOCAB, optimizer, recipes.get("tensorwise"), "bfloat16", codes=mesh.get("tp", 1) == 1
     )
     # Norms are left out.
     said = planned.recipe.memory["weights and optimizer"] * mesh["gpus"]
@@ -82,7 +82,7 @@ def test_optimizers_that_ranks_cannot_step_are_refused() -> None:
         result = quaver(*LLAMA, *options)
         assert result.exit_code == 1 and re.search(said, result.stderr), (options, result.output)
     result = quaver(*LLAMA, "--optimizer", "lean")
-    assert "--optimizer lean, 6.08 bytes a parameter of the blocks' matrices" in result.stdout, result.output
+    assert "--optimizer lean, 5.08 bytes a parameter of the blocks' matrices" in result.stdout, result.output
     assert json.loads(quaver(*LLAMA, "--optimizer", "lean", "--json").stdout)["optimizer"] == "lean"
 
 

@@ -33,7 +33,7 @@ def test_bytes_are_those_of_live_tensors(make_config: MakeConfig, optimizer: str
     gradients = [p.grad for p in parameters if p.grad is not None]
     gradients += [t for each in held.values() for t in (each.codes, each.scale)]
     states = [t for state in own.state.values() for name, t in state.items() if name not in ("step", "amax")]
-    expected = memory.trained(MODELS["nano"], 256, optimizer, first.recipe, config.dtype, alone=not later)
+    expected = memory.trained(MODELS["nano"], 256, optimizer, first.recipe, config.dtype, codes=not later)
     assert expected.weight == bytes_of([*parameters, *scales])
     assert expected.gradient == bytes_of(gradients)
     assert expected.beside + expected.moments == bytes_of(states)

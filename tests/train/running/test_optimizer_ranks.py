@@ -22,8 +22,13 @@ from tests.train.running.test_ranks import BROAD, farthest, losses_of, norms, pl
 
 COMMON: dict[str, Any] = {"batch": 4, "final_lr": 1.0, "keep": 0, "steps": 6}
 COMMON |= {"checkpoint_every": 3, "validate_every": 3}
-#: By optimizer, the recipe that it trains under here.
-BITWISE = {"exact": "mxfp8", "balanced": "mxfp8", "lean": "mxfp8", "coat": "tensorwise", "lion-lean": "bf16"}
+#: By run, optimizer and recipe. Matrices are codes under `lean` and `balanced` where the recipe has some of eight bits.
+BITWISE = {
+    **{"exact": ("exact", "mxfp8"), "balanced": ("balanced", "tensorwise"), "lean": ("lean", "mxfp8")},
+    **{"coat": ("coat", "tensorwise"), "lion": ("lion-lean", "bf16"), "blocks": ("lion-lean", "blockwise")},
+    # In bfloat16: codes are of one recipe.
+    "changing": ("lean", "mxfp8 until 3, tensorwise"),
+}
 
 
 def begun(config: TrainConfig, source: TrainConfig) -> TrainConfig:
@@ -33,24 +38,24 @@ def begun(config: TrainConfig, source: TrainConfig) -> TrainConfig:
     return config
 
 
-@pytest.fixture
-def floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single process keeps matrices as ranks do: in bfloat16 where it would keep codes."""
+def in_floats(patch: pytest.MonkeyPatch) -> None:
+    """Have a single process keep matrices as ranks that share layers do: in bfloat16 where it would keep codes."""
     for name in ("lean", "balanced"):
-        monkeypatch.setitem(PRESETS, name, replace(PRESETS[name], weights="bfloat16"))
+        patch.setitem(PRESETS, name, replace(PRESETS[name], weights="bfloat16"))
 
 
 @pytest.mark.ranks
-def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig, tmp_path: Path, floats: None) -> None:
+def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig, tmp_path: Path) -> None:
     # Without clipping no norm, whose sum is in another order, comes into the weights.
     same = {
-        name: make_config(name, fsdp=2, optimizer=name, recipe=recipe, clip=0.0, **COMMON)
-        for name, recipe in BITWISE.items()
+        name: make_config(name, fsdp=2, optimizer=optimizer, recipe=recipe, clip=0.0, **COMMON)
+        for name, (optimizer, recipe) in BITWISE.items()
     }
     clipped = make_config("clipped", fsdp=2, optimizer="lean", recipe="mxfp8", clip=0.1, async_save=True, **COMMON)
     halves = [replace(clipped, out=str(tmp_path / "halves"), steps=steps) for steps in (3, 6)]
-    biased = make_config("biased", fsdp=2, optimizer="lean", model="pair-neox", **COMMON | {"steps": 3})
-    start([*same.values(), clipped, *halves, biased], tmp_path / "two", 2)
+    neox: dict[str, Any] = {"fsdp": 2, "optimizer": "lean", "model": "pair-neox", "clip": 0.0, **COMMON, "steps": 3}
+    biased, narrowed = make_config("biased", recipe="mxfp8", **neox), make_config("narrowed", **neox)
+    start([*same.values(), clipped, *halves, biased, narrowed], tmp_path / "two", 2)
 
     # Both ranks' parts of a batch, one after the other: the same sums.
     one = {"batch": 2, "accumulate": 2}
@@ -60,9 +65,12 @@ def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig
         assert losses_of(recorded(whole)) == losses_of(recorded(config)), name
         ours, its = (checkpoint.load(Path(c.out) / "step-000006", {}) for c in (whole, config))
         kept = {**its.model, **its.optimizer}
-        held = [value.nbytes for tensor, value in kept.items() if not tensor.endswith("/step")]
-        expected = trained(MODELS["nano"], 256, name, recipe_name.find(config.recipe), "bfloat16", alone=False)
+        held = [value.nbytes for tensor, value in kept.items() if not tensor.endswith(("/step", "/amax"))]
+        first, *later = recipe_name.parts(config.recipe)
+        expected = trained(MODELS["nano"], 256, config.optimizer, first.recipe, "bfloat16", codes=not later)
         assert sum(held) == expected.total - expected.gradient, f"{name}: bytes of all ranks' parts"
+        in_codes = name in ("balanced", "lean", "blocks")
+        assert any(tensor.endswith(".weight_scale") for tensor in its.model) is in_codes, name
         for tensors, others in ((ours.model, its.model), (ours.optimizer, its.optimizer)):
             assert tensors.keys() == others.keys()
             for tensor, value in tensors.items():
@@ -70,13 +78,14 @@ def test_ranks_that_share_batches_are_the_single_process(make_config: MakeConfig
     assert recorded(halves[1]) == recorded(clipped), "a resumed run is the one never stopped"
     whole = plain(clipped, "clipped-one", **one)
     run_training(whole)
-    assert norms(whole)[0] == pytest.approx(norms(clipped)[0], rel=1e-6) and min(norms(whole)) > 0.1
+    assert norms(whole)[0] == pytest.approx(norms(clipped)[0], rel=4e-6) and min(norms(whole)) > 0.1
     assert norms(whole) == pytest.approx(norms(clipped), rel=1e-2)
-    assert farthest(losses_of(recorded(whole)), losses_of(recorded(clipped))) < 1e-3
-    whole = plain(biased, "biased-one", **one)
-    run_training(whole)
+    assert farthest(losses_of(recorded(whole)), losses_of(recorded(clipped))) < 3e-3
     # Biases beside matrices in bfloat16 are bfloat16 there, and float32 here.
-    assert farthest(losses_of(recorded(whole)), losses_of(recorded(biased))) < 5e-3
+    for config, apart in ((biased, 0.0), (narrowed, 5e-3)):
+        whole = plain(config, f"{Path(config.out).name}-one", **one)
+        run_training(whole)
+        assert farthest(losses_of(recorded(whole)), losses_of(recorded(config))) <= apart
     assert generate(Path(clipped.out), "3 times", tokens=3, device="cpu").tokens
 
     # On as many ranks as one, from where two were: the numbers that are kept are the same.
@@ -112,8 +121,8 @@ def test_ranks_that_share_layers_go_on_on_others(make_config: MakeConfig, tmp_pa
     for config in (grid, lean, staged, turned):
         one = plain(config, f"{Path(config.out).name}-one")
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("lean", "balanced"):
-                patch.setitem(PRESETS, name, replace(PRESETS[name], weights="bfloat16"))
+            if config is lean:
+                in_floats(patch)
             run_training(one)
         bound = 1e-5 if config is grid else 2e-2
         assert farthest(losses_of(recorded(one)), losses_of(recorded(config))) < bound, config.out
@@ -124,12 +133,19 @@ def test_ranks_that_share_layers_go_on_on_others(make_config: MakeConfig, tmp_pa
 def test_codes_and_floats_are_told_apart(make_config: MakeConfig) -> None:
     alone = make_config("alone", optimizer="lean", recipe="tensorwise", steps=2)
     run_training(alone)
-    with pytest.raises(CheckpointError, match=r"a run of a single process .* keeps matrices as codes, as .* has them"):
+    with pytest.raises(CheckpointError, match=r"has matrices as codes, and a run with --tp, of recipes that change or"):
         run_training(replace(alone, recipe="tensorwise until 3, bf16", steps=4), resume=True)
-    changing = replace(alone, recipe="tensorwise until 1, bf16", out=f"{alone.out}-changing")
-    run_training(changing)
-    with pytest.raises(CheckpointError, match="a run of several ranks, or of recipes that change, keeps them in bfl"):
-        run_training(replace(changing, recipe="tensorwise", steps=4), resume=True)
+
+
+def test_a_run_that_has_kept_floats_goes_on_with_floats(make_config: MakeConfig) -> None:
+    """Where it would keep codes if it began."""
+    first = make_config("first", optimizer="lean", **COMMON | {"recipe": "mxfp8 until 5, bf16"})
+    run_training(first)
+    again = begun(replace(first, out=f"{first.out}-again", recipe="mxfp8", steps=5), first)
+    with pytest.warns(UserWarning, match="goes on from step 3 with other options: recipe"):
+        run_training(again, resume=True)
+    ours, its = losses_of(recorded(again)), losses_of(recorded(first))
+    assert ours and ours.items() <= its.items(), (ours, its)
 
 
 @pytest.mark.parametrize(

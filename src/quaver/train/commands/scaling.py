@@ -96,18 +96,18 @@ def _block(config: ModelConfig) -> Block:
     return dense(config.dim, config.heads, config.groups, config.head_dim, config.hidden, gated=config.gated)
 
 
-def trained(optimizer: str, recipe: Recipe, alone: bool) -> tuple[float, float, float]:
+def trained(optimizer: str, recipe: Recipe, codes: bool) -> tuple[float, float, float]:
     """Bytes that training keeps of a parameter of a layer's matrix, of the embedding and of the head.
 
     Args:
-        alone: whether there is one GPU; ranks have parts of weights that are floats.
+        codes: whether matrices may be codes, as they may without tensor parallelism.
     """
     chosen, shape = optimizer_name.find(optimizer), (4096, 4096)
     own, others = chosen.moments
     table = float(plain(1, others).total)
     if chosen.preset is None:
         return table, table, table
-    kept = chosen.weights(recipe, "bfloat16", alone), chosen.others("bfloat16")
+    kept = chosen.weights(recipe, "bfloat16", codes), chosen.others("bfloat16")
     matrix = of_matrix(chosen.preset, shape, kept[0], recipe.fprop.b, own).total / math.prod(shape)
     head = of_matrix(chosen.preset, shape, kept[1], None, others).total / math.prod(shape)
     return matrix, table, head
@@ -136,8 +136,8 @@ def price(
         ValueError: an unknown name, with the nearest known one; a mesh that does not fit.
     """
     chosen, mesh = recipe_name.find(recipe), cluster.mesh
-    alone, high = mesh.gpus == 1, recipe_name.find("bf16")
-    if alone:
+    codes, high = optimizer_name.may_be_codes(1, mesh.tp), recipe_name.find("bf16")
+    if mesh.gpus == 1:
         optimizer_name.check(optimizer, chosen)
     shapes = projections(MODELS[model]) if model in MODELS else {}
     optimizer_name.check_parts(optimizer, shapes, mesh.fsdp * mesh.tp, mesh.tp)
@@ -162,9 +162,9 @@ def price(
         checkpoints=cluster.checkpoints,
         overlapped=cluster.overlap,
         interleaved=cluster.interleaved,
-        trained=trained(optimizer, chosen, alone),
+        trained=trained(optimizer, chosen, codes),
     )
-    in_bf16 = replace(priced.plan, recipe=high, trained=trained(optimizer, high, alone))
+    in_bf16 = replace(priced.plan, recipe=high, trained=trained(optimizer, high, codes))
     return Scaling(priced, steps.step(in_bf16), optimizer)
 
 

@@ -39,22 +39,22 @@ def available() -> int:
 
 
 def trained(
-    sizes: ModelConfig, vocab: int, optimizer: str, recipe: Recipe, dtype: str, alone: bool = True
+    sizes: ModelConfig, vocab: int, optimizer: str, recipe: Recipe, dtype: str, codes: bool = True
 ) -> Footprint:
     """What a model's weights take in training, with their gradients and all that the optimizer keeps.
 
     Args:
-        alone: as `Chosen.weights` takes it.
+        codes: as `Chosen.weights` takes it.
     """
     chosen = optimizer_name.find(optimizer)
-    layers, kept = projections(sizes), chosen.weights(recipe, dtype, alone)
+    layers, kept = projections(sizes), chosen.weights(recipe, dtype, codes)
     whole = NOTHING
     for name, shape in parameters(sizes, vocab).items():
         number = math.prod(shape)
         of_layer = name.removesuffix(".weight") in layers
         moments = chosen.moments[0 if of_layer else 1]
-        codes = of_layer and kept == "codes"
-        small = len(shape) < 2 or (number < SMALL and not codes) or name == "embedding.weight"
+        of_codes = of_layer and kept == "codes"
+        small = len(shape) < 2 or (number < SMALL and not of_codes) or name == "embedding.weight"
         if chosen.preset is None or small:
             # A small matrix of a layer or head is a bfloat16 weight all the same.
             narrow = len(shape) == 2 and name != "embedding.weight" and chosen.others(dtype) == "bfloat16"
@@ -74,8 +74,8 @@ def check(config: TrainConfig, vocab: int, ranks: int = 1) -> None:
     """
     sizes = MODELS[config.model]
     first, *later = recipe_name.parts(config.recipe)
-    alone = ranks == 1 and not later
-    weights = trained(sizes, vocab, config.optimizer, first.recipe, config.dtype, alone).total
+    codes = optimizer_name.may_be_codes(1 + len(later), config.tp)
+    weights = trained(sizes, vocab, config.optimizer, first.recipe, config.dtype, codes).total
     tokens = config.batch * config.sequence
     at_once = min(tokens, config.loss_chunk or tokens)
     batch = 8 * config.accumulate * tokens + 8 * at_once * padded(vocab) + 2 * tokens * sizes.dim * sizes.layers

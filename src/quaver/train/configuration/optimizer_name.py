@@ -33,16 +33,16 @@ class Chosen:
     rule: str
     preset: Preset | None
 
-    def weights(self, recipe: Recipe, dtype: str, alone: bool = True) -> str:
+    def weights(self, recipe: Recipe, dtype: str, codes: bool = True) -> str:
         """What matrices between embedding and head are kept as: "codes", "bfloat16" or "float32".
 
         Args:
             dtype: of the run; bfloat16 is that of weights under autocast alone.
-            alone: whether a single process trains under a single recipe. Ranks have parts of weights that are floats,
-                and codes are of one recipe.
+            codes: whether they may be codes, which are of one recipe, and whose rows alone ranks divide: see
+                `may_be_codes`.
         """
         kept = "float32" if self.preset is None else self.preset.weights
-        if kept == "codes" and recipe.quantizes and alone:
+        if kept == "codes" and codes and recipe.quantizes and not _why_no_codes(recipe):
             return kept
         return "float32" if dtype == "float32" else self.others(dtype)
 
@@ -78,17 +78,30 @@ def check(text: str, recipe: Recipe) -> None:
     preset = find(text).preset
     if preset is None or preset.weights != "codes" or not recipe.quantizes:
         return
-    spec = recipe.fprop.b
-    why = ""
-    if spec is None:
-        why = "quantizes no weight"
-    elif spec.format.name not in EIGHT_BITS:
-        why = f"has weights in {spec.format}, which take no gradient"
+    why = _why_no_codes(recipe)
     if why:
         raise ValueError(
             f"optimizer {text} keeps weights as codes of eight bits, and recipe {recipe} {why}; take a recipe with "
             "weights in eight bits, such as tensorwise or mxfp8, or --optimizer exact"
         )
+
+
+def may_be_codes(recipes: int, tp: int) -> bool:
+    """Whether a run's matrices may be codes.
+
+    Args:
+        recipes: of the run, one after the other.
+        tp: ranks of tensor parallelism, which takes weights that are floats.
+    """
+    return recipes == 1 and tp == 1
+
+
+def _why_no_codes(recipe: Recipe) -> str:
+    """Why a recipe that quantizes has no codes of weights that a gradient steps, or ""."""
+    spec = recipe.fprop.b
+    if spec is None:
+        return "quantizes no weight"
+    return "" if spec.format.name in EIGHT_BITS else f"has weights in {spec.format}, which take no gradient"
 
 
 def check_parts(text: str, shapes: Mapping[str, tuple[int, int]], parts: int, tp: int) -> None:

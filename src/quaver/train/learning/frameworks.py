@@ -31,11 +31,12 @@ def joined(config: TrainConfig, recipe: Recipe) -> Iterator[Ranks]:
         yield members
 
 
-def make(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None) -> Learner:
+def make(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None, codes: bool = True) -> Learner:
     """A run's model at its first step.
 
     Args:
         members: the ranks that train it together, as `joined` gives them; None or `Alone` is this process.
+        codes: whether an optimizer may keep matrices as codes; False where a run goes on that has kept floats.
     Raises: ValueError without the framework or the device.
     """
     installed(config.framework, f"--framework {config.framework}")
@@ -45,7 +46,7 @@ def make(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None) -
         return JaxLearner(config, recipe, vocab)
     from quaver.train.learning.torch.learner import TorchLearner
 
-    return TorchLearner(config, recipe, vocab, None if members is None or members.number == 1 else members)
+    return TorchLearner(config, recipe, vocab, None if members is None or members.number == 1 else members, codes)
 
 
 def check(config: TrainConfig, recipe: Recipe) -> None:

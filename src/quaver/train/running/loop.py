@@ -29,7 +29,7 @@ from quaver.train.records.trackers import Tracker
 from quaver.train.running import idle
 from quaver.train.running.interrupt import Interrupt, Interrupted
 from quaver.train.running.precision import Precision
-from quaver.train.running.resuming import take_up
+from quaver.train.running.resuming import keeps_codes, take_up
 from quaver.train.running.saving import Saver
 
 #: What a run's folder holds besides checkpoints; the last is the command line's.
@@ -111,10 +111,11 @@ def as_rank(
         facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
         start = 0
         # The first rank's choice: a shared disk may show another one an older list.
-        last = ranks.given((path := checkpoint.latest(folder)) and path.name) if resume else None
+        last, codes = ranks.given((path := checkpoint.latest(folder)) and path.name) if resume else None, True
         if last:
             precision.take_up(checkpoint.read_state(folder / last))
-        trained = frameworks.make(config, precision.recipe, tokens.vocab, ranks)
+            codes = config.optimizer == TORCH or keeps_codes(folder / last, facts)
+        trained = frameworks.make(config, precision.recipe, tokens.vocab, ranks, codes)
         if last:
             start = take_up(folder / last, trained, ranks, facts, config, tokens.vocab)
         if start < config.steps and ranks.first:

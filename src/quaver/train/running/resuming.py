@@ -1,7 +1,7 @@
 """Going on from a checkpoint: what it must hold, and what is said where this run's options differ from its own."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,17 +71,24 @@ def take_up(path: Path, trained: Learner, ranks: Ranks, facts: dict[str, Any], c
     return saved.step
 
 
+def keeps_codes(path: Path, facts: dict[str, Any]) -> bool:
+    """Whether a checkpoint has matrices as codes: where it has floats, the run that goes on keeps them so."""
+    return has_scales(checkpoint.outline(path, facts).model)
+
+
+def has_scales(names: Iterable[str]) -> bool:
+    """Whether some of the names are of scales of weights that are codes."""
+    return any(name.endswith(".weight_scale") for name in names)
+
+
 def check_form(path: Path, saved: Saved, trained: Learner) -> None:
-    """Raise a CheckpointError if matrices were kept as codes and are floats here, or the other way round."""
-    were, are = (any(name.endswith(".weight_scale") for name in names) for names in (saved.model, trained.names()))
-    if were == are:
-        return
-    codes = "of a single process under a single recipe keeps matrices as codes"
-    floats = "of several ranks, or of recipes that change, keeps them in bfloat16"
-    raise CheckpointError(
-        f"a run {codes if were else floats}, as the checkpoint {path} has them, and one {floats if were else codes}, "
-        "as this one would: go on as the run began, or give another --out; with --optimizer exact both keep the same"
-    )
+    """Raise a CheckpointError if matrices were kept as codes and have to be floats here."""
+    if has_scales(saved.model) and not has_scales(trained.names()):
+        raise CheckpointError(
+            f"the checkpoint {path} has matrices as codes, and a run with --tp, of recipes that change or of weights "
+            "in four bits keeps them in bfloat16, as this one would: go on as the run began, or give another --out; "
+            "with --optimizer exact all keep the same"
+        )
 
 
 def misfits(saved: Saved, trained: Learner, config: TrainConfig, vocab: int, other_recipe: bool) -> list[str]:

@@ -109,20 +109,25 @@ def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
     return qt.convert(model, recipe, skip=["head"] if model.head is not None else [], seed=seed)
 
 
-def prepare(model: Decoder, recipe: Recipe, config: TrainConfig, alone: bool) -> Report:
+def prepare(model: Decoder, recipe: Recipe, config: TrainConfig, codes: bool, in_parts: bool = False) -> Report:
     """`quantize_layers`, and the weights in the form in which the run's optimizer keeps them.
 
     Args:
-        alone: as `Chosen.weights` takes it.
+        codes: as `Chosen.weights` takes it.
+        in_parts: whether fully_shard will divide the model, which gives gradients of codes the dtype that these stand
+            for.
     """
     report = quantize_layers(model, recipe, config.seed)
     chosen = optimizer_name.find(config.optimizer)
-    if chosen.weights(recipe, config.dtype, alone) == "codes":
+    if chosen.weights(recipe, config.dtype, codes) == "codes":
+        assert chosen.preset is not None
         for name in report.converted:
-            spec = storing.weight_spec(recipe)
+            layer, spec = model.get_submodule(name), storing.weight_spec(recipe)
             assert spec is not None
             # What is kept beside the codes begins at the value that they were made of.
-            storing.store(model.get_submodule(name), spec, keep_initial=True)  # type: ignore[arg-type]
+            storing.store(layer, spec, keep_initial=True)  # type: ignore[arg-type]
+            if in_parts and chosen.preset.gradient == "bfloat16":
+                layer.bfloat16()
     if chosen.others(config.dtype) == "bfloat16":
         for module in model.modules():
             if isinstance(module, nn.Linear) and module.weight.dtype is torch.float32:

@@ -48,9 +48,9 @@ class Decoding:
         sizes = MODELS[config.model]
         self.model = build(sizes, vocab, config.seed, self.device).eval()
         own = recipe_name.parts(config.recipe)[-1].recipe
-        # Ranks, and a schedule of recipes, keep weights as floats where a single process keeps codes.
+        # Tensor parallelism, and a schedule of recipes, keep weights as floats where another run keeps codes.
         codes = any(name.endswith(SCALES[0]) for name in saved.model)
-        prepare(self.model, own, config, alone=codes)
+        prepare(self.model, own, config, codes)
         if recipe != own:
             quantize_layers(self.model, recipe, config.seed)
         try:

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from quaver.core.spec import Recipe
-from quaver.torch.linear.stored.stored import CODES
+from quaver.torch.linear.stored import storing
 from quaver.torch.model.graph import CapturedStep
 from quaver.torch.model.weights.freezing import frozen
 from quaver.torch.model.weights.quantized import drop_initial_value
 from quaver.torch.optim import Optimizer
-from quaver.train.configuration import recipe_name
+from quaver.train.configuration import optimizer_name, recipe_name
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.configuration.sizes import MODELS
 from quaver.train.learning.learner import Tensors
@@ -34,7 +34,9 @@ class TorchLearner:
     Batches come whole to every rank, which takes its own sequences of them; losses and norms are those of all.
     """
 
-    def __init__(self, config: TrainConfig, recipe: Recipe, vocab: int, group: Group | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, recipe: Recipe, vocab: int, group: Group | None = None, codes: bool = True
+    ) -> None:
         self.group = group
         self.device = device_of(config.device) if group is None else group.device
         if config.threads or self.device.type == "cpu":
@@ -43,10 +45,12 @@ class TorchLearner:
         sizes = MODELS[config.model]
         self.model = build(sizes, vocab, config.seed, self.device, config.recompute)
         self.recipe = recipe
+        tp = 1 if group is None else group.sizes.tp
+        codes = codes and optimizer_name.may_be_codes(len(recipe_name.parts(config.recipe)), tp)
         if group is None:
-            self.conversion = prepare(self.model, recipe, config, len(recipe_name.parts(config.recipe)) == 1)
+            self.conversion = prepare(self.model, recipe, config, codes)
         else:
-            self.conversion = parallelize(self.model, recipe, config, group)
+            self.conversion = parallelize(self.model, recipe, config, group, codes)
         self.optimizer = optimizer_of(self.model, config, 0 if group is None else group.mesh.get_local_rank("pp"))
         begin(self.model, self.optimizer)
         self.update = Update(self.model, self.optimizer, config, group)
@@ -135,7 +139,7 @@ def begin(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, Optimizer):
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p.dtype in CODES:
+                if storing.holds_codes(p):
                     optimizer.state[p] = optimizer.first_state(p, group)
         drop_initial_value(model)
 

@@ -27,10 +27,10 @@ from quaver.train.learning.torch.parallel.group import Group
 from quaver.train.learning.torch.parallel.pipeline import Pipeline
 
 
-def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Group) -> Report:
+def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Group, codes: bool) -> Report:
     """Give a decoder its recipe and divide it among the ranks.
 
-    1. `convert`: the layers' matrices get the recipe.
+    1. `convert`: the layers' matrices get the recipe, and exist only as its codes where the optimizer keeps them so.
     2. `parallelize_module`, where tp is given: each rank computes some heads and some features of every layer, has some
        words of the embedding and of the head, and with sp some tokens of what is between them.
     3. `context_parallel`, where cp is given: each rank has some tokens of a sequence, and attention goes across them.
@@ -42,10 +42,11 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
     Args:
         model: with the same values on every rank.
         group: the ranks.
+        codes: whether the optimizer may keep matrices as codes, under tensor parallelism never.
     Returns:
         What the recipe was applied to.
     """
-    report = prepare(model, recipe, config, alone=False)
+    report = prepare(model, recipe, config, codes, in_parts=True)
     if group.sizes.tp > 1:
         check_words(model.embedding.num_embeddings, group.sizes.tp)
         parallelize_module(model, group.mesh["tp"], plan(model, config.sp), src_data_rank=None)
@@ -55,7 +56,7 @@ def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: Grou
     if group.sizes.pp > 1:
         group.pipeline = pipeline = Pipeline(model, recipe, config, group)
         wholes = [*pipeline.parts]
-    if travels(recipe):
+    if travels(recipe) or any(getattr(module, "weight_spec", None) is not None for module in model.modules()):
         gather_quantized(model, mesh=group.mesh["data"])
     # Parts of a backward that are run apart would each gather a layer anew: it stays gathered until its stage is done.
     reshards = False if group.sizes.pp > 1 and ORDERS[config.pp_schedule].splits else None
