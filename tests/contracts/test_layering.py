@@ -93,6 +93,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "weights",
     ),
     "quaver.torch.model.weights": ("freezing", "gradients", "state_dicts", "quantized", "serving"),
+    "quaver.torch.model.fusing": (
+        *("fused", "comparing", "ropes", "norms", "mlps", "mixers", "attentions", "losses", "placing"),
+    ),
     "quaver.torch.parallel": (
         *("traffic", "alike", "wire", "quantized", "tensor", "fsdp", "context", "pipeline", "checkpoint"),
     ),

@@ -50,6 +50,7 @@ SAFE = {
     "torch.model.reach.experts:_left_alone": CACHED,
     "torch.model.fusing.attentions:rebuilt": CACHED,
     "torch.model.fusing.attentions:_parameters": CACHED,
+    "torch.model.fusing.mixers.reading:uses": CACHED,
     "torch.parallel.fsdp.agreeing:_watched": "a thread adds the models whose first gather it makes",
     "torch.parallel.fsdp.codes:_stored": "a thread adds the layers that it prepares",
     "torch.parallel.fsdp.gathering:_prepared": "a thread adds the layers that it prepares",

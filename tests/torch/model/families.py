@@ -54,12 +54,21 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "marian": {"decoder_vocab_size": 96},
     "nemotron": {"num_key_value_heads": 2},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
+    "falcon_mamba": {"intermediate_size": 128, "time_step_rank": 16},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 8}
+    | {"attn_layer_indices": [1]},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8}
+    | {"layers_block_type": ["linear_attention", "full_attention"], "use_mamba_kernels": True},
+    "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 32, "mamba_d_state": 16, "mamba_ngroups": 2, "chunk_size": 8}
+    | {"adapter_rank": 16, "layers_block_type": ["linear_attention", "hybrid"], "use_mem_rope": True}
+    | {"attention_hidden_size": 128, "attention_head_dim": 64, "hybrid_layer_ids": [1]},
 }
 CAUSAL = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox", "falcon"),
     *("gpt2", "mpt", "olmo", "olmo2", "exaone4", "cohere", "starcoder2", "stablelm", "bloom", "opt", "gptj", "codegen"),
     *("gpt_neo", "persimmon", "glm4", "granite", "nemotron", "smollm3", "xglm", "biogpt", "gpt_bigcode", "openai-gpt"),
     *("rwkv", "mamba", "mamba2", "jamba", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *("bamba", "nemotron_h", "zamba2", "falcon_mamba"),
     *("olmoe", "granitemoe", "dbrx", "jetmoe", "llama4_text", "phimoe", "glm4_moe", "ernie4_5_moe", "aria_text"),
 )
 MASKED = ("bert", "roberta", "albert", "electra", "distilbert", "deberta-v2", "modernbert", "mpnet")

@@ -12,12 +12,13 @@ from tests.torch.model import logits
 from tests.torch.model.coverage import PAGE, covered, written
 from tests.torch.model.families import FAMILIES, tiny, tokens
 
-#: Layers that a family's own code reads without calling them, which `Report.check` names.
-READ_BEHIND = {"mamba": "dt_proj", "jamba": "dt_proj"}
+#: What is left besides the head: routers, which are no nn.Linear's forward, and layers whose weight is read uncalled.
+LEFT = ("output head", "Router has a forward of its own", "multiplies by its weight without calling it")
 #: Experts that no token of a small batch may visit.
 MAY_REST = {"switch_transformers": "expert_"}
 #: The smallest share of the parameters of GEMMs, heads apart.
 SHARES = {"falcon": 0.9, "gpt2": 0.9, "mixtral": 0.9, "qwen3_moe": 0.9, "gpt_oss": 0.9, "deepseek_v3": 0.9}
+SHARES |= {"mamba": 0.8, "falcon_mamba": 0.8}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -25,14 +26,11 @@ def test_a_family_is_converted_whole_and_every_layer_runs(family: str) -> None:
     report, check, loss = covered(family)
     assert loss.isfinite()
     assert report.share >= SHARES.get(family, 0.9) and report.flops_share > 0.5
-    # The head alone, and routers, which are no nn.Linear's forward, are left.
     left = {row.name: row.why for row in report.rows if row.recipe is None}
-    assert all("output head" in why or "Router has a forward of its own" in why for why in left.values()), left
-    behind = READ_BEHIND.get(family)
-    rests = behind or MAY_REST.get(family)
+    assert all(any(why in said for why in LEFT) for said in left.values()), left
+    rests = MAY_REST.get(family)
     assert all(rests is not None and rests in name for name in check.never_called), str(check)
-    assert set(check.read_behind) == {name for name in report.converted if behind and name.endswith(behind)}, str(check)
-    assert not check.gone
+    assert not check.read_behind and not check.gone, str(check)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

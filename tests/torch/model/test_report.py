@@ -30,10 +30,14 @@ class Model(nn.Module):
         x = self.embed(ids).flatten(0, 1)
         for layer in self.layers:
             x = layer(x).relu()
-        # What asks for a dtype or a device reads nothing.
-        x = x.to(self.fused.weight.dtype).to(self.fused.weight)
-        x = torch.nn.functional.linear(x, self.fused.weight.t().t(), self.fused.bias)
-        return self.head(self.norm(self.dropout(x)))  # type: ignore[no-any-return]
+        return self.head(self.norm(self.dropout(elsewhere(self, x))))  # type: ignore[no-any-return]
+
+
+def elsewhere(model: Any, x: Tensor) -> Tensor:
+    """What no forward's text shows: a layer's weight, read by a function that is given the model."""
+    # What asks for a dtype or a device reads nothing.
+    x = x.to(model.fused.weight.dtype).to(model.fused.weight)
+    return torch.nn.functional.linear(x, model.fused.weight.t().t(), model.fused.bias)
 
 
 def test_rows_count_parameters_flops_and_bytes() -> None:
@@ -147,7 +151,7 @@ def test_a_layer_that_is_reverted_while_it_is_held_keeps_nothing() -> None:
     assert type(model[0]) is nn.Linear
 
 
-def test_wavlm_reads_its_projections_and_the_check_names_them() -> None:
+def test_wavlm_reads_its_projections_and_the_report_names_them() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.WavLMConfig(
         hidden_size=32,
@@ -161,11 +165,11 @@ def test_wavlm_reads_its_projections_and_the_check_names_them() -> None:
         num_conv_pos_embedding_groups=2,
     )
     model = transformers.WavLMModel(config).eval()
-    report = qt.convert(model, "mxfp8")
-    check = report.check(model, torch.randn(1, 400))
-    read = {name.rpartition(".")[2] for name in check.read_behind}
-    assert read == {"q_proj", "k_proj", "v_proj", "out_proj"} == {n.rpartition(".")[2] for n in check.never_called}
-    assert all("multi_head_attention_forward" in functions for functions in check.read_behind.values())
+    with pytest.warns(UserWarning, match="convert reached less than half"):
+        report = qt.convert(model, "mxfp8")
+    read = {name.rpartition(".")[2] for name, why in report.skipped.items() if why.startswith("WavLMAttention multi")}
+    assert read == {"q_proj", "k_proj", "v_proj", "out_proj"}
+    assert report.check(model, torch.randn(1, 400)), "and all that was converted is called"
 
 
 # What is told before work is lost.

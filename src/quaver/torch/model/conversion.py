@@ -22,7 +22,8 @@ from quaver.torch.blocks.attention.dot_product import DotProductAttention
 from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.linear.stored import storing
 from quaver.torch.model import attention_modules
-from quaver.torch.model.fusing.placing import Blocks, place, take_away
+from quaver.torch.model.fusing.mixers.reading import bypassed
+from quaver.torch.model.fusing.placing import Blocks, have_mixers_call, place, take_away
 from quaver.torch.model.matrices import gemm_parameters
 from quaver.torch.model.reach import kinds
 from quaver.torch.model.reach.exchanging import exchange, give_back
@@ -65,9 +66,9 @@ def convert(
             and of its parameters. A layer that was converted before keeps its recipe.
         seed: of stochastic rounding.
         head: True converts output heads too, tied or not; a rule whose pattern names one does so for that one.
-        blocks: True has our blocks compute the norms, MLPs and attention of the model that they compute alike, in place
-            and under every recipe, and so does a `Blocks` that says which; `skip` leaves out by name. False changes
-            nothing about what blocks compute.
+        blocks: True has our blocks compute the norms, MLPs, attention and mixers of the model that they compute alike,
+            in place and under every recipe, and so does a `Blocks` that says which; `skip` leaves out by name. False
+            changes nothing about what blocks compute.
     Returns:
         What was converted, what was not and why, the shares of parameters and FLOPs, and the patterns that matched
         nothing. A layer that the model holds under several names is matched by any of them and listed under the first.
@@ -89,6 +90,7 @@ def convert(
         walk.visit(module, names)
     if blocks:
         report.blocks = place([(m, names[0], choice.skips(names)) for m, names in modules], blocks)
+    have_mixers_call([module for module, _ in modules])
     _convert_attention(model, choice, chosen, report)
     report.others = _others(model, walk.reached)
     report.unused = choice.unused
@@ -153,7 +155,7 @@ class _Walk:
         self.seen: set[int] = set()
         #: Modules that were converted, and those in them whose parameters they multiply by.
         self.reached: set[nn.Module] = set()
-        #: Why an output projection that its parent reads is left alone.
+        #: Why a layer whose weight its parent reads is left alone.
         self.inside: dict[nn.Module, str] = {}
         #: Layers whose state of another recipe was dropped.
         self.lost: list[str] = []
@@ -163,6 +165,7 @@ class _Walk:
     def visit(self, module: nn.Module, names: list[str]) -> None:
         kind = kind_of(module)
         if kind is None:
+            self.inside.update(bypassed(module, lambda part: kind_of(part) is not None))
             self._count_others(module, names[0])
             return
         recipe, why, by_choice = self._decide(module, kind, names)

@@ -10,8 +10,9 @@ arXiv:2405.21060.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,20 @@ from quaver.torch.linear.projections import project
 
 #: Where the gate stands: before the norm, after it, or without a norm.
 GATES = ("gate_first", "norm_first", "no_norm")
+
+
+class Sizes(NamedTuple):
+    """Of a scan."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x, B and C."""
+        return self.heads * self.head_dim + 2 * self.groups * self.state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +113,10 @@ class Mamba2(nn.Module):
         inner = 2 * options.dim if options.inner is None else options.inner
         _check(options, inner)
         self.dim, self.inner, self.heads = options.dim, inner, inner // options.head_dim
-        self.head_dim, self.state, self.groups = options.head_dim, options.state, options.groups
+        self.sizes = Sizes(self.heads, options.head_dim, options.groups, options.state)
         self.gate, self.dt_limit, self.chunk_size = options.gate, options.dt_limit, options.chunk_size
         self.dt_range, self.A_range = options.dt_range, options.A_range
-        channels = inner + 2 * options.groups * options.state
+        channels = self.sizes.channels
         self.register_module("norm", options.norm(options.dim))
         self.in_proj = options.linear(options.dim, inner + channels + self.heads)
         activation = options.conv_activation
@@ -156,19 +171,21 @@ class Mamba2(nn.Module):
         _check_input(self, x, mask, cu_seqlens, cache)
         parts: Any = self._modules
         (projected,) = normalized_projections(parts["norm"], x, (parts["in_proj"],))
-        if projected.shape[-1] != self.inner + self.channels + self.heads:
+        parted = self.inner, self.sizes.channels, self.heads
+        if projected.shape[-1] != sum(parted):
             raise ValueError(
-                f"in_proj gives {projected.shape[-1]} features in place of {self.inner + self.channels + self.heads}: "
-                "a Mamba2 is not divided among ranks; leave its layers out of the plan"
+                f"in_proj gives {projected.shape[-1]} features in place of {sum(parted)}: a Mamba2 is not divided "
+                "among ranks; leave its layers out of the plan"
             )
-        z, mixed, dt = projected.split((self.inner, self.channels, self.heads), -1)
+        z, mixed, dt = projected.split(parted, -1)
         if mask is not None:
             mixed = mixed.masked_fill(mask[..., None], 0)
         tokens, state = (None, None) if cache is None else cache.read(layer, x)
         convolved = parts["conv1d"](mixed, tokens, cu_seqlens)
         if mask is not None:
             convolved = convolved.masked_fill(mask[..., None], 0)
-        y, last = self._scanned(convolved, dt, state, cu_seqlens)
+        how = {"initial_states": state, "cu_seqlens": cu_seqlens, "chunk_size": self.chunk_size}
+        y, last = scanned(convolved, dt, self._parameters, self.sizes, self.dt_limit, **how)
         if cache is not None:
             cache.update(layer, last_tokens(mixed, parts["conv1d"].weight.shape[2], tokens), last, x.shape[1])
         if parts["gated_norm"] is None:
@@ -176,36 +193,32 @@ class Mamba2(nn.Module):
             return projected_out
         return gated_projection(parts["gated_norm"], y, z, parts["out_proj"])
 
-    @property
-    def channels(self) -> int:
-        """Of the convolution: x, B and C."""
-        return self.inner + 2 * self.groups * self.state
-
-    def _scanned(
-        self, convolved: Tensor, dt: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        parameters: Any = self._parameters
-        wide = torch.promote_types(convolved.dtype, torch.float32)
-        x, B, C = convolved.split((self.inner, self.groups * self.state, self.groups * self.state), -1)
-        B, C = (t.unflatten(-1, (self.groups, self.state)) for t in (B, C))
-        y, last = ssd(
-            x.unflatten(-1, (self.heads, self.head_dim)),
-            dt,
-            -torch.exp(parameters["A_log"].to(wide)),
-            B,
-            C,
-            parameters["D"],
-            dt_bias=parameters["dt_bias"],
-            dt_limit=self.dt_limit,
-            initial_states=state,
-            cu_seqlens=cu_seqlens,
-            chunk_size=self.chunk_size,
-        )
-        return y.flatten(-2), last
-
     def extra_repr(self) -> str:
-        said = f"heads={self.heads}, head_dim={self.head_dim}, state={self.state}, groups={self.groups}"
+        said = ", ".join(f"{name}={number}" for name, number in self.sizes._asdict().items())
         return said + f", gate={self.gate!r}" * (self.gate != "gate_first")
+
+
+def scanned(
+    convolved: Tensor,
+    dt: Tensor,
+    parameters: Mapping[str, Any],
+    sizes: Sizes,
+    dt_limit: tuple[float, float],
+    **how: Any,
+) -> tuple[Tensor, Tensor]:
+    """The scan of x, B and C side by side: [..., heads · head_dim], and the last states.
+
+    Args:
+        parameters: `A_log`, `D` and `dt_bias`.
+        how: of `ssd`.
+    """
+    heads, head_dim, groups, state = sizes
+    x, B, C = convolved.split((heads * head_dim, groups * state, groups * state), -1)
+    B, C = (t.unflatten(-1, (groups, state)) for t in (B, C))
+    A = -torch.exp(parameters["A_log"].to(torch.promote_types(x.dtype, torch.float32)))
+    own = {"dt_bias": parameters["dt_bias"], "dt_limit": dt_limit}
+    y, last = ssd(x.unflatten(-1, (heads, head_dim)), dt, A, B, C, parameters["D"], **own, **how)
+    return y.flatten(-2), last
 
 
 #: The gate without a norm.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quaver.torch.blocks.attention.op import attention
 from quaver.torch.model.fusing.comparing import buffers_of, differs, drawn, linear, twin
 from quaver.torch.model.fusing.fused import Fused, replaced, stands_aside
+from quaver.torch.model.fusing.mixers.calling import Names
 from quaver.torch.model.fusing.mlps import sizes
 from quaver.torch.model.fusing.ropes import COMPLEX, HALVES, ONCE, PAIRS, Rope, rope_of, tables
 from quaver.torch.model.reach.exchanging import bare_class, original
@@ -88,8 +89,7 @@ def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
 @functools.lru_cache(maxsize=256)
 def rebuilt(forward: Any, formula: AttentionFormula) -> Callable[..., Any]:
     """A forward that finds our functions among its globals."""
-    names = _Globals(forward.__globals__)
-    names[REGISTRY] = _Registry(forward.__globals__[REGISTRY], formula.attends)
+    names = Names(forward.__globals__, {REGISTRY: _Registry(forward.__globals__[REGISTRY], formula.attends)})
     if formula.rope is not None:
         names[formula.turns] = formula.rope
     copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -118,17 +118,6 @@ def _patched_since(kind: Any) -> bool:
     theirs = kind._original.forward.__globals__
     copied = kind._traced.__globals__
     return any(theirs.get(name) is not value for name, value in copied.items() if name != REGISTRY)
-
-
-class _Globals(dict[str, Any]):
-    """Another module's names as they are now, beside those of its own."""
-
-    def __init__(self, others: dict[str, Any]) -> None:
-        super().__init__(__builtins__=others["__builtins__"], __name__=others["__name__"])
-        self.others = others
-
-    def __missing__(self, name: str) -> Any:
-        return self.others[name]
 
 
 class _Registry:

@@ -1,5 +1,6 @@
 """Norms of any family, computed by our normalization: over the last axis, by whatever names their parameters go."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,10 @@ def is_norm(module: nn.Module) -> bool:
     if module._modules or module._buffers or len(module._parameters) > 2:
         return False
     if any(p is not None and p.dim() != 1 for p in module._parameters.values()):
+        return False
+    forward: Any = type(module).forward
+    if "gate" in getattr(inspect.unwrap(forward), "__code__", is_norm.__code__).co_varnames:
+        # It takes a second tensor, and a mixer hands it one.
         return False
     return "norm" in bare_class(module).__name__.lower() or any("eps" in name for name in module.__dict__)
 

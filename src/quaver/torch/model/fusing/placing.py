@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from quaver.torch.linear.layer import Quantizable
 from quaver.torch.model.fusing import attentions, losses, mlps, norms
 from quaver.torch.model.fusing.fused import OF_ALL, Fused, fixed
+from quaver.torch.model.fusing.mixers import formula as formulas
+from quaver.torch.model.fusing.mixers.calling import CalledMixer, calls_its_layers
 from quaver.torch.model.reach.exchanging import bare_class, exchange, give_back, read_of_class
 
 
@@ -22,6 +25,8 @@ class Blocks:
     mlp: bool = True
     # What is between the projections of attention: rotary positions and the attending, caches apart.
     attention: bool = True
+    # The convolution, scan and gated norm of Mamba-2 mixers, between their projections, where no cache is given.
+    mixer: bool = True
     # Keep what goes into a gated activation in eight bits; gradients change (docs/blocks/mlp.md).
     eight_bit_activations: bool = False
     # The head with its loss: where labels are given in training, outputs have a loss and no logits.
@@ -74,6 +79,14 @@ PARTS = (
         # Its own forward runs.
         alike=PLACES,
     ),
+    Part(
+        "mixer",
+        formulas.is_mamba2,
+        lambda m, _: formulas.formula_of(m),
+        formulas.FusedMixer,
+        formulas.hooked,
+        alike=PLACES,
+    ),
     Part("loss", losses.is_causal, lambda m, _: losses.formula_of(m), losses.FusedLoss),
 )
 
@@ -109,6 +122,15 @@ def _place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> lis
             why = part.in_the_way(module, formula)
         rows.append(Placed(name, bare_class(module).__name__, "" if formula is None else str(formula), why))
     return rows
+
+
+def have_mixers_call(modules: Sequence[nn.Module]) -> None:
+    """Have mixers that hold converted layers call them, where their forward would hand the weights to one function."""
+    for module in modules:
+        parts = module._modules.values()
+        holds = any(isinstance(part, Quantizable) for part in parts)
+        if holds and not isinstance(module, Fused) and calls_its_layers(module):
+            exchange(module, CalledMixer)
 
 
 def take_away(model: nn.Module) -> None:

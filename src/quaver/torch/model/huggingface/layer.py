@@ -10,11 +10,14 @@ from quaver.core.reference.masks import MASKS
 from quaver.core.text.spelling import check_name
 from quaver.torch.blocks.mlp import MLP
 from quaver.torch.blocks.norm_linear import Parts
+from quaver.torch.blocks.state_space.layer import Mamba2Layer
+from quaver.torch.blocks.state_space.mamba2 import Mamba2
 from quaver.torch.blocks.transformer import TransformerLayer
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.model.huggingface.attention import attentions
 from quaver.torch.model.huggingface.calling import Surroundings, arguments, attribute, surroundings
 from quaver.torch.model.huggingface.choices import BOUNDS, Choices, distance, drawn
+from quaver.torch.model.huggingface.mixers import formula_in, holds_a_mixer, read_mixer
 from quaver.torch.model.huggingface.parts import activations_of, fill, linear_of, norm_of
 from quaver.torch.model.huggingface.roles import roles_of
 from quaver.torch.model.huggingface.watching import ATTENTION, Watched, watched
@@ -71,8 +74,9 @@ def from_huggingface(
     mask_type: str | None = None,
     dropout: float | None = None,
     attention_dropout: float | None = None,
-) -> TransformerLayer:
-    """A decoder or encoder layer of transformers as a `TransformerLayer` that computes the same.
+) -> TransformerLayer | Mamba2Layer | Mamba2:
+    """A decoder or encoder layer of transformers as a `TransformerLayer` that computes the same; a layer around a
+    Mamba-2 mixer as a `Mamba2Layer`, and a mixer by itself as a `Mamba2`.
 
     The layer is read by its structure: it is called, in evaluation mode, on random input of its own dtype and device,
     and watched. What structure and configuration leave open (where norms stand, how rope turns, the order of rows in a
@@ -98,6 +102,8 @@ def from_huggingface(
     Bounded: outputs within 1e-5 of the largest of drawn weights, 3e-4 of the layer's own, in float32; 4e-2 in bfloat16.
     """
     _check(layer, mask_type, dropout, attention_dropout)
+    if holds_a_mixer(layer):
+        return _state_space(layer, fused, mask_type)
     causal = None if mask_type is None else MASKS[mask_type][1]
     rates = {"dropout": dropout or 0.0, "attention_dropout": attention_dropout or 0.0}
     with autocast(enabled=False), torch.no_grad():
@@ -108,6 +114,19 @@ def from_huggingface(
         ours.attention.core.mask_type = mask_type
     whole: TransformerLayer = ours.train(layer.training)
     return whole
+
+
+def _state_space(layer: nn.Module, fused: bool | None, mask_type: str | None) -> Mamba2Layer | Mamba2:
+    if mask_type not in (None, "causal"):
+        raise ValueError(f"{type(layer).__name__} is a state space, which sees what came before: leave out mask_type")
+    with autocast(enabled=False):
+        # Compared with gradients.
+        formula = formula_in(layer)
+        with torch.no_grad():
+            choices = Choices()
+            read_mixer(drawn(layer), formula, fused, choices)
+            ours = read_mixer(layer, formula, fused, Choices(choices))
+    return ours.train(layer.training)
 
 
 def _read(
