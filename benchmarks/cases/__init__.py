@@ -9,6 +9,7 @@ from benchmarks.cases.blocks import (
     model_memory,
     model_peak,
     model_step,
+    state_space,
 )
 from benchmarks.cases.host import host_cost, imports, optimizer_step
 from benchmarks.cases.linear import frozen, jax_speed, memory, noise, speed
@@ -32,6 +33,7 @@ CASES = (
     model_peak.CASE,
     model_gradients.CASE,
     model_step.CASE,
+    state_space.CASE,
     block_gradients.CASE,
     frozen.CASE,
     host_cost.CASE,
