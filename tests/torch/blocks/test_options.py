@@ -43,8 +43,10 @@ def test_a_constructor_shows_its_options_and_their_defaults(name: str) -> None:
 
 def test_a_whole_layer_takes_what_its_parts_take() -> None:
     whole = set(inspect.signature(qt.TransformerLayer).parameters)
-    assert set(inspect.signature(qt.MLP).parameters) <= whole
-    assert set(inspect.signature(qt.MultiheadAttention).parameters) - {"out"} <= whole
+    # Of all parts at once: residual_from_norm.
+    own = {"out", "return_normalized"}
+    assert set(inspect.signature(qt.MLP).parameters) - own <= whole
+    assert set(inspect.signature(qt.MultiheadAttention).parameters) - own <= whole
     assert set(inspect.signature(qt.DotProductAttention).parameters) <= whole
 
 
