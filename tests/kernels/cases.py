@@ -18,7 +18,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.backends.gpu import attention, families
 from quaver.torch.backends.gpu import stepping as optimizing
 from quaver.torch.backends.gpu.emulating import blocks as emulated_blocks
-from quaver.torch.backends.gpu.emulating import folding, two_level
+from quaver.torch.backends.gpu.emulating import folding, groups, two_level
 from quaver.torch.backends.gpu.fused import activation, column_sums, cross_entropy, norm, rope
 from quaver.torch.backends.gpu.gemms import decoding
 from quaver.torch.backends.gpu.launching.passes import Launch
@@ -624,6 +624,44 @@ def _emulated() -> list[Case]:
     ]
 
 
+def _groups() -> list[Case]:
+    """Products of 64 groups of rows, each by a matrix of its own."""
+    experts, features = 64, 2048
+
+    def ends() -> Tensor:
+        return torch.empty(experts, dtype=torch.int32, device="meta")
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=FLOAT32, device="meta")
+
+    def rows(dtype: torch.dtype, biased: bool = False, scaled: bool = False) -> Callable[[], object]:
+        bias = torch.empty(experts, features, dtype=BF16, device="meta") if biased else None
+        of_rows, of_columns = (numbers(ROWS), numbers(experts * features)) if scaled else (None, None)
+        w = matrix(experts * features)
+        return lambda: groups.multiply(matrix(), w, ends(), features, dtype, bias, of_rows, of_columns)
+
+    def sums(dtype: torch.dtype, scaled: bool = False) -> Callable[[], object]:
+        scales = (numbers(experts, COLUMNS), numbers(experts, features)) if scaled else (None, None)
+        x, w = (
+            torch.empty(COLUMNS, ROWS, dtype=BF16, device="meta"),
+            torch.empty(features, ROWS, dtype=BF16, device="meta"),
+        )
+        return lambda: groups.add_up(x, w, ends(), 128, dtype, *scales)
+
+    deep, tall = COLUMNS // 64, ROWS // experts // 64
+    one = ROWS * COLUMNS * features
+    byte = {"shared bytes": "one byte a thread on sm_100, of no tile"}
+    few = {**byte, "instructions": "128 rows of a group are two rounds of its sums, beside what begins and ends them"}
+    of_rows: dict[str, Any] = {"trips": (experts, deep), "products": {"multiply_groups": one}, "exceptions": byte}
+    of_sums: dict[str, Any] = {"trips": (tall,), "products": {"sum_groups": one}, "exceptions": few}
+    return [
+        Case(name="groups' rows", launch=rows(BF16, True, True), **of_rows),
+        Case(name="groups' rows in float32", launch=rows(FLOAT32), **of_rows),
+        Case(name="groups' sums", launch=sums(BF16, True), **of_sums),
+        Case(name="groups' sums in float32", launch=sums(FLOAT32), **of_sums),
+    ]
+
+
 #: Attention that `make slow` alone compiles: its name, recipe, whether backward, and what else.
 RARE: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("by heads, 64 features", "tensorwise", False, {"features": 64}),
@@ -727,6 +765,7 @@ CASES: list[Case] = [
     *_in_narrow_blocks(),
     *_decoded(),
     *_emulated(),
+    *_groups(),
     *_of_a_step(),
     *_of_optimizers(),
     *_attention(),

@@ -29,6 +29,7 @@ from quaver.torch.blocks.state_space.layer import Mamba2Layer
 from quaver.torch.blocks.state_space.mamba2 import Mamba2
 from quaver.torch.blocks.state_space.scan.op import ssd
 from quaver.torch.blocks.transformer import TransformerLayer
+from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.grouped.matmul import grouped_matmul
 from quaver.torch.linear.layer import Linear
 from quaver.torch.model.conversion import convert, revert
@@ -62,6 +63,7 @@ __all__ = [
     "CausalConv1d",
     "DotProductAttention",
     "GatedRMSNorm",
+    "GroupedLinear",
     "KVCache",
     "Latent",
     "LatentAttention",

@@ -6,6 +6,7 @@
 import copy
 import inspect
 import itertools
+import threading
 import warnings
 import weakref
 from typing import Any
@@ -31,7 +32,22 @@ from quaver.torch.state.layer import NEVER, LayerState, device_of, state_of
 from quaver.torch.state.noise import fresh_count, name_streams
 from quaver.torch.state.recomputation import graph_task_id
 
-_serials = itertools.count()
+
+class _Serials:
+    """Places in the order of construction."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.next = 0
+
+    def take(self, number: int = 1) -> int:
+        """The first of so many in a row."""
+        with self.lock:
+            first, self.next = self.next, self.next + number
+        return first
+
+
+serials = _Serials()
 
 
 def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
@@ -206,7 +222,7 @@ class Linear(Quantizable, nn.Linear):
         recipe: str | Recipe | None = None,
         seed: int = 0,
     ) -> None:
-        self.__dict__["_state"] = LayerState(next(_serials))
+        self.__dict__["_state"] = LayerState(serials.take())
         super().__init__(in_features, out_features, bias, device, dtype)
         self.seed = seed
         amax.register(self)

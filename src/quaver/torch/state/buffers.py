@@ -11,7 +11,7 @@ from quaver.core.spec import Recipe
 from quaver.torch.state import recomputation
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer import device_of, state_of
-from quaver.torch.state.noise import fresh_count, streams
+from quaver.torch.state.noise import fresh_count, stream_of, streams
 
 #: Buffers that recipes add.
 STATE = ("history", "factor", "count")
@@ -100,7 +100,10 @@ def take_state(layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
     if layer._buffers.get(name) is not None or layer.recipe is not None:
         return False
     # A history lies column by column.
-    layer.register_buffer(name, torch.zeros(shape[::-1], dtype=dtype, device=device_of(layer)).t())
+    turned = name == "history"
+    lies = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+    buffer = torch.zeros(lies, dtype=dtype, device=device_of(layer))
+    layer.register_buffer(name, buffer.mT if turned else buffer)
     amax.register(layer)
     return True
 
@@ -108,11 +111,11 @@ def take_state(layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
 def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
     """Go on drawing from the stream that the checkpoint's layer drew from, unless it or this one goes by its name."""
     fresh = fresh_count(layer, state_dict[key].device)
-    if int(fresh[2]) < 0 or int(state_dict[key][2]) < 0:
-        fresh[:2] = state_dict[key][:2]
+    if stream_of(fresh) < 0 or stream_of(state_dict[key]) < 0:
+        fresh[..., :2] = state_dict[key][..., :2]
         state_dict[key] = fresh
     else:
-        state_of(layer).serial = int(state_dict[key][2])
+        state_of(layer).serial = stream_of(state_dict[key])
         streams(layer)
 
 

@@ -110,10 +110,11 @@ class Entry:
     __slots__ = ("factor", "quantized", "ready", "spec", "window", "written")
 
     def __init__(
-        self, quantized: Quantized, window: _Window = _NONE, spec: QuantSpec | None = None, factor: float = 0.0
+        self, quantized: Any, window: _Window = _NONE, spec: QuantSpec | None = None, factor: Any = 0.0
     ) -> None:
-        #: None once it was freed: a unit of FSDP's holds no codes between forward and backward.
-        self.quantized: Quantized | None = quantized
+        #: A `Quantized`, or a `quaver.torch.numerics.groups.Stack`. None once it was freed: a unit of FSDP's holds no
+        #: codes between forward and backward.
+        self.quantized: Any = quantized
         self.window = window
         self.spec = spec
         self.factor = factor
@@ -164,11 +165,12 @@ def room(layer: nn.Module) -> _Kept:
 
 
 def lookup(
-    layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: float, training: bool = True
+    layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: Any, training: bool = True
 ) -> Entry | None:
     """What is kept for a side ("fprop" or "dgrad"), or None where the weight, spec or factor may have changed.
 
     Args:
+        factor: the weight's encode factor, or what else stands for it.
         training: whether the forward that asks runs, or ran, in gradient mode.
     """
     # Without a call: each forward asks.
@@ -203,7 +205,7 @@ def begin(layer: nn.Module, weight: Tensor, training: bool = True) -> _Window | 
 
 
 def keep(
-    layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: float, q: Quantized, window: _Window | None
+    layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: Any, q: Any, window: _Window | None
 ) -> Entry | None:
     """Keep an operand in what `begin` gave; None where it gave nothing."""
     if window is None:
@@ -377,9 +379,9 @@ def quantized_again(layer: nn.Module, weight: Tensor) -> None:
     kept.seen = seen
     if kept.forwards >= FORWARDS:
         _Hint.given = True
-        rows, columns = weight.shape
+        rows, columns = weight.shape[-2:]
         warnings.warn(
-            f"a Linear({columns} → {rows}) has quantized the same weight in {FORWARDS} forwards without gradients; run "
-            "them inside `with quaver.torch.frozen(model):`, which quantizes it once",
+            f"a {type(layer).__name__}({columns} → {rows}) has quantized the same weight in {FORWARDS} forwards "
+            "without gradients; run them inside `with quaver.torch.frozen(model):`, which quantizes it once",
             stacklevel=2,
         )

@@ -21,8 +21,8 @@ class LayerState:
 
     __slots__ = (
         *("__weakref__", "agreed", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last"),
-        *("newest", "number", "pieces", "prepared", "recorded_apart", "seen", "serial", "stacked", "stage", "step"),
-        *("streams", "views", "watched"),
+        *("members", "newest", "number", "pieces", "prepared", "recorded_apart", "seen", "serial", "stacked", "stage"),
+        *("step", "streams", "views", "watched"),
         "weights",
     )
 
@@ -63,11 +63,14 @@ class LayerState:
         #: Of a pipeline the stage that it belongs to, by which ranks tell alike layers of different stages apart.
         self.stage: int | None = None
         #: The streams of its noise, and the name or serial that they are of: `quaver.torch.state.noise`.
-        self.streams: tuple[Any, dict[str, Tensor], dict[str, int]] | None = None
+        self.streams: tuple[Any, dict[str, Tensor], dict[str, Any]] | None = None
         #: What a decided step on a GPU draws from.
         self.drawn: Any = None
         #: The rows of each matrix, by its name, where several lie one below the other in the weight, as gate and up do.
         self.pieces: dict[str, int] = {}
+        #: The names of its members where a weight is a stack of matrices, one for each expert: each has a history, a
+        #: count and streams of its own, those of a layer of that name in the place of this one. Empty elsewhere.
+        self.members: tuple[str, ...] = ()
         #: Where those are parameters of their own, on the ranks of a mesh: which ones the last forward saw.
         self.seen: Any = None
         #: The value in high precision that a weight of codes began with, on the CPU.
@@ -76,13 +79,15 @@ class LayerState:
         self.announced = False
 
     def __reduce__(self) -> Any:
-        return _copy, (self.serial, self.delayed, self.family, self.pieces)
+        return _copy, (self.serial, self.delayed, self.family, self.pieces, self.members)
 
 
-def _copy(serial: int, delayed: Recipe | None, family: Any = None, pieces: Any = None) -> LayerState:
+def _copy(
+    serial: int, delayed: Recipe | None, family: Any = None, pieces: Any = None, members: tuple[str, ...] = ()
+) -> LayerState:
     # The one object of a recipe, by which it is compared.
     state = LayerState(serial, None if delayed is None else recipes.get(delayed), copied=True, family=family)
-    state.pieces = dict(pieces or {})
+    state.pieces, state.members = dict(pieces or {}), members
     return state
 
 

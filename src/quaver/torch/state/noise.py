@@ -1,6 +1,7 @@
 """Stochastic rounding's state in a layer: which Philox stream an operand draws from, and how often it has drawn."""
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,23 +13,36 @@ from quaver.torch.state.layer import device_of, state_of
 
 
 def draw(layer: nn.Module, operand: str) -> Noise:
-    """(seed, stream, count) of an operand's next quantization; tell `drawn` when it is done."""
+    """(seed, stream, count) of an operand's next quantization; tell `drawn` when it is done.
+
+    Of a layer with members stream and count are tensors [members], and outside of a compiler the stream a list.
+    """
     count = layer._buffers.get("count")
     if count is None:
         count = fresh_count(layer)
     seed: int = layer.__dict__.get("seed", 0)
     stream = streams(layer)[operand] if torch.compiler.is_compiling() else tensor_id(layer, operand)
-    number = count[int(operand.endswith(".T"))].clone()
+    number = count[..., int(operand.endswith(".T"))].clone()
     if not torch.compiler.is_compiling() and operand.startswith("input"):
         number = recomputation.noted(layer, operand, number)
     return seed, stream, number
 
 
-def drawn(layer: nn.Module, operand: str) -> None:
-    """The count of an operand moves on; not where a forward runs again."""
+def drawn(layer: nn.Module, operand: str, by: Tensor | int = 1, first: int = 0) -> None:
+    """The count of an operand moves on; not where a forward runs again.
+
+    Args:
+        by: of some members, int64 or bool: 1 for each that has drawn.
+        first: the first of these.
+    """
     count = layer._buffers.get("count")
-    if count is not None and not recomputation.replaying():
-        count[int(operand.endswith(".T"))] += 1
+    if count is None or recomputation.replaying():
+        return
+    column = int(operand.endswith(".T"))
+    if isinstance(by, Tensor):
+        count[first : first + by.shape[0], column] += by
+    else:
+        count[..., column] += by
 
 
 def tensor_id(layer: nn.Module, operand: str) -> int:
@@ -42,9 +56,9 @@ def tensor_ids(layer: nn.Module, operand: str) -> tuple[int, int]:
     return numbers[operand], numbers[operand + ".T"]
 
 
-def _numbers(layer: nn.Module) -> dict[str, int]:
+def _numbers(layer: nn.Module) -> dict[str, Any]:
     streams(layer)
-    numbers: dict[str, int] = state_of(layer).streams[2]  # type: ignore[index]
+    numbers: dict[str, Any] = state_of(layer).streams[2]  # type: ignore[index]
     return numbers
 
 
@@ -60,13 +74,28 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
     name, serial = source = layer.__dict__.get("qualified_name"), state.serial
     if kept is None or kept[0] != source:
         operands = [o + t for o in ("input", "weight", "grad_output") for t in ("", ".T")]
-        if name is None:
+        numbers: dict[str, Any]
+        if state.members:
+            numbers = {o: [*members_ids(name, serial, state.members, o)] for o in operands}
+        elif name is None:
             numbers = {operand: 2 * serial + operand.endswith(".T") for operand in operands}
         else:
-            numbers = {operand: zlib.crc32(f"{name}.{operand}".encode()) for operand in operands}
+            numbers = {operand: named_id(name, operand) for operand in operands}
         tensors = {o: torch.tensor(number, dtype=torch.int64, device="cpu") for o, number in numbers.items()}
         kept = state.streams = source, tensors, numbers
     return kept[1]
+
+
+def named_id(name: str, operand: str) -> int:
+    """The stream of an operand of a layer that has a name."""
+    return zlib.crc32(f"{name}.{operand}".encode())
+
+
+def members_ids(name: str | None, serial: int, members: Sequence[str], operand: str) -> list[int]:
+    """The streams of members: those of layers of their names inside of this one, or made one after the other."""
+    if name is None:
+        return [2 * (serial + i) + operand.endswith(".T") for i in range(len(members))]
+    return [named_id(f"{name}.{member}".lstrip("."), operand) for member in members]
 
 
 def name_streams(layer: nn.Module) -> None:
@@ -82,6 +111,13 @@ def name_streams(layer: nn.Module) -> None:
 def fresh_count(layer: nn.Module, device: Any = None) -> Tensor:
     """Nothing quantized yet; the stream's number goes with it, or -1 where a name tells. On the weight's device."""
     device = device_of(layer) if device is None else device
-    named = layer.__dict__.get("qualified_name") is not None
-    stream = -1 if named else state_of(layer).serial
-    return torch.tensor([0, 0, stream], dtype=torch.int64, device=device)
+    named, state = layer.__dict__.get("qualified_name") is not None, state_of(layer)
+    if state.members:
+        rows = [[0, 0, -1 if named else state.serial + i] for i in range(len(state.members))]
+        return torch.tensor(rows, dtype=torch.int64, device=device)
+    return torch.tensor([0, 0, -1 if named else state.serial], dtype=torch.int64, device=device)
+
+
+def stream_of(count: Tensor) -> int:
+    """The number of the first stream that goes with a count, or -1."""
+    return int(count.view(-1, 3)[0, 2])

@@ -37,16 +37,18 @@ def takes(m: int, n: int, k: int) -> bool:
     return m >= FEWEST and m * n * k >= SMALLEST and n % COLUMNS[-1] == 0 and _functions() is not None
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a [m, k] @ b [n, k].T, both bf16 in any strides, n a multiple of 32; float32 [m, n].
 
+    Args:
+        out: where it is written if this is contiguous.
     Bounded: products exact, sums of at most 512 of them in float32, then added up in float32.
     """
     functions = _functions()
     assert functions is not None
     # So many products are worth waking a thread.
     threads = min(torch.get_num_threads(), a.numel() * b.shape[0] // SMALLEST)
-    return _product(functions, a, b, max(0, threads - 1))
+    return _product(functions, a, b, max(0, threads - 1), out)
 
 
 def available() -> bool:
@@ -85,14 +87,14 @@ def multiply_each(a: Tensor, pairs: Tensor, out: Tensor) -> None:
         release(True)
 
 
-def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int) -> Tensor:
+def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int, out: Tensor | None = None) -> Tensor:
     brgemm, release = functions
     (m, k), n = a.shape, b.shape[0]
     width, padded = next(w for w in COLUMNS if n % w == 0), -(-k // STEP) * STEP
     lies = a.is_contiguous() and k == padded
     panels = a if lies else _panels(a, padded)
     pairs = _pairs(b, width, padded)
-    c = torch.empty((m, n), dtype=torch.float32, device="cpu")
+    c = torch.empty((m, n), dtype=torch.float32, device="cpu") if out is None or not out.is_contiguous() else out
     rows = min(SHARED_ROWS if helpers and m >= SHARED_ROWS else ROWS, m)
 
     def multiply(units: Iterator[tuple[list[int], int]]) -> None:

@@ -41,10 +41,17 @@ def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, 
 
 
 def matmul(
-    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """a [m, k] @ b [n, k].T + bias.
 
+    Args:
+        out: of this dtype, where the result is written if it is given.
     Bounded: relative RMS below 1e-6 of float64 on the same operands for float32 output.
     """
     (m, k), n = a.shape, b.shape[0]
@@ -53,15 +60,15 @@ def matmul(
         x, y = decoded(a), decoded(b)
         if x is not None and y is not None:
             x, y = x.t() if a.turned else x, y if b.turned else y.t()
-            return scaled_product(x, y, _of_rows(a), _of_rows(b), dtype, bias)
+            return _written(scaled_product(x, y, _of_rows(a), _of_rows(b), dtype, bias), out)
     if size == 0:
-        return reference.matmul(a, b, dtype, bias)
+        return _written(reference.matmul(a, b, dtype, bias), out)
     exact = folds_exactly(a) and folds_exactly(b)
     if not exact and _rounds():
-        return reference.matmul(a, b, dtype, bias)
+        return _written(reference.matmul(a, b, dtype, bias), out)
     if few <= NARROW or (few <= NARROW_BESIDE[0] and max(m, n) * k >= NARROW_BESIDE[1]):
         y = narrow.product(a, b)
-        return (y if bias is None else y + bias).float().to(dtype)
+        return _written((y if bias is None else y + bias).float().to(dtype), out)
     tiny = size <= SMALL
     # A product that torch rounds to bf16 itself.
     half = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
@@ -72,17 +79,22 @@ def matmul(
     right = (decode if b.mark is None else values_of)(b, half or blocked, tiny, "right")
     if left is None or right is None:
         # Scales so far apart, or not finite, that float32 could not hold a product: float64 can.
-        return reference.matmul(a, b, dtype, bias)
+        return _written(reference.matmul(a, b, dtype, bias), out)
     if blocked:
-        y = brgemm.product(left[0], right[0])
+        y = brgemm.product(left[0], right[0], out if dtype is torch.float32 else None)
     elif half or dtype is torch.float32:
-        y = torch.mm(left[0], right[0].t())
+        y = torch.mm(left[0], right[0].t(), out=out)
     else:
         y = torch.mm(left[0], right[0].t(), out=scratch.room("product", (m, n), torch.float32))
     y = rescale(y, left[1], right[1])
     if bias is not None:
         y += bias
-    return y if y.dtype is dtype else y.to(dtype)
+    return _written(y if y.dtype is dtype or out is not None else y.to(dtype), out)
+
+
+def _written(y: Tensor, out: Tensor | None) -> Tensor:
+    """A result where it is wanted."""
+    return y if out is None or y is out else out.copy_(y)
 
 
 def decoded(q: Quantized) -> Tensor | None:

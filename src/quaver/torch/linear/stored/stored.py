@@ -4,6 +4,9 @@
     weight_scale   decode scales of its blocks, as `Quantized.scale`
     weight_factor  of two-level scales, as `Quantized.tensor_factor`
 
+A stack of matrices, [groups, N, K], has all of it once for each group: codes [groups, N, K], scales [groups, ...].
+Where it lies transposed, so do codes and scales, but for four bits: those lie along K in either case.
+
 GEMMs take the codes as they are; what needs other numbers (another recipe, a transpose whose blocks lie otherwise, no
 recipe at all) is computed from them for the moment and dropped. The parameter's gradient is float32, which
 `Tensor.grad_dtype` says; codes of four bits, two to a byte, have none.
@@ -103,8 +106,61 @@ def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, sp
 
 
 def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] in high precision, to be dropped soon."""
-    return _values(codes(layer, weight)).to(dtype)
+    """The weight [N, K] in high precision, or a stack of them as it lies, to be dropped soon."""
+    if weight.dim() == 2:
+        return _values(codes(layer, weight)).to(dtype)
+    turned = lies_turned(layer)
+    matrices = weight.transpose(1, 2) if turned and weight.dtype is not PACKED else weight
+    each = [stacked_values(layer, matrices, group).to(dtype) for group in range(weight.shape[0])]
+    shape = (weight.shape[0], *stacked_shape(layer, matrices))
+    value = torch.stack(each) if each else weight.new_empty(shape, dtype=dtype)
+    return value.transpose(1, 2).contiguous() if turned else value
+
+
+# Of a stack [groups, N, K], perhaps a transposed view of codes that lie as [groups, K, N].
+
+
+def lies_turned(layer: nn.Module) -> bool:
+    """Whether a layer's stack of matrices lies as [groups, K, N]."""
+    return layer.__dict__.get("layout") == "kn"
+
+
+def stacked_shape(layer: nn.Module, weight: Tensor) -> tuple[int, int]:
+    """N and K of a stack of codes."""
+    n, k = weight.shape[1:]
+    return (n, layer.in_features) if weight.dtype is PACKED else (n, k)  # type: ignore[return-value]
+
+
+def stacked_codes(layer: nn.Module, weight: Tensor, group: int) -> Quantized:
+    """One group's codes and scales as an operand [N, K]."""
+    spec: QuantSpec = layer.__dict__["weight_spec"]
+    scale: Any = layer._buffers["weight_scale"][group]  # type: ignore[index]
+    factor, data = layer._buffers.get("weight_factor"), weight.detach()[group]
+    # A transposed view of codes that lie otherwise.
+    turned = lies_turned(layer) and weight.dtype is not PACKED
+    if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
+        scale = scale.item()
+    elif spec.format.packed and lies_turned(layer):
+        turned = False
+    lies = (data.t() if turned else data).view(storage(spec.format))
+    return Quantized(lies, scale, spec, stacked_shape(layer, weight), turned, None if factor is None else factor[group])
+
+
+def stacked_values(layer: nn.Module, weight: Tensor, group: int) -> Tensor:
+    """One group's matrix [N, K], float32, to be dropped soon."""
+    return _values(stacked_codes(layer, weight, group))
+
+
+def stacked_operand(
+    layer: nn.Module, weight: Tensor, group: int, transposed: bool, spec: QuantSpec, quantize: Any
+) -> Quantized:
+    """`operand` of one group: its matrix [N, K] or its transpose, by the recipe's spec."""
+    q = stacked_codes(layer, weight, group)
+    if not transposed and q.spec == spec:
+        return q
+    value = _values(q)
+    quantized: Quantized = quantize(value.t() if transposed else value, spec, None, None)
+    return quantized
 
 
 def _values(q: Quantized) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.linear.stored.stored import CODE_DTYPES, CODES, SCALES, dequantized
+from quaver.torch.linear.stored.stored import CODE_DTYPES, CODES, SCALES, dequantized, lies_turned
 from quaver.torch.numerics.philox import QUIET
 from quaver.torch.operations import ops
 from quaver.torch.operations.flattening import empty_parts, parts
@@ -81,7 +81,7 @@ class _Construction(threading.local):
 construction = _Construction()
 
 
-def begin(layer: nn.Linear) -> None:
+def begin(layer: Any) -> None:
     """Turn a new layer's weight into codes, if it is made under `quantized_init`."""
     if construction.now is not None:
         store(layer, *construction.now)
@@ -102,7 +102,7 @@ def weight_spec(recipe: Recipe) -> QuantSpec | None:
     return None if spec is None else replace(spec, rounding="nearest", hadamard=False)
 
 
-def store(layer: nn.Linear, spec: QuantSpec, keep_initial: bool = False) -> None:
+def store(layer: Any, spec: QuantSpec, keep_initial: bool = False) -> None:
     """Turn a layer's weight into codes.
 
     Raises:
@@ -111,13 +111,13 @@ def store(layer: nn.Linear, spec: QuantSpec, keep_initial: bool = False) -> None
     weight = layer.weight
     if weight.dtype not in ops.DTYPES:
         raise ValueError(
-            f"Linear({layer.in_features} → {layer.out_features}) has {weight.dtype} weights; only float32, bfloat16 "
-            "and float16 ones are quantized: convert the layer, or make it outside of quantized_init"
+            f"{type(layer).__name__}({layer.in_features} → {layer.out_features}) has {weight.dtype} weights; only "
+            "float32, bfloat16 and float16 ones are quantized: convert the layer, or make it outside of quantized_init"
         )
     layer.__dict__.update(weight_spec=spec, weight_dtype=weight.dtype, keep_initial=keep_initial)
     if keep_initial:
         _keep_initial(layer, weight)
-    codes, scales = encode(weight, spec)
+    codes, scales = encode(weight, spec, lies_turned(layer))
     setattr(weight, REPLACED, "quantize_weights")
     layer._parameters["weight"] = nn.Parameter(codes, requires_grad=not spec.format.packed and weight.requires_grad)
     for name, value in scales.items():
@@ -125,7 +125,7 @@ def store(layer: nn.Linear, spec: QuantSpec, keep_initial: bool = False) -> None
     settle(layer)
 
 
-def restore(layer: nn.Linear) -> None:
+def restore(layer: Any) -> None:
     """Turn the codes into a weight of the dtype it had."""
     weight = layer.weight
     value = dequantized(layer, weight, layer.__dict__["weight_dtype"])
@@ -140,38 +140,62 @@ def restore(layer: nn.Linear) -> None:
     kept_weights.drop(layer)
 
 
-def encode(value: Tensor, spec: QuantSpec) -> tuple[Tensor, dict[str, Tensor]]:
-    """A weight [N, K] as codes, and its scales by the names of their buffers."""
-    if value.is_meta:
-        codes, scale, factor, _ = empty_parts(value, spec)
+def encode(value: Tensor, spec: QuantSpec, turned: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """A weight [N, K] as codes, and its scales by the names of their buffers; of a stack of matrices those of each.
+
+    Args:
+        turned: whether matrices of a stack lie as [K, N], and so their codes.
+    """
+    if value.dim() == 3:
+        each = [_encoded(matrix.t() if turned else matrix, spec, turned) for matrix in value]
+        like = _encoded(value.new_empty(value.shape[1:], device="meta"), spec, turned)
+        codes, scale, factor = (
+            torch.stack(tensors) if tensors else empty.new_empty((0, *empty.shape), device=value.device)
+            for tensors, empty in zip(list(zip(*each, strict=True)) or [()] * 3, like, strict=True)
+        )
     else:
-        value = value.detach().contiguous()
-        value = value if value.dtype in ops.DTYPES else value.float()
-        codes, scale, factor, _ = parts(ops.QUANTIZE(value, spec, None, None, QUIET))
+        codes, scale, factor = _encoded(value, spec, False)
     scales = {"weight_scale": scale, "weight_factor": factor} if spec.two_level else {"weight_scale": scale}
     return codes.detach().view(CODE_DTYPES[spec.format.name]), scales
 
 
+def _encoded(value: Tensor, spec: QuantSpec, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and factor of a matrix [N, K]; of one that lies turned their transposes, but for packed ones."""
+    if value.is_meta:
+        return empty_parts(value, spec, turned and not spec.format.packed)[:3]
+    value = value.detach() if turned else value.detach().contiguous()
+    value = value if value.dtype in ops.DTYPES else value.float()
+    return parts(ops.QUANTIZE(value, spec, None, None, QUIET), turned)[:3]
+
+
+def shape_of(layer: Any) -> tuple[int, ...]:
+    """The shape of a layer's weight in high precision, as it lies."""
+    shape = (layer.out_features, layer.in_features)
+    if layer._parameters["weight"].dim() == 2:
+        return shape
+    return layer._parameters["weight"].shape[0], *(shape[::-1] if lies_turned(layer) else shape)
+
+
 @torch.no_grad()
-def write(layer: nn.Linear, value: Tensor) -> None:
+def write(layer: Any, value: Tensor) -> None:
     """Quantize a new value [N, K] into the codes and scales, in place.
 
     Raises:
         ValueError: another shape.
     """
-    if value.shape != (layer.out_features, layer.in_features):
+    if value.shape != shape_of(layer):
         raise ValueError(
-            f"Linear({layer.in_features} → {layer.out_features}) was given a weight of shape {tuple(value.shape)}; it "
-            f"is {(layer.out_features, layer.in_features)}"
+            f"{type(layer).__name__}({layer.in_features} → {layer.out_features}) was given a weight of shape "
+            f"{tuple(value.shape)}; it is {shape_of(layer)}"
         )
     spec = layer.__dict__.get("weight_spec")
     if spec is None:
         layer.weight.copy_(value)
         return
-    codes, scales = encode(value.to(layer.weight.device), spec)
+    codes, scales = encode(value.to(layer.weight.device), spec, lies_turned(layer))
     layer.weight.copy_(codes)
     for name, scale in scales.items():
-        layer._buffers[name].copy_(scale)  # type: ignore[union-attr]
+        layer._buffers[name].copy_(scale)
 
 
 @torch.no_grad()
@@ -179,12 +203,18 @@ def reset(layer: nn.Linear) -> None:
     """Fill weight and bias as nn.Linear does."""
     dtype, biased = layer.__dict__["weight_dtype"], layer.bias is not None
     fresh = nn.Linear(layer.in_features, layer.out_features, biased, device=layer.weight.device, dtype=dtype)
-    if layer.__dict__["keep_initial"]:
-        _keep_initial(layer, fresh.weight)
-    if not fresh.weight.is_meta:
-        write(layer, fresh.weight)
+    fill(layer, fresh.weight)
     if layer.bias is not None:
         layer.bias.copy_(fresh.bias)
+
+
+@torch.no_grad()
+def fill(layer: Any, value: Tensor) -> None:
+    """Begin with a value, which is kept if the layer keeps initial ones."""
+    if layer.__dict__["keep_initial"]:
+        _keep_initial(layer, value)
+    if not value.is_meta:
+        write(layer, value)
 
 
 def _keep_initial(layer: nn.Module, value: Tensor) -> None:
@@ -208,15 +238,15 @@ def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
                 state_dict.pop(prefix + name, None)
     elif given.dtype is torch.uint8 or given.dtype in CODES:
         if given.dtype is torch.uint8:
-            given = given.squeeze(-1) if given.dim() == 3 else given
+            given = given.squeeze(-1) if given.dim() > layer._parameters["weight"].dim() else given
             state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
         # Not what these codes are of.
         state_of(layer).initial = None
         _refuse_others(layer, state_dict, prefix, errors)
-    elif given.shape == (layer.out_features, layer.in_features):
+    elif given.shape == shape_of(layer):
         if layer.__dict__["keep_initial"]:
             _keep_initial(layer, given)
-        state_dict[key], scales = encode(given, spec)
+        state_dict[key], scales = encode(given, spec, lies_turned(layer))
         state_dict.update({prefix + name: scale for name, scale in scales.items()})
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from quaver.core.spec import Recipe
+from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.layer import Linear, Quantizable, is_foreign
 from quaver.torch.model.matrices import gemm_parameters
 from quaver.torch.model.reach import experts, packed, stacks, transposed
@@ -30,7 +31,7 @@ class Kind(NamedTuple):
     inputs: Callable[[Any], Sequence[int]]
     #: Why this one cannot be converted, or "".
     why_not: Callable[[Any], str]
-    #: How many experts; 0 where the weights are no stacks. Stacks are multiplied by a function that keeps no state.
+    #: How many experts; 0 where the weights are no stacks.
     experts: Callable[[Any], int] = lambda module: 0
 
 
@@ -65,6 +66,16 @@ _LINEAR = Kind(
     sizes=lambda m: (m.in_features, m.out_features),
     inputs=lambda m: (m.in_features,),
     why_not=_linear_why_not,
+)
+_GROUPED = Kind(
+    "GroupedLinear",
+    takes=lambda m: isinstance(m, GroupedLinear),
+    over=lambda m: GroupedLinear,
+    weights=lambda m: _own(m, "weight"),
+    sizes=lambda m: (m.in_features, m.out_features),
+    inputs=lambda m: (m.in_features,),
+    why_not=lambda m: "",
+    experts=lambda m: int(m.groups),
 )
 _CONV1D = Kind(
     "Conv1D",
@@ -121,7 +132,7 @@ _STACKS = Kind(
     why_not=lambda m: "",
     experts=lambda m: _row_of(m).experts(m),
 )
-KINDS = (_LINEAR, _CONV1D, _PACKED, _EXPERTS, _STACKS)
+KINDS = (_LINEAR, _GROUPED, _CONV1D, _PACKED, _EXPERTS, _STACKS)
 
 
 def kind_of(module: nn.Module) -> Kind | None:
@@ -149,7 +160,7 @@ def why_not(module: nn.Module, kind: Kind) -> str:
 
 def refuses(module: nn.Module, kind: Kind, recipe: Recipe) -> str:
     """Why a module of a kind does not take a recipe, or ""."""
-    if kind.experts(module) and recipe.delayed is not None:
+    if kind.experts(module) and kind is not _GROUPED and recipe.delayed is not None:
         return f"stacked experts have no place for the history of {recipe.name!r} scaling; give them 'tensorwise'"
     return ""
 

@@ -15,11 +15,14 @@ from quaver.core.text.tables import html_lines, html_table
 from quaver.torch.backends.gpu.launching.device import architecture
 from quaver.torch.blocks.attention import AttentionExplanation, DotProductAttention, explain_attention
 from quaver.torch.blocks.attention.explanation import why_not
-from quaver.torch.linear.grouped.matmul import GROUPED_MATMUL, check, grouped_matmul
-from quaver.torch.linear.grouped.operands import together
+from quaver.torch.linear.grouped.host import together
+from quaver.torch.linear.grouped.layer import GroupedLinear
+from quaver.torch.linear.grouped.matmul import check, grouped_matmul
+from quaver.torch.linear.grouped.products import GROUPED_MATMUL, GROUPED_SUMS
 from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.model.reach.kinds import kind_of
-from quaver.torch.numerics.groups import Groups, Offsets
+from quaver.torch.numerics.grouped import multiple
+from quaver.torch.numerics.groups import Laid, Offsets
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.operations.flattening import empty_parts, joined
@@ -82,7 +85,7 @@ UNQUANTIZED = "high precision"
 
 
 @overload
-def explain(layer: Linear, x: Tensor) -> Explanation: ...  # type: ignore[overload-overlap]
+def explain(layer: Linear | GroupedLinear, x: Tensor) -> Explanation: ...  # type: ignore[overload-overlap]
 @overload
 def explain(  # type: ignore[overload-overlap]
     layer: DotProductAttention, x: Tensor, *rest: Tensor, **options: Any
@@ -97,8 +100,8 @@ def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
     An interpreter and a notebook show the result as a table; a script prints it: `print(explain(layer, x))`.
 
     Args:
-        layer: a `quaver.torch.Linear`; a `DotProductAttention`; or a module that holds some, such as a
-            `TransformerLayer`, of which each is explained under its name as if it saw as many tokens as x has; or the
+        layer: a `quaver.torch.Linear` or `GroupedLinear`; a `DotProductAttention`; or a module that holds some, such as
+            a `TransformerLayer`, of which each is explained under its name as if it saw as many tokens as x has; or the
             function `grouped_matmul`, with its arguments.
         x: an input [..., in_features]; only its dtype, shape and device matter. Of a DotProductAttention: q, then
             k and v, and mask, bias, cu_seqlens and mask_type by name, as its forward takes them.
@@ -114,6 +117,8 @@ def explain(layer: Any, x: Tensor, *rest: Tensor, **options: Any) -> Any:
         return _grouped(x, *rest, **options)
     if rest or options:
         raise ValueError(f"explain takes a {type(layer).__name__} and its input x, and nothing else")
+    if isinstance(layer, GroupedLinear):
+        return _grouped_layer(layer, x)
     return _linear(layer, x) if isinstance(layer, Linear) else _module(layer, x)
 
 
@@ -149,39 +154,95 @@ def _as_values(row: Row) -> Row:
     return replace(row, how=text, runs="triton", passed_over=())
 
 
-def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, *, recipe: Any = None, **_: Any) -> Explanation:
+def _grouped(
+    x: Tensor, weight: Tensor, offsets: Tensor, *, bias: Any = None, recipe: Any = None, **_: Any
+) -> Explanation:
     """Of groups that are alike, a row for each operand of one, and for each GEMM as it runs for all."""
     in_force = recipe_in_force(None if recipe is None else recipes.get(recipe))
-    check(x, weight, offsets, in_force)
+    check(x, weight, offsets, bias, in_force)
+    return _groups(x, (weight.shape[0], *weight.shape[1:]), weight.dtype, offsets, in_force)
+
+
+def _grouped_layer(layer: GroupedLinear, x: Tensor) -> Explanation:
+    """The same of a layer, as if each of its groups saw as many tokens."""
+    recipe, rows = recipe_in_force(layer.recipe), x.new_empty(x.shape[:-1].numel(), layer.in_features)
+    offsets = torch.zeros(layer.groups, dtype=torch.int32, device=x.device)
+    dtype = torch.float32 if layer.weight_spec is not None else layer.weight.dtype
+    shape = (layer.groups, layer.out_features, layer.in_features)
+    return _groups(rows, shape, dtype, offsets, recipe, layer.weight_spec)
+
+
+def _groups(
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight_dtype: torch.dtype,
+    offsets: Tensor,
+    recipe: Recipe | None,
+    kept: QuantSpec | None = None,
+) -> Explanation:
     rows: list[Row] = []
-    if in_force is not None:
-        dtype = _dtype(x)
-        n, k, each = weight.shape[1], weight.shape[2], -(-x.shape[0] // max(weight.shape[0], 1))
-        one = {"input": x.new_empty(each, k), "weight": weight.new_empty(n, k), "grad_output": x.new_empty(each, n)}
-        operands = one | {f"{name}.T": t.t() for name, t in one.items()}
+    if recipe is not None:
+        dtype, (groups, n, k) = _dtype(x), shape
+        each = -(-x.shape[0] // max(groups, 1))
+        # Nothing reads them: one element stands for a large operand.
+        one, of_weight = (torch.empty(1, dtype=d, device=x.device) for d in (x.dtype, weight_dtype))
+        straight = {
+            "input": one.expand(each, k),
+            "weight": of_weight.expand(n, k),
+            "grad_output": one.expand(each, n),
+        }
+        operands = straight | {f"{name}.T": t.t() for name, t in straight.items()}
         for name in OPERANDS:
-            *of_operands, gemm = _gemm(name, in_force, operands, weight.dtype if name == "wgrad" else dtype, None)
-            rows += [*of_operands, _all_groups(gemm, name, in_force, x, weight, Offsets(offsets, x.shape[0]), dtype)]
-    return Explanation(in_force, tuple(rows))
+            out = weight_dtype if name == "wgrad" else dtype
+            *of_operands, gemm = _gemm(name, recipe, operands, out, kept)
+            places = Offsets(offsets, x.shape[0])
+            rows += [_of_all(row, recipe, x) for row in of_operands]
+            rows.append(_all_groups(gemm, name, recipe, (n, k), places, out))
+    return Explanation(recipe, tuple(rows))
+
+
+def _of_all(row: Row, recipe: Recipe, x: Tensor) -> Row:
+    """How an operand of one group is quantized for all of them."""
+    if ops.on_host(x) or row.how == UNQUANTIZED or row.what.startswith("weight") or row.runs == "nothing":
+        return row
+    spec = recipe.fprop.a if row.what == "input" else recipe.dgrad.a if row.what == "grad_output" else None
+    if spec is not None and together(spec):
+        return row
+    return replace(row, runs="torch, all groups at once", passed_over=())
 
 
 def _all_groups(
-    row: Row, name: str, recipe: Recipe, x: Tensor, weight: Tensor, offsets: Offsets, dtype: torch.dtype
+    row: Row, name: str, recipe: Recipe, features: tuple[int, int], offsets: Offsets, dtype: torch.dtype
 ) -> Row:
     """How a GEMM of one group runs for all of them."""
-    spec = recipe.gemms[name]
+    spec, (n, k) = recipe.gemms[name], features
     if spec.a is None or spec.b is None:
-        return replace(row, runs=f"{row.runs}, group by group")
-    why = "it sums over tokens, of which torch's grouped GEMM takes multiples of 16 in each group"
-    if name != "wgrad":
-        n, k = weight.shape[1:] if name == "fprop" else weight.shape[:0:-1]
-        tokens, rows = x.new_empty(offsets.rows, k), x.new_empty(offsets.groups * n, k)
-        left = Groups(_hollow(tokens, spec.a) if together(spec.a, 1) else None, ())
-        right = Groups(_hollow(rows, spec.b) if together(spec.b, n) else None, (), n)
-        why = dict(GROUPED_MATMUL.explain(left, right, offsets, n, dtype, spec.fast_accum))["native"]
-    if not why:
-        return replace(row, runs="native, grouped", passed_over=())
-    return replace(row, runs=f"{row.runs}, group by group", passed_over=(("native, grouped", why), *row.passed_over))
+        return replace(row, runs=f"{row.runs}, group by group" if ops.on_host(offsets.ends) else "torch, grouped")
+    like = offsets.ends
+    if name == "wgrad":
+        sides = (_laid(like, side, rows, offsets) for side, rows in ((spec.a, n), (spec.b, k)))
+        reasons = GROUPED_SUMS.explain(*sides, dtype, spec.fast_accum)
+    else:
+        columns, deep = (n, k) if name == "fprop" else (k, n)
+        one = torch.empty(1, dtype=torch.float32, device=like.device)
+        q = _hollow(one.expand(offsets.rows, deep), spec.a)
+        left = Laid(q.data, like, None, spec.a, False, offsets.slots(1), deep)
+        matrices = replace(spec.b, block=(1, spec.b.block[1]))
+        right = _hollow(one.expand(offsets.groups * columns, deep), matrices)
+        reasons = GROUPED_MATMUL.explain(left, right, offsets, columns, dtype, None, spec.fast_accum)
+    passed = tuple((f"{other}, grouped", why) for other, why in takewhile(lambda reason: reason[1], reasons))
+    runs = next(other for other, why in reasons if not why)
+    if runs != "group by group":
+        return replace(row, runs=f"{runs}, grouped", passed_over=passed)
+    return replace(row, runs=f"{row.runs}, group by group", passed_over=(*passed, *row.passed_over))
+
+
+def _laid(like: Tensor, spec: QuantSpec, rows: int, offsets: Offsets) -> Laid:
+    """What sums over the slots of groups, in shapes alone."""
+    slots = offsets.slots(multiple(spec))
+    one = torch.empty(1, dtype=torch.float32, device=like.device)
+    q = _hollow(one.expand(rows, slots.count), spec)
+    return Laid(q.data, like, None, spec, True, slots, slots.count)
 
 
 def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = None, **given: Any) -> Any:
@@ -206,6 +267,8 @@ def _module(module: nn.Module, x: Tensor) -> Explanations:
         shape = x.shape[:-1]
         if isinstance(part, DotProductAttention):
             explanations[name] = _core(part, x)
+        elif isinstance(part, GroupedLinear):
+            explanations[name] = _grouped_layer(part, x)
         elif isinstance(part, Linear):
             explanations[name] = _linear(part, x.new_empty(*shape, part.in_features))
         else:

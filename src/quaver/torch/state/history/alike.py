@@ -32,8 +32,8 @@ class Agreed:
     """The layers that a group's ranks reduce."""
 
     def __init__(self, layers: Sequence[nn.Module], group: Any) -> None:
-        #: Their numbers, in `ordered`'s order.
-        self.numbers = {amax.number_of(layer): None for layer in ordered(layers)}
+        #: Their numbers, in `ordered`'s order, and the shape of what each has recorded in a step.
+        self.numbers = {amax.number_of(layer): _shape_of(layer) for layer in ordered(layers)}
         #: A process group, None for the default one, or `ALONE`.
         self.group = group
         history = layers[0]._buffers["history"] if layers else None
@@ -131,6 +131,12 @@ def agreed(listed: Callable[[], Sequence[nn.Module]], told: Any, waits: bool) ->
             group = _group_among(known, _told_by_all(layers)) if told is None else told
             before = known.agreed[told] = Agreed(layers, group)
         return before
+
+
+def _shape_of(layer: nn.Module) -> torch.Size:
+    history = layer._buffers["history"]
+    assert history is not None
+    return amax.newest_row(history).shape
 
 
 def _joined(before: Agreed | None, layers: Sequence[nn.Module]) -> bool:

@@ -1,7 +1,8 @@
 """Delayed scaling's state in a layer: a window of amaxes and the factors that follow from it, as plain buffers.
 
 `history` [length, 3] and `factor` [3] have a column each for input, weight and grad_output. Row 0 is what the present
-step has recorded so far; a factor of 0 is unset, and the tensor's own amax is used. On a CPU in eager mode the numbers
+step has recorded so far; a factor of 0 is unset, and the tensor's own amax is used. A layer with members, such as
+experts, has [members, length, 3] and [members, 3]: a window for each. On a CPU in eager mode the numbers
 are read and written as Python floats; on a GPU one launch rolls a whole model (`quaver.torch.state.history.on_gpu`);
 elsewhere, and inside compiled code, everything is tensor arithmetic without a synchronization.
 """
@@ -10,6 +11,7 @@ import itertools
 import math
 import warnings
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -43,10 +45,12 @@ class _Views:
         self.history = history
         self.factor = factor
         self.address = history.data_ptr()
-        self.columns = history.detach().t().numpy()  # [3, length], contiguous
+        columns = history.detach().mT
+        self.columns = columns.reshape(-1, columns.shape[-1]).numpy()  # [3 of each member, length], contiguous
         self.flat = self.columns.reshape(-1) if self.columns.flags.c_contiguous else None
         self.newest = self.columns[:, 0]
-        self.factors = factor.detach().numpy()
+        #: As `columns`, one number each.
+        self.factors = factor.detach().numpy().reshape(-1)
         #: True if eager code noted something since the last roll; compiled code and loading raise the version.
         self.recorded = False
         self.version = -1
@@ -59,16 +63,16 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
     assert recipe.delayed is not None
     state, length = state_of(layer), recipe.delayed.length
     history, factor = layer._buffers.get("history"), layer._buffers.get("factor")
-    if history is None or factor is None or history.shape[0] != length:
+    if history is None or factor is None or history.shape[-2] != length:
         if history is not None and not torch.compiler.is_compiling():
             warnings.warn(
-                f"a layer's history of {history.shape[0]} steps makes room for one of {length}, which starts fresh",
+                f"a layer's history of {history.shape[-2]} steps makes room for one of {length}, which starts fresh",
                 stacklevel=4,
             )
-        where = device_of(layer)
+        where, each = device_of(layer), (len(state.members),) if state.members else ()
         # Stored column by column, so that a window is contiguous.
-        layer.register_buffer("history", torch.zeros((3, length), dtype=torch.float32, device=where).t())
-        layer.register_buffer("factor", torch.zeros(3, dtype=torch.float32, device=where))
+        layer.register_buffer("history", torch.zeros((*each, 3, length), dtype=torch.float32, device=where).mT)
+        layer.register_buffer("factor", torch.zeros((*each, 3), dtype=torch.float32, device=where))
     elif state.delayed is not None and state.delayed is not recipe:
         # Factors for other formats or another margin: the next roll finds new ones.
         factor.zero_()
@@ -103,6 +107,11 @@ def _forget(number: int, known: dict[int, Any], _: object) -> None:
     known.pop(number, None)
 
 
+def newest_row(history: Tensor) -> Tensor:
+    """What the present step has recorded so far: [3], or [members, 3]; a view."""
+    return history.select(-2, 0)
+
+
 def layers() -> list[nn.Module]:
     """Every layer alive that has a history, in order of construction."""
     if not _histories:
@@ -111,20 +120,27 @@ def layers() -> list[nn.Module]:
     return [layer for layer in alive if layer is not None and layer._buffers.get("history") is not None]
 
 
-def saved_factors(layer: nn.Module) -> Tensor | list[float]:
-    """The factors as a forward sees them, for its backward: later rolls do not change them.
+def saved_factors(layer: nn.Module) -> Any:
+    """The factors as a forward sees them, for its backward, a tensor or a list: later rolls do not change them.
 
     Unset without a history and on meta.
     A forward that is run again sees what it saw first.
     """
     factor = layer._buffers.get("factor")
     if factor is None or factor.is_meta:
+        members = len(state_of(layer).members)
         if not torch.compiler.is_compiling():
-            return [0.0] * 3
-        return torch.zeros(3, dtype=torch.float32, device=device_of(layer))
+            return [[0.0] * 3 for _ in range(members)] if members else [0.0] * 3
+        return torch.zeros((members, 3) if members else 3, dtype=torch.float32, device=device_of(layer))
     if torch.compiler.is_compiling():
         return factor.clone()
-    factors: Tensor | list[float] = views(layer).factors.tolist() if factor.is_cpu else _on_device(layer, factor)
+    factors: Any
+    if not factor.is_cpu:
+        factors = _on_device(layer, factor)
+    elif factor.dim() > 1:
+        factors = views(layer).factors.reshape(-1, 3).tolist()
+    else:
+        factors = views(layer).factors.tolist()
     if recomputation.state.replay is not None or recomputation.state.writing:
         factors = recomputation.noted(layer, "factors", factors)
     return factors
@@ -208,6 +224,30 @@ def record(layer: nn.Module, column: int, amax: Tensor | float | None, noted: bo
     history[0, column] = torch.maximum(history[0, column], value)
 
 
+def record_each(layer: nn.Module, column: int, amaxes: Tensor | Sequence[float], first: int = 0) -> None:
+    """`record` for members in a row, of which one that has seen nothing says 0.
+
+    Args:
+        amaxes: of each, float32 [members] or numbers.
+        first: the first of these members.
+    """
+    if recomputation.replaying():
+        return
+    history = layer._buffers["history"]
+    assert history is not None
+    if not isinstance(amaxes, Tensor):
+        seen = views(layer)
+        for i, amax in enumerate(amaxes, first):
+            at = 3 * i + column
+            if amax < math.inf and seen.newest[at] < amax:
+                seen.newest[at] = amax
+                seen.recorded = True
+        return
+    last = first + amaxes.shape[0]
+    value = torch.where(amaxes < math.inf, amaxes, 0.0).to(history.device)
+    history[first:last, 0, column] = torch.maximum(history[first:last, 0, column], value)
+
+
 def record_gradient(number: Tensor, amax: Tensor) -> None:
     """`record` for a compiled backward, which may not write to a buffer that its forward has written to: it hands over
     the layer's number, and the write happens where the compiler does not look."""
@@ -220,7 +260,10 @@ def record_gradient(number: Tensor, amax: Tensor) -> None:
         if state.family is not None:
             # Frozen layers that were compiled with it have no backward to come by here.
             state.family.recorded_apart = True
-        record(layer, GRAD_OUTPUT, amax)
+        if state.members:
+            record_each(layer, GRAD_OUTPUT, amax)
+        else:
+            record(layer, GRAD_OUTPUT, amax)
 
 
 def views(layer: nn.Module) -> _Views:
@@ -236,6 +279,10 @@ def views(layer: nn.Module) -> _Views:
         or cached.factor is not factor
         or (cached.address != history.data_ptr())
     ):
+        if history.dim() > 2 and not history.mT.is_contiguous():
+            # As load_state_dict(assign=True) brings it: columns of several members are one matrix only as they were
+            # made.
+            history = buffers["history"] = history.mT.contiguous().mT
         cached = state.views = _Views(history, factor)
     return cached
 

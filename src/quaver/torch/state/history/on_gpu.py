@@ -5,6 +5,7 @@ no care: a table of their addresses on the device is made once and again when a 
 all buffers are views of would be torn apart by each of those, by `to_empty` and by load_state_dict(assign=True).)
 """
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -36,8 +37,8 @@ def reason(history: Tensor, factor: Tensor) -> str:
     """Why no kernel rolls this history, or ""; the device has been asked before."""
     if history.dtype is not torch.float32 or factor.dtype is not torch.float32 or not factor.is_contiguous():
         return "history and factor are not float32 as they were made"
-    if history.shape[0] > LONGEST:
-        return f"a history of {history.shape[0]} steps is longer than {LONGEST}, which one program reads at once"
+    if history.shape[-2] > LONGEST:
+        return f"a history of {history.shape[-2]} steps is longer than {LONGEST}, which one program reads at once"
     return ""
 
 
@@ -51,7 +52,7 @@ class Stack:
         self.device = self.histories[0].device  # type: ignore[union-attr]
         flat = torch.tensor(self.addresses, dtype=torch.int64, device="cpu").view(-1, 2)
         self.table = flat.to(self.device)
-        #: All factors after the last roll [layers, 3], and the versions that the buffers had then.
+        #: All factors after the last roll [layers and members, 3], and the versions that the buffers had then.
         self.rolled: Tensor | None = None
         self.versions: list[int] = []
         #: Whether that roll was captured into a graph, or that was rehearsed.
@@ -60,6 +61,8 @@ class Stack:
         self.known: list[list[bool]] | None = None
         self._host: Tensor | None = None
         self._arrived: Any = None
+        #: Of each layer its row of the table, the first one of its members.
+        self.rows = [0, *itertools.accumulate(max(1, len(state_of(layer).members)) for layer in layers)]
         for index, layer in enumerate(layers):
             state_of(layer).stacked = self, index
 
@@ -79,11 +82,13 @@ class Stack:
         """A layer's factors as the last roll left them, which later rolls do not change; None if they are others."""
         if self.rolled is None or not self._holds(index, factor) or self.captured != capture.as_captured(self.device):
             return None
-        return self.rolled[index]
+        first, end = self.rows[index : index + 2]
+        return self.rolled[first:end] if factor.dim() > 1 else self.rolled[first]
 
     def is_set(self, index: int, factor: Tensor) -> list[bool]:
         """Which of a layer's factors are known not to be 0: neither a guess nor a synchronization."""
-        return self.known[index] if self.known is not None and self._holds(index, factor) else [False] * 3
+        known = self.known is not None and factor.dim() == 1 and self._holds(index, factor)
+        return self.known[self.rows[index]] if known else [False] * 3  # type: ignore[index]
 
     def _holds(self, index: int, factor: Tensor) -> bool:
         # Loading and zeroing raise the version.
@@ -149,9 +154,9 @@ def launch(
 
     Args:
         addresses: int64 [layers, 2].
-        history: one of them, [length, 3]: how they lie.
+        history: one of them, [length, 3] of each member: how they lie.
     """
-    factors: Tensor = _rolls((addresses,), (history.shape[0], *history.stride()), delayed, specs)[0]
+    factors: Tensor = _rolls((addresses,), (history.shape[-2], *history.stride()[-2:]), delayed, specs)[0]
     return factors
 
 
@@ -191,4 +196,14 @@ def _versions(factors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _addresses(histories: Sequence[Tensor | None], factors: Sequence[Tensor | None]) -> list[int]:
-    return [t.data_ptr() for pair in zip(histories, factors, strict=True) for t in pair if t is not None]
+    """Of a history and a factor by turns, those of each member one after the other."""
+    addresses: list[int] = []
+    for pair in zip(histories, factors, strict=True):
+        first = [t.data_ptr() for t in pair if t is not None]
+        each = [4 * t.stride(0) for t in pair if t is not None]
+        if pair[0] is None or pair[0].dim() == 2:
+            addresses += first
+            continue
+        for member in range(pair[0].shape[0]):
+            addresses += [at + member * apart for at, apart in zip(first, each, strict=True)]
+    return addresses

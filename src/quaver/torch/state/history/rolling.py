@@ -81,9 +81,10 @@ def reduce_agreed(agreed: Agreed, layers: Iterable[nn.Module]) -> None:
     """`reduce` the layers that a group's ranks agreed on, of which this rank has some no longer."""
     if agreed.device is None or agreed.group is ALONE:
         return
-    rows: Any = {amax.number_of(layer): layer._buffers["history"][0] for layer in layers}  # type: ignore[index]
-    nothing = torch.zeros(3, dtype=torch.float32, device=agreed.device)
-    _reduce_rows([rows.get(number, nothing) for number in agreed.numbers], agreed.group)
+    rows: Any = {amax.number_of(layer): _newest(layer) for layer in layers}
+    device = agreed.device
+    nothing = [torch.zeros(shape, dtype=torch.float32, device=device) for shape in agreed.numbers.values()]
+    _reduce_rows([rows.get(n, zeros) for n, zeros in zip(agreed.numbers, nothing, strict=True)], agreed.group)
 
 
 def own(group: Any) -> Any:
@@ -110,7 +111,7 @@ def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:
         if torch.compiler.is_compiling():
             _roll_tensors(layer, rule)
         elif amax._launched(history):
-            key = history.device, rule, history.shape[0], history.stride()
+            key = history.device, rule, history.shape[-2], history.stride()[-2:]
             together.setdefault(key, []).append(layer)
         elif not history.is_cpu:
             _roll_tensors(layer, rule)
@@ -138,15 +139,22 @@ def _roll_together(layers: list[nn.Module], rule: Recipe) -> None:
 def _reduce(layers: list[nn.Module], group: Any) -> None:
     if not layers:
         return
-    _reduce_rows([layer._buffers["history"][0] for layer in layers], group)  # type: ignore[index]
+    _reduce_rows([_newest(layer) for layer in layers], group)
+
+
+def _newest(layer: nn.Module) -> Tensor:
+    history = layer._buffers["history"]
+    assert history is not None
+    return amax.newest_row(history)
 
 
 @torch.no_grad()
 def _reduce_rows(rows: list[Tensor], group: Any) -> None:
-    flat = torch.cat(rows)
+    flat = torch.cat([row.reshape(-1) for row in rows])
     with watched.by(flat, group):
         dist.all_reduce(flat, dist.ReduceOp.MAX, group)
-    _copy(rows, list(flat.split(3)))
+    parts = flat.split([row.numel() for row in rows])
+    _copy(rows, [part.view(row.shape) for part, row in zip(parts, rows, strict=True)])
 
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -182,7 +190,9 @@ def _roll_floats(seen: amax._Views, recipe: Recipe) -> None:
                 columns[i, :-1] = columns[i, 1:].copy()
                 columns[i, -1] = value
                 columns[i, 0] = 0.0
-    for i, spec in enumerate(recipe.history_specs):
+    specs = recipe.history_specs
+    for i in range(len(newest)):
+        spec = specs[i % 3]
         if newest[i] > 0.0:
             largest = max(seen.tops[i], newest[i])
             top = largest if recipe.delayed.algorithm == "max" else newest[i]
@@ -203,12 +213,13 @@ def _factor(amax: float, spec: QuantSpec, margin: int) -> float:
 def _roll_tensors(layer: nn.Module, recipe: Recipe) -> None:
     history, factor = layer._buffers["history"], layer._buffers["factor"]
     assert history is not None and factor is not None and recipe.delayed is not None
-    newest = history[0].clone()
-    top = history.amax(0) if recipe.delayed.algorithm == "max" else newest
-    rolled = history.roll(-1, 0)
-    rolled[0] = 0.0
-    e = torch.stack([_factor_tensor(top[i], s, recipe.delayed.margin) for i, s in enumerate(recipe.history_specs)])
-    history.copy_(torch.where(newest > 0, rolled, history))
+    newest = amax.newest_row(history).clone()
+    top = history.amax(-2) if recipe.delayed.algorithm == "max" else newest
+    rolled = history.roll(-1, -2)
+    amax.newest_row(rolled).zero_()
+    margin = recipe.delayed.margin
+    e = torch.stack([_factor_tensor(top[..., i], s, margin) for i, s in enumerate(recipe.history_specs)], -1)
+    history.copy_(torch.where(newest.unsqueeze(-2) > 0, rolled, history))
     factor.copy_(torch.where(newest > 0, e, factor))
 
 

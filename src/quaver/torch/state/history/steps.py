@@ -217,7 +217,7 @@ def agree(layers: Sequence[nn.Module]) -> None:
     for group in sorted(groups, key=lambda group: "" if group is None else str(group.group_name)):
         _reduce_alike(groups[group], group, asks=True)
     for layer in own:
-        state_of(layer).agreed = layer.history[0].tolist()
+        state_of(layer).agreed = amax.newest_row(layer.history).flatten().tolist()
 
 
 def is_agreed(layer: nn.Module) -> bool:
@@ -225,7 +225,7 @@ def is_agreed(layer: nn.Module) -> bool:
     history = layer._buffers["history"]
     if history is None or history.is_meta or not rolling.has_ranks(None):
         return True
-    newest = history[0].tolist()
+    newest = amax.newest_row(history).flatten().tolist()
     return not any(newest) or newest == state_of(layer).agreed
 
 

@@ -125,7 +125,7 @@ def prepare(model: Decoder, recipe: Recipe, config: TrainConfig, codes: bool, in
             layer, spec = model.get_submodule(name), storing.weight_spec(recipe)
             assert spec is not None
             # What is kept beside the codes begins at the value that they were made of.
-            storing.store(layer, spec, keep_initial=True)  # type: ignore[arg-type]
+            storing.store(layer, spec, keep_initial=True)
             if in_parts and chosen.preset.gradient == "bfloat16":
                 layer.bfloat16()
     if chosen.others(config.dtype) == "bfloat16":

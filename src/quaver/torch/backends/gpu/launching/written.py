@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu.launching import capture
+from quaver.torch.numerics.groups import Stack
 from quaver.torch.numerics.quantized import Quantized
 
 
@@ -40,7 +41,7 @@ class Written:
     def _reader(self, entry: Any) -> Any:
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self.event)
-        for tensor in _tensors(self.quantized):
+        for tensor in _tensors(self.quantized.whole if isinstance(self.quantized, Stack) else self.quantized):
             # Else its memory could be given away while this stream still reads it.
             tensor.record_stream(stream)
         return type(entry)(_copied(self.quantized), entry.window, entry.spec, entry.factor)
@@ -51,15 +52,21 @@ class Written:
             reader.free()
 
 
-def _copied(q: Quantized) -> Quantized:
-    """An operand on the same memory, as it lies now."""
+def _copied(q: Any) -> Any:
+    """An operand, or those of groups, on the same memory, as it lies now."""
+    if isinstance(q, Stack):
+        stack = Stack(q.parts, None if q.whole is None else _copied(q.whole))
+        stack.amax = q.amax
+        return stack
     copied = copy.copy(q)
     if q.twin is not None:
         copied.twin = copy.copy(q.twin)
     return copied
 
 
-def _tensors(q: Quantized) -> list[Tensor]:
+def _tensors(q: Quantized | None) -> list[Tensor]:
+    if q is None:
+        return []
     operands = [q] if q.twin is None else [q, q.twin]
     given = [t for each in operands for t in (each.data, each.scale, each.tensor_factor, each.amax)]
     return [t for t in given if isinstance(t, Tensor)]

@@ -1,0 +1,356 @@
+"""Grouped products group by group, where the host knows how many rows each has: on a CPU.
+
+Each group goes the way of a linear layer that sees nothing else, with its bits: its rows are quantized, multiplied and
+written to their place while they are in the cache. Where no scale reaches over two rows, all are quantized at once.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.core.spec import QuantSpec
+from quaver.torch.backends.cpu import gemm, repeated
+from quaver.torch.linear.gemms import LATER, high_precision
+from quaver.torch.linear.grouped.call import Call, Product, stack
+from quaver.torch.linear.stored import stored
+from quaver.torch.numerics.grouped import Draw
+from quaver.torch.numerics.groups import Laid, rows_of
+from quaver.torch.numerics.philox import QUIET
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
+from quaver.torch.state import kept_weights
+from quaver.torch.state.history import amax
+
+
+class Operands(NamedTuple):
+    """What wgrad consumes: an operand [K, tokens] of each group, None of those without tokens; or the rows themselves,
+    in high precision or as codes that backward decodes."""
+
+    parts: Sequence[Quantized | None] = ()
+    rows: Tensor | Quantized | None = None
+    #: On a GPU, in the place of `parts`.
+    laid: Laid | None = None
+
+
+def together(spec: QuantSpec) -> bool:
+    """Whether the rows of all groups may be quantized at once: none shares a scale or noise with another."""
+    return spec.block[0] == 1 and spec.rounding == "nearest" and not spec.two_level
+
+
+def forward(
+    call: Call, x: Tensor | Quantized, high: Tensor | None, weight: Tensor, bias: Tensor | None, keeps: bool
+) -> tuple[Tensor, Operands | None]:
+    """y [T, N], and what wgrad will consume if `keeps`.
+
+    Args:
+        x: rows [T, K]; quantized already where they are codes.
+        high: these in high precision where they are codes, if there are such.
+        weight: [groups, N, K], or codes of it.
+        bias: [groups, N].
+    """
+    recipe, bounds = call.recipe, call.offsets.bounds()
+    spec, c, plan = recipe.fprop.a, recipe.wgrad.b, recipe.plan
+    given = isinstance(x, Quantized)
+    rows: Any = _in_rows(x) if isinstance(x, Tensor) else x
+    values = rows if isinstance(x, Tensor) else high
+    y = _empty(rows, (call.offsets.rows, features(call, weight)[0]), call.dtype, bounds)
+    run = _Run(call, rows.data if given else rows)
+    noise = None if spec is None or given else call.noise("input", spec)
+    turns = keeps and c is not None and not plan.input
+    turned_noise = call.noise("input.T", c) if turns and c is not None else None
+    parts: list[Quantized | None] = [None] * len(bounds)
+    whole = rows if given else None
+    if spec is not None and not given and together(spec) and bounds and bounds[-1][1]:
+        whole = run.quantize(rows, spec)
+        call.note("input", rows[: bounds[-1][1]], rows_of(whole, 0, bounds[-1][1]))
+    tops = [0.0] * len(bounds)
+    for group, (start, end) in enumerate(bounds):
+        if start == end:
+            continue
+        b = None if bias is None else bias[group]
+        if spec is None:
+            run.high(rows[start:end], run.weight(weight, group, rows.dtype), y[start:end], b)
+            q = None
+        else:
+            if whole is None:
+                q = run.quantized(group, amax.INPUT, "input", rows[start:end], spec, noise, tops)
+            else:
+                q = rows_of(whole, start, end)
+            run.multiply(q, run.expert(weight, group, "fprop"), y[start:end], b, recipe.fprop.fast_accum)
+        if turns:
+            assert c is not None
+            part = _values(q, call.dtype) if values is None else values[start:end]
+            parts[group] = run.quantized(group, amax.INPUT, "input.T", part.t(), c, turned_noise, tops)
+        elif keeps and plan.input:
+            assert q is not None
+            parts[group] = q.T
+    run.settle(amax.INPUT, tops if not given else None)
+    if not keeps:
+        return y, None
+    if c is None:
+        return y, Operands(rows=x if values is None else values)
+    return y, Operands(parts)
+
+
+def remade(call: Call, x: Tensor | Quantized, high: Tensor | None) -> Operands:
+    """What wgrad consumes, of rows that backward has made again: no history and no counter sees codes twice."""
+    recipe, bounds = call.recipe, call.offsets.bounds()
+    a, c = recipe.fprop.a, recipe.wgrad.b
+    values = x if isinstance(x, Tensor) else high
+    if c is None:
+        return Operands(rows=x if values is None else values)
+    run, parts = _Run(call, x if isinstance(x, Tensor) else x.data), list[Quantized | None]([None] * len(bounds))
+    for group, (start, end) in enumerate(bounds):
+        if start == end:
+            continue
+        q = rows_of(x, start, end) if isinstance(x, Quantized) else None
+        factor = call.factor(group, amax.INPUT)
+        if recipe.plan.input:
+            if q is None:
+                assert a is not None and values is not None
+                q = run.quantize(values[start:end], a, None, factor)
+            parts[group] = q.T
+        else:
+            part = _values(q, call.dtype) if values is None else values[start:end]
+            parts[group] = run.quantize(part.t(), c, None, factor)
+    return Operands(parts)
+
+
+def backward(
+    call: Call, g: Tensor, weight: Tensor | None, kept: Operands | None, needs: Sequence[Any], like: "Like"
+) -> tuple[Tensor | None, Any, Tensor | None]:
+    """Of the gradient g [T, N]: those of the rows [T, K], of the weight and of the bias, as they are needed.
+
+    Args:
+        needs: whether each is; `LATER` of the weight gives a function in its place.
+        like: what weight and bias are like.
+    """
+    need_input, need_weight, need_bias = needs
+    recipe, plan, bounds = call.recipe, call.recipe.plan, call.offsets.bounds()
+    a, c = recipe.dgrad.a, recipe.wgrad.a
+    run, g = _Run(call, g), _in_rows(g)
+    quantizes = a is not None and (need_input or (need_weight and plan.grad_output))
+    turns = bool(need_weight) and c is not None and not plan.grad_output
+    noise = call.noise("grad_output", a) if quantizes and a is not None else None
+    turned_noise = call.noise("grad_output.T", c) if turns and c is not None else None
+    grad_x = _empty(g, (g.shape[0], like.features), call.dtype, bounds) if need_input else None
+    grad_w = like.new_weight(g.device) if need_weight else None
+    grad_b = g.new_zeros(like.bias, dtype=like.bias_dtype) if need_bias else None
+    whole = None
+    if quantizes and a is not None and together(a) and bounds and bounds[-1][1]:
+        whole = run.quantize(g, a)
+        call.note("grad_output", g[: bounds[-1][1]], rows_of(whole, 0, bounds[-1][1]))
+    tops, turned = [0.0] * len(bounds), list[Any]([None] * len(bounds))
+    for group, (start, end) in enumerate(bounds):
+        if start == end:
+            if grad_w is not None:
+                grad_w[group].zero_()
+            continue
+        part, gq = g[start:end], None
+        if whole is not None:
+            gq = rows_of(whole, start, end)
+        elif quantizes and a is not None:
+            gq = run.quantized(group, amax.GRAD_OUTPUT, "grad_output", part, a, noise, tops)
+            if need_input and need_weight and plan.grad_output and g.is_cpu:
+                repeated.mark(gq, repeated.GRADIENT)
+        if grad_b is not None:
+            grad_b[group] = ops.bias_gradient(part, like.bias_dtype)
+        if grad_x is not None:
+            assert weight is not None
+            if gq is None or recipe.dgrad.b is None:
+                run.high(part, run.weight(weight, group, g.dtype).t(), grad_x[start:end])
+            else:
+                run.multiply(gq, run.expert(weight, group, "dgrad"), grad_x[start:end], None, recipe.dgrad.fast_accum)
+        if not need_weight:
+            continue
+        if c is None:
+            turned[group] = part.t()
+        elif plan.grad_output:
+            assert gq is not None
+            turned[group] = gq.T
+        else:
+            turned[group] = run.quantized(group, amax.GRAD_OUTPUT, "grad_output.T", part.t(), c, turned_noise, tops)
+        if need_weight is not LATER:
+            _of_weight(run, turned[group], kept, group, (start, end), grad_w)
+            turned[group] = None
+    run.settle(amax.GRAD_OUTPUT, tops if recipe.delayed is not None else None)
+    gives = partial(_weights, run, turned, kept, grad_w)
+    return grad_x, gives if need_weight is LATER else (gives() if need_weight else None), grad_b
+
+
+class Like(NamedTuple):
+    """What the gradients of a weight and of a bias are like."""
+
+    #: (groups, N, K).
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    #: Whether the weight lies as [groups, K, N].
+    turned: bool
+    #: (groups, N).
+    bias: tuple[int, int]
+    bias_dtype: torch.dtype
+
+    @property
+    def features(self) -> int:
+        return self.shape[2]
+
+    def new_weight(self, device: torch.device) -> Tensor:
+        """[groups, N, K], lying as the weight does."""
+        groups, n, k = self.shape
+        dtype = torch.float32 if self.dtype in stored.CODES else self.dtype
+        if self.turned:
+            return torch.empty((groups, k, n), dtype=dtype, device=device).transpose(1, 2)
+        return torch.empty((groups, n, k), dtype=dtype, device=device)
+
+
+def features(call: Call, weight: Tensor) -> tuple[int, int]:
+    """N and K of a weight [groups, N, K], also where that is codes."""
+    if weight.dtype in stored.CODES:
+        assert isinstance(call.owner, Product)
+        return stored.stacked_shape(call.owner.layer, weight)
+    return weight.shape[1], weight.shape[2]
+
+
+def _weights(run: "_Run", turned: list[Any], kept: Operands | None, grad: Tensor | None) -> Tensor:
+    """The gradients of the weights, of those groups that have not been computed."""
+    assert grad is not None
+    for group, bounds in enumerate(run.call.offsets.bounds()):
+        if turned[group] is not None:
+            _of_weight(run, turned[group], kept, group, bounds, grad)
+    if isinstance(run.call.owner, Product):
+        kept_weights.used(run.call.owner.layer)
+    return grad
+
+
+def _of_weight(
+    run: "_Run", g: Any, kept: Operands | None, group: int, bounds: tuple[int, int], grad: Tensor | None
+) -> None:
+    """One group's: grad_output.T [N, tokens] by input.T [K, tokens]."""
+    assert kept is not None and grad is not None
+    if isinstance(g, Quantized):
+        operand = kept.parts[group]
+        assert operand is not None
+        run.multiply(g, operand, grad[group], None, run.call.recipe.wgrad.fast_accum)
+        return
+    rows = kept.rows
+    assert rows is not None
+    x = rows[slice(*bounds)] if isinstance(rows, Tensor) else _values(rows_of(rows, *bounds), run.call.dtype)
+    run.high(g, x.t(), grad[group])
+
+
+def _values(q: Quantized | None, dtype: torch.dtype) -> Tensor:
+    """What codes stand for, in high precision."""
+    assert q is not None
+    return q.dequantize().to(dtype)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Rows that can be taken apart."""
+    return x if x.stride(-1) == 1 or x.numel() < 2 else x.contiguous()
+
+
+def _empty(like: Any, shape: tuple[int, int], dtype: torch.dtype, bounds: Sequence[tuple[int, int]]) -> Tensor:
+    """Room for rows, zeros where no group has them."""
+    y = torch.empty(shape, dtype=dtype, device=like.device)
+    y[bounds[-1][1] if bounds else 0 :].zero_()
+    return y
+
+
+class _Run:
+    """What quantizes and multiplies in one call, chosen once for all groups."""
+
+    def __init__(self, call: Call, like: Tensor) -> None:
+        self.call = call
+        _, self.quantize, self.matmul, _ = ops.resolve(call.recipe, like)
+        #: Whether the product writes to where it is wanted.
+        self.places = self.matmul is gemm.matmul
+
+    def quantized(
+        self,
+        group: int,
+        column: int,
+        operand: str,
+        x: Tensor,
+        spec: QuantSpec,
+        noise: Draw | None,
+        tops: list[float],
+    ) -> Quantized:
+        """One group's operand, whose amax joins those of the column."""
+        call = self.call
+        q = self.quantize(x, spec, None, call.factor(group, column), QUIET if noise is None else noise.of(group))
+        if call.factors is not None:
+            tops[group] = float(q.amax)  # type: ignore[arg-type]
+        call.note(operand, x, q)
+        return q
+
+    def settle(self, column: int, tops: list[float] | None) -> None:
+        """Note a column's amaxes, and those of weights where they are read first."""
+        call = self.call
+        if call.factors is None or not call.training:
+            return
+        if tops is not None:
+            call.amaxes[column] = tops
+        if column == amax.INPUT and "fprop" in call.kept:
+            parts, bounds = call.kept["fprop"].quantized.parts, call.offsets.bounds()
+            # Those of stored codes say nothing.
+            tops = [0.0 if q is None or q.amax is None else float(q.amax) for q in parts]
+            call.amaxes[amax.WEIGHT] = [
+                top if end > start else 0.0 for top, (start, end) in zip(tops, bounds, strict=True)
+            ]
+
+    def expert(self, weight: Tensor, group: int, side: str) -> Quantized:
+        """A group's weight [N, K] for fprop, or its transpose [K, N] for dgrad."""
+        call, plan = self.call, self.call.recipe.plan
+        shared = side == "dgrad" and plan.weight
+        kept = stack(call, weight, "fprop" if shared else side)
+        q = kept.parts[group]
+        if q is None:
+            q = kept.parts[group] = self._quantized(weight, group, side, shared)
+        return q.T if shared else q
+
+    def _quantized(self, weight: Tensor, group: int, side: str, shared: bool) -> Quantized:
+        call = self.call
+        owner, turned = call.owner, side == "dgrad" and not shared
+        spec = call.recipe.dgrad.b if turned else call.recipe.fprop.b
+        assert spec is not None
+        if weight.dtype in stored.CODES:
+            assert isinstance(owner, Product)
+            return stored.stacked_operand(owner.layer, weight, group, turned, spec, self.quantize)
+        layer = owner.layer if isinstance(owner, Product) else None
+        if torch.is_inference_mode_enabled() and layer is not None and kept_weights.can_keep(layer, weight):
+            # What is kept serves other modes too.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._quantized(weight, group, side, shared)
+        w = weight.detach()[group]
+        w = w.t() if turned else w
+        q: Quantized = self.quantize(w, spec, None, call.factor(group, amax.WEIGHT))
+        if not shared or side == "fprop":
+            call.note("weight.T" if turned else "weight", w, q)
+        return q
+
+    def weight(self, weight: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+        """A group's weight [N, K] in high precision."""
+        if weight.dtype not in stored.CODES:
+            return weight[group]
+        owner = self.call.owner
+        assert isinstance(owner, Product)
+        return stored.stacked_values(owner.layer, weight, group).to(dtype)
+
+    def multiply(self, a: Quantized, b: Quantized, out: Tensor, bias: Tensor | None, fast: bool) -> None:
+        """a [m, k] @ b [n, k].T + bias, to where it is wanted."""
+        if self.places:
+            self.matmul(a, b, out.dtype, bias, fast, out)
+        else:
+            out.copy_(self.matmul(a, b, out.dtype, bias, fast))
+
+    def high(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        """a [m, k] @ b [n, k].T + bias unquantized, with the bits of F.linear."""
+        if not (a.dtype is b.dtype is out.dtype):
+            out.copy_(high_precision(a, b, out.dtype, bias))
+        elif bias is None:
+            torch.mm(a, b.t(), out=out)
+        else:
+            torch.addmm(bias, a, b.t(), out=out)
