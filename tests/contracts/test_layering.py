@@ -84,7 +84,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.torch.blocks.state_space": (
         *("sequences", "scan", "convolution", "gated_norm", "cache", "mamba2", "layer"),
     ),
-    "quaver.torch.linear.grouped": (*("call", "rows", "products", "host", "device", "function", "matmul", "layer"),),
+    "quaver.torch.linear.grouped": (
+        *("call", "rows", "products", "host", "device", "operators", "function", "matmul", "layer"),
+    ),
     "quaver.torch.blocks.attention": (
         *("inputs", "implementations", "op", "dot_product", "explanation", "rope", "cache", "multihead"),
         "latent",

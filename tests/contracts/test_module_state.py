@@ -48,6 +48,8 @@ SAFE = {
     "torch.parallel.fsdp.watching:_scattering": CACHED,
     "torch.model.reach.same:_computes": SAME,
     "torch.model.reach.experts:_left_alone": CACHED,
+    "torch.linear.grouped.operators:parsed": CACHED,
+    "torch.numerics.grouped:_held": CACHED,
     "torch.model.fusing.attentions:rebuilt": CACHED,
     "torch.model.fusing.attentions:_parameters": CACHED,
     "torch.model.fusing.mixers.reading:uses": CACHED,
@@ -88,6 +90,7 @@ SAFE = {
     "torch.state.history.on_gpu:_captured": "a thread adds the layers that it captures",
     "torch.backends.gpu.gemms.scaled_mm:_transposes": SAME,
     "torch.backends.gpu.gemms.scaled_mm:_ways": "two threads find out the same; an entry holds its specs",
+    "torch.linear.grouped.layer:_warned": WARNS,
     "torch.linear.layer:_warned": WARNS,
     "torch.linear.plans.direct:plans": SAME,
     "torch.operations.operation:OPERATIONS": "filled while modules are imported",
@@ -190,13 +193,14 @@ def test_a_layer_keeps_one_attribute_more_than_a_plain_one(recipe: str) -> None:
 
 def test_a_copy_of_a_layers_state_begins_anew_but_for_what_names_it() -> None:
     state = LayerState(7, recipes.get("delayed"))
-    state.pieces = {"gate": 3}
-    kept = ("__weakref__", "serial", "delayed", "copied", "family", "pieces")
+    state.pieces, state.members = {"gate": 3}, ("0", "1")
+    kept = ("__weakref__", "serial", "delayed", "copied", "family", "pieces", "members")
     made_again = {name for name in LayerState.__slots__ if name not in kept}
     for name in made_again:
         setattr(state, name, object())
     fresh = LayerState()
     for copied in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert (copied.serial, copied.copied, copied.pieces) == (7, True, {"gate": 3})
+        assert copied.members == ("0", "1")
         assert copied.delayed is recipes.get("delayed")
         assert all(getattr(copied, name) is getattr(fresh, name) for name in made_again)

@@ -70,6 +70,8 @@ class Call:
     amaxes: dict[int, Any] = field(default_factory=dict)
     #: Operands that were rounded at random.
     drawn: list[str] = field(default_factory=list)
+    #: What a weight that exists only as codes has beside them.
+    codes: stored.StackCodes | None = None
     #: What keeps a step of delayed scaling from being over until this call's backward has run.
     owed: Any = None
 
@@ -91,9 +93,14 @@ class Call:
             counters.active.counters.note(self.owner.layer, operand, x, q)
 
 
-def begin(owner: Source | Product, recipe: Recipe, offsets: Offsets, dtype: torch.dtype, training: bool) -> Call:
+def begin(
+    owner: Source | Product, recipe: Recipe, offsets: Offsets, dtype: torch.dtype, training: bool, weight: Tensor
+) -> Call:
     """A call, which joins the step of delayed scaling that its thread is in."""
     call = Call(recipe, offsets, dtype, training, owner)
+    if weight.dtype in stored.CODES:
+        assert isinstance(owner, Product)
+        call.codes = stored.stack_codes(owner.layer)
     if isinstance(owner, Source):
         call.draw = lambda operand: owner.draw(operand, offsets.groups)
         return call

@@ -173,10 +173,9 @@ def _quantized(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> Stack:
     if shared and "fprop" in call.kept and call.kept["fprop"].quantized is not None:
         return _turned(call.kept["fprop"].quantized.whole, groups, spec)
     operands: list[Quantized] = []
-    if weight.dtype in stored.CODES:
-        assert layer is not None
+    if call.codes is not None:
         for group in range(groups):
-            q = stored.stacked_operand(layer, weight, group, turned and not shared, spec, ops.QUANTIZE)
+            q = call.codes.operand(weight, group, turned and not shared, spec, ops.QUANTIZE)
             operands.append(q.T if shared else q)
         return _in_rows(operands, weight.device)
     w = weight.detach()
@@ -191,7 +190,9 @@ def _quantized(call: Call, weight: Tensor, side: str, spec: QuantSpec) -> Stack:
         operands.append(q.T if shared else q)
     whole = _in_rows(operands, weight.device)
     if call.factors is not None and operands:
-        whole.amax = torch.stack([torch.as_tensor(q.amax, device=w.device).reshape(()) for q in operands])
+        whole.amax = torch.stack(
+            [torch.as_tensor(q.amax, dtype=torch.float32, device=w.device).reshape(()) for q in operands]
+        )
     return whole
 
 
@@ -250,11 +251,10 @@ def _turned(whole: Quantized, groups: int, spec: QuantSpec) -> Stack:
 
 def _matrices(call: Call, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights [groups, N, K] in high precision."""
-    if weight.dtype not in stored.CODES:
+    codes = call.codes
+    if codes is None:
         return weight
-    assert isinstance(call.owner, Product)
-    layer = call.owner.layer
-    return torch.stack([stored.stacked_values(layer, weight, group).to(dtype) for group in range(weight.shape[0])])
+    return torch.stack([codes.values(weight, group).to(dtype) for group in range(weight.shape[0])])
 
 
 def _sum_rows(g: Tensor, offsets: Offsets, dtype: torch.dtype) -> Tensor:

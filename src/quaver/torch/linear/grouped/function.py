@@ -13,25 +13,30 @@ from torch import Tensor
 from quaver.core.spec import Recipe
 from quaver.torch.linear.function import pack, unpack
 from quaver.torch.linear.grouped import device, host
-from quaver.torch.linear.grouped.call import Call, Product, Source, begin, settle
+from quaver.torch.linear.grouped.call import Call, Product, Source, begin, has_tokens, settle
 from quaver.torch.linear.grouped.host import Like, Operands
+from quaver.torch.linear.grouped.operators import BACKWARD, FORWARD, OPERANDS, Traced, text_of
 from quaver.torch.linear.grouped.rows import Rows
+from quaver.torch.linear.stored.stored import CODES, PACKED, stack_codes
 from quaver.torch.numerics.groups import Offsets
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import first_derivative
+from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.operations.selecting import unseen
+from quaver.torch.state import noise
+from quaver.torch.state.history import amax, steps
+from quaver.torch.state.layer import state_of
 
 
 class Setup(NamedTuple):
-    """Everything in one call that is no tensor to be differentiated."""
+    """Everything in one call that is no tensor."""
 
     rows: Rows
     #: Tensors that these take.
     taken: int
     owner: Source | Product
     recipe: Recipe
-    offsets: Offsets
     #: Of the products.
     dtype: torch.dtype
     #: Whether gradients are switched on; what a tensor needs torch says as if they always were.
@@ -41,41 +46,24 @@ class Setup(NamedTuple):
 
 
 class Grouped(torch.autograd.Function):
-    """Of a `Setup`, what its rows take, the weight [groups, N, K] and the bias [groups, N] or None: y [T, N].
+    """Of a `Setup`, what its rows take, the weight [groups, N, K], the bias [groups, N] or None, and where groups end:
+    y [T, N].
 
     Saves plain tensors only: no wrapper subclass is on the way.
     """
 
     @staticmethod
-    @unseen
     def forward(ctx: Any, setup: Setup, *tensors: Tensor | None) -> Tensor:
-        taken, recipe, rows = setup.taken, setup.recipe, setup.rows
-        weight, bias = tensors[taken:]
-        assert weight is not None
-        needs = [setup.training and need for need in ctx.needs_input_grad[1:]]
-        of_rows, need_weight = any(needs[:taken]), needs[taken]
-        call = begin(setup.owner, recipe, setup.offsets, setup.dtype, setup.training)
-        x, saved = rows.forward(*tensors[:taken], spec=recipe.fprop.a)
-        keeps = bool(need_weight) and not rows.remakes
-        high = rows.high(saved) if keeps and isinstance(x, Quantized) and not recipe.plan.input else None
-        way = _way(setup.offsets)
-        y, kept = way.forward(call, x, high, weight, bias, keeps)
-        settle(call)
-        like = _like(call, weight, bias, setup.turned)
-        remakes = bool(need_weight) and rows.remakes
-        values = [weight if of_rows else None, *(saved if of_rows or remakes else ())]
-        laid = None if kept is None else kept.laid
-        parts = () if kept is None else (kept.rows, *kept.parts)
-        if laid is not None:
-            parts = (None, laid.data, laid.scale, laid.factor)
-            laid = replace(laid, data=None, scale=None, factor=None)
-        packed, layouts = pack([*values, *parts])
-        ctx.save_for_backward(*packed)
-        ctx.constants = setup, call, like, layouts, len(values) - 1, kept is not None, laid
-        return y
+        if torch.compiler.is_compiling():
+            return _traced(ctx, setup, tensors)
+        return _eager(ctx, setup, tensors)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return first_derivative(_traced_backward, ctx, NO_DOUBLE_BACKWARD, g)
+        if not any_autocast_enabled():
+            return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, g)
         with ops.without_autocast(ops.autocast_device(g)):
             return first_derivative(_backward, ctx, NO_DOUBLE_BACKWARD, g)
 
@@ -86,16 +74,44 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-def _way(offsets: Offsets) -> Any:
-    """The module whose functions run a call: where groups end the host knows, or not."""
-    return host if ops.on_host(offsets.ends) else device
-
-
-def _like(call: Call, weight: Tensor, bias: Tensor | None, turned: bool) -> Like:
+@unseen
+def _eager(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
+    taken, recipe, rows = setup.taken, setup.recipe, setup.rows
+    weight, bias, ends = tensors[taken:]
+    of_rows, need_weight = _needs(ctx, setup)
+    x, saved = rows.forward(*tensors[:taken], spec=recipe.fprop.a)
+    call = begin(setup.owner, recipe, Offsets(ends, x.shape[0]), setup.dtype, setup.training, weight)
+    keeps, way = need_weight and not rows.remakes, _way(ends)
+    high = rows.high(saved) if keeps and isinstance(x, Quantized) and not recipe.plan.input else None
+    y, kept = way.forward(call, x, high, weight, bias, keeps)
+    settle(call)
     n, k = host.features(call, weight)
-    groups = weight.shape[0]
-    of_bias = torch.float32 if bias is None else bias.dtype
-    return Like((groups, n, k), weight.dtype, turned, (groups, n), of_bias)
+    like = Like((len(weight), n, k), weight.dtype, setup.turned, (len(weight), n), _bias_dtype(bias))
+    values = [weight if of_rows else None, *(saved if of_rows or (need_weight and rows.remakes) else ())]
+    laid = None if kept is None else kept.laid
+    parts: Sequence[Any] = () if kept is None else (kept.rows, *kept.parts)
+    if laid is not None:
+        parts = (None, laid.data, laid.scale, laid.factor)
+        laid = replace(laid, data=None, scale=None, factor=None)
+    packed, layouts = pack([*values, *parts])
+    ctx.save_for_backward(*packed)
+    ctx.constants = setup, call, like, layouts, len(values) - 1, kept is not None, laid
+    return y
+
+
+def _needs(ctx: Any, setup: Setup) -> tuple[bool, bool]:
+    """Whether the gradients of what rows take are needed, and that of the weight."""
+    needs = ctx.needs_input_grad[1:]
+    return setup.training and any(needs[: setup.taken]), setup.training and bool(needs[setup.taken])
+
+
+def _bias_dtype(bias: Tensor | None) -> torch.dtype:
+    return torch.float32 if bias is None else bias.dtype
+
+
+def _way(ends: Tensor) -> Any:
+    """The module whose functions run a call: where groups end the host knows, or not."""
+    return host if ops.on_host(ends) else device
 
 
 def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
@@ -104,23 +120,145 @@ def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     setup, call, like, layouts, size, kept_any, laid = ctx.constants
     weight, *values = unpack(tensors, layouts)
     saved, parts = values[:size], values[size:]
-    taken, rows = setup.taken, setup.rows
-    needs = ctx.needs_input_grad[1:]
+    taken, needs = setup.taken, ctx.needs_input_grad[1:]
     of_rows, need_weight = any(needs[:taken]), needs[taken]
     if call.owed is not None:
         call.owed.settle()
-    way, kept = _way(setup.offsets), Operands(parts[1:], parts[0]) if kept_any else None
+    way, kept = _way(call.offsets.ends), Operands(parts[1:], parts[0]) if kept_any else None
     if laid is not None:
         _, data, scale, factor = parts
         kept = Operands(laid=replace(laid, data=data, scale=scale, factor=factor))
     if kept is None and need_weight:
-        x = rows.remake(saved, setup.recipe.fprop.a)
-        high = rows.high(saved) if isinstance(x, Quantized) and not setup.recipe.plan.input else None
-        kept = way.remade(call, x, high)
-    of_x, of_weight, of_bias = way.backward(call, g, weight, kept, (of_rows, *needs[taken:]), like)
+        kept = way.remade(call, *_again(setup, saved))
+    of_x, of_weight, of_bias = way.backward(call, g, weight, kept, (of_rows, *needs[taken : taken + 2]), like)
     settle(call)
-    gradients: tuple[Any, ...] = (None,) * taken
-    if of_rows:
-        assert of_x is not None
-        gradients = rows.backward(of_x, saved, needs[:taken])
-    return None, *gradients, of_weight, of_bias
+    return None, *_of_taken(setup, of_x, saved, needs), of_weight, of_bias, None
+
+
+def _again(setup: Setup, saved: Sequence[Any]) -> tuple[Tensor | Quantized, Tensor | None]:
+    """Rows that are made once more, and in high precision where wgrad needs those of codes."""
+    x = setup.rows.remake(saved, setup.recipe.fprop.a)
+    return x, setup.rows.high(saved) if isinstance(x, Quantized) and not setup.recipe.plan.input else None
+
+
+def _of_taken(setup: Setup, of_x: Tensor | None, saved: Sequence[Any], needs: Sequence[Any]) -> Sequence[Tensor | None]:
+    """The gradients of what rows take."""
+    if not any(needs[: setup.taken]):
+        return (None,) * setup.taken
+    assert of_x is not None
+    return setup.rows.backward(of_x, saved, needs[: setup.taken])
+
+
+# The same as a compiler traces it: what runs is opaque, and what a layer remembers are tensors of its graph.
+
+
+def _traced(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
+    taken, recipe, rows, owner = setup.taken, setup.recipe, setup.rows, setup.owner
+    weight, bias, ends = tensors[taken:]
+    of_rows, need_weight = _needs(ctx, setup)
+    x, saved = rows.forward(*tensors[:taken], spec=recipe.fprop.a)
+    keeps = need_weight and not rows.remakes
+    high = rows.high(saved) if keeps and isinstance(x, Quantized) and not recipe.plan.input else None
+    factors: Any = None
+    if isinstance(owner, Product) and recipe.delayed is not None:
+        factors = steps.factors(owner.layer, setup.training)[_members(owner, ends)]
+    told = _told(setup, weight, ends, factors, 0)
+    codes = _codes(x)
+    y, *kept, tops = FORWARD.operator(*codes, high, bias, keeps, *told)
+    _remember(setup, _drawn(setup, keeps, x), ends)
+    if factors is not None and setup.training:
+        for column in (amax.INPUT, amax.WEIGHT):
+            amax.record_each(owner.layer, column, tops[column], owner.first)  # type: ignore[union-attr]
+    # What wgrad reads in high precision, or as codes that it decodes.
+    unquantized = keeps and recipe.wgrad.b is None
+    plain = (None, None, None) if not unquantized else codes if high is None else (high, None, None)
+    remakes = need_weight and rows.remakes
+    packed, layouts = pack([factors, *(saved if of_rows or remakes else ())])
+    ctx.save_for_backward(weight, ends, *kept, *plain, *packed)
+    ctx.constants = setup, layouts, keeps, _bias_dtype(bias)
+    return y
+
+
+def _traced_backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
+    setup: Setup
+    setup, layouts, keeps, bias_dtype = ctx.constants
+    weight, ends, *kept = tensors[:6]
+    plain, (factors, *saved) = tensors[6:9], unpack(tensors[9:], layouts)
+    taken, needs, owner = setup.taken, ctx.needs_input_grad[1:], setup.owner
+    of_rows, need_weight, need_bias = any(needs[:taken]), bool(needs[taken]), bool(needs[taken + 1])
+    if need_weight and not keeps:
+        # What is made again is quantized again, by an operator whose output is not read.
+        x, high = _again(setup, saved)
+        told = _told(setup, weight, ends, factors, 0)
+        _, *kept, _ = FORWARD.operator(*_codes(x), high, None, True, *told)
+        if setup.recipe.wgrad.b is None:
+            plain = _codes(x) if high is None else (high, None, None)
+    told = _told(setup, weight, ends, factors, 1)
+    number = state_of(owner.layer).number if factors is not None and isinstance(owner, Product) else None
+    first = owner.first if isinstance(owner, Product) else 0
+    wanted = [of_rows, need_weight, need_bias]
+    of_x, of_weight, of_bias = BACKWARD.operator(g, *kept, *plain, wanted, bias_dtype, number, first, *told)
+    recipe = setup.recipe
+    drawn = []
+    if recipe.dgrad.a is not None and (of_rows or (need_weight and recipe.plan.grad_output)):
+        drawn += [OPERANDS[1][0]] if recipe.dgrad.a.rounding != "nearest" else []
+    if recipe.wgrad.a is not None and need_weight and not recipe.plan.grad_output:
+        drawn += [OPERANDS[1][1]] if recipe.wgrad.a.rounding != "nearest" else []
+    _remember(setup, drawn, ends)
+    if need_weight and setup.turned:
+        of_weight = of_weight.transpose(1, 2)
+    of_taken = _of_taken(setup, of_x, saved, needs)
+    return None, *of_taken, of_weight if need_weight else None, of_bias if need_bias else None, None
+
+
+def _members(owner: Product, ends: Tensor) -> slice:
+    return slice(owner.first, owner.first + ends.shape[0])
+
+
+def _codes(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Rows as the operators take them."""
+    if isinstance(x, Tensor):
+        return x, None, None
+    scale = x.scale if isinstance(x.scale, Tensor) else x.data.new_full((1, 1), x.scale, dtype=torch.float32)
+    return x.data, scale, x.tensor_factor
+
+
+def _told(setup: Setup, weight: Tensor, ends: Tensor, factors: Tensor | None, direction: int) -> Traced:
+    owner, recipe = setup.owner, setup.recipe
+    packed, spec, columns = weight.dtype is PACKED, "", 0
+    scale = factor = None
+    if weight.dtype in CODES:
+        beside = stack_codes(owner.layer)  # type: ignore[union-attr]
+        spec, columns, scale, factor = beside.spec.text, beside.columns, beside.scale, beside.factor
+    lies = weight.transpose(1, 2) if setup.turned and not packed else weight
+    streams = counts = None
+    seed, name = 0, ""
+    if recipe.stochastic and isinstance(owner, Source):
+        seed, name = owner.seed, owner.name
+        counts = torch.as_tensor(owner.count, dtype=torch.int64, device="cpu").reshape(1)
+    elif recipe.stochastic:
+        drawn = [noise.draw(owner.layer, operand) for operand in OPERANDS[direction]]  # type: ignore[union-attr]
+        members = _members(owner, ends)  # type: ignore[arg-type]
+        seed, streams = drawn[0][0], torch.stack([one[1][members] for one in drawn])  # type: ignore[index]
+        counts = torch.stack([one[2][members] for one in drawn])  # type: ignore[index]
+    return Traced(
+        lies, scale, factor, ends, factors, streams, counts, seed, name, text_of(recipe), spec, columns, setup.turned,
+        setup.dtype,
+    )  # fmt: skip
+
+
+def _drawn(setup: Setup, keeps: bool, x: Tensor | Quantized) -> list[str]:
+    """The operands of a forward that are rounded at random."""
+    a, c, drawn = setup.recipe.fprop.a, setup.recipe.wgrad.b, []
+    if a is not None and a.rounding != "nearest" and isinstance(x, Tensor):
+        drawn.append(OPERANDS[0][0])
+    if keeps and c is not None and c.rounding != "nearest" and not setup.recipe.plan.input:
+        drawn.append(OPERANDS[0][1])
+    return drawn
+
+
+def _remember(setup: Setup, drawn: Sequence[str], ends: Tensor) -> None:
+    """The counts of operands that were rounded at random move on."""
+    if isinstance(setup.owner, Product):
+        for operand in drawn:
+            noise.drawn(setup.owner.layer, operand, has_tokens(Offsets(ends, 0)), setup.owner.first)

@@ -176,7 +176,7 @@ def backward(
         if need_weight is not LATER:
             _of_weight(run, turned[group], kept, group, (start, end), grad_w)
             turned[group] = None
-    run.settle(amax.GRAD_OUTPUT, tops if recipe.delayed is not None else None)
+    run.settle(amax.GRAD_OUTPUT, tops)
     gives = partial(_weights, run, turned, kept, grad_w)
     return grad_x, gives if need_weight is LATER else (gives() if need_weight else None), grad_b
 
@@ -208,10 +208,7 @@ class Like(NamedTuple):
 
 def features(call: Call, weight: Tensor) -> tuple[int, int]:
     """N and K of a weight [groups, N, K], also where that is codes."""
-    if weight.dtype in stored.CODES:
-        assert isinstance(call.owner, Product)
-        return stored.stacked_shape(call.owner.layer, weight)
-    return weight.shape[1], weight.shape[2]
+    return (weight.shape[1], weight.shape[2]) if call.codes is None else call.codes.shape(weight)
 
 
 def _weights(run: "_Run", turned: list[Any], kept: Operands | None, grad: Tensor | None) -> Tensor:
@@ -316,9 +313,8 @@ class _Run:
         owner, turned = call.owner, side == "dgrad" and not shared
         spec = call.recipe.dgrad.b if turned else call.recipe.fprop.b
         assert spec is not None
-        if weight.dtype in stored.CODES:
-            assert isinstance(owner, Product)
-            return stored.stacked_operand(owner.layer, weight, group, turned, spec, self.quantize)
+        if call.codes is not None:
+            return call.codes.operand(weight, group, turned, spec, self.quantize)
         layer = owner.layer if isinstance(owner, Product) else None
         if torch.is_inference_mode_enabled() and layer is not None and kept_weights.can_keep(layer, weight):
             # What is kept serves other modes too.
@@ -333,11 +329,8 @@ class _Run:
 
     def weight(self, weight: Tensor, group: int, dtype: torch.dtype) -> Tensor:
         """A group's weight [N, K] in high precision."""
-        if weight.dtype not in stored.CODES:
-            return weight[group]
-        owner = self.call.owner
-        assert isinstance(owner, Product)
-        return stored.stacked_values(owner.layer, weight, group).to(dtype)
+        codes = self.call.codes
+        return weight[group] if codes is None else codes.values(weight, group).to(dtype)
 
     def multiply(self, a: Quantized, b: Quantized, out: Tensor, bias: Tensor | None, fast: bool) -> None:
         """a [m, k] @ b [n, k].T + bias, to where it is wanted."""

@@ -18,7 +18,6 @@ from quaver.torch.linear.grouped.matmul import apply, check_codes, multiply
 from quaver.torch.linear.grouped.rows import Rows
 from quaver.torch.linear.layer import Quantizable, recipe_of, refuse_sharded, serials
 from quaver.torch.linear.stored import stored, storing
-from quaver.torch.numerics.groups import Offsets
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import counting, ops
 from quaver.torch.state import kept_weights
@@ -75,11 +74,10 @@ class GroupedLinear(Quantizable):
         super().__init__()
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.layout, self.seed = layout, seed
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
         lies = (out_features, in_features) if layout == "nk" else (in_features, out_features)
-        self.weight = nn.Parameter(torch.empty((groups, *lies), **options))
+        self.weight = nn.Parameter(torch.empty((groups, *lies), dtype=dtype, device=device))
         if bias:
-            self.bias = nn.Parameter(torch.empty((groups, out_features), **options))
+            self.bias = nn.Parameter(torch.empty((groups, out_features), dtype=dtype, device=device))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -118,28 +116,23 @@ class GroupedLinear(Quantizable):
         """
         return self._run(x, None, (), offsets)
 
-    def project(self, rows: Rows, taken: Sequence[Tensor | None], offsets: Tensor, tokens: int) -> Tensor:
-        """`forward` of rows that are made of some tensors in the same autograd function.
+    def project(self, rows: Rows, taken: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
+        """`forward` of rows that are made of some tensors within the same autograd function."""
+        return self._run(None, rows, taken, offsets)
 
-        Args:
-            tokens: how many rows there are.
-        """
-        return self._run(None, rows, taken, offsets, tokens)
-
-    def _run(
-        self, x: Any, rows: Rows | None, taken: Sequence[Tensor | None], offsets: Tensor, tokens: int = 0
-    ) -> Tensor:
+    def _run(self, x: Any, rows: Rows | None, taken: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
         compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
         recipe = recipe_of(self, compiling)
         weight, bias = self.weight, self.bias
         if weight.__class__ is not nn.Parameter and not compiling:
             refuse_sharded(self, weight)
-        stored.check_gradient(weight)
+        if weight.dtype in stored.CODES:
+            stored.check_gradient(weight)
         self._check(x, offsets)
-        if recipe is not None and not recipe.quantizes:
-            recipe = None
         if isinstance(x, Quantized):
             check_codes(x, recipe)
+        if recipe is not None and not recipe.quantizes:
+            recipe = None
         device = ops.autocast_device(weight)
         casting = torch.is_autocast_enabled(device)
         plain = self.weight_dtype or weight.dtype
@@ -162,7 +155,7 @@ class GroupedLinear(Quantizable):
         if rows is None:
             return multiply(owner, x, view, bias, offsets, recipe)
         dtype = torch.get_autocast_dtype(device) if casting else plain
-        return apply(owner, rows, taken, view, bias, Offsets(offsets, tokens), recipe, dtype)
+        return apply(owner, rows, taken, view, bias, offsets, recipe, dtype)
 
     def _packed(self) -> bool:
         """Whether the weight is codes of four bits, which lie along K in either layout."""

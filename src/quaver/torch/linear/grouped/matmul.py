@@ -19,7 +19,6 @@ from quaver.torch.linear.grouped.call import Product, Source
 from quaver.torch.linear.grouped.function import Grouped, Setup
 from quaver.torch.linear.grouped.rows import GIVEN, Codes, Rows
 from quaver.torch.linear.stored import stored
-from quaver.torch.numerics.groups import Offsets
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.operations.derivatives import refuse_transforms
@@ -88,8 +87,8 @@ def multiply(
     dtype = torch.get_autocast_dtype(device) if casting else (_plain(owner, weight) if quantized else x.dtype)  # type: ignore[union-attr]
     if isinstance(x, Quantized):
         rows, taken = Codes.of(x)
-        return apply(owner, rows, taken, weight, bias, Offsets(offsets, x.shape[0]), recipe, dtype)
-    return apply(owner, GIVEN, [x.to(dtype)], weight, bias, Offsets(offsets, x.shape[0]), recipe, dtype)
+        return apply(owner, rows, taken, weight, bias, offsets, recipe, dtype)
+    return apply(owner, GIVEN, [x.to(dtype)], weight, bias, offsets, recipe, dtype)
 
 
 def apply(
@@ -98,21 +97,26 @@ def apply(
     taken: Sequence[Tensor | None],
     weight: Tensor,
     bias: Tensor | None,
-    offsets: Offsets,
+    offsets: Tensor,
     recipe: Recipe | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """The products of rows that are made of some tensors, in a dtype."""
-    refuse_transforms(*taken, weight, bias)
+    if not torch.compiler.is_compiling():
+        refuse_transforms(*taken, weight, bias)
     followed = recipe or recipes.get("bf16")
     if not followed.quantizes and weight.dtype not in stored.CODES:
         weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    turned = weight.stride(-1) != 1 and weight.stride(-2) == 1
-    setup = Setup(rows, len(taken), owner, followed, offsets, dtype, torch.is_grad_enabled(), turned)
+    turned = weight.stride(-1) != 1 and weight.stride(-2) == 1 and weight.dtype is not stored.PACKED
+    setup = Setup(rows, len(taken), owner, followed, dtype, torch.is_grad_enabled(), turned)
+    y: Tensor
+    if torch.compiler.is_compiling():
+        y = Grouped.apply(setup, *taken, weight, bias, offsets)
+        return y
     run: Any = Grouped.apply if ambient.split is None else ambient.split(Grouped, Grouped.apply)
     with ops.without_autocast(ops.autocast_device(weight)):
-        y: Tensor = run(setup, *taken, weight, bias)
+        y = run(setup, *taken, weight, bias, offsets)
     return y
 
 
@@ -166,4 +170,9 @@ def check_codes(x: Quantized, recipe: Recipe | None) -> None:
         raise ValueError(
             f"x is quantized as {x.spec}{', transposed' * x.turned}, and recipe {recipe} reads its input as {spec}: "
             "quantize it so, or give x.dequantize()"
+        )
+    if spec.block[0] not in (1, None):
+        raise ValueError(
+            f"x is quantized as {spec}, whose blocks may have rows of several groups: give x.dequantize(), or take a "
+            "recipe with blocks of one row"
         )

@@ -13,7 +13,7 @@ recipe at all) is computed from them for the moment and dropped. The parameter's
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,12 +109,11 @@ def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] in high precision, or a stack of them as it lies, to be dropped soon."""
     if weight.dim() == 2:
         return _values(codes(layer, weight)).to(dtype)
-    turned = lies_turned(layer)
-    matrices = weight.transpose(1, 2) if turned and weight.dtype is not PACKED else weight
-    each = [stacked_values(layer, matrices, group).to(dtype) for group in range(weight.shape[0])]
-    shape = (weight.shape[0], *stacked_shape(layer, matrices))
-    value = torch.stack(each) if each else weight.new_empty(shape, dtype=dtype)
-    return value.transpose(1, 2).contiguous() if turned else value
+    beside = stack_codes(layer)
+    matrices = weight.transpose(1, 2) if beside.turned and weight.dtype is not PACKED else weight
+    each = [beside.values(matrices, group).to(dtype) for group in range(weight.shape[0])]
+    value = torch.stack(each) if each else weight.new_empty((0, *beside.shape(matrices)), dtype=dtype)
+    return value.transpose(1, 2).contiguous() if beside.turned else value
 
 
 # Of a stack [groups, N, K], perhaps a transposed view of codes that lie as [groups, K, N].
@@ -125,42 +124,53 @@ def lies_turned(layer: nn.Module) -> bool:
     return layer.__dict__.get("layout") == "kn"
 
 
-def stacked_shape(layer: nn.Module, weight: Tensor) -> tuple[int, int]:
-    """N and K of a stack of codes."""
-    n, k = weight.shape[1:]
-    return (n, layer.in_features) if weight.dtype is PACKED else (n, k)  # type: ignore[return-value]
+class StackCodes(NamedTuple):
+    """What a stack of codes has beside them."""
+
+    spec: QuantSpec
+    #: Scales and what two levels of them are divided by, [groups, ...] each.
+    scale: Tensor
+    factor: Tensor | None
+    #: Whether they lie as [groups, K, N]; those of four bits never do.
+    turned: bool
+    #: K.
+    columns: int
+
+    def shape(self, weight: Tensor) -> tuple[int, int]:
+        """N and K."""
+        n, k = weight.shape[1:]
+        return (n, self.columns) if weight.dtype is PACKED else (n, k)
+
+    def of(self, weight: Tensor, group: int) -> Quantized:
+        """One group's codes and scales as an operand [N, K]."""
+        scale: Any = self.scale[group]
+        factor, data = self.factor, weight.detach()[group]
+        turned = self.turned and weight.dtype is not PACKED
+        if self.spec.per_tensor and scale.is_cpu and scale.is_floating_point():
+            scale = scale.item()
+        lies = (data.t() if turned else data).view(storage(self.spec.format))
+        of_group = None if factor is None else factor[group]
+        return Quantized(lies, scale, self.spec, self.shape(weight), turned, of_group)
+
+    def values(self, weight: Tensor, group: int) -> Tensor:
+        """One group's matrix [N, K], float32, to be dropped soon."""
+        return _values(self.of(weight, group))
+
+    def operand(self, weight: Tensor, group: int, transposed: bool, spec: QuantSpec, quantize: Any) -> Quantized:
+        """`operand` of one group: its matrix [N, K] or its transpose, by the recipe's spec."""
+        q = self.of(weight, group)
+        if not transposed and q.spec == spec:
+            return q
+        value = _values(q)
+        quantized: Quantized = quantize(value.t() if transposed else value, spec, None, None)
+        return quantized
 
 
-def stacked_codes(layer: nn.Module, weight: Tensor, group: int) -> Quantized:
-    """One group's codes and scales as an operand [N, K]."""
-    spec: QuantSpec = layer.__dict__["weight_spec"]
-    scale: Any = layer._buffers["weight_scale"][group]  # type: ignore[index]
-    factor, data = layer._buffers.get("weight_factor"), weight.detach()[group]
-    # A transposed view of codes that lie otherwise.
-    turned = lies_turned(layer) and weight.dtype is not PACKED
-    if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
-        scale = scale.item()
-    elif spec.format.packed and lies_turned(layer):
-        turned = False
-    lies = (data.t() if turned else data).view(storage(spec.format))
-    return Quantized(lies, scale, spec, stacked_shape(layer, weight), turned, None if factor is None else factor[group])
-
-
-def stacked_values(layer: nn.Module, weight: Tensor, group: int) -> Tensor:
-    """One group's matrix [N, K], float32, to be dropped soon."""
-    return _values(stacked_codes(layer, weight, group))
-
-
-def stacked_operand(
-    layer: nn.Module, weight: Tensor, group: int, transposed: bool, spec: QuantSpec, quantize: Any
-) -> Quantized:
-    """`operand` of one group: its matrix [N, K] or its transpose, by the recipe's spec."""
-    q = stacked_codes(layer, weight, group)
-    if not transposed and q.spec == spec:
-        return q
-    value = _values(q)
-    quantized: Quantized = quantize(value.t() if transposed else value, spec, None, None)
-    return quantized
+def stack_codes(layer: Any) -> StackCodes:
+    """What a layer's stack of codes has beside them."""
+    buffers = layer._buffers
+    spec, scale, factor = layer.__dict__["weight_spec"], buffers["weight_scale"], buffers.get("weight_factor")
+    return StackCodes(spec, scale, factor, lies_turned(layer), layer.in_features)
 
 
 def _values(q: Quantized) -> Tensor:

@@ -248,9 +248,13 @@ def record_each(layer: nn.Module, column: int, amaxes: Tensor | Sequence[float],
     history[first:last, 0, column] = torch.maximum(history[first:last, 0, column], value)
 
 
-def record_gradient(number: Tensor, amax: Tensor) -> None:
+def record_gradient(number: Tensor, amax: Tensor, first: int = 0) -> None:
     """`record` for a compiled backward, which may not write to a buffer that its forward has written to: it hands over
-    the layer's number, and the write happens where the compiler does not look."""
+    the layer's number, and the write happens where the compiler does not look.
+
+    Args:
+        first: of several members, the first whose amaxes these are.
+    """
     ref = _layers.get(int(number))
     layer = None if ref is None else ref()
     if layer is not None and layer._buffers.get("history") is not None:
@@ -261,7 +265,7 @@ def record_gradient(number: Tensor, amax: Tensor) -> None:
             # Frozen layers that were compiled with it have no backward to come by here.
             state.family.recorded_apart = True
         if state.members:
-            record_each(layer, GRAD_OUTPUT, amax)
+            record_each(layer, GRAD_OUTPUT, amax, first)
         else:
             record(layer, GRAD_OUTPUT, amax)
 

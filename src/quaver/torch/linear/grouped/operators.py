@@ -1,0 +1,357 @@
+"""What a compiler sees of grouped products: a forward and a backward, opaque, which run what eager mode runs.
+
+How large their results are follows from the numbers of rows and groups alone. What backward will read of each group
+lies one after the other in a tensor of bytes that suffices however rows are distributed, since on a CPU each group's
+operand is one of its own.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.core.spec import GemmSpec, QuantSpec, Recipe
+from quaver.torch.backends.gpu.launching import device as gpu
+from quaver.torch.linear.grouped import device, host
+from quaver.torch.linear.grouped.call import Call, Source
+from quaver.torch.linear.grouped.host import Like, Operands
+from quaver.torch.linear.stored.stored import CODES, StackCodes
+from quaver.torch.numerics.grouped import Draw, multiple
+from quaver.torch.numerics.groups import Laid, Offsets, slots
+from quaver.torch.numerics.quantized import Quantized, storage
+from quaver.torch.operations import ops, selecting
+from quaver.torch.operations.operation import Operation
+from quaver.torch.state.context import ambient
+from quaver.torch.state.history import amax
+
+#: Of one direction, an operand and its transpose.
+OPERANDS = ("input", "input.T"), ("grad_output", "grad_output.T")
+
+
+def text_of(recipe: Recipe) -> str:
+    """The operands of a recipe's GEMMs in a line."""
+    lines = []
+    for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad):
+        pair = "|" if gemm.a is None or gemm.b is None else f"{gemm.a.text}|{gemm.b.text}"
+        lines.append(f"{pair}|{'fast' if gemm.fast_accum else ''}")
+    return ";".join(lines)
+
+
+@cache
+def parsed(text: str) -> Recipe:
+    """A recipe with the GEMMs of one of which this is the text."""
+    fprop, dgrad, wgrad = (_gemm(*line.split("|")) for line in text.split(";"))
+    return Recipe("compiled", fprop, dgrad, wgrad)
+
+
+def _gemm(a: str, b: str, fast: str) -> GemmSpec:
+    left, right = (QuantSpec.parse(side) if side else None for side in (a, b))
+    return GemmSpec(left, right, bool(fast))
+
+
+class Traced(NamedTuple):
+    """What both operators are told beside their own tensors, in the order of their schemas."""
+
+    #: As it lies, [groups, N, K] or [groups, K, N].
+    weight: Tensor
+    weight_scale: Tensor | None
+    weight_factor: Tensor | None
+    offsets: Tensor
+    #: Encode factors, float32 [groups, 3].
+    factors: Tensor | None
+    #: Of an operand and of its transpose, int64 [2, groups].
+    streams: Tensor | None
+    counts: Tensor | None
+    seed: int
+    #: Of a function, whose groups' streams follow from it; else "".
+    name: str
+    recipe: str
+    #: How the weight exists only, if it is codes, and its K; else "".
+    weight_spec: str
+    columns: int
+    #: Whether the weight lies as [groups, K, N].
+    turned: bool
+    dtype: torch.dtype
+
+
+_SCHEMA = (
+    "Tensor weight, Tensor? weight_scale, Tensor? weight_factor, Tensor offsets, Tensor? factors, Tensor? streams,"
+    " Tensor? counts, int seed, str name, str recipe, str weight_spec, SymInt columns, bool turned, ScalarType dtype"
+)
+
+
+def _call(told: Traced, rows: int, direction: int) -> Call:
+    """The call that eager mode would make."""
+    offsets = Offsets(told.offsets, rows)
+    call = Call(parsed(told.recipe), offsets, told.dtype, True, None)
+    on_host = ops.on_host(told.offsets)
+    if told.factors is not None:
+        call.factors = told.factors.tolist() if on_host else told.factors
+    if told.weight_spec:
+        assert told.weight_scale is not None
+        spec = QuantSpec.parse(told.weight_spec)
+        factor = told.weight_factor if spec.two_level else None
+        call.codes = StackCodes(spec, told.weight_scale, factor, told.turned, told.columns)
+    if told.name and told.counts is not None:
+        source = Source(told.seed, told.name, told.counts)
+        call.draw = lambda operand: source.draw(operand, offsets.groups)
+    elif told.streams is not None and told.counts is not None:
+        streams, counts = ((t.tolist() if on_host else t) for t in (told.streams, told.counts))
+        call.draw = lambda operand: Draw(told.seed, *(t[OPERANDS[direction].index(operand)] for t in (streams, counts)))
+    return call
+
+
+def _view(told: Traced) -> Tensor:
+    """The weight as [groups, N, K]."""
+    packed = told.weight.dtype is torch.float4_e2m1fn_x2
+    return told.weight.transpose(1, 2) if told.turned and not packed else told.weight
+
+
+def _rows(data: Tensor, scale: Tensor | None, factor: Tensor | None, spec: QuantSpec | None, k: int) -> Any:
+    """Rows as they were, or codes put together."""
+    if scale is None:
+        return data
+    assert spec is not None
+    on_host = spec.per_tensor and data.is_cpu and scale.is_floating_point()
+    tensor_factor = factor if spec.two_level else None
+    return Quantized(data, scale.item() if on_host else scale, spec, (data.shape[0], k), False, tensor_factor)
+
+
+# Forward.
+
+
+def _forward(
+    x: Tensor, x_scale: Tensor | None, x_factor: Tensor | None, high: Tensor | None, bias: Tensor | None, keeps: bool,
+    *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    told = Traced(*rest)
+    call, weight = _call(told, x.shape[0], 0), _view(told)
+    way = host if ops.on_host(told.offsets) else device
+    k = host.features(call, weight)[1]
+    rows = _rows(x, x_scale, x_factor, call.recipe.fprop.a, k)
+    ambient.compiled = True
+    with ops.without_autocast(x.device.type), selecting.inside():
+        y, kept = way.forward(call, rows, high, weight, bias, keeps)
+    empty = y.new_empty(0, dtype=torch.uint8)
+    parts = (empty, empty.clone(), y.new_empty(0, dtype=torch.float32), empty.clone())
+    if kept is not None and kept.laid is not None:
+        laid = kept.laid
+        factor = parts[2] if laid.factor is None else laid.factor.contiguous()
+        parts = laid.data, laid.scale.contiguous(), factor, parts[3]
+    elif kept is not None and kept.rows is None:
+        parts = _in_bytes(kept.parts, Sizes.of(call.recipe, x.shape[0], weight.shape[0], k))
+    tops = torch.zeros((2, weight.shape[0]), dtype=torch.float32, device=y.device)
+    for column, amaxes in call.amaxes.items():
+        tops[column] = torch.as_tensor(amaxes, dtype=torch.float32, device=y.device)
+    return y, *parts, tops
+
+
+def _forward_fake(
+    x: Tensor, x_scale: Tensor | None, x_factor: Tensor | None, high: Tensor | None, bias: Tensor | None, keeps: bool,
+    *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    told = Traced(*rest)
+    n, k = _features(told)
+    recipe, groups, rows = parsed(told.recipe), told.weight.shape[0], x.shape[0]
+    y = x.new_empty((rows, n), dtype=told.dtype)
+    shapes: tuple[Any, ...] = ((0,), (0,), (0,), (0,))
+    dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.uint8, torch.float32, torch.uint8)
+    if keeps and recipe.wgrad.b is not None:
+        sizes = Sizes.of(recipe, rows, groups, k)
+        if _on_host(x):
+            shapes = ((sizes.data,), (sizes.scales,), (groups if sizes.spec.two_level else 0,), (groups,))
+        else:
+            shapes, dtypes = _laid_shapes(sizes, groups, rows, k)
+    parts = [x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return y, *parts, x.new_empty((2, groups), dtype=torch.float32)
+
+
+def _on_host(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not gpu.asked
+
+
+def _features(told: Traced) -> tuple[Any, Any]:
+    """N and K."""
+    if told.weight_spec and told.weight.dtype is torch.float4_e2m1fn_x2:
+        return told.weight.shape[1], told.columns
+    n, k = told.weight.shape[1:]
+    return (k, n) if told.turned else (n, k)
+
+
+class Sizes(NamedTuple):
+    """Bytes that suffice for what wgrad reads of all groups' inputs, [K, tokens] each."""
+
+    spec: QuantSpec
+    #: Whether the parts are transposes of rows [tokens, K].
+    of_rows: bool
+    data: Any
+    scales: Any
+
+    @staticmethod
+    def of(recipe: Recipe, rows: Any, groups: Any, k: Any) -> "Sizes":
+        spec = recipe.wgrad.b
+        assert spec is not None
+        of_rows = recipe.plan.input
+        tokens = rows + (15 * groups if spec.hadamard else 0)
+        # Of rows the scales of blocks of tokens by blocks of K; of transposes those of K by tokens.
+        along, across = spec.block[0 if of_rows else 1], spec.block[1 if of_rows else 0]
+        blocks = (groups if along is None else tokens // along + groups) * (1 if across is None else -(-k // across))
+        data = tokens * k
+        if spec.format.packed:
+            data = tokens * ((k + 1) // 2) if of_rows else (tokens + groups) // 2 * k
+        return Sizes(spec, of_rows, data, blocks * (1 if spec.scale == "e8m0" or spec.two_level else 4))
+
+
+def _laid_shapes(sizes: Sizes, groups: Any, rows: Any, k: Any) -> tuple[tuple[Any, ...], tuple[torch.dtype, ...]]:
+    """Of a `Laid` that is summed over slots."""
+    spec = sizes.spec
+    count = slots(rows, groups, multiple(spec))
+    data = (k, (count + 1) // 2 if spec.format.packed else count)
+    height, width = spec.block[1], spec.block[0]
+    segments = groups if height is None else count // height
+    blocks = segments, 1 if width is None else -(-k // width)
+    narrow = torch.uint8 if spec.scale == "e8m0" or spec.two_level else torch.float32
+    shapes = (data, blocks, (groups, 1) if spec.two_level else (0,), (0,))
+    return shapes, (storage(spec.format), narrow, torch.float32, torch.uint8)
+
+
+def _in_bytes(parts: Sequence[Quantized | None], sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operands of groups one after the other: codes, scales, what those of two levels are divided by, and whether each
+    lies as its transpose."""
+    data, scales = (torch.empty(n, dtype=torch.uint8, device="cpu") for n in (sizes.data, sizes.scales))
+    factors = torch.ones(len(parts) if sizes.spec.two_level else 0, dtype=torch.float32, device="cpu")
+    turned = torch.zeros(len(parts), dtype=torch.uint8, device="cpu")
+    at, after = 0, 0
+    for group, q in enumerate(parts):
+        if q is None:
+            continue
+        codes, scale = _bytes(q.data), _bytes(_scale(q))
+        data[at : at + len(codes)] = codes
+        scales[after : after + len(scale)] = scale
+        at, after, turned[group] = at + len(codes), after + len(scale), q.turned
+        if q.tensor_factor is not None:
+            factors[group] = q.tensor_factor.reshape(())
+    return data, scales, factors, turned
+
+
+def _scale(q: Quantized) -> Tensor:
+    return q.scale if isinstance(q.scale, Tensor) else torch.tensor([[q.scale]], dtype=torch.float32, device="cpu")
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8).view(-1)
+
+
+def _parts(
+    kept: tuple[Tensor, Tensor, Tensor, Tensor], sizes: Sizes, offsets: Offsets, k: int
+) -> list[Quantized | None]:
+    """The operands that `_in_bytes` laid in a row."""
+    data, scales, factors, turned = kept
+    spec, at, after = sizes.spec, 0, 0
+    parts: list[Quantized | None] = []
+    flags = turned.tolist()
+    for group, (start, end) in enumerate(offsets.bounds()):
+        if start == end:
+            parts.append(None)
+            continue
+        shape = k, spec.padded(end - start)
+        lies = shape[::-1] if flags[group] else shape
+        across = (lies[1] + 1) // 2 if spec.format.packed else lies[1]
+        blocks = spec.blocks(*shape)
+        blocks = blocks[::-1] if flags[group] else blocks
+        size, narrow = lies[0] * across, spec.scale == "e8m0" or spec.two_level
+        wide = blocks[0] * blocks[1] * (1 if narrow else 4)
+        codes = data[at : at + size].view(storage(spec.format)).view(lies[0], across)
+        stored = scales[after : after + wide]
+        # A float32 begins at a multiple of four bytes, as all of them do here.
+        stored = stored if narrow else stored.view(torch.float32)
+        scale: Any = stored.view(blocks)
+        factor = factors[group].view(1, 1) if spec.two_level else None
+        if spec.per_tensor and not narrow:
+            scale = scale.item()
+        parts.append(Quantized(codes, scale, spec, shape, bool(flags[group]), factor))
+        at, after = at + size, after + wide
+    return parts
+
+
+def _forward_flops(x: Tensor, *rest: Any, out_val: Any, **_: Any) -> int:
+    n, k = _features(Traced(*rest[5:]))
+    return int(2 * x.shape[0] * n * k)
+
+
+FORWARD: Operation[tuple[Tensor, ...]] = Operation(
+    "grouped_forward(Tensor x, Tensor? x_scale, Tensor? x_factor, Tensor? high, Tensor? bias, bool keeps, "
+    + _SCHEMA
+    + ") -> (Tensor y, Tensor kept, Tensor kept_scale, Tensor kept_factor, Tensor kept_turned, Tensor amaxes)",
+    _forward,
+    fake=_forward_fake,
+    kernel=_forward,
+    flops=_forward_flops,
+)
+
+# Backward.
+
+
+def _backward(
+    g: Tensor, kept: Tensor, kept_scale: Tensor, kept_factor: Tensor, kept_turned: Tensor, x: Tensor | None,
+    x_scale: Tensor | None, x_factor: Tensor | None, needs: list[bool], bias_dtype: torch.dtype,
+    number: Tensor | None, first: int, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    told = Traced(*rest)
+    call, weight = _call(told, g.shape[0], 1), _view(told)
+    n, k = host.features(call, weight)
+    offsets, recipe, groups = call.offsets, call.recipe, weight.shape[0]
+    operands: Operands | None = None
+    if needs[1] and recipe.wgrad.b is None:
+        assert x is not None
+        operands = Operands(rows=_rows(x, x_scale, x_factor, recipe.fprop.a, k))
+    elif needs[1]:
+        sizes = Sizes.of(recipe, g.shape[0], groups, k)
+        parts = kept, kept_scale, kept_factor, kept_turned
+        if ops.on_host(told.offsets):
+            operands = Operands(_parts(parts, sizes, offsets, k))
+        else:
+            places = offsets.slots(multiple(sizes.spec))
+            factor = kept_factor if sizes.spec.two_level else None
+            operands = Operands(laid=Laid(kept, kept_scale, factor, sizes.spec, True, places, places.count))
+    like = Like((groups, n, k), told.weight.dtype, told.turned, (groups, n), bias_dtype)
+    way = host if ops.on_host(told.offsets) else device
+    with ops.without_autocast(g.device.type), selecting.inside():
+        of_x, of_weight, of_bias = way.backward(call, g, weight, operands, needs, like)
+    if number is not None and amax.GRAD_OUTPUT in call.amaxes:
+        tops = torch.as_tensor(call.amaxes[amax.GRAD_OUTPUT], dtype=torch.float32, device=g.device)
+        amax.record_gradient(number, tops, first)
+    if of_weight is not None and told.turned:
+        of_weight = of_weight.transpose(1, 2)
+    empty = [g.new_empty(0, dtype=torch.float32) for _ in range(3)]
+    results = zip((of_x, of_weight, of_bias), empty, strict=True)
+    return tuple(none if t is None else t.contiguous() for t, none in results)
+
+
+def _backward_fake(g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    needs, bias_dtype, told = rest[7], rest[8], Traced(*rest[11:])
+    n, k = _features(told)
+    groups, dtype = told.weight.shape[0], told.weight.dtype
+    dtype = torch.float32 if dtype in CODES else dtype
+    shapes = (g.shape[0], k), (groups, *((k, n) if told.turned else (n, k))), (groups, n)
+    results = zip(needs, shapes, (told.dtype, dtype, bias_dtype), strict=True)
+    return tuple(g.new_empty(s if need else (0,), dtype=d if need else torch.float32) for need, s, d in results)
+
+
+def _backward_flops(g: Tensor, *rest: Any, out_val: Any, **_: Any) -> int:
+    n, k = _features(Traced(*rest[11:]))
+    return int(2 * g.shape[0] * n * k * sum(rest[7][:2]))
+
+
+BACKWARD: Operation[tuple[Tensor, ...]] = Operation(
+    "grouped_backward(Tensor g, Tensor kept, Tensor kept_scale, Tensor kept_factor, Tensor kept_turned, Tensor? x,"
+    " Tensor? x_scale, Tensor? x_factor, bool[] needs, ScalarType bias_dtype, Tensor? number, int first, "
+    + _SCHEMA
+    + ") -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    _backward,
+    fake=_backward_fake,
+    kernel=_backward,
+    flops=_backward_flops,
+)
