@@ -122,6 +122,12 @@ def slot_scales(laid: Laid) -> Tensor:
     return _along(decode_scales(laid.scale, laid.spec, factor), segments)
 
 
+def dequantized(laid: Laid, offsets: Offsets) -> Tensor:
+    """Rows [slots, k], float32: data × scale."""
+    stored, factor = row_scales(laid, offsets)
+    return values(laid) * _spread(decode_scales(stored, laid.spec, factor), laid.spec.block[1], laid.k)
+
+
 def values(laid: Laid) -> Tensor:
     """The data without scales, float32 as they lie: [slots, k], or of transposes [k, slots]."""
     if laid.data.is_floating_point():

@@ -15,6 +15,7 @@ from quaver.core.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.noise import fresh_count, name_streams
 from tests.close import assert_bitwise
+from tests.torch.linear.grouped.test_matmul import RECIPES
 
 G, K, N = 4, 48, 40
 T = 70
@@ -134,9 +135,9 @@ class Permuted:
         return torch.zeros_like(tokens).index_add_(0, places, g), None
 
 
-@pytest.mark.parametrize("recipe", [*BY_ROWS, "bf16"])
+@pytest.mark.parametrize("recipe", [*BY_ROWS, "bf16", RECIPES["rowwise, wgrad dequantized"]], ids=str)
 @pytest.mark.parametrize("remakes", [False, True])
-def test_rows_may_be_made_within_the_function(recipe: str, remakes: bool) -> None:
+def test_rows_may_be_made_within_the_function(recipe: Any, remakes: bool) -> None:
     places = torch.randint(0, 24, (T,), generator=torch.Generator().manual_seed(3))
     tokens = rows(1, 24)[0].detach()
     one, other = tokens.clone().requires_grad_(), tokens.clone().requires_grad_()
@@ -177,9 +178,11 @@ def steps_of(layer: qt.GroupedLinear, run: Callable[[Tensor, Tensor], Tensor]) -
         ("nvfp4", {"layout": "kn"}),
         ("rowwise_bf16_wgrad", {}),
         ("bf16", {"bias": False}),
+        (RECIPES["mxfp8, dequantized"], {}),
     ],
+    ids=str,
 )
-def test_one_graph_serves_all_sizes_with_eagers_bits(recipe: str, how: dict[str, Any]) -> None:
+def test_one_graph_serves_all_sizes_with_eagers_bits(recipe: Any, how: dict[str, Any]) -> None:
     torch._dynamo.reset()
     eager, compiled = layer_of(recipe, **how), layer_of(recipe, **how)
     graphs: list[Any] = []

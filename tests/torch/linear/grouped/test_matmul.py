@@ -8,7 +8,7 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.core.spec import Recipe
+from quaver.core.spec import GemmSpec, Recipe
 from quaver.torch.linear.grouped import host
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.groups import Offsets
@@ -18,7 +18,23 @@ from tests.operands import SPECS
 T, K, N, G = 64, 48, 40, 4
 #: Sizes of the groups: ragged, one empty, all in one, most tokens in none.
 SIZES = [(5, 0, 40, 19), (64, 0, 0, 0), (0, 1, 2, 3), (0, 0, 0, 0)]
+HIGH = GemmSpec(None, None)
+
+
+def dequantizing(name: str, **left: GemmSpec) -> Recipe:
+    """A recipe some GEMMs of which multiply what fprop consumed, dequantized."""
+    of = recipes.get(name)
+    gemms = {"fprop": of.fprop, "dgrad": of.dgrad, "wgrad": of.wgrad, **left}
+    return Recipe(f"dequantized {name}", **gemms, dequantized_backward=True)
+
+
 RECIPES: dict[str, Recipe] = {name: recipes.get(name) for name in recipes.RECIPES if name != "delayed"}
+RECIPES |= {
+    "tensorwise, dequantized": dequantizing("tensorwise", dgrad=HIGH, wgrad=HIGH),
+    "mxfp8, dequantized": dequantizing("mxfp8", dgrad=HIGH, wgrad=HIGH),
+    "rowwise, wgrad dequantized": dequantizing("rowwise", wgrad=HIGH),
+    "nvfp4, dgrad dequantized": dequantizing("nvfp4", dgrad=HIGH),
+}
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 every_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
 

@@ -64,8 +64,9 @@ class Call:
     draw: Callable[[str], Draw] | None = None
     #: The weights' operands by side, "fprop" and "dgrad": a `Stack` each.
     kept: dict[str, kept_weights.Entry] = field(default_factory=dict)
-    #: Of factors on a device, which writing of theirs the forward saw.
-    version: int | None = None
+    #: What stands for the weights' factors in a key: their values, or of those on a device which writing of theirs the
+    #: forward saw.
+    written: Any = None
     #: By column of a history, the amaxes that the groups measured; 0 of those without tokens.
     amaxes: dict[int, Any] = field(default_factory=dict)
     #: Operands that were rounded at random.
@@ -107,6 +108,10 @@ def begin(
     layer, members = owner.layer, slice(owner.first, owner.first + offsets.groups)
     if recipe.delayed is not None:
         call.factors = steps.factors(layer, training)[members]
+        if not isinstance(call.factors, Tensor):
+            call.written = tuple(factors[amax.WEIGHT] for factors in call.factors)
+            if not ops.on_host(offsets.ends):
+                call.factors = torch.tensor(call.factors, dtype=torch.float32, device=offsets.ends.device).view(-1, 3)
         if training and not torch.compiler.is_compiling():
             call.owed = steps.owed(layer)
     call.draw = lambda operand: _drawn_by(layer, members, operand)
@@ -173,15 +178,13 @@ def _entry(call: Call, weight: Tensor, side: str, full: Callable[[], Stack]) -> 
 
 
 def _written(call: Call, layer: nn.Module) -> Any:
-    """What stands for the weights' factors in a key: their values, or which writing of them the forward saw."""
+    """`Call.written`, read where it is first asked for."""
     if call.factors is None:
         return 0.0
-    if not isinstance(call.factors, Tensor):
-        return tuple(factors[amax.WEIGHT] for factors in call.factors)
-    if call.version is None:
+    if call.written is None:
         factor = layer._buffers["factor"]
         assert factor is not None
-        call.version = factor._version
+        call.written = factor._version
         if recomputation.state.replay is not None or recomputation.state.writing:
-            call.version = recomputation.noted(layer, "version of factors", call.version)
-    return call.version
+            call.written = recomputation.noted(layer, "version of factors", call.written)
+    return call.written

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quaver.core.spec import QuantSpec
-from quaver.torch.linear.gemms import LATER
+from quaver.torch.linear.gemms import LATER, plain
 from quaver.torch.linear.grouped import host
 from quaver.torch.linear.grouped.call import Call, Product, has_tokens, stack
 from quaver.torch.linear.grouped.host import Like, Operands, together
@@ -47,8 +47,10 @@ def forward(
         _note_weights(call, b)
     if not keeps:
         return y, None
-    if c is None:
+    if recipe.kept_input is None:
         return y, Operands(rows=x if values is None else values)
+    if c is None:
+        return y, Operands(laid=laid)
     if plan.input:
         assert laid is not None
         return y, Operands(laid=grouped.turned(laid, offsets))
@@ -63,15 +65,15 @@ def remade(call: Call, x: Tensor | Quantized, high: Tensor | None) -> Operands:
     recipe, offsets = call.recipe, call.offsets
     a, c = recipe.fprop.a, recipe.wgrad.b
     values = x if isinstance(x, Tensor) else high
-    if c is None:
+    if recipe.kept_input is None:
         return Operands(rows=x if values is None else values)
     factors = None if call.factors is None else call.factors[:, amax.INPUT]
-    if recipe.plan.input:
+    if recipe.plan.input or c is None:
         assert a is not None
         laid = (
             grouped.given(x, offsets) if isinstance(x, Quantized) else grouped.quantize(x, a, offsets, False, factors)
         )
-        return Operands(laid=grouped.turned(laid, offsets))
+        return Operands(laid=grouped.turned(laid, offsets) if recipe.plan.input else laid)
     if values is None:
         assert isinstance(x, Quantized)
         values = x.dequantize().to(call.dtype)
@@ -94,7 +96,7 @@ def backward(
     if need_input:
         assert weight is not None
         if laid is None:
-            w = _matrices(call, weight, g.dtype).transpose(1, 2)
+            w = _of_dgrad(call, weight, g.dtype).transpose(1, 2)
             grad_x = HIGH_MATMUL(g, w, offsets, call.dtype, None)
         else:
             b = _weights(call, weight, "dgrad", spec=recipe.dgrad.b)
@@ -124,9 +126,10 @@ def _of_weight(call: Call, g: Any, kept: Operands | None, like: Like) -> Tensor:
         else:
             y = GROUPED_SUMS(g, kept.laid, dtype, fast)
     else:
-        rows = kept.rows
-        assert rows is not None
-        x = rows if isinstance(rows, Tensor) else rows.dequantize().to(call.dtype)
+        rows: Any = kept.rows
+        if kept.laid is not None:
+            rows = grouped.dequantized(kept.laid, call.offsets)
+        x = plain(rows, g.dtype) if kept.laid is None else rows.to(g.dtype)
         one, other = (x, g) if like.turned else (g, x)
         y = HIGH_SUMS(one, other, call.offsets, dtype)
         y = y.transpose(1, 2) if like.turned else y
@@ -247,6 +250,15 @@ def _turned(whole: Quantized, groups: int, spec: QuantSpec) -> Stack:
 
 
 # What is not quantized.
+
+
+def _of_dgrad(call: Call, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights as dgrad multiplies them where it quantizes nothing: as they are, or what fprop consumed of them."""
+    if not call.recipe.dequantized_backward:
+        return _matrices(call, weight, dtype)
+    whole = _weights(call, weight, "fprop", spec=call.recipe.fprop.b).whole
+    values: Tensor = whole.dequantize()
+    return values.view(weight.shape[0], -1, values.shape[1]).to(dtype)
 
 
 def _matrices(call: Call, weight: Tensor, dtype: torch.dtype) -> Tensor:

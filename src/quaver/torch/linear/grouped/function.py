@@ -82,7 +82,7 @@ def _eager(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
     x, saved = rows.forward(*tensors[:taken], spec=recipe.fprop.a)
     call = begin(setup.owner, recipe, Offsets(ends, x.shape[0]), setup.dtype, setup.training, weight)
     keeps, way = need_weight and not rows.remakes, _way(ends)
-    high = rows.high(saved) if keeps and isinstance(x, Quantized) and not recipe.plan.input else None
+    high = rows.high(saved) if keeps and isinstance(x, Quantized) and _reads_high(recipe) else None
     y, kept = way.forward(call, x, high, weight, bias, keeps)
     settle(call)
     n, k = host.features(call, weight)
@@ -103,6 +103,11 @@ def _needs(ctx: Any, setup: Setup) -> tuple[bool, bool]:
     """Whether the gradients of what rows take are needed, and that of the weight."""
     needs = ctx.needs_input_grad[1:]
     return setup.training and any(needs[: setup.taken]), setup.training and bool(needs[setup.taken])
+
+
+def _reads_high(recipe: Recipe) -> bool:
+    """Whether wgrad reads of the rows what fprop has not consumed."""
+    return not recipe.plan.input and (recipe.wgrad.b is not None or not recipe.dequantized_backward)
 
 
 def _bias_dtype(bias: Tensor | None) -> torch.dtype:
@@ -138,7 +143,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
 def _again(setup: Setup, saved: Sequence[Any]) -> tuple[Tensor | Quantized, Tensor | None]:
     """Rows that are made once more, and in high precision where wgrad needs those of codes."""
     x = setup.rows.remake(saved, setup.recipe.fprop.a)
-    return x, setup.rows.high(saved) if isinstance(x, Quantized) and not setup.recipe.plan.input else None
+    return x, setup.rows.high(saved) if isinstance(x, Quantized) and _reads_high(setup.recipe) else None
 
 
 def _of_taken(setup: Setup, of_x: Tensor | None, saved: Sequence[Any], needs: Sequence[Any]) -> Sequence[Tensor | None]:
@@ -158,7 +163,7 @@ def _traced(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
     of_rows, need_weight = _needs(ctx, setup)
     x, saved = rows.forward(*tensors[:taken], spec=recipe.fprop.a)
     keeps = need_weight and not rows.remakes
-    high = rows.high(saved) if keeps and isinstance(x, Quantized) and not recipe.plan.input else None
+    high = rows.high(saved) if keeps and isinstance(x, Quantized) and _reads_high(recipe) else None
     factors: Any = None
     if isinstance(owner, Product) and recipe.delayed is not None:
         factors = steps.factors(owner.layer, setup.training)[_members(owner, ends)]
@@ -170,7 +175,7 @@ def _traced(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
         for column in (amax.INPUT, amax.WEIGHT):
             amax.record_each(owner.layer, column, tops[column], owner.first)  # type: ignore[union-attr]
     # What wgrad reads in high precision, or as codes that it decodes.
-    unquantized = keeps and recipe.wgrad.b is None
+    unquantized = keeps and recipe.kept_input is None
     plain = (None, None, None) if not unquantized else codes if high is None else (high, None, None)
     remakes = need_weight and rows.remakes
     packed, layouts = pack([factors, *(saved if of_rows or remakes else ())])
@@ -191,7 +196,7 @@ def _traced_backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, 
         x, high = _again(setup, saved)
         told = _told(setup, weight, ends, factors, 0)
         _, *kept, _ = FORWARD.operator(*_codes(x), high, None, True, *told)
-        if setup.recipe.wgrad.b is None:
+        if setup.recipe.kept_input is None:
             plain = _codes(x) if high is None else (high, None, None)
     told = _told(setup, weight, ends, factors, 1)
     number = state_of(owner.layer).number if factors is not None and isinstance(owner, Product) else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quaver.core.spec import QuantSpec
 from quaver.torch.backends.cpu import gemm, repeated
-from quaver.torch.linear.gemms import LATER, high_precision
+from quaver.torch.linear.gemms import LATER, high_precision, plain
 from quaver.torch.linear.grouped.call import Call, Product, stack
 from quaver.torch.linear.stored import stored
 from quaver.torch.numerics.grouped import Draw
@@ -26,8 +26,8 @@ from quaver.torch.state.history import amax
 
 
 class Operands(NamedTuple):
-    """What wgrad consumes: an operand [K, tokens] of each group, None of those without tokens; or the rows themselves,
-    in high precision or as codes that backward decodes."""
+    """What wgrad consumes: an operand [K, tokens] of each group, or what fprop consumed [tokens, K], None of those
+    without tokens; or the rows themselves, in high precision or as codes that backward decodes."""
 
     parts: Sequence[Quantized | None] = ()
     rows: Tensor | Quantized | None = None
@@ -82,15 +82,16 @@ def forward(
             run.multiply(q, run.expert(weight, group, "fprop"), y[start:end], b, recipe.fprop.fast_accum)
         if turns:
             assert c is not None
-            part = _values(q, call.dtype) if values is None else values[start:end]
+            part = plain(q, call.dtype) if values is None else values[start:end]  # type: ignore[arg-type]
             parts[group] = run.quantized(group, amax.INPUT, "input.T", part.t(), c, turned_noise, tops)
-        elif keeps and plan.input:
+        elif keeps and recipe.kept_input is not None:
+            # What fprop consumed, or its transpose.
             assert q is not None
-            parts[group] = q.T
+            parts[group] = q.T if plan.input else q
     run.settle(amax.INPUT, tops if not given else None)
     if not keeps:
         return y, None
-    if c is None:
+    if recipe.kept_input is None:
         return y, Operands(rows=x if values is None else values)
     return y, Operands(parts)
 
@@ -100,7 +101,7 @@ def remade(call: Call, x: Tensor | Quantized, high: Tensor | None) -> Operands:
     recipe, bounds = call.recipe, call.offsets.bounds()
     a, c = recipe.fprop.a, recipe.wgrad.b
     values = x if isinstance(x, Tensor) else high
-    if c is None:
+    if recipe.kept_input is None:
         return Operands(rows=x if values is None else values)
     run, parts = _Run(call, x if isinstance(x, Tensor) else x.data), list[Quantized | None]([None] * len(bounds))
     for group, (start, end) in enumerate(bounds):
@@ -108,13 +109,13 @@ def remade(call: Call, x: Tensor | Quantized, high: Tensor | None) -> Operands:
             continue
         q = rows_of(x, start, end) if isinstance(x, Quantized) else None
         factor = call.factor(group, amax.INPUT)
-        if recipe.plan.input:
+        if recipe.plan.input or c is None:
             if q is None:
                 assert a is not None and values is not None
                 q = run.quantize(values[start:end], a, None, factor)
-            parts[group] = q.T
+            parts[group] = q.T if recipe.plan.input else q
         else:
-            part = _values(q, call.dtype) if values is None else values[start:end]
+            part = plain(q, call.dtype) if values is None else values[start:end]  # type: ignore[arg-type]
             parts[group] = run.quantize(part.t(), c, None, factor)
     return Operands(parts)
 
@@ -161,7 +162,7 @@ def backward(
         if grad_x is not None:
             assert weight is not None
             if gq is None or recipe.dgrad.b is None:
-                run.high(part, run.weight(weight, group, g.dtype).t(), grad_x[start:end])
+                run.high(part, run.of_dgrad(weight, group, g.dtype).t(), grad_x[start:end])
             else:
                 run.multiply(gq, run.expert(weight, group, "dgrad"), grad_x[start:end], None, recipe.dgrad.fast_accum)
         if not need_weight:
@@ -227,21 +228,16 @@ def _of_weight(
 ) -> None:
     """One group's: grad_output.T [N, tokens] by input.T [K, tokens]."""
     assert kept is not None and grad is not None
+    operand, rows = kept.parts[group] if kept.parts else None, kept.rows
     if isinstance(g, Quantized):
-        operand = kept.parts[group]
         assert operand is not None
         run.multiply(g, operand, grad[group], None, run.call.recipe.wgrad.fast_accum)
         return
-    rows = kept.rows
-    assert rows is not None
-    x = rows[slice(*bounds)] if isinstance(rows, Tensor) else _values(rows_of(rows, *bounds), run.call.dtype)
+    if operand is None:
+        assert rows is not None
+        operand = rows_of(rows, *bounds) if isinstance(rows, Quantized) else None
+    x = rows[slice(*bounds)] if operand is None else plain(operand, g.dtype)  # type: ignore[index]
     run.high(g, x.t(), grad[group])
-
-
-def _values(q: Quantized | None, dtype: torch.dtype) -> Tensor:
-    """What codes stand for, in high precision."""
-    assert q is not None
-    return q.dequantize().to(dtype)
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -331,6 +327,12 @@ class _Run:
         """A group's weight [N, K] in high precision."""
         codes = self.call.codes
         return weight[group] if codes is None else codes.values(weight, group).to(dtype)
+
+    def of_dgrad(self, weight: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+        """The same where dgrad quantizes nothing, or what fprop consumed of it."""
+        if self.call.recipe.dequantized_backward:
+            return plain(self.expert(weight, group, "fprop"), dtype)
+        return self.weight(weight, group, dtype)
 
     def multiply(self, a: Quantized, b: Quantized, out: Tensor, bias: Tensor | None, fast: bool) -> None:
         """a [m, k] @ b [n, k].T + bias, to where it is wanted."""

@@ -36,14 +36,15 @@ def text_of(recipe: Recipe) -> str:
     for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad):
         pair = "|" if gemm.a is None or gemm.b is None else f"{gemm.a.text}|{gemm.b.text}"
         lines.append(f"{pair}|{'fast' if gemm.fast_accum else ''}")
-    return ";".join(lines)
+    return ";".join([*lines, "dequantized" if recipe.dequantized_backward else ""])
 
 
 @cache
 def parsed(text: str) -> Recipe:
     """A recipe with the GEMMs of one of which this is the text."""
-    fprop, dgrad, wgrad = (_gemm(*line.split("|")) for line in text.split(";"))
-    return Recipe("compiled", fprop, dgrad, wgrad)
+    *lines, dequantized = text.split(";")
+    fprop, dgrad, wgrad = (_gemm(*line.split("|")) for line in lines)
+    return Recipe("compiled", fprop, dgrad, wgrad, dequantized_backward=bool(dequantized))
 
 
 def _gemm(a: str, b: str, fast: str) -> GemmSpec:
@@ -158,7 +159,7 @@ def _forward_fake(
     y = x.new_empty((rows, n), dtype=told.dtype)
     shapes: tuple[Any, ...] = ((0,), (0,), (0,), (0,))
     dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.uint8, torch.float32, torch.uint8)
-    if keeps and recipe.wgrad.b is not None:
+    if keeps and recipe.kept_input is not None:
         sizes = Sizes.of(recipe, rows, groups, k)
         if _on_host(x):
             shapes = ((sizes.data,), (sizes.scales,), (groups if sizes.spec.two_level else 0,), (groups,))
@@ -181,19 +182,21 @@ def _features(told: Traced) -> tuple[Any, Any]:
 
 
 class Sizes(NamedTuple):
-    """Bytes that suffice for what wgrad reads of all groups' inputs, [K, tokens] each."""
+    """Bytes that suffice for what wgrad reads of all groups' inputs."""
 
     spec: QuantSpec
-    #: Whether the parts are transposes of rows [tokens, K].
+    #: Whether the parts are rows [tokens, K] or their transposes; else they are [K, tokens] by themselves.
     of_rows: bool
+    #: Whether they are rows as fprop consumed them.
+    consumed: bool
     data: Any
     scales: Any
 
     @staticmethod
     def of(recipe: Recipe, rows: Any, groups: Any, k: Any) -> "Sizes":
-        spec = recipe.wgrad.b
+        spec, consumed = recipe.kept_input, recipe.wgrad.b is None
         assert spec is not None
-        of_rows = recipe.plan.input
+        of_rows = recipe.plan.input or consumed
         tokens = rows + (15 * groups if spec.hadamard else 0)
         # Of rows the scales of blocks of tokens by blocks of K; of transposes those of K by tokens.
         along, across = spec.block[0 if of_rows else 1], spec.block[1 if of_rows else 0]
@@ -201,16 +204,17 @@ class Sizes(NamedTuple):
         data = tokens * k
         if spec.format.packed:
             data = tokens * ((k + 1) // 2) if of_rows else (tokens + groups) // 2 * k
-        return Sizes(spec, of_rows, data, blocks * (1 if spec.scale == "e8m0" or spec.two_level else 4))
+        return Sizes(spec, of_rows, consumed, data, blocks * (1 if spec.scale == "e8m0" or spec.two_level else 4))
 
 
 def _laid_shapes(sizes: Sizes, groups: Any, rows: Any, k: Any) -> tuple[tuple[Any, ...], tuple[torch.dtype, ...]]:
-    """Of a `Laid` that is summed over slots."""
+    """Of a `Laid`."""
     spec = sizes.spec
     count = slots(rows, groups, multiple(spec))
-    data = (k, (count + 1) // 2 if spec.format.packed else count)
-    height, width = spec.block[1], spec.block[0]
-    segments = groups if height is None else count // height
+    lines, deep = (rows, k) if sizes.consumed else (k, count)
+    data = (lines, (deep + 1) // 2 if spec.format.packed else deep)
+    height, width = spec.block if sizes.consumed else spec.block[::-1]
+    segments = groups if height is None else rows if sizes.consumed and height == 1 else count // height
     blocks = segments, 1 if width is None else -(-k // width)
     narrow = torch.uint8 if spec.scale == "e8m0" or spec.two_level else torch.float32
     shapes = (data, blocks, (groups, 1) if spec.two_level else (0,), (0,))
@@ -256,7 +260,7 @@ def _parts(
         if start == end:
             parts.append(None)
             continue
-        shape = k, spec.padded(end - start)
+        shape = (end - start, k) if sizes.consumed else (k, spec.padded(end - start))
         lies = shape[::-1] if flags[group] else shape
         across = (lies[1] + 1) // 2 if spec.format.packed else lies[1]
         blocks = spec.blocks(*shape)
@@ -304,7 +308,7 @@ def _backward(
     n, k = host.features(call, weight)
     offsets, recipe, groups = call.offsets, call.recipe, weight.shape[0]
     operands: Operands | None = None
-    if needs[1] and recipe.wgrad.b is None:
+    if needs[1] and recipe.kept_input is None:
         assert x is not None
         operands = Operands(rows=_rows(x, x_scale, x_factor, recipe.fprop.a, k))
     elif needs[1]:
@@ -313,9 +317,11 @@ def _backward(
         if ops.on_host(told.offsets):
             operands = Operands(_parts(parts, sizes, offsets, k))
         else:
-            places = offsets.slots(multiple(sizes.spec))
+            summed = not sizes.consumed
+            places = offsets.slots(multiple(sizes.spec) if summed else 1)
             factor = kept_factor if sizes.spec.two_level else None
-            operands = Operands(laid=Laid(kept, kept_scale, factor, sizes.spec, True, places, places.count))
+            deep = places.count if summed else k
+            operands = Operands(laid=Laid(kept, kept_scale, factor, sizes.spec, summed, places, deep))
     like = Like((groups, n, k), told.weight.dtype, told.turned, (groups, n), bias_dtype)
     way = host if ops.on_host(told.offsets) else device
     with ops.without_autocast(g.device.type), selecting.inside():
