@@ -17,9 +17,8 @@ from quaver.core.spec import QuantSpec
 from quaver.torch.linear.gemms import LATER, plain
 from quaver.torch.linear.grouped import host
 from quaver.torch.linear.grouped.call import Call, Product, has_tokens, stack
-from quaver.torch.linear.grouped.host import Like, Operands, together
+from quaver.torch.linear.grouped.host import Like, Operands, of_biases, of_weights, together
 from quaver.torch.linear.grouped.products import GROUPED_MATMUL, GROUPED_SUMS, HIGH_MATMUL, HIGH_SUMS
-from quaver.torch.linear.stored import stored
 from quaver.torch.numerics import grouped
 from quaver.torch.numerics.groups import Laid, Offsets, Stack
 from quaver.torch.numerics.quantized import Quantized, pack
@@ -92,7 +91,7 @@ def backward(
     if a is not None and (need_input or (need_weight and plan.grad_output)):
         laid = _lay(call, amax.GRAD_OUTPUT, "grad_output", g, a)
     if need_bias:
-        grad_b = _sum_rows(g, offsets, like.bias_dtype)
+        grad_b = _sum_rows(g, offsets, torch.float32 if need_bias is LATER else like.bias_dtype)
     if need_input:
         assert weight is not None
         if laid is None:
@@ -108,21 +107,19 @@ def backward(
             turned = grouped.turned(laid, offsets)
         elif c is not None:
             turned = _lay(call, amax.GRAD_OUTPUT, "grad_output.T", g, c, True)
-        gives = partial(_of_weight, call, turned, kept, like)
-        of_weight = gives if need_weight is LATER else gives()
-    return grad_x, of_weight, grad_b
+        of_weight = of_weights(need_weight, partial(_of_weight, call, turned, kept, like, dtype=like.weight_dtype))
+    return grad_x, of_weight, of_weights(need_bias, partial(of_biases, grad_b, dtype=like.bias_dtype))
 
 
-def _of_weight(call: Call, g: Any, kept: Operands | None, like: Like) -> Tensor:
-    """The gradients of the weights, [groups, N, K]."""
+def _of_weight(call: Call, g: Any, kept: Operands | None, like: Like, *, dtype: torch.dtype) -> Tensor:
+    """The gradients of the weights, as they lie."""
     assert kept is not None
-    dtype = torch.float32 if like.dtype in stored.CODES else like.dtype
     if isinstance(g, Laid):
         assert kept.laid is not None
         fast = call.recipe.wgrad.fast_accum
         if like.turned:
             # As the parameter lies, whose gradient it becomes.
-            y = GROUPED_SUMS(kept.laid, g, dtype, fast).transpose(1, 2)
+            y = GROUPED_SUMS(kept.laid, g, dtype, fast)
         else:
             y = GROUPED_SUMS(g, kept.laid, dtype, fast)
     else:
@@ -132,7 +129,6 @@ def _of_weight(call: Call, g: Any, kept: Operands | None, like: Like) -> Tensor:
         x = plain(rows, g.dtype) if kept.laid is None else rows.to(g.dtype)
         one, other = (x, g) if like.turned else (g, x)
         y = HIGH_SUMS(one, other, call.offsets, dtype)
-        y = y.transpose(1, 2) if like.turned else y
     if isinstance(call.owner, Product):
         kept_weights.used(call.owner.layer)
     return y

@@ -41,13 +41,13 @@ class Setup(NamedTuple):
     dtype: torch.dtype
     #: Whether gradients are switched on; what a tensor needs torch says as if they always were.
     training: bool
-    #: Whether the weight lies as [groups, K, N].
+    #: Whether the weight is given as it lies, [groups, K, N].
     turned: bool = False
 
 
 class Grouped(torch.autograd.Function):
-    """Of a `Setup`, what its rows take, the weight [groups, N, K], the bias [groups, N] or None, and where groups end:
-    y [T, N].
+    """y [T, N] of a `Setup`, what its rows take, the weight as it lies, the bias [groups, N] or None, and where groups
+    end.
 
     Saves plain tensors only: no wrapper subclass is on the way.
     """
@@ -83,9 +83,10 @@ def _eager(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
     call = begin(setup.owner, recipe, Offsets(ends, x.shape[0]), setup.dtype, setup.training, weight)
     keeps, way = need_weight and not rows.remakes, _way(ends)
     high = rows.high(saved) if keeps and isinstance(x, Quantized) and _reads_high(recipe) else None
-    y, kept = way.forward(call, x, high, weight, bias, keeps)
+    matrices = view(setup, weight)
+    y, kept = way.forward(call, x, high, matrices, bias, keeps)
     settle(call)
-    n, k = host.features(call, weight)
+    n, k = host.features(call, matrices)
     like = Like((len(weight), n, k), weight.dtype, setup.turned, (len(weight), n), _bias_dtype(bias))
     values = [weight if of_rows else None, *(saved if of_rows or (need_weight and rows.remakes) else ())]
     laid = None if kept is None else kept.laid
@@ -97,6 +98,11 @@ def _eager(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Tensor:
     ctx.save_for_backward(*packed)
     ctx.constants = setup, call, like, layouts, len(values) - 1, kept is not None, laid
     return y
+
+
+def view(setup: Setup, weight: Tensor) -> Tensor:
+    """A weight as [groups, N, K]; codes of four bits lie so in any case."""
+    return weight.transpose(1, 2) if setup.turned and weight.dtype is not PACKED else weight
 
 
 def _needs(ctx: Any, setup: Setup) -> tuple[bool, bool]:
@@ -135,7 +141,8 @@ def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
         kept = Operands(laid=replace(laid, data=data, scale=scale, factor=factor))
     if kept is None and need_weight:
         kept = way.remade(call, *_again(setup, saved))
-    of_x, of_weight, of_bias = way.backward(call, g, weight, kept, (of_rows, *needs[taken : taken + 2]), like)
+    matrices = None if weight is None else view(setup, weight)
+    of_x, of_weight, of_bias = way.backward(call, g, matrices, kept, (of_rows, *needs[taken : taken + 2]), like)
     settle(call)
     return None, *_of_taken(setup, of_x, saved, needs), of_weight, of_bias, None
 
@@ -210,8 +217,6 @@ def _traced_backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, 
     if recipe.wgrad.a is not None and need_weight and not recipe.plan.grad_output:
         drawn += [OPERANDS[1][1]] if recipe.wgrad.a.rounding != "nearest" else []
     _remember(setup, drawn, ends)
-    if need_weight and setup.turned:
-        of_weight = of_weight.transpose(1, 2)
     of_taken = _of_taken(setup, of_x, saved, needs)
     return None, *of_taken, of_weight if need_weight else None, of_bias if need_bias else None, None
 
@@ -230,12 +235,11 @@ def _codes(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None, Tensor | None]
 
 def _told(setup: Setup, weight: Tensor, ends: Tensor, factors: Tensor | None, direction: int) -> Traced:
     owner, recipe = setup.owner, setup.recipe
-    packed, spec, columns = weight.dtype is PACKED, "", 0
+    spec, columns = "", 0
     scale = factor = None
     if weight.dtype in CODES:
         beside = stack_codes(owner.layer)  # type: ignore[union-attr]
         spec, columns, scale, factor = beside.spec.text, beside.columns, beside.scale, beside.factor
-    lies = weight.transpose(1, 2) if setup.turned and not packed else weight
     streams = counts = None
     seed, name = 0, ""
     if recipe.stochastic and isinstance(owner, Source):
@@ -247,7 +251,7 @@ def _told(setup: Setup, weight: Tensor, ends: Tensor, factors: Tensor | None, di
         seed, streams = drawn[0][0], torch.stack([one[1][members] for one in drawn])  # type: ignore[index]
         counts = torch.stack([one[2][members] for one in drawn])  # type: ignore[index]
     return Traced(
-        lies, scale, factor, ends, factors, streams, counts, seed, name, text_of(recipe), spec, columns, setup.turned,
+        weight, scale, factor, ends, factors, streams, counts, seed, name, text_of(recipe), spec, columns, setup.turned,
         setup.dtype,
     )  # fmt: skip
 

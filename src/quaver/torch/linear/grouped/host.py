@@ -4,7 +4,7 @@ Each group goes the way of a linear layer that sees nothing else, with its bits:
 written to their place while they are in the cache. Where no scale reaches over two rows, all are quantized at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -138,8 +138,10 @@ def backward(
     noise = call.noise("grad_output", a) if quantizes and a is not None else None
     turned_noise = call.noise("grad_output.T", c) if turns and c is not None else None
     grad_x = _empty(g, (g.shape[0], like.features), call.dtype, bounds) if need_input else None
-    grad_w = like.new_weight(g.device) if need_weight else None
-    grad_b = g.new_zeros(like.bias, dtype=like.bias_dtype) if need_bias else None
+    grad_w = like.new_weight(g.device, like.weight_dtype) if need_weight and need_weight is not LATER else None
+    # What is asked for later may be asked for in float32.
+    bias_dtype = torch.float32 if need_bias is LATER else like.bias_dtype
+    grad_b = g.new_zeros(like.bias, dtype=bias_dtype) if need_bias else None
     whole = None
     if quantizes and a is not None and together(a) and bounds and bounds[-1][1]:
         whole = run.quantize(g, a)
@@ -158,7 +160,7 @@ def backward(
             if need_input and need_weight and plan.grad_output and g.is_cpu:
                 repeated.mark(gq, repeated.GRADIENT)
         if grad_b is not None:
-            grad_b[group] = ops.bias_gradient(part, like.bias_dtype)
+            grad_b[group] = ops.bias_gradient(part, bias_dtype)
         if grad_x is not None:
             assert weight is not None
             if gq is None or recipe.dgrad.b is None:
@@ -178,8 +180,11 @@ def backward(
             _of_weight(run, turned[group], kept, group, (start, end), grad_w)
             turned[group] = None
     run.settle(amax.GRAD_OUTPUT, tops)
-    gives = partial(_weights, run, turned, kept, grad_w)
-    return grad_x, gives if need_weight is LATER else (gives() if need_weight else None), grad_b
+    return (
+        grad_x,
+        of_weights(need_weight, partial(_weights, run, turned, kept, like, grad_w, dtype=like.weight_dtype)),
+        of_weights(need_bias, partial(of_biases, grad_b, dtype=like.bias_dtype)),
+    )
 
 
 class Like(NamedTuple):
@@ -188,7 +193,7 @@ class Like(NamedTuple):
     #: (groups, N, K).
     shape: tuple[int, int, int]
     dtype: torch.dtype
-    #: Whether the weight lies as [groups, K, N].
+    #: Whether it is of a parameter that lies as [groups, K, N].
     turned: bool
     #: (groups, N).
     bias: tuple[int, int]
@@ -198,13 +203,21 @@ class Like(NamedTuple):
     def features(self) -> int:
         return self.shape[2]
 
-    def new_weight(self, device: torch.device) -> Tensor:
-        """[groups, N, K], lying as the weight does."""
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weight's gradient."""
+        return torch.float32 if self.dtype in stored.CODES else self.dtype
+
+    def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """[groups, N, K], which lies as the weight does."""
         groups, n, k = self.shape
-        dtype = torch.float32 if self.dtype in stored.CODES else self.dtype
         if self.turned:
             return torch.empty((groups, k, n), dtype=dtype, device=device).transpose(1, 2)
         return torch.empty((groups, n, k), dtype=dtype, device=device)
+
+    def as_it_lies(self, grad: Tensor) -> Tensor:
+        """A gradient [groups, N, K] as that of the parameter."""
+        return grad.transpose(1, 2) if self.turned else grad
 
 
 def features(call: Call, weight: Tensor) -> tuple[int, int]:
@@ -212,15 +225,31 @@ def features(call: Call, weight: Tensor) -> tuple[int, int]:
     return (weight.shape[1], weight.shape[2]) if call.codes is None else call.codes.shape(weight)
 
 
-def _weights(run: "_Run", turned: list[Any], kept: Operands | None, grad: Tensor | None) -> Tensor:
-    """The gradients of the weights, of those groups that have not been computed."""
-    assert grad is not None
+def of_weights(needed: Any, gives: Callable[..., Tensor]) -> Any:
+    """A gradient, what gives it later, or None."""
+    return gives if needed is LATER else gives() if needed else None
+
+
+def of_biases(sums: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+    """The gradients of the biases, in a dtype."""
+    assert sums is not None
+    return sums.to(dtype)
+
+
+def _weights(
+    run: "_Run", turned: list[Any], kept: Operands | None, like: Like, grad: Tensor | None, *, dtype: torch.dtype
+) -> Tensor:
+    """The gradients of the weights, as they lie, of those groups that have not been computed."""
+    later = grad is None
+    grad = like.new_weight(run.call.offsets.ends.device, dtype) if grad is None else grad
     for group, bounds in enumerate(run.call.offsets.bounds()):
         if turned[group] is not None:
             _of_weight(run, turned[group], kept, group, bounds, grad)
+        elif later:
+            grad[group].zero_()
     if isinstance(run.call.owner, Product):
         kept_weights.used(run.call.owner.layer)
-    return grad
+    return like.as_it_lies(grad)
 
 
 def _of_weight(

@@ -151,15 +151,11 @@ class GroupedLinear(Quantizable):
                 kept_weights.look(self, weight)
         elif training and self._state.prepared is not recipe:
             prepare(self, recipe)
-        owner, view = Product(self), weight if self.layout == "nk" or self._packed() else weight.transpose(1, 2)
+        owner, turned = Product(self), self.layout == "kn"
         if rows is None:
-            return multiply(owner, x, view, bias, offsets, recipe)
+            return multiply(owner, x, weight, bias, offsets, recipe, turned)
         dtype = torch.get_autocast_dtype(device) if casting else plain
-        return apply(owner, rows, taken, view, bias, offsets, recipe, dtype)
-
-    def _packed(self) -> bool:
-        """Whether the weight is codes of four bits, which lie along K in either layout."""
-        return self.weight.dtype is stored.PACKED
+        return apply(owner, rows, taken, weight, bias, offsets, recipe, dtype, turned)
 
     def _named(self) -> str:
         name: str | None = self.__dict__.get("qualified_name")

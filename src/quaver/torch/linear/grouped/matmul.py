@@ -75,9 +75,12 @@ def multiply(
     bias: Tensor | None,
     offsets: Tensor,
     recipe: Recipe | None,
+    turned: bool = False,
 ) -> Tensor:
     """`grouped_matmul` of what has been checked, with what remembers its state.
 
+    Args:
+        turned: whether the weight is given as it lies, [groups, K, N].
     Raises:
         ValueError: dtypes that do not fit.
     """
@@ -87,8 +90,8 @@ def multiply(
     dtype = torch.get_autocast_dtype(device) if casting else (_plain(owner, weight) if quantized else x.dtype)  # type: ignore[union-attr]
     if isinstance(x, Quantized):
         rows, taken = Codes.of(x)
-        return apply(owner, rows, taken, weight, bias, offsets, recipe, dtype)
-    return apply(owner, GIVEN, [x.to(dtype)], weight, bias, offsets, recipe, dtype)
+        return apply(owner, rows, taken, weight, bias, offsets, recipe, dtype, turned)
+    return apply(owner, GIVEN, [x.to(dtype)], weight, bias, offsets, recipe, dtype, turned)
 
 
 def apply(
@@ -100,15 +103,19 @@ def apply(
     offsets: Tensor,
     recipe: Recipe | None,
     dtype: torch.dtype,
+    turned: bool = False,
 ) -> Tensor:
-    """The products of rows that are made of some tensors, in a dtype."""
+    """The products of rows that are made of some tensors, in a dtype.
+
+    Args:
+        turned: whether the weight is given as it lies, [groups, K, N].
+    """
     if not torch.compiler.is_compiling():
         refuse_transforms(*taken, weight, bias)
     followed = recipe or recipes.get("bf16")
     if not followed.quantizes and weight.dtype not in stored.CODES:
         weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    turned = weight.stride(-1) != 1 and weight.stride(-2) == 1 and weight.dtype is not stored.PACKED
     setup = Setup(rows, len(taken), owner, followed, dtype, torch.is_grad_enabled(), turned)
     y: Tensor
     if torch.compiler.is_compiling():

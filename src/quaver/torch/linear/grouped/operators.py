@@ -329,8 +329,6 @@ def _backward(
     if number is not None and amax.GRAD_OUTPUT in call.amaxes:
         tops = torch.as_tensor(call.amaxes[amax.GRAD_OUTPUT], dtype=torch.float32, device=g.device)
         amax.record_gradient(number, tops, first)
-    if of_weight is not None and told.turned:
-        of_weight = of_weight.transpose(1, 2)
     empty = [g.new_empty(0, dtype=torch.float32) for _ in range(3)]
     results = zip((of_x, of_weight, of_bias), empty, strict=True)
     return tuple(none if t is None else t.contiguous() for t, none in results)
