@@ -241,6 +241,31 @@ def test_checkpointing_changes_no_bit(recipe: str) -> None:
         assert_bitwise(ours.contiguous(), wanted.contiguous())
 
 
+@pytest.mark.parametrize("way", ["reference", "decoded"])
+@pytest.mark.parametrize(
+    ("recipe", "layout", "dtype"),
+    [("nvfp4", "nk", torch.float32), ("mxfp8", "kn", torch.bfloat16), ("bf16", "kn", torch.float32)],
+)
+def test_gradients_of_weights_may_be_added_elsewhere_or_wait(recipe: str, layout: str, dtype: Any, way: str) -> None:
+    expected, x, g = layer_of(recipe, layout=layout, dtype=dtype), *rows(0, dtype=dtype)
+    with qt.only(way):
+        expected(x, ends(STEPS[0][1])).backward(g)
+        for options in ({"main_grad": True}, {"later": True}, {"main_grad": True, "later": True}):
+            layer, gradients = layer_of(recipe, layout=layout, dtype=dtype), qt.weight_gradients(**options)
+            for p in layer.parameters():
+                p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
+            with gradients:
+                y = layer(x, ends(STEPS[0][1]))
+            y.backward(g)
+            if gradients.later:
+                assert layer.weight.grad is None and not layer.weight.main_grad.any()  # type: ignore[union-attr]
+                gradients.compute()
+            for p, of in zip(layer.parameters(), expected.parameters(), strict=True):
+                assert of.grad is not None and (p.grad is None) is gradients.main_grad
+                ours = p.main_grad if gradients.main_grad else p.grad  # type: ignore[attr-defined]
+                assert_bitwise(ours.to(dtype), of.grad)
+
+
 def test_backward_keeps_codes_alone() -> None:
     """Bytes that a layer keeps for backward over those of bf16, its weights aside."""
     for recipe, most in (
