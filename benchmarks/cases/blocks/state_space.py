@@ -15,11 +15,11 @@ from quaver.torch.blocks.state_space.scan.recurrent import recurrence, steps_of
 #: Batch, tokens, heads, features of a head, groups, features of a state: of a layer of Mamba-2 130M or so, of heads
 #: that share less, and of a tiny model.
 SIZES = {
-    "16 heads of 64, state 128": (1, 1024, 16, 64, 1, 128),
-    "24 heads of 64 in 8 groups, state 128": (1, 1024, 24, 64, 8, 128),
-    "8 heads of 32 in 2 groups, state 64": (2, 512, 8, 32, 2, 64),
+    "quaver, 16 heads of 64, state 128": (1, 1024, 16, 64, 1, 128),
+    "quaver, 24 heads of 64 in 8 groups, state 128": (1, 1024, 24, 64, 8, 128),
+    "quaver, 8 heads of 32 in 2 groups, state 64": (2, 512, 8, 32, 2, 64),
 }
-QUICK_SIZES = {"4 heads of 16, state 16": (2, 64, 4, 16, 1, 16)}
+QUICK_SIZES = {"quaver, 4 heads of 16, state 16": (2, 64, 4, 16, 1, 16)}
 #: Of transformers' scan: what its configurations begin with, and what small models take.
 CHUNKS = (256, 64)
 ROUNDS = 7
