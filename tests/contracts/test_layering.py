@@ -92,8 +92,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "latent",
     ),
     "quaver.torch.model": (
-        *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "graph"),
-        "weights",
+        *("matrices", "attention_modules", "reach", "fusing", "report", "conversion", "huggingface", "weights"),
+        "programs",
     ),
     "quaver.torch.model.weights": ("freezing", "gradients", "state_dicts", "quantized", "serving"),
     "quaver.torch.model.fusing": (

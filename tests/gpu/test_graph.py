@@ -14,7 +14,7 @@ import quaver.torch as qt
 from quaver.recipes import RECIPES, get
 from quaver.torch import optim
 from quaver.torch.backends.gpu.launching import launch
-from quaver.torch.model.graph import CapturedStep
+from quaver.torch.model.programs.graph import CapturedStep
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.learner import TorchLearner
 

@@ -35,6 +35,7 @@ from quaver.torch.linear.layer import Linear
 from quaver.torch.model.conversion import convert, revert
 from quaver.torch.model.fusing.placing import Blocks
 from quaver.torch.model.huggingface.layer import from_huggingface
+from quaver.torch.model.programs.onnx import onnx_export
 from quaver.torch.model.report.explanation import explain
 from quaver.torch.model.report.report import Report
 from quaver.torch.model.weights.freezing import frozen
@@ -104,6 +105,7 @@ __all__ = [
     "load_scaling_state_dict",
     "matmul",
     "only",
+    "onnx_export",
     "permute",
     "plain_state_dict",
     "quantize",

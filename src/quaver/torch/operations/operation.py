@@ -191,3 +191,19 @@ def narrowed(name: str, fallback: str | None = None) -> Iterator[None]:
     finally:
         for operation, active in before:
             operation.active = active
+
+
+@contextmanager
+def traced_plainly(but: Sequence[str]) -> Iterator[None]:
+    """Inside, what is traced has plain torch in the place of our operators: of all operations but those of some names.
+
+    It holds for the whole process: for a program that goes where our operators are not.
+    """
+    before = [(operation, operation.traced) for operation in OPERATIONS if operation.name not in but]
+    for operation, _ in before:
+        operation.traced = operation.impls[-1].run
+    try:
+        yield
+    finally:
+        for operation, traced in before:
+            operation.traced = traced

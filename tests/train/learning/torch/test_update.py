@@ -6,7 +6,7 @@ import torch
 
 import quaver.torch as qt
 from quaver.recipes import get
-from quaver.torch.model.graph import CapturedStep
+from quaver.torch.model.programs.graph import CapturedStep
 from quaver.torch.state import kept_weights
 from quaver.train.configuration.config import TrainConfig
 from quaver.train.learning.torch.learner import TorchLearner

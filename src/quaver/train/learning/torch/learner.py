@@ -9,7 +9,7 @@ import torch
 
 from quaver.core.spec import Recipe
 from quaver.torch.linear.stored import storing
-from quaver.torch.model.graph import CapturedStep
+from quaver.torch.model.programs.graph import CapturedStep
 from quaver.torch.model.weights.freezing import frozen
 from quaver.torch.model.weights.quantized import drop_initial_value
 from quaver.torch.optim import Optimizer

@@ -13,7 +13,7 @@ from quaver import recipes
 from quaver.torch.backends.gpu.gemms import scaled_mm
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.linear.stored import stored
-from quaver.torch.model.graph import WARM_UP, CapturedStep
+from quaver.torch.model.programs.graph import WARM_UP, CapturedStep
 from quaver.torch.state.layer import state_of
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 

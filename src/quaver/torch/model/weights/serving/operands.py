@@ -255,3 +255,15 @@ def _renamed(to_checkpoint: Writer, parts: Parts) -> Parts:
     matrices: Iterable[str] = to_checkpoint({f"{name}.weight": row for name in parts.matrices})
     names = [name.removesuffix(".weight") for name in matrices]
     return Parts(parts.held, to_checkpoint(parts.plain), parts.left, names)
+
+
+def hold(layer: Quantizable, q: Quantized) -> None:
+    """Have a layer's weight be an operand's codes and scales, as `quaver.torch.quantized_init` has them."""
+    q, given = q.upright(), layer.get_parameter("weight")
+    codes = q.data.detach().view(stored.CODE_DTYPES[q.spec.format.name])
+    dtype = layer.weight_dtype or given.dtype
+    layer.__dict__.update(weight_spec=q.spec, weight_dtype=dtype, keep_initial=False)
+    layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
+    layer._buffers["weight_scale"] = q.scale if isinstance(q.scale, Tensor) else q.scales().to(codes.device)
+    if q.tensor_factor is not None:
+        layer._buffers["weight_factor"] = q.tensor_factor
