@@ -120,7 +120,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
             "optimizers",
         ),
     ),
-    "quaver.compat": ("torchao",),
+    "quaver.compat": ("checkpoints", "torchao"),
     "quaver.compat.torchao": ("float8",),
     "quaver.integrations": ("huggingface", "accelerate", "lightning", "peft", "torchtitan"),
     "quaver.jax": ("numerics", "operations", "state", "linears", "blocks", "linen", "nnx"),

@@ -1,1 +1,1 @@
-"""Names of other libraries that users type already, each a thin layer over ours; no number and no tensor class."""
+"""Names of other libraries that users type already, a thin layer over ours, and their files; no number of its own."""
