@@ -161,3 +161,30 @@ def test_experts_go_out_by_the_names_of_their_checkpoint(family: str, recipe: st
             assert_bitwise(theirs[e].detach().float(), wanted, f"{name} of expert {e}")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == [f"{family}ForCausalLM"]
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_tied_heads_are_tied_again_unless_they_are_quantized(head: bool, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=128, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config)
+    qt.convert(model, "rowwise", head=head)
+    result = qt.export(model, tmp_path / "out", check=tokens())
+    assert result.check is not None and result.check.weights.largest == 0.0
+    assert ("lm_head.weight" in Reader(tmp_path / "out").where) == head
+    options = transformers.CompressedTensorsConfig(dequantize=True)
+    loaded = read(tmp_path / "out", dtype=torch.float32, quantization_config=options)
+    assert_same_weights(tmp_path / "out", loaded)
+    assert_bitwise(loaded.get_input_embeddings().weight.detach(), model.get_input_embeddings().weight.detach())
+    shared = loaded.lm_head.weight is loaded.get_input_embeddings().weight
+    assert shared == (not head)
+
+
+def test_adapters_are_merged_first(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(llama("mxfp8"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        qt.export(adapted, tmp_path / "out")
+    qt.export(adapted.merge_and_unload(), tmp_path / "out")
+    assert "model.layers.0.self_attn.q_proj.weight" in Reader(tmp_path / "out").where

@@ -288,3 +288,37 @@ def test_the_page_has_every_recipe_in_every_format() -> None:
             assert f"| {HELD[format].get(recipe, 'refused')}: " in row
             # Of weights nothing differs.
             assert recipe not in HELD[format] or row.split("|")[5].strip() == "0"
+
+
+def names(folder: Path) -> set[str]:
+    return set(load_file(folder / "model.safetensors"))
+
+
+def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    trained = model("mxfp8")
+    qt.export(trained, tmp_path / "plain")
+    trained[1], trained[3] = checkpoint_wrapper(trained[1]), torch.compile(trained[3], backend="eager")
+    for label, wrapped in (
+        ("wrapped within", trained),
+        ("compiled", torch.compile(trained, backend="eager")),
+        ("replicated", nn.DataParallel(trained)),
+    ):
+        qt.export(wrapped, tmp_path / label)
+        assert names(tmp_path / label) == names(tmp_path / "plain")
+        for a, b in zip(dense(tmp_path / label).values(), dense(tmp_path / "plain").values(), strict=True):
+            assert_bitwise(a, b)
+
+
+def test_layers_left_count_among_weights_in_the_check(tmp_path: Path) -> None:
+    """They are served in high precision and trained quantized: not all weights are what is trained."""
+    result = qt.export(model("nvfp4"), tmp_path / "out", high_precision=["4"], check=tokens())
+    assert result.check is not None and result.check.weights.mean > 0
+
+
+def test_inputs_that_are_none(tmp_path: Path) -> None:
+    for name in ("check", "calibrate"):
+        with pytest.raises(ValueError, match=f"{name} is a str; give inputs of the model"):
+            qt.export(model("mxfp8"), tmp_path / "out", **{name: "text"})
+    assert not list(tmp_path.iterdir())

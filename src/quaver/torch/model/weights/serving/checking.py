@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.core.spec import Delayed, GemmSpec, QuantSpec, Recipe
+from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored.stored import CODE_DTYPES
 from quaver.torch.model.weights.serving.decoding import Decoded, Reader
 from quaver.torch.model.weights.serving.layouts import Inputs, Scheme
@@ -64,16 +65,26 @@ class Check:
         )
 
 
-def compare(model: nn.Module, inputs: Any, trained: Tensor, written: Sequence[Written], reader: Reader) -> Check:
+def compare(
+    model: nn.Module,
+    inputs: Any,
+    trained: Tensor,
+    written: Sequence[Written],
+    left: Sequence[Quantizable],
+    reader: Reader,
+) -> Check:
     """Run a model with the weights that a reader finds.
 
     Args:
         inputs: what its forward takes: a tensor, a tuple, or a dict of arguments by name.
         trained: its own `log_probabilities` of them.
         written: what was exported, and how.
+        left: layers that were written in high precision.
     """
     held, schemes, known = zip(*written, strict=True)
-    with served(held, reader):
+    with served(held, reader), restored(left):
+        for layer in left:
+            layer.recipe = recipes.get(HIGH)
         same = log_probabilities(model, inputs)
         with under(held, [read_as(one, scheme) for one, scheme in zip(held, schemes, strict=True)], known):
             read = log_probabilities(model, inputs)

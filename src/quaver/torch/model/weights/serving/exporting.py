@@ -27,7 +27,7 @@ from quaver.torch.model.weights.serving.deepseek import DEEPSEEK
 from quaver.torch.model.weights.serving.files import Writing, check_place, safetensors_torch, writing
 from quaver.torch.model.weights.serving.layouts import FileFormat, Inputs, Scheme, Unfit, cut, layout_of
 from quaver.torch.model.weights.serving.modelopt import MODELOPT
-from quaver.torch.model.weights.serving.operands import Held, Parts, take_apart
+from quaver.torch.model.weights.serving.operands import Held, Parts, take_apart, unwrapped
 from quaver.torch.numerics.quantized import Quantized
 
 FORMATS: dict[str, FileFormat] = {f.name: f for f in (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT)}
@@ -101,6 +101,12 @@ def export(
     folder, kind = Path(folder), FORMATS[format]
     safetensors_torch()
     check_place(folder)
+    for name, inputs in (("check", check), ("calibrate", calibrate)):
+        if inputs is not None and not isinstance(inputs, Tensor | tuple | Mapping):
+            raise ValueError(
+                f"{name} is a {type(inputs).__name__}; give inputs of the model: a tensor, a tuple or a dict"
+            )
+    model = unwrapped(model)
     parts = take_apart(model, high_precision)
     seen: Mapping[nn.Module, float] = {}
     if calibrate is not None:
@@ -119,7 +125,7 @@ def export(
         _describe(files, kind, model, parts, plan)
     result = _told(folder, kind, parts, plan, files.total, before)
     if trained is not None:
-        result.check = compare(model, check, trained, plan, Reader(folder))
+        result.check = compare(model, check, trained, plan, parts.left_layers, Reader(folder))
     return result
 
 

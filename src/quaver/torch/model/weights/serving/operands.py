@@ -6,7 +6,7 @@ transformers says itself what these are, and cuts stacked experts apart.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from quaver.torch.linear.gemms import begin, is_given, quantized_weight
 from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.linear.stored import stored
 from quaver.torch.model.reach import experts
+from quaver.torch.model.reach.heads import wrappers
 from quaver.torch.model.weights.serving.layouts import Inputs
 from quaver.torch.model.weights.state_dicts import ADDED
 from quaver.torch.numerics.quantized import Quantized
@@ -104,6 +105,8 @@ class Parts:
     left: dict[str, str]
     #: Linear layers in high precision, by the names of the checkpoint.
     matrices: list[str]
+    #: The modules of `left`.
+    left_layers: list[Quantizable]
 
 
 def take_apart(model: nn.Module, high_precision: Sequence[str]) -> Parts:
@@ -117,8 +120,14 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> Parts:
     """
     held: list[Held] = []
     left: dict[str, str] = {}
+    left_layers: list[Quantizable] = []
     used: set[str] = set()
-    for name, module in model.named_modules(remove_duplicate=False):
+    if any(wrappers(model)):
+        raise ValueError(
+            "this model has adapters of PEFT, which no format holds beside codes: merge them first, "
+            "model.merge_and_unload(), and export what that returns"
+        )
+    for name, module in _named(model):
         if not isinstance(module, Quantizable):
             continue
         recipe = in_force(module.recipe)
@@ -128,6 +137,7 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> Parts:
         if patterns:
             used.update(patterns)
             left[name] = "asked for by name"
+            left_layers.append(module)
         else:
             held += _of(module, name, recipe)
     unused = [pattern for pattern in high_precision if pattern not in used]
@@ -139,12 +149,38 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> Parts:
             "quaver.torch.autocast(recipe) that it trains under"
         )
     plain = _others(model, {one.name for one in held})
+    dropped = _drop_tied(model, plain)
     matrices = [
         name
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.Linear) and f"{name}.weight" in plain
+        for name, module in _named(model)
+        if isinstance(module, nn.Linear) and (f"{name}.weight" in plain or f"{name}.weight" in dropped)
     ]
-    return _renamed(_writer(model), Parts(held, plain, left, matrices))
+    return _renamed(_writer(model), Parts(held, plain, left, matrices, left_layers))
+
+
+#: What stands in the names of modules that torch has wrapped in place, and not in those of their state.
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def _bare(name: str) -> str:
+    """A name without what wrappers have put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module by each of its names."""
+    return [(_bare(name), module) for name, module in model.named_modules(remove_duplicate=False)]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model in what compiles or replicates it."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def _of(module: Quantizable, name: str, recipe: Recipe | None) -> list[Held]:
@@ -191,8 +227,8 @@ def _check(name: str, weight: Tensor) -> None:
 
 def _others(model: nn.Module, held: set[str]) -> dict[str, Tensor]:
     """The state dict of the unconverted model without the weights that are held as codes."""
-    state: dict[str, Tensor] = model.state_dict()
-    for name, module in model.named_modules(remove_duplicate=False):
+    state: dict[str, Tensor] = {_bare(name): value for name, value in model.state_dict().items()}
+    for name, module in _named(model):
         if isinstance(module, Quantizable):
             prefix = f"{name}." if name else ""
             for added in ADDED:
@@ -207,6 +243,19 @@ def _others(model: nn.Module, held: set[str]) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             _check(name, value)
     return state
+
+
+def _drop_tied(model: nn.Module, plain: dict[str, Tensor]) -> set[str]:
+    """Leave out what a model of transformers ties again when it is loaded. Gives the names."""
+    tied: Any = getattr(model, "all_tied_weights_keys", None) or {}
+    again = {
+        name
+        for name, other in tied.items()
+        if name in plain and other in plain and plain[name].data_ptr() == plain[other].data_ptr()
+    }
+    for name in again:
+        del plain[name]
+    return again
 
 
 #: What turns a state dict into the checkpoint's.
@@ -254,7 +303,7 @@ def _renamed(to_checkpoint: Writer, parts: Parts) -> Parts:
     row = torch.zeros((1, 1), dtype=torch.float32, device="cpu")
     matrices: Iterable[str] = to_checkpoint({f"{name}.weight": row for name in parts.matrices})
     names = [name.removesuffix(".weight") for name in matrices]
-    return Parts(parts.held, to_checkpoint(parts.plain), parts.left, names)
+    return replace(parts, plain=to_checkpoint(parts.plain), matrices=names)
 
 
 def hold(layer: Quantizable, q: Quantized) -> None:
