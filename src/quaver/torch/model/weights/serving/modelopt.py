@@ -43,10 +43,8 @@ def _scheme(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
     if layout == "tensor":
         if inputs.static_scale is None:
             raise Unfit(
-                raise Unfit(
-                    "it holds the scale of a layer's inputs, and none is known: give calibrate=inputs, which tells those "
-                    "of linear layers, not of stacked experts"
-                )
+                "it holds the scale of a layer's inputs, and none is known: give calibrate=inputs, which tells those "
+                "of linear layers, not of stacked experts"
             )
         return Scheme(name="FP8", layout=layout, weight=spec, input=QuantSpec(E4M3, (None, None), "fp32"), static=True)
     if layout == "channel":
