@@ -322,3 +322,47 @@ def test_inputs_that_are_none(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{name} is a str; give inputs of the model"):
             qt.export(model("mxfp8"), tmp_path / "out", **{name: "text"})
     assert not list(tmp_path.iterdir())
+
+
+class Attention(nn.Module):
+    """Three matrices that servers join, of magnitudes that lie apart."""
+
+    def __init__(self, *sizes: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, size in zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True):
+            layer = nn.Linear(WIDTH, WIDTH, bias=False)
+            with torch.no_grad():
+                layer.weight.mul_(size)
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.q_proj(x) + self.k_proj(x) + self.v_proj(x)
+        return y
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("recipe", ["nvfp4", quaver.recipes.nvfp4(weight_2d=False)], ids=str)
+def test_weights_that_servers_join_have_one_factor_and_the_same_numbers(
+    format: str, recipe: Any, tmp_path: Path
+) -> None:
+    trained = Attention(1.0, 5.0, 0.3)
+    qt.convert(trained, recipe)
+    x = torch.randn(4, WIDTH)
+    result = qt.export(trained, tmp_path / "out", format=format, check=x, calibrate=x)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    last = "weight_global_scale" if format == "compressed-tensors" else "weight_scale_2"
+    assert len({float(tensors[f"{name}_proj.{last}"]) for name in "qkv"}) == 1
+    for name, value in dense(tmp_path / "out").items():
+        assert_bitwise(value, consumed(trained.get_submodule(name)))
+    assert result.check is not None and result.check.weights.largest == 0.0 and not result.apart
+
+
+def test_weights_whose_scales_cannot_be_halved_so_often_keep_their_own(tmp_path: Path) -> None:
+    trained = Attention(1.0, 2.0**18, 1.0)
+    qt.convert(trained, "nvfp4")
+    result = qt.export(trained, tmp_path / "out", check=torch.randn(4, WIDTH))
+    for name, value in dense(tmp_path / "out").items():
+        assert_bitwise(value, consumed(trained.get_submodule(name)))
+    assert result.apart == ["q_proj", "k_proj", "v_proj"] and "rounds anew" in str(result)
+    assert result.check is not None and result.check.weights.largest == 0.0

@@ -25,9 +25,17 @@ from quaver.torch.model.weights.serving.compressed_tensors import COMPRESSED_TEN
 from quaver.torch.model.weights.serving.decoding import Reader, decoded
 from quaver.torch.model.weights.serving.deepseek import DEEPSEEK
 from quaver.torch.model.weights.serving.files import Writing, check_place, safetensors_torch, writing
-from quaver.torch.model.weights.serving.layouts import FileFormat, Inputs, Scheme, Unfit, cut, layout_of
+from quaver.torch.model.weights.serving.layouts import (
+    FileFormat,
+    Inputs,
+    Scheme,
+    Unfit,
+    cut,
+    layout_of,
+    with_one_factor,
+)
 from quaver.torch.model.weights.serving.modelopt import MODELOPT
-from quaver.torch.model.weights.serving.operands import Held, Parts, take_apart, unwrapped
+from quaver.torch.model.weights.serving.operands import Held, Parts, take_apart, together, unwrapped
 from quaver.torch.numerics.quantized import Quantized
 
 FORMATS: dict[str, FileFormat] = {f.name: f for f in (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT)}
@@ -50,6 +58,8 @@ class Exported:
     bytes_before: int
     #: Layers that train quantized and were written in high precision, and why.
     left: dict[str, str] = field(default_factory=dict)
+    #: Layers that servers join into one weight and that have no factor of the tensor for all.
+    apart: list[str] = field(default_factory=list)
     #: What `check` saw.
     check: Check | None = None
 
@@ -59,6 +69,10 @@ class Exported:
         for (name, spec), layers in self.layers.items():
             lines.append(f"  {len(layers)} weights as {name}, {spec}: {self.reads[name, spec]}")
         lines += [f"  in high precision though trained quantized: {name} ({why})" for name, why in self.left.items()]
+        if self.apart:
+            lines.append(
+                f"  a server that joins them rounds anew, their scales having no bits left: {', '.join(self.apart)}"
+            )
         return "\n".join([*lines, *([] if self.check is None else [f"  {self.check}"])])
 
 
@@ -116,14 +130,16 @@ def export(
     plan: list[Written] = [(one, _scheme(kind, one, k), k) for one, k in zip(parts.held, known, strict=True)]
     trained = None if check is None else log_probabilities(model, check)
     before = 0
+    apart: list[str] = []
     with writing(folder, shard_bytes) as files:
         for name, tensor in parts.plain.items():
             files.add(name, tensor)
             before += _bytes(tensor)
-        for one, scheme, of_inputs in plan:
-            before += _write(files, kind, one, scheme, of_inputs)
+        for places in together(parts.held):
+            before += _write_together(files, kind, [plan[place] for place in places], apart)
         _describe(files, kind, model, parts, plan)
     result = _told(folder, kind, parts, plan, files.total, before)
+    result.apart = apart
     if trained is not None:
         result.check = compare(model, check, trained, plan, parts.left_layers, Reader(folder))
     return result
@@ -159,9 +175,19 @@ def _holds(kind: FileFormat, one: Held, known: Inputs) -> bool:
     return True
 
 
-def _write(files: Writing, kind: FileFormat, one: Held, scheme: Scheme, known: Inputs) -> int:
+def _write_together(files: Writing, kind: FileFormat, plan: Sequence[Written], apart: list[str]) -> int:
+    """Write weights that servers join, of two levels with one factor. Returns their bytes in the model's dtype."""
+    operands = [one.operand() for one, _, _ in plan]
+    if len(plan) > 1 and all(scheme.layout == "nv" for _, scheme, _ in plan):
+        shared = with_one_factor(operands) if all(q.scales().isfinite().all() for q in operands) else None
+        if shared is None:
+            apart.extend(one.name.removesuffix(".weight") for one, _, _ in plan)
+        operands = shared or operands
+    return sum(_write(files, kind, *each, q) for each, q in zip(plan, operands, strict=True))
+
+
+def _write(files: Writing, kind: FileFormat, one: Held, scheme: Scheme, known: Inputs, q: Quantized) -> int:
     """Write a weight's pieces, each read again first. Returns the bytes that it has in the model's dtype."""
-    q = one.operand()
     if not bool(q.scales().isfinite().all()):
         raise ValueError(f"{one.name} holds infinities or NaN: what is served would be NaN; export an earlier state")
     for piece in one.pieces:

@@ -4,7 +4,7 @@ A layout is what a spec's blocks are to a reader: one scale a tensor, a row, a s
 along k. Blocks that reach over several rows become as many rows with the same scale: no number changes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -184,3 +184,23 @@ def cut(q: Quantized, start: int, stop: int) -> Quantized:
             raise Unfit(f"the checkpoint cuts it at row {start}, within a block of {height} rows")
         scale = scale[start // height : -(-stop // height)]
     return Quantized(q.data[start:stop], scale, q.spec, (stop - start, q.shape[1]), False, q.tensor_factor)
+
+
+def with_one_factor(operands: Sequence[Quantized]) -> list[Quantized] | None:
+    """Operands of two levels with one factor of the tensor for all, the largest one's, and blocks' scales that fit.
+
+    A server that multiplies by them as one weight has one factor for it. None where a block's scale has no bits left.
+    """
+    factors = [tensor_factor(q) for q in operands]
+    smallest = min(factors)
+    results = []
+    for q, factor in zip(operands, factors, strict=True):
+        up = q.upright()
+        assert isinstance(up.scale, Tensor)
+        scale = up.scale.view(torch.float8_e4m3fn).float() * (smallest / factor)
+        stored = scale.to(torch.float8_e4m3fn)
+        if not torch.equal(stored.float(), scale):
+            return None
+        shared = smallest.reshape(1, 1).clone()
+        results.append(Quantized(up.data, stored.view(torch.uint8), up.spec, up.shape, False, shared))
+    return results

@@ -316,3 +316,18 @@ def hold(layer: Quantizable, q: Quantized) -> None:
     layer._buffers["weight_scale"] = q.scale if isinstance(q.scale, Tensor) else q.scales().to(codes.device)
     if q.tensor_factor is not None:
         layer._buffers["weight_factor"] = q.tensor_factor
+
+
+#: Last names of matrices that servers join into one: they read one input.
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("query", "key", "value"))
+
+
+def together(held: Sequence[Held]) -> list[list[int]]:
+    """Places in `held` by what servers join, in order; each alone that they do not."""
+    groups: dict[Any, list[int]] = {}
+    for place, one in enumerate(held):
+        parent, _, last = one.name.removesuffix(".weight").rpartition(".")
+        number = next((number for number, names in enumerate(JOINED) if last in names), None)
+        key = place if number is None or one.expert is not None else (parent, number, one.spec)
+        groups.setdefault(key, []).append(place)
+    return list(groups.values())
