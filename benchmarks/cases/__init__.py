@@ -34,6 +34,7 @@ CASES = (
     model_gradients.CASE,
     model_step.CASE,
     state_space.CASE,
+    model_step.COMPILED,
     block_gradients.CASE,
     frozen.CASE,
     host_cost.CASE,

@@ -541,6 +541,29 @@ def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.Mon
         assert len({t.untyped_storage().data_ptr() for t in codes if t.numel() >= 40 * 64 // 2}) == inputs
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_a_layer_gives_may_be_written_to(compiled: bool) -> None:
+    """As nn.ReLU(inplace=True) does, and Falcon, which adds attention's output to the MLP's."""
+    layers = nn.ModuleList([qt.Linear(32, 32, recipe="tensorwise"), qt.LayerNormMLP(32, 64, recipe="tensorwise")])
+
+    def run(x: Tensor) -> Tensor:
+        y = torch.relu_(layers[0](x))
+        z = layers[1](x)
+        z += y
+        return z
+
+    x = torch.randn(2, 3, 32)
+    right = torch.relu(layers[0](x)) + layers[1](x)
+    right.sum().backward()
+    expected = [p.grad.clone() for p in layers.parameters()]
+    layers.zero_grad()
+    y = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(x)
+    assert_bitwise(y, right)
+    y.sum().backward()
+    for p, grad in zip(layers.parameters(), expected, strict=True):
+        assert_bitwise(p.grad, grad)
+
+
 def test_float64_stays_one_graph() -> None:
     layer = qt.Linear(8, 8, dtype=torch.float64, recipe="mxfp8")
     x = torch.randn(4, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The time of a training step of a Hugging Face Llama with blocks in place.
+"""The time of a training step of a Hugging Face Llama with blocks in place, eager and compiled.
 
 A step is forward, backward and a fused AdamW, so that weights change and are quantized anew.
 """
@@ -16,8 +16,9 @@ from benchmarks.subjects.llama import PLAIN, QUICK_SIZE, SIZE, copied, llama, lo
 
 ROUNDS = 5
 RECIPES = ("tensorwise", "mxfp8")
-#: Of transformers' own in bf16, eager too.
+#: Of transformers' own in bf16, eager as well, and compiled as well.
 TIMES = {"tensorwise": at_most(1.1), "mxfp8": at_most(1.4)}
+COMPILED_TIMES = {"tensorwise": at_most(1.25), "mxfp8": at_most(1.45)}
 #: Of products that run in float32, elements of an operand at most.
 ELEMENTS = 1 << 22
 #: What a processor has that multiplies bf16.
@@ -62,6 +63,31 @@ def measure(quick: bool) -> Iterator[Figure]:
         )
 
 
+def measure_compiled(quick: bool) -> Iterator[Figure]:
+    """Rows of blocks alone, each by turns with transformers' own."""
+    if quick:
+        for recipe in RECIPES:
+            yield Figure(f"quaver {recipe}, blocks", "of bf16's time", 0.0, "x", instead="compiling takes minutes")
+        return
+    if not MULTIPLIES_BF16 & machine.flags():
+        raise NotMeasurable("this processor does not multiply bf16, so that all such products are float32's here")
+    base, (tokens,) = llama(*SIZE[:3]), texts(1, *SIZE[3:])
+    plain, *others = subjects(RECIPES)
+    step = trained(compiled(copied(base, plain)), tokens)
+    for subject in others:
+        if subject.blocks != "blocks":
+            continue
+        steps = {PLAIN: step, subject.shown: trained(compiled(copied(base, subject)), tokens)}
+        timing = interleave(steps, rounds=2 * ROUNDS, steps=1)[subject.shown]
+        yield Figure(subject.shown, "of bf16's time", timing.ratio, "x", COMPILED_TIMES.get(subject.recipe))
+        yield Figure(subject.shown, "time", timing.seconds * 1e3, "ms")
+
+
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    whole: torch.nn.Module = torch.compile(model, dynamic=False, fullgraph=True)
+    return whole
+
+
 CASE = Case(
     name="blocks-llama",
     title="Time of a training step: a Hugging Face Llama, eager",
@@ -72,4 +98,14 @@ CASE = Case(
         "Where the processor has no instructions for bf16 its products are float32's, and nothing is judged."
     ),
     measure=measure,
+)
+COMPILED = Case(
+    name="compiled-llama",
+    title="Time of a training step: a Hugging Face Llama, compiled",
+    notes=(
+        "The model of blocks-llama with blocks in place, under torch.compile as one graph for these lengths, of "
+        "transformers' own under torch.compile; forward, backward and a fused AdamW, by turns, the median of each "
+        "round's ratio."
+    ),
+    measure=measure_compiled,
 )

@@ -72,7 +72,7 @@ def _generally(ctx: Any, setup: Setup, tensors: Sequence[Any]) -> Any:
     try:
         for run, weight, bias in zip(runs, weights, biases, strict=True):
             assert weight is not None
-            outputs.append(_shaped(run.output(entrance.operand, weight, bias), (*lead, weight.shape[0])))
+            outputs.append(shaped(run.output(entrance.operand, weight, bias), (*lead, weight.shape[0])))
     finally:
         if shares:
             repeated.unmark(entrance.operand)
@@ -168,13 +168,20 @@ class Chained:
         return _gradients(self.facts, saved[: self.own], needs, gs)
 
 
-def _shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+def shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A Function's fresh output in another shape, which may be written to: autograd refuses writes, such as those of
     nn.ReLU(inplace=True), to a view that a Function returned."""
     if len(shape) == 2:
         return y
+    if torch.compiler.is_compiling() or not y.is_contiguous():
+        return _reshaped(y, shape)
     # torch reads numbers in half of the time of a shape.
-    return y.view(*shape) if torch.compiler.is_compiling() or not y.is_contiguous() else y.resize_(*shape)
+    return y.resize_(*shape)
+
+
+#: (fresh tensor, shape) to it in that shape, which autograd takes for no view: torch.matmul does so with its products.
+#: Without it compiled layers give views, and code that writes to one is refused.
+_reshaped: Any = getattr(torch.ops.aten, "_unsafe_view", torch.Tensor.view)
 
 
 #: In `pack`'s layouts a tensor or None.
@@ -267,7 +274,7 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
     elif of_input:
         assert of_y is not None
         # With the input's own gradient of_y may be that, whose shape is the caller's.
-        of_y = of_y.view(*shape) if setup.return_input else _shaped(of_y, shape)
+        of_y = of_y.view(*shape) if setup.return_input else shaped(of_y, shape)
         decided = setup.runs[0].step.rows.implementation if setup.runs else None
         of_x = setup.prologue.backward(of_y, saved, decided, needs[:taken])
     return *of_x, *of_weights, *of_biases
@@ -286,7 +293,7 @@ class Remaking:
     def __call__(self, of_input: Tensor) -> tuple[Any, Any]:
         g = of_input if of_input.dtype is self.dtype else of_input.to(self.dtype)
         kept: tuple[Any, Any]
-        kept, self.gradients = remade(*self.of, _shaped(g, self.shape))
+        kept, self.gradients = remade(*self.of, shaped(g, self.shape))
         return kept
 
 

@@ -131,6 +131,14 @@ def test_backward_keeps_queries_keys_values_and_a_number_a_row() -> None:
     assert sum(kept) == sum(t.nbytes for t in x) + 4 * 2 * 128 * 4
 
 
+def test_an_output_may_be_written_to() -> None:
+    x = operands(1, 100, 4, 2, 32)
+    y = attention(*x)
+    right = gradients(2 * y, *x)
+    for one, other in zip(gradients(attention(*x).mul_(2), *x), right, strict=True):
+        assert_bitwise(one, other)
+
+
 def test_without_gradients_and_in_inference_mode_the_bits_are_the_same() -> None:
     x = operands(1, 128, 2, 2, 32)
     y = attention(*x, mask_type="causal")
@@ -169,7 +177,7 @@ def test_options_autocast_transforms_and_threads_are_torchs() -> None:
     with torch.autocast("cpu", torch.float16):
         assert "autocast" in tiles.why_not(*(t.transpose(1, 2) for t in x), True, 1.0)
     asked = []
-    torch.func.vmap(lambda q: asked.append(tiles.why_not(q, q, q, True, 1.0)) or q)(x[0])  # type: ignore[func-returns-value]
+    torch.func.vmap(lambda q: asked.append(tiles.why_not(q, q, q, True, 1.0)) or q)(x[0].transpose(1, 2)[None])  # type: ignore[func-returns-value]
     assert "torch.func" in asked[0]
     torch.set_num_threads(2)
     assert "threads" in why()

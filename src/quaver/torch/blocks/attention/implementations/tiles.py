@@ -54,6 +54,10 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> str:
     of which a compiler shall make no condition."""
     if q.dtype is not torch.bfloat16 or not q.is_cpu:
         return "tiles are for bfloat16 on a CPU"
+    traced = torch.compiler.is_compiling()
+    # First of all that is asked of a small layer.
+    if not traced and not fits(q, k, causal):
+        return f"tiles are for {QUERIES} to {LONGEST} tokens, {SMALLEST:,} scores or more, and one of torch's threads"
     if q.shape[-1] % STEP or q.shape[-1] > WIDEST or v.shape[-1] != q.shape[-1]:
         return f"tiles are for heads of {STEP} to {WIDEST} features, a multiple of {STEP}, of q, k and v alike"
     if not scale > 0:
@@ -62,13 +66,10 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> str:
         return "the processor has no instructions for bf16, or libtorch does not export the block that uses them"
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is not torch.bfloat16:
         return "torch.autocast asks for another dtype"
-    if torch.compiler.is_compiling():
+    if traced:
         return "" if _REACHED else "torch's own kernel, for lengths that do not fit, goes by other names"
-    if type(q) is not Tensor or transforms_active() or forward_level() >= 0:
-        return "tiles are for plain tensors, outside of torch.func and forward mode"
-    if fits(q, k, causal):
-        return ""
-    return f"tiles are for {QUERIES} to {LONGEST} tokens, {SMALLEST:,} scores or more, and one of torch's threads"
+    plain = type(q) is Tensor and not transforms_active() and forward_level() < 0
+    return "" if plain else "tiles are for plain tensors, outside of torch.func and forward mode"
 
 
 def fits(q: Tensor, k: Tensor, causal: bool) -> bool:
@@ -118,7 +119,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
     logarithms = torch.empty(_logarithms(q), dtype=torch.float32, device="cpu")
     if not fits(q, k, causal):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=heads != groups)
-        return y.transpose(1, 2).contiguous().transpose(1, 2), logarithms
+        return _like(y).copy_(y), logarithms
     rows, of_keys, of_values = _rows(q, groups), _along(_matrices(k)), _down(_matrices(v))
     out, of_rows = torch.empty_like(rows), logarithms.view(*rows.shape[:3], 1)
     for tile, part, n in _parts(rows, keys, causal):
@@ -143,7 +144,8 @@ def _backward(
     if not fits(q, k, causal):
         y, own = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         of = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, y, own, 0.0, causal, scale=scale)
-        return tuple(g.transpose(1, 2).contiguous().transpose(1, 2) for g in of)
+        gradients: Any = tuple(_like(g).copy_(g) for g in of)
+        return gradients
     rows, of_rows, matrices = _rows(q, groups), _rows(grad, groups), _matrices(k)
     of_keys, of_values = _along(matrices), _along(_matrices(v))
     out, exact = torch.empty_like(rows), math.frexp(scale)[0] == 0.5
@@ -242,13 +244,13 @@ def _tokens(rows: Tensor, batch: int, groups: int, tokens: int) -> Tensor:
     """What `_rows` was given: [B, H, S, D], of which S is outside of H."""
     tiles, _, height, width = rows.shape
     rows = rows.view(tiles, batch, groups, height // QUERIES, QUERIES, width).permute(1, 2, 3, 0, 4, 5)
-    out = rows.new_empty((batch, tokens, groups, height // QUERIES, width)).permute(0, 2, 3, 1, 4)
-    whole = tokens // QUERIES
+    out = _empty(rows, batch, groups * (height // QUERIES), tokens, width)
+    heads, whole = out.unflatten(1, (groups, -1)), tokens // QUERIES
     if whole:
-        out[..., : whole * QUERIES, :].unflatten(3, (whole, QUERIES)).copy_(rows[:, :, :, :whole])
+        heads[..., : whole * QUERIES, :].unflatten(3, (whole, QUERIES)).copy_(rows[:, :, :, :whole])
     if whole < tiles:
-        out[..., whole * QUERIES :, :] = rows[:, :, :, whole, : tokens - whole * QUERIES]
-    return out.flatten(1, 2)
+        heads[..., whole * QUERIES :, :] = rows[:, :, :, whole, : tokens - whole * QUERIES]
+    return out
 
 
 def _matrices(x: Tensor) -> Tensor:
@@ -267,9 +269,15 @@ def _down(matrices: Tensor) -> Tensor:
     return matrices.unflatten(1, (-1, 2)).mT.contiguous()
 
 
+def _empty(like: Tensor, batch: int, heads: int, tokens: int, width: int) -> Tensor:
+    """[B, H, S, D], of which S is outside of H; no view, to which autograd would refuse writes."""
+    strides = tokens * heads * width, width, heads * width, 1
+    return like.new_empty_strided((batch, heads, tokens, width), strides)
+
+
 def _like(x: Tensor) -> Tensor:
     """A tensor of x's shape [B, H, S, D], of which S is outside of H."""
-    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+    return _empty(x, *x.shape)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

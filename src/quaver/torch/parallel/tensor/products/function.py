@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quaver.core.spec import GemmSpec
 from quaver.torch.linear.entrance import facts_of, may_share, note
-from quaver.torch.linear.function import pack, unpack
+from quaver.torch.linear.function import pack, shaped, unpack
 from quaver.torch.linear.gemms import Call, high_precision, matrix, plain, quantize, quantized_weight
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops, siblings
@@ -68,7 +68,7 @@ class LinearInParts(torch.autograd.Function):
             weight.dtype,
             None if bias is None else bias.dtype,
         )
-        return output.view(ranks.shape(x.shape, output.shape[1]))
+        return shaped(output, ranks.shape(x.shape, output.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quaver.torch.backends.gpu.fused import producers
 from quaver.torch.linear.entrance import Prologue, note
-from quaver.torch.linear.function import pack, unpack
+from quaver.torch.linear.function import pack, shaped, unpack
 from quaver.torch.linear.gemms import Call, matrix, quantize, quantized_weight
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
@@ -54,7 +54,7 @@ class NormedInParts(torch.autograd.Function):
             assert fprop.b is not None
             of_weight = quantized_weight(call, held, "fprop", fprop.b)
             y = function.product(call, fprop, whole(), of_weight, call.dtype, bias)
-            outputs.append(y.view(ranks.shape(taken[0].shape, y.shape[1])))
+            outputs.append(shaped(y, ranks.shape(taken[0].shape, y.shape[1])))
         packed, layouts = pack([kept, *saved])
         ctx.save_for_backward(*(layer.held for layer in layers), *packed)
         dtypes = [None if t is None else t.dtype for t in tensors[3:]]
