@@ -5,14 +5,12 @@ from benchmarks.cases.blocks import (
     block_gradients,
     block_memory,
     block_speed,
-    model_gradients,
-    model_memory,
-    model_peak,
-    model_step,
+    experts,
     state_space,
 )
 from benchmarks.cases.host import host_cost, imports, optimizer_step
 from benchmarks.cases.linear import frozen, jax_speed, memory, noise, speed
+from benchmarks.cases.models import model_gradients, model_memory, model_peak, model_step
 
 CASES = (
     speed.SMALL_BF16,
@@ -22,6 +20,7 @@ CASES = (
     block_speed.SMALL,
     block_speed.LARGE,
     block_speed.LLAMA,
+    experts.CASE,
     jax_speed.CASE,
     memory.LAYER,
     memory.EAGER_MLP,

@@ -105,7 +105,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.torch.parallel.tensor": (
         *("layout", "parts", "tokens", "joined", "products", "words", "layers", "styles"),
     ),
-    "quaver.torch.parallel.quantized": ("gradients", "dispatch"),
+    "quaver.torch.parallel.quantized": ("gradients", "dispatch", "journey", "experts"),
     "quaver.torch.parallel.pipeline": ("splitting", "stages"),
     "quaver.torch.optim": (
         *(
@@ -133,7 +133,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("device", "decoder", "optimizer", "parallel", "nonfinite", "update", "learner", "decoding", "trials"),
     ),
     "benchmarks": ("measuring", "subjects", "host_cost", "acceptance", "pages", "cases", "gpu", "cpu", "__main__"),
-    "benchmarks.cases": ("linear", "blocks", "host", "ranks"),
+    "benchmarks.cases": ("linear", "blocks", "models", "host", "ranks"),
     "benchmarks.gpu": ("measuring", "sections", "ahead", "targets", "child", "options", "report", "run", "__main__"),
     "benchmarks.gpu.sections": ("kernels", "layers", "training", "registry"),
 }

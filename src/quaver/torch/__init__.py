@@ -15,8 +15,11 @@ from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
 from quaver.torch.blocks.attention.rope.relative import RelativePositionBias
 from quaver.torch.blocks.attention.rope.rotary import apply_rotary
 from quaver.torch.blocks.experts.balancing import balance_loss, token_counts, update_bias, z_loss
+from quaver.torch.blocks.experts.mixture import Mixture, MoE
 from quaver.torch.blocks.experts.permutation import permute, unpermute
+from quaver.torch.blocks.experts.router import Router
 from quaver.torch.blocks.experts.routing import Routing, route
+from quaver.torch.blocks.experts.stack import Experts
 from quaver.torch.blocks.loss.cross_entropy import linear_cross_entropy
 from quaver.torch.blocks.mlp import MLP, LayerNormMLP
 from quaver.torch.blocks.norm_linear import LayerNormLinear
@@ -63,6 +66,7 @@ __all__ = [
     "Blocks",
     "CausalConv1d",
     "DotProductAttention",
+    "Experts",
     "GatedRMSNorm",
     "GroupedLinear",
     "KVCache",
@@ -74,6 +78,8 @@ __all__ = [
     "Linear",
     "Mamba2",
     "Mamba2Layer",
+    "Mixture",
+    "MoE",
     "MultiheadAttention",
     "PagedKVCache",
     "Quantized",
@@ -81,6 +87,7 @@ __all__ = [
     "RelativePositionBias",
     "Report",
     "RotaryEmbedding",
+    "Router",
     "Routing",
     "StateCache",
     "TransformerLayer",

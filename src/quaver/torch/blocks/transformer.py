@@ -1,6 +1,8 @@
 """A whole layer: attention, perhaps attention to a memory, and an MLP, around the residual stream."""
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from quaver.torch.blocks.attention.inputs.masks import Window
 from quaver.torch.blocks.attention.latent import Latent, LatentAttention, LatentOptions
 from quaver.torch.blocks.attention.multihead import AttentionOptions, MultiheadAttention
 from quaver.torch.blocks.attention.rope.embedding import RotaryEmbedding
+from quaver.torch.blocks.experts.mixture import Mixture, MoE
+from quaver.torch.blocks.experts.routing import Routing
 from quaver.torch.blocks.mlp import MLP, MLPOptions
 from quaver.torch.blocks.norm_linear import Parts
 from quaver.torch.blocks.prologues.norm import check_normalization
@@ -46,6 +50,8 @@ class TransformerArguments(AttentionOptions, MLPOptions):
     parallel: bool | str = False
     # Sizes of multi-head latent attention, in the place of heads of one kind.
     latent: Latent | None = None
+    # Of experts, in the place of the MLP.
+    mixture: Mixture | None = None
     cross_attention: bool = False
     memory_dim: int | None = None
     mask_type: str = "causal"
@@ -99,6 +105,11 @@ class TransformerArguments(AttentionOptions, MLPOptions):
         own = {"normalization": self.entrance, "bias": bias, "recompute": self.recompute == "mlp"}
         return pick(MLPOptions, self) | own | {"return_normalized": self.residual_from_norm}
 
+    @property
+    def of_mixture(self) -> dict[str, Any]:
+        """As the MLP; gate and up are one matrix."""
+        return {name: value for name, value in self.of_mlp.items() if name not in ("fused", "return_normalized")}
+
 
 class TransformerLayer(Parts):
     """Encoder (mask_type "none" or "padding"), decoder ("causal"), or decoder with cross attention.
@@ -109,6 +120,7 @@ class TransformerLayer(Parts):
         qk_norm, qk_norm_eps, qk_norm_after_rope, qk_norm_scope: likewise.
         mask_type, window, chunk, scale, soft_cap, sinks, alibi, layout: likewise.
         hidden, activation, activation_options, eight_bit_activations: of the MLP; see `MLP`.
+        mixture: a `Mixture`: the MLP is a `MoE`, of experts with `hidden` features each.
         latent: a `Latent`: attention is a `LatentAttention`; of attention's options it takes those of that.
         normalization: "LayerNorm" or "RMSNorm"; with eps, zero_centered and norm_bias.
         norm_position: one of `NORM_POSITIONS`.
@@ -154,7 +166,11 @@ class TransformerLayer(Parts):
             self.attention = LatentAttention(dim, heads, options.latent, **options.of_latent_attention)
         cross = MultiheadAttention(dim, heads, **options.of_cross_attention) if options.cross_attention else None
         self.register_module("cross_attention", cross)
-        self.mlp = MLP(dim, options.hidden, options.activation, **options.of_mlp)
+        self.mlp: MLP | MoE
+        if options.mixture is None:
+            self.mlp = MLP(dim, options.hidden, options.activation, **options.of_mlp)
+        else:
+            self.mlp = MoE(dim, options.hidden, options.mixture, options.activation, **options.of_mixture)
         for part in ("attention", "cross_attention", "mlp"):
             there = options.norm_position != "pre" and self._modules[part] is not None
             self.register_module(f"{part}_post_norm", options.norm(dim) if there else None)
@@ -174,8 +190,8 @@ class TransformerLayer(Parts):
         mask_type: str | tuple[str | None, str | None] | None = None,
         window: Window | None = None,
         rope: RotaryEmbedding | None = None,
-    ) -> Tensor:
-        """x [B, S, dim], or as the layout, to the same.
+    ) -> Any:
+        """x [B, S, dim], or as the layout, to the same; and the `Routing` of all tokens if the mixture returns it.
 
         Args:
             memory: what cross attention attends to, laid out as x.
@@ -202,16 +218,18 @@ class TransformerLayer(Parts):
             raise ValueError(f"latent attention takes no {', '.join(others)} for one call: give them when it is made")
         of_attention |= others
         of_memory = {"mask": memory_mask, "mask_type": of_cross}
+        run: Any = self._forward
         if cache is not None:
-            return self._forward(x, memory, of_memory, {**of_attention, "cache": cache, "layer": layer})
-        if self.recompute == "full" and torch.is_grad_enabled():
-            y: Tensor = checkpoint(self._forward, x, memory, of_memory, of_attention)
-            return y
-        return self._forward(x, memory, of_memory, of_attention)
+            of_attention |= {"cache": cache, "layer": layer}
+        elif self.recompute == "full" and torch.is_grad_enabled():
+            run = partial(checkpoint, run)
+        y, *routing = run(x, memory, of_memory, of_attention)
+        return (y, Routing(*routing)) if routing else y
 
     def _forward(
         self, x: Tensor, memory: Tensor | None, of_memory: dict[str, Any], of_attention: dict[str, Any]
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
+        """The output, and what its mixture returns of the routing."""
         parts: Any = self._modules
         attention, mlp = parts["attention"], parts["mlp"]
         if self.parallel:
@@ -220,21 +238,24 @@ class TransformerLayer(Parts):
             else:
                 x, h = _branches(x)
                 left, right = _branches(parts["norm"](h))
-            return self._add(x, _sum(attention(left, **of_attention), mlp(right)), "")
-        x = self._after("attention", x, **of_attention)
+            a = attention(left, **of_attention)
+            y, *routing = _flat(mlp(right))
+            return self._add(x, _sum(a, y), ""), *routing
+        (x,) = self._after("attention", x, **of_attention)
         if memory is not None:
-            x = self._after("cross_attention", x, memory, **of_memory)
+            (x,) = self._after("cross_attention", x, memory, **of_memory)
         return self._after("mlp", x)
 
-    def _after(self, name: str, x: Tensor, *memory: Tensor, **options: Any) -> Tensor:
-        """The residual stream after a part that reads it."""
+    def _after(self, name: str, x: Tensor, *memory: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        """The residual stream after a part that reads it, and what that gives of a routing."""
         part: Any = self._modules[name]
+        routing: Sequence[Tensor] = ()
         if self.residual_from_norm:
             y, x = part(x, *memory, **options)
         else:
             x, h = _branches(x)
-            y = part(h, *memory, **options)
-        return self._add(x, y, f"{name}_post_norm")
+            y, *routing = _flat(part(h, *memory, **options))
+        return self._add(x, y, f"{name}_post_norm"), *routing
 
     def _add(self, x: Tensor, y: Tensor, norm: str) -> Tensor:
         """A part's output joins the residual stream."""
@@ -252,6 +273,11 @@ class TransformerLayer(Parts):
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("parallel", "dropout", "drop_path", "recompute")}
         return f"norm_position={self.norm_position!r}" + "".join(f", {n}={v!r}" for n, v in options.items() if v)
+
+
+def _flat(outputs: Any) -> tuple[Tensor, ...]:
+    """A part's output, or (output, `Routing`), as tensors."""
+    return (outputs[0], *outputs[1]) if isinstance(outputs, tuple) else (outputs,)
 
 
 def _branches(x: Tensor, uses: int = 2) -> tuple[Tensor, ...]:
@@ -288,6 +314,10 @@ def _check(options: TransformerArguments) -> None:
     if options.residual_from_norm and (norm_position != "pre" or parallel or options.latent is not None):
         raise ValueError(
             "residual_from_norm goes on from the norm before each part: leave norm_position, parallel and latent out"
+        )
+    if options.residual_from_norm and options.mixture is not None:
+        raise ValueError(
+            "residual_from_norm goes on from an MLP's norm, and a mixture of experts gives none: leave one of them out"
         )
     if options.latent is not None:
         others = {f.name for f in fields(AttentionOptions)} - LATENT - {"fused"}

@@ -63,7 +63,7 @@ def permute(
         )
     offsets, places, sources = order(indices, experts, pad, capacity)
     if isinstance(x, Quantized):
-        return Permuted(_take_quantized(x, sources, indices.shape[1]), offsets, places)
+        return Permuted(take_quantized(x, sources, indices.shape[1]), offsets, places)
     rows: Tensor = Gather.apply(x, sources, places, indices.shape[1])
     return Permuted(rows, offsets, places)
 
@@ -119,7 +119,7 @@ def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = No
     return ends.to(torch.int32), places, sources
 
 
-def _take(x: Tensor, sources: Tensor, k: int) -> Tensor:
+def take(x: Tensor, sources: Tensor, k: int) -> Tensor:
     """x [T, n] by the choice that each row is of; zeros for those of none."""
     if not x.shape[0]:
         return x.new_zeros((sources.shape[0], x.shape[1]))
@@ -133,7 +133,7 @@ def _may_be(mask: Tensor) -> bool:
     return not on_host(mask) or bool(mask.any())
 
 
-def _combine(rows: Tensor, places: Tensor, k: int, weights: Tensor | None) -> Tensor:
+def combined(rows: Tensor, places: Tensor, k: int, weights: Tensor | None) -> Tensor:
     """Sums of the k rows of each token."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     each, total = places.view(-1, k), None
@@ -159,7 +159,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, sources: Tensor, places: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(sources, places)
         ctx.k = k
-        return _take(x, sources, k)
+        return take(x, sources, k)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -174,14 +174,14 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, places: Tensor, k: int, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows if weights is not None else None, places, weights)
         ctx.k, ctx.count = k, rows.shape[0]
-        return _combine(rows, places, k, weights)
+        return combined(rows, places, k, weights)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         rows, places, weights = ctx.saved_tensors
         k, of_rows, of_weights = ctx.k, None, None
         if ctx.needs_input_grad[0]:
-            sources = _inverse(places, ctx.count)
+            sources = inverse(places, ctx.count)
             of_rows = Gather.apply(g, sources, places, k)
             if weights is not None:
                 wide = torch.promote_types(g.dtype, torch.float32)
@@ -192,7 +192,7 @@ class Combine(torch.autograd.Function):
         return of_rows, None, None, of_weights
 
 
-def _inverse(places: Tensor, count: int) -> Tensor:
+def inverse(places: Tensor, count: int) -> Tensor:
     """The choice that each of so many rows is of, -1 for none."""
     sources = torch.full((count + 1,), -1, dtype=torch.int64, device=places.device)
     numbers = torch.arange(places.shape[0], dtype=torch.int64, device=places.device)
@@ -209,7 +209,7 @@ def _products(g: Tensor, rows: Tensor, places: Tensor, k: int) -> Tensor:
     return torch.stack(parts, 1).masked_fill(each < 0, 0)
 
 
-def _take_quantized(q: Quantized, sources: Tensor, k: int) -> Quantized:
+def take_quantized(q: Quantized, sources: Tensor, k: int) -> Quantized:
     """Codes and scales by the choice that each row is of; a row of none is what zeros are quantized to."""
     q = q.upright()
     token, none = sources.clamp(min=0) // k, (sources < 0).unsqueeze(1)

@@ -1,6 +1,6 @@
 """A decoder or encoder layer of transformers as a `TransformerLayer` of the same parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quaver.core.reference.masks import MASKS
 from quaver.core.text.spelling import check_name
+from quaver.torch.blocks.experts.mixture import MoE
 from quaver.torch.blocks.mlp import MLP
 from quaver.torch.blocks.norm_linear import Parts
 from quaver.torch.blocks.state_space.layer import Mamba2Layer
@@ -16,16 +17,19 @@ from quaver.torch.blocks.transformer import TransformerLayer
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.model.huggingface.attention import attentions
 from quaver.torch.model.huggingface.calling import Surroundings, arguments, attribute, surroundings
-from quaver.torch.model.huggingface.choices import BOUNDS, Choices, distance, drawn
+from quaver.torch.model.huggingface.choices import BOUNDS, Choices, distance, distance_of_most, drawn
 from quaver.torch.model.huggingface.mixers import formula_in, holds_a_mixer, read_mixer
+from quaver.torch.model.huggingface.mixtures import possible_mixtures
 from quaver.torch.model.huggingface.parts import activations_of, fill, linear_of, norm_of
-from quaver.torch.model.huggingface.roles import roles_of
+from quaver.torch.model.huggingface.roles import ROLES, roles_of
 from quaver.torch.model.huggingface.watching import ATTENTION, Watched, watched
 from quaver.torch.model.huggingface.watching import MLP as MLP_ROLES
 from quaver.torch.state.context import autocast
 
 #: What is tried on: batch and tokens.
 SIZES = 2, 11
+#: The matrices of an MLP.
+MLP_PARTS = ("gate_up", "gate", "up", "down")
 #: Where norms may stand, by the order in which norms ("n"), attention ("a") and MLP ("m") run: the options, and the
 #: place of each norm.
 PLACES: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
@@ -81,7 +85,7 @@ def from_huggingface(
     The layer is read by its structure: it is called, in evaluation mode, on random input of its own dtype and device,
     and watched. What structure and configuration leave open (where norms stand, how rope turns, the order of rows in a
     fused matrix) is tried on a copy in float32 with drawn weights, where every difference shows, and compared once more
-    with the layer's own. A mixture of experts stays the module that it is, as `mlp.module`.
+    with the layer's own. A mixture of experts is a `MoE`, or where ours cannot be it, its module, as `mlp.module`.
     The layer is left as it was.
 
     **Parameters are shared**: ours are the layer's own objects wherever they are stored as ours would be. Copies
@@ -140,7 +144,7 @@ def _read(
     _refuse_inside(layer, {name: module.p for name, module in inside.items()}, rates["dropout"])
     candidates = attentions(layer, roles, around, seen, fused, choices)
     options, attention = _same(candidates, seen, ATTENTION, "o", choices, "attention")
-    mlp_options, mlp = _mlp(layer, roles, seen, fused, choices)
+    mlp_options, mlp = _mlp(layer, roles, around, seen, fused, choices)
     return _placed(layer, around, seen, {**options, **mlp_options, **rates}, attention, mlp, choices)
 
 
@@ -207,40 +211,61 @@ def _input(layer: nn.Module, roles: Mapping[str, str]) -> Tensor:
 
 
 def _same(
-    candidates: Any, seen: Watched, begin: tuple[str, ...], end: str, choices: Choices, part: str
+    candidates: Any, seen: Watched, begin: tuple[str, ...], end: str, choices: Choices, part: str, off: Any = distance
 ) -> tuple[dict[str, Any], Any]:
-    """The candidate that gives of a part's input its output."""
+    """The candidate that gives of a part's input its output, within a bound of the distance `off`."""
     x, expected = seen.input_of(begin), seen.output_of(end)
     says = f"the layer's {part} gives other outputs than ours does with any options"
     taken: tuple[dict[str, Any], Any]
-    taken = choices.first(candidates, lambda c: distance(c[1].eval()(x), expected), x.dtype, says)
+    # Some mixtures give tokens without an axis of sequences.
+    expected = expected.reshape(*x.shape[:-1], -1)
+    taken = choices.first(candidates, lambda c: off(c[1].eval()(x), expected), x.dtype, says)
     return taken
 
 
 def _mlp(
-    layer: nn.Module, roles: Mapping[str, str], seen: Watched, fused: bool | None, choices: Choices
+    layer: nn.Module,
+    roles: Mapping[str, str],
+    around: Surroundings,
+    seen: Watched,
+    fused: bool | None,
+    choices: Choices,
 ) -> tuple[dict[str, Any], nn.Module]:
     """The options and the module, without a norm before it."""
     if "mixture" in roles:
-        return {"hidden": 1}, NormThen(None, layer.get_submodule(roles["mixture"]))
+        theirs = _mixtures(layer.get_submodule(roles["mixture"]), around)
+        return _same(theirs, seen, MLP_ROLES, "mixture", choices, "MLP", distance_of_most)
     first = roles["gate_up" if "gate_up" in roles else "up"]
     names = first.split(".")
-    around = [layer.get_submodule(".".join(names[:i])) for i in range(len(names) - 1, -1, -1)]
-    linears = {r: linear_of(layer.get_submodule(roles[r])) for r in ("gate_up", "gate", "up", "down") if r in roles}
+    holders = [layer.get_submodule(".".join(names[:i])) for i in range(len(names) - 1, -1, -1)]
+    linears = {r: linear_of(layer.get_submodule(roles[r])) for r in MLP_PARTS if r in roles}
     gated = "up" not in linears or "gate" in linears
     joined = "gate_up" in linears if fused is None else fused
     dim, hidden = linears["down"][0].shape
 
-    def candidates() -> Any:
-        for activation in activations_of(around, gated):
+    def one_mlp() -> Any:
+        for activation in activations_of(holders, gated):
             has_bias = linears["down"][1] is not None
             options = {"hidden": hidden, "activation": activation, "mlp_bias": has_bias}
             ours = MLP(dim, hidden, activation, fused=joined, bias=has_bias, device="meta")
             _fill_mlp(ours, linears, hidden)
             yield options, ours
 
-    options, module = _same(candidates(), seen, MLP_ROLES, "down", choices, "MLP")
-    return options, module
+    return _same(one_mlp(), seen, MLP_ROLES, "down", choices, "MLP")
+
+
+def _mixtures(module: nn.Module, around: Surroundings) -> Iterator[tuple[dict[str, Any], nn.Module]]:
+    """Ours that it may be, and at last the module itself."""
+
+    def shared(mlp: nn.Module, ours: MLP) -> None:
+        children = dict(mlp.named_children())
+        roles = {role: [c for name, c in children.items() if ROLES[role].search(name)] for role in MLP_PARTS}
+        linears = {role: linear_of(of_role[0]) for role, of_role in roles.items() if of_role}
+        _fill_mlp(ours, linears, linears["down"][0].shape[1])
+
+    for ours in possible_mixtures(module, around, shared):
+        yield {"hidden": 1}, ours
+    yield {"hidden": 1}, NormThen(None, module)
 
 
 def _fill_mlp(ours: Any, linears: Mapping[str, Any], hidden: int) -> None:
@@ -286,5 +311,6 @@ def _placed(
             yield ours.eval()
 
     says = "attention, MLP and norms are ours, and with the norms in any place the layer gives other outputs"
-    taken: TransformerLayer = choices.first(candidates(), lambda ours: distance(ours(x), seen.output), x.dtype, says)
+    off = distance_of_most if isinstance(mlp, MoE) else distance
+    taken: TransformerLayer = choices.first(candidates(), lambda ours: off(ours(x), seen.output), x.dtype, says)
     return taken

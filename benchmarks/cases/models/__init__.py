@@ -1,0 +1,1 @@
+"""Cases of whole models, converted and with blocks in place; no single block and no single layer."""
