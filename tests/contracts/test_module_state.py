@@ -43,6 +43,8 @@ SAFE = {
     "torch.parallel.tensor.layers:in_parts": CACHED,
     "torch.parallel.tensor.tokens:on_tokens": CACHED,
     "torch.parallel.tensor.words.embedding:over_words": CACHED,
+    "torch.parallel.quantized.experts:in_groups": CACHED,
+    "torch.parallel.quantized.experts:on_ranks": CACHED,
     "torch.parallel.alike.opening:_first": "collectives of one group are called by one thread, in one order",
     "torch.parallel.fsdp.watching:_gathering": CACHED,
     "torch.parallel.fsdp.watching:_scattering": CACHED,

@@ -4,12 +4,15 @@ The steps are those of the lists that the tests run; what stands in none of them
 `python -m tests.torch.parallel.page` writes the table anew; a test compares them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver import recipes
@@ -17,7 +20,7 @@ from quaver.torch import parallel
 from tests.torch.parallel import test_pipeline, test_pipeline_mesh
 from tests.torch.parallel.context import test_applying
 from tests.torch.parallel.fsdp import test_codes, test_gathering
-from tests.torch.parallel.quantized import test_dispatch, test_gradients
+from tests.torch.parallel.quantized import test_dispatch, test_experts, test_gradients
 from tests.torch.parallel.tensor import matrices, test_mesh, test_styles, vocabulary
 
 PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
@@ -43,16 +46,30 @@ def learn(recipe: str) -> None:
     parallel.gather_quantized(net)
 
 
-def send(recipe: str) -> None:
-    """To this process alone."""
-    alone = not dist.is_initialized()
-    if alone:
+@contextmanager
+def alone() -> Iterator[None]:
+    """In a group of this process, unless there is one."""
+    first = not dist.is_initialized()
+    if first:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        parallel.exchange(torch.randn(8, 64), parallel.Splits((8,), (8,)), recipes.get(recipe).fprop.a)
+        yield
     finally:
-        if alone:
+        if first:
             dist.destroy_process_group()
+
+
+def send(recipe: str) -> None:
+    """To this process alone."""
+    with alone():
+        parallel.exchange(torch.randn(8, 64), parallel.Splits((8,), (8,)), recipes.get(recipe).fprop.a)
+
+
+def divide(recipe: str) -> None:
+    """Among this process alone."""
+    with alone(), qt.autocast(recipe):
+        moe = qt.MoE(64, 64, qt.Mixture(experts=2, k=1))
+        parallelize_module(moe, init_device_mesh("cpu", (1,)), parallel.ExpertParallel())(torch.randn(8, 64))
 
 
 def sent() -> dict[str, int]:
@@ -79,6 +96,7 @@ def rows() -> list[Row]:
         ("`Vocabulary`: a quantized head, its loss", vocabulary.HEADS, None),
         *((way, test_applying.ALONE | test_applying.HISTORIES, None) for way in ways),
         ("`exchange`", sent(), send),
+        ("`ExpertParallel`", test_experts.STEPS, divide),
         ("`quantize_gradients`", test_gradients.TRAINED, None),
         ("stages, backwards in two parts", test_pipeline.SPLIT, None),
         ("stages by 1F1B, `fully_shard`", in_stages, None),

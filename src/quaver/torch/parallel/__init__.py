@@ -7,6 +7,7 @@ from quaver.torch.parallel.fsdp.gathering import Gathers, gather_again, gather_q
 from quaver.torch.parallel.fsdp.watching import Traffic
 from quaver.torch.parallel.pipeline.stages import stage
 from quaver.torch.parallel.quantized.dispatch import Splits, exchange
+from quaver.torch.parallel.quantized.experts import ExpertParallel
 from quaver.torch.parallel.quantized.gradients import quantize_gradients
 from quaver.torch.parallel.tensor.styles import Column, Heads, Row, Sequence, Vocabulary
 from quaver.torch.parallel.tensor.words.loss import cross_entropy
@@ -15,6 +16,7 @@ __all__ = [
     "Checkpoint",
     "Column",
     "ContextParallel",
+    "ExpertParallel",
     "Gathers",
     "Heads",
     "Row",

@@ -1,1 +1,1 @@
-"""What travels between ranks quantized: gradients that are summed, rows that are dispatched; no weight, no layer."""
+"""What travels between ranks quantized: gradients that are summed, tokens that go to experts; no other layer."""

@@ -105,7 +105,7 @@ def quantize_rows(x: Tensor, spec: QuantSpec, group: Any = None) -> Quantized:
         ValueError: another spec, one that rotates or that rounds at random.
     Exact: codes and scales of these rows in the operand that has all ranks' rows.
     """
-    _refuse(_why_no_spec(spec))
+    _refuse(why_no_spec(spec))
     amax: Tensor | None = None
     if spec.per_tensor or spec.two_level:
         bits = magnitude_bits(x.detach().to(torch.float32))
@@ -127,7 +127,7 @@ def exchange_operand(q: Quantized, splits: Splits, group: Any = None) -> Pending
     Raises:
         ValueError: other blocks, or splits of other rows.
     """
-    _refuse(_why_no_spec(q.spec) or _why_no_rows(q.shape[0], splits))
+    _refuse(why_no_spec(q.spec) or _why_no_rows(q.shape[0], splits))
     q = q.upright()
     sent = q.data.view(torch.uint8)
     codes = sent.shape[1]
@@ -135,7 +135,7 @@ def exchange_operand(q: Quantized, splits: Splits, group: Any = None) -> Pending
     if with_scales:
         assert isinstance(q.scale, Tensor)
         sent = torch.cat([sent, _bytes(q.scale)], 1)
-    finish = _exchange(sent, splits, group)
+    finish = exchange_rows(sent, splits, group)
 
     def wait() -> Quantized:
         rows = finish()
@@ -200,11 +200,12 @@ def _moved(x: Tensor, splits: Splits, by: QuantSpec | torch.dtype, group: Any) -
     if isinstance(by, QuantSpec):
         q: Quantized = exchange_operand(quantize_rows(x, by, group), splits, group)()
         return q.dequantize()
-    rows: Tensor = _exchange(x.to(by), splits, group)()
+    rows: Tensor = exchange_rows(x.to(by), splits, group)()
     return rows
 
 
-def _exchange(x: Tensor, splits: Splits, group: Any) -> Pending:
+def exchange_rows(x: Tensor, splits: Splits, group: Any = None) -> Pending:
+    """Begin to send rows to other ranks as they are; what is returned waits, and gives those that came."""
     x = x.contiguous()
     rows = x.new_empty((sum(splits.received), x.shape[1]))
     work = dist.all_to_all_single(rows, x, [*splits.received], [*splits.sent], group, async_op=True)
@@ -221,7 +222,7 @@ def _exchange(x: Tensor, splits: Splits, group: Any) -> Pending:
 
 def _why_not(x: Tensor, splits: Splits, spec: QuantSpec | None, gradients: QuantSpec | torch.dtype | None) -> str:
     """Why rows cannot travel so, or ""."""
-    why = next((why for each in (spec, gradients) if isinstance(each, QuantSpec) and (why := _why_no_spec(each))), "")
+    why = next((why for each in (spec, gradients) if isinstance(each, QuantSpec) and (why := why_no_spec(each))), "")
     if why:
         return why
     if x.dim() != 2 or x.dtype not in DTYPES:
@@ -231,7 +232,7 @@ def _why_not(x: Tensor, splits: Splits, spec: QuantSpec | None, gradients: Quant
     return _why_no_rows(x.shape[0], splits)
 
 
-def _why_no_spec(spec: QuantSpec) -> str:
+def why_no_spec(spec: QuantSpec) -> str:
     """Why it is none to send rows by, or "": scales of several rows but not of all, noise, a rotation."""
     if not (spec.per_tensor or spec.block[0] == 1):
         return f"rows that go to several ranks have scales of their own or one for all, and {spec} has others"
