@@ -40,6 +40,7 @@ class weight_gradients:
         ValueError: neither is asked for. On entry: in a pipeline's stage whose backward is split, or within
             DistributedDataParallel, which reduces gradients that autograd gives. On exit: a compiled layer has run,
             whose gradient autograd takes.
+        NotImplementedError: to a compiler.
     The quantized weight is quantized once a micro-batch: nothing that the library sees tells when `main_grad` is used.
     Exact: gradients that wait, and all others. Bounded: those in `main_grad`, which are not rounded to the weight's
     dtype.
@@ -57,6 +58,9 @@ class weight_gradients:
         self._before: list[tuple[Any, bool, bool]] = []
 
     def __enter__(self) -> "weight_gradients":
+        if torch.compiler.is_compiling():
+            # Without fullgraph the compiler leaves what calls this to eager mode.
+            raise NotImplementedError("weight_gradients is not compiled: leave it out, or run what is in it uncompiled")
         if ambient.split is not None and not ambient.takes_weights:
             raise ValueError(
                 "weight_gradients is for layers whose backward is whole, and a pipeline's schedule splits it here: "

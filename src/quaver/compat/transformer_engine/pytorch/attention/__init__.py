@@ -1,0 +1,14 @@
+"""Transformer Engine's attention: its arguments, mask types and layouts over our function; no kernel is chosen here."""
+
+from quaver.compat.transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from quaver.compat.transformer_engine.pytorch.attention.inference import InferenceParams
+from quaver.compat.transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from quaver.compat.transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+
+__all__ = [
+    "DotProductAttention",
+    "InferenceParams",
+    "MultiheadAttention",
+    "RotaryPositionEmbedding",
+    "apply_rotary_pos_emb",
+]

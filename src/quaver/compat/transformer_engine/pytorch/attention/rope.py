@@ -1,0 +1,87 @@
+"""Rotary positions by Transformer Engine's names: angles of each position, and functions that turn by them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.torch.blocks.attention.rope.rotary import apply_rotary
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """The angles of positions, float32 [positions, 1, 1, features]."""
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        turning = int(dim * rotary_percent)
+        pairs = torch.arange(0, turning, 2, dtype=torch.float32, device="cpu") / turning
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.register_buffer("inv_freq", (1.0 / rotary_base**pairs).to(device))
+        self.factor, self.longest = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        self.interleaved = interleaved
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        frequencies: Any = self.inv_freq
+        where = torch.arange(max_seq_len, dtype=torch.float32, device=frequencies.device) + offset
+        if self.longest is not None and self.factor is not None:
+            where = where / max(max_seq_len / self.longest, self.factor)
+        angles = torch.outer(where, frequencies)
+        both = torch.stack((angles, angles), -1).flatten(-2) if self.interleaved else torch.cat((angles, angles), -1)
+        return both[:, None, None]
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """Turn queries or keys [s, b, h, d], [b, s, h, d] or [t, h, d] by angles [positions, 1, 1, features].
+
+    Raises:
+        ValueError: context parallelism; sequences laid end to end without `cu_seqlens`.
+    """
+    if cp_size > 1:
+        raise ValueError("cp_size is not there: quaver.torch.parallel.context_parallel(model, mesh) divides tokens")
+    angles = freqs.float()[:, 0, 0]
+    first = torch.arange(angles.shape[-1], device=t.device)
+    first = first % 2 == 0 if interleaved else first < angles.shape[-1] // 2
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("tensor_format 'thd' needs cu_seqlens: where each sequence begins")
+        lengths = cu_seqlens.diff()
+        begins = cu_seqlens[:-1] if start_positions is None else cu_seqlens[:-1] - start_positions
+        where = torch.arange(t.shape[0], device=t.device) - begins.repeat_interleave(lengths)
+    else:
+        where = torch.arange(t.shape[0 if tensor_format == "sbhd" else 1], device=t.device)[:, None]
+        where = where if start_positions is None else where + start_positions
+        where = where if tensor_format == "sbhd" else where.t()
+    of_tokens = angles[where.long()].unsqueeze(-2)
+    return apply_rotary(t, of_tokens.cos(), torch.where(first, -1.0, 1.0) * of_tokens.sin(), interleaved)
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, *args: Any, qkv_split_arg_list: list[int], **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Part packed heads [..., groups, features] in q, k and v, and turn q and k.
+
+    Args:
+        qkv_split_arg_list: features of each: of q those of several heads.
+    """
+    q, k, v = qkv.split(qkv_split_arg_list, -1)
+    q = q.reshape(*q.shape[:-2], -1, k.shape[-1])
+    q, k = (apply_rotary_pos_emb(x, f, *args, **options) for x, f in ((q, q_freqs), (k, k_freqs)))
+    return q, k, v.contiguous()

@@ -1,0 +1,19 @@
+"""Transformer Engine's `checkpoint`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from quaver.torch.state import checkpointing
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
+    """`quaver.torch.checkpoint`, which is not reentrant whatever is asked: it replays what the first run drew.
+
+    Raises:
+        ValueError: activations that ranks are to share, or a context_fn.
+    """
+    if kwargs.pop("distribute_saved_activations", False):
+        raise ValueError("distribute_saved_activations is not there: leave it out, each rank keeps its own")
+    for name in ("tp_group", "get_rng_state_tracker"):
+        kwargs.pop(name, None)
+    return checkpointing.checkpoint(function, *args, **kwargs)

@@ -1,0 +1,76 @@
+"""Transformer Engine's optimizers over `quaver.torch.optim`."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from quaver.core.options import takes
+from quaver.core.states.codes import FLOAT32, StateSpec
+from quaver.core.states.presets import Preset
+from quaver.torch.optim.optimizers import SGD, Adam
+
+#: How a moment is kept by the dtype that is asked for.
+KEPT = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: StateSpec(code="bfloat16"),
+    torch.float16: StateSpec(code="float16", block=None, scale="float32"),
+    torch.uint8: StateSpec(code="e4m3", block=None, scale="float32"),
+}
+
+
+@dataclass
+class AdamArguments:
+    """The arguments of `FusedAdam`; `capturable` and `set_grad_none` tell of what holds here anyway."""
+
+    params: Any
+    lr: float = 1e-3
+    bias_correction: bool = True
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    adam_w_mode: bool = True
+    weight_decay: float = 0.0
+    amsgrad: bool = False
+    _: KW_ONLY
+    set_grad_none: bool | None = None
+    capturable: bool = False
+    master_weights: bool = False
+    master_weight_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    use_decoupled_grad: bool = False
+    store_param_remainders: bool = False
+
+
+class FusedAdam(Adam):
+    """Adam, or AdamW unless `adam_w_mode` is False, with moments in fewer bits.
+
+    Masters of bfloat16 weights are kept as the 16 bits that float32 has more: `master_weights` and
+    `store_param_remainders` ask for the same. Without, weights are rounded at random, where it rounds them to nearest.
+
+    Raises:
+        ValueError: amsgrad, no correction of bias, decoupled gradients, or dtypes of states that there are not.
+    """
+
+    @takes(AdamArguments)
+    def __init__(self, options: AdamArguments) -> None:
+        if options.amsgrad or not options.bias_correction:
+            raise ValueError("FusedAdam has no amsgrad (in Transformer Engine neither), and corrects its bias always")
+        if options.master_weight_dtype is not torch.float32 or options.use_decoupled_grad:
+            raise ValueError("master_weight_dtype is torch.float32 here, and use_decoupled_grad is not there")
+        moments = {name: getattr(options, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+        for name, dtype in moments.items():
+            if dtype not in KEPT:
+                raise ValueError(f"{name} is {dtype}; give one of {', '.join(map(str, KEPT))}")
+        first, second = (KEPT[dtype] for dtype in moments.values())
+        masters = "remainder" if options.master_weights or options.store_param_remainders else "none"
+        preset = Preset(name="FusedAdam", first=first, second=second, bfloat16=masters, clamp=False)
+        self.decoupled = options.adam_w_mode
+        super().__init__(options.params, options.lr, options.betas, options.eps, options.weight_decay, preset=preset)
+
+
+class FusedSGD(SGD):
+    """`quaver.torch.optim.SGD` with states in float32."""
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.0, dampening: float = 0.0, **others: Any) -> None:
+        super().__init__(params, lr, momentum, dampening, preset="float32", **others)

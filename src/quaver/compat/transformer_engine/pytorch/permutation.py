@@ -1,0 +1,101 @@
+"""Transformer Engine's permutations of tokens, as plain operations of torch: rows to experts, and sums of them again.
+
+A map of rows, `row_id_map`, is int64 [3, rows]: of each copy its token, its place among the token's choices (or its
+expert), and its row. `quaver.torch.permute` has static shapes, and codes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quaver.core.text.spelling import check_name
+
+MAPS = ("mask", "index")
+
+
+def moe_permute(
+    inp: Tensor, routing_map: Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: str = "mask"
+) -> tuple[Tensor, Tensor]:
+    """Rows of tokens, those of the first expert first, and the map that `moe_unpermute` takes.
+
+    Args:
+        inp: [T, H].
+        routing_map: "mask": bool or int [T, experts]; "index": the experts of each token, int [T, k].
+        num_out_tokens: rows that are kept, the first ones; -1 keeps all.
+    """
+    check_name("map_type", map_type, MAPS)
+    if map_type == "mask":
+        place, token = routing_map.t().nonzero(as_tuple=True)
+    else:
+        order = routing_map.flatten().argsort(stable=True)
+        token, place = order // routing_map.shape[1], order % routing_map.shape[1]
+    if num_out_tokens > 0:
+        token, place = token[:num_out_tokens], place[:num_out_tokens]
+    return inp.index_select(0, token), torch.stack((token, place, torch.arange(token.shape[0], device=token.device)))
+
+
+def moe_permute_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`moe_permute` of a mask, with the probability of each row, of probs [T, experts]: (rows, probabilities, map)."""
+    rows, row_id_map = moe_permute(inp, routing_map, num_out_tokens)
+    return rows, probs[row_id_map[0], row_id_map[1]], row_id_map
+
+
+def moe_permute_and_pad_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`moe_permute_with_probs`, each expert's rows filled with zeros to a multiple of `align_size`.
+
+    Returns:
+        Rows, probabilities, the map, by how much each expert's rows are moved, and how many each has.
+    """
+    rows, of_rows, row_id_map = moe_permute_with_probs(inp, probs, routing_map)
+    target = -(-tokens_per_expert // align_size) * align_size
+    moved = (target - tokens_per_expert).cumsum(0) - (target - tokens_per_expert)
+    at = row_id_map[2] + moved.to(row_id_map.device)[row_id_map[1]]
+    total = int(target.sum())
+    padded = rows.new_zeros(total, rows.shape[1]).index_copy(0, at, rows)
+    wide = of_rows.new_zeros(total).index_copy(0, at, of_rows)
+    return padded, wide, torch.stack((row_id_map[0], row_id_map[1], at)), moved, target
+
+
+def moe_unpermute(
+    inp: Tensor,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None = None,
+    restore_shape: Sequence[int] | None = None,
+    map_type: str = "mask",
+    pad_offsets: Tensor | None = None,
+) -> Tensor:
+    """Sums of each token's rows, times merging_probs [T, experts or k], added up in float32.
+
+    Raises:
+        ValueError: neither merging_probs nor restore_shape says how many tokens there are.
+    """
+    check_name("map_type", map_type, MAPS)
+    token, place, row = row_id_map
+    rows = inp.index_select(0, row).float()
+    if merging_probs is not None:
+        rows = rows * merging_probs[token, place].float()[:, None]
+    if restore_shape is None and merging_probs is None:
+        if map_type == "mask":
+            raise ValueError("moe_unpermute needs restore_shape, the shape of what was permuted")
+        tokens = int(token.max()) + 1 if token.numel() else 0
+    else:
+        tokens = restore_shape[0] if restore_shape is not None else merging_probs.shape[0]  # type: ignore[union-attr]
+    return rows.new_zeros(tokens, inp.shape[1]).index_add(0, token, rows).to(inp.dtype)
+
+
+def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
+    """Runs of so many rows each, in another order."""
+    chunks = inp.split(split_sizes.tolist())
+    return torch.cat([chunks[i] for i in sorted_index.tolist()])
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`moe_sort_chunks_by_index` of rows, and of their probabilities."""
+    return tuple(moe_sort_chunks_by_index(x, split_sizes, sorted_index) for x in (inp, probs))  # type: ignore[return-value]

@@ -1,0 +1,89 @@
+"""Transformer Engine's contexts, and what it says of a device: everything is available, since it is emulated."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from quaver.compat.transformer_engine.common import recipe as recipes
+from quaver.torch.model.weights.quantized import quantized_init
+from quaver.torch.state.context import autocast as ours
+
+
+class autocast(ours):
+    """Transformer Engine's `autocast`; a recipe of ours, or its name, is taken too.
+
+    Raises:
+        ValueError: calibrating without quantizing; an unknown recipe, or an option of one that is not there.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Any = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        if calibrating and not enabled:
+            raise ValueError("calibrating is not there: histories record what runs quantized; give enabled=True")
+        given = recipes.recipe_of(get_default_recipe() if recipe is None else recipe) if enabled else None
+        super().__init__(given, enabled=enabled, group=amax_reduction_group)
+
+    def _recreate_cm(self) -> "autocast":
+        return autocast(self.enabled, recipe=self.recipe, amax_reduction_group=self.group)
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    """`autocast` by its earlier name and arguments."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+def quantized_model_init(
+    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
+) -> AbstractContextManager[Any]:
+    """Layers made inside have weights that exist only as codes; `quaver.torch.initial_value(weight)` is the value kept.
+
+    Raises:
+        ValueError: an unknown recipe, or an option of one that is not there.
+    """
+    if not enabled:
+        return nullcontext()
+    kept = "cpu" if preserve_high_precision_init_val else None
+    return quantized_init(recipes.recipe_of(get_default_recipe() if recipe is None else recipe), keep_initial=kept)
+
+
+fp8_model_init = quantized_model_init
+
+
+def get_default_recipe() -> recipes.Recipe:
+    """The recipe where none is given: of a GPU, that for its kind; of a CPU, `DelayedScaling`."""
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    if major >= 12:
+        return recipes.Float8CurrentScaling()
+    return recipes.MXFP8BlockScaling() if major >= 10 else recipes.DelayedScaling()
+
+
+get_default_fp8_recipe = get_default_recipe
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    """(True, ""): what a device lacks is emulated; `quaver doctor` says what runs."""
+    return True, ""
+
+
+check_mxfp8_support = check_nvfp4_support = check_fp8_block_scaling_support = check_fp8_support
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """True, with the reason why not, "", if it is asked for."""
+    return check_fp8_support() if return_reason else True
+
+
+is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_bf16_available = is_fp8_available

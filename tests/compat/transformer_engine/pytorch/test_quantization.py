@@ -1,0 +1,87 @@
+"""Contexts by Transformer Engine's names run our recipes; everything is available."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver
+import quaver.compat.transformer_engine.pytorch as te
+import quaver.torch as qt
+from quaver.compat.transformer_engine.common import recipe
+from quaver.compat.transformer_engine.pytorch.quantization import check_mxfp8_support
+from quaver.torch.state.context import ambient
+from tests.close import assert_bitwise
+
+
+def losses(layer: te.Linear, context: object, steps: int = 3) -> list[float]:
+    optimizer, result = torch.optim.SGD(layer.parameters(), 0.1), []
+    for i in range(steps):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(i)) * (1 + i)
+        with context:  # type: ignore[attr-defined]
+            loss = layer(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        result.append(loss.item())
+    return result
+
+
+@pytest.mark.parametrize("name", recipe.RECIPES)
+def test_losses_are_our_recipes(name: str) -> None:
+    # Noise is each layer's own, and here are several.
+    still = {"disable_stochastic_rounding": True} if name == "NVFP4BlockScaling" else {}
+    given, each = recipe.RECIPES[name](**still), []
+    for context in (te.autocast(recipe=given), te.fp8_autocast(fp8_recipe=given), qt.autocast(given.recipe())):
+        torch.manual_seed(0)
+        each.append(losses(te.Linear(32, 16), context))
+    assert each[0] == each[1] == each[2] != losses(te.Linear(32, 16), te.autocast(False))
+
+
+def test_without_a_recipe_it_is_that_of_the_device() -> None:
+    assert isinstance(te.get_default_recipe(), recipe.DelayedScaling) or torch.cuda.is_available()
+    with te.autocast():
+        te.Linear(16, 16)(torch.zeros(2, 16))
+        assert str(ambient.now[0]).startswith("transformer_engine.")
+    with te.autocast("mxfp8" == "", recipe=None):
+        assert ambient.now[:2] == (None, True)
+
+
+def test_contexts_nest_and_decorate() -> None:
+    @te.autocast(recipe=quaver.recipes.mxfp8())
+    def inside(x: Tensor) -> Tensor:
+        assert ambient.now[0] is quaver.recipes.mxfp8()
+        with te.autocast(enabled=False):
+            assert ambient.now[0] is None
+        return te.Linear(16, 16)(x)  # type: ignore[no-any-return]
+
+    inside(torch.zeros(2, 16))
+    assert ambient.now == (None, False, 0)
+
+
+def test_everything_is_available() -> None:
+    for name in ("is_fp8_available", "is_mxfp8_available", "is_nvfp4_available", "is_fp8_block_scaling_available"):
+        assert getattr(te, name)() is True and getattr(te, name)(return_reason=True) == (True, "")
+    assert check_mxfp8_support() == (True, "")
+
+
+def test_checkpoints_are_ours() -> None:
+    layer, x = te.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
+    results = []
+    for again in (False, True):
+        with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+            y = te.checkpoint(layer, x, use_reentrant=True, tp_group=None) if again else layer(x)
+        results.append(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
+    for one, other in zip(*results, strict=True):
+        assert_bitwise(one, other)
+    with pytest.raises(ValueError, match="distribute_saved_activations is not there"):
+        te.checkpoint(layer, x, distribute_saved_activations=True)
+
+
+def test_what_is_not_there_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="calibrating is not there"):
+        te.autocast(enabled=False, calibrating=True)
+    with pytest.raises(AttributeError, match=r"has no 'LayerNormLinea': did you mean 'LayerNormLinear'\?$"):
+        te.LayerNormLinea  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'make_graphed_callables': .*CapturedStep. captures"):
+        te.make_graphed_callables  # noqa: B018
+    assert not hasattr(te, "make_graphed_callables")

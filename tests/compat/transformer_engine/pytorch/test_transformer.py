@@ -1,0 +1,166 @@
+"""A layer of Transformer Engine's arguments computes what its documentation says, and trains as ours does."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quaver.compat.transformer_engine.pytorch as te
+import quaver.torch as qt
+from quaver.compat.transformer_engine.common.recipe import MXFP8BlockScaling
+from tests.close import assert_bitwise, assert_close
+from tests.compat.transformer_engine.pytorch import plain
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused": {"fuse_qkv_params": True},
+    "fused, not interleaved": {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
+    "Llama": {"num_gqa_groups": 2, "normalization": "RMSNorm", "activation": "swiglu", "bias": False},
+    "Llama, fused": {"num_gqa_groups": 2, "fuse_qkv_params": True, "activation": "geglu", "zero_centered_gamma": True},
+    "BERT": {
+        "apply_residual_connection_post_layernorm": True,
+        "output_layernorm": True,
+        "self_attn_mask_type": "no_mask",
+    },
+    "residual from the norm": {"apply_residual_connection_post_layernorm": True, "activation": "srelu"},
+    "T5": {"layer_type": "decoder"},
+    "T5, fused": {"layer_type": "decoder", "fuse_qkv_params": True, "apply_residual_connection_post_layernorm": True},
+    "Falcon": {"parallel_attention_mlp": True, "activation": "qgelu"},
+    "L2": {"qk_norm_type": "L2Normalization", "activation": "reglu"},
+}
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    layer = te.TransformerLayer(64, 96, 4, hidden_dropout=0.0, attention_dropout=0.0, **KINDS[kind], **more)
+    with torch.no_grad():
+        for p in layer.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.1)
+    return layer
+
+
+def inputs(kind: str) -> dict[str, Tensor]:
+    return {"encoder_output": torch.randn(7, 2, 64)} if KINDS[kind].get("layer_type") == "decoder" else {}
+
+
+@EACH
+def test_the_formula_is_the_documented_one(kind: str) -> None:
+    layer, x, given = make(kind), torch.randn(5, 2, 64), inputs(kind)
+    expected = plain.layer(layer.state_dict(), x, 4, given.get("encoder_output"), **KINDS[kind])
+    assert_close("output", layer(x, **given), expected, 1e-5)
+
+
+@EACH
+def test_it_trains_quantized(kind: str) -> None:
+    layer, x, given = make(kind), torch.randn(5, 2, 64), inputs(kind)
+    with te.autocast(recipe=MXFP8BlockScaling()):
+        y = layer(x, **given)
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    exact = layer(x, **given)
+    assert 0 < (y - exact).norm() / (exact - x).norm() < 0.1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "nvfp4"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_bits_are_those_of_our_layer(recipe: str, fused: bool) -> None:
+    """One weight of queries, keys and values, put together in each forward or not."""
+    theirs = make("plain", fuse_qkv_params=fused, qkv_weight_interleaved=False)
+    ours = qt.TransformerLayer(64, 4, 96, layout="sbhd")
+    state = theirs.state_dict()
+    pieces = [k for k in state if k.startswith("self_attention.layernorm_qkv.") and "layer_norm" not in k]
+    joined = {kind: torch.cat([state[k] for k in pieces if k.endswith(kind)]) for kind in ("weight", "bias")}
+    names = {
+        "attention.norm.weight": "self_attention.layernorm_qkv.layer_norm_weight",
+        "attention.norm.bias": "self_attention.layernorm_qkv.layer_norm_bias",
+        "attention.o_proj.weight": "self_attention.proj.weight",
+        "attention.o_proj.bias": "self_attention.proj.bias",
+        "mlp.norm.weight": "layernorm_mlp.layer_norm_weight",
+        "mlp.norm.bias": "layernorm_mlp.layer_norm_bias",
+        "mlp.up_proj.weight": "layernorm_mlp.fc1_weight",
+        "mlp.up_proj.bias": "layernorm_mlp.fc1_bias",
+        "mlp.down_proj.weight": "layernorm_mlp.fc2_weight",
+        "mlp.down_proj.bias": "layernorm_mlp.fc2_bias",
+    }
+    own = {f"attention.qkv_proj.{kind}": value for kind, value in joined.items()}
+    ours.load_state_dict(own | {ours_: state[name] for ours_, name in names.items()})
+    options = {"stochastic_rounding": False} if recipe == "nvfp4" else {}
+    built = getattr(__import__("quaver").recipes, recipe)(**options)
+    for step in range(3):
+        results = []
+        for layer in (theirs, ours):
+            x = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            with qt.autocast(built):
+                y = layer(x)
+            y.square().sum().backward()
+            results.append((y.detach(), x.grad))
+        for one, other in zip(*results, strict=True):
+            assert_bitwise(one, other, f"step {step}")
+    assert_bitwise(theirs.layernorm_mlp.fc1_weight.grad, ours.mlp.up_proj.weight.grad)
+    of_query = theirs.self_attention.layernorm_qkv
+    got = of_query.weight.grad if fused else of_query.query_weight.grad
+    assert_bitwise(got[:64], ours.attention.qkv_proj.weight.grad[:64])
+
+
+def test_dropout_and_drop_path_act_in_training_alone() -> None:
+    layer = te.TransformerLayer(64, 96, 4, hidden_dropout=0.5, attention_dropout=0.5, drop_path_rate=0.5)
+    x = torch.randn(5, 2, 64)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert_bitwise(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_a_call_says_masks_windows_and_positions(layout: str) -> None:
+    layer = make("plain", attn_input_format=layout, num_gqa_groups=2)
+    rope = te.RotaryPositionEmbedding(16)(16)
+    x = torch.randn(2, 9, 64)
+    mask = torch.zeros(2, 1, 1, 9, dtype=torch.bool)
+    mask[1, ..., 6:] = True
+
+    def run(x: Tensor, **given: Any) -> Any:
+        y = layer(x if layout == "bshd" else x.transpose(0, 1), rotary_pos_emb=rope, **given)
+        return y if layout == "bshd" else y.transpose(0, 1)
+
+    whole = run(x, attention_mask=mask, self_attn_mask_type="padding_causal")
+    assert_close("short", whole[1, :6], run(x[1:, :6])[0], 1e-5)
+    again = run(x, attention_mask=mask, self_attn_mask_type="causal,padding", checkpoint_core_attention=True)
+    assert_bitwise(again, whole)
+    changed = x.clone()
+    changed[:, 0] = 7
+    assert_bitwise(run(changed, window_size=(1, 0))[:, 2:], run(x, window_size=(1, 0))[:, 2:])
+    assert not torch.equal(run(changed)[:, 2:], run(x)[:, 2:])
+
+
+def test_gradients_of_weights_wait_for_all_parts() -> None:
+    layer, x = make("fused", fuse_wgrad_accumulation=False), torch.randn(5, 2, 64)
+    layer(x).sum().backward()
+    expected = [p.grad for p in layer.parameters()]
+    waiting = make("fused")
+    for module in waiting.modules():
+        if isinstance(module, te.Linear | te.LayerNormLinear | te.LayerNormMLP):
+            module.__dict__["taker"] = qt.weight_gradients(later=True)
+    waiting(x).sum().backward()
+    assert waiting.layernorm_mlp.fc1_weight.grad is None
+    waiting.backward_dw()
+    for p, g in zip(waiting.parameters(), expected, strict=True):
+        assert_bitwise(p.grad, g)
+
+
+def test_what_excludes_one_another_is_a_sentence() -> None:
+    for options, sentence in (
+        ({"parallel_attention_mlp": True, "output_layernorm": True}, "normalizes before its parts"),
+        ({"layer_type": "encodr"}, "did you mean 'encoder'"),
+        ({"activation": "gelo"}, "did you mean 'gelu'"),
+        ({"tp_size": 2}, "is one rank's part of 2: make it whole"),
+        ({"qk_norm_type": "L2"}, "no qk_norm_type 'L2'"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            te.TransformerLayer(64, 96, 4, **options)
+    with pytest.raises(TypeError, match="did you mean 'num_gqa_groups'"):
+        te.TransformerLayer(64, 96, 4, num_gqa_group=2)
+    with pytest.raises(TypeError, match="has no option 'core_attention_byas'; did you mean"):
+        make("plain")(torch.randn(5, 2, 64), core_attention_byas=1)
