@@ -146,9 +146,9 @@ def pytest_report_from_serializable(data: dict[str, Any]) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    if unnamed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
-        # Each worker has other addresses, and xdist wants the same cases of all.
-        raise pytest.UsageError(f"a case is named by an address; give it another of `ids`: {unnamed[0]}")
+    if unnamed := [item.nodeid for item in items if " at 0x" in item.nodeid or "tensor(" in item.nodeid]:
+        # Each worker has other addresses and random numbers, and xdist wants the same cases of all.
+        raise pytest.UsageError(f"a case is named by an address or a tensor; give it another of `ids`: {unnamed[0]}")
     for item in items:
         place_on_a_machine(item, torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1")
     items.sort(key=turn)

@@ -154,7 +154,6 @@ def test_compiled_in_one_graph_gives_eagers_bits() -> None:
         ({"activation": "swiglu"}, "takes two tensors"),
         ({"activation": "silo"}, "did you mean 'silu'"),
     ],
-    ids=str,
 )
 def test_what_does_not_fit_is_a_sentence(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):

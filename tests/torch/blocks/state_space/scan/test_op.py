@@ -348,7 +348,6 @@ def test_a_second_derivative_and_transforms_are_refused() -> None:
         ({}, {"chunk_size": 0}, "chunk_size is 0"),
         ({}, {"chunk_size": 512}, "chunk_size is 512"),
     ],
-    ids=str,
 )
 def test_what_does_not_fit_is_a_sentence(given: dict[str, Tensor], options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
