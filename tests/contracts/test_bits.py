@@ -14,7 +14,7 @@ from quaver.core.costs.ledger import saved_bytes
 from quaver.core.numbers import philox
 from quaver.core.numbers.formats import E4M3
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.numerics.philox import philox4x32, uniform
+from quaver.torch.numerics.philox import philox4x32, rows_of_uniform, uniform
 from quaver.torch.numerics.quantized import FLOAT8
 from quaver.torch.operations.ops import QUANTIZE
 from tests.close import assert_bitwise
@@ -207,6 +207,13 @@ def test_torchs_philox_gives_the_known_answers(
 ) -> None:
     got = philox4x32(*(torch.tensor([c]) for c in counter), key[0] | key[1] << 32)
     assert tuple(int(w) for w in got) == words
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 7, 16, 33])
+def test_rows_draw_what_they_have_in_the_whole_operand(k: int) -> None:
+    every = uniform(12, k, 5, 7, 2, torch.device("cpu"))
+    rows = torch.tensor([11, 0, 3, 4, 9])
+    assert torch.equal(rows_of_uniform(rows, k, 5, 7, 2), every[rows])
 
 
 @pytest.mark.parametrize("shape", [(300, 301), (7, 3), (0, 4), (4, 0)])

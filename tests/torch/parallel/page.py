@@ -1,12 +1,15 @@
 """The table of docs/parallel.md of recipes under each way to spread a model: what tests compare, or a refusal.
 
-The steps are those of the lists that the tests run; what stands in none of them must be refused where it is called.
+The steps are those of the lists that the tests run, quick ones and slow; what stands in none must be refused where it
+is called.
 `python -m tests.torch.parallel.page` writes the table anew; a test compares them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,48 +82,72 @@ def sent() -> dict[str, int]:
     return {name: 1 for name, spec in inputs.items() if spec is None or spec in specs}
 
 
-#: A way's name, the steps of it that tests compare under each recipe, and what calls it under one that is in none.
-Row = tuple[str, Mapping[str | None, int] | Mapping[str, int], Callable[[str], None] | None]
+class Row(NamedTuple):
+    """A way to spread a model."""
+
+    name: str
+    #: Steps that tests compare under each recipe.
+    quick: Mapping[Any, int]
+    #: And those that the slow tests compare.
+    slow: Mapping[Any, int] = MappingProxyType({})
+    #: What calls it under a recipe that is in neither.
+    call: Callable[[str], None] | None = None
 
 
 def rows() -> list[Row]:
-    ways = [f'`context_parallel(how="{how}")`' for how in ("gather", "ring", "all_to_all")]
-    in_stages = {recipe: steps for name, recipe, steps, _ in test_pipeline_mesh.cases() if name == "1F1B"}
+    """The ways, by the lists that the tests run."""
+    hows = ("gather", "ring", "all_to_all")
+    gathered, frozen, both = test_gathering, test_gathering.STORED, test_applying.WITH_HEADS
     return [
-        ("`gather_quantized`, `fully_shard`", dict.fromkeys(test_gathering._OWN, test_gathering.STEPS), gather),
-        ("the same, after `Column`, `Row`", test_mesh.STEPS, None),
-        ("`quantized_init`, `fully_shard`, frozen", test_gathering.STORED, store),
-        ("the same, stepped by `quaver.torch.optim`", dict.fromkeys(test_codes.LEARN, test_codes.STEPS), learn),
-        ("`Column`, `Row`, tokens in parts", test_styles.STEPS, None),
-        ("`Heads`: several matrices in one weight", matrices.STEPS, None),
-        ("`Vocabulary`: a quantized head, its loss", vocabulary.HEADS, None),
-        *((way, test_applying.ALONE | test_applying.HISTORIES, None) for way in ways),
-        ("`exchange`", sent(), send),
-        ("`ExpertParallel`", test_experts.STEPS, divide),
-        ("`quantize_gradients`", test_gradients.TRAINED, None),
-        ("stages, backwards in two parts", test_pipeline.SPLIT, None),
-        ("stages by 1F1B, `fully_shard`", in_stages, None),
+        Row("`gather_quantized`, `fully_shard`", dict.fromkeys(gathered._OWN, gathered.STEPS), call=gather),
+        Row("the same, after `Column`, `Row`", test_mesh.STEPS),
+        Row("`quantized_init`, `fully_shard`, frozen", frozen, dict.fromkeys(frozen, gathered.STEPS), store),
+        Row(
+            "the same, stepped by `quaver.torch.optim`",
+            dict.fromkeys(test_codes.LEARN, test_codes.STEPS),
+            dict.fromkeys(test_codes.LEARN, test_codes.ALL_STEPS),
+            learn,
+        ),
+        Row("`Column`, `Row`, tokens in parts", test_styles.STEPS, test_styles.LONG),
+        Row("`Heads`: several matrices in one weight", matrices.STEPS, matrices.LONG),
+        Row("`Vocabulary`: a quantized head, its loss", vocabulary.HEADS, vocabulary.LONG),
+        *(Row(f'`context_parallel(how="{how}")`', test_applying.ALONE[how], test_applying.LONG[how]) for how in hows),
+        *(Row(f'`how="{how}"`, after `Heads`, `Column`, `Row`', both[how], test_applying.LONG[how]) for how in hows),
+        Row("`exchange`", sent(), call=send),
+        Row("`ExpertParallel`", test_experts.STEPS, call=divide),
+        Row("`quantize_gradients`", test_gradients.TRAINED, test_gradients.LONG),
+        Row("stages, backwards in two parts", test_pipeline.SPLIT, test_pipeline.LONG),
+        Row("stages by 1F1B, `fully_shard`", test_pipeline_mesh.STEPS, test_pipeline_mesh.LONG),
     ]
+
+
+def cell(row: Row, recipe: str) -> str:
+    """Steps of the slow tests, in brackets those of the quick ones where they are fewer; "" where there are none."""
+    quick, slow = row.quick.get(recipe, 0), row.slow.get(recipe, 0)
+    if slow > quick:
+        return f"{slow} ({quick or 'slow'})"
+    return str(quick) if quick else ""
 
 
 def table() -> str:
     """Every recipe under every way."""
     heads = ["", *(f"`{name}`" for name in recipes.RECIPES)]
     lines, refusals = [heads, ["---", *["---:"] * len(recipes.RECIPES)]], []
-    for way, tested, call in rows():
-        line = [way]
+    for row in rows():
+        line = [row.name]
         for name in recipes.RECIPES:
-            if name in tested:
-                line.append(str(tested[name]))  # type: ignore[index]
+            steps = cell(row, name)
+            if steps:
+                line.append(steps)
                 continue
-            assert call is not None, f"{way} under {name} is neither tested nor refused"
+            assert row.call is not None, f"{row.name} under {name} is neither tested nor refused"
             try:
-                call(name)
+                row.call(name)
             except ValueError as error:
-                refusals.append(f"{way} under `{name}`: " + "; ".join(str(error).splitlines()))
-                line.append(f"refused ({len(refusals)})")
+                refusals.append(f"{row.name} under `{name}`: " + "; ".join(str(error).splitlines()))
+                line.append(f"refused [{len(refusals)}]")
             else:
-                raise AssertionError(f"{way} under {name} is neither tested nor refused")
+                raise AssertionError(f"{row.name} under {name} is neither tested nor refused")
         lines.append(line)
     said = "".join(f"{number}. {refusal}\n" for number, refusal in enumerate(refusals, 1))
     return "".join("| " + " | ".join(line) + " |\n" for line in lines) + ("\n" + said if said else "")

@@ -34,6 +34,8 @@ MICRO, STEPS, WIDTH = 4, 3, 64
 #: Steps of backwards in two parts: more where steps leave more than weights. One backward has 20 losses of every kind
 #: of scale in test_pipeline_mesh.py.
 SPLIT = dict.fromkeys(recipes.RECIPES, STEPS) | {"delayed": 20}
+#: And in the slow tests.
+LONG = dict.fromkeys(recipes.RECIPES, 20)
 #: Sequences and tokens of a micro-batch.
 TOKENS = 2, 16
 LR = 0.1
@@ -315,10 +317,24 @@ def cases() -> Sequence[two_ranks.Case]:
     ]
 
 
+def slow() -> Sequence[two_ranks.Case]:
+    return [
+        *(case(even, "InterleavedZeroBubble", recipe, steps) for recipe, steps in LONG.items()),
+        *(case(converted, name, recipe, 20) for name in KINDS for recipe in recipes.RECIPES),
+        *(case(build, name, "mxfp8", 20) for build in (blocks, transformer) for name in KINDS),
+    ]
+
+
 @pytest.mark.ranks
 def test_stages_train_as_one_process(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_losses(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, slow=True)
+
+
 if __name__ == "__main__":
-    two_ranks.main(cases())
+    two_ranks.main(cases(), slow=slow())

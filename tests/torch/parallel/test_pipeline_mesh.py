@@ -24,8 +24,8 @@ from tests.two_ranks import RANKS
 
 #: One of each kind of scale, with histories, and with noise.
 SCALES = ("delayed", "mxfp8", "nvfp4")
-#: Losses of 1F1B by recipe: one of each kind of scale has 20.
-STEPS = dict.fromkeys(recipes.RECIPES, 3) | dict.fromkeys(SCALES, 20)
+#: Losses of 1F1B by recipe: one of each kind of scale has 20; and in the slow tests.
+STEPS, LONG = dict.fromkeys(recipes.RECIPES, 3) | dict.fromkeys(SCALES, 20), dict.fromkeys(recipes.RECIPES, 20)
 #: Sequences and tokens of a micro-batch.
 TOKENS = 2, 8
 #: Of these schedules few, since a mistake shows in the first or the second.
@@ -117,22 +117,40 @@ def on_ranks(
     return losses, net
 
 
-def cases() -> list[tuple[str, str, int, bool | None]]:
-    """A schedule, a recipe, steps, and `reshard_after_forward`."""
-    cases: list[tuple[str, str, int, bool | None]] = [("1F1B", *of_recipe, None) for of_recipe in STEPS.items()]
+#: A schedule, a recipe, steps, and `reshard_after_forward`.
+Run = tuple[str, str, int, bool | None]
+
+
+def runs() -> list[Run]:
+    quick: list[Run] = [("1F1B", *of_recipe, None) for of_recipe in STEPS.items()]
     for number, (name, steps) in enumerate(OTHERS.items()):
-        cases += [(name, recipe, steps, (None, False)[number % 2]) for recipe in SCALES]
-    return cases
+        quick += [(name, recipe, steps, (None, False)[number % 2]) for recipe in SCALES]
+    return quick
+
+
+def long_runs() -> list[Run]:
+    every: list[Run] = [("1F1B", *of_recipe, None) for of_recipe in LONG.items()]
+    for number, name in enumerate(OTHERS):
+        every += [(name, *of_recipe, (None, False)[number % 2]) for of_recipe in LONG.items()]
+    return every
 
 
 def as_one_process(rank: int) -> None:
+    are_one_process(rank, runs())
+
+
+def as_one_process_for_long(rank: int) -> None:
+    are_one_process(rank, long_runs())
+
+
+def are_one_process(rank: int, cases: list[Run]) -> None:
     """Losses, weights, histories and counts are those of one process that splits the same sums."""
     mesh = two_ranks.mesh(RANKS, RANKS, names=("pp", "dp"))
     alone()
     # Each rank trains some of what all compare with.
-    own = {case: in_one_process(*case[:3]) for case in cases()[rank :: RANKS * RANKS]}
+    own = {case: in_one_process(*case[:3]) for case in cases[rank :: RANKS * RANKS]}
     gc.collect()
-    for number, case in enumerate(cases()):
+    for number, case in enumerate(cases):
         said = [own.get(case)]
         dist.broadcast_object_list(said, number % (RANKS * RANKS))
         assert said[0] is not None
@@ -159,5 +177,11 @@ def test_stages_and_shards_are_one_process(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, RANKS * RANKS)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_losses(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, RANKS * RANKS, slow=True)
+
+
 if __name__ == "__main__":
-    two_ranks.main([as_one_process])
+    two_ranks.main([as_one_process], slow=[as_one_process_for_long])

@@ -62,6 +62,23 @@ def part_of_uniform(rows: Tensor, fours: Tensor, k: int, seed: int, tensor_id: i
     return out.mul_(2.0**-24).view(len(rows), 4 * len(fours))
 
 
+def rows_of_uniform(rows: Tensor, k: int, seed: int, tensor_id: int, count: Tensor | int) -> Tensor:
+    """Some rows of `uniform` of an operand with k columns, however many: float32 [rows, k]. Exact.
+
+    Args:
+        rows: their numbers, int64.
+    """
+    if k % 4 == 0:
+        fours = torch.arange(k // 4, dtype=torch.int64, device=rows.device)
+        return part_of_uniform(rows, fours, k, seed, tensor_id, count)
+    # Groups of four that hold a row wherever it begins in its first one.
+    first = rows[:, None] * k
+    g = first // 4 + torch.arange((k + 6) // 4, dtype=torch.int64, device=rows.device)
+    inside = first % 4 + torch.arange(k, dtype=torch.int64, device=rows.device)
+    drawn = torch.stack(words(g, seed, tensor_id, count), -1).flatten(1).gather(1, inside)
+    return drawn.to(torch.float32).mul_(2.0**-24)
+
+
 def turned_uniform(
     rows: int, k: int, seed: int, tensor_id: int, count: Tensor | int, first: int, number: int
 ) -> Tensor:

@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,23 +29,27 @@ from tests.two_ranks import world
 
 VOCABULARY, DIM, BATCH, TOKENS = 40, 64, 2, 64
 LOSSES = 20
-#: Steps by recipe on two ranks. Delayed scaling's histories, which ranks agree on, are looked at by themselves; noise
-#: is that of a layer's number where it has no name.
-ALONE: dict[str | None, int] = {name: 2 for name in (None, *recipes.RECIPES) if name != "delayed"} | {"nvfp4": 1}
-#: The one with all losses of each way: nothing but weights goes from step to step.
-LONG = {"gather": "tensorwise", "ring": "mxfp8", "all_to_all": None}
+#: Of one process's layers what a recipe remembers is told from layer to layer by their names, which `convert` gives.
+NAMED = ("delayed", "nvfp4")
+Steps = dict[str | None, int]
+#: Steps by recipe on two ranks, each way: nothing but weights, histories and counts goes from step to step.
+ALONE: dict[str, Steps] = {how: dict.fromkeys((None, *recipes.RECIPES), 2) | {"delayed": 3} for how in SPLIT}
+#: On four ranks.
+OF_FOUR: dict[str, Steps] = {how: {None: 3, "rowwise": 3} for how in SPLIT}
+#: And in the slow tests.
+LONG: dict[str, Steps] = {how: dict.fromkeys((None, *recipes.RECIPES), LOSSES) for how in SPLIT}
 #: Steps after which ranks' histories are compared, each way.
-HISTORIES = {"delayed": 3}
+HISTORIES = 3
 
 
 class Net(nn.Module):
-    def __init__(self, layers: int = 2, hidden: int = 96, **options: Any) -> None:
+    def __init__(self, layers: int = 2, hidden: int = 96, dim: int = DIM, **options: Any) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, DIM)
+        self.embed = nn.Embedding(VOCABULARY, dim)
         given = {"groups": 4, "mask_type": "causal", "normalization": "RMSNorm", "bias": False, **options}
-        rope = qt.RotaryEmbedding(DIM // 8)
-        self.layers = nn.ModuleList(qt.TransformerLayer(DIM, 8, hidden, rope=rope, **given) for _ in range(layers))
-        self.head = qt.Linear(DIM, VOCABULARY, bias=False)
+        rope = qt.RotaryEmbedding(dim // 8)
+        self.layers = nn.ModuleList(qt.TransformerLayer(dim, 8, hidden, rope=rope, **given) for _ in range(layers))
+        self.head = qt.Linear(dim, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, **options: Any) -> Tensor:
         x = self.embed(tokens)
@@ -63,7 +69,15 @@ def batch(step: int, shape: tuple[int, ...] = (BATCH, TOKENS)) -> tuple[Tensor, 
     return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
 
 
-def loss_of(model: nn.Module, recipe: str | None, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
+def prepared(model: nn.Module, recipe: str | None) -> str | None:
+    """What a model is then called under."""
+    if recipe not in NAMED:
+        return recipe
+    qt.convert(model, recipe, head=True)
+    return None
+
+
+def loss_of(model: Callable[..., Tensor], recipe: str | None, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """The share of the mean over all ranks' tokens."""
     with contextlib.nullcontext() if recipe is None else qt.autocast(recipe):
         logits = model(tokens, **options)
@@ -77,6 +91,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def in_parts(how: str, recipe: str | None, steps: int, quantized: str | None = None) -> list[Tensor]:
     """Every rank's losses of each step."""
     model = net()
+    recipe = prepared(model, recipe)
     return trained(model, context_parallel(model, how=how, quantized=quantized), recipe, steps)
 
 
@@ -95,7 +110,35 @@ def trained(model: Net, cp: ContextParallel, recipe: str | None, steps: int) -> 
 
 def in_one(how: str, recipe: str | None, steps: int) -> list[Tensor]:
     """The same of one process that splits its sums alike."""
-    return trained_in_one([net() for _ in range(world())], how, recipe, steps)
+    models = [net() for _ in range(world())]
+    if recipe in NAMED:
+        for model in models:
+            qt.convert(model, recipe, head=True)
+            split(model, recipe, 1)
+    return trained_in_one(models, how, None if recipe in NAMED else recipe, steps)
+
+
+def split(model: nn.Module, recipe: str | None, ranks: int) -> None:
+    """Have linear layers computed as so many ranks of tensor parallelism compute them."""
+    for block in [*model.modules()]:
+        for name, each in [*block._modules.items()]:
+            if isinstance(each, nn.Linear) and (ranks == 1 or name in (*COLUMNS, *ROWS)):
+                of_recipe = None if recipe is None else recipes.get(recipe)
+                block._modules[name] = SplitLinear(each, of_recipe, ranks, name not in ROWS, False)
+
+
+def roll(models: list[nn.Module]) -> None:
+    """A step of delayed scaling is over, whose maxima are those of all ranks' tokens."""
+    for layers in zip(*(model.modules() for model in models), strict=True):
+        if not isinstance(layers[0], SplitLinear):
+            continue
+        windows: Any = [layer.windows for layer in layers]
+        for name in windows[0]:
+            newest = np.maximum.reduce([each[name][0] for each in windows])
+            for each in windows:
+                each[name][0] = newest
+        for layer in layers:
+            layer.roll()  # type: ignore[operator]
 
 
 def trained_in_one(models: Any, how: str, recipe: str | None, steps: int) -> list[Tensor]:
@@ -108,7 +151,8 @@ def trained_in_one(models: Any, how: str, recipe: str | None, steps: int) -> lis
         def call(model: nn.Module, rank: int, tokens: Tensor = tokens, labels: Tensor = labels) -> Tensor:
             places = order.places(TOKENS, rank)
             parts = order.cut(tokens, 1, rank), order.cut(labels, 1, rank)
-            return loss_of(model, recipe, *parts, positions=places)
+            # Not by `model(...)`: where a converted root begins a forward, all ranks agree on histories.
+            return loss_of(model.forward, recipe, *parts, positions=places)
 
         each = together.run(call)
         torch.autograd.backward(each)
@@ -121,18 +165,21 @@ def trained_in_one(models: Any, how: str, recipe: str | None, steps: int) -> lis
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        roll(models)
         losses.append(torch.stack([x.detach() for x in each]))
     return list(torch.stack(losses, 1))
 
 
-def the_same_losses(rank: int) -> None:
-    for how in SPLIT:
-        longest: dict[str | None, int] = {LONG[how]: LOSSES}
-        for recipe, steps in (ALONE | longest if world() == 2 else {None: 3, "rowwise": 3}).items():
+def the_same_losses(of_steps: dict[str, Steps]) -> two_ranks.Case:
+    def case(rank: int) -> None:
+        for how, recipe, steps in [(how, *each) for how, of_how in of_steps.items() for each in of_how.items()]:
             got = in_parts(how, recipe, steps)
             wanted = in_one(how, recipe, steps) if rank == 0 else got
             for other, (a, b) in enumerate(zip(got, wanted, strict=True)):
                 assert_bitwise(a, b, f"{how}, {recipe}, rank {other}")
+
+    case.__name__ = "the same losses"
+    return case
 
 
 def the_first_step(rank: int) -> None:
@@ -157,8 +204,6 @@ def the_first_step(rank: int) -> None:
 
 def eight_bits_learn(rank: int) -> None:
     """Keys and values in eight bits: other losses than those of high precision, and near them."""
-    if world() > 2:
-        return
     plain = sum(in_parts("gather", None, 3))
     for how in SPLIT:
         codes = sum(in_parts(how, "mxfp8", 3, "mxfp8"))
@@ -218,7 +263,7 @@ def delayed_scaling(rank: int) -> None:
         model = net(layers=1)
         qt.convert(model, recipes.delayed(history=4))
         cp = context_parallel(model, how=how)
-        for step in range(HISTORIES["delayed"]):
+        for step in range(HISTORIES):
             tokens, labels = (cp.cut(x) for x in batch(step))
             loss_of(model, None, tokens, labels).backward()
             cp.sum_gradients(model)
@@ -234,8 +279,6 @@ def delayed_scaling(rank: int) -> None:
 
 def some_ranks(rank: int) -> None:
     """A mesh of two dimensions: sequences lie on one, other batches on the other."""
-    if world() < 4:
-        return
     mesh = two_ranks.mesh(2, 2, names=("dp", "cp"))
     plain = net(layers=1)
     for how in SPLIT:
@@ -249,8 +292,6 @@ def some_ranks(rank: int) -> None:
 
 def heads_in_parts_too(rank: int) -> None:
     """Two ranks share heads and features, two the sequence: within 1e-6 of one process, gradients of their largest."""
-    if world() < 4:
-        return
     mesh = two_ranks.mesh(2, 2, names=("cp", "tp"))
     options = {"fused": False, "activation": "swiglu"}
     plain = net(layers=1, **options)
@@ -277,43 +318,53 @@ def heads_in_parts_too(rank: int) -> None:
 
 #: What takes 4 ranks, 2 of each kind, and on which each way and recipe has so many steps.
 OF_BOTH: dict[str, Any] = {"fused": False, "activation": "swiglu", "groups": 8, "hidden": 128}
-STEPS = {"gather": {None: 3, "tensorwise": LOSSES, "mxfp8": 3}, "ring": {"mxfp8": 3}, "all_to_all": {None: 3}}
+WITH_HEADS: dict[str, Steps] = {
+    "gather": {None: 2, "tensorwise": 3, "mxfp8": 2},
+    "ring": {"mxfp8": 2},
+    "all_to_all": {None: 2, "delayed": 3},
+}
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
 
-def the_same_losses_with_heads_in_parts(rank: int) -> None:
+def of_both(recipe: str | None) -> dict[str, Any]:
+    """Features that two ranks share in whole blocks."""
+    return OF_BOTH | ({"dim": 256, "hidden": 256} if recipe == "blockwise" else {})
+
+
+def with_heads_in_parts(of_steps: dict[str, Steps]) -> two_ranks.Case:
     """Two ranks share heads and features, two the sequence: bit for bit one process that splits the same sums."""
-    if world() < 4:
-        return
-    mesh = two_ranks.mesh(2, 2, names=("cp", "tp"))
-    runs = [(how, recipe, steps) for how, each in STEPS.items() for recipe, steps in each.items()]
-    got = []
-    for how, recipe, steps in runs:
-        model = net(**OF_BOTH)
-        plan = {f"layers.*.mlp.{name}": Column() for name in ("gate_proj", "up_proj")}
-        parallelize_module(model, mesh["tp"], {**plan, "layers.*.attention": Heads(), "layers.*.mlp.down_proj": Row()})
-        got.append(trained(model, context_parallel(model, mesh["cp"], how), recipe, steps))
-    # One rank each computes what one process does, at the same time.
-    for i, (how, recipe, steps) in enumerate(runs):
-        if i % world() != rank:
-            continue
-        models = [net(**OF_BOTH) for _ in range(2)]
-        for model in models:
-            for block in [*model.modules()]:
-                for name in (*COLUMNS, *ROWS):
-                    if name in block._modules:
-                        of_recipe = None if recipe is None else recipes.get(recipe)
-                        each: Any = block._modules[name]
-                        block._modules[name] = SplitLinear(each, of_recipe, 2, name in COLUMNS, False)
-        wanted = trained_in_one(models, how, recipe, steps)
-        for other, losses in enumerate(got[i]):
-            assert_bitwise(losses, wanted[other // 2], f"{how}, {recipe}, rank {other}")
+
+    def case(rank: int) -> None:
+        mesh = two_ranks.mesh(2, 2, names=("cp", "tp"))
+        runs = [(how, recipe, steps) for how, each in of_steps.items() for recipe, steps in each.items()]
+        got = []
+        for how, recipe, steps in runs:
+            model = net(**of_both(recipe))
+            ambient = prepared(model, recipe)
+            plan = {f"layers.*.mlp.{name}": Column() for name in ("gate_proj", "up_proj")}
+            plan |= {"layers.*.attention": Heads(), "layers.*.mlp.down_proj": Row()}
+            parallelize_module(model, mesh["tp"], plan)
+            got.append(trained(model, context_parallel(model, mesh["cp"], how), ambient, steps))
+        # One rank each computes what one process does, at the same time.
+        for i, (how, recipe, steps) in enumerate(runs):
+            if i % world() != rank:
+                continue
+            models = [net(**of_both(recipe)) for _ in range(2)]
+            for model in models:
+                ambient = prepared(model, recipe)
+                split(model, recipe, 2)
+                if recipe in NAMED:
+                    model.head = SplitLinear(model.head, recipes.get(recipe), 1, True, False)  # type: ignore[assignment]
+            wanted = trained_in_one(models, how, ambient, steps)
+            for other, losses in enumerate(got[i]):
+                assert_bitwise(losses, wanted[other // 2], f"{how}, {recipe}, rank {other}")
+
+    case.__name__ = "the same losses with heads in parts"
+    return case
 
 
 def tokens_in_parts_twice(rank: int) -> None:
     """Sequence parallelism within a part of a sequence: layers' positions are those of what projections gather."""
-    if world() < 4:
-        return
     mesh = two_ranks.mesh(2, 2, names=("cp", "tp"))
     x = torch.randn(BATCH, TOKENS, DIM, generator=torch.Generator().manual_seed(1))
     options = {"layers": 1, "fused": False, "activation": "swiglu"}
@@ -342,8 +393,6 @@ def tokens_in_parts_twice(rank: int) -> None:
 
 def beside_data_parallelism(rank: int) -> None:
     """DistributedDataParallel and fully_shard over these ranks give `sum_gradients` divided by the ranks."""
-    if world() > 2:
-        return
     tokens, labels = batch(0)
     summed = net(layers=1)
     cp = context_parallel(summed)
@@ -396,24 +445,32 @@ def bad_models(rank: int) -> None:
     dist.barrier()
 
 
-CASES = [
-    *(the_same_losses, the_first_step, eight_bits_learn, sequences_end_to_end, latent_attention, delayed_scaling),
-    *(
-        some_ranks,
-        heads_in_parts_too,
-        the_same_losses_with_heads_in_parts,
-        tokens_in_parts_twice,
-        beside_data_parallelism,
-        bad_models,
-    ),
-]
+COMMON: list[two_ranks.Case] = [the_first_step, sequences_end_to_end, latent_attention, delayed_scaling, bad_models]
+CASES: dict[int, list[two_ranks.Case]] = {
+    2: [the_same_losses(ALONE), eight_bits_learn, beside_data_parallelism, *COMMON],
+    4: [
+        *(the_same_losses(OF_FOUR), some_ranks, heads_in_parts_too, with_heads_in_parts(WITH_HEADS)),
+        *(tokens_in_parts_twice, *COMMON),
+    ],
+}
+SLOW: dict[int, list[two_ranks.Case]] = {
+    2: [the_same_losses(LONG)],
+    4: [the_same_losses(LONG), with_heads_in_parts(LONG)],
+}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", CASES)
 @pytest.mark.ranks
 def test_models_train_with_sequences_in_parts(tmp_path: Path, ranks: int) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 
 
+@pytest.mark.parametrize("ranks", SLOW)
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_losses(tmp_path: Path, ranks: int) -> None:
+    two_ranks.run(__name__, tmp_path, ranks, slow=True)
+
+
 if __name__ == "__main__":
-    two_ranks.main(CASES)
+    two_ranks.main(CASES[world()], slow=SLOW[world()])

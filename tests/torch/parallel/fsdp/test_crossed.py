@@ -17,6 +17,8 @@ from tests.torch.parallel.fsdp.training import Case, adam
 
 #: Of every recipe, whose 20 losses beside one process are in `tensor/test_mesh.py`.
 STEPS = 3
+#: Steps of the slow tests.
+LONG = 20
 _OWN = [name for name in recipes.RECIPES if name != "bf16"]
 
 
@@ -99,10 +101,23 @@ CASES: list[Case] = [
 ]
 
 
+SLOW: list[Case] = [
+    *(crossed_of(name, LONG) for name in RECIPES),
+    *(crossed_of(name, LONG, **{option: True}) for name in _OWN for option in ("sequence", "in_bf16", "replicas")),
+    *(crossed_of(name, LONG, **option) for name in _OWN for option in ({"after_forward": False}, {"micro": 2})),
+]
+
+
 @pytest.mark.ranks
 def test_codes_give_what_high_precision_gives(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, crossed.RANKS**2)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_losses(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, crossed.RANKS**2, slow=True)
+
+
 if __name__ == "__main__":
-    two_ranks.main(CASES)
+    two_ranks.main(CASES, slow=SLOW)

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,8 @@ from tests.torch.parallel.fsdp.training import (
 )
 
 STEPS = 20
-#: Steps by recipe of layers whose weights exist only in codes; 1 is a forward, of `nvfp4`, whose noise is that of a
-#: layer's number.
-STORED = dict.fromkeys(("mxfp8", "tensorwise", "blockwise", "rowwise", "rowwise_bf16_wgrad", "mxfp4", "delayed"), 3)
-STORED |= {"nvfp4": 1}
+#: Steps by recipe of layers whose weights exist only in codes.
+STORED = {name: 3 for name in recipes.RECIPES if name not in ("bf16", "mxfp6")}
 #: What compares the weights that ranks prepared.
 ONCE = 1
 #: Bytes of a gather over bf16's; codes alone are 0.5, or 0.25 of four bits.
@@ -242,15 +240,23 @@ def blocks(rank: int) -> None:
 
 
 def weights_that_exist_only_in_codes(rank: int) -> None:
+    frozen_codes(rank, STORED)
+
+
+def weights_that_exist_only_in_codes_for_long(rank: int) -> None:
+    frozen_codes(rank, dict.fromkeys(STORED, STEPS))
+
+
+def frozen_codes(rank: int, of_steps: Mapping[str, int]) -> None:
     """Frozen, under trained biases: sharded, gathered, saved and loaded as codes, with the numbers of one process."""
     low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
     def build(name: str, bias: bool, on: str = "cpu") -> Any:
         torch.manual_seed(0)
         with torch.device(on), qt.quantized_init(name):
-            net = nn.Sequential(
-                qt.Linear(64, 97, bias, recipe=name), nn.GELU(), qt.Linear(97, 64, bias, recipe=name), nn.LayerNorm(64)
-            )
+            net = nn.Sequential(qt.Linear(64, 97, bias), nn.GELU(), qt.Linear(97, 64, bias), nn.LayerNorm(64))
+        # Noise goes by a layer's name.
+        qt.convert(net, name)
         for i in (0, 2):
             net[i].weight.requires_grad_(False)
         return net
@@ -267,7 +273,7 @@ def weights_that_exist_only_in_codes(rank: int) -> None:
             losses.append(loss.item())
         return losses
 
-    for name, steps in STORED.items():
+    for name, steps in of_steps.items():
         for bias in (True, False):
             net = build(name, bias)
             gathers = gather_quantized(net)
@@ -282,11 +288,10 @@ def weights_that_exist_only_in_codes(rank: int) -> None:
                 own = net[i].weight.to_local()
                 rows = net[i].weight.shape[0]
                 assert own.shape[0] == (-(-rows // 2) if rank == 0 else rows // 2) and own.element_size() == 1
-            if steps > 1:
-                fresh = build(name, bias)
-                gather_quantized(fresh)
-                losses, expected = trained(sharded(fresh), steps), trained(build(name, bias), steps)
-                assert losses == expected, f"{name}: {losses}, {expected}"
+            fresh = build(name, bias)
+            gather_quantized(fresh)
+            losses, expected = trained(sharded(fresh), steps), trained(build(name, bias), steps)
+            assert losses == expected, f"{name}: {losses}, {expected}"
             low_net = build(name, bias)
             gather_quantized(low_net)
             y = sharded(low_net, mp_policy=low)(x)
@@ -653,6 +658,22 @@ CASES: dict[int, list[Case]] = {
 }
 
 
+SLOW: dict[int, list[Case]] = {
+    2: [
+        *(of_recipe(name) for name in RECIPES),
+        *(of_recipe(name, in_bf16=True) for name in RECIPES),
+        *(of_recipe(name, sizes=sizes, tokens=8) for name in RECIPES for sizes in UNEVEN),
+        *(of_recipe(name, micro=2, keep=True) for name in RECIPES),
+        *(of_recipe(name, after_forward=False) for name in RECIPES),
+        weights_that_exist_only_in_codes_for_long,
+    ],
+    4: [
+        *(of_recipe(name, sizes=sizes, tokens=8) for name in RECIPES for sizes in UNEVEN),
+        *(of_recipe(name, hsdp=True, tokens=8) for name in RECIPES),
+    ],
+}
+
+
 def test_a_report_says_how_each_weight_travels() -> None:
     net = network((32, 48, 64))
     net.extend([nn.Linear(64, 32), nn.Linear(32, 32)])
@@ -712,5 +733,12 @@ def test_codes_give_what_high_precision_gives(ranks: int, tmp_path: Path) -> Non
     two_ranks.run(__name__, tmp_path, ranks)
 
 
+@pytest.mark.parametrize("ranks", SLOW)
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_losses(ranks: int, tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, ranks, slow=True)
+
+
 if __name__ == "__main__":
-    two_ranks.main(CASES[two_ranks.world()])
+    two_ranks.main(CASES[two_ranks.world()], slow=SLOW.get(two_ranks.world(), ()))

@@ -1,6 +1,6 @@
 """Gradients in eight bits on the wire: the float32 sum of what each rank quantized, bit for bit, on every rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -164,19 +164,27 @@ def sharded(rank: int) -> None:
         assert_bitwise(got, (summed(parts, gradients.BLOCKS)[rank] / RANKS).to(dtype), f"{dtype}")
 
 
-#: Steps of a converted model under each recipe.
-TRAINED = dict.fromkeys(recipes.RECIPES, 10)
+#: Steps of a converted model under each recipe, and in the slow tests.
+TRAINED, LONG = dict.fromkeys(recipes.RECIPES, 10), dict.fromkeys(recipes.RECIPES, 20)
 
 
 def trains_with_both(rank: int) -> None:
+    train_with_both(rank, TRAINED)
+
+
+def trains_for_long_with_both(rank: int) -> None:
+    train_with_both(rank, LONG)
+
+
+def train_with_both(rank: int, of_steps: Mapping[str, int]) -> None:
     """A converted model, whose losses go down as with gradients in high precision."""
-    for recipe in TRAINED:
-        ends = [end_of(recipe, quantized, rank) for quantized in (False, True)]
+    for recipe, steps in of_steps.items():
+        ends = [end_of(recipe, quantized, rank, steps) for quantized in (False, True)]
         assert ends[1] == pytest.approx(ends[0], rel=0.02), f"{recipe}: {ends}"
 
 
-def end_of(recipe: str, quantized: bool, rank: int) -> float:
-    """The loss after ten steps."""
+def end_of(recipe: str, quantized: bool, rank: int, steps: int) -> float:
+    """The loss after so many steps."""
     model = net()
     qt.convert(model, recipe)
     wrapped = DistributedDataParallel(model)
@@ -184,7 +192,7 @@ def end_of(recipe: str, quantized: bool, rank: int) -> float:
         gradients.quantize_gradients(wrapped)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     x, target = torch.randn(32, 96, generator=torch.Generator().manual_seed(rank)), torch.zeros(32, 33)
-    for _ in range(TRAINED[recipe]):
+    for _ in range(steps):
         loss = (wrapped(x) - target).square().mean()
         loss.backward()
         optimizer.step()
@@ -233,5 +241,11 @@ def test_ranks_sum_what_each_quantized_once(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_steps(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, slow=True)
+
+
 if __name__ == "__main__":
-    two_ranks.main(CASES)
+    two_ranks.main(CASES, slow=[trains_for_long_with_both])

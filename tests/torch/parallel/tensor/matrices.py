@@ -5,6 +5,7 @@ import pickle
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +37,21 @@ def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-#: Steps of several matrices in one weight under each recipe.
-STEPS = dict.fromkeys(recipes.RECIPES, 3)
+#: Steps of several matrices in one weight under each recipe, and in the slow tests.
+STEPS, LONG = dict.fromkeys(recipes.RECIPES, 3), dict.fromkeys(recipes.RECIPES, 20)
 
 
 def under_every_recipe(rank: int) -> None:
-    """Output, gradients and three steps of one process that splits the same sums, with matrices of unlike sizes."""
-    for name, steps in STEPS.items():
+    under_recipes(rank, STEPS)
+
+
+def under_every_recipe_for_long(rank: int) -> None:
+    under_recipes(rank, LONG)
+
+
+def under_recipes(rank: int, of_steps: Mapping[str, int]) -> None:
+    """Outputs and gradients of one process that splits the same sums, with matrices of unlike sizes."""
+    for name, steps in of_steps.items():
         recipe = recipes.get(name)
         block = max([16, *(side for s in recipe.operands().values() if s for side in s.block if side is not None)])
         sizes = {"q_proj": 2 * RANKS * block, "k_proj": RANKS * block, "v_proj": RANKS * block}

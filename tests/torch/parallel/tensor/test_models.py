@@ -211,10 +211,19 @@ CASES = [
 ]
 
 
+SLOW = [matrices.under_every_recipe_for_long, vocabulary.quantized_heads_for_long]
+
+
 @pytest.mark.ranks
 def test_models_in_parts_are_the_whole_ones(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_steps(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, slow=True)
+
+
 if __name__ == "__main__":
-    two_ranks.main(CASES)
+    two_ranks.main(CASES, slow=SLOW)

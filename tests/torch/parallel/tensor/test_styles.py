@@ -4,7 +4,7 @@ import copy
 import io
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,18 @@ def block_of(recipe: Recipe | None) -> int:
 
 
 class Net(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, more: int = 0) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width + more)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(nn.functional.gelu(self.up(x)))
         return y
 
 
-def net(recipe: Recipe | None, dtype: torch.dtype = torch.float32) -> Net:
+def net(recipe: Recipe | None, dtype: torch.dtype = torch.float32, more: int = 0) -> Net:
     torch.manual_seed(0)
-    model = Net(block_of(recipe)).to(dtype)
+    model = Net(block_of(recipe), more).to(dtype)
     qt.convert(model, "bf16" if recipe is None else recipe)
     return model
 
@@ -77,10 +77,11 @@ def part(p: Tensor, placement: Any, rank: int) -> Tensor:
     return p.chunk(RANKS, placement.dim)[rank] if placement.is_shard() else p
 
 
-def run(name: str, sequence: bool, dtype: torch.dtype, steps: int, rank: int) -> None:
+def run(name: str, sequence: bool, dtype: torch.dtype, steps: int, rank: int, more: int = 0) -> None:
     recipe = None if name == "none" else recipes.get(name)
     says = f"{name} {'sequence' if sequence else 'replicated'} {dtype}"
-    parallel, whole, plain = net(recipe, dtype), split(net(recipe, dtype), recipe, sequence), net(recipe, dtype)
+    parallel, plain = net(recipe, dtype, more), net(recipe, dtype, more)
+    whole = split(net(recipe, dtype, more), recipe, sequence)
     plan = {"up": Column(sequence=sequence), "down": Row(sequence=sequence)}
     parallelize_module(parallel, mesh(), plan)
     nets = parallel, whole, plain
@@ -125,20 +126,25 @@ NAMES = ["none", *recipes.RECIPES]
 STEPS = dict.fromkeys(NAMES, LOSSES) | dict.fromkeys(("bf16", "mxfp6", "mxfp4"), 5)
 
 
-def every_recipe_with_tokens_in_parts(rank: int) -> None:
-    for name in NAMES:
-        run(name, True, torch.float32, STEPS[name], rank)
+#: And in the slow tests.
+LONG = dict.fromkeys(NAMES, LOSSES)
 
 
-def every_recipe_with_all_tokens_on_each_rank(rank: int) -> None:
-    for name in NAMES:
-        run(name, False, torch.float32, 3, rank)
+def every_recipe(sequence: bool, dtype: torch.dtype, steps: Mapping[str, int]) -> two_ranks.Case:
+    """With tokens in parts, or all of them on each rank."""
+
+    def case(rank: int) -> None:
+        for name, number in steps.items():
+            run(name, sequence, dtype, number, rank)
+
+    case.__name__ = f"every recipe, {'tokens in parts' if sequence else 'all tokens on each rank'}, {dtype}"
+    return case
 
 
-def every_recipe_in_bf16(rank: int) -> None:
-    for name in NAMES:
-        for sequence in (False, True):
-            run(name, sequence, torch.bfloat16, 2, rank)
+def features_of_any_number(rank: int) -> None:
+    """Of a `Row`'s output, which is whole on each rank: noise is that of rows that begin within four words."""
+    for more in (1, 2):
+        run("nvfp4", True, torch.float32, 3, rank, more)
 
 
 def in_parts(recipe: str | Recipe | None, sequence: bool = True, dtype: torch.dtype = torch.float32) -> Net:
@@ -428,9 +434,10 @@ def reverted_pickled_and_parametrized(rank: int) -> None:
 
 
 CASES = [
-    every_recipe_with_tokens_in_parts,
-    every_recipe_with_all_tokens_on_each_rank,
-    every_recipe_in_bf16,
+    every_recipe(True, torch.float32, STEPS),
+    every_recipe(False, torch.float32, dict.fromkeys(NAMES, 3)),
+    *(every_recipe(sequence, torch.bfloat16, dict.fromkeys(NAMES, 2)) for sequence in (False, True)),
+    features_of_any_number,
     hard_values,
     recomputed_activations,
     weights_are_agreed_on_once_a_step,
@@ -447,6 +454,9 @@ CASES = [
 ]
 
 
+SLOW = [every_recipe(seq, dtype, LONG) for seq in (True, False) for dtype in (torch.float32, torch.bfloat16)]
+
+
 def test_the_table_of_the_page_is_of_these_recipes_and_styles() -> None:
     text = page.PAGE.read_text()
     assert text == page.written(text), "python -m tests.torch.parallel.tensor.page writes it anew"
@@ -458,5 +468,11 @@ def test_two_ranks_are_one_process_that_splits_the_same_sums(tmp_path: Path) -> 
     two_ranks.run(__name__, tmp_path)
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_twenty_losses(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path, slow=True)
+
+
 if __name__ == "__main__":
-    two_ranks.main(CASES)
+    two_ranks.main(CASES, slow=SLOW)

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -223,13 +223,21 @@ def no_rank_has_all_logits(rank: int) -> None:
     assert counted[0] == 3 * counted[1] > 0, "gradients are made where they are recorded"
 
 
-#: Steps of a head under each recipe.
-HEADS = dict.fromkeys(recipes.RECIPES, 2)
+#: Steps of a head under each recipe, and in the slow tests.
+HEADS, LONG = dict.fromkeys(recipes.RECIPES, 2), dict.fromkeys(recipes.RECIPES, 20)
 
 
 def quantized_heads(rank: int) -> None:
-    """Under every recipe: a Column and the cross entropy of its logits are one process that splits the same sums."""
-    for name, steps in HEADS.items():
+    heads_under(rank, HEADS)
+
+
+def quantized_heads_for_long(rank: int) -> None:
+    heads_under(rank, LONG)
+
+
+def heads_under(rank: int, of_steps: Mapping[str, int]) -> None:
+    """A Column and the cross entropy of its logits are one process that splits the same sums."""
+    for name, steps in of_steps.items():
         recipe = recipes.get(name)
         block = max([32, *(side for s in recipe.operands().values() if s for side in s.block if side is not None)])
         for sequence in (False, True):

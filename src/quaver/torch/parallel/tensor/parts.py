@@ -17,7 +17,7 @@ from quaver.torch.linear.gemms import Call
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.hadamard import rotate
-from quaver.torch.numerics.philox import Noise, part_of_uniform
+from quaver.torch.numerics.philox import Noise, part_of_uniform, rows_of_uniform
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.parallel import wire
@@ -129,13 +129,11 @@ class Ranks:
         """What the elements of this part are rounded with in the whole operand."""
         k = spec.padded(x.shape[1])
         tokens = self.layout.of_tokens(operand)
-        rows, fours = (torch.arange(n, dtype=torch.int64, device=x.device) for n in (x.shape[0], k // 4))
-        if axis == 0:
-            rows = self._places(x.shape[0], tokens, 1, x.device)
-        else:
-            fours, k = self._places(k, tokens, 4, x.device), k * self.number
         seed, tensor_id, count = noise
-        return part_of_uniform(rows, fours, k, seed, int(tensor_id), count)
+        if axis == 0:
+            return rows_of_uniform(self._places(x.shape[0], tokens, 1, x.device), k, seed, int(tensor_id), count)
+        rows = torch.arange(x.shape[0], dtype=torch.int64, device=x.device)
+        return part_of_uniform(rows, self._places(k, tokens, 4, x.device), k * self.number, seed, int(tensor_id), count)
 
     def _lengths(self, length: int, tokens: bool) -> Sequence[int]:
         """Of what lies one after the other along an axis in parts, this rank's part of each: sequences, or matrices."""
