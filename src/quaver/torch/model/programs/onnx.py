@@ -5,6 +5,7 @@ operations, but for quantize and matmul, which `quaver.torch.model.programs.tran
 """
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -58,7 +59,10 @@ def onnx_export(
         raise ValueError(f"{file.parent} is no folder; make it, or write the file elsewhere")
     layers = _layers(model)
     wrapped, given = _Forward(model, inputs), _tensors(inputs)
-    with evaluating(model), _weights_as_codes(layers):
+    with evaluating(model), _weights_as_codes(layers), warnings.catch_warnings():
+        for kind in (FutureWarning, DeprecationWarning):
+            # Of torch's exporter about itself, which a user can do nothing about.
+            warnings.simplefilter("ignore", kind)
         shapes = _dynamic(given) if dynamic_shapes is None else _by_place(dynamic_shapes)
         with traced_plainly(but=KEPT):
             program = torch.export.export(wrapped, given, dynamic_shapes=(shapes,), strict=False)
