@@ -120,7 +120,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
             "optimizers",
         ),
     ),
-    "quaver.compat": ("missing", "checkpoints", "torchao", "transformer_engine"),
+    "quaver.compat": ("stand_in", "missing", "checkpoints", "torchao", "transformer_engine"),
     "quaver.compat.transformer_engine": ("common", "pytorch"),
     "quaver.compat.transformer_engine.pytorch": (
         *("quantization", "module", "attention", "transformer", "permutation", "router", "cross_entropy"),

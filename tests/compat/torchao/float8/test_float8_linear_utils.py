@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchao import float8 as theirs
 from torchao.float8.float8_utils import compute_error as their_error
@@ -119,3 +120,17 @@ def test_it_is_reverted_as_any_other():
     ours.convert_to_float8_training(model)
     assert qt.revert(model) == ["0", "2"]
     assert type(model[0]) is nn.Linear
+
+
+def test_weights_travel_as_codes_where_there_are_processes():
+    config = ours.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    x = torch.randn(4, 16)
+    alone = ours.convert_to_float8_training(nn.Linear(16, 16), config=config)
+    assert type(alone.weight) is nn.Parameter and alone(x).isfinite().all()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = ours.convert_to_float8_training(nn.Linear(16, 16), config=config)
+        with pytest.raises(ValueError, match="prepared by gather_quantized and is gathered by no fully_shard"):
+            layer(x)
+    finally:
+        dist.destroy_process_group()

@@ -43,6 +43,7 @@ def test_each_option_reaches_what_it_is_of() -> None:
     assert asked.recipe().delayed == recipes.delayed(margin=1, history=16, algorithm="most_recent").delayed
     assert asked.recipe().gemms == recipes.delayed(format="e4m3", power_of_two=False).gemms
     assert asked.recipe().attention is not None
+    assert DelayedScaling(override_linear_precision=(False, False, True)).recipe().wgrad == HIGH
     current = Float8CurrentScaling(
         use_power_2_scales=True, fp8_gemm_dgrad=MMParams(use_split_accumulator=False)
     ).recipe()
@@ -92,7 +93,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: DelayedScaling(scaling_factor_compute_algo=max).recipe(), "scaling_factor_compute_algo=.* is not there"),
     (lambda: DelayedScaling(reduce_amax=False).recipe(), "reduce_amax=False is not there: give True"),
     (lambda: DelayedScaling(interval=5).recipe(), "interval=5 is not there"),
-    (lambda: DelayedScaling(override_linear_precision=(False, False, True)).recipe(), "override_linear_precision"),
+    (lambda: DelayedScaling(override_linear_precision=(True, False, True)).recipe(), "override_linear_precision"),
     (lambda: DelayedScaling(backward_override="dequantized").recipe(), "DelayedScaling has no backward_override"),
     (lambda: MXFP8BlockScaling(backward_override="bf16").recipe(), "give None, 'high_precision' or 'dequantized'"),
     (lambda: MXFP8BlockScaling(fp8_format=Format.E5M2).recipe(), "fp8_format=<Format.E5M2.*is not there: give"),

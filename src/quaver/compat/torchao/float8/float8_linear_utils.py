@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from quaver import rules
@@ -38,7 +39,7 @@ def convert_to_float8_training(
 
     Args:
         module: any, itself an nn.Linear too. Under `enable_fsdp_float8_all_gather` all ranks call this alike, before
-            fully_shard.
+            fully_shard; without a group of processes that option does nothing.
         module_filter_fn: of a module and its name: whether to convert it. None converts all, output heads too.
         config: None is tensorwise.
     Returns:
@@ -66,7 +67,8 @@ def convert_to_float8_training(
         return ""
 
     convert(module, recipe_of(config), skip=left, head=True)
-    if config.enable_fsdp_float8_all_gather:
+    # Without a group of processes there is no fully_shard to gather weights.
+    if config.enable_fsdp_float8_all_gather and dist.is_initialized():
         gather_quantized(module)
     return module
 

@@ -107,7 +107,10 @@ class Recipe:
 @suggests
 @dataclass
 class DelayedScaling(Recipe):
-    """Scales from the amaxes of earlier steps. `interval` and `override_linear_precision` are of 1.x."""
+    """Scales from the amaxes of earlier steps.
+
+    `interval` and `override_linear_precision`, which wgrad alone may have, are of 1.x.
+    """
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -120,8 +123,8 @@ class DelayedScaling(Recipe):
 
     def _built(self, attention: bool) -> specs.Recipe:
         self._refuse(amax_compute_algo=("max", "most_recent"), scaling_factor_compute_algo=(None,), reduce_amax=(True,))
-        self._refuse(interval=(1, -1), override_linear_precision=((False,) * 3,))
-        return recipes.delayed(
+        self._refuse(interval=(1, -1), override_linear_precision=((False,) * 3, (False, False, True)))
+        built = recipes.delayed(
             margin=self.margin,
             history=self.amax_history_len,
             algorithm=self.amax_compute_algo,
@@ -129,6 +132,7 @@ class DelayedScaling(Recipe):
             power_of_two=False,
             attention=attention,
         )
+        return replace(built, wgrad=GemmSpec(None, None)) if self.override_linear_precision[2] else built
 
 
 @suggests

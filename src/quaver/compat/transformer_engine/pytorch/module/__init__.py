@@ -1,1 +1,18 @@
 """Transformer Engine's modules: our blocks with its arguments and its parameters' names; nothing computes here."""
+
+from quaver.compat.transformer_engine.pytorch.module.grouped_linear import Fp8Padding, Fp8Unpadding, GroupedLinear
+from quaver.compat.transformer_engine.pytorch.module.layernorm import LayerNorm, RMSNorm
+from quaver.compat.transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
+from quaver.compat.transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
+from quaver.compat.transformer_engine.pytorch.module.linear import Linear
+
+__all__ = [
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
+]

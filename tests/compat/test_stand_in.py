@@ -1,0 +1,80 @@
+"""A stand-in answers imports and `importlib.metadata` until it is taken away, and says when it comes too late."""
+
+import importlib
+import importlib.metadata as metadata
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+import quaver.compat
+from quaver.compat import stand_in
+from quaver.compat.stand_in import LIBRARIES
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has imported none of the libraries."""
+    tops = {name for library in LIBRARIES for name in (library, *LIBRARIES[library].readers)}
+    for name in list(sys.modules):
+        if name.partition(".")[0] in tops:
+            monkeypatch.delitem(sys.modules, name)
+    yield
+    quaver.compat.uninstall()
+
+
+def test_modules_are_ours_by_both_names() -> None:
+    quaver.compat.install("transformer_engine")
+    recipe = importlib.import_module("transformer_engine.common.recipe")
+    ours = importlib.import_module("quaver.compat.transformer_engine.common.recipe")
+    assert recipe is ours and ours.__spec__.name == ours.__name__ == "quaver.compat.transformer_engine.common.recipe"
+    top = importlib.import_module("transformer_engine")
+    assert top.pytorch is importlib.import_module("transformer_engine.pytorch")
+    assert importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support() == (True, "")
+    assert find_spec("transformer_engine") is not None and find_spec("transformer_engine.debug") is None
+    with pytest.raises(ModuleNotFoundError, match=r"transformer_engine\.debug"):
+        importlib.import_module("transformer_engine.debug")
+
+
+def test_metadata_has_a_version_until_it_is_taken_away() -> None:
+    quaver.compat.install("transformer_engine")
+    for name in ("transformer_engine", "transformer-engine", "Transformer.Engine"):
+        assert metadata.version(name) == LIBRARIES["transformer_engine"].version
+    assert "transformer_engine" in metadata.packages_distributions()
+    assert "quaver" in metadata.metadata("transformer-engine")["Summary"]
+    assert metadata.version("torch")
+    quaver.compat.uninstall()
+    assert find_spec("transformer_engine") is None
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("transformer_engine")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("transformer_engine.common")
+
+
+def test_one_that_is_installed_is_hidden_until_then() -> None:
+    before = find_spec("torchao")
+    quaver.compat.install("torchao")
+    quaver.compat.install("torchao")
+    assert importlib.import_module("torchao.float8").__name__ == "quaver.compat.torchao.float8"
+    assert metadata.version("torchao") == LIBRARIES["torchao"].version
+    quaver.compat.uninstall()
+    after = find_spec("torchao")
+    assert getattr(after, "origin", None) == getattr(before, "origin", None)
+    assert not [finder for finder in sys.meta_path if isinstance(finder, stand_in._Finder)]
+
+
+@pytest.mark.parametrize("library, other", [("transformer_engine", "accelerate"), ("torchao", "transformers")])
+def test_what_has_looked_already_is_named(library: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, other, sys)
+    with pytest.raises(RuntimeError, match=f"{other} is imported already, and has looked for {library}: call quaver"):
+        quaver.compat.install(library)
+    monkeypatch.setitem(sys.modules, library, sys)
+    with pytest.raises(RuntimeError, match=f"{library} is imported already: call quaver"):
+        quaver.compat.install(library)
+    assert not [finder for finder in sys.meta_path if isinstance(finder, stand_in._Finder)]
+
+
+def test_another_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="no library 'transformer-engine'; did you mean 'transformer_engine'"):
+        quaver.compat.install("transformer-engine")
