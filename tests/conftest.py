@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -39,6 +40,9 @@ GROWTH = 1500
 #: Objects and collections between two collections of garbage, by generation: tracing makes millions of objects that
 #: stay, over which Python's own 700 would walk 30 times as often.
 RARELY = 20_000, 10, 10
+
+#: Cases whose names are other ones in each worker: objects by their addresses, and tensors.
+NAMED_BY_A_VALUE = re.compile(r" at 0x|\btensor\(")
 
 ROOT = Path(__file__).parents[1]
 #: Tests of kernels: on a machine with a GPU they run there, and `pytest -m gpu` takes them.
@@ -146,9 +150,12 @@ def pytest_report_from_serializable(data: dict[str, Any]) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    if unnamed := [item.nodeid for item in items if " at 0x" in item.nodeid or "tensor(" in item.nodeid]:
-        # Each worker has other addresses and random numbers, and xdist wants the same cases of all.
-        raise pytest.UsageError(f"a case is named by an address or a tensor; give it another of `ids`: {unnamed[0]}")
+    if unnamed := [item.nodeid for item in items if NAMED_BY_A_VALUE.search(item.nodeid)]:
+        # Each worker has other addresses and random numbers, and xdist wants the same cases of all. Of a worker's error
+        # xdist says nothing but that the worker ended.
+        message = f"a case is named by an address or a tensor; give it another of `ids`: {unnamed[0]}"
+        print(message, file=sys.__stderr__, flush=True)
+        raise pytest.UsageError(message)
     for item in items:
         place_on_a_machine(item, torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1")
     items.sort(key=turn)
