@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if unnamed := [item.nodeid for item in items if NAMED_BY_A_VALUE.search(item.nodeid)]:
         # Each worker has other addresses and random numbers, and xdist wants the same cases of all. Of a worker's error
         # xdist says nothing but that the worker ended.
-        message = f"a case is named by an address or a tensor; give it another of `ids`: {unnamed[0]}"
+        message = f"cases are named by addresses or tensors; give them others of `ids`: {unnamed}"
         print(message, file=sys.__stderr__, flush=True)
         raise pytest.UsageError(message)
     for item in items:

@@ -21,7 +21,9 @@ def test_bitwise_tells_minus_zero_from_zero_but_no_nan_from_another() -> None:
 
 
 @pytest.mark.parametrize(
-    "b", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.bfloat16), np.zeros(2)], ids=str
+    "b",
+    [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.bfloat16), np.zeros(2)],
+    ids=["longer", "two dimensions", "bfloat16", "numpy"],
 )
 def test_bitwise_compares_types_and_shapes(b: object) -> None:
     assert_bitwise(torch.zeros(2), np.zeros(2, np.float32))
