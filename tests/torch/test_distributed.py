@@ -316,7 +316,55 @@ def made_in_another_order(rank: int) -> None:
             assert tops[0] < tops[1] < tops[2], "each layer has its own maxima"
 
 
+class Experts(nn.Module):
+    """Half of the tokens are of no expert on one rank, and of the last one on the other."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.up, self.down = qt.GroupedLinear(4, 32, 48), qt.GroupedLinear(4, 48, 16, layout="kn")
+        self.ends = torch.tensor([[32, 32, 64, 64], [0, 32, 32, 32]][rank], dtype=torch.int32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(x, self.ends)), self.ends)
+        return y
+
+
+def groups_of_rows(rank: int) -> None:
+    """Each group's history is that of all ranks, also where one of them has no token of it."""
+    for name in ("delayed", "nvfp4"):
+        torch.manual_seed(0)
+        net = Experts(rank)
+        whole = copy.deepcopy(net)
+        qt.convert(net, name)
+        train(net, DistributedDataParallel(net), rank, None)
+        local = torch.stack([net.up.history[:, 0], net.up.history[:, 0]]) if name == "delayed" else None
+        rolling.roll_all()
+        if name == "nvfp4":
+            # Those that had tokens have drawn, in each of three steps for gradients.
+            ones, others = gathered(net.up.count)
+            assert ones[:, 1].tolist() == [3, 0, 3, 0] and others[:, 1].tolist() == [0, 3, 0, 0]
+        if local is not None:
+            assert_equal_on_ranks(net, name)
+            one, other = gathered(local)
+            assert not torch.equal(one, other)
+            assert_bitwise(net.up.history[:, -1], torch.maximum(one, other)[0])
+            assert (net.up.factor[:3] > 0).all() and not net.up.factor[3].any()
+        # The same in parts: half of the groups on each rank.
+        qt.convert(whole, name)
+        for part in (whole.up, whole.down, whole):
+            fully_shard(part)
+        optimizer = torch.optim.SGD(whole.parameters(), lr=1e-3)
+        for step in range(3):
+            whole(data(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for (what, p), q in zip(whole.named_parameters(), net.parameters(), strict=True):
+            assert p.to_local().shape[0] * RANKS == 4
+            assert_bitwise(p.full_tensor().detach(), q.detach(), f"{name}: {what}")
+
+
 CASES = [
+    groups_of_rows,
     made_in_another_order,
     a_root_that_is_not_called,
     made_on_meta_and_sharded,

@@ -12,7 +12,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from quaver.integrations.huggingface.config import METHOD, QuaverConfig
-from quaver.torch.linear.layer import Linear, Quantizable
+from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored import storing
 from quaver.torch.model.conversion import convert, revert
 from quaver.torch.model.weights.quantized import quantize_weights
@@ -79,11 +79,11 @@ class QuaverQuantizer(HfQuantizer):
         return True
 
 
-def _as_bytes(model: nn.Module) -> dict[Linear, nn.Parameter]:
+def _as_bytes(model: nn.Module) -> dict[Quantizable, nn.Parameter]:
     """Give stored weights the form that they have in a folder. Returns those that they had, of no values yet."""
-    held: dict[Linear, nn.Parameter] = {}
+    held: dict[Quantizable, nn.Parameter] = {}
     for layer in model.modules():
-        if isinstance(layer, Linear) and layer.weight_spec is not None:
+        if isinstance(layer, Quantizable) and layer.weight_spec is not None:
             weight = layer._parameters["weight"]
             assert weight is not None
             held[layer] = weight
@@ -92,7 +92,7 @@ def _as_bytes(model: nn.Module) -> dict[Linear, nn.Parameter]:
     return held
 
 
-def _as_codes(held: dict[Linear, nn.Parameter]) -> None:
+def _as_codes(held: dict[Quantizable, nn.Parameter]) -> None:
     """Make parameters of codes of what was loaded."""
     for layer, weight in held.items():
         codes = layer._parameters["weight"].detach().squeeze(-1).view(weight.dtype)  # type: ignore[union-attr]
@@ -105,4 +105,4 @@ def _column_by_column(model: nn.Module) -> None:
     for layer in model.modules():
         history = layer._buffers.get("history") if isinstance(layer, Quantizable) else None
         if history is not None:
-            layer._buffers["history"] = history.t().contiguous().t()
+            layer._buffers["history"] = history.mT.contiguous().mT

@@ -19,7 +19,8 @@ from quaver.core.converting.conversion import Choice
 from quaver.core.converting.rules import Rule, Rules, Skip, names_a_module
 from quaver.core.spec import Recipe
 from quaver.torch.blocks.attention.dot_product import DotProductAttention
-from quaver.torch.linear.layer import Linear, Quantizable
+from quaver.torch.linear.grouped.layer import GroupedLinear
+from quaver.torch.linear.layer import Quantizable
 from quaver.torch.linear.stored import storing
 from quaver.torch.model import attention_modules
 from quaver.torch.model.fusing.mixers.reading import bypassed
@@ -110,8 +111,11 @@ def revert(model: nn.Module) -> list[str]:
     for attention, _ in attention_modules.instances(model, DotProductAttention):
         attention.recipe = None
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.weight_spec is not None:
+        if isinstance(module, Quantizable) and module.weight_spec is not None:
             storing.restore(module)
+        if isinstance(module, GroupedLinear) and module.recipe is not None:
+            module.forget()
+            names.append(name)
         if isinstance(module, Quantizable) and give_back(module):
             for buffer in STATE:
                 module._buffers.pop(buffer, None)
@@ -304,7 +308,7 @@ def _convert_layer(module: nn.Module, kind: Kind, recipe: Recipe, name: str, see
     count = module._buffers.get("count")
     if count is not None:
         # The noise goes by the name from here on, and no longer by the order of construction.
-        count[2] = fresh_count(module)[2]
+        count[..., 2] = fresh_count(module)[..., 2]
     amax.register(module)
     name_streams(module)
     prepare(module, recipe)
@@ -414,9 +418,14 @@ def _switch_off(module: nn.Module, switch: str, off: bool) -> None:
 
 
 def _ignore_histories(model: nn.Module) -> None:
-    """Keep DDP from overwriting what each rank has recorded with rank 0's; what the user ignores stays ignored."""
+    """Keep DDP from overwriting what each rank has recorded with rank 0's; what the user ignores stays ignored.
+
+    Members that have tokens on one rank alone have drawn there alone: a count that goes back would draw again.
+    """
     layers = [(name, m) for name, m in model.named_modules() if kind_of(m) is not None]
-    ours = {f"{name}.{b}".lstrip("."): b in m._buffers for name, m in layers for b in ("history", "factor")}
+    members = {m for _, m in layers if getattr(m.__dict__.get("_state"), "members", ())}
+    recorded = {m: ("history", "factor", *(("count",) if m in members else ())) for _, m in layers}
+    ours = {f"{name}.{b}".lstrip("."): b in m._buffers for name, m in layers for b in recorded[m]}
     before = list(getattr(model, DDP_IGNORES, ()))
     names = [name for name in before if name not in ours] + [name for name, is_there in ours.items() if is_there]
     if names:

@@ -30,7 +30,7 @@ from quaver.torch.optim.refusals import (
     warn_of_rate,
 )
 from quaver.torch.optim.rules.rule import Rule
-from quaver.torch.optim.stepping import layout, on_gpu, ranks
+from quaver.torch.optim.stepping import layout, on_gpu, ranks, stacks
 from quaver.torch.optim.stepping.compiled import Compiled
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, step
 
@@ -129,6 +129,8 @@ class Optimizer(torch.optim.Optimizer):
             check_parameter(p, type(rule).__name__, rule.whole)
             if p.requires_grad and layout.divided(p):
                 layout.check_divided(p, self.way(p, group), self.preset(p, group).name)
+            elif p.requires_grad and storing.holds_codes(p):
+                stacks.check(p, self.way(p, group), self.preset(p, group).name)
 
     def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
         """What is kept for a parameter: the group's preset, or that of high precision."""
@@ -355,10 +357,11 @@ class Optimizer(torch.optim.Optimizer):
             parts = ranks.of_segment(whole, segment)
             drawn = Drawn(group["seed"], number, self.state[p]["step"].long(), ranks.at_segment(place, segment))
             known = ranks.told_of(told, segment)
-            outcome = step(way, parts, one.scalars, one.factor, drawn, amax, keep, self._programs, known)
+            top = amax if amax is None or segment.group is None else amax[segment.group]
+            outcome = step(way, parts, one.scalars, one.factor, drawn, top, keep, self._programs, known)
             if outcome.amax is not None:
-                assert amax is not None
-                amax.copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, amax))
+                assert top is not None
+                top.copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, top))
             if self.statistics and outcome.clamped is not None:
                 before, total = self.counted.get(p, (torch.zeros_like(outcome.clamped), 0))
                 self.counted[p] = before + outcome.clamped, total + parts.weight[0].numel()
@@ -376,6 +379,10 @@ class Optimizer(torch.optim.Optimizer):
     def _amax(self, p: Tensor, way: Way, tensors: tuple[Tensor, ...]) -> Tensor:
         """The largest magnitudes of a weight's blocks, which lie as its rows do; on ranks, of this one's rows."""
         assert way.keeping.spec is not None
+        if stacks.is_stack(p, way.keeping.spec):
+            each = [ranks.of_segment(Parts(tensors, (), ()), segment).weight for segment in ranks.segments(p, way)]
+            amaxes = [weights.block_amax(way.keeping.spec, weights.read(way.keeping, own)) for own in each]
+            return stacks.together(amaxes, p)
         amax = weights.block_amax(way.keeping.spec, weights.read(way.keeping, tensors))
         if not layout.divided(p):
             return amax
@@ -513,7 +520,8 @@ class Optimizer(torch.optim.Optimizer):
         initial = layout.initial_of(p, way)
         if initial is not None:
             keeping, tensors = layout.in_own_rows(p, way.keeping)
-            beside = weights.around(keeping, initial, (*tensors, *beside))
+            written = weights.around(keeping, layout.rows(initial), (*tensors, *(layout.rows(t) for t in beside)))
+            beside = tuple(t.view(own.shape) if t.dim() else t for t in written)
         for name, tensor in zip(way.keeping.states, beside, strict=True):
             state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
         if way.predicts:

@@ -19,6 +19,7 @@ from quaver.core.spec import QuantSpec
 from quaver.core.states.codes import StateSpec
 from quaver.core.states.presets import Preset
 from quaver.torch.linear.stored import storing
+from quaver.torch.linear.stored.stored import lies_turned
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import decode_scales, spread
 from quaver.torch.numerics.rounding import magnitude_bits
@@ -75,7 +76,10 @@ def keeping_of(p: Tensor, preset: Preset) -> Keeping:
                 f"a parameter of {p.dtype} belongs to no layer of quaver.torch: make it by quantized_init or "
                 "quantize_weights, or keep it in high precision"
             )
-        return Keeping(preset.codes, owner.__dict__["weight_spec"], preset.stochastic and preset.codes[:3] == "res")
+        # As they lie: of a stack that is the transpose of what a GEMM reads, so is this.
+        spec = owner.__dict__["weight_spec"]
+        spec = replace(spec, block=spec.block[::-1]) if p.dim() == 3 and lies_turned(owner) else spec
+        return Keeping(preset.codes, spec, preset.stochastic and preset.codes[:3] == "res")
     if p.dtype is torch.bfloat16:
         if preset.bfloat16 == "none":
             return Keeping("plain", stochastic=True)

@@ -266,3 +266,33 @@ def test_bad_rows_are_a_sentence(x: Tensor, offsets: Tensor, sentence: str) -> N
 def test_bad_options_are_a_sentence(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         qt.GroupedLinear(**{"groups": G, "in_features": K, "out_features": N, **given})
+
+
+def test_models_of_them_are_converted_counted_and_reverted() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(K, G), One(layout="kn", bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.experts(x, STEPS[0]) + self.gate(x).sum(1, keepdim=True)
+            return y
+
+    model, (x, _) = Model(), rows(0)
+    report = qt.convert(model, {"*experts": "delayed"})
+    assert list(report.converted) == ["experts.experts"] and report.converted_parameters == G * K * N
+    with qt.count(model) as counters:
+        model(x).sum().backward()
+    counts = counters.table["experts.experts"]
+    assert counts["input"].elements == sum(STEPS[0]) * K and counts["grad_output"].elements == sum(STEPS[0]) * N
+    assert counts["weight"].elements == sum(map(bool, STEPS[0])) * K * N
+    assert set(qt.scaling_state_dict(model)) == {"experts.experts.history", "experts.experts.factor"}
+    assert set(qt.plain_state_dict(model)) == {"gate.weight", "gate.bias", "experts.experts.weight"}
+    with pytest.warns(UserWarning, match="what the one before has recorded is dropped"):
+        qt.convert(model, {"*experts": "nvfp4"})
+    model(x).sum().backward()
+    layer: Any = model.experts.experts
+    assert layer.count.shape == (G, 3) and "history" not in layer._buffers
+    assert qt.revert(model) == ["experts.experts"] and not list(model.buffers())
+    y = model(x)
+    assert "GroupedLinear" in repr(model) and y.isfinite().all()

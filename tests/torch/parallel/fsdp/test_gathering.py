@@ -682,7 +682,7 @@ def test_a_report_says_how_each_weight_travels() -> None:
     net.append(qt.Linear(32, 32, recipe=recipes.mxfp4(hadamard=True)))
     tied = qt.Linear(32, 32, recipe="mxfp8")
     tied.weight = net[4].weight
-    net.extend([tied, qt.Linear(32, 32, recipe="mxfp8", dtype=torch.float64)])
+    net.extend([tied, qt.Linear(32, 32, recipe="mxfp8", dtype=torch.float64), qt.GroupedLinear(2, 32, 32)])
     gathers = gather_quantized(net, skip="2")
     assert list(gathers.quantized) == ["0"] and gathers.quantized["0"] is recipes.get("mxfp8")
     assert gathers.in_high_precision == {
@@ -693,6 +693,7 @@ def test_a_report_says_how_each_weight_travels() -> None:
         "6": "mxfp4 rotates the rows of it that ranks divide",
         "7": "another module holds it, too",
         "8": "it is torch.float64, which recipes leave alone",
+        "9": "a stack of matrices travels as it is",
     }
     assert str(gathers).startswith("0: codes of mxfp8\n2: in high precision, left out by name\n")
 
@@ -705,6 +706,10 @@ def test_what_cannot_be_gathered_as_codes_is_refused() -> None:
         gather_quantized(net, skip=["head"])
     with pytest.raises(ValueError, match="no recipe 'mxfp'"):
         gather_quantized(net, recipe="mxfp")
+    with qt.quantized_init("mxfp8"):
+        stack = nn.Sequential(net[0], qt.GroupedLinear(2, 32, 32))
+    with pytest.raises(ValueError, match="1.weight is a stack of matrices in codes, of which fully_shard rounds"):
+        gather_quantized(stack)
     gather_quantized(net)
     with pytest.raises(ValueError, match="gather_quantized was called on 0 before; call it once"):
         gather_quantized(net)

@@ -372,7 +372,7 @@ class _Run:
 
     def high(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """a [m, k] @ b [n, k].T + bias unquantized, with the bits of F.linear."""
-        if not (a.dtype is b.dtype is out.dtype):
+        if not (a.dtype is b.dtype is out.dtype) or (bias is not None and bias.dtype is not out.dtype):
             out.copy_(high_precision(a, b, out.dtype, bias))
         elif bias is None:
             torch.mm(a, b.t(), out=out)

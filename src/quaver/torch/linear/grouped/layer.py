@@ -21,7 +21,7 @@ from quaver.torch.linear.stored import stored, storing
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import counting, ops
 from quaver.torch.state import kept_weights
-from quaver.torch.state.buffers import prepare
+from quaver.torch.state.buffers import STATE, prepare
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer import LayerState
 
@@ -69,8 +69,7 @@ class GroupedLinear(Quantizable):
                 raise ValueError(f"GroupedLinear: {name} is {size!r}; give a whole number, 0 or more")
         if layout not in ("nk", "kn"):
             raise ValueError(f"GroupedLinear: layout is {layout!r}; give 'nk' for [groups, N, K], or 'kn'")
-        self.__dict__["_state"] = LayerState(serials.take(groups))
-        self._state.members = tuple(map(str, range(groups)))
+        self._begin(serials.take(groups), groups)
         super().__init__()
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.layout, self.seed = layout, seed
@@ -88,6 +87,10 @@ class GroupedLinear(Quantizable):
         storing.begin(self)
         counting.register()
 
+    def _begin(self, serial: int, groups: int) -> None:
+        self.__dict__["_state"] = LayerState(serial)
+        self._state.members = tuple(map(str, range(groups)))
+
     def reset_parameters(self) -> None:
         """Fill each group's weight and bias as nn.Linear does, one group after the other."""
         if self.weight_spec is None:
@@ -104,6 +107,14 @@ class GroupedLinear(Quantizable):
     def set_weight(self, value: Tensor) -> None:
         """Give the weight a new value, as it lies, in place; one in eight bits is quantized anew."""
         storing.write(self, value)
+
+    def forget(self) -> None:
+        """Have no recipe of its own any more, and nothing of what that one has recorded."""
+        for buffer in STATE:
+            self._buffers.pop(buffer, None)
+        for attribute in ("recipe", "qualified_name"):
+            self.__dict__.pop(attribute, None)
+        self._begin(self._state.serial, self.groups)
 
     def forward(self, x: Tensor | Quantized, offsets: Tensor) -> Tensor:
         """[T, N] of rows x [T, K], those of group 0 first.
@@ -205,6 +216,12 @@ _warned: set[str] = set()
 def fill(weight: Tensor, bias: Tensor | None) -> None:
     """Initial values of [groups, N, K] and [groups, N], as one nn.Linear a group draws them."""
     bound = 1 / math.sqrt(weight.shape[2]) if weight.shape[2] else 0.0
+    if hasattr(weight, "device_mesh"):
+        # In parts on ranks, none of which has a whole matrix.
+        for parameter in (weight, bias):
+            if parameter is not None:
+                nn.init.uniform_(parameter, -bound, bound)
+        return
     for group in range(weight.shape[0]):
         if weight[group].numel():
             values = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)

@@ -113,8 +113,8 @@ def apply(
     if not torch.compiler.is_compiling():
         refuse_transforms(*taken, weight, bias)
     followed = recipe or recipes.get("bf16")
-    if not followed.quantizes and weight.dtype not in stored.CODES:
-        weight = weight.to(dtype)
+    if not followed.quantizes:
+        weight = weight if weight.dtype in stored.CODES else weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     setup = Setup(rows, len(taken), owner, followed, dtype, torch.is_grad_enabled(), turned)
     y: Tensor

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from quaver import recipes
 from quaver.core.converting.rules import Rules, Skip
 from quaver.core.spec import QuantSpec, Recipe
-from quaver.torch.linear.layer import Linear
+from quaver.torch.linear.grouped.layer import GroupedLinear
+from quaver.torch.linear.layer import Linear, Quantizable
 from quaver.torch.linear.stored import stored, storing
 from quaver.torch.model.conversion import convert
 from quaver.torch.model.reach.heads import wrappers
@@ -24,7 +25,7 @@ from quaver.torch.state.layer import state_of
 
 
 class quantized_init(ContextDecorator):
-    """Every `quaver.torch.Linear` made inside has a weight that exists only in eight (or four) bits.
+    """Every `Linear` and `GroupedLinear` made inside has a weight that exists only in eight (or four) bits.
 
     Args:
         recipe: whose weight operand of fprop says how. It is not the recipe that the layers run under.
@@ -61,7 +62,7 @@ def drop_initial_value(weight: Tensor | nn.Module) -> None:
     if isinstance(weight, Tensor):
         weight = _layer(weight)
     for module in weight.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Quantizable):
             state_of(module).initial = None
 
 
@@ -90,9 +91,10 @@ def quantize_weights(
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, chosen in report.converted.items():
         layer = modules[name]
-        if not isinstance(layer, Linear):
+        if not isinstance(layer, Linear | GroupedLinear):
             saved.skipped[name] = (
-                f"{type(layer).__name__} computes in eight bits, and only nn.Linear's weights are kept so"
+                f"{type(layer).__name__} computes in eight bits, and only weights of nn.Linear and GroupedLinear are "
+                "kept so"
             )
             continue
         why = _unfit(layer, chosen, owners, read) or (MERGES if layer in merging else "")
@@ -119,7 +121,9 @@ MERGES = (
 
 def dequantize_weights(model: nn.Module) -> list[str]:
     """Give layers whose weight is codes a weight of their own dtype again, in place. Returns their names."""
-    stored = [(name, m) for name, m in model.named_modules() if isinstance(m, Linear) and m.weight_spec is not None]
+    stored = [
+        (name, m) for name, m in model.named_modules() if isinstance(m, Quantizable) and m.weight_spec is not None
+    ]
     for _, layer in stored:
         storing.restore(layer)
     return [name for name, _ in stored]
@@ -162,7 +166,7 @@ def _layer(weight: Tensor | nn.Module) -> nn.Module:
     return layer
 
 
-def _unfit(layer: Linear, recipe: Recipe, owners: Counter[int], read: set[nn.Module]) -> str:
+def _unfit(layer: Linear | GroupedLinear, recipe: Recipe, owners: Counter[int], read: set[nn.Module]) -> str:
     """Why a layer's weight stays as it is, or ""."""
     weight = layer._parameters.get("weight")
     if recipe.fprop.b is None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from quaver.torch.linear.stored import storing
 from quaver.torch.linear.stored.stored import CODES, dequantized
 from quaver.torch.optim import weights
+from quaver.torch.optim.stepping import stacks
 from quaver.torch.optim.stepping.noise import Place
 from quaver.torch.optim.stepping.pieces import Parts, Way
 from quaver.torch.state.layer import state_of
@@ -99,6 +100,11 @@ def agreed(finite: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
 def check_divided(p: Tensor, way: Way, preset: str) -> None:
     """Refuse what a rank cannot step with a part of a parameter alone. Raises: ValueError."""
     cuts = divided(p)
+    if isinstance(p, DTensor) and p.dtype in CODES and p.dim() == 3:
+        raise ValueError(
+            f"a stack of matrices of {p.dtype} was given to fully_shard, which rounds gradients to its dtype: call "
+            "quaver.torch.dequantize_weights(model) before fully_shard, or leave it out with ignored_params="
+        )
     if isinstance(p, DTensor) and p.dtype in CODES:
         raise ValueError(
             f"a parameter of {p.dtype} was given to fully_shard as it is, which rounds gradients to its dtype: call "
@@ -170,7 +176,8 @@ def weight_of(p: Tensor, way: Way) -> list[Tensor]:
         owner = storing.owner(p)
         assert owner is not None
         scale: Any = owner._buffers["weight_scale"]
-        weight.append(scale if spec.block[0] is None else scale[block_rows(place(p), spec.block[0])])
+        every = spec.block[0] is None or stacks.is_stack(p, spec)
+        weight.append(scale if every else scale[block_rows(place(p), spec.block[0])])  # type: ignore[arg-type]
     return weight
 
 
@@ -181,15 +188,18 @@ def block_rows(part: Place, height: int) -> slice:
 
 
 def in_own_rows(p: Tensor, keeping: weights.Keeping) -> tuple[weights.Keeping, list[Tensor]]:
-    """`weight_of`, to be read: where this rank's rows begin within a block, each with scales of its own."""
+    """`weight_of`, to be read: where this rank's rows begin within a block, or are those of several matrices, each
+    row with scales of its own."""
     codes, *scales = weight_of(p, Way(None, keeping, ()))  # type: ignore[arg-type]
     spec = keeping.spec
+    if spec is not None and stacks.is_stack(p, spec):
+        return keeping.by_rows, [rows(codes), stacks.scales_by_rows(p, spec, *scales)]
     if spec is None or spec.block[0] in (None, 1) or not divided(p):
         return keeping, [codes, *scales]
     first = place(p)
-    rows = torch.arange(first.start[0], first.start[0] + first.part[0], dtype=torch.int64, device=codes.device)
+    own = torch.arange(first.start[0], first.start[0] + first.part[0], dtype=torch.int64, device=codes.device)
     height: Any = spec.block[0]
-    return keeping.by_rows, [codes, scales[0][rows // height - first.start[0] // height]]
+    return keeping.by_rows, [codes, scales[0][own // height - first.start[0] // height]]
 
 
 def in_rows(t: Tensor) -> Tensor:

@@ -75,6 +75,8 @@ def _of_weight(way: Way, weight: Tensor) -> str:
         return f"the scale of codes with masters in {keeping.kind} follows from the weight after the step"
     if keeping.spec is None:
         return "" if weight.dtype in FLOATS else f"the kernel writes no {weight.dtype}"
+    if weight.dim() == 3:
+        return "each matrix of its stack has a scale of its own"
     if keeping.spec.format != E4M3 or not keeping.spec.per_tensor or keeping.spec.scale not in ("fp32", "power_of_two"):
         return f"the kernel writes codes with one scale for all of a weight, and these are {keeping.spec}"
     return "" if way.predicts else "the scale of its codes follows from the weight after the step"

@@ -17,7 +17,7 @@ from torch import Tensor
 from quaver.torch.linear.stored import storing
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.optim import weights
-from quaver.torch.optim.stepping import layout
+from quaver.torch.optim.stepping import layout, stacks
 from quaver.torch.optim.stepping.noise import Place
 from quaver.torch.optim.stepping.pieces import Parts, Told, Way, largest, stepped
 
@@ -26,7 +26,8 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 class Segment(NamedTuple):
-    """Rows of a rank that are whole blocks of a weight's scales, or a part of one row of blocks."""
+    """Rows of a rank that are whole blocks of a weight's scales, or a part of one row of blocks; or one matrix of a
+    stack."""
 
     #: Of the rank's part.
     rows: slice
@@ -34,11 +35,19 @@ class Segment(NamedTuple):
     blocks: slice | None
     #: The number, in the whole weight, of a row of blocks of which other ranks have rows, too; None of whole blocks.
     straddles: int | None
+    #: The number of a stack's matrix.
+    group: int | None = None
 
 
 def segments(p: Tensor, way: Way) -> list[Segment]:
     """This rank's part of a parameter, cut where a row of blocks begins that another rank has something of, or ends."""
     part, spec = layout.place(p), way.keeping.spec
+    if spec is not None and stacks.is_stack(p, spec):
+        n = p.shape[1]
+        return [
+            Segment(slice(group * n, (group + 1) * n), stacks.blocks_of(p, spec, group), None, group)
+            for group in range(p.shape[0])
+        ]
     every = slice(0, layout.local(p).shape[0] if layout.local(p).dim() else 1)
     if spec is None or not layout.divided(p):
         return [Segment(every, None, None)]
@@ -82,6 +91,8 @@ def of_segment(parts: Parts, segment: Segment) -> Parts:
 
 def at_segment(part: Place, segment: Segment) -> Place:
     """Where a segment of a part lies in the whole parameter."""
+    if segment.group is not None:
+        return Place((segment.group, *part.start[1:]), (1, *part.part[1:]), part.whole)
     if segment.blocks is None:
         return part
     first = part.start[0] + segment.rows.start

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver import recipes
 from quaver.core.spec import Recipe
+from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.layer import Linear
 from quaver.torch.linear.stored.stored import FOUR_BITS
 from quaver.torch.operations.ops import DTYPES
@@ -142,6 +143,8 @@ def _prepared_of(
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     unused = set(patterns)
     for name, layer in model.named_modules():
+        if isinstance(layer, GroupedLinear):
+            gathers.in_high_precision[name] = _of_stack(layer, name)
         if not isinstance(layer, Linear):
             continue
         fits = {pattern for pattern in patterns if fnmatch(name, pattern)}
@@ -169,6 +172,16 @@ def _prepared_of(
             f"give recipe= for layers that run in an autocast\n{gathers}"
         )
     return gathers, prepared
+
+
+def _of_stack(layer: GroupedLinear, name: str) -> str:
+    """Why a stack of matrices travels as it is. Raises: ValueError, of codes that are trained."""
+    if layer.weight_spec is not None and layer.weight.requires_grad:
+        raise ValueError(
+            f"{name}.weight is a stack of matrices in codes, of which fully_shard rounds gradients: call "
+            "quaver.torch.dequantize_weights(model), freeze it, or leave it out with fully_shard's ignored_params"
+        )
+    return "a stack of matrices travels as it is"
 
 
 def _refuse(model: nn.Module) -> None:
