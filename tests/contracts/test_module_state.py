@@ -49,7 +49,6 @@ SAFE = {
     "torch.parallel.fsdp.watching:_gathering": CACHED,
     "torch.parallel.fsdp.watching:_scattering": CACHED,
     "torch.model.reach.same:_computes": SAME,
-    "torch.model.reach.experts:_left_alone": CACHED,
     "torch.linear.grouped.operators:parsed": CACHED,
     "torch.numerics.grouped:_held": CACHED,
     "torch.model.fusing.attentions:rebuilt": CACHED,

@@ -24,7 +24,7 @@ from quaver import recipes
 from quaver.torch.linear.layer import Quantizable
 from quaver.torch.model.reach import experts, packed, same
 from quaver.torch.state import kept_weights
-from tests.close import assert_bitwise
+from tests.close import assert_bitwise, assert_close
 from tests.pairs import turns
 from tests.torch.model.families import tiny, tokens
 
@@ -493,11 +493,13 @@ def test_experts_in_high_precision_are_the_familys_own(family: str, monkeypatch:
     assert len(stacks(ours)) >= 1 and not any(isinstance(m, qt.Linear) for m in ours.modules())
     called = []
 
-    def grouped(*args: Any, recipe: Any, **noise: Any) -> Tensor:
-        called.append(recipe)
-        return qt.grouped_matmul(*args, recipe="bf16")
+    multiply = experts.multiply
 
-    monkeypatch.setattr(experts, "grouped_matmul", grouped)
+    def unquantized(*args: Any) -> Tensor:
+        called.append(args[-2])
+        return multiply(*args[:-2], None, args[-1])
+
+    monkeypatch.setattr(experts, "multiply", unquantized)
     results = []
     for m in (ours, model):
         m.zero_grad()
@@ -511,7 +513,8 @@ def test_experts_in_high_precision_are_the_familys_own(family: str, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "family"), turns(STATELESS, ["mixtral", "gpt_oss", "llama4_text"], ["mxfp8", "nvfp4"])
+    ("recipe", "family"),
+    turns([*STATELESS, "delayed"], ["mixtral", "gpt_oss", "llama4_text"], ["mxfp8", "nvfp4", "delayed"]),
 )
 def test_experts_are_quantized_train_and_come_back(family: str, recipe: str) -> None:
     model, plain = (tiny(family, num_hidden_layers=1) for _ in range(2))
@@ -542,14 +545,114 @@ def test_experts_are_quantized_train_and_come_back(family: str, recipe: str) -> 
         assert_bitwise(model.eval()(input_ids=x).logits, back.eval()(input_ids=x).logits)
 
 
-def test_experts_take_no_history_and_the_report_says_so() -> None:
-    model = tiny("mixtral")
-    with pytest.warns(UserWarning, match="reached less than half"):
-        report = qt.convert(model, "delayed")
-    name = "model.layers.0.mlp.experts"
-    assert report.skipped[name].startswith("stacked experts have no place for the history of 'delayed' scaling; give")
-    report = qt.convert(model, {"experts": "tensorwise", "*": "delayed"})
-    assert str(report.converted[name]) == "tensorwise" and report.share > 0.9
+class OneByOne(nn.Module):
+    """Experts of a family by a linear layer for each matrix, which bears the name of that in its stack."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = (layer,)
+        for name in experts.matrices(layer):
+            stack, single = getattr(layer, name), list[nn.Module]()
+            for i, weight in enumerate(stack.transpose(1, 2) if layer.is_transposed else stack):
+                linear = nn.Linear(weight.shape[1], weight.shape[0], bias=layer.has_bias)
+                linear.load_state_dict({"weight": weight, **self.bias_of(name, i)})
+                single.append(linear)
+            self.add_module(name, nn.ModuleList(single))
+
+    def bias_of(self, name: str, expert: int) -> dict[str, Tensor]:
+        (layer,) = self.layer
+        return {"bias": getattr(layer, f"{name}_bias")[expert]} if layer.has_bias else {}
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        (layer,) = self.layer
+        names = experts.matrices(layer)
+        parts = []
+        for expert in range(len(self.down_proj)):  # type: ignore[arg-type]
+            token, choice = (ids == expert).nonzero(as_tuple=True)
+            if len(token):
+                first, second = (getattr(self, name)[expert] for name in names)
+                y = second(layer._apply_gate(first(x[token])))
+                parts.append(torch.zeros(*ids.shape, y.shape[1]).index_put((token, choice), y))
+        return (torch.stack(parts).sum(0) * weights.unsqueeze(-1)).sum(1)
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.experts(*args)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_experts_remember_and_draw_as_a_linear_layer_each(family: str, recipe: str) -> None:
+    stack: Any = tiny(family).model.layers[0].mlp.experts
+    each: Any = OneByOne(stack)
+    layers = Layer(stack), Layer(each)
+    for layer in layers:
+        qt.convert(layer, recipe)
+    draw = torch.Generator().manual_seed(0)
+    for step in range(3):
+        x, weights = torch.randn(24, 64, generator=draw), torch.rand(24, 2, generator=draw)
+        # One expert sees no token at first, and later another.
+        ids = torch.tensor([[0, 1], [2, 0], [1, 2]][step % 3 : step % 3 + 1]).expand(24, 2) + step // 2
+        results = []
+        for layer in layers:
+            layer.zero_grad()
+            z = x.clone().requires_grad_()
+            y = layer(z, ids, weights)
+            y.square().sum().backward()
+            results.append((y.detach(), z.grad))
+        for ours, expected in zip(*results, strict=True):
+            assert_close(f"step {step}", ours, expected, 1e-6)
+        for name in experts.matrices(stack):
+            grads = getattr(stack, name).grad
+            for i, linear in enumerate(getattr(each, name)):
+                grad = grads[i].t() if stack.is_transposed else grads[i]
+                expected = torch.zeros_like(grad) if linear.weight.grad is None else linear.weight.grad
+                assert_close(f"{name}.{i}", grad, expected, 2e-6)
+    first = 0
+    for name in experts.matrices(stack):
+        for i, linear in enumerate(getattr(each, name)):
+            for buffer, value in linear.named_buffers():
+                assert_bitwise(getattr(stack, buffer)[first + i].contiguous(), value.contiguous(), f"{name}.{i}")
+        first += len(getattr(each, name))
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "llama4_text", "dbrx"))]
+)
+def test_models_with_experts_compile_into_one_graph_with_eagers_bits(family: str) -> None:
+    torch._dynamo.reset()
+    model, eager = (tiny(family, num_hidden_layers=1) for _ in range(2))
+    for m in (model, eager):
+        qt.convert(m, "delayed")
+    layer, other = (next(one for one in stacks(m) if one._state.members) for m in (model, eager))
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(lambda *args: layer(*args), backend=backend, fullgraph=True, dynamic=True)
+    for tokens_of in (12, 20, 7):
+        results = []
+        for run, of in ((compiled, layer), (other, other)):
+            draw = torch.Generator().manual_seed(tokens_of)
+            x = torch.randn(4 * tokens_of if family == "llama4_text" else tokens_of, 64, generator=draw)
+            routing = (torch.randint(4, (tokens_of, 2), generator=draw), torch.rand(tokens_of, 2, generator=draw))
+            given = (x,) if family == "llama4_text" else (x[None] if family == "dbrx" else x, *routing)
+            of.zero_grad()
+            with qt.autocast("delayed"):
+                y = run(*given)
+            y.square().sum().backward()
+            grads = [p.grad.clone() for p in of.parameters() if p.grad is not None]
+            results.append([y.detach(), *grads, *(b.clone() for b in of.buffers())])
+        for ours, expected in zip(*results, strict=True):
+            assert_bitwise(ours.contiguous(), expected.contiguous())
+    assert len(graphs) == 1
 
 
 def test_experts_go_by_the_names_of_their_parameters_too() -> None:
@@ -563,7 +666,7 @@ def test_experts_noise_differs_from_step_to_step_and_repeats_with_the_count() ->
     model = tiny("mixtral")
     qt.convert(model, "nvfp4")
     layer = stacks(model)[0]
-    assert layer.count.tolist() == [0, 0, -1]
+    assert layer.count.tolist() == [[0, 0, -1]] * 8
     x = tokens()
 
     def step() -> Tensor:
@@ -573,7 +676,9 @@ def test_experts_noise_differs_from_step_to_step_and_repeats_with_the_count() ->
 
     state = copy.deepcopy(model.state_dict())
     first, second = step(), step()
-    assert not torch.equal(first, second) and layer.count.tolist() == [2, 0, -1]
+    assert not torch.equal(first, second)
+    # The rotated transposes of inputs and gradients have drawn, of each matrix that had tokens.
+    assert (layer.count[:, 1] == 2).any() and set(layer.count[:, 2].tolist()) == {-1}
     model.load_state_dict(state)
     assert_bitwise(step(), first)
 

@@ -269,8 +269,6 @@ def test_15_converting_patches_nothing() -> None:
 @EVERY
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
 def test_a_state_dict_goes_round_strictly(kind: str, recipe: str) -> None:
-    if (kind, recipe) == ("experts", "delayed"):
-        pytest.skip("experts take no history")
     module, other = converted(kind, recipe), KINDS[kind]()
     qt.convert(other, recipe)
     x = torch.randn(3, 64)
@@ -289,8 +287,7 @@ def test_a_state_dict_goes_round_strictly(kind: str, recipe: str) -> None:
 
 @EVERY
 def test_moves_casts_and_meta_are_survived(kind: str) -> None:
-    recipe = "nvfp4" if kind == "experts" else "delayed"
-    module = converted(kind, recipe)
+    module = converted(kind, "delayed")
     x = torch.randn(3, 64)
     run(module, x).sum().backward()
     half = copy.deepcopy(module).to(torch.bfloat16)
@@ -298,7 +295,7 @@ def test_moves_casts_and_meta_are_survived(kind: str) -> None:
     assert all(b.dtype in (torch.float32, torch.int64) for b in half.buffers())
     with torch.device("meta"):
         empty = KINDS[kind]()
-    qt.convert(empty, recipe)
+    qt.convert(empty, "delayed")
     empty.to_empty(device="cpu")
     empty.load_state_dict(module.state_dict())
     with torch.no_grad():
@@ -327,8 +324,6 @@ def test_frozen_parts_and_adapters_around_a_layer_train(kind: str) -> None:
 
 @EVERY
 def test_ddp_is_told_of_histories(kind: str) -> None:
-    if kind == "experts":
-        pytest.skip("experts take no history")
     model = nn.ModuleDict({"part": KINDS[kind]()})
     qt.convert(model, "delayed")
     names = {name for name, _ in model.named_buffers() if name.endswith(("history", "factor"))}
@@ -342,8 +337,7 @@ def test_a_converted_module_compiles_to_the_same_bits(kind: str) -> None:
     module = converted(kind)
     x = torch.randn(3, 64)
     eager = run(module, x)
-    # Experts break the graph: how many tokens each has decides which operations run.
-    compiled = torch.compile(lambda x: run(module, x), backend="aot_eager", fullgraph=kind != "experts")
+    compiled = torch.compile(lambda x: run(module, x), backend="aot_eager", fullgraph=True)
     assert_bitwise(compiled(x), eager)
 
 

@@ -203,7 +203,7 @@ class _Walk:
         if module in self.policy and not names_a_module(rule.pattern):
             return None, self.policy[module], True
         why = self.inside.get(module, "") if recipe.quantizes else ""
-        why = why or kinds.why_not(module, kind) or kinds.refuses(module, kind, recipe)
+        why = why or kinds.why_not(module, kind)
         if why:
             return None, why, False
         why = self.choice.refused(names[0], *sizes, recipe)
@@ -297,7 +297,8 @@ def _convert_layer(module: nn.Module, kind: Kind, recipe: Recipe, name: str, see
     """Convert a layer; True if state that another recipe has recorded was dropped."""
     if not isinstance(module, Quantizable):
         exchange(module, kind.over(module))
-        module.__dict__["_state"] = LayerState()
+        state = module.__dict__["_state"] = LayerState()
+        state.members = kinds.members(module, kind)
     assert isinstance(module, Quantizable)
     lost = False
     if module.__dict__.get("recipe") is not recipe:

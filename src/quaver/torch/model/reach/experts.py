@@ -5,23 +5,22 @@ happens between its two products; `ALL_EXPERTS_FUNCTIONS` takes functions of suc
 above the class of each converted module: a config, which holds the name of one function for all layers and all models
 made of it, stays as it is, and each layer follows its own recipe.
 
-Stateless recipes, in eager mode: a function keeps no history.
+Each matrix of a stack is a member: it has a history, counts and noise of its own, those of a layer that is named by the
+module, the stack and the expert.
 """
 
 import inspect
-import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.core.spec import Recipe
-from quaver.torch.linear.grouped.matmul import grouped_matmul
+from quaver.torch.linear.grouped.call import Product
+from quaver.torch.linear.grouped.matmul import check, multiply
 from quaver.torch.linear.layer import Quantizable, recipe_of, refuse_sharded
-from quaver.torch.model.reach.products import described
-from quaver.torch.state import recomputation
+from quaver.torch.state import kept_weights
 from quaver.torch.state.buffers import prepare
 
 #: What the decorator says of a class, and the function that it gives one.
@@ -32,26 +31,30 @@ class Experts(Quantizable):
     """Stands above a class of experts that the decorator of transformers describes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        recipe = recipe_of(self, torch.compiler.is_compiling())
-        if recipe is None or not recipe.quantizes:
+        recipe = recipe_in_force(self, matrices(self))
+        if recipe is None:
             return super().forward(*args, **kwargs)
         if kwargs:
             # Families name them differently.
             args = inspect.signature(super().forward).bind(*args, **kwargs).args
         hidden_states, expert_ids, routing_weights = args
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                f"{described(self)}: experts are not compiled yet, since how many tokens each has decides which "
-                "operations run; without fullgraph=True they run in eager mode"
-            )
-        run = _left_alone() if "torch._dynamo" in sys.modules else routed
-        return run(self, hidden_states, expert_ids, routing_weights, recipe)
+        return routed(self, hidden_states, expert_ids, routing_weights, recipe)
 
 
-@cache
-def _left_alone() -> Callable[..., Tensor]:
-    """`routed`, whose parts a compiler that broke its graph here would else compile one by one, by the token counts."""
-    return torch.compiler.disable(routed)
+def recipe_in_force(module: Quantizable, names: Sequence[str]) -> Recipe | None:
+    """What a module of experts follows, if it quantizes.
+
+    Args:
+        names: of its stacks.
+    """
+    compiling = torch.compiler.is_compiling()
+    recipe = recipe_of(module, compiling)
+    if recipe is not None and recipe.quantizes:
+        return recipe
+    if not compiling and torch.is_grad_enabled() and module._state.weights is not None:
+        for name in names:
+            kept_weights.look(module, getattr(module, name))
+    return None
 
 
 def routed(module: Any, hidden_states: Tensor, expert_ids: Tensor, routing_weights: Tensor, recipe: Recipe) -> Tensor:
@@ -66,12 +69,11 @@ def routed(module: Any, hidden_states: Tensor, expert_ids: Tensor, routing_weigh
     ids, order = torch.sort(expert_ids.reshape(-1), stable=True)
     ends = ends_of(ids, experts)
     here = (ids < experts).unsqueeze(-1)
-    ids = ids.clamp(max=experts - 1)
-    multiply = Multiply(module, ends, recipe)
+    products = Products(module, matrices(module), ends, recipe)
     first, second = matrices(module)
-    y = multiply(first, hidden_states[order // choices], ids)
+    y = products(first, hidden_states[order // choices])
     y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
-    y = multiply(second, y, ids)
+    y = products(second, y)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     weights = routing_weights.reshape(-1)[order].unsqueeze(-1).where(here, 0.0)
@@ -88,43 +90,38 @@ def ends_of(ids: Tensor, experts: int) -> Tensor:
     return torch.searchsorted(ids, numbers, right=True, out_int32=True)
 
 
-class Multiply:
+class Products:
     """The products of one forward of experts.
 
     Args:
         module: whose parameters multiply.
+        names: of its stacks.
         ends: where each expert's rows end, int32 [E].
     """
 
-    def __init__(self, module: Quantizable, ends: Tensor, recipe: Recipe) -> None:
-        self.module, self.ends, self.recipe = module, ends, recipe
+    def __init__(self, module: Quantizable, names: Sequence[str], ends: Tensor, recipe: Recipe) -> None:
+        self.module, self.names, self.ends, self.recipe = module, tuple(names), ends, recipe
         if torch.is_grad_enabled() and module._state.prepared is not recipe:
             prepare(module, recipe)
-        self.count = _count(module)
 
-    def __call__(self, name: str, x: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, name: str, x: Tensor) -> Tensor:
         """x [T, K], sorted, times the matrix of each expert of a parameter, with its bias if the module has one."""
-        module = self.module
-        weight: Tensor = getattr(module, name)
-        y = self.by(name, x, weight.transpose(1, 2) if module.is_transposed else weight)
-        return y + getattr(module, f"{name}_bias")[ids].to(y.dtype) if module.has_bias else y
+        module: Any = self.module
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        return self.by(name, x, getattr(module, name), bias, turned=module.is_transposed)
 
-    def by(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
-        """x [T, K] times weight [E, N, K], which is of this name to the noise."""
-        refuse_sharded(self.module, weight)
-        noise = {"seed": self.module.seed, "count": self.count, "name": f"{described(self.module)}.{name}"}
-        return grouped_matmul(x, weight, self.ends, recipe=self.recipe, **noise)  # type: ignore[arg-type]
+    def by(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, turned: bool = False) -> Tensor:
+        """x [T, K] times the weight of this name, [E, N, K], or [E, K, N] if it is turned."""
+        if not torch.compiler.is_compiling():
+            refuse_sharded(self.module, weight)
+        check(x, weight.transpose(1, 2) if turned else weight, self.ends, bias, self.recipe)
+        owner = Product(self.module, name, self.names.index(name) * self.ends.shape[0])
+        return multiply(owner, x, weight, bias, self.ends, self.recipe, turned)
 
 
-def _count(module: Quantizable) -> Tensor | int:
-    """How many forwards have been differentiated, which tells the noise of one from that of the next."""
-    count = module._buffers.get("count")
-    if count is None:
-        return 0
-    number = recomputation.noted(module, "experts", count[0].clone())
-    if torch.is_grad_enabled() and not recomputation.replaying():
-        count[0] += 1
-    return number
+def members(names: Sequence[str], experts: int) -> tuple[str, ...]:
+    """The names of the matrices of stacks, one stack after the other."""
+    return tuple(f"{name}.{expert}" for name in names for expert in range(experts))
 
 
 def is_stack(module: nn.Module) -> bool:

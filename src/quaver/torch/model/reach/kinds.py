@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from quaver.core.spec import Recipe
 from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.layer import Linear, Quantizable, is_foreign
 from quaver.torch.model.matrices import gemm_parameters
@@ -33,6 +32,9 @@ class Kind(NamedTuple):
     why_not: Callable[[Any], str]
     #: How many experts; 0 where the weights are no stacks.
     experts: Callable[[Any], int] = lambda module: 0
+    #: The names of the stacks, each of whose matrices is a member of the state; none of a module that knows its
+    #: members.
+    stacks: Callable[[Any], Sequence[str]] = lambda module: ()
 
 
 def _linear_why_not(module: nn.Linear) -> str:
@@ -105,6 +107,7 @@ _EXPERTS = Kind(
     inputs=lambda m: (experts.sizes(m)[0], experts.inner(m)),
     why_not=experts.why_not,
     experts=lambda m: int(m.down_proj.shape[0]),
+    stacks=experts.matrices,
 )
 
 
@@ -131,6 +134,7 @@ _STACKS = Kind(
     inputs=lambda m: _row_of(m).inputs(m),
     why_not=lambda m: "",
     experts=lambda m: _row_of(m).experts(m),
+    stacks=lambda m: _row_of(m).weights,
 )
 KINDS = (_LINEAR, _GROUPED, _CONV1D, _PACKED, _EXPERTS, _STACKS)
 
@@ -138,6 +142,11 @@ KINDS = (_LINEAR, _GROUPED, _CONV1D, _PACKED, _EXPERTS, _STACKS)
 def kind_of(module: nn.Module) -> Kind | None:
     """The kind of a module, or None for one that `convert` does not reach."""
     return next((kind for kind in KINDS if kind.takes(module)), None)
+
+
+def members(module: nn.Module, kind: Kind) -> tuple[str, ...]:
+    """The names of a module's members, by which each has state of its own; none where the module has one state."""
+    return experts.members(kind.stacks(module), kind.experts(module))
 
 
 def why_not(module: nn.Module, kind: Kind) -> str:
@@ -155,13 +164,6 @@ def why_not(module: nn.Module, kind: Kind) -> str:
             return "its weight has no shape yet; run one forward first"
         if weight is not None and is_foreign(weight):
             return f"its weight is a {type(weight).__name__}, quantized by another library"
-    return ""
-
-
-def refuses(module: nn.Module, kind: Kind, recipe: Recipe) -> str:
-    """Why a module of a kind does not take a recipe, or ""."""
-    if kind.experts(module) and kind is not _GROUPED and recipe.delayed is not None:
-        return f"stacked experts have no place for the history of {recipe.name!r} scaling; give them 'tensorwise'"
     return ""
 
 

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from quaver.core.spec import Recipe
-from quaver.torch.linear.layer import Quantizable, recipe_of
-from quaver.torch.model.reach.experts import Multiply, ends_of
+from quaver.torch.linear.layer import Quantizable
+from quaver.torch.model.reach.experts import Products, ends_of, recipe_in_force
+
+#: The stacks of each class.
+ALIKE, SPLIT, FLAT = ("gate_up_proj", "down_proj"), ("weight",), ("mlp.w1", "mlp.v1", "mlp.w2")
 
 
 class Alike(Quantizable):
@@ -22,17 +25,17 @@ class Alike(Quantizable):
     act_fn: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        recipe = recipe_of(self, torch.compiler.is_compiling())
-        if recipe is None or not recipe.quantizes:
+        recipe = recipe_in_force(self, ALIKE)
+        if recipe is None:
             return super().forward(*args, **kwargs)
         (hidden_states,) = (*args, *kwargs.values())
         gate_up, down = self.gate_up_proj, self.down_proj
         x = hidden_states.view(-1, gate_up.shape[1])
         rows = x.shape[0] // gate_up.shape[0]
         ends = torch.arange(1, gate_up.shape[0] + 1, dtype=torch.int32, device=x.device) * rows
-        multiply = Multiply(self, ends, recipe)
-        gate, up = multiply.by("gate_up_proj", x, gate_up.transpose(1, 2)).chunk(2, dim=-1)
-        return multiply.by("down_proj", up * self.act_fn(gate), down.transpose(1, 2))
+        products = Products(self, ALIKE, ends, recipe)
+        gate, up = products.by("gate_up_proj", x, gate_up, turned=True).chunk(2, dim=-1)
+        return products.by("down_proj", up * self.act_fn(gate), down, turned=True)
 
 
 class Split(Quantizable):
@@ -41,19 +44,19 @@ class Split(Quantizable):
     weight: Tensor
 
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Any:
-        recipe = recipe_of(self, torch.compiler.is_compiling())
-        if recipe is None or not recipe.quantizes:
+        recipe = recipe_in_force(self, SPLIT)
+        if recipe is None:
             return super().forward(inputs, expert_size)
         sizes = torch.as_tensor(expert_size, dtype=torch.int32, device=inputs.device)
-        return Multiply(self, sizes.cumsum(0, dtype=torch.int32), recipe).by("weight", inputs, self.weight)
+        return Products(self, SPLIT, sizes.cumsum(0, dtype=torch.int32), recipe).by("weight", inputs, self.weight)
 
 
 class Flat(Quantizable):
     """DBRX's: w1, v1 and w2 [E·I, H] of the module `mlp` in it; ids and weights [T, k]."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        recipe = recipe_of(self, torch.compiler.is_compiling())
-        if recipe is None or not recipe.quantizes:
+        recipe = recipe_in_force(self, ())
+        if recipe is None:
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return self._routed(hidden_states, top_k_index, top_k_weights, recipe)
 
@@ -63,10 +66,10 @@ class Flat(Quantizable):
         choices = ids.shape[-1]
         ids, order = torch.sort(ids.reshape(-1), stable=True)
         w1, v1, w2 = (w.view(-1, glu.ffn_hidden_size, glu.hidden_size) for w in (glu.w1, glu.v1, glu.w2))
-        multiply = Multiply(self, ends_of(ids, w1.shape[0]), recipe)
+        products = Products(self, FLAT, ends_of(ids, w1.shape[0]), recipe)
         rows = x[order // choices]
-        y = glu.activation_fn(multiply.by("w1", rows, w1)) * multiply.by("v1", rows, v1)
-        y = multiply.by("w2", y, w2.transpose(1, 2)) * weights.reshape(-1)[order].unsqueeze(-1)
+        y = glu.activation_fn(products.by(FLAT[0], rows, w1)) * products.by(FLAT[1], rows, v1)
+        y = products.by(FLAT[2], y, w2, turned=True) * weights.reshape(-1)[order].unsqueeze(-1)
         total = torch.zeros_like(x).index_add_(0, order // choices, y.to(x.dtype))
         return total.view(hidden_states.shape[0], -1, glu.hidden_size)
 
@@ -89,21 +92,21 @@ class Stack(NamedTuple):
 CLASSES = {
     "Llama4TextExperts": Stack(
         Alike,
-        ("gate_up_proj", "down_proj"),
+        ALIKE,
         sizes=lambda m: tuple(m.gate_up_proj.shape[1:]),
         inputs=lambda m: (m.gate_up_proj.shape[1], m.down_proj.shape[1]),
         experts=lambda m: int(m.gate_up_proj.shape[0]),
     ),
     "JetMoeParallelExperts": Stack(
         Split,
-        ("weight",),
+        SPLIT,
         sizes=lambda m: tuple(m.weight.shape[:0:-1]),
         inputs=lambda m: (m.weight.shape[2],),
         experts=lambda m: int(m.weight.shape[0]),
     ),
     "DbrxExperts": Stack(
         Flat,
-        ("mlp.w1", "mlp.v1", "mlp.w2"),
+        FLAT,
         sizes=lambda m: (m.mlp.hidden_size, m.mlp.ffn_hidden_size),
         inputs=lambda m: (m.mlp.hidden_size, m.mlp.ffn_hidden_size),
         experts=lambda m: int(m.mlp.w1.shape[0] // m.mlp.ffn_hidden_size),
