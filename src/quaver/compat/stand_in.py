@@ -107,7 +107,7 @@ def install(name: str) -> None:
         ValueError: another name.
         RuntimeError: the library was imported before, or one that looks for it when it is imported.
     """
-    check_name("install", name, LIBRARIES)
+    check_name("library", name, LIBRARIES)
     if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         return
     for other in (name, *LIBRARIES[name].readers):

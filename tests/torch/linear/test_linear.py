@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import quaver.torch as qt
 from quaver import recipes
 from quaver.core.costs.ledger import saved_bytes
+from quaver.core.spec import GemmSpec
 from quaver.torch.linear import entrance, gemms
 from quaver.torch.linear import layer as linear_module
 from quaver.torch.linear.layer import Linear
@@ -588,3 +590,20 @@ def test_no_input_features_is_only_the_bias() -> None:
         layer = qt.Linear(0, 3, recipe="tensorwise")
     nn.init.ones_(layer.bias)
     assert_bitwise(layer(torch.randn(2, 5, 0)), torch.ones(2, 5, 3))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_delayed_scaling_may_leave_the_gradient_of_weights_in_high_precision(compiled: bool) -> None:
+    whole = recipes.delayed(history=4)
+    recipe = replace(whole, wgrad=GemmSpec(None, None), name="delayed but wgrad")
+    layer, other = (Linear(64, 48, recipe=r) for r in (recipe, whole))
+    other.load_state_dict(layer.state_dict())
+    call = torch.compile(layer) if compiled else layer
+    for _ in range(3):
+        x, g = torch.randn(32, 64).requires_grad_(), torch.randn(32, 48)
+        y, expected = call(x), other(x)
+        dx, dw = torch.autograd.grad(y, (x, layer.weight), g)
+        (expected_dx,) = torch.autograd.grad(expected, x, g)
+        assert_bitwise(y, expected)
+        assert_bitwise(dx, expected_dx)
+        assert_close("", dw, g.T @ x.detach(), 1e-6)

@@ -59,6 +59,12 @@ def layer(recipe: Any) -> nn.Module:
     return net
 
 
+def turned(recipe: Any) -> nn.Module:
+    net = qt.TransformerLayer(64, 4, hidden=96, normalization="RMSNorm", rope=qt.RotaryEmbedding(16), window=(7, 0))
+    qt.convert(net, recipe)
+    return net
+
+
 def steps(net: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[str, Tensor]:
     """Outputs and gradients of three steps: in the first weights are quantized and plans are made."""
     results = {}
@@ -88,6 +94,17 @@ def test_bits_and_states_are_those_without_a_checkpoint(recipe: Any, model: Any,
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert_bitwise(got[name], value, name)
+
+
+@pytest.mark.parametrize("model", [linears, layer, turned])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_first_forward_shows_the_operations_of_every_other(recipe: Any, model: Any) -> None:
+    net, shown = model(recipe), []
+    select = contexts(lambda op: shown[-1].append(op) or False)
+    for _ in range(2):
+        shown.append([])
+        checkpoint(net, torch.randn(2, 16, 64, requires_grad=True), use_reentrant=False, context_fn=select)
+    assert shown[0] and shown[0] == shown[1]
 
 
 def test_an_output_may_be_written_to() -> None:

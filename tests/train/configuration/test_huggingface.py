@@ -15,6 +15,8 @@ FAMILIES = {"tiny": "llama", "125m": "llama", "llama3.1-8b": "llama", "mistral-t
 
 def test_each_model_has_its_family() -> None:
     for name, config in MODELS.items():
+        if name.startswith("pair"):
+            continue  # tests/train/running/test_ranks.py names models of its own
         kind = family(config)
         assert kind == FAMILIES.get(name, kind)
         assert bool(kind) == (not name.startswith(("falcon", "gpt-neox", "gemma2")))

@@ -45,12 +45,14 @@ class _Views:
         self.history = history
         self.factor = factor
         self.address = history.data_ptr()
-        columns = history.detach().mT
-        self.columns = columns.reshape(-1, columns.shape[-1]).numpy()  # [3 of each member, length], contiguous
+        # By numpy from the first step on: views of torch's would be operations that a selective checkpoint sees in the
+        # forward that makes them, and misses in its recomputation.
+        columns = history.numpy().swapaxes(-1, -2)
+        self.columns = columns.reshape(-1, columns.shape[-1])  # [3 of each member, length], contiguous
         self.flat = self.columns.reshape(-1) if self.columns.flags.c_contiguous else None
         self.newest = self.columns[:, 0]
         #: As `columns`, one number each.
-        self.factors = factor.detach().numpy().reshape(-1)
+        self.factors = factor.numpy().reshape(-1)
         #: True if eager code noted something since the last roll; compiled code and loading raise the version.
         self.recorded = False
         self.version = -1

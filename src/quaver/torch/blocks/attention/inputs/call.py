@@ -9,6 +9,7 @@ from torch import Tensor
 from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.blocks.attention.inputs.layout import Ragged
 from quaver.torch.blocks.attention.inputs.masks import Mask, Window, ahead_of_query, alibi, hidden, runs_of_keys
+from quaver.torch.operations.selecting import unseen
 
 
 class Call(NamedTuple):
@@ -59,6 +60,7 @@ def _keepable(q: Tensor) -> bool:
 
 
 @lru_cache(2)
+@unseen
 def _by_position(
     mask_type: str,
     window: Window | None,

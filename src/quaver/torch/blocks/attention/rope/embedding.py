@@ -13,6 +13,7 @@ from quaver.torch.backends.gpu.launching import capture
 from quaver.torch.blocks.attention.rope import stretching
 from quaver.torch.blocks.attention.rope.positions import LAYOUTS, positions_of
 from quaver.torch.blocks.attention.rope.rotary import TABLES, apply_rotary
+from quaver.torch.operations.selecting import unseen
 
 __all__ = ["RotaryEmbedding", "apply_rotary"]
 
@@ -114,7 +115,7 @@ class RotaryEmbedding(nn.Module):
         if kept is None:
             # Saved for backward later on, so they must not be inference tensors.
             with torch.inference_mode(False), torch.no_grad():
-                fresh = self._build(x, positions, offset, layout, cu_seqlens)
+                fresh = unseen(self._build)(x, positions, offset, layout, cu_seqlens)
             # The tensors stay with the entry, so that their ids are not given to others.
             kept = self._kept[key] = (*fresh, tensors)
             if len(self._kept) > KEPT:
