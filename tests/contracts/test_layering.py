@@ -121,7 +121,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "quaver.compat": ("stand_in", "missing", "checkpoints", "torchao", "transformer_engine"),
-    "quaver.compat.transformer_engine": ("common", "pytorch"),
+    "quaver.compat.transformer_engine": ("common", "pytorch", "jax"),
+    "quaver.compat.transformer_engine.jax": ("sharding", "quantize", "flax"),
+    "quaver.compat.transformer_engine.jax.flax": ("fields", "module", "attention", "transformer"),
     "quaver.compat.transformer_engine.pytorch": (
         *("quantization", "module", "attention", "transformer", "permutation", "router", "cross_entropy"),
         *("optimizers", "distributed"),

@@ -32,7 +32,7 @@ OTHERS = re.compile(r"""[\w-]+/[\w.-]+ $|"?no $""")
 #: What tells where a path begins that is not the whole of one.
 PLACES = {"src", "tests", "benchmarks", "docs", "examples", "quaver"}
 #: Libraries that a room of ours is named after.
-LIBRARIES = {"torch", "jax"}
+LIBRARIES = {"torch", "jax", "flax"}
 #: Names that stand for any.
 ANY = re.compile(r"NAME|\.\.\.|\*")
 

@@ -165,6 +165,11 @@ def test_the_command_without_its_extras_says_what_to_install() -> None:
         ("quaver.torch.linear.layer", "torch", "quaver.torch needs PyTorch, which is not installed"),
         ("quaver.jax", "jax", "quaver.jax needs JAX, which is not installed: pip install 'quaver[jax]'"),
         ("quaver.jax.linen", "flax", "quaver.jax.linen needs Flax, which is not installed: pip install 'quaver[flax]'"),
+        (
+            "quaver.compat.transformer_engine.jax",
+            "flax",
+            "quaver.compat.transformer_engine.jax needs Flax, which is not",
+        ),
         ("quaver.jax.nnx", "flax", "quaver.jax.nnx needs Flax, which is not installed: pip install 'quaver[flax]'"),
     ],
 )

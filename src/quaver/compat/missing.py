@@ -21,7 +21,7 @@ PYTORCH = {
     "get_cudnn_version": "`torch.backends.cudnn.version()`",
     "get_device_compute_capability": "`torch.cuda.get_device_capability()`",
     "constants": "recipes name their formats",
-    "DType": "formats are `quaver.formats`, and of codes torch's dtypes",
+    "DType": "recipes name their formats, and codes have torch's dtypes",
     "GatedDeltaNetAttention": "not planned",
     "FusedMLAQUpProjFunction": "not planned",
     "FusedMLAQUpProjRopeQuant": "not planned",
@@ -37,6 +37,54 @@ PYTORCH = {
     **dict.fromkeys(("Float8BlockwiseQTensor", "NVFP4Tensor", "HybridQuantizedTensor", "IdentityTensor"), _CODES),
     **dict.fromkeys(("Float8TensorStorage", "MXFP8TensorStorage", "Float8BlockwiseQTensorStorage"), _CODES),
     **dict.fromkeys(("NVFP4TensorStorage", "HybridQuantizedTensorStorage", "IdentityTensorStorage"), _CODES),
+}
+
+_SHARDINGS = "arrays are sharded by jax.jit's shardings, or by Flax's logical rules"
+
+#: Names of `transformer_engine.common.recipe`.
+RECIPE = {
+    "CustomRecipe": "`quaver.Recipe` says how each operand is quantized, and `quaver.Rules` of which layer",
+    "quantizer_factory": _RECIPES,
+}
+#: Names of `transformer_engine.jax`, of 1 too.
+JAX = {
+    "quantize": _CODES,
+    "get_delayed_scaling": "a recipe is what `autocast` was given",
+    "dense": "`quaver.jax.linear`",
+    "praxis": "not planned",
+    **dict.fromkeys(("ShardingResource", "MajorShardingType", "ShardingType"), _SHARDINGS),
+}
+#: Names of `transformer_engine.jax.flax`.
+FLAX = {
+    "wrap_function_in_te_state_module": "`quaver.jax.linen.einsum_cls` and `dot_general_cls` give functions with state",
+    "make_grouped_dense_cls": "`quaver.jax.grouped_dot` multiplies groups",
+    "extend_logical_axis_rules": "layers name no axes unless they are told; " + _SHARDINGS,
+}
+_OPERATIONS = "no class of tensors has operations of its own: `quaver.torch.matmul` and `quantize` are functions"
+_STYLES = "`quaver.torch.parallel` has `Column`, `Row` and `Sequence`, which convert no layer: convert before"
+
+#: Names of `torchao.float8` and of its files.
+TORCHAO = {
+    "FP8Granularity": "granularities of inference are not there; `ScalingGranularity` is that of training",
+    "Float8TypeConfig": "formats are torch's dtypes, AMD's are not there",
+    "type_config": "formats are torch's dtypes, AMD's are not there",
+    "tensor_already_casted_to_fp8": _CODES,
+    "matmul_with_hp_or_float8_args": "`quaver.torch.linear` multiplies under a recipe",
+    **dict.fromkeys(("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"), _STYLES),
+    **dict.fromkeys(("Float8TrainingTensor", "WeightWithDynamicFloat8CastTensor", "GemmInputRole"), _CODES),
+    **dict.fromkeys(("ScaledMMConfig", "LinearMMConfig", "choose_scaled_mm_config"), _CODES),
+    **dict.fromkeys(("hp_tensor_and_scale_to_float8", "hp_tensor_to_float8_dynamic"), _CODES),
+    **dict.fromkeys(("get_maybe_axiswise_dim", "NoopFwToFloat8BwDynamic"), _CODES),
+    **dict.fromkeys(("amax_to_scale", "tensor_to_amax", "tensor_to_scale", "to_fp8_saturated"), _CODES),
+    **dict.fromkeys(("is_row_major", "pad_tensor_for_matmul"), "sizes and layouts are made fit where a GEMM needs it"),
+    **dict.fromkeys(("Float8MMConfig", "preprocess_data", "preprocess_scale"), "not planned"),
+    "addmm_float8_unwrapped_inference": "not planned",
+}
+#: torchao's own modules and functions beside `float8`.
+TORCHAO_TOP = {
+    "optim": "`quaver.torch.optim` keeps states in eight bits",
+    "dtypes": _CODES,
+    **dict.fromkeys(("quantize_", "quantization", "swizzle", "ops", "testing"), "not planned"),
 }
 
 

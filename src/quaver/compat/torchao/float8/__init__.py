@@ -1,5 +1,6 @@
 """torchao.float8's public names, each in the file that torchao has it in; no prototype and no class of tensors."""
 
+from quaver.compat.missing import TORCHAO, unknown
 from quaver.compat.torchao.float8.config import (
     CastConfig,
     Float8GemmConfig,
@@ -22,3 +23,5 @@ __all__ = [
     "convert_to_float8_training",
     "precompute_float8_dynamic_scale_for_fsdp",
 ]
+
+__getattr__ = unknown(__name__, __all__, TORCHAO)

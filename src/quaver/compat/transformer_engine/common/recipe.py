@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from quaver import recipes
+from quaver.compat.missing import RECIPE, unknown
 from quaver.core import spec as specs
 from quaver.core.numbers.formats import E4M3, E5M2
 from quaver.core.options import suggests
@@ -232,6 +233,8 @@ RECIPES = {
     kind.__name__: kind
     for kind in (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling, NVFP4BlockScaling)
 }
+
+__getattr__ = unknown(__name__, (*RECIPES, "Format", "MMParams", "QParams", "Recipe"), RECIPE)
 
 
 def _accumulating(given: Float8CurrentScaling | Float8BlockScaling, built: specs.Recipe) -> specs.Recipe:

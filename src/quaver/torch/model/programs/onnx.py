@@ -59,10 +59,9 @@ def onnx_export(
         raise ValueError(f"{file.parent} is no folder; make it, or write the file elsewhere")
     layers = _layers(model)
     wrapped, given = _Forward(model, inputs), _tensors(inputs)
-    with evaluating(model), _weights_as_codes(layers), warnings.catch_warnings():
-        for kind in (FutureWarning, DeprecationWarning):
-            # Of torch's exporter about itself, which a user can do nothing about.
-            warnings.simplefilter("ignore", kind)
+    # Of torch's exporter about itself, which a user can do nothing about.
+    quiet = [warnings.catch_warnings(action="ignore", category=kind) for kind in (FutureWarning, DeprecationWarning)]
+    with evaluating(model), _weights_as_codes(layers), quiet[0], quiet[1]:
         shapes = _dynamic(given) if dynamic_shapes is None else _by_place(dynamic_shapes)
         with traced_plainly(but=KEPT):
             program = torch.export.export(wrapped, given, dynamic_shapes=(shapes,), strict=False)

@@ -1,0 +1,30 @@
+"""Transformer Engine's names for JAX, each in the file that it has them in; no custom call and no class of tensors."""
+
+from importlib.util import find_spec
+
+if find_spec("flax") is None:
+    sentence = "quaver.compat.transformer_engine.jax needs Flax, which is not installed: pip install 'quaver[flax]'"
+    raise ModuleNotFoundError(sentence, name="flax")
+
+from quaver.compat.missing import JAX, unknown
+from quaver.compat.transformer_engine.jax import flax
+from quaver.compat.transformer_engine.jax.quantize import (
+    NVTE_FP8_COLLECTION_NAME,
+    autocast,
+    fp8_autocast,
+    update_collections,
+    update_fp8_metas,
+)
+from quaver.compat.transformer_engine.jax.sharding import MeshResource
+
+__all__ = [
+    "NVTE_FP8_COLLECTION_NAME",
+    "MeshResource",
+    "autocast",
+    "flax",
+    "fp8_autocast",
+    "update_collections",
+    "update_fp8_metas",
+]
+
+__getattr__ = unknown(__name__, __all__, JAX)

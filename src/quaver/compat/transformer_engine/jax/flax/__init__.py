@@ -1,0 +1,31 @@
+"""Transformer Engine's linen modules: its fields and its parameters' names and values; no formula is here."""
+
+from quaver.compat.missing import FLAX, unknown
+from quaver.compat.transformer_engine.jax.flax.attention import (
+    DotProductAttention,
+    MultiHeadAttention,
+    RelativePositionBiases,
+)
+from quaver.compat.transformer_engine.jax.flax.module import (
+    DenseGeneral,
+    LayerNorm,
+    LayerNormDenseGeneral,
+    LayerNormMLP,
+    make_dot_general_cls,
+)
+from quaver.compat.transformer_engine.jax.flax.transformer import TransformerLayer, TransformerLayerType
+
+__all__ = [
+    "DenseGeneral",
+    "DotProductAttention",
+    "LayerNorm",
+    "LayerNormDenseGeneral",
+    "LayerNormMLP",
+    "MultiHeadAttention",
+    "RelativePositionBiases",
+    "TransformerLayer",
+    "TransformerLayerType",
+    "make_dot_general_cls",
+]
+
+__getattr__ = unknown(__name__, __all__, FLAX)

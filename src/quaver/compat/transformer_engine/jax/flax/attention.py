@@ -1,0 +1,307 @@
+"""Transformer Engine's attention in linen: its masks, layouts and biases over ours."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from quaver.compat.transformer_engine.jax.flax.fields import (
+    OF_ATTENTION,
+    Axes,
+    parameter,
+    refuse,
+)
+from quaver.compat.transformer_engine.jax.flax.module import DenseGeneral, LayerNormDenseGeneral, beside
+from quaver.core.options import suggests
+from quaver.core.text.spelling import check_name
+from quaver.jax.blocks.attention.dot_product import attention
+from quaver.jax.blocks.attention.position import relative_position_bias
+from quaver.jax.blocks.attention.rotary import rope
+from quaver.jax.blocks.options import Initializer
+
+#: Ours by Transformer Engine's name, and whether a mask of pairs is added to it.
+MASKS = {
+    "no_mask": ("none", False),
+    "causal": ("causal", False),
+    "causal_bottom_right": ("causal_bottom_right", False),
+    "padding": ("none", True),
+    "padding_causal": ("causal", True),
+    "causal_padding": ("causal", True),
+}
+BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias")
+LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd")
+SHARDED = "and shard arrays by jax.jit's shardings"
+
+
+@suggests
+class DotProductAttention(nn.Module):
+    """Attention without parameters; a mask [batch, 1 or heads, queries, keys] is True where masked out.
+
+    A query that sees no key gives 0. Scores and softmax are float32, whatever `float32_logits` says.
+
+    Raises:
+        ValueError: options of context parallelism, packed sequences, another softmax, `score_mod`; a mask type, bias
+            type or layout that there is not.
+    """
+
+    head_dim: int
+    num_attention_heads: int
+    num_gqa_groups: int | None = None
+    attention_dropout: float = 0.0
+    attn_mask_type: str = "causal"
+    attn_bias_type: str | None = None
+    dtype: DTypeLike = jnp.float32
+    dropout_rng_name: str = "dropout"
+    float32_logits: bool = False
+    qkv_layout: str = "bshd_bshd_bshd"
+    scale_factor: float | None = None
+    transpose_batch_sequence: bool = False
+    window_size: tuple[int, int] | None = None
+    max_segments_per_seq: int = 1
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
+    context_checkpoint_name: str = "context"
+    softmax_type: str = "vanilla"
+    score_mod: Any = None
+    score_mod_bprop: Any = None
+
+    @nn.compact
+    def __call__(
+        self,
+        query: Array,
+        key: Array | None = None,
+        value: Array | None = None,
+        sequence_descriptor: Array | None = None,
+        bias: Array | None = None,
+        *,
+        mask: Array | None = None,
+        deterministic: bool = False,
+    ) -> Array:
+        """The fourth argument is a mask; sequences that are packed into one are not there."""
+        refuse(self, SHARDED, context_parallel_causal_load_balanced=False, context_parallel_axis="")
+        refuse(self, SHARDED, context_parallel_strategy="DEFAULT")
+        refuse(self, "and add to scores by `bias`", score_mod=None, score_mod_bprop=None, softmax_type="vanilla")
+        refuse(self, "and give a mask of pairs", max_segments_per_seq=1)
+        q, k, v = self._parts(query, key, value)
+        kind, pairs = _mask(self.attn_mask_type, sequence_descriptor if mask is None else mask, q.shape[1], k.shape[1])
+        scale = 1 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor
+        dropping = self.attention_dropout > 0 and not deterministic
+        y = attention(
+            q,
+            k,
+            v,
+            mask_type=kind,
+            mask=pairs,
+            window=self.window_size,
+            bias=_bias(self.attn_bias_type, bias, scale),
+            scale=scale,
+            dropout=self.attention_dropout if dropping else 0.0,
+            dropout_key=self.make_rng(self.dropout_rng_name) if dropping else None,
+        )
+        y = checkpoint_name(y, self.context_checkpoint_name)
+        return y.swapaxes(0, 1) if self.transpose_batch_sequence else y
+
+    def _parts(self, query: Array, key: Array | None, value: Array | None) -> tuple[Array, ...]:
+        """Queries, keys and values [batch, tokens, heads, features] of a layout."""
+        layout = self.qkv_layout.lower()
+        check_name("qkv_layout", layout, LAYOUTS)
+        if layout == "bs3hd":
+            parts = [query[..., i, :, :] for i in range(3)]
+        elif key is None or (value is None and layout == "bshd_bshd_bshd"):
+            raise ValueError(f"qkv_layout is {layout!r}, and keys or values are missing; give them, or another layout")
+        elif layout == "bshd_bs2hd":
+            parts = [query, key[..., 0, :, :], key[..., 1, :, :]]
+        else:
+            assert value is not None
+            parts = [query, key, value]
+        return tuple(x.swapaxes(0, 1) if self.transpose_batch_sequence else x for x in parts)
+
+
+def _mask(name: str, mask: Any, queries: int, keys: int) -> tuple[str, Array | None]:
+    """Our mask type and mask of Transformer Engine's: a mask of pairs, with what is later where it hides that."""
+    check_name("attn_mask_type", name, MASKS)
+    kind, takes = MASKS[name]
+    if not takes or mask is None:
+        return kind, None
+    if not hasattr(mask, "dtype"):
+        raise ValueError(
+            f"a {type(mask).__name__} is no mask; give an array [batch, 1, queries, keys], True where masked out"
+        )
+    hidden = mask.astype(bool)
+    if kind == "causal":
+        hidden = hidden | (jnp.arange(keys)[None, :] > jnp.arange(queries)[:, None])
+    return "arbitrary", hidden
+
+
+def _bias(name: str | None, bias: Array | None, scale: float) -> Array | None:
+    """What is added to scaled scores."""
+    if name is not None:
+        check_name("attn_bias_type", name.lower(), BIASES)
+        if (name.lower() == "no_bias") is (bias is not None):
+            raise ValueError(f"attn_bias_type is {name!r}, and {'a' if bias is not None else 'no'} bias was given")
+    return bias * scale if bias is not None and name is not None and name.lower() == "pre_scale_bias" else bias
+
+
+@dataclass(kw_only=True)
+class HeadFields:
+    """Of attention with projections, in a module of its own and in a whole layer."""
+
+    num_gqa_groups: int | None = None
+    dropout_rng_name: str = "dropout"
+    layernorm_type: str = "layernorm"
+    layernorm_epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    enable_rotary_pos_emb: bool = False
+    rotary_pos_emb_windows: tuple[int, int] = (1, 10000)
+    rotary_pos_emb_group_method: str = "consecutive"
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    dtype: DTypeLike = jnp.float32
+    fuse_qkv_params: bool = True
+    enable_sequence_parallel: bool = False
+    scale_attn_logits: bool = False
+    scaled_query_init: bool = True
+    window_size: tuple[int, int] | None = None
+    softmax_type: str = "vanilla"
+    score_mod: Any = None
+    score_mod_bprop: Any = None
+
+
+@suggests
+class MultiHeadAttention(nn.Module, HeadFields):
+    """Norm, projections, attention and the projection out: the output, and the norm's where it is asked for, or None.
+
+    Raises:
+        ValueError: adapters of low rank, sequence parallelism, decoding with a cache of this module's.
+    """
+
+    head_dim: int
+    num_attention_heads: int
+    attention_dropout: float = field(default=0.0, kw_only=True)
+    input_layernorm: bool = field(default=True, kw_only=True)
+    return_layernorm_output: bool = field(default=False, kw_only=True)
+    kernel_init: Initializer | None = field(default=None, kw_only=True)
+    attn_mask_type: str = field(default="causal", kw_only=True)
+    attn_bias_type: str | None = field(default=None, kw_only=True)
+    transpose_batch_sequence: bool = field(default=False, kw_only=True)
+    float32_logits: bool = field(default=False, kw_only=True)
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: Array,
+        inputs_kv: Array,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        *,
+        decode: bool = False,
+        deterministic: bool = False,
+    ) -> tuple[Array, Array | None]:
+        refuse(self, "and add adapters of your own", low_rank_adaptation_scope="none")
+        refuse(self, SHARDED, enable_sequence_parallel=False)
+        if decode:
+            raise ValueError("decode=True is not there: modules for JAX keep no cache; run all tokens again")
+        q, k, v, normed = self._projected(inputs_q, inputs_kv)
+        if self.enable_rotary_pos_emb:
+            q, k = self._turned(q), self._turned(k)
+        core = DotProductAttention(
+            self.head_dim,
+            self.num_attention_heads,
+            attention_dropout=self.attention_dropout,
+            attn_mask_type=self.attn_mask_type,
+            attn_bias_type=self.attn_bias_type,
+            dropout_rng_name=self.dropout_rng_name,
+            scale_factor=None if self.scale_attn_logits else 1.0,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            window_size=self.window_size,
+            softmax_type=self.softmax_type,
+            score_mod=self.score_mod,
+            score_mod_bprop=self.score_mod_bprop,
+        )
+        y = core(q, k, v, bias=bias, mask=mask, deterministic=deterministic)
+        out = DenseGeneral(
+            inputs_q.shape[-1],
+            kernel_init=self.kernel_init or OF_ATTENTION,
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            dtype=self.dtype,
+            name="out",
+        )
+        return out(y.reshape(*y.shape[:2], -1)), normed if self.return_layernorm_output else None
+
+    def _projected(self, x: Array, memory: Array) -> tuple[Array, Array, Array, Array | None]:
+        """Queries, keys and values [., ., heads, head_dim], and what the norm gave."""
+        heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
+        init = self.kernel_init or OF_ATTENTION
+        root = math.sqrt(self.head_dim) if self.scaled_query_init else 1.0
+
+        def of_query(*given: Any) -> Array:
+            return init(*given) / jnp.asarray(root, self.dtype)
+
+        shared: dict[str, Any] = {"use_bias": self.use_bias, "bias_init": self.bias_init, "dtype": self.dtype}
+        first: Callable[..., Any] = LayerNormDenseGeneral
+        norm = {
+            "enable_layernorm": self.input_layernorm,
+            "return_layernorm_output": True,
+            "layernorm_type": self.layernorm_type,
+            "zero_centered_gamma": self.zero_centered_gamma,
+            "epsilon": self.layernorm_epsilon,
+            "scale_axes": None,
+            "ln_bias_axes": None,
+        }
+        width, of_groups = heads * self.head_dim, groups * self.head_dim
+        itself = x is memory
+        if self.fuse_qkv_params and itself and heads == groups:
+            kernel = beside(of_query, init, init)
+            y, normed = first((3, width), kernel_init=kernel, name="qkv", **shared, **norm)(x)
+            parts = [y[..., i, :] for i in range(3)]
+        else:
+            query, normed = first(width, kernel_init=of_query, name="query", **shared, **norm)(x)
+            memory = normed if itself else memory
+            if self.fuse_qkv_params:
+                y = DenseGeneral((2, of_groups), kernel_init=beside(init, init), name="kv", **shared)(memory)
+                parts = [query, y[..., 0, :], y[..., 1, :]]
+            else:
+                each = (DenseGeneral(of_groups, kernel_init=init, name=name, **shared) for name in ("key", "value"))
+                parts = [query, *(layer(memory) for layer in each)]
+        q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in parts)
+        return q, k, v, normed
+
+    def _turned(self, x: Array) -> Array:
+        """Rotary positions: periods from the first of the windows to the second."""
+        check_name("rotary_pos_emb_group_method", self.rotary_pos_emb_group_method, ("consecutive", "alternate"))
+        least, most = self.rotary_pos_emb_windows
+        x = x.swapaxes(0, 1) if self.transpose_batch_sequence else x
+        beside_one_another = self.rotary_pos_emb_group_method == "consecutive"
+        y = rope(x, jnp.arange(x.shape[1]) / least, theta=most / least, interleaved=beside_one_another)
+        return y.swapaxes(0, 1) if self.transpose_batch_sequence else y
+
+
+@suggests
+class RelativePositionBiases(nn.Module):
+    """T5's bias [1, heads, queries, keys], of a parameter `rel_embedding` [heads, buckets]."""
+
+    num_buckets: int
+    max_distance: int
+    num_attention_heads: int
+    embedding_init: Initializer = nn.linear.default_embed_init
+    embedding_axes: Axes = ("heads", "relpos_buckets")
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> Array:
+        shape = self.num_attention_heads, self.num_buckets
+        table = parameter(self, "rel_embedding", self.embedding_init, self.embedding_axes, shape)
+        return relative_position_bias(
+            table, q_seqlen, k_seqlen, max_distance=self.max_distance, bidirectional=bidirectional
+        )

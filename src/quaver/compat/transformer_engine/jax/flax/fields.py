@@ -1,0 +1,117 @@
+"""What Transformer Engine's linen modules have in common: fields, parameters, and one GEMM with its state."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.spmd import with_logical_constraint
+from jax import Array
+from jax.typing import DTypeLike
+
+from quaver.core.text.spelling import check_name
+from quaver.jax.blocks.norm import NORMALIZATIONS
+from quaver.jax.blocks.options import Initializer
+from quaver.jax.linears.general import dense
+from quaver.jax.linen.state import layer_state, qualified_name
+
+Axes = tuple[str | None, ...] | None
+NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+KERNEL_INIT = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+OF_ATTENTION = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+@dataclass(kw_only=True)
+class DenseFields:
+    """Of every module with a matrix; `dtype` is that of parameters, and results have their input's."""
+
+    kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | Sequence[int] = -1
+    dtype: DTypeLike = jnp.float32
+    # Which of the first two axes is the batch changes nothing here.
+    transpose_batch_sequence: bool = False
+    # Codes have no name for jax.checkpoint.
+    quantization_checkpoint_name: str | None = None
+
+
+@dataclass(kw_only=True)
+class NormFields:
+    """Of modules that normalize their input first."""
+
+    enable_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: Axes = ("embed",)
+    ln_bias_init: Initializer = nn.initializers.zeros
+    ln_bias_axes: Axes = ("embed",)
+    return_layernorm_output: bool = False
+    layernorm_input_axes: Axes = None
+
+
+class Product(nn.Module):
+    """One GEMM of a module that has several: its state lies under its name, its kernel with the module."""
+
+    @nn.compact
+    def __call__(self, x: Array, kernel: Array, bias: Array | None = None, axis: int | Sequence[int] = -1) -> Array:
+        return product(self, x, kernel, bias, axis)
+
+
+def product(owner: Any, x: Array, kernel: Array, bias: Array | None, axis: int | Sequence[int] = -1) -> Array:
+    """x by a kernel under the recipe in force, whose state a module keeps."""
+    return dense(x, kernel, bias, axis=axis, dtype=x.dtype, state=layer_state(owner, None), name=qualified_name(owner))
+
+
+def parameter(module: Any, name: str, init: Initializer, axes: Axes, shape: Sequence[int]) -> Array:
+    """A parameter of a module's dtype, whose axes are named for Flax's sharding rules if there are names."""
+    if axes and len(axes) != len(shape):
+        raise ValueError(f"{name} has axes of sizes {tuple(shape)}, and {axes} names {len(axes)}; give as many names")
+    value: Array = module.param(
+        name, nn.with_logical_partitioning(init, axes) if axes else init, tuple(shape), module.dtype
+    )
+    return value
+
+
+def normalized(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -> Array:
+    """A module's norm of its input, with the parameters `scale` and, of a LayerNorm, `ln_bias`."""
+    check_name("layernorm_type", module.layernorm_type, NORMS)
+    zeros, ones = nn.initializers.zeros, nn.initializers.ones
+    init = module.scale_init or (zeros if module.zero_centered_gamma else ones)
+    scale = parameter(module, "scale", init, module.scale_axes, x.shape[-1:])
+    bias = None
+    if module.layernorm_type == "layernorm":
+        bias = parameter(module, "ln_bias", bias_init, bias_axes, x.shape[-1:])
+    norm = NORMALIZATIONS[NORMS[module.layernorm_type]]
+    return norm(x, scale, bias, eps=module.epsilon, zero_centered=module.zero_centered_gamma)
+
+
+def constrained(x: Array, axes: Axes) -> Array:
+    """An array whose axes bear names for Flax's sharding rules, if there are names."""
+    value: Array = with_logical_constraint(x, axes) if axes else x
+    return value
+
+
+def refuse(module: Any, why: str, **usual: Any) -> None:
+    """Raise the ValueError of a field that is not as it has to be.
+
+    Args:
+        why: what to do.
+        usual: fields by name, with the only value that each may have.
+    """
+    for name, value in usual.items():
+        given = getattr(module, name)
+        if given != value:
+            raise ValueError(f"{type(module).__name__}.{name}={given!r} is not there: leave it {value!r}, {why}")
+
+
+def refuse_dense(module: Any, **usual: Any) -> None:
+    """Raise the ValueError of adapters and names of codes, and of fields that have to be as they are there."""
+    refuse(module, "and add adapters of your own", enable_low_rank_adaptation=False)
+    refuse(module, "codes have no name for jax.checkpoint", quantization_checkpoint_name=None)
+    refuse(module, "in Transformer Engine, too", **usual)

@@ -1,0 +1,167 @@
+"""Transformer Engine's layer in linen."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any
+
+from flax import linen as nn
+from jax import Array
+
+from quaver.compat.transformer_engine.jax.flax.attention import (
+    HeadFields,
+    MultiHeadAttention,
+    RelativePositionBiases,
+)
+from quaver.compat.transformer_engine.jax.flax.fields import KERNEL_INIT
+from quaver.compat.transformer_engine.jax.flax.module import LayerNorm, LayerNormMLP
+from quaver.core.options import pick, suggests
+from quaver.core.text.spelling import check_name
+from quaver.jax.blocks.options import Initializer
+
+
+class TransformerLayerType(enum.Enum):
+    """Whether a layer attends to a memory, too."""
+
+    ENCODER = "encoder"
+    DECODER = "decoder"
+
+
+@suggests
+class TransformerLayer(nn.Module, HeadFields):
+    """Attention, perhaps attention to `encoded`, and an MLP; submodules `attention` (of a decoder `self_attention` and
+    `encoder_decoder_attention`), `mlp`, `relpos_bias` and `output_layernorm`.
+
+    Raises:
+        ValueError: heads that do not divide, a decoder without `encoded`, and what its parts refuse.
+    """
+
+    hidden_size: int = 512
+    mlp_hidden_size: int = 2048
+    num_attention_heads: int = 8
+    hidden_dropout: float = field(default=0.1, kw_only=True)
+    hidden_dropout_dims: Sequence[int] = field(default=(), kw_only=True)
+    attention_dropout: float = field(default=0.1, kw_only=True)
+    intermediate_dropout: float = field(default=0.0, kw_only=True)
+    intermediate_dropout_dims: Sequence[int] = field(default=(), kw_only=True)
+    mha_kernel_init: Initializer | None = field(default=None, kw_only=True)
+    mlp_kernel_init: Initializer | None = field(default=None, kw_only=True)
+    mlp_activations: Sequence[Any] = field(default=("gelu",), kw_only=True)
+    mlp_activation_params: Any = field(default=None, kw_only=True)
+    apply_residual_connection_post_layernorm: bool = field(default=False, kw_only=True)
+    output_layernorm: bool = field(default=False, kw_only=True)
+    float32_attention_logits: bool = field(default=False, kw_only=True)
+    layer_type: TransformerLayerType = field(default=TransformerLayerType.ENCODER, kw_only=True)
+    self_attn_mask_type: str = field(default="causal", kw_only=True)
+    self_attn_bias_type: str | None = field(default=None, kw_only=True)
+    enable_relative_embedding: bool = field(default=True, kw_only=True)
+    relative_embedding: Any = field(default=None, kw_only=True)
+    drop_path: float = field(default=0.0, kw_only=True)
+    transpose_batch_sequence: bool = field(default=False, kw_only=True)
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: Array,
+        encoded: Array | None = None,
+        attention_mask: Array | None = None,
+        encoder_decoder_mask: Array | None = None,
+        deterministic: bool = False,
+        decode: bool = False,
+        max_decode_length: int | None = None,
+    ) -> Array:
+        kind = getattr(self.layer_type, "value", self.layer_type)
+        check_name("layer_type", kind, [each.value for each in TransformerLayerType])
+        if self.hidden_size % self.num_attention_heads or inputs.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"TransformerLayer has {self.num_attention_heads} heads of {self.hidden_size} features, and inputs "
+                f"{inputs.shape}; features are to be hidden_size, a multiple of the heads"
+            )
+        decodes = kind == "decoder"
+        if decodes and encoded is None:
+            raise ValueError("layer_type is DECODER, which attends to `encoded`; give it, or make an ENCODER")
+        attend = self._attention("self_attention" if decodes else "attention", not self.output_layernorm)
+        bias = self._bias(inputs, not decodes)
+        given: dict[str, Any] = {"deterministic": deterministic}
+        x = self._added(inputs, attend(inputs, inputs, attention_mask, bias, decode=decode, **given), deterministic)
+        if encoded is not None and decodes:
+            across = self._attention("encoder_decoder_attention", True, attn_mask_type="padding")
+            y = across(x, encoded, encoder_decoder_mask, **given)
+            x = self._added(x, y, deterministic, dropped=False)
+        mlp = LayerNormMLP(
+            self.mlp_hidden_size,
+            layernorm_type=self.layernorm_type,
+            zero_centered_gamma=self.zero_centered_gamma,
+            epsilon=self.layernorm_epsilon,
+            scale_axes=None,
+            ln_bias_axes=None,
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            activations=self.mlp_activations,
+            activation_params=self.mlp_activation_params,
+            intermediate_dropout_rng_name=self.dropout_rng_name,
+            intermediate_dropout_rate=self.intermediate_dropout,
+            intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
+            dtype=self.dtype,
+            kernel_init=self.mlp_kernel_init or KERNEL_INIT,
+            kernel_axes_1=None,
+            kernel_axes_2=None,
+            bias_axes_1=None,
+            bias_axes_2=None,
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            name="mlp",
+        )
+        x = self._added(x, mlp(x, **given), deterministic)
+        return self._last()(x) if self.output_layernorm else x
+
+    def _attention(self, name: str, norm: bool, **asked: Any) -> MultiHeadAttention:
+        of_self = {"attn_mask_type": self.self_attn_mask_type, "attn_bias_type": self.self_attn_bias_type}
+        return MultiHeadAttention(
+            self.hidden_size // self.num_attention_heads,
+            self.num_attention_heads,
+            attention_dropout=self.attention_dropout,
+            input_layernorm=norm,
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            kernel_init=self.mha_kernel_init,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            name=name,
+            **(asked or of_self),
+            **pick(HeadFields, self),
+        )
+
+    def _bias(self, x: Array, bidirectional: bool) -> Array | None:
+        """The bias of relative positions, of a module that was given or of this one's."""
+        if not self.enable_relative_embedding:
+            return None
+        table = self.relative_embedding
+        if table is None:
+            init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+            heads = self.num_attention_heads
+            table = RelativePositionBiases(32, 128, heads, embedding_init=init, dtype=self.dtype, name="relpos_bias")
+        tokens = x.shape[0 if self.transpose_batch_sequence else 1]
+        bias: Array = table(tokens, tokens, bidirectional)
+        return bias
+
+    def _added(self, x: Array, part: tuple[Array, Array | None], deterministic: bool, dropped: bool = True) -> Array:
+        """The residual stream after a part, whose norm's output it goes on from where the layer says so."""
+        y, normed = part
+        rng = self.dropout_rng_name
+        drop = nn.Dropout(self.hidden_dropout, broadcast_dims=self.hidden_dropout_dims, rng_collection=rng)
+        y = drop(y, deterministic=deterministic)
+        if dropped and self.drop_path > 0:
+            batch = 1 if self.transpose_batch_sequence else 0
+            others = tuple(axis for axis in range(y.ndim) if axis != batch)
+            path = nn.Dropout(self.drop_path, broadcast_dims=others, rng_collection=rng)
+            y = path(y, deterministic=deterministic)
+        return y + (x if normed is None else normed)
+
+    def _last(self) -> LayerNorm:
+        return LayerNorm(
+            epsilon=self.layernorm_epsilon,
+            layernorm_type=self.layernorm_type,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=None,
+            bias_axes=None,
+            dtype=self.dtype,
+            name="output_layernorm",
+        )

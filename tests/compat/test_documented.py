@@ -1,0 +1,91 @@
+"""What torchao's and Transformer Engine's own pages show first runs by our names, with what the pages say of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quaver.compat.torchao.float8 as float8
+import quaver.compat.transformer_engine.pytorch as te
+from quaver.compat.transformer_engine.common import recipe
+from tests.close import assert_bitwise, assert_close
+from tests.compat import documented
+
+
+@pytest.mark.parametrize("name", [None, "tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_torchaos_loop_has_torchaos_losses(name: str | None) -> None:
+    theirs: Any = pytest.importorskip("torchao.float8")
+    given = {"emulate": True} if name is None else {}
+    configs = [
+        library.Float8LinearConfig(**given) if name is None else library.Float8LinearConfig.from_recipe_name(name)
+        for library in (float8, theirs)
+    ]
+    if name is not None:
+        object.__setattr__(configs[1], "emulate", True)
+    ours, expected = (
+        documented.torchao_training(library, config) for library, config in zip((float8, theirs), configs, strict=True)
+    )
+    assert ours == pytest.approx(expected, rel=1e-2) and ours[-1] < ours[0]
+
+
+def test_torchaos_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    model, loaded, x = documented.torchao_checkpoint(float8, tmp_path / "checkpoint.pth")
+    from quaver.compat.torchao.float8.float8_linear import Float8Linear
+
+    assert [isinstance(layer, Float8Linear) for layer in loaded] == [True, False]
+    assert set(loaded.state_dict()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert_bitwise(loaded(x).detach(), model(x).detach())
+
+
+def test_transformer_engines_first_layer() -> None:
+    model, inp, out = documented.readme(te, recipe)
+    assert out.shape == (256, 768) and model.weight.grad.shape == (768, 192)
+    # Of a sum the gradient is one everywhere, which every format holds.
+    assert_bitwise(model.bias.grad, torch.full((768,), 256.0))
+    plain = torch.nn.functional.linear(inp, model.weight, model.bias)
+    apart = ((out - plain).norm() / plain.norm()).item()
+    assert 1e-3 < apart < 0.05
+
+
+def test_transformer_engines_first_layer_for_jax() -> None:
+    jax = pytest.importorskip("quaver.compat.transformer_engine.jax")
+    losses = documented.readme_jax(jax, jax.flax, recipe)
+    # Weights stay, and what was never recorded is measured: the same codes in every step.
+    assert len(losses) == 11 and len(set(losses[:10])) == 1
+    assert 0 < abs(losses[10] - losses[0]) < 0.02 * losses[10]
+
+
+@pytest.mark.parametrize("kind", ["te", "fused", "transformer"])
+def test_the_quickstarts_layers_are_its_basic_layer(kind: str) -> None:
+    basic, layer = documented.quickstart(te, "basic"), documented.quickstart(te, kind)
+    x = torch.rand(16, 2, 128)
+    layer.train()(x).sum().backward()
+    expected, y = basic.eval()(x), layer.eval()(x)
+    if kind == "transformer":
+        # It is causal unless told, and the basic layer is not.
+        assert_close("last token", y[-1], expected[-1], 1e-5)
+        expected = basic(x[:1])
+        assert_close("first token", y[:1], expected, 1e-5)
+        return
+    assert_close("output", y, expected, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_the_quickstarts_layer_in_eight_bits(dtype: torch.dtype) -> None:
+    layer = documented.quickstart(te, "transformer").to(dtype)
+    fp8_recipe = recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
+    x = torch.rand(16, 2, 128, dtype=dtype)
+    torch.manual_seed(1234)
+    for _ in range(3):
+        with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+            y = layer(x, attention_mask=None)
+        y.backward(torch.ones_like(y))
+    assert y.shape == x.shape and y.dtype == dtype
+    layer.eval()
+    with torch.no_grad():
+        high = layer(x)
+        with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+            low = layer(x)
+    apart = ((low - high).float().norm() / high.float().norm()).item()
+    assert 1e-4 < apart < 0.1

@@ -1,0 +1,128 @@
+"""A linen layer of Transformer Engine's fields computes what its documentation says, and trains under recipes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import Array
+
+import quaver.compat.transformer_engine.jax as te
+from quaver.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
+from tests.compat.transformer_engine.jax.flax import plain
+
+DECODER = te.flax.TransformerLayerType.DECODER
+KINDS: dict[str, dict[str, Any]] = {
+    "T5's encoder": {"self_attn_mask_type": "no_mask"},
+    "T5's decoder": {"layer_type": DECODER, "mlp_activations": ("gelu", "linear")},
+    "GPT": {"enable_relative_embedding": False, "use_bias": True, "scale_attn_logits": True},
+    "Llama": {
+        "num_gqa_groups": 2,
+        "layernorm_type": "rmsnorm",
+        "mlp_activations": ("silu", "linear"),
+        "enable_relative_embedding": False,
+        "enable_rotary_pos_emb": True,
+    },
+    "not fused": {"fuse_qkv_params": False, "zero_centered_gamma": True, "use_bias": True},
+    "BERT": {"output_layernorm": True, "apply_residual_connection_post_layernorm": True},
+    "residual from the norm": {"apply_residual_connection_post_layernorm": True, "layer_type": DECODER},
+}
+EACH = pytest.mark.parametrize("kind", KINDS)
+QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "intermediate_dropout": 0.0}
+
+
+def layer_of(kind: str, **more: Any) -> tuple[Any, Any, Array, Array | None]:
+    layer = te.flax.TransformerLayer(64, 96, 4, **QUIET, **KINDS[kind], **more)
+    x = jax.random.normal(jax.random.key(1), (2, 5, 64))
+    memory = jax.random.normal(jax.random.key(2), (2, 7, 64)) if "layer_type" in KINDS[kind] else None
+    variables = nn.unbox(layer.init(jax.random.key(0), x, memory))
+    # Norms and biases that do something.
+    shift = iter(jax.random.split(jax.random.key(3), 64))
+    params = jax.tree.map(
+        lambda p: p + 0.1 * jax.random.normal(next(shift), p.shape) if p.ndim < 3 else p, variables["params"]
+    )
+    return layer, {**variables, "params": params}, x, memory
+
+
+@EACH
+def test_the_formula_is_the_documented_one(kind: str) -> None:
+    layer, variables, x, memory = layer_of(kind)
+    expected = plain.layer(variables["params"], x, memory, heads=4, **KINDS[kind])
+    np.testing.assert_allclose(layer.apply(variables, x, memory), expected, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("kind", ["T5's decoder", "Llama"])
+def test_it_trains_quantized(kind: str) -> None:
+    with te.autocast(enabled=True, recipe=MXFP8BlockScaling()):
+        layer, variables, x, memory = layer_of(kind)
+        high, loss = layer.apply(variables, x, memory), lambda v: (layer.apply(v, x, memory) ** 2).mean()
+        gradients = jax.grad(loss)(variables)
+    plainly = layer.apply(variables, x, memory)
+    apart = jnp.linalg.norm(high - plainly) / jnp.linalg.norm(plainly)
+    assert 1e-3 < float(apart) < 0.2
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))
+
+
+def test_tokens_first_is_the_same_turned() -> None:
+    layer, variables, x, _ = layer_of("Llama")
+    turned, *_ = layer_of("Llama", transpose_batch_sequence=True)
+    y = turned.apply(variables, x.swapaxes(0, 1)).swapaxes(0, 1)
+    np.testing.assert_allclose(y, layer.apply(variables, x), rtol=0, atol=1e-6)
+
+
+def test_each_gemm_records_its_own_history() -> None:
+    with te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=4)):
+        layer, variables, x, _ = layer_of("GPT")
+
+        def loss(params: Any, metas: Any) -> Array:
+            return (layer.apply({"params": params, te.NVTE_FP8_COLLECTION_NAME: metas}, x) ** 2).mean()
+
+        metas = variables[te.NVTE_FP8_COLLECTION_NAME]
+        assert set(metas) == {"attention", "mlp"} and set(metas["mlp"]) == {"wi", "wo"}
+        assert set(metas["attention"]) == {"qkv", "out"}
+        _, after = jax.grad(loss, (0, 1))(variables["params"], metas)
+    recorded = [np.asarray(h).max(0) for h in jax.tree.leaves(after) if h.ndim == 2]
+    assert len(recorded) == 4 and all((h > 0).all() for h in recorded)
+    assert len({tuple(h) for h in recorded}) == 4
+
+
+def test_dropout_and_drop_path_draw_from_the_named_rng() -> None:
+    x = jax.random.normal(jax.random.key(4), (4, 5, 64))
+    layer = te.flax.TransformerLayer(64, 96, 4, drop_path=0.5, dropout_rng_name="mine", hidden_dropout_dims=(1,))
+    variables = layer.init({"params": jax.random.key(0), "mine": jax.random.key(1)}, x)
+    one, two = (layer.apply(variables, x, rngs={"mine": jax.random.key(i)}) for i in (1, 2))
+    assert not jnp.array_equal(one, two)
+    assert jnp.array_equal(one, layer.apply(variables, x, rngs={"mine": jax.random.key(1)}))
+    still = layer.apply(variables, x, deterministic=True)
+    assert jnp.array_equal(still, layer.apply(variables, x, deterministic=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"softmax_type": "learnable"}, "softmax_type='learnable' is not there"),
+        ({"low_rank_adaptation_scope": "all"}, "low_rank_adaptation_scope='all' is not there"),
+        ({"enable_sequence_parallel": True}, "enable_sequence_parallel=True is not there"),
+        ({"num_attention_heads": 5}, "5 heads of 64 features"),
+        ({"layer_type": DECODER}, "attends to `encoded`; give it"),
+        ({"layer_type": "decodr"}, "did you mean 'decoder'"),
+        ({"self_attn_mask_type": "casual"}, "no attn_mask_type 'casual'; did you mean 'causal'"),
+        ({"mlp_activations": ("geglu",)}, "no activation 'geglu'; did you mean 'gelu'"),
+        ({"layernorm_type": "rms_norm"}, "no layernorm_type 'rms_norm'; did you mean 'rmsnorm'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_done_is_a_sentence(given: dict[str, Any], sentence: str) -> None:
+    layer = te.flax.TransformerLayer(**{"hidden_size": 64, "mlp_hidden_size": 96, "num_attention_heads": 4, **given})
+    with pytest.raises(ValueError, match=sentence):
+        layer.init(jax.random.key(0), jnp.ones((2, 5, 64)), deterministic=True)
+
+
+def test_a_wrong_field_is_told_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="no option 'num_attention_head'; did you mean 'num_attention_heads'"):
+        te.flax.TransformerLayer(num_attention_head=4)
+    layer = te.flax.TransformerLayer(64, 96, 4)
+    with pytest.raises(ValueError, match="decode=True is not there"):
+        layer.init(jax.random.key(0), jnp.ones((2, 5, 64)), deterministic=True, decode=True)

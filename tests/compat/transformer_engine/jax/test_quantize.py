@@ -1,0 +1,66 @@
+"""Contexts and collections by Transformer Engine's names for JAX, and what there is not."""
+
+import jax.numpy as jnp
+import pytest
+from flax.core import FrozenDict, freeze
+
+import quaver.compat.transformer_engine.jax as te
+from quaver import recipes
+from quaver.compat.transformer_engine.common.recipe import MXFP8BlockScaling, NVFP4BlockScaling
+from quaver.jax.state.context import recipe_in_force
+
+
+def test_a_context_is_off_unless_it_is_asked_for() -> None:
+    with te.autocast():
+        assert recipe_in_force("mxfp8") is None
+    with te.autocast(enabled=True):
+        own = recipe_in_force()
+        assert own is not None and own.name == "transformer_engine.DelayedScaling"
+    with te.fp8_autocast(enabled=True, fp8_recipe=MXFP8BlockScaling()):
+        own = recipe_in_force()
+        assert own is not None and own.fprop == recipes.mxfp8().fprop
+        with te.autocast(enabled=False):
+            assert recipe_in_force() is None
+    assert recipe_in_force() is None
+
+
+def test_a_context_decorates_a_function() -> None:
+    @te.autocast(enabled=True, recipe=MXFP8BlockScaling())
+    def named() -> str:
+        own = recipe_in_force()
+        return "" if own is None else own.name
+
+    assert named() == named() == "transformer_engine.MXFP8BlockScaling"
+
+
+def test_options_that_are_not_there_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"mesh_resource names axes \(dp_resource, tp_resource\)"):
+        te.autocast(True, MXFP8BlockScaling(), te.MeshResource("data", "model"))
+    assert te.autocast(True, MXFP8BlockScaling(), te.MeshResource()).enabled
+    with pytest.raises(ValueError, match="row_scaled_activation=True is not there"):
+        te.autocast(True, NVFP4BlockScaling(row_scaled_activation=True))
+    with pytest.raises(TypeError, match="no option 'dp_resorce'; did you mean 'dp_resource'"):
+        te.MeshResource(dp_resorce="data")  # type: ignore[call-arg]
+
+
+def test_collections_are_joined_and_keep_their_kind() -> None:
+    new, old = {"a": jnp.ones(1)}, {"a": jnp.zeros(1), "b": jnp.zeros(2)}
+    assert te.update_collections(new, old) == {"a": new["a"], "b": old["b"]}
+    frozen = te.update_collections(new, freeze(old))
+    assert isinstance(frozen, FrozenDict) and frozen["a"] is new["a"]
+    assert te.update_fp8_metas(new) is new
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "sentence"),
+    [
+        (te, "autocst", "did you mean 'autocast'"),
+        (te, "dense", "`quaver.jax.linear`"),
+        (te.flax, "DensGeneral", "did you mean 'DenseGeneral'"),
+        (te.flax, "extend_logical_axis_rules", "layers name no axes"),
+    ],
+    ids=["near", "elsewhere", "near in flax", "elsewhere in flax"],
+)
+def test_a_name_that_is_not_there_says_what_is(module: object, name: str, sentence: str) -> None:
+    with pytest.raises(AttributeError, match=sentence):
+        getattr(module, name)
