@@ -67,11 +67,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "quaver.core": (
         *("text", "numbers", "spec", "options", "recipe_functions", "reference", "converting", "costs", "states"),
     ),
-    "quaver.kernels": ("hashing", "bits", "optim", "quantizing", "emulating", "fused", "attention"),
+    "quaver.kernels": ("hashing", "bits", "optim", "quantizing", "emulating", "fused", "attention", "state_space"),
     "quaver.torch": ("numerics", "backends", "state", "operations", "linear", "blocks", "model", "parallel", "optim"),
     "quaver.torch.backends": ("cpu", "gpu"),
     "quaver.torch.backends.gpu": (
-        *("launching", "quantizing", "stepping", "emulating", "gemms", "families", "fused", "attention", "announcing"),
+        *("launching", "quantizing", "stepping", "emulating", "gemms", "families", "fused", "mixing", "announcing"),
     ),
     "quaver.torch.state": (
         *("layer", "recomputation", "history", "noise", "kept_weights", "counters", "buffers", "context"),

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from quaver import E2M1, E2M3, E4M3, E5M2, QuantSpec, recipes
 from quaver.core.spec import Recipe
-from quaver.torch.backends.gpu import attention, families
+from quaver.torch.backends.gpu import families
 from quaver.torch.backends.gpu import stepping as optimizing
 from quaver.torch.backends.gpu.emulating import blocks as emulated_blocks
 from quaver.torch.backends.gpu.emulating import folding, groups, two_level
 from quaver.torch.backends.gpu.fused import activation, column_sums, cross_entropy, norm, rope
 from quaver.torch.backends.gpu.gemms import decoding
 from quaver.torch.backends.gpu.launching.passes import Launch
+from quaver.torch.backends.gpu.mixing import attention, convolution, scan
 from quaver.torch.backends.gpu.quantizing import block_scaled
 from quaver.torch.backends.gpu.quantizing.ways import Wanted, shared_launches
 from quaver.torch.backends.gpu.stepping import Moment
@@ -757,6 +758,92 @@ def _attention() -> list[Case]:
     ]
 
 
+def _scans() -> list[Case]:
+    """Of 64 heads in 8 groups, 2048 tokens a sequence."""
+    batch, heads, groups = 4, 64, 8
+
+    def launch(
+        back: bool,
+        length: int = 2048,
+        packed: bool = False,
+        dim: int = 64,
+        size: int = 128,
+        dtype: torch.dtype = BF16,
+    ) -> Callable[[], object]:
+        lead = (1, batch * length) if packed else (batch, length)
+        x, dt = (torch.empty(*lead, *end, dtype=dtype, device="meta") for end in ((heads, dim), (heads,)))
+        B, C = (torch.empty(*lead, groups, size, dtype=dtype, device="meta") for _ in range(2))
+        A, D, bias = (torch.empty(heads, dtype=FLOAT32, device="meta") for _ in range(3))
+        cu = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
+        given = (x, dt, A, B, C, D, bias, None, cu, True, "0.0,inf", 0)
+        if not back:
+            return lambda: scan.forward(*given)
+        g, last = torch.empty_like(x), torch.empty(batch, heads, dim, size, dtype=FLOAT32, device="meta")
+        return lambda: scan.backward(g, last, *given)
+
+    # Of a group's 8 heads by one program, and of a sequence's chunks.
+    shared, chunks = (groups,), (32,)
+    trips = {
+        "pass_states": chunks,
+        "chunk_scan": shared,
+        "chunk_scan_backward_pairs": shared,
+        "chunk_scan_backward": shared,
+        "chunk_scan_backward_rows": shared,
+    }
+    beside = {
+        "wide loads": "each token has its step and its sums beside it, and each chunk its last sum",
+        "wide stores": "gradients of steps and exponents are a number a token and head",
+        "instructions": "steps sum in float64, over a hundredth of a scan's bytes",
+        "shared bytes": "one byte a thread on sm_100, of no tile",
+    }
+    uncounted = {**beside, "trips": "how often it goes round is not told: it is read for what it holds and moves"}
+    return [
+        Case(name="scan", launch=launch(False), trips_beside=trips, exceptions=beside),
+        Case(name="scan back", launch=launch(True), trips_beside=trips, exceptions=beside),
+        Case(name="scan ragged", launch=launch(False, 2030), exceptions=uncounted, rare=True),
+        Case(name="scan packed back", launch=launch(True, 2030, True), exceptions=uncounted, rare=True),
+        Case(name="scan of wide states", launch=launch(False, size=256), exceptions=uncounted, rare=True),
+        Case(name="scan of wide states back", launch=launch(True, size=256), exceptions=uncounted, rare=True),
+        Case(name="scan of wide heads", launch=launch(False, dim=128), exceptions=uncounted, rare=True),
+        Case(name="scan of wide heads back", launch=launch(True, dim=128), exceptions=uncounted, rare=True),
+        Case(
+            name="scan float32", launch=launch(False, dim=32, size=32, dtype=FLOAT32), exceptions=uncounted, rare=True
+        ),
+        Case(
+            name="scan float32 back",
+            launch=launch(True, dim=32, size=32, dtype=FLOAT32),
+            exceptions=uncounted,
+            rare=True,
+        ),
+    ]
+
+
+def _convolutions() -> list[Case]:
+    """Of x, B and C, 6144 channels beside each other, where they lie in the output of a projection."""
+    batch, inner, beside, taps = 4, 4096, 2048, 4
+
+    def launch(back: bool, length: int = 2048, packed: bool = False, dtype: torch.dtype = BF16) -> Callable[[], object]:
+        lead, channels = (1, batch * length) if packed else (batch, length), inner + beside
+        whole = torch.empty(*lead, inner + channels + 64, dtype=dtype, device="meta")
+        weight, bias = (torch.empty(channels, *end, dtype=dtype, device="meta") for end in ((taps,), ()))
+        cu = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
+        early = torch.empty(batch, taps - 1, channels, dtype=dtype, device="meta") if packed else None
+        given = (whole[..., inner : inner + channels], weight, bias, early, cu, "silu")
+        if not back:
+            return lambda: convolution.forward(*given)
+        g = torch.empty(*lead, channels, dtype=dtype, device="meta")
+        return lambda: convolution.backward(g, *given)
+
+    dear = {"instructions": "each of four taps converts, multiplies and adds every element"}
+    return [
+        Case(name="convolution", launch=launch(False), exceptions=dear),
+        Case(name="convolution back", launch=launch(True), exceptions=dear),
+        Case(name="convolution packed", launch=launch(False, 2030, True), exceptions=dear, rare=True),
+        Case(name="convolution packed back", launch=launch(True, 2030, True), exceptions=dear, rare=True),
+        Case(name="convolution float32 back", launch=launch(True, dtype=FLOAT32), rare=True),
+    ]
+
+
 #: Helper kernels first: what another row launches on the way is theirs.
 CASES: list[Case] = [
     *_per_tensor(),
@@ -769,4 +856,6 @@ CASES: list[Case] = [
     *_of_a_step(),
     *_of_optimizers(),
     *_attention(),
+    *_scans(),
+    *_convolutions(),
 ]

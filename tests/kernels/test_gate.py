@@ -75,7 +75,7 @@ def test_short_rows_are_compiled_and_every_kernel_on_both_sides_of_hopper_and_wh
         for kernel in before | after
         if all(length(table[name]) > LONG for name in regular if parted(name)[1] == kernel)
     }
-    assert before ^ after <= slow and len(slow) < 10 and slow & before and slow & after
+    assert before ^ after <= slow and len(slow) < 15 and slow & before and slow & after
     compiled = {name for names in turns.values() for name in names}
     rows = {parted(name)[0]: [other for other in regular if parted(other)[0] == parted(name)[0]] for name in regular}
     short = [launches for launches in rows.values() if all(length(table[name]) <= SHORT for name in launches)]
@@ -198,8 +198,9 @@ def test_kernels_that_no_h200_can_run_at_its_copy_rate_are_few_and_have_a_reason
     assert slow <= {case.name for case in CASES if "instructions" in case.exceptions}
     launched = slow & {case.name for case in CASES if case.since <= 90}
     steps = {name for name in launched if name.startswith("optimizer ")}
-    # Those that draw the specification's words, and every optimizer's step that writes moments in eight bits.
-    assert len(launched - steps) <= 3
+    # Those that draw the specification's words, convolutions, a scan's steps, and every optimizer's step that writes
+    # moments in eight bits.
+    assert len(launched - steps) <= 6
     assert len(steps) <= 7
 
 

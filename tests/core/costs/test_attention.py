@@ -6,7 +6,7 @@ from quaver.core.costs import attention
 from quaver.core.costs.gpus import GPUS
 from quaver.core.spec import AttentionSpec
 from quaver.recipes import get
-from quaver.torch.backends.gpu import attention as kernels
+from quaver.torch.backends.gpu.mixing import attention as kernels
 
 #: Written down by hand from the sweeps of `quaver.kernels.attention`: forward, for dQ, for dK and dV.
 PRODUCTS = {"tensorwise": (3, 7, 4), "rowwise": (3, 7, 6), "blockwise": (3, 7, 6), "mxfp8": (3, 5, 4)}

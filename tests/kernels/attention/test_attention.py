@@ -14,8 +14,8 @@ from quaver import E4M3
 from quaver.core.reference import dot_product as specification
 from quaver.core.spec import AttentionSpec, QuantSpec
 from quaver.recipes import get
-from quaver.torch.backends.gpu import attention as gpu
 from quaver.torch.backends.gpu.launching import device, passes
+from quaver.torch.backends.gpu.mixing import attention as gpu
 from quaver.torch.blocks.attention.explanation import explain_attention
 from quaver.torch.blocks.attention.implementations import fp8
 from quaver.torch.blocks.attention.inputs.masks import outside_of, runs_of_keys

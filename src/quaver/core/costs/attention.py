@@ -16,7 +16,7 @@ from quaver.core.costs.ledger import LAUNCH, WIDE, moving
 from quaver.core.spec import AttentionSpec, QuantSpec
 
 #: Keys of a tile that dQ's sweep takes at a time, and queries of one that dK's and dV's takes: as in
-#: `quaver.torch.backends.gpu.attention`. Of wider blocks dS takes a sweep for its amax.
+#: `quaver.torch.backends.gpu.mixing.attention`. Of wider blocks dS takes a sweep for its amax.
 KEYS, QUERIES = 64, 32
 #: Products forward and backward in bf16.
 PLAIN = 2, 5

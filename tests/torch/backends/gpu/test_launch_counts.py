@@ -1,8 +1,22 @@
 """A training step takes as many launches as docs/kernels.md says, and no recipe more than its ceiling."""
 
 import pytest
+import torch
 
-from tests.torch.backends.gpu.launch_counts import EMULATED, NATIVE, counted, launches, llama_layer, rows
+import quaver.torch as qt
+from quaver.torch.backends.gpu.mixing import scan
+from tests.torch.backends.gpu.launch_counts import (
+    EMULATED,
+    NATIVE,
+    PAGE,
+    _Kernels,
+    _Operations,
+    counted,
+    launches,
+    llama_layer,
+    rows,
+)
+from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 
 #: Of a Linear without a bias whose weight changes in each step, forward and backward, its three GEMMs included.
 CEILINGS = {
@@ -16,6 +30,9 @@ CEILINGS = {
     # Eight of them the weight's, which the general way quantizes.
     "nvfp4": 15,
 }
+
+#: What docs/kernels.md says of a scan and of its convolution in bfloat16, forward and backward.
+SCAN, CONVOLUTION = (4, 11), (1, 4)
 
 
 @pytest.mark.parametrize(("arch", "name"), [(arch, name) for arch, names in NATIVE.items() for name in names])
@@ -39,3 +56,37 @@ def test_a_llama_layer_takes_as_many_launches_as_the_page_says(arch: int, name: 
     assert len(names) == int(rows()[f"{name} sm_{arch}"][-1])
     casts = {"torch._to_copy"} if name in NATIVE[arch] else set()
     assert not {"torch.zero_", "torch.zeros", "torch.copy_", *casts} & set(names), names
+
+
+def test_a_scan_and_its_convolution_take_as_many_launches_as_the_page_says() -> None:
+    heads, groups = 4, 2
+    x, dt = (torch.randn(2, 130, heads, *end).bfloat16().requires_grad_() for end in ((16,), ()))
+    B, C = (torch.randn(2, 130, groups, 16).bfloat16().requires_grad_() for _ in range(2))
+    A, D, bias = (torch.randn(heads, requires_grad=True) for _ in range(3))
+    channels = torch.randn(2, 130, 96).bfloat16().requires_grad_()
+    taps, of_taps = torch.randn(96, 4, requires_grad=True), torch.randn(96, requires_grad=True)
+    counts = []
+    with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
+        become(90, patch)
+        # As in a scan that fills a GPU: one program takes all heads of a group.
+        patch.setattr(scan, "PROGRAMS", 0)
+        driver = Driver(patch, runs=False)
+        for run in (
+            lambda: qt.ssd(x, dt, A, B, C, D=D, dt_bias=bias)[0],
+            lambda: qt.causal_conv1d(channels, taps, of_taps),
+        ):
+            for _ in range(2):
+                driver.launched = noted = _Kernels([])
+                with _Operations(noted.launched):
+                    y = run()
+                forward, noted.launched = noted.launched, []
+                g = torch.ones_like(y)
+                with _Operations(noted.launched):
+                    y.backward(g)
+            back = [name for name in noted.launched if name != "torch.add_"]
+            counts.append((len(forward), len(back)))
+            # Zeros are the gradient of last states that nothing used; taps' gradients are turned as the weight lies.
+            assert {name for name in (*forward, *back) if name.startswith("torch.")} <= {"torch.zeros", "torch.clone"}
+    assert counts == [SCAN, CONVOLUTION]
+    for what, of in (("Scan", SCAN), ("Convolution before it", CONVOLUTION)):
+        assert f"| {what} | {of[0]} | {of[1]} |" in PAGE.read_text()

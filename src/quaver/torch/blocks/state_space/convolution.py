@@ -18,6 +18,7 @@ from quaver.core.options import checks
 from quaver.torch.blocks.attention.inputs.layout import lengths_of
 from quaver.torch.blocks.prologues.activation import ACTIVATIONS, get_activation
 from quaver.torch.blocks.prologues.prologue import alone
+from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Impl, Operation
 
 SENTENCE = (
@@ -243,15 +244,22 @@ def _fake_backward(g: Tensor, *given: Any) -> list[Tensor]:
 
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial, Tensor? cu_seqlens, str activation"
+_KERNELS = f"{ops.GPU}.mixing.convolution"
 #: Of x [B, T, channels], with cu_seqlens of one row.
 FORWARD: Operation[Tensor] = Operation(
     f"causal_conv1d({_TENSORS}) -> Tensor",
-    [Impl("reference", _plain_forward)],
+    [
+        Impl("triton", f"{_KERNELS}:forward", f"{_KERNELS}:reason", ops.no_kernels),
+        Impl("reference", _plain_forward),
+    ],
     fake=lambda x, *_: x.new_empty(x.shape),
 )
 #: (the gradient, what forward was given) to the gradients of x, weight, bias and initial, empty where there is none.
 BACKWARD: Operation[list[Tensor]] = Operation(
     f"causal_conv1d_backward(Tensor g, {_TENSORS}) -> Tensor[]",
-    [Impl("reference", _plain_backward)],
+    [
+        Impl("triton", f"{_KERNELS}:backward", f"{_KERNELS}:reason_backward", ops.no_kernels),
+        Impl("reference", _plain_backward),
+    ],
     fake=_fake_backward,
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver.torch.blocks.state_space.scan import op
+from quaver.torch.blocks.state_space.scan import op, packages
 from quaver.torch.blocks.state_space.scan.chunked import GRID, Piece
 from quaver.torch.blocks.state_space.scan.op import ssd
 from tests.close import assert_bitwise, assert_close
@@ -309,9 +309,11 @@ def test_transformers_scan() -> None:
         assert_close(name, one, two, 2e-6)
 
 
-def test_the_package_is_chosen_by_name_alone_and_says_why_it_is_not_there() -> None:
-    assert [impl.name for impl in op.SSD.impls] == ["recurrence", "chunked", "mamba_ssm"]
-    with qt.only("mamba_ssm"), pytest.raises(ValueError, match=r"mamba-ssm (is not installed|runs on GPUs)"):
+@pytest.mark.parametrize("name", packages.PACKAGES)
+def test_packages_are_chosen_by_name_alone_and_say_why_they_are_not_there(name: str) -> None:
+    assert [impl.name for impl in op.SSD.impls] == ["recurrence", "chunked", *packages.PACKAGES]
+    said = name.replace("_", "-")
+    with qt.only(name), pytest.raises(ValueError, match=rf"{said} (is not installed|runs on GPUs)"):
         ssd(**tensors())
 
 

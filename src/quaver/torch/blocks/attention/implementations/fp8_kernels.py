@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from quaver.core.spec import AttentionSpec, QuantSpec
-from quaver.torch.backends.gpu import attention as gpu
+from quaver.torch.backends.gpu.mixing import attention as gpu
 from quaver.torch.blocks.attention.implementations.operands import Heads, quantize_along_rows, quantize_heads
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,10 +68,8 @@ def ssd(
     """
     _check(x, dt, A, B, C)
     _check_parameters(x, D, dt_bias, dt_limit)
-    size = CHUNK if x.shape[-1] * B.shape[-1] >= LARGE_STATE else SMALL_CHUNK
-    size = size if chunk_size is None else chunk_size
-    if not 1 <= size <= LARGEST:
-        raise ValueError(f"chunk_size is {size}; give 1 to {LARGEST} tokens, or None")
+    if chunk_size is not None and not 1 <= chunk_size <= LARGEST:
+        raise ValueError(f"chunk_size is {chunk_size}; give 1 to {LARGEST} tokens, or None")
     packed = cu_seqlens is not None
     if packed:
         lengths_of(cu_seqlens, x.shape[0])  # type: ignore[arg-type]
@@ -81,7 +80,7 @@ def ssd(
     state = (sequences, *x.shape[2:], B.shape[-1])
     if initial_states is not None and initial_states.shape != state:
         raise ValueError(f"initial_states is {list(initial_states.shape)}; give [sequences, H, P, N] = {list(state)}")
-    how = How(bool(dt_softplus), f"{float(dt_limit[0])!r},{float(dt_limit[1])!r}", size)
+    how = How(bool(dt_softplus), f"{float(dt_limit[0])!r},{float(dt_limit[1])!r}", chunk_size or 0)
     y, final = SSD(x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens, how)
     return (y.squeeze(0) if packed else y), final
 
@@ -93,6 +92,7 @@ class How:
     softplus: bool
     #: Of the step, written: a compiler makes symbols of numbers.
     limit: str
+    #: Tokens of a chunk, 0 for as many as the implementation takes.
     chunk: int
 
     def forward(self, *tensors: Tensor | None) -> tuple[tuple[Tensor, Tensor], Sequence[Tensor | None]]:
@@ -176,7 +176,7 @@ def _plain_forward(*given: Any) -> tuple[Tensor, Tensor]:
     x, cu_seqlens, softplus, limit, size = given[0], *given[8:]
     with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
         lengths, flat = _lengths(x, cu_seqlens), _flat(given, softplus, limit)
-        y, final = chunked.forward(flat, chunks_of(lengths, _size(size, lengths), x.device), len(lengths))
+        y, final = chunked.forward(flat, chunks_of(lengths, _size(size, flat, lengths), x.device), len(lengths))
     return y.view(x.shape), final
 
 
@@ -184,7 +184,7 @@ def _plain_backward(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
     x, dt, bias, cu_seqlens, softplus, limit, size = given[0], given[1], given[6], *given[8:]
     with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
         lengths, flat = _lengths(x, cu_seqlens), _flat(given, softplus, limit)
-        chunks = chunks_of(lengths, _size(size, lengths), x.device)
+        chunks = chunks_of(lengths, _size(size, flat, lengths), x.device)
         grads = chunked.backward(g.flatten(0, 1), g_final, flat, chunks, len(lengths))
         dx, of_step, dA, dB, dC, dD, initial = grads
         assert of_step is not None
@@ -214,8 +214,10 @@ def _lengths(x: Tensor, cu_seqlens: Tensor | None) -> list[int]:
     return lengths
 
 
-def _size(size: int, lengths: Sequence[int]) -> int:
+def _size(size: int, flat: chunked.Given, lengths: Sequence[int]) -> int:
     """Of a chunk: no more than the longest sequence has."""
+    if not size:
+        size = CHUNK if flat.x.shape[-1] * flat.B.shape[-1] >= LARGE_STATE else SMALL_CHUNK
     return max(1, min(size, max(lengths, default=1)))
 
 
@@ -242,23 +244,32 @@ _TENSORS = (
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? initial,"
     " Tensor? cu_seqlens, bool softplus, str limit, int chunk"
 )
+_KERNELS = f"{ops.GPU}.mixing.scan"
 #: Of x [B, T, H, P], with cu_seqlens of one row: the outputs, and the last states.
 FORWARD: Operation[tuple[Tensor, Tensor]] = Operation(
-    f"ssd({_TENSORS}) -> (Tensor, Tensor)", [Impl("reference", _plain_forward)], fake=_fake_forward
+    f"ssd({_TENSORS}) -> (Tensor, Tensor)",
+    [
+        Impl("triton", f"{_KERNELS}:forward", f"{_KERNELS}:reason", ops.no_kernels),
+        Impl("reference", _plain_forward),
+    ],
+    fake=_fake_forward,
 )
 #: (gradients of both, what forward was given) to the gradients of the tensors, empty where there is none.
 BACKWARD: Operation[list[Tensor]] = Operation(
     f"ssd_backward(Tensor g, Tensor g_final, {_TENSORS}) -> Tensor[]",
-    [Impl("reference", _plain_backward)],
+    [
+        Impl("triton", f"{_KERNELS}:backward", f"{_KERNELS}:reason_backward", ops.no_kernels),
+        Impl("reference", _plain_backward),
+    ],
     fake=_fake_backward,
 )
-#: The same with a derivative; the package is chosen by name alone: `with quaver.torch.only("mamba_ssm")`.
+#: The same with a derivative; packages are chosen by name alone: `with quaver.torch.only("mamba_ssm")`.
 SSD: Operation[tuple[Tensor, Tensor]] = Operation(
     "ssd_differentiably",
     [
         Impl("recurrence", _single_step, _no_single_step),
         Impl("chunked", _in_chunks),
-        Impl("mamba_ssm", packages.scan, packages.reason),
+        *(Impl(name, scan, partial(packages.reason, name)) for name, scan in packages.PACKAGES.items()),
     ],
     traced=_in_chunks,
 )

@@ -1,0 +1,1 @@
+"""What mixes the tokens of a sequence on a GPU: quantized attention, scans, convolutions; no projection."""
