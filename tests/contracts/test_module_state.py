@@ -49,6 +49,7 @@ SAFE = {
     "torch.parallel.fsdp.watching:_gathering": CACHED,
     "torch.parallel.fsdp.watching:_scattering": CACHED,
     "torch.model.reach.same:_computes": SAME,
+    "torch.optim.stepping.compiled:_programs": SAME,
     "torch.linear.grouped.operators:parsed": CACHED,
     "torch.numerics.grouped:_held": CACHED,
     "torch.model.fusing.attentions:rebuilt": CACHED,

@@ -81,3 +81,23 @@ def test_a_compiler_that_fails_is_said_and_the_step_is_taken_without_it() -> Non
 def test_a_copy_compiles_as_the_first_does() -> None:
     optimizer = optim.AdamW([nn.Parameter(torch.zeros(2, 2))], compile=True)
     assert deepcopy(optimizer)._programs is not None
+
+
+@pytest.mark.slow
+def test_memory_in_another_order_is_another_program() -> None:
+    """Nothing is compared at a call but what a program is known by: shapes and dtypes are alike here."""
+    torch._dynamo.reset()
+    both = []
+    for compile in (True, False):
+        draw = torch.Generator().manual_seed(0)
+        weights = [torch.randn(1024, 256, generator=draw), torch.randn(256, 1024, generator=draw).t()]
+        parameters = [nn.Parameter(w) for w in weights]
+        optimizer = optim.AdamW(parameters, lr=1e-3, preset="float32", compile=compile)
+        for p in parameters:
+            p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=draw))
+        optimizer.step()
+        both.append(parameters)
+        assert not compile or (not optimizer._programs.failed and len(optimizer._programs.programs) == 2)
+    for i, (p, q) in enumerate(zip(*both, strict=True)):
+        assert p.stride() == q.stride()
+        same(p.contiguous(), q.contiguous(), str(i))

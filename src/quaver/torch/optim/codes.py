@@ -62,10 +62,9 @@ def encode(
     blocks = in_blocks(x, spec.block)
     wide = scale.float().unsqueeze(-1)
     usable = (wide > 0) & (wide <= float(LARGEST_SCALE))
-    inverse = torch.where(usable, wide, 1.0).reciprocal()
-    y = torch.where(usable, blocks, 0.0)
-    blocks = y
-    y = (y.abs() * inverse).clamp_(max=code.largest)
+    inverse = kept_apart(torch.where(usable, torch.where(usable, wide, 1.0).reciprocal(), 0.0))
+    blocks = torch.where(inverse > 0, blocks, 0.0)
+    y = (blocks.abs() * inverse).clamp_(max=code.largest)
     if noise is not None:
         noise = in_blocks(noise, spec.block)
     if code.kind == "dynamic":
@@ -105,7 +104,7 @@ def values_of(codes: Tensor, code: StateCode) -> Tensor:
     assert code.format is not None
     dtype = FLOAT8.get(code.format.name)
     if dtype is not None:
-        value = codes.view(dtype).float()
+        value = (codes if codes.dtype is dtype else codes.view(dtype)).float()
     else:
         c = codes.int()
         mantissa = code.format.mantissa_bits
@@ -161,6 +160,16 @@ def to_bfloat16(x: Tensor, noise: Tensor | None) -> Tensor:
     bits = x.view(torch.int32)
     rounded = ((bits + (noise << 1)) & ~0xFFFF).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def kept_apart(x: Tensor) -> Tensor:
+    """float32 numbers that many others are multiplied by: themselves, which a compiler for CPUs puts into memory.
+
+    It would reckon them anew for every sixteen that they multiply; seen as narrower ones they are read instead. Exact.
+    """
+    if not torch.compiler.is_compiling() or not x.is_cpu:
+        return x
+    return x.view(torch.int16).view(torch.float32)
 
 
 def _magnitude_codes(y: Tensor, code: StateCode, noise: Tensor | None, floor: bool, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ bfloat16, FlashOptim, arXiv:2602.23349; float16 master with a scale, MS-AMP, arX
 """
 
 from dataclasses import dataclass, replace
+from math import log2
 
 import torch
 from torch import Tensor
@@ -156,7 +157,9 @@ def write(
         master, master_scale = codes.encode(weight, _MASTER16)
         assert master_scale is not None
         return data, scale, master, master_scale
-    scaled = weight / _spread_scales(keeping.spec, scale, weight)
+    wide = _spread_scales(keeping.spec, scale, weight)
+    # By a power of two, a product with the inverse.
+    scaled = weight * codes.kept_apart(wide.reciprocal()) if keeping.spec.power_of_two else weight / wide
     return data, scale, _residual(keeping, scaled, data, tensors[-1].dtype, noise)
 
 
@@ -173,15 +176,22 @@ def resolution(weight: Tensor) -> float:
 
 def block_amax(spec: QuantSpec, weight: Tensor) -> Tensor:
     """The largest magnitude of each block, float32: subnormal ones are 0."""
+    if spec.block == (None, None) and weight.numel():
+        top = weight.abs().amax().view(1, 1)
+        return torch.where(top < codes.SMALLEST_NORMAL, 0.0, top)
     return reference.block_bits(magnitude_bits(weight), spec).view(torch.float32)
 
 
 def _residual(keeping: Keeping, value: Tensor, held: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
     near, half = _value_and_half(keeping, held)
     parts = PARTS[dtype]
-    rest = (value - near) / half * parts
+    rest = value - near
+    if keeping.spec is None:
+        rest = rest / half * parts
+    else:
+        rest = rest * (int(log2(parts)) + 127 - _exponent(keeping, held) << 23).view(torch.float32)
     rest = rest.round() if noise is None else (rest + noise.float() * 2.0**-15).floor()
-    return rest.nan_to_num(0.0).clamp(-parts, parts - 1).to(dtype)
+    return torch.where(rest == rest, rest, 0.0).clamp(-parts, parts - 1).to(dtype)
 
 
 def _value_and_half(keeping: Keeping, held: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,10 +201,15 @@ def _value_and_half(keeping: Keeping, held: Tensor) -> tuple[Tensor, Tensor]:
         # Half a step is 2**-8 of the number's power of two; kept a normal number, of infinity too.
         half = (bits << 16).view(torch.float32).clamp(min=2.0**-117, max=2.0**127) * 2.0**-8
         return held.float(), half
+    return held.float(), (_exponent(keeping, held) + 127 << 23).view(torch.float32)
+
+
+def _exponent(keeping: Keeping, held: Tensor) -> Tensor:
+    """Of half a step around the numbers of codes: int32."""
+    assert keeping.spec is not None
     fmt = keeping.spec.format
     field = (held.view(torch.uint8).int() & 0x7F) >> fmt.mantissa_bits
-    exponent = field.clamp(min=1) - (fmt.bias + fmt.mantissa_bits + 1)
-    return held.float(), ((exponent + 127) << 23).view(torch.float32)
+    return field.clamp(min=1) - (fmt.bias + fmt.mantissa_bits + 1)
 
 
 def _spread_scales(spec: QuantSpec, scale: Tensor, weight: Tensor) -> Tensor:

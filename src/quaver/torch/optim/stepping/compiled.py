@@ -5,79 +5,111 @@ share a program; what is left at a matrix's end steps without one, by the same b
 """
 
 import warnings
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quaver.torch.numerics.philox import round_keys
+from quaver.torch.numerics.quantized import FLOAT8
 from quaver.torch.optim.stepping import noise
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way, Written, move, put
 
 #: Programs of one optimizer; matrices that would need another step without one.
 MOST = 8
 
-Program = tuple[Way, tuple[torch.Size, ...], tuple[torch.dtype, ...], bool, bool]
+#: A tensor of a piece to a compiler.
+Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+#: The way, what a piece consists of, and which numbers of a step there are.
+Program = tuple[Way, tuple[Kind, ...], bool, bool]
+#: A piece is called a thousand times a second with what `Program` has compared, so the compiler compares nothing.
+OPTIONS: dict[str, Any] = {
+    "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+    "size_asserts": False,
+    "alignment_asserts": False,
+}
+#: Of this process: an optimizer's program is another's.
+_programs: dict[Program, Callable[..., Written]] = {}
 
 
 class Compiled:
     """The programs of an optimizer, compiled when they are first needed."""
 
     def __init__(self) -> None:
-        #: By what makes them differ: the way, first equal to it.
-        self.programs: dict[Program, Way] = {}
+        self.programs: set[Program] = set()
         self.failed = False
-        self._run = torch.compile(_run, dynamic=False, fullgraph=True)
 
-    def program(self, way: Way, own: Parts, factor: Tensor | None, keep: Tensor | None) -> Way | None:
-        """The way as the program of such pieces knows it; None if there are too many programs."""
-        tensors = (*own.weight, *(t for held in own.moments for t in held), *own.gradient)
-        shapes, dtypes = tuple(t.shape for t in tensors), tuple(t.dtype for t in tensors)
-        key = (way, shapes, dtypes, factor is None, keep is None)
+    def program(self, key: Program) -> Callable[..., Written] | None:
+        """What steps such pieces; None if there are too many programs."""
         if self.failed or (key not in self.programs and len(self.programs) >= MOST):
             return None
-        return self.programs.setdefault(key, way)
+        self.programs.add(key)
+        if key not in _programs:
+            # What the compiler knows of a function belongs to its code: each program has one of its own.
+            code = _run.__code__.replace(co_name=f"optimizer_step_{len(_programs)}")
+            own = FunctionType(code, _run.__globals__)
+            _programs[key] = torch.compile(own, dynamic=False, fullgraph=True, options=OPTIONS)
+        return _programs[key]
 
-    def step(
+    def begin(
         self,
         way: Way,
-        own: Parts,
         scalars: tuple[Tensor, ...],
         factor: Tensor | None,
         drawn: Drawn,
-        first: int,
-        amax: Tensor | None,
         keep: Tensor | None,
-    ) -> Written | None:
-        """A piece's step in place, as `Programs` says it."""
-        known = self.program(way, own, factor, keep)
-        if known is None or (way.draws and first % 4):
-            return None
-        device = own.weight[0].device
-        place = None
-        if way.draws:
-            count = (
-                drawn.step
-                if isinstance(drawn.step, Tensor)
-                else torch.tensor(drawn.step, dtype=torch.int64, device="cpu")
-            )
-            place = (
-                torch.tensor(first, dtype=torch.int64, device=device),
-                torch.tensor(drawn.parameter, dtype=torch.int64, device=device),
-                count.reshape(()).to(device, torch.int64),
-                round_keys(drawn.seed, device),
-            )
-        try:
-            return self._run(known, own, scalars, factor, place, amax, keep)
-        except Exception as error:
-            # Compilation fails before anything is written to.
-            self.failed = True
-            said = (str(error).strip() or "no reason given").splitlines()[0]
-            warnings.warn(
-                f"the optimizer's step was not compiled ({type(error).__name__}: {said}); its steps go on without: the "
-                "same numbers, slower",
-                stacklevel=2,
-            )
-            return None
+    ) -> Callable[[Parts, int, Tensor | None], Written | None]:
+        """What steps pieces of a parameter, as `Programs` says it."""
+        run: Callable[..., Written] | None = None
+        given: tuple[Tensor, ...] | None = None
+
+        def step(own: Parts, first: int, amax: Tensor | None) -> Written | None:
+            nonlocal run, given
+            if self.failed or (way.draws and first % 4):
+                return None
+            own = _typed(way, own)
+            if run is None:
+                tensors = (*own.weight, *(t for held in own.moments for t in held), *own.gradient)
+                kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+                run = self.program((way, kinds, factor is None, keep is None))
+                given = _keyed(drawn, tensors[0].device) if way.draws else None
+            if run is None:
+                return None
+            place = None
+            if given is not None:
+                place = (torch.tensor(first, dtype=torch.int64, device=own.weight[0].device), *given)
+            try:
+                return run(way, own, scalars, factor, place, amax, keep)
+            except Exception as error:
+                # Compilation fails before anything is written to.
+                self.failed = True
+                said = (str(error).strip() or "no reason given").splitlines()[0]
+                warnings.warn(
+                    f"the optimizer's step was not compiled ({type(error).__name__}: {said}); its steps go on without: "
+                    "the same numbers, slower",
+                    stacklevel=2,
+                )
+                return None
+
+        return step
+
+
+def _keyed(drawn: Drawn, device: torch.device) -> tuple[Tensor, ...]:
+    """Parameter, step and keys of its noise."""
+    step = drawn.step if isinstance(drawn.step, Tensor) else torch.tensor(drawn.step, dtype=torch.int64, device="cpu")
+    number = torch.tensor(drawn.parameter, dtype=torch.int64, device=device)
+    return number, step.reshape(()).to(device, torch.int64), round_keys(drawn.seed, device)
+
+
+def _typed(way: Way, own: Parts) -> Parts:
+    """A piece whose gradient's codes have their format's dtype: of bytes that it views as such itself a compiler for
+    CPUs takes one after the other."""
+    gradient = own.gradient
+    if way.gradient is not None and way.gradient.of.format is not None:
+        gradient = (gradient[0].view(FLOAT8.get(way.gradient.of.format.name, torch.uint8)), *gradient[1:])
+    return own._replace(gradient=gradient)
 
 
 def _run(

@@ -5,7 +5,7 @@ float32, and all is written back in place. A state with one scale in all, and a 
 piece the whole parameter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple, Protocol
@@ -157,21 +157,18 @@ class Written(NamedTuple):
 class Programs(Protocol):
     """Pieces' steps, compiled."""
 
-    def step(
+    def begin(
         self,
         way: Way,
-        own: Parts,
         scalars: tuple[Tensor, ...],
         factor: Tensor | None,
         drawn: Drawn,
-        first: int,
-        amax: Tensor | None,
         keep: Tensor | None,
-    ) -> Written | None:
-        """A piece's step in place; None if it was not taken.
+    ) -> Callable[[Parts, int, Tensor | None], Written | None]:
+        """What steps pieces of a parameter, of one shape, in place; it returns None for those that it does not take.
 
-        Args:
-            first: the number of the piece's first element in the whole parameter.
+        Its arguments are the piece, the number of its first element in the whole parameter, and amax as `move` takes
+        it.
         """
 
 
@@ -220,11 +217,11 @@ def step(
         parts, drawn = lines(way, parts, drawn)
     columns = parts.weight[0].shape[1]
     done: list[Written] = []
-    for large, small in divided(way, parts, programs is not None and drawn.place.joined):
-        if large is not None:
-            assert programs is not None
+    run = None if programs is None or not drawn.place.joined else programs.begin(way, scalars, factor, drawn, keep)
+    for large, small in divided(way, parts, run is not None):
+        if large is not None and run is not None:
             bound, first = of_reach(reach, way, parts, large), drawn.place.first + large.start * columns
-            taken = programs.step(way, cut(way, parts, large), scalars, factor, drawn, first, bound, keep)
+            taken = run(cut(way, parts, large), first, bound)
             if taken is not None:
                 done.append(taken)
                 continue
