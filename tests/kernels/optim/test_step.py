@@ -17,6 +17,8 @@ from quaver.torch.numerics import reference
 from quaver.torch.optim import codes, weights
 from quaver.torch.optim.rules.adam import Adam
 from quaver.torch.optim.rules.lion import Lion
+from quaver.torch.optim.rules.muon import Muon
+from quaver.torch.optim.rules.sgd import SGD
 from quaver.torch.optim.stepping import on_gpu, pieces
 from quaver.torch.optim.stepping.noise import Place
 from quaver.torch.optim.stepping.pieces import Drawn, Parts, Way
@@ -61,10 +63,16 @@ WAYS: dict[str, tuple[Way, torch.dtype, torch.dtype]] = {
     ),
     "lion": (way(W8R8, MOMENTS[:1], Lion(), LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
     "lion float32": (way(Keeping("plain"), (FLOAT,), Lion(maximize=True)), torch.float32, torch.float32),
+    "sgd": (way(Keeping("plain"), (), SGD(maximize=True)), torch.float32, torch.float32),
+    "sgd with momentum": (way(Keeping("remainder"), (NOISY,), SGD(momentum=True)), torch.bfloat16, torch.bfloat16),
+    "nesterov lean": (
+        way(Keeping("residual8", stochastic=True), MOMENTS[:1], SGD(momentum=True, nesterov=True), LEAN.gradient),
+        *(torch.bfloat16, torch.uint8),
+    ),
 }
 #: One that is read in runs, of more rounds than one and of a row of two blocks; and rows that end within a block.
 SHAPES = [(32, 128), (3, 200), (1, 33), (5, 64)]
-GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2}
+GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2, "momentum": 0.9, "dampening": 0.1}
 SEED = 0x9E3779B97F4A7C15
 
 
@@ -237,6 +245,8 @@ def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
         ({"keeping": Keeping("residual8", QuantSpec(E4M3, (128, 128)))}, "one scale for all"),
         ({"predicts": False}, "follows from the weight after the step"),
         ({"gradient": StateSpec(code="e4m3", block=64)}, "gradients in e4m3/64"),
+        ({"rule": SGD(momentum=True), "moments": MOMENTS[:1]}, "follows from the largest gradient"),
+        ({"rule": Muon(), "moments": MOMENTS[:1]}, "no Muon"),
     ],
 )
 def test_what_no_kernel_steps_is_said(changed: dict[str, Any], why: str) -> None:

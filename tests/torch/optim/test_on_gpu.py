@@ -82,6 +82,31 @@ def test_steps_by_the_kernel_are_those_of_plain_torch(rule: Any, preset: str) ->
         assert same(ours[name], value), name
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_of_floats_steps_by_the_kernel_and_of_codes_without(nesterov: bool) -> None:
+    """Vectors of float32, codes, and a matrix of bfloat16 whose buffer is bfloat16 rounded at random."""
+    both = []
+    for kernels in (True, False):
+        model, draw = model_of(), torch.Generator().manual_seed(1)
+        model.free = nn.Parameter(torch.randn(64, 128, generator=draw).bfloat16())
+        optimizer = optim.SGD(
+            model.parameters(), lr=1e-2, momentum=0.9, nesterov=nesterov, weight_decay=0.1, preset="exact"
+        )
+        for _ in range(2):
+            x = torch.randn(16, 32, generator=draw)
+            with qt.autocast("tensorwise"):
+                loss = model(x).square().mean()
+            (loss + (model.free * torch.randn(64, 128, generator=draw)).sum()).backward()
+            with device.asking("triton" if kernels else "none"):
+                optimizer.step()
+            optimizer.zero_grad()
+        assert bool(optimizer._kernels) == kernels
+        assert optimizer.state[model.free]["momentum_buffer"].dtype is torch.bfloat16
+        both.append(all_of(model, optimizer))
+    for name, value in both[1].items():
+        assert same(both[0][name], value), name
+
+
 @pytest.mark.parametrize("outstanding", [1, 1 << 30])
 def test_steps_in_backward_go_by_the_kernel(outstanding: int) -> None:
     """Each time that gradients are as many bytes their parameters step by the kernel, to the bits of plain steps."""

@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-#: Adam with decoupled decay, Adam with coupled decay, Lion.
+#: Adam with decoupled decay, Adam with coupled decay, Lion, SGD, and SGD with Nesterov's momentum.
 ADAMW, ADAM, LION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SGD, NESTEROV = tl.constexpr(3), tl.constexpr(4)
 #: What a bound is raised by, above what float32 rounds; and the ulps of 1 by which a decay is.
 _ABOVE, _ULPS = tl.constexpr(1.0 + 2.0**-20), tl.constexpr(2.0**-22)
 #: 1 + 1e-6 in float32.
@@ -42,6 +43,19 @@ def lion(w, g, m, new1, new2, lr, decay, MAXIMIZE: tl.constexpr):
     mixed = m + (g - m) * new1
     sign = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, tl.where(mixed == mixed, 0.0, mixed)))
     return (w - w * decay) - sign * lr, m + (g - m) * new2
+
+
+@triton.jit
+def sgd(w, g, m, lr, decay, momentum, new, RULE: tl.constexpr, MOMENTUM: tl.constexpr, MAXIMIZE: tl.constexpr):
+    """The weight, and the moment if there is one, else what came. Exact."""
+    if MAXIMIZE:
+        g = -g
+    g = g + w * decay
+    update = g
+    if MOMENTUM:
+        m = m * momentum + g * new
+        update = g + m * momentum if RULE == NESTEROV else m
+    return w - update * lr, m
 
 
 @triton.jit

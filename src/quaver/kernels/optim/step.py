@@ -12,8 +12,8 @@ from quaver.kernels.bits.numbers import NAN_BITS, decode_scale, decoded, encode_
 from quaver.kernels.bits.philox import philox
 from quaver.kernels.optim.keeping import PLAIN, read_weight, write_weight
 from quaver.kernels.optim.places import blocks_at, read, read_scales, write
-from quaver.kernels.optim.rules import LION, adam, lion, reach
-from quaver.kernels.optim.states import read_state, write_state
+from quaver.kernels.optim.rules import LION, NESTEROV, SGD, adam, lion, reach, sgd
+from quaver.kernels.optim.states import NONE, read_state, write_state
 
 #: Columns of the table of parameters, each an int64: addresses, then numbers.
 WEIGHT, WEIGHT_SCALE, BESIDE, FIRST, FIRST_SCALE, SECOND, SECOND_SCALE = (
@@ -92,7 +92,13 @@ def step(
     weight_at, gradient_at = tl.load(row + WEIGHT), tl.load(row + GRADIENT)
     first_at, first_scale_at = tl.load(row + FIRST), tl.load(row + FIRST_SCALE)
     number = scalars + parameter
-    if RULE == LION:
+    BY_GRADIENT: tl.constexpr = (RULE == SGD) | (RULE == NESTEROV)
+    HAS_SECOND: tl.constexpr = SECOND_KIND != NONE
+    if BY_GRADIENT:
+        lr, decay = tl.load(number), tl.load(number + parameters)
+        momentum, new = tl.load(number + 2 * parameters), tl.load(number + 3 * parameters)
+        limit = lr
+    elif RULE == LION:
         new1, new2 = tl.load(number), tl.load(number + parameters)
         lr, decay = tl.load(number + 2 * parameters), tl.load(number + 3 * parameters)
         limit = lr
@@ -139,8 +145,12 @@ def step(
         if KEEPING != PLAIN:
             beside = read(beside_at, at, inside, BESIDE_TYPE, EVEN)
         w = read_weight(kept, beside, before, KEEPING, CODES, INTEGERS)
-        m = read_state(first_at, first_scale_at, here, there, at, inside, FIRST_KIND, EVEN, INTEGERS)
-        if RULE == LION:
+        m = w
+        if FIRST_KIND != NONE:
+            m = read_state(first_at, first_scale_at, here, there, at, inside, FIRST_KIND, EVEN, INTEGERS)
+        if BY_GRADIENT:
+            w, m = sgd(w, g, m, lr, decay, momentum, new, RULE, FIRST_KIND != NONE, MAXIMIZE)
+        elif RULE == LION:
             w, m = lion(w, g, m, new1, new2, lr, decay, MAXIMIZE)
         else:
             v = read_state(second_at, second_scale_at, here, there, at, inside, SECOND_KIND, EVEN, INTEGERS)
@@ -155,11 +165,12 @@ def step(
             noise3 = _share(word, DRAWS - 1, DRAWS)
         else:
             noise1, noise2, noise3 = 0, 0, 0
-        write_state(
-            m, first_at, first_scale_at, noise1, here, there, at, inside,
-            FIRST_KIND, True, FIRST_NOISE, FIRST_FLOOR, EVEN, INTEGERS,
-        )  # fmt: skip
-        if RULE != LION:
+        if FIRST_KIND != NONE:
+            write_state(
+                m, first_at, first_scale_at, noise1, here, there, at, inside,
+                FIRST_KIND, True, FIRST_NOISE, FIRST_FLOOR, EVEN, INTEGERS,
+            )  # fmt: skip
+        if HAS_SECOND:
             write_state(
                 v, second_at, second_scale_at, noise2, here, there, at, inside,
                 SECOND_KIND, False, SECOND_NOISE, SECOND_FLOOR, EVEN, INTEGERS,

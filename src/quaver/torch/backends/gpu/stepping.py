@@ -36,6 +36,7 @@ TYPES = {
     torch.float8_e4m3fn: tl.uint8,
 }
 RULES = {"adamw": rules.ADAMW.value, "adam": rules.ADAM.value, "lion": rules.LION.value}
+RULES |= {"sgd": rules.SGD.value, "nesterov": rules.NESTEROV.value}
 KEEPINGS = {
     **{"plain": keeping.PLAIN.value, "remainder": keeping.REMAINDER.value},
     **{"residual8": keeping.RESIDUAL.value, "residual16": keeping.RESIDUAL.value},
@@ -89,7 +90,7 @@ class Form:
 
     def constants(self, device: torch.device) -> dict[str, Any]:
         """As the kernel takes them."""
-        first, second = (*self.moments, None)[:2]
+        first, second = (*self.moments, None, None)[:2]
         spec = self.spec
         return {
             "BLOCKS": self.blocks,

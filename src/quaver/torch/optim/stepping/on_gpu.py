@@ -1,7 +1,8 @@
 """Which parameters a kernel steps, many in one launch, and what it is told of them; the others step piece by piece.
 
 The kernel takes Adam, AdamW and Lion, weights that are floats or E4M3 codes with one scale, and moments that are floats
-or codes in blocks of 64: the presets `float32`, `exact`, `balanced` and `lean`. Its bits are those of `pieces`.
+or codes in blocks of 64: the presets `float32`, `exact`, `balanced` and `lean`; and SGD of weights that are floats. Its
+bits are those of `pieces`.
 """
 
 import warnings
@@ -17,6 +18,8 @@ from quaver.torch.operations.operation import Impl, Operation
 from quaver.torch.operations.ops import no_kernels
 from quaver.torch.optim.rules.adam import Adam
 from quaver.torch.optim.rules.lion import Lion
+from quaver.torch.optim.rules.rule import Rule
+from quaver.torch.optim.rules.sgd import SGD
 from quaver.torch.optim.stepping.noise import Place
 from quaver.torch.optim.stepping.pieces import Parts, Way
 
@@ -43,7 +46,9 @@ def reason(weight: Tensor, way: Way, parts: Parts, place: Place, step: Tensor) -
         parts: all of it as matrices; place: where that lies in the whole parameter.
         step: the count of its steps.
     """
-    if not isinstance(way.rule, (Adam, Lion)):
+    if isinstance(way.rule, SGD) and way.predicts:
+        return "the next scale of codes that SGD steps follows from the largest gradient, which is looked for first"
+    if not isinstance(way.rule, (Adam, Lion, SGD)):
         return f"the kernel has no {type(way.rule).__name__}"
     for spec, signed in zip(way.moments, way.rule.signed, strict=True):
         if not _writes(spec, signed):
@@ -125,7 +130,7 @@ def row(
     rows, columns = weight.shape
     wide = [t for name in ("weight", "beside", "first", "second", "gradient") if (t := tensors.get(name)) is not None]
     form = stepping.Form(
-        rule="lion" if isinstance(rule, Lion) else "adamw" if rule.decoupled else "adam",  # type: ignore[attr-defined]
+        rule=_named(rule),
         clamp=isinstance(rule, Adam) and rule.clamp,
         maximize=rule.maximize,  # type: ignore[attr-defined]
         keeping=keeping.kind,
@@ -139,6 +144,16 @@ def row(
         even=stepping.even(wide, columns, rows * -(-columns // stepping.BLOCK), way.gradient is not None),
     )
     return stepping.Row(form, tensors, (rows, columns), place.first, number, seed)
+
+
+def _named(rule: Rule) -> str:
+    """In the kernel's words."""
+    if isinstance(rule, Lion):
+        return "lion"
+    if isinstance(rule, SGD):
+        return "nesterov" if rule.nesterov else "sgd"
+    assert isinstance(rule, Adam)
+    return "adamw" if rule.decoupled else "adam"
 
 
 class Launches:
