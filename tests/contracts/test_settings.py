@@ -58,8 +58,6 @@ OWNERS = {
     # So do reading a recipe's text and `doctor`.
     ("quaver.train.configuration.recipe_name", "warnings.simplefilter"),
     ("quaver.train.learning.torch.trials", "warnings.simplefilter"),
-    # And exporting to ONNX: torch's exporter warns of itself.
-    ("quaver.torch.model.programs.onnx", "warnings.simplefilter"),
     # While kernels are interpreted, which tests alone do.
     ("quaver.torch.backends.gpu.launching.interpreter", "warnings.simplefilter"),
     # XLA reads its number of threads from there when it starts.
